@@ -189,7 +189,7 @@ def test_options_of_the_engine_are_named_directly(path: Path) -> None:
         assert llm.get_default_sampling_params().top_k == 3
     with pytest.raises(UsageError, match=r"'contextlength'.* 'context_length'"):
         LLM(path, contextlength=64)
-    with pytest.raises(UsageError, match="all options without it: num_threads"):
+    with pytest.raises(UsageError, match="not beside it: num_threads"):
         LLM(path, twostroke.EngineOptions(), num_threads=1)
 
 

@@ -162,7 +162,9 @@ def _ask(llm: LLM, system: str, given: argparse.Namespace) -> Counter[str]:
         tools = to_tools(_offered(name), "auto", parallel=None)
         assert tools is not None
         messages = [{"role": "system", "content": system}] if system else []
-        prompt = chat_of(card).render([*messages, {"role": "user", "content": text}], tools.shown)
+        prompt = chat_of(card).render(
+            [*messages, {"role": "user", "content": text}], tools.prompt_tools
+        )
         turns.append(chat_of(card).turn(prompt, tools))
         wanted.append(name)
     params = SamplingParams(max_tokens=given.tokens, temperature=given.temperature, seed=0)

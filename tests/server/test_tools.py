@@ -261,7 +261,7 @@ def test_a_schema_of_no_object_frees_the_arguments_unless_strict() -> None:
     tools = to_tools(bodies, "auto", parallel=None)
     assert tools is not None
     assert [one.schema for one in tools.functions] == [{"type": "object"}]
-    assert tools.shown[0]["function"]["parameters"] == parameters
+    assert tools.prompt_tools[0]["function"]["parameters"] == parameters
 
 
 ELSEWHERE = {"type": "object", "properties": {"a": {"$ref": "https://example.com/a"}}}

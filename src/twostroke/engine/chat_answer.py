@@ -81,7 +81,7 @@ def encode_conversation(
         raise RequestError("must be an object with variables.", field="chat_template_kwargs")
     prompt = chat.render(
         messages,
-        () if tools is None else tools.shown,
+        () if tools is None else tools.prompt_tools,
         add_generation_prompt=not continues,
         continue_final_message=continues,
         thinking=Thinking(variables=dict(variables)) if variables else AS_IT_IS,

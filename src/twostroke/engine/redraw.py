@@ -1,6 +1,7 @@
 """Generates an answer again if it breaks its JSON schema, for Python and the command line.
 
-An answer is checked if the grammar does not hold all of its schema. `engine/settling.py` has the
+An answer is checked if its grammar does not enforce the whole schema. To settle an answer is to
+check it, and to replace it by a new answer if it breaks the schema. `engine/settling.py` has the
 rules, which the server shares. The server works with events instead of outputs
 (`server/generation/redraw.py`).
 """
@@ -52,14 +53,21 @@ _logger = logging.getLogger("twostroke.engine")
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
-    """Return parameters with a seed, so that an answer can be drawn again."""
+    """Return parameters with a seed, so that an answer can be generated again."""
     if params.seed is not None:
         return params
     return replace(params, seed=secrets.randbits(_SEED_BITS))
 
 
 class EncodedPrompt(Frozen):
-    """A prompt as token ids, and how to answer it; the answer may call `functions`."""
+    """A prompt as token ids, with all that is needed to answer it.
+
+    Attributes:
+        tokens: the prompt.
+        params, caller, hints: as in `Client.generate`.
+        reading: the format in which the answers are read.
+        functions: the functions that an answer may call.
+    """
 
     tokens: list[int]
     params: SamplingParams
@@ -69,13 +77,13 @@ class EncodedPrompt(Frozen):
     functions: tuple[Function, ...] = ()
 
     def submit(self, client: Client) -> Generation:
-        """Queue it; raises as `Client.generate`. Its answers are not settled yet."""
+        """Submit the prompt, and return its outputs, not settled; raises as `Client.generate`."""
         return client.generate(self.tokens, self.params, self.caller, self.hints)
 
     def redrawer(self, client: Client, grammar: GrammarMatcher | None = None) -> Redrawer | None:
-        """Return the check of the answers; None if the grammar holds their whole schema.
+        """Return the object that settles answers; None if the grammar enforces the whole schema.
 
-        The constraint is compiled here if `grammar`, its compiled form, is not given.
+        The constraint is compiled here without `grammar`, its compiled form.
 
         Raises:
             RequestError: the constraint cannot be used.
@@ -87,22 +95,22 @@ class EncodedPrompt(Frozen):
         return Redrawer(client, self, gaps) if gaps else None
 
     def settled(self, client: Client, answers: list[Completion]) -> list[Completion]:
-        """Return answers that keep to their schema, or have a `schema_miss`.
+        """Settle answers. An answer that still breaks its schema has the rule in `schema_miss`.
 
         Raises:
-            SchemaMissError: an answer breaks a strict schema, also after it was drawn again.
+            SchemaMissError: an answer still breaks a strict schema.
         """
         redrawer = self.redrawer(client)
         return answers if redrawer is None else [redrawer.settle(answer) for answer in answers]
 
     def stream(self, client: Client) -> Iterator[Output]:
-        """Yield the outputs of the answers; leaving early cancels them.
+        """Yield the outputs of the answers; a reader that stops early cancels them.
 
-        What may change is held back until its answer has ended and was settled.
+        Outputs that may change are held back until their answer is settled.
 
         Raises:
-            SchemaMissError: an answer breaks a strict schema, also after it was drawn again.
-            TwostrokeError: as `Client.generate`, and as reading its outputs.
+            SchemaMissError: an answer still breaks a strict schema.
+            TwostrokeError: the engine refused the prompt, or failed on it.
         """
         redrawer = self.redrawer(client)
         generation = self.submit(client)
@@ -118,20 +126,21 @@ class EncodedPrompt(Frozen):
 
 
 class _PartRule(NamedTuple):
-    """A schema of a part of the answer."""
+    """The JSON schema of a part of the answer, and whether breaking it is an error."""
 
     schema: str
     is_strict: bool
 
 
 class Redrawer:
-    """Checks the answers to one prompt against their schemas, and generates wrong ones again."""
+    """Settles the answers to one prompt: checks them, and generates wrong answers again."""
 
     def __init__(self, client: Client, prompt: EncodedPrompt, gaps: tuple[str, ...]) -> None:
-        """Settle answers to a prompt whose parameters have a seed; a grammar has these gaps."""
+        """Settle answers to `prompt`, whose parameters have a seed; `gaps` are the grammar's."""
         form = prompt.params.constraint
         assert form is not None
-        self._client, self._prompt = client, prompt
+        self._client = client
+        self._prompt = prompt
         self._tokenizer = client.card.tokenizer
         self._calls = {
             function.name: _PartRule(json.dumps(function.schema), function.is_strict)
@@ -141,26 +150,26 @@ class Redrawer:
         if form.notation != "json_schema" and form.alternative is not None:
             form = form.alternative  # of calls: the text is the other choice
         self._text = None
-        self._held_paths: tuple[PathPattern, ...] = (
-            (),
-        )  # paths of values that a stream holds back
+        # Paths of values that a stream holds back; an empty path stands for the whole answer.
+        self._held_paths: tuple[PathPattern, ...] = ((),)
         if form.notation == "json_schema":
             self._text = _PartRule(form.text, form.is_strict)
             if not prompt.functions:
                 self._held_paths = checked_places(gaps, form.text)
 
     def sent(self) -> SentPart:
-        """Return an empty record of the outputs that a stream sends of one answer."""
+        """Return a record, still empty, of the outputs that a stream sends of one answer."""
         preface = None if self._preface is None else PrefaceCutter(self._preface)
         return SentPart(HeldBack(self._held_paths), preface)
 
     def settle(self, answer: Completion, sent: SentPart | None = None) -> Completion:
-        """Return an answer that keeps to its schema, or has its `schema_miss`.
+        """Settle an answer. An answer that still breaks its schema has the rule in `schema_miss`.
 
-        A stream has `sent` a part of it, which stays as it is. Blocks while it is drawn again.
+        `sent` is the part of the answer that a stream has sent, which must not change. This blocks
+        while the answer is generated again.
 
         Raises:
-            SchemaMissError: it breaks a strict schema, also after it was drawn again.
+            SchemaMissError: the answer still breaks a strict schema.
         """
         work = settling(answer, self._parts, self._tokenizer, sent)
         result: SchemaViolation | Completion | None = None
@@ -174,8 +183,8 @@ class Redrawer:
             result = error = None
             try:
                 result = self._check(step.part) if isinstance(step, CheckPart) else self._draw(step)
-            except TwostrokeError as its_own:
-                error = its_own
+            except TwostrokeError as step_error:
+                error = step_error
         if settled.miss is None:
             return settled.answer
         if settled.miss.part.is_strict:
@@ -183,6 +192,7 @@ class Redrawer:
         return replace(settled.answer, schema_miss=str(settled.miss.fault))
 
     def _draw(self, work: DrawAgain) -> Completion:
+        """Generate another answer."""
         params = redrawn_params(self._prompt.params, work)
         hints = replace(self._prompt.hints, prediction=work.answer.token_ids, shows_progress=False)
         generation = self._client.generate(self._prompt.tokens, params, self._prompt.caller, hints)
@@ -191,7 +201,7 @@ class Redrawer:
         return in_place_of(work.answer, other)
 
     def _check(self, part: CheckedPart) -> SchemaViolation | None:
-        """Return the rule that a part breaks; None if it breaks none, or cannot be checked."""
+        """Return the rule that a part breaks; None if it is valid, or cannot be checked."""
         try:
             return self._client.grammars.verifier.fault(part.schema, part.text)
         except UncheckedError as error:
@@ -199,7 +209,7 @@ class Redrawer:
             return None
 
     def _parts(self, answer: Completion) -> list[CheckedPart]:
-        """Return the parts of an answer that have rules: its calls, or else its text."""
+        """Return the parts of an answer that have a schema: its calls, or else its text."""
         calls: list[WrittenCall] = []
         if self._prompt.reading.is_plain:
             text = answer.text
@@ -220,15 +230,16 @@ class Redrawer:
 
 
 class SentPart:
-    """The outputs of one answer; a stream sends the first ones, which cannot change any more."""
+    """The outputs of one answer. A stream has sent the first outputs, which must not change."""
 
     def __init__(self, held_back: HeldBack, preface: PrefaceCutter | None) -> None:
         self.outputs: list[Output] = []
-        self._held_back, self._preface = held_back, preface
+        self._held_back = held_back
+        self._preface = preface
         self._num_sent = 0  # outputs
 
     def release(self, output: Output) -> list[Output]:
-        """Take an output; return the outputs that can be sent now."""
+        """Add an output; return the outputs that can be sent now."""
         self.outputs.append(output)
         text = output.text
         if self._preface is not None:
@@ -255,18 +266,18 @@ class SentPart:
         return True
 
     def num_shown(self, miss: Miss) -> int:
-        """Return how many characters were sent."""
+        """Return the number of characters that were sent."""
         del miss
         return len(self.text)
 
     def is_continued_by(self, answer: Completion) -> bool:
-        """Return whether an answer begins with everything that was sent."""
+        """Whether an answer begins with everything that was sent."""
         sent = self.outputs[: self._num_sent]
         tokens = tuple(token for output in sent for token in output.token_ids)
         return answer.token_ids[: len(tokens)] == tokens and answer.text.startswith(self.text)
 
     def rest(self, settled: Completion) -> Output:
-        """Return the unsent rest of a final answer as its last output."""
+        """Return the last output: the part of the settled answer that was not sent."""
         sent = self.outputs[: self._num_sent]
         num_scores = sum(len(output.prompt_logprobs) for output in sent)
         num_tokens = sum(len(output.token_ids) for output in sent)
@@ -292,15 +303,16 @@ class SettledStream:
         self._sent: dict[int, SentPart] = {}  # by choice
 
     def read(self, output: Output) -> list[Output]:
-        """Take an output; return the outputs that can be shown now."""
+        """Add an output; return the outputs that can be sent now."""
         if output.index not in self._sent:
             self._sent[output.index] = self._redrawer.sent()
         return self._sent[output.index].release(output)
 
     def endings(self) -> Iterator[Callable[[], Output]]:
-        """Yield, once all answers have ended, what settles each: it blocks, and returns its rest.
+        """Yield a function for each answer, after all answers have ended.
 
-        Settling raises as `Redrawer.settle`.
+        The function settles the answer, which can block, and returns its last output. It raises as
+        `Redrawer.settle`.
         """
         for sent in self._sent.values():
             yield lambda sent=sent: sent.rest(  # type: ignore[misc]

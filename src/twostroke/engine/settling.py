@@ -1,12 +1,12 @@
 """Decides how an answer that breaks its JSON schema is generated again, for Python and the server.
 
-A new answer has the same seed, and the wrong value is excluded from it, so the text before the
-value does not change. If new answers break the schema at the same offset several times, shorter and
+The new answer has the same seed, and the wrong value is excluded, so that the text before the value
+does not change. If new answers break the schema at the same offset several times, shorter and
 shorter prefixes of the value are excluded.
 
-`settling` does no work itself. It yields each check and each new answer that it needs, and its
-caller sends the result: `engine/redraw.py` blocks meanwhile, `server/generation/redraw.py` does
-not.
+`settling` is a generator that does no work itself. It yields each check and each new answer that it
+needs, and gets the result with `send`. `engine/redraw.py` blocks while the work is done;
+`server/generation/redraw.py` awaits it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ MAX_REDRAWS: Final = 8  # new answers in place of one answer
 # The new answers may have this many tokens together, or this many times the first answer's tokens
 # if that is more.
 MIN_REDRAWN_TOKENS: Final = 2048
-MAX_REDRAWN_SHARE: Final = 4
-# A last guard, far longer than the tokens need on a busy machine: if time decided, a busy machine
-# would mark answers that a quiet one mends.
+MAX_REDRAWN_RATIO: Final = 4
+# A last limit, far longer than the tokens need even on a busy machine, so that the result does not
+# depend on the speed of the machine.
 MAX_REDRAW_S: Final = 1800.0
 MISSES_AT_LEVEL: Final = 2  # misses at one offset before a prefix of half the length is excluded
 _AFTER_NUMBER: Final = ",}]"
-_VALUE_ENDS: Final = ("}", "]", '"', "true", "false", "null")  # of values that cannot go on
+_VALUE_ENDS: Final = ("}", "]", '"', "true", "false", "null")  # of complete values
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class CheckedPart:
         schema: the JSON schema of the part.
         is_strict: whether an answer that breaks the schema is an error.
         kind: "text" or "call", for reports.
-        index: its place among the blocks of the answer, where a stream has blocks.
+        index: the number of the part's block, if a stream has blocks.
     """
 
     text: str
@@ -66,7 +66,7 @@ class CheckedPart:
 
 
 class Miss(NamedTuple):
-    """A rule that a part of an answer breaks; `num_before` characters precede the part."""
+    """A rule that a part of an answer breaks; `num_before` characters are before the part."""
 
     part: CheckedPart
     fault: SchemaViolation
@@ -74,16 +74,16 @@ class Miss(NamedTuple):
 
 
 class CheckPart(NamedTuple):
-    """Asks for the rule that a part breaks: a `SchemaViolation`, or None."""
+    """A request for a check. The result is the `SchemaViolation` of the part, or None."""
 
     part: CheckedPart
 
 
 class DrawAgain(NamedTuple):
-    """Asks for another answer in place of `answer`, without the excluded texts.
+    """A request for another answer in place of `answer`, without the excluded texts.
 
-    The caller throws a RequestError if no other text fits, a DeadlineError or an OverloadedError if
-    there is no time or room for another answer.
+    The caller throws a RequestError if no other text fits the constraint, and a DeadlineError or an
+    OverloadedError if there is no time or no room for another answer.
     """
 
     answer: Completion
@@ -91,23 +91,23 @@ class DrawAgain(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """The final answer, and the rule that it still breaks."""
+    """The final answer, and the rule that it still breaks, if any."""
 
     answer: Completion
     miss: Miss | None
 
 
 class SentText(Protocol):
-    """The part of an answer that a stream has sent, which cannot change any more."""
+    """The part of an answer that a stream has sent, and that must not change."""
 
     def may_change(self, part: CheckedPart, start: int) -> bool:
-        """Return whether the text from an offset in a part on is unsent."""
+        """Whether the text of a part from the offset `start` has not been sent."""
 
     def num_shown(self, miss: Miss) -> int:
-        """Return how many characters of the written answer were sent."""
+        """Return the number of characters of the answer that were sent."""
 
     def is_continued_by(self, answer: Completion) -> bool:
-        """Return whether a new answer begins with everything that was sent."""
+        """Whether a new answer begins with everything that was sent."""
 
 
 def settling(
@@ -116,13 +116,13 @@ def settling(
     tokenizer: Tokenizer,
     sent: SentText | None = None,
 ) -> Generator[CheckPart | DrawAgain, Any, Settled]:
-    """Settle an answer: yield the work, get each result sent, and return the final answer.
+    """Yield the checks and new answers that an answer needs; return the final answer.
 
     `read_parts` returns the parts of an answer that have a schema. The number of new answers and of
     their tokens is bounded, so that the result does not depend on the speed of the machine.
     """
     excluded: list[Excluded] = []
-    num_left = max(MIN_REDRAWN_TOKENS, MAX_REDRAWN_SHARE * len(answer.token_ids))
+    num_left = max(MIN_REDRAWN_TOKENS, MAX_REDRAWN_RATIO * len(answer.token_ids))
     end_s = time.monotonic() + MAX_REDRAW_S
     miss = yield from _find_miss(answer, read_parts, tokenizer)
     last_start, num_misses, is_widened = -1, 0, False
@@ -165,7 +165,7 @@ def _find_miss(
 ) -> Generator[CheckPart | DrawAgain, Any, Miss | None]:
     """Return the first rule that an answer breaks.
 
-    Of an answer that was cut by its limit or by a stop, the parts that are complete are checked.
+    If the answer was cut by its token limit or a stop string, only its complete parts are checked.
     """
     if answer.finish_reason not in {FinishReason.STOP, FinishReason.LENGTH}:
         return None
@@ -183,7 +183,7 @@ def _find_miss(
 
 
 def is_complete_json(text: str) -> bool:
-    """Return whether a text is a JSON value that cannot go on, as a number could."""
+    """Whether a text is a complete JSON value; a number is not, because digits could follow."""
     text = text.strip()
     if not text.endswith(_VALUE_ENDS):
         return False
@@ -203,7 +203,7 @@ def miss_error(fault: SchemaViolation) -> SchemaMissError:
 
 
 def written_text(answer: Completion, tokenizer: Tokenizer) -> str | None:
-    """Return the text of an answer's tokens, without special ones; None if it is not UTF-8."""
+    """Return the text of an answer's tokens, without special tokens; None if it is not UTF-8."""
     special_ids = tokenizer.special_ids
     tokens = [token for token in answer.token_ids if token not in special_ids]
     try:
@@ -234,7 +234,7 @@ def exclusions(written: str | None, miss: Miss, level: int) -> Iterator[Excluded
 
 
 def redrawn_params(params: SamplingParams, work: DrawAgain) -> SamplingParams:
-    """Return the parameters that draw an answer again, without the excluded texts."""
+    """Return the parameters for a new answer without the excluded texts."""
     assert params.constraint is not None
     assert params.seed is not None
     return replace(
@@ -247,7 +247,7 @@ def redrawn_params(params: SamplingParams, work: DrawAgain) -> SamplingParams:
 
 
 def in_place_of(answer: Completion, other: Completion) -> Completion:
-    """Return an answer that was drawn again, with index and first times of the answer before."""
+    """Return a new answer with the index and the first times of the answer that it replaces."""
     first = answer.timings
     return replace(
         other,

@@ -101,7 +101,7 @@ def test_an_engine_that_started_again_is_asked_again_in_turn() -> None:
 
 def test_engines_keep_more_than_the_server_knows() -> None:
     """What an engine has forgotten it compiles out of turn, while others wait."""
-    assert grammar_compiler._MAX_CACHED_RESULTS < grammar._MAX_KNOWN
+    assert grammar_compiler._MAX_CACHED_RESULTS < grammar._MAX_CACHED_GRAMMARS
 
 
 def test_waiting_for_others_does_not_count(grammars: SlowGrammars) -> None:

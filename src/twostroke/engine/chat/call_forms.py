@@ -1,4 +1,4 @@
-"""The forms in which models write calls of tools: their marks, and the text between them."""
+"""The forms in which models write tool calls: marks, and the text between them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 
 class Unmarked(Enum):
-    """Which calls without their marks are calls, at the beginning of an answer."""
+    """Which objects without call marks count as calls, at the beginning of an answer."""
 
     ALL = "all"
-    FENCED = "fenced"  # with a fence of Markdown in place of the marks
+    FENCED = "fenced"  # only objects in a Markdown fence
     NONE = "none"
 
 
 class CallForm(Frozen, kw_only=True):
-    """How calls are written: `begin`, then each as head, name, middle, arguments and tail, `end`.
+    """The form of calls: `begin`; head, name, middle, arguments, tail of each call; `end`.
 
     Attributes:
         mark: the first text of calls; `begin` or `head` starts with it.
-        begin: before the first call.
-        head: before a call's name.
-        id_mark: between the name and an id, where the form has ids.
-        middle: before the arguments, which are a JSON object.
-        tail: after them.
-        between: between a call and the next.
-        end: after the last call.
+        begin: the text before the first call.
+        head: the text before the name of a call.
+        id_mark: the text between the name and an id, if the form has ids.
+        middle: the text before the arguments, which are a JSON object.
+        tail: the text after the arguments.
+        between: the text between two calls.
+        end: the text after the last call.
         is_quoted: whether the name is a JSON string.
         is_bare: whether calls are written without `mark`, as the whole answer.
         marks: other texts of the form that a vocabulary may have as special tokens.
@@ -62,7 +62,7 @@ class CallForm(Frozen, kw_only=True):
 
     @property
     def all_marks(self) -> tuple[str, ...]:
-        """Every text that may be a special token."""
+        """All texts of the form that may be special tokens."""
         return tuple(filter(None, (self.mark, self.id_mark, *self.marks)))
 
     @property
@@ -71,11 +71,11 @@ class CallForm(Frozen, kw_only=True):
         return bool(self.begin)
 
     def name(self, name: str) -> str:
-        """Return a function's name as it is written."""
+        """Return a function's name as a call has it."""
         return json.dumps(name) if self.is_quoted else name
 
     def write(self, calls: Iterable[tuple[str, str]]) -> str:
-        """Return calls as a model would have written them, from names and JSON."""
+        """Return calls in this form, from their names and the JSON of their arguments."""
         written = [
             f"{self.head}{self.name(name)}{self.middle}{arguments}{self.tail}"
             for name, arguments in calls
@@ -87,15 +87,21 @@ class CallForm(Frozen, kw_only=True):
         return self.write([("the function's name", '{"the argument\'s name": "its value"}')])
 
     def fits(self, before: str, after: str) -> bool:
-        """Whether the name of an answer's only call is between these texts, ignoring blanks.
+        """Whether an answer's only call has this form, from the texts around its name.
 
-        `before` begins with the answer; `after` may go on after the call.
+        `before` is the answer up to the name. `after` begins after the name, and may have text
+        after the call. Blanks are ignored.
         """
         quote = '"' if self.is_quoted else ""
-        opening, follows = _bare(self.opening + quote), _bare(quote + (self.id_mark or self.middle))
-        bare = _bare(before)
-        begins = bare.removeprefix(self.mark) == opening if self.is_bare else bare.endswith(opening)
-        return begins and _bare(after).startswith(follows) and _bare(self.end) in _bare(after)
+        opening = _without_blanks(self.opening + quote)
+        following = _without_blanks(quote + (self.id_mark or self.middle))
+        before = _without_blanks(before)
+        after = _without_blanks(after)
+        if self.is_bare:
+            begins = before.removeprefix(self.mark) == opening
+        else:
+            begins = before.endswith(opening)
+        return begins and after.startswith(following) and _without_blanks(self.end) in after
 
     def is_known_to(self, tokenizer: Tokenizer) -> bool:
         """Whether a vocabulary has tokens that only this form uses."""
@@ -103,7 +109,7 @@ class CallForm(Frozen, kw_only=True):
 
     def is_shown(self, text: str) -> bool:
         """Whether a prompt shows the model this form."""
-        return not self.is_bare and _bare(self.opening) in _bare(text)
+        return not self.is_bare and _without_blanks(self.opening) in _without_blanks(text)
 
 
 HERMES: Final = CallForm(
@@ -139,7 +145,7 @@ _DEEPSEEK: Final = CallForm(
     ),
 )
 
-# The first that fits the calls that a template writes is the model's.
+# A model has the first form that fits the calls in its template's output.
 FORMS: Final[dict[str, CallForm]] = {
     "hermes": HERMES,
     "mistral list": CallForm(mark="[TOOL_CALLS]", begin="[TOOL_CALLS] [", between=", ", end="]"),
@@ -166,6 +172,6 @@ FORMS: Final[dict[str, CallForm]] = {
 }
 
 
-def _bare(text: str) -> str:
+def _without_blanks(text: str) -> str:
     """Return a text without blanks."""
     return "".join(text.split())

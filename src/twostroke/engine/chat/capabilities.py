@@ -1,4 +1,4 @@
-"""Whether a chat template supports tools, calls and results: found by rendering small chats."""
+"""Finds out by small test conversations whether a chat template supports tools and calls."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from twostroke.engine.chat.template import ChatTemplate
     from twostroke.model.tokenizer import Tokenizer
 
-_TOOL, _CALL, _OTHER, _SAID = "probed_tool", "probed_call", "other_call", "probed answer"
-_IDS: Final = ("call_0123456789abcdef01234567", "abcdef123")
+# Texts of the test conversations.
+_TOOL: Final = "probed_tool"
+_CALL: Final = "probed_call"
+_OTHER_CALL: Final = "other_call"
+_ANSWER: Final = "probed answer"
+_CALL_IDS: Final = ("call_0123456789abcdef01234567", "abcdef123")
 _ARGUMENTS: Final = {"probed_key": "value"}
 _USER: Final = {"role": "user", "content": "Hello"}
-_SHOWN: Final[dict[str, Any]] = {
+_TOOL_SCHEMA: Final[dict[str, Any]] = {
     "type": "function",
     "function": {
         "name": _TOOL,
@@ -34,14 +38,14 @@ _SHOWN: Final[dict[str, Any]] = {
 
 
 class TemplateCapabilities(Frozen):
-    """What a chat template supports; the rest is written as text.
+    """The features that a chat template supports; others are written as text.
 
     Attributes:
         form: how the model writes calls.
-        shows_tools: whether the prompt shows the variable `tools`.
-        shows_tools_of_system: whether it shows tools as JSON in the system message.
-        writes_calls: whether it shows the calls of earlier answers.
-        writes_results: whether it shows messages of the role tool.
+        shows_tools: whether the prompt has the tools of the variable `tools`.
+        shows_tools_of_system: whether the prompt has the tools of the system message's `tools`.
+        writes_calls: whether the prompt has the calls of earlier answers.
+        writes_results: whether the prompt has messages of the role tool.
         takes_several: whether an answer may have more than one call.
         has_short_ids: whether ids of calls must be nine letters or digits.
         has_null_content: whether an answer with calls and no text needs null content.
@@ -60,36 +64,39 @@ class TemplateCapabilities(Frozen):
 
 
 def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateCapabilities:
-    """Return what a template supports of tools, calls and results."""
+    """Return the template's support for tools, calls and results."""
     probe = _Probe(template)
-    shown = probe.render([_USER])
-    shows_tools = _TOOL in shown
-    for call_id, content, is_text in product(_IDS, ("", None), (False, True)):
+    rendered = probe.render([_USER])
+    shows_tools = _TOOL in rendered
+    for call_id, content, is_text in product(_CALL_IDS, ("", None), (False, True)):
         probe = _Probe(template, call_id, content, is_text=is_text)
         if form := probe.written():
             break
     else:
-        return _without_calls(probe, shown, tokenizer)
-    null = replace(probe, content=None)
-    if null.written() and null.size() < probe.size():  # an empty text would be a separate turn
-        probe = null
+        return _without_calls(probe, rendered, tokenizer)
+    null_probe = replace(probe, content=None)
+    if null_probe.written() and null_probe.size() < probe.size():  # an empty text makes a turn
+        probe = null_probe
     return TemplateCapabilities(
         form,
         shows_tools=shows_tools,
         writes_calls=True,
         writes_results=probe.writes_results(),
         takes_several=probe.takes_several(),
-        has_short_ids=call_id != _IDS[0],
+        has_short_ids=call_id != _CALL_IDS[0],
         has_null_content=probe.content is None,
         has_text_arguments=is_text,
     )
 
 
-def _without_calls(probe: _Probe, shown: str, tokenizer: Tokenizer) -> TemplateCapabilities:
-    """Return the capabilities of a template that does not write calls; `shown` has tools."""
+def _without_calls(probe: _Probe, rendered: str, tokenizer: Tokenizer) -> TemplateCapabilities:
+    """Return the capabilities of a template that does not write calls.
+
+    `rendered` is a prompt for which the template got a tool.
+    """
     forms = FORMS.values()
-    if _TOOL in shown:
-        form = next((form for form in forms if form.is_shown(shown)), None)
+    if _TOOL in rendered:
+        form = next((form for form in forms if form.is_shown(rendered)), None)
         results = probe.writes_results(has_calls=False)
         return (
             TemplateCapabilities(form, shows_tools=True, writes_results=results) if form else _NONE
@@ -106,10 +113,10 @@ _NONE: Final = TemplateCapabilities()
 
 
 class _Probe(Frozen):
-    """Renders chats in which calls are given in one of several ways."""
+    """Renders test conversations, in which calls have one of several variants."""
 
     template: ChatTemplate
-    call_id: str = _IDS[0]
+    call_id: str = _CALL_IDS[0]
     content: str | None = ""
     is_text: bool = False
 
@@ -119,40 +126,42 @@ class _Probe(Frozen):
             return self.template.render(
                 messages,
                 add_generation_prompt=False,
-                tools=[_SHOWN] if has_tools else None,
+                tools=[_TOOL_SCHEMA] if has_tools else None,
                 has_text_arguments=self.is_text,
             ).text
         except TwostrokeError:
             return ""
 
     def reads_system(self) -> bool:
-        """Whether tools are shown from the system message."""
-        system = {"role": "system", "content": "", "tools": json.dumps([_SHOWN])}
+        """Whether the template shows tools of the system message."""
+        system = {"role": "system", "content": "", "tools": json.dumps([_TOOL_SCHEMA])}
         return _TOOL in self.render([system, _USER], has_tools=False)
 
     def written(self) -> CallForm | None:
-        """Return the form in which an answer's calls are written."""
-        plain = self.render([_USER, {"role": "assistant", "content": _SAID}]).partition(_SAID)[0]
+        """Return the form of calls in the rendered conversation; None if it has no calls."""
+        plain = self.render([_USER, {"role": "assistant", "content": _ANSWER}]).partition(_ANSWER)[
+            0
+        ]
         text = self.render([_USER, self._answer(_CALL)])
         answer = text[len(commonprefix([text, plain])) :]  # noqa: RUF071 (they are not paths)
-        before, found, after = answer.partition(_CALL)
-        if not found or json.dumps(_ARGUMENTS) not in after:
+        before, name, after = answer.partition(_CALL)
+        if not name or json.dumps(_ARGUMENTS) not in after:
             return None
         return next((form for form in FORMS.values() if form.fits(before, after)), None)
 
     def writes_results(self, *, has_calls: bool = True) -> bool:
-        """Whether messages of the role tool are shown."""
+        """Whether the template shows messages of the role tool."""
         answer = self._answer(_CALL) if has_calls else {"role": "assistant", "content": "Let me"}
-        result = {"role": "tool", "content": _SAID, "tool_call_id": self.call_id, "name": _CALL}
-        return _SAID in self.render([_USER, answer, result])
+        result = {"role": "tool", "content": _ANSWER, "tool_call_id": self.call_id, "name": _CALL}
+        return _ANSWER in self.render([_USER, answer, result])
 
     def size(self) -> int:
-        """Return the length of an answer with a call."""
+        """Return the length of a rendered conversation with a call."""
         return len(self.render([_USER, self._answer(_CALL)]))
 
     def takes_several(self) -> bool:
-        """Whether an answer may have two calls."""
-        return _OTHER in self.render([_USER, self._answer(_CALL, _OTHER)])
+        """Whether the template shows two calls of one answer."""
+        return _OTHER_CALL in self.render([_USER, self._answer(_CALL, _OTHER_CALL)])
 
     def _answer(self, *names: str) -> dict[str, Any]:
         arguments = json.dumps(_ARGUMENTS)  # parsed where the template wants objects

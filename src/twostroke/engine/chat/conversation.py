@@ -1,4 +1,4 @@
-"""A model's conversations: messages and tools in; a prompt and how to read its answer out."""
+"""`Chat`: renders a conversation into a prompt, and says how to constrain and read its answer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from twostroke.engine.chat.reasoning import (
     AS_IT_IS,
     closed,
     find_marks,
-    followed,
     is_switched_off,
     opened_marks,
     preface_of,
+    supported_part,
     variables_of,
     with_reasoning,
 )
@@ -54,10 +54,14 @@ if TYPE_CHECKING:
 
 
 class PreparedChat(Frozen):
-    """The assistant's turn: its prompt, how the answer is constrained, and how it is read.
+    """A rendered conversation, with the facts to constrain and to read its answer.
 
-    `preface` is the reasoning that may come first, `calls` the tools that may be called.
-    With `continues` the prompt has begun the answer's text.
+    Attributes:
+        prompt: the rendered prompt.
+        preface: the reasoning section that may come before the answer.
+        calls: the tools that may be called, and the form of calls.
+        tokenizer: the model's tokenizer.
+        continues: whether the answer continues text at the end of the prompt.
     """
 
     prompt: Prompt
@@ -67,9 +71,9 @@ class PreparedChat(Frozen):
     continues: bool = False
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with the form of calls, which begins after the reasoning.
+        """Return sampling parameters with the constraints of calls and of the reasoning section.
 
-        The marks of both are shown, although they may be special tokens.
+        The marks of both stay in the output, although they may be special tokens.
         """
         if self._drops_space(params):
             params = replace(params, drops_space=True)
@@ -84,9 +88,9 @@ class PreparedChat(Frozen):
         return replace(params, constraint=constraint, preface=self.preface, shown_ids=shown_ids)
 
     def _drops_space(self, params: SamplingParams) -> bool:
-        """Whether to drop a space at the start of the answer, since the tokenizer added it.
+        """Whether to drop a space at the start of the answer that the tokenizer has added.
 
-        If the client gives a constraint, the answer has exactly the text that it allows.
+        With a client's constraint nothing is dropped: the answer has exactly the allowed text.
         """
         if self.continues or not self.tokenizer.strip_space:
             return False
@@ -94,7 +98,7 @@ class PreparedChat(Frozen):
         return params.constraint is None or begins_inside
 
     def reading(self, *, splits_reasoning: bool = True) -> AnswerFormat:
-        """Return how to read answers; reasoning may stay part of their text."""
+        """Return how to read answers. Without `splits_reasoning`, reasoning stays in the text."""
         reading = AnswerFormat(preface=self.preface if splits_reasoning else None)
         if self.calls is None:
             return reading
@@ -106,7 +110,9 @@ class PreparedChat(Frozen):
             is_forced=calls.tools.is_forced,
             is_pure=calls.answer is not None,
             unmarked=calls.unmarked,
-            customs=frozenset(one.name for one in calls.tools.functions if one.is_custom),
+            customs=frozenset(
+                function.name for function in calls.tools.functions if function.is_custom
+            ),
         )
 
 
@@ -281,7 +287,7 @@ class Chat:
         return self._for_tools[1]
 
     def prepare(self) -> None:
-        """Compile and try the templates now, so that the first request does not wait for that."""
+        """Compile and test the templates now, so that the first request is not delayed."""
         if self.refusal is None:
             for tried in (self._plain, self._for_tools[0]):
                 tried.turn_order  # noqa: B018 - found when first used
@@ -341,25 +347,36 @@ class Chat:
         continued: str = "",
         has_result: bool = False,
     ) -> PreparedChat:
-        """Return how to answer a rendered prompt, in which `tools` may be called.
+        """Return how to constrain and read the answer to a rendered prompt.
 
-        `answer` is the form of answers that do not call; `continued` is the text of the last
-        message, where the answer continues it. Otherwise that may be a tool's (`has_result`).
+        Args:
+            prompt: the prompt.
+            tools: the tools that the answer may call.
+            answer: the constraint of answers without calls.
+            continued: the text of the last message, if the answer continues that message.
+            has_result: whether the last message is the result of a tool.
         """
         tried = self._tried_for(has_tools=tools is not None)
         preface = None if tried.marks is None else preface_of(tried.marks, prompt, continued)
         calls = None
         if tools is not None:
             form = tried.capabilities.form
-            calls = ToolForm(tools, form, self._tokenizer, preface, answer, has_result)
+            calls = ToolForm(
+                tools=tools,
+                form=form,
+                tokenizer=self._tokenizer,
+                preface=preface,
+                answer=answer,
+                has_result=has_result,
+            )
         return PreparedChat(prompt, preface, calls, self._tokenizer, continues=bool(continued))
 
     def follow(
         self, thinking: Thinking, *, has_tools: bool = False
     ) -> tuple[Thinking, list[RequestError]]:
-        """Return what the template can follow of a request, and the errors about the rest."""
+        """Return the supported part of a reasoning request, and errors about the rest."""
         tried = self._tried_for(has_tools=has_tools)
-        return followed(thinking, tried.template.variables, tried.marks)
+        return supported_part(thinking, tried.template.variables, tried.marks)
 
     def render(
         self,
@@ -374,11 +391,11 @@ class Chat:
 
         If the template does not support tools, the prompt describes tools and calls as text.
         Messages that the template refuses or drops are rearranged (`turn_order.py`). With
-        `continue_final_message` the answer continues the last message. `thinking` says how much
-        the model is to reason.
+        `continue_final_message` the answer continues the last message. `thinking` is the
+        reasoning that the request asks for.
 
         Raises:
-            RequestError: the messages are malformed; or the template refuses them, lacks a
+            RequestError: a message is not valid; or the template refuses the messages, lacks a
                 feature that the request needs, or cannot be compiled.
         """
         check_are_messages(messages)

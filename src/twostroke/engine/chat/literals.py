@@ -1,4 +1,4 @@
-"""Marks for the special tokens in a chat template's literals, which keep them apart from text."""
+"""Marks special tokens in a chat template's literals, to tell them from the text of messages."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Marker:
     def __init__(self, specials: Collection[str], tree: nodes.Template) -> None:
         self._texts = list(dict.fromkeys(specials))
         self._splitter = Splitter(
-            AddedToken(place, text, special=True) for place, text in enumerate(self._texts)
+            AddedToken(index, text, special=True) for index, text in enumerate(self._texts)
         )
-        # Noncharacters around it, so that trimming or changing case leaves a mark whole.
+        # Noncharacters surround a mark, so that trimming or changing case does not change it.
         self._nonce = f"\ufdd0{secrets.randbits(64):020}"
         self.end = f"{self._nonce}!\ufdd1"  # marks the end of a message's text
         self._searched = {id(node) for node in _searched(tree)}
@@ -42,8 +42,8 @@ class Marker:
         self._glued_by_spelling = glued
         spellings = sorted(map(re.escape, glued), key=len, reverse=True)
         role_marks = [f"{self._nonce}[<>]\ufdd1"] if glued else []
-        own = [rf"{self._nonce}(?P<place>\d+)\ufdd1"]
-        self._found = re.compile("|".join(own + spellings + role_marks))
+        token_marks = [rf"{self._nonce}(?P<index>\d+)\ufdd1"]
+        self._any_mark = re.compile("|".join(token_marks + spellings + role_marks))
 
     def mark(self, text: str) -> str:
         """Return `text` with each special token in it replaced by that token's mark."""
@@ -71,11 +71,11 @@ class Marker:
         pieces: list[Piece] = []
         plain: list[str] = []
         done = 0
-        for found in self._found.finditer(text):
-            plain.append(text[done : found.start()])
-            done = found.end()
-            place = found["place"]
-            special = self._texts[int(place)] if place else self._glued_by_spelling.get(found[0])
+        for match in self._any_mark.finditer(text):
+            plain.append(text[done : match.start()])
+            done = match.end()
+            index = match["index"]
+            special = self._texts[int(index)] if index else self._glued_by_spelling.get(match[0])
             if special is not None:
                 _flush(pieces, plain)
                 pieces.append(Piece(special, special=True))
@@ -90,11 +90,11 @@ class Marker:
         return texts + [node.value for node in consts if isinstance(node.value, str)]
 
     def _glued(self, written: list[str]) -> Iterable[tuple[str, str]]:
-        """Yield spelling and text of the special tokens that the template makes from a role."""
+        """Yield the marked spelling and the text of special tokens made from a role."""
         for text in self._texts:
             for role in ROLES:
-                before, found, after = text.partition(role)
-                if not found or not (before or after) or any(text in part for part in written):
+                before, separator, after = text.partition(role)
+                if not separator or not (before or after) or any(text in part for part in written):
                     continue
                 if all(any(side in part for part in written) for side in (before, after)):
                     yield before + self._spell_role(role) + after, text
@@ -104,14 +104,14 @@ class Marker:
 
 
 class _Role(str):  # noqa: SLOT000 (a string cannot have slots with values)
-    """A role that reads as itself and is written with its mark."""
+    """A role that a template can compare as usual, and that it writes with a mark."""
 
     _spelling: str
 
     def __new__(cls, role: str, spelling: str) -> Self:
-        made = super().__new__(cls, role)
-        made._spelling = spelling
-        return made
+        instance = super().__new__(cls, role)
+        instance._spelling = spelling
+        return instance
 
     def __str__(self) -> str:
         return self._spelling

@@ -1,4 +1,4 @@
-"""Chat messages as a template may see them: checked, plain, and copied."""
+"""Checks chat messages, and copies them as plain dictionaries for a template."""
 
 from __future__ import annotations
 
@@ -25,39 +25,45 @@ def checked_messages(
     keep_parts: bool = False,
     has_text_arguments: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return `messages` as plain dictionaries; RequestError says which one is wrong and why.
+    """Check messages, and return copies as plain dictionaries.
 
-    Content is a string, null, or a list of text parts, which are joined with line breaks unless
-    the template reads parts (`keep_parts`). The
-    arguments of tool calls, a JSON string in OpenAI's protocol, become the values they encode, as
-    templates expect, unless one wants the string (`has_text_arguments`).
+    Content is a string, null, or a list of text parts. Parts are joined with line breaks, unless
+    the template reads parts (`keep_parts`). Arguments of tool calls, which are a JSON string in
+    OpenAI's protocol, become objects, unless the template wants the string (`has_text_arguments`).
+
+    Raises:
+        RequestError: a message is not valid.
     """
     check_are_messages(messages)
-    checked = [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
-    for place, message in enumerate(checked):
+    checked = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    for index, message in enumerate(checked):
         for call in message.get("tool_calls") or ():
-            _check_call(call, f"messages[{place}].tool_calls")
+            _check_call(call, f"messages[{index}].tool_calls")
             if not has_text_arguments:
-                _read_arguments(call["function"], f"messages[{place}].tool_calls")
+                _read_arguments(call["function"], f"messages[{index}].tool_calls")
         if isinstance(message["content"], list) and not keep_parts:
             message["content"] = "\n".join(part["text"] for part in message["content"])
     return checked
 
 
 def check_are_messages(messages: Sequence[Mapping[str, object]]) -> None:
-    """Raise RequestError unless `messages` is a list of objects, and not an empty one."""
+    """Raise RequestError unless `messages` is a list of objects that is not empty."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__len__"):
         raise RequestError("must be a list.", field="messages")
     if not messages:
         raise RequestError("must have at least one message.", field="messages")
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             reason = "must be an object with role and content."
-            raise RequestError(reason, field=f"messages[{place}]")
+            raise RequestError(reason, field=f"messages[{index}]")
 
 
 def plain(value: object, where: str, *, depth: int = 0) -> Any:
-    """Return a copy of `value` made of JSON's types alone; RequestError if it is not."""
+    """Return a copy of a value that has only types of JSON.
+
+    Raises:
+        RequestError: the value has another type, or is nested too deeply.
+    """
     if depth > _MAX_DEPTH:
         raise RequestError(f"is nested deeper than {_MAX_DEPTH} levels.", field=where)
     if value is None or type(value) in {str, bool, int, float}:
@@ -113,5 +119,5 @@ def _read_arguments(function: dict[str, Any], where: str) -> None:
     try:
         function["arguments"] = plain(json.loads(arguments), where) if arguments else {}
     except (ValueError, RecursionError):
-        # What a model wrote need not be JSON; a template then prints it as the string it is.
+        # A model may have written arguments that are not JSON: the template gets the string.
         function["arguments"] = arguments

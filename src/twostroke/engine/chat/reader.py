@@ -1,4 +1,4 @@
-"""Reads an answer: its reasoning, its text, and its calls of tools."""
+"""Reads an answer: separates its reasoning, its text and its tool calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class AnswerPart(Protocol):
-    """A part of an answer, or all of it; the last has a finish reason."""
+    """A part of an answer, or a complete answer. The last part has a finish reason."""
 
     @property
     def text(self) -> str: ...  # noqa: D102
@@ -46,12 +46,16 @@ class AnswerPart(Protocol):
 
 
 class AnswerFormat(Frozen):
-    """How to read the answers of a job.
+    """The format in which answers are read.
 
-    `functions` are the names of those that may be called, written in `form`; one must be called if
-    `is_forced`. A pure answer has either calls or text. `unmarked` says which calls may lack
-    their marks. Arguments of functions among `customs` are read as text, which is their only one.
-    `preface` is the reasoning that may come first, if it is separated from the answer.
+    Attributes:
+        functions: the names of the functions that may be called.
+        form: how the model writes calls.
+        is_forced: whether the answer must call a function.
+        is_pure: whether an answer has either calls or text.
+        unmarked: which calls may lack their marks.
+        customs: functions whose only argument is read as text.
+        preface: the reasoning section, if it is separated from the answer.
     """
 
     functions: tuple[str, ...] = ()
@@ -64,7 +68,7 @@ class AnswerFormat(Frozen):
 
     @property
     def is_plain(self) -> bool:
-        """Whether an answer is nothing but text."""
+        """Whether answers have only text."""
         return not self.functions and self.preface is None
 
     def reader(self, tokenizer: Tokenizer) -> AnswerReader:
@@ -76,7 +80,7 @@ PLAIN: Final = AnswerFormat()
 
 
 class AnswerReader:
-    """Separates reasoning, text and calls of one answer; blanks between them are dropped."""
+    """Separates the reasoning, text and calls of one answer; drops blanks between them."""
 
     def __init__(self, reading: AnswerFormat, tokenizer: Tokenizer) -> None:
         preface = reading.preface
@@ -94,20 +98,20 @@ class AnswerReader:
         self._cutter = PrefaceCutter(preface) if preface else None
         self._counter = PrefaceCounter(preface, tokenizer) if preface else None
         self._reasoning = Trim(skips_first=True)
-        self._is_after_preface = False  # and only blanks came since
+        self._is_after_preface = False  # with only blanks since the end of the reasoning
 
     @property
     def has_whole_calls(self) -> bool:
-        """Whether there are calls, none of which was cut."""
+        """Whether there are calls, and all of them are complete."""
         return self._calls is not None and self._calls.has_whole_calls
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """How many tokens the reasoning has."""
+        """The number of tokens of the reasoning."""
         return 0 if self._counter is None else self._counter.count
 
     def take(self, answer: AnswerPart) -> list[Piece]:
-        """Return the pieces that a part of the answer makes certain."""
+        """Read a part of the answer, and return the pieces that are certain now."""
         if self._counter is not None:
             self._counter.feed(answer.token_ids)
         pieces = self.feed(answer.text) if answer.text else []
@@ -117,13 +121,13 @@ class AnswerReader:
         return pieces + self.finish(is_cut=is_cut)
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that `text` makes certain."""
+        """Read more text, and return the pieces that are certain now."""
         if self._cutter is None:
             return self._answer(text)
         return self._pieces_of(self._cutter.feed(text))
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
-        """Return the pieces that are still held back when the answer ends.
+        """End the answer, and return the pieces that were held back.
 
         If the answer `is_cut` (by its token limit or a stop string), an incomplete call is dropped.
         """
@@ -135,8 +139,8 @@ class AnswerReader:
         pieces: list[Piece] = []
         for part, text in cuts:
             if part is SegmentKind.INSIDE:
-                if shown := self._reasoning.feed(text):
-                    pieces.append(ReasoningPiece(shown))
+                if reasoning := self._reasoning.feed(text):
+                    pieces.append(ReasoningPiece(reasoning))
             elif part is SegmentKind.MARK:
                 self._is_after_preface = True
             else:
@@ -156,15 +160,15 @@ class AnswerReader:
         """Return pieces with the text of custom tools in place of their arguments."""
         if not self._customs:
             return pieces
-        found: list[Piece] = []
+        result: list[Piece] = []
         for piece in pieces:
             if isinstance(piece, CallBegin):
                 is_custom = piece.name in self._customs
                 self._free_text = FreeTextReader() if is_custom else None
-                found.append(replace(piece, is_custom=is_custom))
+                result.append(replace(piece, is_custom=is_custom))
             elif isinstance(piece, ArgumentsPiece) and self._free_text is not None:
                 if text := self._free_text.feed(piece.text):
-                    found.append(replace(piece, text=text))
+                    result.append(replace(piece, text=text))
             else:
-                found.append(piece)
-        return found
+                result.append(piece)
+        return result

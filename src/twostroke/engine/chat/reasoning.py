@@ -1,4 +1,4 @@
-"""A model's reasoning: how it is marked, and what a request asks of it."""
+"""A model's reasoning: the marks around it, and the fields of a request that switch it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer import Tokenizer
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
-_SWITCHES: Final = ("enable_thinking", "thinking")  # as templates call them
+# Names of template variables.
+_SWITCHES: Final = ("enable_thinking", "thinking")
 _EFFORT: Final = "reasoning_effort"
 # Names that a client's variables cannot have.
-_OWN: Final = frozenset(
+_RESERVED_NAMES: Final = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "has_text_arguments")
 )
 MAX_VARIABLES: Final = 16
-_MAX_VARIABLES_SIZE: Final = 16 * 1024  # characters of JSON
-_MAX_SHOWN: Final = 40  # characters of a wrong name in an error
+_MAX_VARIABLES_CHARS: Final = 16 * 1024  # of JSON
+_MAX_QUOTED_CHARS: Final = 40  # of a wrong name, in an error
 
 _PAIRS: Final = (
     ("<think>", "</think>"),
@@ -38,15 +39,17 @@ _PAIRS: Final = (
     ("◁think▷", "◁/think▷"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
-# Where templates look for the reasoning of an earlier answer; the first is the protocol's word.
+# Keys under which templates look for the reasoning of an earlier answer. Requests use the first.
 _KEYS: Final = ("reasoning_content", "reasoning", "thinking")
 
 
 class ReasoningMarks(Frozen):
     """The texts around a model's reasoning.
 
-    Its chat template writes them if `is_of_template`, and begins each answer with `begin` if
-    `is_opened`.
+    Attributes:
+        begin, end: the marks.
+        is_of_template: whether the chat template has the marks, not only the vocabulary.
+        is_opened: whether each rendered prompt ends with `begin`.
     """
 
     begin: str
@@ -56,10 +59,14 @@ class ReasoningMarks(Frozen):
 
 
 class Thinking(Frozen):
-    """The reasoning that a request asks for; the template decides what is left out.
+    """The reasoning that a request asks for.
 
-    `is_on` switches it, `effort` is one of `EFFORTS`, and `param` is the field of either.
-    `variables` are other variables of the chat template, from the field `variables_param`.
+    Attributes:
+        is_on: switches reasoning on or off; None leaves that to the template.
+        effort: one of `EFFORTS`; None leaves that to the template.
+        param: the request's field with `is_on` or `effort`, for errors.
+        variables: further variables of the chat template.
+        variables_param: the request's field with `variables`, for errors.
     """
 
     is_on: bool | None = None
@@ -73,7 +80,7 @@ AS_IT_IS: Final = Thinking()
 
 
 def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks | None:
-    """Return how a model marks its reasoning, if its template or its vocabulary says so."""
+    """Return the marks of a model's reasoning in its template or vocabulary; None without marks."""
     for begin, end in _PAIRS:
         if end in template.source:
             return ReasoningMarks(begin, end, is_of_template=True)
@@ -84,7 +91,7 @@ def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks |
 
 
 def opened_marks(text: str) -> ReasoningMarks | None:
-    """Return the marks of the reasoning that the end of a rendered prompt opens, if it does."""
+    """Return the marks of the reasoning, if a rendered prompt ends with the first mark."""
     text = text.rstrip()
     for begin, end in _PAIRS:
         if text.endswith(begin):
@@ -93,9 +100,9 @@ def opened_marks(text: str) -> ReasoningMarks | None:
 
 
 def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> ReasoningSection | None:
-    """Return the reasoning that may come first after a prompt, or None if it is over.
+    """Return the reasoning section that may follow a prompt; None if it has ended in the prompt.
 
-    `continued` is the text at the prompt's end that the answer continues, if any.
+    `continued` is the text at the end of the prompt that the answer continues.
     """
     inside = ReasoningSection("", marks.end)
     if continued.strip():
@@ -107,53 +114,60 @@ def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Reasoni
     return inside if text.endswith(marks.begin) else ReasoningSection(marks.begin, marks.end)
 
 
-def followed(
-    thinking: Thinking, known: Collection[str], marks: ReasoningMarks | None
+def supported_part(
+    thinking: Thinking, template_names: Collection[str], marks: ReasoningMarks | None
 ) -> tuple[Thinking, list[RequestError]]:
-    """Return what a template can follow of a request, and the errors about the rest."""
+    """Return the part of a reasoning request that a template supports, and errors about the rest.
+
+    `template_names` are the names of the variables that the template reads.
+    """
     if thinking is AS_IT_IS:
         return thinking, []
     _check_variables(thinking.variables, thinking.variables_param)
     errors = {
-        name: _unknown_variable(thinking, name, known)
+        name: _unknown_variable(thinking, name, template_names)
         for name, value in thinking.variables.items()
-        if name not in known and name not in _OWN and not _is_met(name, value, marks)
+        if name not in template_names
+        and name not in _RESERVED_NAMES
+        and not _is_met(name, value, marks)
     }
-    given = {name: value for name, value in thinking.variables.items() if name not in errors}
-    kept = replace(thinking, variables=given)
-    if (contradiction := _contradiction(kept)) is not None:
-        return replace(kept, is_on=None, effort=None), [*errors.values(), contradiction]
+    variables = {name: value for name, value in thinking.variables.items() if name not in errors}
+    supported = replace(thinking, variables=variables)
+    if (contradiction := _contradiction(supported)) is not None:
+        return replace(supported, is_on=None, effort=None), [*errors.values(), contradiction]
     try:
-        _switched(thinking, known, marks)
+        _switch_variables(thinking, template_names, marks)
     except RequestError as error:
-        return replace(kept, is_on=None, effort=None), [*errors.values(), error]
-    return kept, [*errors.values()]
+        return replace(supported, is_on=None, effort=None), [*errors.values(), error]
+    return supported, [*errors.values()]
 
 
 def variables_of(
-    thinking: Thinking, known: Collection[str], marks: ReasoningMarks | None
+    thinking: Thinking, template_names: Collection[str], marks: ReasoningMarks | None
 ) -> dict[str, object]:
-    """Return the template's variables for a request; the template reads those in `known`.
+    """Return the template variables for a request.
+
+    `template_names` are the names of the variables that the template reads.
 
     Raises:
         RequestError: the template does not support the request.
     """
     if thinking is AS_IT_IS:
         return {}
-    given = dict(thinking.variables)
-    _check_variables(given, thinking.variables_param)
-    if own := sorted(_OWN.intersection(given)):
-        where = f"{thinking.variables_param}.{own[0]}"
+    variables = dict(thinking.variables)
+    _check_variables(variables, thinking.variables_param)
+    if reserved := sorted(_RESERVED_NAMES.intersection(variables)):
+        where = f"{thinking.variables_param}.{reserved[0]}"
         raise RequestError("is a name that the chat template itself uses.", field=where)
-    for name in [name for name in given if name not in known]:
-        if not _is_met(name, given[name], marks):
-            raise _unknown_variable(thinking, name, known)
-        del given[name]
-    return _switched(thinking, known, marks) | given
+    for name in [name for name in variables if name not in template_names]:
+        if not _is_met(name, variables[name], marks):
+            raise _unknown_variable(thinking, name, template_names)
+        del variables[name]
+    return _switch_variables(thinking, template_names, marks) | variables
 
 
 def is_switched_off(thinking: Thinking) -> bool:
-    """Return whether a request asks for an answer without reasoning."""
+    """Whether a request asks for an answer without reasoning."""
     if thinking.effort is not None:
         return thinking.effort == "none"
     if thinking.is_on is not None:
@@ -162,7 +176,7 @@ def is_switched_off(thinking: Thinking) -> bool:
 
 
 def closed(prompt: Prompt, marks: ReasoningMarks, tokenizer: Tokenizer) -> Prompt:
-    """Return a prompt that opens the model's reasoning with that reasoning ended at once.
+    """Return a prompt with empty reasoning, if the prompt ends with the first mark.
 
     Templates with a switch write the same: an empty line between the marks, and one after them.
     """
@@ -177,7 +191,7 @@ def closed(prompt: Prompt, marks: ReasoningMarks, tokenizer: Tokenizer) -> Promp
 def with_reasoning(
     messages: Sequence[Mapping[str, object]], keys: Collection[str]
 ) -> Sequence[Mapping[str, object]]:
-    """Return messages with the reasoning of earlier answers where the template looks for it."""
+    """Return messages with the reasoning of earlier answers under the template's key."""
     name = next((key for key in _KEYS if key in keys), _KEYS[0])
     if name == _KEYS[0] or not any(_KEYS[0] in message for message in messages):
         return messages
@@ -187,10 +201,12 @@ def with_reasoning(
     ]
 
 
-def _switched(
-    thinking: Thinking, known: Collection[str], marks: ReasoningMarks | None
+def _switch_variables(
+    thinking: Thinking, template_names: Collection[str], marks: ReasoningMarks | None
 ) -> dict[str, object]:
-    is_on, effort = thinking.is_on, thinking.effort
+    """Return the template variables for `is_on` and `effort`."""
+    is_on = thinking.is_on
+    effort = thinking.effort
     if effort is not None and effort not in EFFORTS:
         reason = f"must be one of {', '.join(EFFORTS)}, got {{value!r}}."
         raise RequestError(reason, field=thinking.param, value=effort[:40])
@@ -198,18 +214,18 @@ def _switched(
         is_on = effort != "none"
     if is_on is None:
         return {}
-    found: dict[str, object] = {name: is_on for name in _SWITCHES if name in known}
-    if is_on and effort is not None and _EFFORT in known:
-        found[_EFFORT] = effort
-    if found or is_on == _reasons(marks) or (not is_on and _can_be_closed(marks)):
-        return found
-    what = "always reasons" if _reasons(marks) else "does not support reasoning"
-    reason = f"cannot be followed: this model's chat template {what}. Leave it out."
+    variables: dict[str, object] = {name: is_on for name in _SWITCHES if name in template_names}
+    if is_on and effort is not None and _EFFORT in template_names:
+        variables[_EFFORT] = effort
+    if variables or is_on == _reasons(marks) or (not is_on and _can_be_closed(marks)):
+        return variables
+    problem = "always reasons" if _reasons(marks) else "does not support reasoning"
+    reason = f"cannot be followed: this model's chat template {problem}. Leave it out."
     raise RequestError(reason, field=thinking.param)
 
 
 def _contradiction(thinking: Thinking) -> RequestError | None:
-    """Return the error of a field that contradicts a switch in the variables, which is followed."""
+    """Return the error of a field that contradicts a switch in the variables; else None."""
     is_on = thinking.is_on
     if thinking.effort is not None:
         if thinking.effort not in EFFORTS:
@@ -225,7 +241,7 @@ def _contradiction(thinking: Thinking) -> RequestError | None:
 
 
 def _is_met(name: str, value: object, marks: ReasoningMarks | None) -> bool:
-    """Return whether a switch that the template does not read is followed nevertheless."""
+    """Whether a switch that the template does not read has the requested effect anyway."""
     if name not in _SWITCHES or not isinstance(value, bool):
         return False
     if value:
@@ -233,10 +249,12 @@ def _is_met(name: str, value: object, marks: ReasoningMarks | None) -> bool:
     return not _reasons(marks) or _can_be_closed(marks)
 
 
-def _unknown_variable(thinking: Thinking, name: str, known: Collection[str]) -> RequestError:
-    word = name[:_MAX_SHOWN]
+def _unknown_variable(
+    thinking: Thinking, name: str, template_names: Collection[str]
+) -> RequestError:
+    word = name[:_MAX_QUOTED_CHARS]
     reason = "is not a variable of this model's chat template.{hint}"
-    hint = nearest(word, sorted(known))
+    hint = nearest(word, sorted(template_names))
     return RequestError(reason, field=f"{thinking.variables_param}.{word}", hint=hint)
 
 
@@ -245,12 +263,13 @@ def _reasons(marks: ReasoningMarks | None) -> bool:
 
 
 def _can_be_closed(marks: ReasoningMarks | None) -> bool:
-    """Whether the prompt opens the reasoning, so that `closed` leaves none to the model."""
+    """Whether the prompt begins the reasoning, so that `closed` can end it."""
     return marks is not None and marks.is_opened
 
 
-def _check_variables(given: Mapping[str, Any], param: str) -> None:
-    is_small = len(given) <= MAX_VARIABLES and len(json.dumps(given)) <= _MAX_VARIABLES_SIZE
+def _check_variables(variables: Mapping[str, Any], param: str) -> None:
+    has_valid_count = len(variables) <= MAX_VARIABLES
+    is_small = has_valid_count and len(json.dumps(variables)) <= _MAX_VARIABLES_CHARS
     if not is_small:
-        limits = f"{MAX_VARIABLES} variables and {_MAX_VARIABLES_SIZE:,} characters"
+        limits = f"{MAX_VARIABLES} variables and {_MAX_VARIABLES_CHARS:,} characters"
         raise RequestError(f"takes at most {limits}.", field=param)

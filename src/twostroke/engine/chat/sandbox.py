@@ -1,8 +1,8 @@
 """The Jinja sandbox of chat templates, with limits on time and size.
 
-A template comes with a model's file and may be hostile. Every value that it builds is weighed,
-every operation that could multiply the sizes of its inputs is checked before it runs, and loops,
-macros, filters and calls check the time.
+A template comes with a model's files and may be hostile. The size of each value that it builds is
+measured. Each operation that could multiply the sizes of its inputs is checked before it runs.
+Loops, macros, filters and calls check the time.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from jinja2.parser import Parser
 
-# No template can spell these names.
-METER: Final = "<meter>"  # of the context
-_ENTER, _BUILT, _CONCAT = "<enter>", "<built>", "<concat>"  # filters
+# Names that no template can use: of a variable of the context, and of filters.
+METER: Final = "<meter>"
+_ENTER: Final = "<enter>"
+_BUILT: Final = "<built>"
+_CONCAT: Final = "<concat>"
 
-_QUADRATIC: Final = frozenset(("urlize", "striptags"))  # filters, in the worst case
+_QUADRATIC_FILTERS: Final = frozenset(("urlize", "striptags"))  # in the worst case
 _MAX_COLUMNS: Final = 10_000  # of `batch` and `slice`
-# Filters whose whole numbers are values: of other filters, a number may be a width or a count.
+# Filters whose integers are values. Integers of other filters may be widths or counts.
 _TAKING_VALUES = {"d", "default", "float", "groupby", "int", "join", "map", "max", "min"}
 _TAKING_VALUES |= {"reject", "rejectattr", "replace", "select", "selectattr", "sort", "sum"}
 _TAKING_VALUES |= {"truncate", "unique", "xmlattr"}
-_GROWTH: Final = 16  # times `max_chars`, that one operation may build before it is weighed
+_MAX_GROWTH_RATIO: Final = 16  # of the result of one operation, over `max_chars`
 _MAX_INT_BITS: Final = 4096
 _MAX_WIDTH: Final = 1000  # of a field in a format
 # Widths and precisions of four and more digits, `*`, and fields inside fields.
@@ -63,36 +65,37 @@ class BudgetError(RequestError):
 
 
 class RenderMeter:
-    """Raises BudgetError when one rendering takes too much time or builds too much."""
+    """Raises BudgetError when a rendering takes too much time or builds too large values."""
 
     def __init__(self, budget: RenderBudget) -> None:
         """Start the clock."""
         self._budget = budget
         self._num_written = 0
         self._deadline_s = time.thread_time() + budget.max_cpu_s
-        # Weights of structures by identity; the structure is kept so that its id stays its own.
+        # Weights of structures by id. The structure is kept, so that its id is not used again.
         self._weights: dict[int, tuple[object, int]] = {}
 
     def check_time(self) -> None:
-        """Check the clock."""
+        """Raise BudgetError after the time limit."""
         if time.thread_time() > self._deadline_s:
             raise _too_much(f"{self._budget.max_cpu_s:g} s of processor time", "max_cpu_s")
 
     def check_operation(self, values: Iterable[object], counts: Iterable[object] = ()) -> None:
-        """Check an operation before it runs: it can multiply its two largest inputs at most.
+        """Raise BudgetError before an operation whose result could be too large.
 
-        `values` count with their sizes. So do `counts`, except whole numbers, which count
-        themselves: they may be widths or repetitions.
+        The result has at most the product of the two largest inputs. `values` count with their
+        sizes. An integer in `counts` counts with its value, because it may be a width or a number
+        of repetitions.
         """
         self.check_time()
         sizes = [self.weigh(value) for value in values]
-        sizes += [abs(v) if isinstance(v, int) else self.weigh(v) for v in counts]
+        sizes += [abs(count) if isinstance(count, int) else self.weigh(count) for count in counts]
         first, second = sorted([1, 1, *sizes])[-2:]
-        if first * second > _GROWTH * self._budget.max_chars:
+        if first * second > _MAX_GROWTH_RATIO * self._budget.max_chars:
             raise self._too_big()
 
     def built(self, value: Any) -> Any:
-        """Weigh a value that an operation has built, and return it; a generator becomes a list."""
+        """Check the size of a new value, and return the value; a generator becomes a list."""
         if isinstance(value, Iterator) and not isinstance(value, LoopContext):
             value = list(value)
         self.check_time()
@@ -100,16 +103,16 @@ class RenderMeter:
         return value
 
     def write(self, text: str) -> str:
-        """Count text that is written, also into a variable, and return it."""
+        """Count text that is written, also into a variable, and return the text."""
         self._num_written += len(text)
         if self._num_written > 4 * self._budget.max_chars:
             raise self._too_big()
         return text
 
     def weigh(self, value: object) -> int:
-        """Return about how many characters `value` prints as.
+        """Return about the number of characters that `value` prints as.
 
-        Structures that share their parts count them each time, as printing or comparing would.
+        A part that occurs several times in a structure counts each time, as in a print.
         """
         if isinstance(value, (str, bytes, range)):
             weight = len(value)
@@ -124,15 +127,15 @@ class RenderMeter:
         return self._fitting(weight)
 
     def _weigh_parts(self, value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> int:
-        known = self._weights.get(id(value))
-        if known is not None:
-            return known[1]
+        cached = self._weights.get(id(value))
+        if cached is not None:
+            return cached[1]
         weight = 2
         parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value
         for part in parts:
             weight = self._fitting(weight + 2 + self.weigh(part))
         self._weights[id(value)] = (value, weight)
-        if len(self._weights) > 10_000:  # a cache: what it forgets is weighed again
+        if len(self._weights) > 10_000:  # only a cache
             self._weights.clear()
         return weight
 
@@ -152,7 +155,7 @@ def _too_much(limit: str, field: str) -> BudgetError:
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as chat templates expect it, under the meter in `context[METER]`."""
+    """Jinja as chat templates expect it, limited by the meter in `context[METER]`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -166,7 +169,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             cache_size=0,
             optimized=False,  # folding constants would run filters before there is a meter
         )
-        unmetered = self.filters | {"sum": _sum, "tojson": _to_json, "random": _first_drawn}
+        unmetered = self.filters | {"sum": _sum, "tojson": _to_json, "random": _first_item}
         self.filters = {name: _metered(run, name) for name, run in unmetered.items()}
         self.filters |= {_ENTER: _enter, _BUILT: _built, _CONCAT: _concat}
         self.globals = {
@@ -179,33 +182,36 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def guarded(self, tree: nodes.Template, mark: Callable[[nodes.Node], None]) -> Template:
-        """Compile `tree` with its limits; `mark` may change each literal text.
+        """Compile `tree` with checks of the limits; `mark` may change each literal text.
 
-        Raises jinja2.TemplateError, or whatever else compiling a hostile source raises.
+        Raises jinja2.TemplateError, or any other error for a hostile source.
         """
         guarded = _Guard(mark).visit(tree)
         guarded.set_environment(self)
         return self.from_string(guarded)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, PYI063
-        """Call on behalf of a template (Jinja's name for the hook)."""
+        """Call an object for a template; the name is Jinja's name of the hook."""
         meter = _meter_of(__context)
-        given = [*args, *(kwargs[k] for k in kwargs if k not in {"_loop_vars", "_block_vars"})]
+        arguments = [
+            *args,
+            *(value for name, value in kwargs.items() if name not in {"_loop_vars", "_block_vars"}),
+        ]
         if isinstance(__obj, Macro):
-            meter.built(given)
+            meter.built(arguments)
         else:
             method = getattr(__obj, "__wrapped__", __obj)  # str.format comes wrapped
             owner = getattr(method, "__self__", None)
             if isinstance(owner, str) and method.__name__ in {"format", "format_map"}:
-                _check_format(meter, owner, given, _WIDE_BRACES)
+                _check_format(meter, owner, arguments, _WIDE_BRACES)
             elif isinstance(owner, (list, tuple, dict)):
-                meter.check_operation([owner, *given])
+                meter.check_operation([owner, *arguments])
             elif owner is not None:
-                meter.check_operation([owner], counts=given)
+                meter.check_operation([owner], counts=arguments)
         return meter.built(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply a binary operator on behalf of a template (Jinja's name for the hook)."""
+        """Apply a binary operator for a template; the name is Jinja's name of the hook."""
         meter = _meter_of(context)
         if operator == "%" and isinstance(left, str):
             _check_format(meter, left, [right], _WIDE_PERCENT)
@@ -218,13 +224,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Guard(NodeTransformer):
-    """Puts checks around what builds values, and at the start of what is repeated."""
+    """Adds checks around expressions that build values, and at the start of loops and macros."""
 
     def __init__(self, mark: Callable[[nodes.Node], None]) -> None:
         self._mark = mark
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        """Visit children first, so that a check never checks another."""
+        """Visit the children first, so that no check is put around another check."""
         super().generic_visit(node, *args, **kwargs)
         match node:
             case nodes.TemplateData():
@@ -248,18 +254,25 @@ class _Guard(NodeTransformer):
 
 
 def _filtered(name: str, node: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+    filter_ = nodes.Filter(lineno=node.lineno)
+    filter_.node = node
+    filter_.name = name
+    filter_.args = []
+    filter_.kwargs = []
+    filter_.dyn_args = None
+    filter_.dyn_kwargs = None
+    return filter_
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace, which prints as its name: printing one inside another has no bound."""
+    """Jinja's namespace, printed as its name: the contents of nested ones have no bound."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
 
 class _Dict:
-    """Makes dictionaries: the type itself would offer its methods."""
+    """Makes dictionaries. The type `dict` itself would give templates all of its methods."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         """Return a dictionary, as `dict` does."""
@@ -282,24 +295,25 @@ class _GenerationTag(Extension):
 
 
 def _metered(run: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a filter that checks its inputs and weighs its result."""
+    """Return a filter that checks its inputs and the size of its result."""
 
     @pass_context
     def metered(context: Context, *args: Any, **kwargs: Any) -> Any:
-        meter, given = _meter_of(context), [*args, *kwargs.values()]
+        meter = _meter_of(context)
+        arguments = [*args, *kwargs.values()]
         if name == "format":
-            _check_format(meter, str(args[0]), given[1:], _WIDE_PERCENT)
-        if name in _QUADRATIC:
+            _check_format(meter, str(args[0]), arguments[1:], _WIDE_PERCENT)
+        if name in _QUADRATIC_FILTERS:
             meter.check_operation([*args[:1], *args[:1]])
         elif name == "format" or name in _TAKING_VALUES:
-            meter.check_operation(given)
+            meter.check_operation(arguments)
         else:
-            meter.check_operation(given[:1], counts=given[1:])
-        # Jinja's `context.call` hands on what the filter asks for: context or environment.
+            meter.check_operation(arguments[:1], counts=arguments[1:])
         if name in {"batch", "slice"} and any(
-            isinstance(value, int) and value > _MAX_COLUMNS for value in given[1:]
+            isinstance(value, int) and value > _MAX_COLUMNS for value in arguments[1:]
         ):
             raise SecurityError(f"{name} makes at most {_MAX_COLUMNS:,} columns")
+        # Jinja's `context.call` also passes the context or the environment, if the filter takes it.
         return meter.built(context.call(run, *args, **kwargs))
 
     return metered
@@ -352,7 +366,7 @@ def _written(context: Context, value: Any) -> str:
 def _sum(
     context: Context, value: Iterable[Any], attribute: str | int | None = None, start: Any = 0
 ) -> Any:
-    """Jinja's `sum` filter, of numbers or of lists: Python's own takes quadratic time for lists."""
+    """Jinja's `sum` filter for numbers or lists; Python's takes quadratic time for lists."""
     items = list(value)
     if attribute is not None:
         items = [context.environment.getitem(item, attribute) for item in items]
@@ -363,8 +377,8 @@ def _sum(
     return sum(items, start)
 
 
-def _first_drawn(items: Sequence[Any]) -> Any:
-    """Return the first item, for Jinja's `random` filter: the same request has one prompt."""
+def _first_item(items: Sequence[Any]) -> Any:
+    """Jinja's `random` filter: returns the first item, so equal requests have equal prompts."""
     return items[0] if items else ""
 
 
@@ -375,9 +389,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    """JSON as chat templates expect it: no HTML escapes, other scripts as they are.
+    """Jinja's `tojson` filter as chat templates expect it: without HTML escapes, in any script.
 
-    No other option of `json.dumps` is taken: some of them call what a template passes.
+    It has no further option of `json.dumps`, because some options call a value of the template.
     """
     return json.dumps(
         value,

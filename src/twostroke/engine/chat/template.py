@@ -1,4 +1,4 @@
-"""Chat templates: messages in, a prompt out whose special tokens are the template's own."""
+"""Chat templates: render messages into a prompt, in which only the template has special tokens."""
 
 from __future__ import annotations
 
@@ -89,10 +89,12 @@ class ChatTemplate:
     def for_tokenizer(
         cls, tokenizer: Tokenizer, *, name: str = "default", budget: RenderBudget | None = None
     ) -> ChatTemplate:
-        """Return the template of that name out of the model's files.
+        """Return the template with this name in the model's files.
 
-        A model without one gets ChatML if its vocabulary has the markers of ChatML; else a
-        RequestError says to use completions.
+        A model without a template gets ChatML if its vocabulary has the marks of ChatML.
+
+        Raises:
+            RequestError: the model has no template.
         """
         source = find_source(tokenizer, name)
         if source is None:
@@ -122,12 +124,18 @@ class ChatTemplate:
         takes too much time or space.
         """
         variables: dict[str, Any] = {**self._variables}
-        taken = {*variables, "messages", "tools", "add_generation_prompt", "continue_final_message"}
+        reserved = {
+            *variables,
+            "messages",
+            "tools",
+            "add_generation_prompt",
+            "continue_final_message",
+        }
         for name, value in extra.items():
-            if name in taken or name in self._environment.globals:
+            if name in reserved or name in self._environment.globals:
                 raise RequestError("is a name that the chat template itself uses.", field=name)
             variables[name] = plain(value, name)
-        variables.setdefault("documents", None)  # as transformers has it: defined, and none
+        variables.setdefault("documents", None)  # transformers defines it as None
         checked = checked_messages(
             messages, keep_parts=self.reads_parts, has_text_arguments=has_text_arguments
         )
@@ -152,8 +160,8 @@ class ChatTemplate:
         message["content"] += self._marker.end
 
     def _until_end(self, text: str) -> str:
-        before, found, after = text.partition(self._marker.end)
-        if not found or self._marker.end in after:
+        before, mark, after = text.partition(self._marker.end)
+        if not mark or self._marker.end in after:
             raise RequestError(
                 "The last message cannot be continued, because the chat template changes it: end "
                 "with a user message.",
@@ -187,7 +195,7 @@ def _refuse(message: object = "") -> None:
     raise TemplateError(str(message))
 
 
-DEFAULT: Final = "default"  # transformers' name for the usual template
+DEFAULT: Final = "default"  # transformers' name of the main template
 FOR_TOOLS: Final = "tool_use"
 
 _CHATML_MARKS: Final = frozenset(("<|im_start|>", "<|im_end|>"))

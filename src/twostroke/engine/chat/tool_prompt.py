@@ -1,4 +1,4 @@
-"""Tools, calls and results in the form that a chat template supports, else as plain text."""
+"""Writes tools, calls and results in the form that a chat template supports, or as plain text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.chat.capabilities import TemplateCapabilities
 
-_SHORT_ID: Final = 9  # characters
+_SHORT_ID_CHARS: Final = 9
 _INSTRUCTIONS: Final = """\
 You can call these functions, each described on a line of its own as JSON:
 {tools}
@@ -32,7 +32,7 @@ def fitted(
 ) -> list[dict[str, Any]]:
     """Return the messages in a form that a template with these capabilities can show.
 
-    The system message describes `tools` where the template does not show them.
+    The system message describes `tools` if the template does not show them.
     """
     fitted_messages = [*_with_ids(messages)]
     if capabilities.writes_calls and not capabilities.takes_several:
@@ -85,17 +85,18 @@ def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
 
 
 def _instruct(
-    shown: list[dict[str, Any]],
+    messages: list[dict[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     capabilities: TemplateCapabilities,
 ) -> None:
-    """Describe in the system message which functions can be called, and how."""
+    """Describe the functions and the form of calls in the system message."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(tools=described, form=capabilities.form.example())
-    if shown and shown[0]["role"] == "system":
-        shown[0] = shown[0] | {"content": f"{shown[0]['content']}\n\n{instructions}"}
+    if messages and messages[0]["role"] == "system":
+        content = f"{messages[0]['content']}\n\n{instructions}"
+        messages[0] = messages[0] | {"content": content}
     else:
-        shown.insert(0, {"role": "system", "content": instructions})
+        messages.insert(0, {"role": "system", "content": instructions})
 
 
 def _fitted(message: dict[str, Any], capabilities: TemplateCapabilities) -> dict[str, Any]:
@@ -117,14 +118,16 @@ def _fitted(message: dict[str, Any], capabilities: TemplateCapabilities) -> dict
         calls = [_with_text(call) for call in calls]
     if capabilities.has_short_ids:
         calls = [call | {"id": _short(str(call.get("id")))} for call in calls]
-    without = None if capabilities.has_null_content else ""
-    return message | {"content": content or without, "tool_calls": calls}
+    empty_content = None if capabilities.has_null_content else ""
+    return message | {"content": content or empty_content, "tool_calls": calls}
 
 
 def _arguments(function: Mapping[str, Any]) -> str:
     """Return a call's arguments as JSON; they may be JSON already."""
-    given = function.get("arguments") or {}
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
@@ -133,39 +136,39 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(call_id: str) -> str:
-    """Return an id of nine letters or digits, always the same for one id."""
-    if len(call_id) == _SHORT_ID and call_id.isascii() and call_id.isalnum():
+    """Return an id of nine letters or digits; equal ids have equal short ids."""
+    if len(call_id) == _SHORT_ID_CHARS and call_id.isascii() and call_id.isalnum():
         return call_id
-    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:_SHORT_ID]
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:_SHORT_ID_CHARS]
 
 
 def _one_by_one(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the messages; an answer with several calls becomes one for each, before its result."""
-    place = 0
-    while place < len(messages):
-        message = messages[place]
-        place += 1
+    """Yield messages; split an answer with several calls into one for each call and its result."""
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        index += 1
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
             yield message
             continue
-        end = place
+        end = index
         while end < len(messages) and messages[end]["role"] == "tool":
             end += 1
         results: dict[object, list[dict[str, Any]]] = {}
-        for result in messages[place:end]:
+        for result in messages[index:end]:
             results.setdefault(result.get("tool_call_id"), []).append(result)
-        place = end
+        index = end
         for call in calls:
             yield message | {"tool_calls": [call]}
-            message = message | {"content": ""}  # only the first has the text
+            message = message | {"content": ""}  # only the first answer has the text
             yield from results.pop(call.get("id"), ())
         for rest in results.values():
             yield from rest
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with user messages in a row joined, as roles must alternate."""
+    """Return messages in which neighbouring user messages are joined, so that roles alternate."""
     joined: list[dict[str, Any]] = []
     for role, group in groupby(messages, key=itemgetter("role")):
         run = [*group]

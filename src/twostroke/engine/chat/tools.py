@@ -1,4 +1,4 @@
-"""Tools that an answer may call."""
+"""Tools that an answer may call, and the grammar of answers with calls."""
 
 from __future__ import annotations
 
@@ -31,18 +31,27 @@ if TYPE_CHECKING:
 
 
 # A schema with one of these keywords may allow arguments that `properties` does not list.
-_MORE_ARGUMENTS: Final = frozenset(
+_KEYWORDS_FOR_MORE: Final = frozenset(
     ("$ref", "additionalProperties", "allOf", "anyOf", "minProperties", "oneOf")
 ) | {"patternProperties"}
-_SAY_NOTHING: Final = frozenset(("$schema", "description", "title", "type"))
+_BLANK: Final = r"[\t-\r ]"
+_MAX_UNMARKED_CALLS: Final = 8  # a model that should write text repeats the same call
+_MAX_BLANKS: Final = 9  # before the end of a call without marks
+_ARGUMENT_KEYS: Final = ("arguments", "parameters")
+# Keywords that tell nothing about arguments.
+_ANNOTATIONS: Final = frozenset(("$schema", "description", "title", "type"))
 
 
 class Function(Frozen):
-    """A function that may be called, with a schema of its arguments.
+    """A function that may be called.
 
-    `param` is the request's field with the schema. If the schema cannot be enforced, the request is
-    refused for an `is_strict` function, else any object is allowed. Clients see the argument
-    `input` of an `is_custom` one as text, not JSON.
+    Attributes:
+        name: the name of the function.
+        schema: the JSON schema of its arguments.
+        param: the request's field with the schema, for errors.
+        is_strict: whether a schema that no grammar can enforce is an error. Otherwise the arguments
+            may be any object.
+        is_custom: whether clients see its only argument, `input`, as text instead of JSON.
     """
 
     name: str
@@ -58,8 +67,8 @@ class Function(Frozen):
         """Return a function whose arguments follow the JSON schema `parameters`.
 
         Many tools have schemas that no grammar can enforce. Such a schema is an error only if the
-        function `is_strict`; otherwise its arguments may be any object. A schema that is not for
-        an object is found here, all others when the schema is compiled.
+        function `is_strict`; otherwise its arguments may be any object. Here only a schema of
+        another type than object is found; other problems are found when the schema is compiled.
 
         Raises:
             RequestError: the schema of an `is_strict` function is not for an object.
@@ -70,25 +79,28 @@ class Function(Frozen):
             return function
         if is_strict:
             raise RequestError("cannot be followed: its type must be object.", field=param)
-        return function.freed()
+        return function.without_schema()
 
     def constraint(self) -> Constraint:
-        """Return the form of its arguments alone."""
+        """Return the constraint of its arguments."""
         return Constraint("json_schema", json.dumps(self.schema), self.param)
 
-    def freed(self) -> Function:
-        """Return it with any object for its arguments."""
+    def without_schema(self) -> Function:
+        """Return the function with any object as arguments."""
         return replace(self, schema=dict(ANY_OBJECT))
 
 
 class Tools(Frozen):
     """The tools of a request.
 
-    `shown` are the tools for the prompt, as the client sent them; `functions` are those that may be
-    called: one must be if `is_forced`, several may be if `is_parallel`.
+    Attributes:
+        prompt_tools: the tools that the prompt shows, as the client sent them.
+        functions: the functions that the answer may call.
+        is_forced: whether the answer must call a function.
+        is_parallel: whether the answer may have several calls.
     """
 
-    shown: tuple[dict[str, Any], ...]
+    prompt_tools: tuple[dict[str, Any], ...]
     functions: tuple[Function, ...]
     is_forced: bool
     is_parallel: bool
@@ -106,10 +118,10 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     schema mentions no arguments, the function has none. If a schema can describe arguments outside
     `properties`, it is returned unchanged.
     """
-    if schema.keys() <= _SAY_NOTHING and schema.get("type", "object") == "object":
+    if schema.keys() <= _ANNOTATIONS and schema.get("type", "object") == "object":
         return {"type": "object", "properties": {}, "additionalProperties": False}
     names = schema.get("properties")
-    if not isinstance(names, dict) or not _MORE_ARGUMENTS.isdisjoint(schema):
+    if not isinstance(names, dict) or not _KEYWORDS_FOR_MORE.isdisjoint(schema):
         return schema
     required = schema.get("required", [])
     if not isinstance(required, list) or any(name not in names for name in map(str, required)):
@@ -118,10 +130,14 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class ToolForm(Frozen):
-    """Tools, and the form in which a model calls them, after a preface if there is one.
+    """The tools of a request, and the form in which the model calls them.
 
-    With `answer`, an answer that does not call has this form, without other text. It may be due
-    where the conversation `has_result`.
+    Attributes:
+        tools: the tools.
+        form: how the model writes calls.
+        preface: the reasoning section that may come before the answer.
+        answer: the constraint of answers without calls, if the request has one.
+        has_result: whether the conversation ends with the result of a call.
     """
 
     tools: Tools
@@ -133,9 +149,10 @@ class ToolForm(Frozen):
 
     @property
     def unmarked(self) -> Unmarked:
-        """Which calls without marks are calls; JSON cannot begin with a fence.
+        """Which objects without call marks count as calls.
 
-        Small models begin each JSON like a call, so after a result that alone does not make one.
+        Small models write each JSON answer like a call. After a result, where an answer is likely,
+        only an object in a Markdown fence is a call, since JSON cannot begin with a fence.
         """
         if self.answer is None:
             return Unmarked.ALL
@@ -144,24 +161,24 @@ class ToolForm(Frozen):
         return Unmarked.FENCED if self.has_result and not self.form.is_bare else Unmarked.ALL
 
     def constraint(self) -> Constraint:
-        """Return the grammar of answers."""
+        """Return the constraint of answers, with and without calls."""
         grammar = CallGrammar(self.tools, self.form, self.tokenizer, self.preface)
         if self.tools.is_forced:
             rules = grammar.calls()
         elif self.answer is not None:
-            rules = grammar.calls_beside_form(self.unmarked)
+            rules = grammar.calls_or_constraint(self.unmarked)
         else:
             rules = grammar.calls_in_text()
         answer = None if self.tools.is_forced else self.answer
         return Constraint("lark", "\n".join(rules), "tools", self.preface, answer)
 
     def without_refused(self, refusal: Callable[[Constraint], str | None]) -> ToolForm:
-        """Return the same with any object for arguments whose schema cannot be enforced.
+        """Allow any object as arguments of functions whose schema cannot be enforced.
 
-        `refusal` returns the reason, or None.
+        `refusal` returns why a constraint cannot be enforced, or None.
 
         Raises:
-            RequestError: such a tool is strict.
+            RequestError: a function with such a schema is strict.
         """
         functions = []
         for function in self.tools.functions:
@@ -169,124 +186,120 @@ class ToolForm(Frozen):
             if why is not None and function.is_strict:
                 reason = "of the function '{name}' cannot be followed. {why}"
                 raise RequestError(reason, field=function.param, name=function.name, why=why)
-            functions.append(function if why is None else function.freed())
+            functions.append(function if why is None else function.without_schema())
         if tuple(functions) == self.tools.functions:
             return self
         return replace(self, tools=replace(self.tools, functions=tuple(functions)))
 
 
-_BLANK: Final = r"[\t-\r ]"
-_MOST_UNMARKED: Final = 8  # calls; a model that would rather write text repeats the same one
-_NUM_BLANKS: Final = 9  # before the end of a call without marks
-_EITHER_KEY: Final = ("arguments", "parameters")
-
-
 class CallGrammar:
-    """Writes a grammar of answers, in Lark's notation."""
+    """Writes the grammar of answers with calls, in Lark's notation."""
 
     def __init__(
         self, tools: Tools, form: CallForm, tokenizer: Tokenizer, preface: ReasoningSection | None
     ) -> None:
-        """Describe calls of `tools` in `form`; other text does not begin as `preface` does."""
+        """Describe calls of `tools` in `form`; text must not begin like the reasoning section."""
         self._tools = tools
         self._form = form
         self._tokenizer = tokenizer
         self._preface = preface
         self._specials = special_marks(form.all_marks, tokenizer)
-        self._spell = partial(to_lark, specials=self._specials)
-        more = f"({self._spell(form.between + form.head)} body)*"
-        self._more = more if tools.is_parallel else ""
+        self._to_lark = partial(to_lark, specials=self._specials)
+        more_calls = f"({self._to_lark(form.between + form.head)} body)*"
+        self._more_calls = more_calls if tools.is_parallel else ""
 
     def calls(self) -> Iterator[str]:
-        """Yield the rules of answers that only call."""
+        """Yield the rules of answers with calls and no text."""
         yield from self._bodies()
-        yield f"start: {self._spell(self._form.opening)} body {self._more} {self._end}"
+        yield f"start: {self._to_lark(self._form.opening)} body {self._more_calls} {self._end}"
 
-    def calls_beside_form(self, unmarked: Unmarked) -> Iterator[str]:
-        """Yield the rules of answers that only call, where another grammar allows other answers.
+    def calls_or_constraint(self, unmarked: Unmarked) -> Iterator[str]:
+        """Yield the rules of answers with calls; another grammar has the answers without calls.
 
-        `unmarked` calls may lack their marks. Those without a fence are beside JSON: their signs
-        are cut as those of JSON are, so that either can go on after each, up to the key of the
-        arguments. From there on it is a call: the longest terminal is taken, and this one is longer
-        than a key of JSON. An unmarked call is the only one: a model that would rather write text
-        repeats it otherwise.
+        `unmarked` says which calls may lack their marks. A call without marks and fence can look
+        like a JSON answer. Its terminals are therefore the terminals of JSON, so that both grammars
+        stay possible up to the key of the arguments. That key is one terminal, which is longer than
+        the terminal of a JSON key, so that it decides for a call. Only one call without marks is
+        allowed, because a model that should write text would repeat it.
         """
         form, names = self._form, self._tools.names
         yield from self._bodies()
         mark = form.mark if form.is_bare else ""
-        start = f"{self._spell(mark + form.opening)} body {self._more} {self._end}"
+        start = f"{self._to_lark(mark + form.opening)} body {self._more_calls} {self._end}"
         if unmarked is not Unmarked.NONE:
             yield from self._unmarked(r"```(json)?")
             start += " | unmarked"
         if unmarked is Unmarked.ALL:
-            keys = " | ".join(json.dumps(f'"{key}": ') for key in _EITHER_KEY)
+            keys = " | ".join(json.dumps(f'"{key}": ') for key in _ARGUMENT_KEYS)
             yield f"key: {keys}"
-            for place, name in enumerate(names):
+            for index, name in enumerate(names):
                 quoted = json.dumps(json.dumps(name))
-                yield rf'bare{place}: "{{" "\"name\"" ": " {quoted} ", " key args{place} "}}"'
+                yield rf'bare{index}: "{{" "\"name\"" ": " {quoted} ", " key args{index} "}}"'
             start += f" | {_any('bare', names)}"
         yield f"start: {start}"
 
     def calls_in_text(self) -> Iterator[str]:
-        """Yield the rules of answers with calls, or with text before and in place of them.
+        """Yield the rules of answers with text, calls, or text before calls.
 
-        An answer that begins like a call without marks is one; its braces may be doubled, and a
-        fence of Markdown may be around it.
+        An answer that begins like a call without marks is a call. Its braces may be doubled, and a
+        Markdown fence may surround it.
         """
-        form, tools = self._form, self._tools
+        form = self._form
+        tools = self._tools
         yield from self._bodies()
-        after_mark = self._spell(form.opening.removeprefix(form.mark))
-        yield f"call: head {after_mark} body {self._more if form.is_list else ''} {self._end}"
+        after_mark = self._to_lark(form.opening.removeprefix(form.mark))
+        yield f"call: head {after_mark} body {self._more_calls if form.is_list else ''} {self._end}"
         yield text_until("head", form.mark, self._specials)
         yield "last: TEXT"
         yield from self._unmarked(rf"{_BLANK}*([;,]{_BLANK}*)?(```(json)?)?")
-        many = f"unmarked{{1,{_MOST_UNMARKED}}}"
-        several = f"{many} | call* last" if tools.is_parallel else "unmarked | call | last"
-        yield f"start: {several}"
-        others = [f"UNMARKED{place}" for place in range(len(tools.names))]
+        unmarked_calls = f"unmarked{{1,{_MAX_UNMARKED_CALLS}}}"
+        parallel = f"{unmarked_calls} | call* last"
+        yield f"start: {parallel if tools.is_parallel else 'unmarked | call | last'}"
+        other_beginnings = [f"UNMARKED{index}" for index in range(len(tools.names))]
         if self._preface is not None and self._preface.begin:
             marks = special_marks((self._preface.begin,), self._tokenizer)
-            if not marks:  # a special token cannot be in text
+            if not marks:  # text has no special tokens anyway
                 yield f"PREFACE: {section_begin(self._preface, marks)}"
-                others.append("PREFACE")
-        yield text_without_prefix(*others)
+                other_beginnings.append("PREFACE")
+        yield text_without_prefix(*other_beginnings)
 
     def _unmarked(self, before: str) -> Iterator[str]:
-        """Yield the rules of a call without marks, as `CallReader` reads it, after a pattern."""
+        """Yield the rules of a call without marks that follows the pattern `before`."""
         names = self._tools.names
-        for place, name in enumerate(names):
-            yield f"UNMARKED{place}: /{before}{_named_pattern(name)}/"
-            yield f"unmarked{place}: UNMARKED{place} args{place} CLOSE AFTER?"
+        for index, name in enumerate(names):
+            yield f"UNMARKED{index}: /{before}{_named_pattern(name)}/"
+            yield f"unmarked{index}: UNMARKED{index} args{index} CLOSE AFTER?"
         yield f"unmarked: {_any('unmarked', names)}"
-        yield rf"CLOSE: /{_BLANK}{{0,{_NUM_BLANKS}}}\}}\}}?/"
+        yield rf"CLOSE: /{_BLANK}{{0,{_MAX_BLANKS}}}\}}\}}?/"
         yield f"AFTER: /{_BLANK}+|{_BLANK}*```{_BLANK}*/"
 
     def _bodies(self) -> Iterator[str]:
-        """Yield the rules of arguments, and of a call from its name to its tail."""
-        form, functions = self._form, self._tools.functions
-        id_ = f" {self._spell(form.id_mark)} /[a-zA-Z0-9]{{9}}/ " if form.id_mark else ""
-        for place, one in enumerate(functions):
-            name, middle = form.name(one.name), form.middle
-            head = self._spell(name + middle)
+        """Yield the rules of arguments, and of calls from the name to the tail."""
+        form = self._form
+        functions = self._tools.functions
+        id_ = f" {self._to_lark(form.id_mark)} /[a-zA-Z0-9]{{9}}/ " if form.id_mark else ""
+        for index, function in enumerate(functions):
+            name = form.name(function.name)
+            head = self._to_lark(name + form.middle)
             if id_:
-                head = f"{self._spell(name)}{id_}{self._spell(middle)}"
-            schema = json.dumps({"type": "object", **one.schema, "x-guidance": JSON_FORM})
-            yield f"args{place}: %json {schema}"
-            yield f"body{place}: {head} args{place} {self._spell(form.tail)}"
+                head = f"{self._to_lark(name)}{id_}{self._to_lark(form.middle)}"
+            schema = json.dumps({"type": "object", **function.schema, "x-guidance": JSON_FORM})
+            yield f"args{index}: %json {schema}"
+            yield f"body{index}: {head} args{index} {self._to_lark(form.tail)}"
         yield f"body: {_any('body', functions)}"
 
     @property
     def _end(self) -> str:
-        return self._spell(self._form.end)
+        return self._to_lark(self._form.end)
 
 
-def _any(rule: str, of: tuple[object, ...]) -> str:
+def _any(rule: str, functions: tuple[object, ...]) -> str:
     """Return the alternatives of a rule, one for each function."""
-    return " | ".join(f"{rule}{place}" for place in range(len(of)))
+    return " | ".join(f"{rule}{index}" for index in range(len(functions)))
 
 
 def _named_pattern(name: str) -> str:
-    """Return what comes before the arguments of a call without marks; braces may be doubled."""
-    escaped = re.escape(name).replace("/", r"\/")  # which would end a pattern of the grammar
+    """Return the pattern of a call without marks up to its arguments; braces may be doubled."""
+    escaped = re.escape(name).replace("/", r"\/")  # a slash ends a pattern in Lark
     parts = [r"\{\{?", '"name"', ":", f'"{escaped}"', ",", '"(arguments|parameters)"', ":"]
     return f"{_BLANK}*" + "".join(f"{part}{_BLANK}*" for part in parts)

@@ -235,7 +235,7 @@ def _conversation(request: CountRequest, tools: Tools | None) -> Conversation:
         end = "a tool call" if last.get("tool_calls") else "a space"
         reason = f"must not end with {end} if the last message is the assistant's."
         raise RequestError(reason, field="messages")
-    shown_tools = tools.shown if tools is not None else ()
+    shown_tools = tools.prompt_tools if tools is not None else ()
     thinking = AS_IT_IS
     if request.thinking is not None and not isinstance(request.thinking, ThinkingAsNeeded):
         thinking = Thinking(isinstance(request.thinking, ThinkingOn), param="thinking")

@@ -175,7 +175,7 @@ def to_conversation(
     )
     return Conversation(
         template_messages,
-        tools.shown if tools is not None else (),
+        tools.prompt_tools if tools is not None else (),
         continues=bool(continues),
         has_turn=opens_turn is not False,
         thinking=thinking,

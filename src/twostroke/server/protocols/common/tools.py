@@ -265,7 +265,7 @@ def to_tools(
         _check_kind(choice, functions_by_name[choice.name], "tool_choice")
         functions_by_name = {choice.name: functions_by_name[choice.name]}
     return Tools(
-        shown=tuple(_function_for_template(body) for body in bodies),
+        prompt_tools=tuple(_function_for_template(body) for body in bodies),
         functions=tuple(functions_by_name.values()),
         is_forced=is_named or choice == "required",
         is_parallel=parallel is not False and not is_named,

@@ -231,7 +231,7 @@ def _exchange(
         check_room(tenant, draft)
     exchange = Exchange(
         tuple(messages),
-        () if tools is None else tools.shown,
+        () if tools is None else tools.prompt_tools,
         thinking=_thinking(request),
         drops_oldest=request.truncation == "auto",
         reserved_tokens=to_limit(request.max_output_tokens),
