@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from twostroke.core import env
 from twostroke.core.env import install_command
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ def installed_from(url: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the package be installed from an address, None from an index."""
     text = None if url is None else json.dumps({"url": url, "dir_info": {}})
     found = SimpleNamespace(read_text=lambda _name: text)
-    monkeypatch.setattr(env, "distribution", lambda _name: found)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _name: found)
 
 
 def test_a_package_of_an_index_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +48,7 @@ def test_what_is_not_installed_runs_from_its_clone(monkeypatch: pytest.MonkeyPat
     def fail(_name: str) -> None:
         raise metadata.PackageNotFoundError
 
-    monkeypatch.setattr(env, "distribution", fail)
+    monkeypatch.setattr("importlib.metadata.distribution", fail)
     root = Path(__file__).parents[2]
     monkeypatch.chdir("/")
     assert install_command("hub") == f"pip install '{root}[hub]'"

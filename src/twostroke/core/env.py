@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
 
 from twostroke.core.errors import UsageError
 
@@ -222,6 +220,9 @@ def install_command(extra: str) -> str:
 
 def _source() -> Path | None:
     """Return the clone or wheel that was installed; None if it came from a package index."""
+    from importlib.metadata import PackageNotFoundError, distribution  # slow to import
+    from urllib.parse import unquote, urlsplit
+
     try:
         text = distribution("twostroke").read_text("direct_url.json")
         address = urlsplit(json.loads(text)["url"]) if text else None

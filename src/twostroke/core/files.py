@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import stat
 import threading
 from contextlib import contextmanager
@@ -190,6 +189,8 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
     """
     if out.exists():
         raise UsageError(f"{str(out)!r} is there already.", field="out")
+    import shutil  # slow to import
+
     part = out.with_name(f".{out.name}.part")
     with _write_errors(out), alone(out.with_name(f".{out.name}.lock"), out):
         try:
@@ -234,6 +235,8 @@ def _write_errors(out: Path) -> Iterator[None]:
 
 def need(path: Path, num_bytes: float) -> None:
     """Raise TwostrokeError if the disk of the file `path` has fewer than `num_bytes` free."""
+    import shutil
+
     free = shutil.disk_usage(path.parent).free
     if free < num_bytes:
         needed, left = megabytes(int(num_bytes)), megabytes(free)

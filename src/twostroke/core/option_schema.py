@@ -188,17 +188,15 @@ class OptionStruct(Frozen, metaclass=_OptionMeta):
 @cache
 def option_fields(kind: type) -> dict[str, OptionField]:
     """Return the fields of a struct that are declared as options, by name."""
-    annotations: dict[str, tuple[str, type]] = {}
+    annotations: dict[str, Any] = {}
     for owner in reversed(kind.__mro__):
-        for name, text in vars(owner).get("__annotations__", {}).items():
-            annotations[name] = text, owner
+        annotations |= _annotated_fields(owner)
     defaults = _defaults(kind)
     fields: dict[str, OptionField] = {}
     for name in kind.__struct_fields__:  # type: ignore[attr-defined]
-        text, owner = annotations[name]
-        if not text.startswith("Annotated["):
+        if name not in annotations:
             continue
-        value_type, *metadata = get_args(_evaluate(text, owner))
+        value_type, *metadata = get_args(annotations[name])
         option = next((item for item in metadata if isinstance(item, Option)), None)
         if option is None:
             continue
@@ -296,11 +294,18 @@ class _AnnotationNames(dict[str, Any]):
         return self._names.get(name, object)
 
 
-def _evaluate(text: str, owner: type) -> Any:
-    """Return the type that an annotation of a class stands for."""
-    holder = SimpleNamespace(__annotations__={"field": text})
+def _annotated_fields(owner: type) -> dict[str, Any]:
+    """Return the types of a class's own fields that are annotated with `Annotated`, by name."""
+    texts = {
+        name: text
+        for name, text in vars(owner).get("__annotations__", {}).items()
+        if isinstance(text, str) and text.startswith("Annotated[")
+    }
+    if not texts:
+        return {}
+    holder = SimpleNamespace(__annotations__=texts)
     names = _AnnotationNames(owner.__module__)
-    return get_type_hints(holder, globalns={}, localns=names, include_extras=True)["field"]
+    return get_type_hints(holder, globalns={}, localns=names, include_extras=True)
 
 
 def _plain_types(annotation: Any) -> tuple[tuple[type, ...], type | None]:
