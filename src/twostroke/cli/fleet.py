@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from twostroke.cli.help import CommandGroup, option
+from twostroke.cli.help import CommandGroup, TextFile, option
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core import env
 from twostroke.core.env import install_command
@@ -134,28 +134,62 @@ def down_command(name: str | None) -> None:
 
 
 def _check_options(spec: FleetSpec, source: YamlFile) -> None:
-    """Raise UsageError, with the line of the file, for an unknown option of `serve` or `route`."""
+    """Check the names and values of options of `serve` and `route` in the fleet's file.
+
+    Raises:
+        UsageError: an option is unknown, or its value is wrong; with the line of the file.
+    """
     for index, pool in enumerate(spec.models):
-        _check_names("serve", pool.options, ["models", index, "options"], source)
-    _check_names("route", spec.router.options, ["router", "options"], source)
+        _check_program_options("serve", pool.options, ["models", index, "options"], source)
+    _check_program_options("route", spec.router.options, ["router", "options"], source)
 
 
-def _check_names(
+def _check_program_options(
     program: str, options: dict[str, Any], path: list[str | int], source: YamlFile
 ) -> None:
-    params = importlib.import_module(f"twostroke.cli.{program}").command.params
-    known_flags = sorted(
-        name.lstrip("-") for param in params for name in param.opts if name[:2] == "--"
-    )
-    for name in options:
+    command = importlib.import_module(f"twostroke.cli.{program}").command
+    param_by_name = {
+        flag.removeprefix("--"): param
+        for param in command.params
+        for flag in (*param.opts, *param.secondary_opts)
+        if flag.startswith("--")
+    }
+    names = sorted(param_by_name)
+    for name, value in options.items():
         if name in _FLEET_OPTIONS[program]:
             raise source.at([*path, name], f"the fleet sets --{name} itself.")
-        if name not in known_flags:
-            hint = foreign_hint(name, [f"--{flag}" for flag in known_flags]) or nearest(
-                name, known_flags
-            )
+        if name not in param_by_name:
+            hint = foreign_hint(name, [f"--{name}" for name in names]) or nearest(name, names)
             text = f"`twostroke {program}` has no option --{name}.{hint}"
             raise source.at([*path, name], text)
+        fault = _value_fault(name, param_by_name[name], value)
+        if fault is not None:
+            raise source.at([*path, name], fault)
+
+
+def _value_fault(name: str, param: click.Option, value: Any) -> str | None:
+    """Return a sentence about a wrong value of an option; None if the value is valid.
+
+    Files are not checked, since they are on the machines of the replicas.
+    """
+    if isinstance(value, bool):
+        has_value = param.is_flag or value is False  # false leaves the option out
+        return None if has_value else f"--{name} needs a value."
+    if param.is_flag:
+        return f"--{name} takes no value: write true or false."
+    if isinstance(param.type, TextFile | click.Path):
+        return None
+    declaration = getattr(param, "declaration", None)
+    for item in value if isinstance(value, list) else [value]:
+        try:
+            converted = param.type.convert(str(item), param, None)
+            if declaration is not None and not param.multiple:
+                declaration.check(converted)
+        except click.BadParameter as error:
+            return f"--{name}: {error.message.removesuffix('.')}."
+        except UsageError as error:
+            return error.sentence(lambda _: f"--{name}")
+    return None
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from twostroke.core.files import read_regular_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from twostroke.core.option_schema import OptionField
+
 _DECIMAL: Final = {letter: 1000**power for power, letter in enumerate(("", *"kmgt"))}
 _BINARY: Final = {f"{letter}i": 1024**power for power, letter in enumerate("kmgt", 1)}
 _UNITS: Final = _DECIMAL | _BINARY
@@ -47,6 +49,7 @@ class CommandOption(click.Option):
         attributes.setdefault("show_default", attributes.get("default") is not None)
         super().__init__(names, **attributes)
         self.section = section
+        self.declaration: OptionField | None = None  # if the option is a declared field
         if self.metavar is None:
             self.metavar = _NUMBERS.get(self.type.name)
 

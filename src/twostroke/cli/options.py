@@ -139,7 +139,9 @@ def _click_option(field: OptionField, default: object) -> CommandOption:
     if declared.default and default == field.default:
         attributes["help"] += f" [default: {declared.default}]"
         attributes["show_default"] = False
-    return CommandOption([declared.flag, field.name], **attributes)
+    option = CommandOption([declared.flag, field.name], **attributes)
+    option.declaration = field
+    return option
 
 
 def _click_type(field: OptionField) -> Any:
