@@ -407,12 +407,9 @@ def build_scheduler(
     pool = PagePool(facts.num_pages, facts.page_size, facts.windows, clock)
     reuse_generated = facts.one_arithmetic or not cache.strict_prefix
     index = PrefixIndex(pool, reuse_generated=reuse_generated) if cache.prefix_cache else None
-    config = SchedulerConfig(
-        context_length=size.context_length,
-        max_running=batch.effective_max_running,
-        token_budget=batch.token_budget,
-        max_waiting_requests=batch.max_waiting_requests,
-        max_waiting_tokens=batch.max_waiting_tokens,
+    config = SchedulerConfig.from_options(
+        batch,
+        size.context_length,
         steps_ahead=facts.draws_ahead if draws_ahead else facts.steps_ahead,
         samples_ahead=draws_ahead,
     )

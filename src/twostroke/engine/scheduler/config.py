@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from twostroke.core.errors import (
     ContextLengthError,
@@ -14,6 +14,7 @@ from twostroke.core.errors import (
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
+    from twostroke.core.options import BatchOptions
     from twostroke.core.request import Request
 
 _CONTEXT_LENGTH_TEXT: Final = (
@@ -56,6 +57,26 @@ class SchedulerConfig(Frozen):
     max_overtakes: int = 1000
     steps_ahead: int = 0
     samples_ahead: bool = False
+
+    @classmethod
+    def from_options(
+        cls,
+        batch: BatchOptions,
+        context_length: int,
+        *,
+        steps_ahead: int = 0,
+        samples_ahead: bool = False,
+    ) -> Self:
+        """Return the limits that the options of an engine set."""
+        return cls(
+            context_length=context_length,
+            max_running=batch.effective_max_running,
+            token_budget=batch.token_budget,
+            max_waiting_requests=batch.max_waiting_requests,
+            max_waiting_tokens=batch.max_waiting_tokens,
+            steps_ahead=steps_ahead,
+            samples_ahead=samples_ahead,
+        )
 
     @property
     def step_budget(self) -> int:

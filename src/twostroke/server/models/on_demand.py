@@ -394,13 +394,7 @@ def _backend_facts(program: Program, size: CacheSize, num_weight_bytes: int) -> 
 def _scheduler_config(options: EngineOptions, context_length: int) -> SchedulerConfig:
     """Return the scheduler's limits, which the engine will have when it is loaded."""
     batch = options.batch
-    return SchedulerConfig(
-        context_length=context_length,
-        max_running=batch.effective_max_running,
-        token_budget=batch.token_budget,
-        max_waiting_requests=batch.max_waiting_requests,
-        max_waiting_tokens=batch.max_waiting_tokens,
-    )
+    return SchedulerConfig.from_options(batch, context_length)
 
 
 def _initial_status(card: ModelCard, num_pages: int) -> EngineStatus:
