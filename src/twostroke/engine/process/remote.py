@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from twostroke.engine.output import Output
     from twostroke.engine.process.launch import LaunchedProcess
     from twostroke.engine.process.served import EngineFacts, EngineStatus
+    from twostroke.engine.process.supervisor import ProcessObserver
     from twostroke.engine.status import StepProgress
 
 _STATUS_TIMEOUT_S = 1.0  # after it, the last known status is returned
@@ -66,22 +67,22 @@ class RemoteEngine:
         card: ModelCard,
         process: EngineProcess | None,
         ready: wire.EngineReady,
+        observer: ProcessObserver | None = None,
     ) -> None:
-        """Serve the model of `card` with `process`, which has loaded `load` and sent `ready`."""
+        """Serve the model of `card` with `process`, which has loaded `load` and sent `ready`.
+
+        Without a process, `ready` has the facts before the first load. An `observer` is called by
+        the supervisor in place of this engine, to which it passes the calls on.
+        """
         self.card = card
-        self.facts: EngineFacts = ready.facts
-        self.draft = ready.card.draft
-        self.limits = (
-            MachineLimits.of_hardware(ready.card.hardware) if ready.card.hardware else None
-        )
-        self._last_status: EngineStatus = ready.status
+        self.update_facts(ready)
         self._last_spans: list[tuple[int, int]] = []  # the spans of the last status
         self._ids = itertools.count(1)
         self._inquiries: dict[int, tuple[wire.Compile | wire.GetStatus, asyncio.Future[Any]]] = {}
         self._compiling: set[int] = set()  # inquiries whose constraints are being compiled
         self._stop_reason: str | None = None
         self._on_end: Callable[[], None] = lambda: None
-        self._supervisor = Supervisor(load, process, ready, self)
+        self._supervisor = Supervisor(load, process, ready, observer or self)
         self._pending = PendingCalls(self._supervisor.send)
         self._full_queue = FullQueue()
 
@@ -134,6 +135,15 @@ class RemoteEngine:
             process.close()
             raise
 
+    def update_facts(self, ready: wire.EngineReady) -> None:
+        """Take the facts that a process has sent when it was ready."""
+        self.facts: EngineFacts = ready.facts
+        self.draft = ready.card.draft
+        self.limits = (
+            MachineLimits.of_hardware(ready.card.hardware) if ready.card.hardware else None
+        )
+        self._last_status: EngineStatus = ready.status
+
     def attach(self, on_end: Callable[[], None]) -> None:
         """Start to serve in the running event loop; call `on_end` if the engine ends for good."""
         self._on_end = on_end
@@ -176,6 +186,26 @@ class RemoteEngine:
         return self._supervisor
 
     @property
+    def pending(self) -> PendingCalls:
+        """The calls that have not ended."""
+        return self._pending
+
+    @property
+    def num_inquiries(self) -> int:
+        """The number of compilations and status requests that wait for a reply."""
+        return len(self._inquiries)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a compilation of a constraint waits for a reply."""
+        return any(isinstance(message, wire.Compile) for message, _ in self._inquiries.values())
+
+    @property
+    def process_memory_bytes(self) -> int:
+        """Memory of the engine's process at its last status."""
+        return self._last_status.memory_bytes
+
+    @property
     def memory_bytes(self) -> int:
         """Memory of the engine's process at its last status, and of this process now."""
         return self._last_status.memory_bytes + memory_used()
@@ -184,26 +214,15 @@ class RemoteEngine:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> RemoteOutputs:
         """Submit prompts, all or none."""
-        message = wire.Generate(
-            id=next(self._ids),
-            prompts=[list(tokens) for tokens in prompts],
-            params=params,
-            caller=caller,
-            hints=hints,
-        )
-        return await self._submit(message, num_answers=len(prompts) * params.n)
+        message = self.generate_message(prompts, params, caller, hints)
+        return await self.submit(message, num_answers=len(prompts) * params.n)
 
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> RemoteOutputs:
         """Submit texts to embed."""
-        message = wire.EmbedTexts(
-            id=next(self._ids),
-            texts=[list(tokens) for tokens in texts],
-            params=params,
-            caller=caller,
-        )
-        return await self._submit(message, num_answers=len(texts))
+        message = self.embed_message(texts, params, caller)
+        return await self.submit(message, num_answers=len(texts))
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
         """Compile and cache a constraint in the engine's process; return its `gaps`."""
@@ -247,11 +266,34 @@ class RemoteEngine:
             outputs.is_cancelled = True  # the process may die before it reads this
             self._supervisor.send(wire.Cancel(id_))
 
-    async def _submit(
+    def generate_message(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
+    ) -> wire.Generate:
+        """Return the message that submits prompts, with a new id."""
+        return wire.Generate(
+            id=next(self._ids),
+            prompts=[list(tokens) for tokens in prompts],
+            params=params,
+            caller=caller,
+            hints=hints,
+        )
+
+    def embed_message(
+        self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
+    ) -> wire.EmbedTexts:
+        """Return the message that submits texts to embed, with a new id."""
+        return wire.EmbedTexts(
+            id=next(self._ids),
+            texts=[list(tokens) for tokens in texts],
+            params=params,
+            caller=caller,
+        )
+
+    async def submit(
         self, message: wire.Generate | wire.EmbedTexts, num_answers: int
     ) -> RemoteOutputs:
         """Open a call, and wait until the engine has accepted it."""
-        outputs = self._open(message, num_answers)
+        outputs = self.open_call(message, num_answers)
         try:
             await outputs.accepted
         except asyncio.CancelledError:  # the client has disconnected
@@ -259,8 +301,10 @@ class RemoteEngine:
             raise
         return outputs
 
-    def _open(self, message: wire.Generate | wire.EmbedTexts, num_answers: int) -> RemoteOutputs:
-        """Add a call to the pending ones.
+    def open_call(
+        self, message: wire.Generate | wire.EmbedTexts, num_answers: int
+    ) -> RemoteOutputs:
+        """Add a call to the pending calls, which are sent once the engine takes requests.
 
         Raises:
             EngineStoppedError, EngineKillerError, OverloadedError, RequestError: the server
@@ -348,6 +392,10 @@ class RemoteEngine:
         noun = "request" if count == 1 else "requests"
         _logger.info("The engine runs again; %d %s had waited for it.", count, noun)
         self._pending.is_up = True
+        self.send_waiting()
+
+    def send_waiting(self) -> None:
+        """Send the waiting calls, unless they are held back, and all inquiries."""
         self._pending.send_waiting()
         for message, _ in self._inquiries.values():
             self._supervisor.send(message)
@@ -359,10 +407,11 @@ class RemoteEngine:
     def on_give_up(self, reason: str) -> None:
         """Fail all calls: no other process will be started."""
         self._stop_reason = reason
-        self._fail_all(EngineStoppedError(reason))
+        self.fail_all(EngineStoppedError(reason))
         self._on_end()
 
-    def _fail_all(self, error: TwostrokeError) -> None:
+    def fail_all(self, error: TwostrokeError) -> None:
+        """Fail all calls and inquiries."""
         self._pending.end_all(error)
         for id_ in list(self._inquiries):
             self._reply(id_, None, error)

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from twostroke.backends.create import auto_kv_format, cost_model, weight_bytes, working_bytes
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import WORKING_BYTES, CacheSize, size_kv_cache
-from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.embedding import Pooling
 from twostroke.core.errors import (
     MemoryLimitError,
@@ -31,7 +30,7 @@ from twostroke.engine.process.served import EngineFacts, EngineStatus
 from twostroke.engine.scheduler import SchedulerConfig, SchedulerStats
 from twostroke.engine.scheduler.config import max_len
 from twostroke.engine.speculation import SpeculationStats
-from twostroke.engine.status import RunningRequests
+from twostroke.engine.status import Health, RunningRequests, StepProgress
 from twostroke.model.families import build_program
 from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.program.kv_layout import PageGroups
@@ -39,9 +38,15 @@ from twostroke.model.weights import weights_identity
 from twostroke.server.models.residency import ModelResidency, ModelUse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
+    from twostroke.backends.machine_limits import MachineLimits
+    from twostroke.core.constraint import Constraint
+    from twostroke.core.embedding import EmbeddingParams
     from twostroke.core.options import EngineOptions
+    from twostroke.core.request import Hints
+    from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.client import Caller
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.process.pending import RemoteOutputs
     from twostroke.model.program.program import Program
@@ -53,8 +58,10 @@ _RETRY_AFTER_S: Final = 5.0  # requests are refused for this time after a failed
 _logger = logging.getLogger("twostroke.serve")
 
 
-class OnDemandEngine(RemoteEngine):
-    """A `RemoteEngine` that has a process only from `wake` to `unload`.
+class OnDemandEngine:
+    """A `ServedEngine` that has a process only from `wake` to `unload`.
+
+    It owns a `RemoteEngine`, and observes its process: the supervisor calls the `on_` methods.
 
     Attributes:
         num_bytes: the memory that the loaded model uses.
@@ -76,7 +83,10 @@ class OnDemandEngine(RemoteEngine):
         keep_s: float,
     ) -> None:
         """Serve the model of `card` on demand; `ready` has the facts before the first load."""
-        super().__init__(load_, card, None, ready)
+        self._engine = RemoteEngine(load_, card, process=None, ready=ready, observer=self)
+        self._pending = self._engine.pending
+        self._supervisor = self._engine.supervisor
+        self.card = card
         self.num_bytes = num_bytes
         self._is_on_gpu = load_.options.compute.backend == "gpu"
         self.default_keep_s = self.keep_s = keep_s
@@ -162,6 +172,31 @@ class OnDemandEngine(RemoteEngine):
         return cls(message, replace(card, name=name or card.name), ready, num_bytes, keep_s)
 
     @property
+    def facts(self) -> EngineFacts:
+        """The engine's facts, as its latest process has sent them."""
+        return self._engine.facts
+
+    @property
+    def limits(self) -> MachineLimits | None:
+        """The machine's limits, as the latest process has measured them."""
+        return self._engine.limits
+
+    @property
+    def health(self) -> Health:
+        """Whether the engine can answer requests now."""
+        return self._engine.health
+
+    @property
+    def progress(self) -> StepProgress:
+        """The progress of the engine's steps."""
+        return self._engine.progress
+
+    @property
+    def num_deaths(self) -> int:
+        """How often the engine's process has died."""
+        return self._engine.num_deaths
+
+    @property
     def residency(self) -> ModelResidency:
         """Whether the model is loaded, loading, unloading or unloaded."""
         if self._is_unloading:
@@ -193,13 +228,11 @@ class OnDemandEngine(RemoteEngine):
     @property
     def memory_bytes(self) -> int:
         """The memory of the engine's process at its latest status; 0 without a process."""
-        return 0 if self._supervisor.is_resting else self._last_status.memory_bytes
+        return 0 if self._supervisor.is_resting else self._engine.process_memory_bytes
 
     def model_use(self, now_s: float) -> ModelUse:
         """Return the model's facts for `decide`."""
-        is_compiling = any(
-            isinstance(inquiry, wire.Compile) for inquiry, _ in self._inquiries.values()
-        )
+        is_compiling = self._engine.is_compiling
         state = self.residency
         is_loaded = self._supervisor.is_up
         num_running = (
@@ -273,29 +306,62 @@ class OnDemandEngine(RemoteEngine):
         _logger.info("Unloaded %s in %.1f s.", self.card.name, time.monotonic() - began_s)
         self.changed()
 
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
+    ) -> RemoteOutputs:
+        """Submit prompts; they wait until the model is loaded."""
+        message = self._engine.generate_message(prompts, params, caller, hints)
+        return await self._submit(message, num_answers=len(prompts) * params.n)
+
+    async def embed(
+        self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
+    ) -> RemoteOutputs:
+        """Submit texts to embed; they wait until the model is loaded."""
+        message = self._engine.embed_message(texts, params, caller)
+        return await self._submit(message, num_answers=len(texts))
+
     async def _submit(
         self, message: wire.Generate | wire.EmbedTexts, num_answers: int
     ) -> RemoteOutputs:
+        """Submit a call, or let it wait for the model."""
         self._used_s = time.monotonic()
         if self._supervisor.is_up and not self.is_closed:
-            return await super()._submit(message, num_answers)
+            return await self._engine.submit(message, num_answers)
         self._check_fits(message)
         self._check_may_load()
         # The objective for the time to first token does not include loading.
         caller = replace(message.caller, start_within_s=math.inf)
-        outputs = self._open(replace(message, caller=caller), num_answers)
+        outputs = self._engine.open_call(replace(message, caller=caller), num_answers)
         if not outputs.accepted.done():
             outputs.accepted.set_result(None)  # so that a stream can send keep-alive bytes
         self.changed()
         return outputs
 
-    async def _inquire(self, message: wire.Compile | wire.GetStatus) -> object:
-        if isinstance(message, wire.Compile) and not self._supervisor.is_up:
+    async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
+        """Compile a constraint, once the model is loaded; return its `gaps`."""
+        if not self._supervisor.is_up:
             self._check_may_load()
-            if len(self._inquiries) >= self.facts.config.max_waiting_requests:
-                raise OverloadedError(f"{len(self._inquiries)} requests wait for the model.")
+            num_inquiries = self._engine.num_inquiries
+            if num_inquiries >= self.facts.config.max_waiting_requests:
+                raise OverloadedError(f"{num_inquiries} requests wait for the model.")
         self.changed()
-        return await super()._inquire(message)
+        return await self._engine.compile(constraint, limit_s)
+
+    async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
+        """Return the engine's status, or its last known status."""
+        return await self._engine.read(spans)
+
+    def flush(self) -> None:
+        """Start a batch that is not full."""
+        self._engine.flush()
+
+    def attach(self, on_end: Callable[[], None]) -> None:
+        """Start in the running event loop; `on_end` is called if the engine is given up."""
+        self._engine.attach(on_end)
+
+    def close(self) -> None:
+        """End the process, after the event loop has ended."""
+        self._engine.close()
 
     def _check_fits(self, message: wire.Generate | wire.EmbedTexts) -> None:
         """Refuse a request that can never run, instead of loading the model for it.
@@ -323,6 +389,20 @@ class OnDemandEngine(RemoteEngine):
         if self._refusal is not None and time.monotonic() < self._refusal[0]:
             raise self._refusal[1]
 
+    # The methods below implement `ProcessObserver`: the supervisor calls them.
+
+    def on_message(self, message: wire.EngineMessage) -> None:
+        """Handle a message of the process."""
+        self._engine.on_message(message)
+
+    def on_tick(self) -> None:
+        """Fail calls after their timeout."""
+        self._engine.on_tick()
+
+    def on_give_up(self, reason: str) -> None:
+        """Fail all calls: no other process will be started."""
+        self._engine.on_give_up(reason)
+
     def on_restart(self, ready: wire.EngineReady) -> None:
         """Send the waiting requests to the process, which has loaded the model."""
         if ready.card.identity != self.card.identity:
@@ -336,12 +416,7 @@ class OnDemandEngine(RemoteEngine):
         self.loading_s += self._supervisor.load_s
         if not self._is_on_gpu:  # a process does not see the GPU's memory
             self.num_bytes = max(self.num_bytes, ready.status.memory_bytes)
-        self.facts = ready.facts
-        self._last_status = ready.status
-        self.draft = ready.card.draft
-        self.limits = (
-            MachineLimits.of_hardware(ready.card.hardware) if ready.card.hardware else None
-        )
+        self._engine.update_facts(ready)
         count = len(self._pending.open)
         _logger.info(
             "Loaded %s in %.1f s; %d %s had waited.",
@@ -351,14 +426,12 @@ class OnDemandEngine(RemoteEngine):
             "request" if count == 1 else "requests",
         )
         self._pending.is_up = not self.is_closed
-        self._pending.send_waiting()
-        for message, _ in self._inquiries.values():
-            self._supervisor.send(message)
+        self._engine.send_waiting()
         self.changed()
 
     def on_death(self) -> bool:
         """Fail the requests that the process was computing; return whether one may be to blame."""
-        is_to_blame = super().on_death()
+        is_to_blame = self._engine.on_death()
         self.changed()
         return is_to_blame
 
@@ -372,7 +445,7 @@ class OnDemandEngine(RemoteEngine):
         refusal = ModelNotLoadedError(text, room_s=_RETRY_AFTER_S)
         self._refusal = (time.monotonic() + _RETRY_AFTER_S, refusal)
         self._load_requested_s = None
-        self._fail_all(refusal)
+        self._engine.fail_all(refusal)
         self.changed()
         return True
 
