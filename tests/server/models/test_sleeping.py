@@ -1,4 +1,4 @@
-"""Models that are loaded while somebody wants them."""
+"""Models that are loaded on demand."""
 
 from __future__ import annotations
 
