@@ -96,25 +96,25 @@ def _factor_by_halves(moments: Floats, run: Run) -> Floats:
     between, product = np.empty_like(cross), np.empty_like(cross)
     rest = moments[:half, :half].copy()
 
-    def turn(band: slice) -> None:
+    def compute_x(band: slice) -> None:
         np.matmul(last[band.start :, band].T, moments[half + band.start :, :half], between[band])
 
-    def reduce(band: slice) -> None:
+    def subtract_x_product(band: slice) -> None:
         rest[band, : band.stop] -= between[:, band].T @ between[:, : band.stop]
 
-    def spread(band: slice) -> None:
+    def multiply_by_v(band: slice) -> None:
         np.matmul(between[:, band.start :], first[band.start :, band], product[:, band])
 
-    def join(band: slice) -> None:
+    def compute_cross(band: slice) -> None:
         np.matmul(last[band, : band.stop], product[: band.stop], cross[band])
 
     upper, lower = _bands(half), _bands(len(last))
-    list(run(turn, lower))
-    list(run(reduce, reversed(upper)))
+    list(run(compute_x, lower))
+    list(run(subtract_x_product, reversed(upper)))
     first[:] = inverse_factors(rest, run)
     np.negative(between, out=between)
-    list(run(spread, upper))
-    list(run(join, reversed(lower)))
+    list(run(multiply_by_v, upper))
+    list(run(compute_cross, reversed(lower)))
     return factor
 
 

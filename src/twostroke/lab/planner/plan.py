@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.models import PlannedModel
     from twostroke.lab.planner.planner import MemoryPlan, Row
     from twostroke.lab.planner.question import Question
-    from twostroke.lab.planner.queueing import Loaded, UserLoad
+    from twostroke.lab.planner.queueing import LoadLatencies, UserLoad
     from twostroke.lab.planner.roofline import PlannedStepTime
 
 _MAX_PLANNED_STREAMS = 1 << 14
@@ -53,7 +53,7 @@ class WhatIf(Frozen):
     usd_per_million: float | None
 
 
-class Calibrated(Frozen):
+class CalibrationAccuracy(Frozen):
     """How reliable corrected times are.
 
     Attributes:
@@ -136,11 +136,11 @@ class Plan(Frozen):
     verdict: str
     bound: str
     prefill_per_decode: float | None
-    loads: tuple[Loaded, ...]
+    loads: tuple[LoadLatencies, ...]
     what_ifs: tuple[WhatIf, ...]
     steps: tuple[str, ...]
     user_load: UserLoad | None = None
-    calibrated: Calibrated | None = None
+    calibrated: CalibrationAccuracy | None = None
     assumed: tuple[str, ...] = ()
     usual: str = ""
 
@@ -223,11 +223,11 @@ def _roof(planner: Planner) -> Roof:
     )
 
 
-def _calibrated(planner: Planner, streams: int) -> Calibrated | None:
+def _calibrated(planner: Planner, streams: int) -> CalibrationAccuracy | None:
     calibration = planner.calibration
     if calibration is None or isinstance(calibration, ReferenceCalibration):
         return None
-    return Calibrated(
+    return CalibrationAccuracy(
         calibration.date,
         calibration.num_threads,
         num_steps=calibration.num_steps,

@@ -24,7 +24,7 @@ _MIN_THINK_S: Final = 1e-6
 _NUM_GRID_POINTS: Final = 24  # numbers of streams to compute; others are interpolated
 
 
-class Loaded(Frozen):
+class LoadLatencies(Frozen):
     """Mean latencies at a load of `requests_per_s` with random arrivals.
 
     Attributes:
@@ -62,10 +62,10 @@ class UserLoad(Frozen):
     meets_objectives: bool
 
 
-def loads(planner: Planner, streams: int) -> tuple[Loaded, ...]:
+def loads(planner: Planner, streams: int) -> tuple[LoadLatencies, ...]:
     """Return mean latencies at each of `SHARES` of the load that `streams` streams can carry."""
     times = _times(planner, streams)
-    return tuple(_at(share, times) for share in SHARES)
+    return tuple(_random_arrivals(share, times) for share in SHARES)
 
 
 def user_load(planner: Planner, streams: int) -> UserLoad | None:
@@ -83,7 +83,7 @@ def user_load(planner: Planner, streams: int) -> UserLoad | None:
 
     def meets_objectives(num_replicas: int) -> bool:
         num_sharing = ceil(num_users / num_replicas)
-        load = _closed(times, num_sharing, question.think_s)
+        load = _waiting_users(times, num_sharing, question.think_s)
         if question.ttft_s is None:  # the users who do not think wait for an answer
             is_soon = num_sharing - load.requests_per_s * question.think_s <= streams
         else:
@@ -94,7 +94,7 @@ def user_load(planner: Planner, streams: int) -> UserLoad | None:
     num_replicas = 1 + largest_where(lambda count: not meets_objectives(count), num_users)
     num_replicas = num_replicas if is_possible else 1
     users_per_replica = ceil(num_users / num_replicas)
-    load = _closed(times, users_per_replica, question.think_s)
+    load = _waiting_users(times, users_per_replica, question.think_s)
     return UserLoad(
         num_users=num_users,
         think_s=question.think_s,
@@ -109,7 +109,7 @@ def user_load(planner: Planner, streams: int) -> UserLoad | None:
     )
 
 
-def _times(planner: Planner, streams: int) -> _Times:
+def _times(planner: Planner, streams: int) -> _TimesByRunning:
     """Compute times for 1 to `streams` requests in progress, interpolated between grid points."""
     grid = np.unique(np.geomspace(1, streams, _NUM_GRID_POINTS).round().astype(int))
     counts = np.arange(1, streams + 1)
@@ -117,7 +117,7 @@ def _times(planner: Planner, streams: int) -> _Times:
     def interpolate(times_s: list[float]) -> np.ndarray:
         return np.exp(np.interp(np.log(counts), np.log(grid), np.log(times_s)))
 
-    return _Times(
+    return _TimesByRunning(
         planner.question.output,
         interpolate([max(planner.prompt_s(int(n)), 1e-12) for n in grid]),
         step_s=interpolate([planner.step_s(int(n)) for n in grid]),
@@ -125,7 +125,7 @@ def _times(planner: Planner, streams: int) -> _Times:
     )
 
 
-class _Times(Frozen):
+class _TimesByRunning(Frozen):
     """Times with 1, 2, ... requests in progress, and the number of prefill chunks: (streams,)."""
 
     num_output: int
@@ -145,75 +145,75 @@ class _Times(Frozen):
         return rates
 
 
-def _at(share: float, times: _Times) -> Loaded:
+def _random_arrivals(share: float, times: _TimesByRunning) -> LoadLatencies:
     """Return mean latencies at a share of the highest possible requests per second."""
     counts, rates = times.counts, times.rates
     rate = share * rates[-1]
     # Relative probabilities of 0, 1, ... requests in progress, and of a waiting request.
     logs = np.concatenate(([0.0], np.cumsum(np.log(rate / rates))))
-    chances = np.exp(logs - logs.max())
-    waiting = share / (1 - share) * chances[-1]
-    total = chances.sum() + waiting
+    probabilities = np.exp(logs - logs.max())
+    waiting = share / (1 - share) * probabilities[-1]
+    total = probabilities.sum() + waiting
     slot_s = waiting / (1 - share) / total / rate / 2  # half, as lengths are equal
-    at_work = (chances[1:] @ counts + waiting * counts[-1]) / total
+    at_work = (probabilities[1:] @ counts + waiting * counts[-1]) / total
     # Probabilities that a new request meets 0, 1, ... others, and the time of their step.
-    others = chances[:-1] / total
-    others[-1] += (chances[-1] + waiting) / total
-    return _loaded(
+    others = probabilities[:-1] / total
+    others[-1] += (probabilities[-1] + waiting) / total
+    return _mean_latencies(
         share, rate, others, times=times, at_work=at_work, slot_s=slot_s, others_rate=rate
     )
 
 
-def _closed(times: _Times, num_users: int, think_s: float) -> Loaded:
+def _waiting_users(times: _TimesByRunning, num_users: int, think_s: float) -> LoadLatencies:
     """Return mean latencies for users who think for `think_s` seconds after each answer.
 
     The number of requests is a birth-death process: each idle user sends a request with the rate
     1 / `think_s`. A new request meets as many others as there are in a system without its user
     (Lavenberg and Reiser, 1980).
     """
-    chances = _chances_closed(times, num_users, think_s)
+    probabilities = _waiting_probabilities(times, num_users, think_s)
     num_slots = len(times.rates)
     numbers = np.arange(num_users + 1)
     at_work = np.minimum(numbers, num_slots)
-    rate = float(chances[1:] @ times.rates[at_work[1:] - 1])
-    num_waiting = float(chances @ (numbers - at_work))
+    rate = float(probabilities[1:] @ times.rates[at_work[1:] - 1])
+    num_waiting = float(probabilities @ (numbers - at_work))
     others = np.zeros(num_slots)
-    probabilities = _chances_closed(times, num_users - 1, think_s)
-    np.add.at(others, np.minimum(np.arange(num_users), num_slots - 1), probabilities)
+    met_probabilities = _waiting_probabilities(times, num_users - 1, think_s)
+    np.add.at(others, np.minimum(np.arange(num_users), num_slots - 1), met_probabilities)
     share = min(rate / times.rates[-1], _MAX_BUSY_SHARE)
     slot_s = num_waiting / rate
-    return _loaded(
+    return _mean_latencies(
         share,
         rate,
         others,
         times=times,
-        at_work=float(chances @ at_work),
+        at_work=float(probabilities @ at_work),
         slot_s=slot_s,
         others_rate=rate * (num_users - 1) / num_users,
     )
 
 
-def _chances_closed(times: _Times, num_users: int, think_s: float) -> np.ndarray:
+def _waiting_probabilities(times: _TimesByRunning, num_users: int, think_s: float) -> np.ndarray:
     """Return the probabilities that 0, 1, ... users wait for an answer: (num_users + 1,)."""
     numbers = np.arange(1, num_users + 1)
     rates = times.rates[np.minimum(numbers, len(times.rates)) - 1]
     arrivals = (num_users - numbers + 1) / max(think_s, _MIN_THINK_S)
     logs = np.concatenate(([0.0], np.cumsum(np.log(arrivals / rates))))
-    chances: np.ndarray = np.exp(logs - logs.max())
-    chances /= chances.sum()
-    return chances
+    probabilities: np.ndarray = np.exp(logs - logs.max())
+    probabilities /= probabilities.sum()
+    return probabilities
 
 
-def _loaded(
+def _mean_latencies(
     share: float,
     rate: float,
     others: np.ndarray,
     *,
-    times: _Times,
+    times: _TimesByRunning,
     at_work: float,
     slot_s: float,
     others_rate: float,
-) -> Loaded:
+) -> LoadLatencies:
     """Return mean latencies of requests; `others[n]` is the probability to meet n other requests.
 
     A request waits `slot_s` for a free slot, and then for the prompts of other requests, which
@@ -231,7 +231,7 @@ def _loaded(
     system_s = at_work / rate + extra_s
     mean_index = max(0, round(float(at_work)) - 1)
     tpot_s = max((system_s - ttft_s) / max(num_output - 1, 1), step_s[mean_index])
-    return Loaded(
+    return LoadLatencies(
         share,
         requests_per_s=float(rate),
         at_work=float(rate * system_s),

@@ -67,7 +67,7 @@ class Lesson:
         self.pieces = self._divide(training)
         self.held_out = self._divide(held_out)
 
-    def learned(self) -> list[RecordedAnswer]:
+    def training_answers(self) -> list[RecordedAnswer]:
         """Return the answers for training, without held-out answers."""
         return [answer for index, answer in enumerate(self._answers) if index % _HELD_OUT_INTERVAL]
 

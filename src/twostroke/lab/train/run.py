@@ -53,7 +53,7 @@ def train_heads(model: str, output: Path, options: TrainOptions, report: Report)
     lesson = Lesson(answers, options.window)
     if not lesson.pieces or not lesson.held_out:
         raise UsageError("There are too few answers to learn from: raise --tokens.")
-    training_answers = lesson.learned()
+    training_answers = lesson.training_answers()
     if saved is None:
         token_ids = frequent_tokens(training_answers, loaded.spec.vocab_size, options.vocab_size)
         learner = _learner(loaded, options, lesson, token_ids, training_answers)
