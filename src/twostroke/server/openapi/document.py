@@ -157,6 +157,7 @@ def components(
         sent += (*operation.events, *operation.lines)
     sent_schemas = _schemas(tuple(sent))
     schemas = _with_facts(_schemas((*received, *sent)), facts)
+    # A received struct that is in no union may leave its tag out.
     for kind in _structs_without_tag(tuple(received)):
         if kind.__name__ not in sent_schemas and kind.__struct_config__.tag_field is not None:
             schemas[kind.__name__]["required"].remove(kind.__struct_config__.tag_field)

@@ -235,23 +235,23 @@ def read_input(
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     raw_items, ignored = _drop_unknown_items([_with_type(raw) for raw in value or ()])
-    items = [_read_item(raw, f"input[{index}]") for index, raw in enumerate(raw_items)]
-    ignored += [field for _, fields in items for field in fields]
-    ids = {
-        index: item.id for index, (item, _) in enumerate(items) if isinstance(item, ItemReference)
-    }
+    items: list[Item] = []
+    for index, raw in enumerate(raw_items):
+        item, ignored_fields = _read_item(raw, f"input[{index}]")
+        items.append(item)
+        ignored += ignored_fields
+    ids = {index: item.id for index, item in enumerate(items) if isinstance(item, ItemReference)}
     referenced = recall(ids, tenant)
     missing_indices = ids.keys() - referenced.keys()
     ignored += [
         Ignored.of(missing_item(index, ids[index])) for index in sorted(missing_indices)[:1]
     ]
-    has_gaps = bool(missing_indices) and not used_ids
-    call_ids = {
-        item.call_id for item, _ in items if isinstance(item, FunctionCall | CustomToolCall)
-    }
+    call_ids = {item.call_id for item in items if isinstance(item, FunctionCall | CustomToolCall)}
+    # A result without a call is an error, unless its call may be a missing item.
+    may_lack_calls = bool(missing_indices) and not used_ids
     stored_items: list[RawItem] = []
-    for index, (raw, (item, _)) in enumerate(zip(raw_items, items, strict=True)):
-        if has_gaps and isinstance(item, _RESULT_TYPES) and item.call_id not in call_ids:
+    for index, (raw, item) in enumerate(zip(raw_items, items, strict=True)):
+        if may_lack_calls and isinstance(item, _RESULT_TYPES) and item.call_id not in call_ids:
             ignored.append(ignored_item(f"input[{index}]", raw["type"]))
             continue
         if index in missing_indices:
@@ -268,13 +268,13 @@ def read_input(
 
 def tools_in(items: Iterable[RawItem]) -> list[ResponsesTool]:
     """Return the tools in the items of a conversation."""
-    of_tools = [raw for raw in items if raw.get("type") in _TOOL_ITEM_TAGS]
-    return [
-        tool
-        for raw in of_tools
-        if isinstance(item := _read_item(raw, "input")[0], ToolsItem)
-        for tool in item.tools
-    ]
+    tools: list[ResponsesTool] = []
+    for raw in items:
+        if raw.get("type") in _TOOL_ITEM_TAGS:
+            item, _ = _read_item(raw, "input")
+            assert isinstance(item, ToolsItem)
+            tools += item.tools
+    return tools
 
 
 def _drop_unknown_items(raw_items: list[RawItem]) -> tuple[list[RawItem], list[Ignored]]:
