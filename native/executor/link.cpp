@@ -64,7 +64,7 @@ bool SharedSignal::wait_beyond(uint32_t old, const std::atomic<uint32_t>& aborte
 }
 
 void SharedSignal::set(uint32_t new_value) {
-  value.store(new_value);
+  value.exchange(new_value);  // as in Signal::set (pool.cpp)
   if (num_sleepers.load() != 0) wake_all(value);
 }
 
