@@ -30,7 +30,7 @@ from twostroke.backends.gpu.kernels.routing import ExpertSelection
 from twostroke.backends.gpu.launch import listing
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import route_ints
-from twostroke.backends.gpu.mixtures import ExpertWeights, Values
+from twostroke.backends.gpu.mixtures import ExpertWeights, MixtureValues
 from twostroke.backends.gpu.plan import GpuPlan
 from twostroke.backends.gpu.stored import layout_of
 from twostroke.core.frozen import Frozen
@@ -167,7 +167,7 @@ def experts(fmt: Format, rows: int, architecture: int, *, same_tokens: bool = Fa
 
     dtype = torch.float32 if rows <= product.FEW_ROWS or same_tokens else gpu.element
     pairs = rows * used
-    values = Values(
+    values = MixtureValues(
         _empty(rows, width, dtype=gpu.element),
         (Parts(_empty(rows, count, dtype=torch.float32), count, count), None),
         ExpertSelection(normalize=True),

@@ -18,7 +18,7 @@ from support.native import native_dir
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.backends.parallel.rank_group import on_cores
-from twostroke.backends.parallel.worker import _failed
+from twostroke.backends.parallel.worker import _failure_of
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
 from twostroke.core.hardware import resolve_num_threads
@@ -126,7 +126,9 @@ def plan_of(request, start, count):
 
 
 def test_ranks_that_die_or_freeze_are_replaced(path, monkeypatch):
-    monkeypatch.setattr("twostroke.engine.loop._LOOK_S", 1e3)  # the test itself recovers
+    monkeypatch.setattr(
+        "twostroke.engine.loop._RANK_CHECK_INTERVAL_S", 1e3
+    )  # the test itself recovers
     request = greedy_request([5, 6, 7], logprobs=None)
     request.pages = [[3]]
     with engine(path, tensor=2) as llm:
@@ -213,7 +215,7 @@ def test_what_cannot_be_divided_is_refused_before_ranks_start(path, tmp_path):
 
 def test_a_rank_without_memory_says_so():
     for error in (MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")):
-        failed = _failed(error)
+        failed = _failure_of(error)
         assert failed.kind == "MemoryLimitError"
         assert "too little memory" in failed.reason
 
