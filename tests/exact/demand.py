@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from support.residence import fewest_loads
+from support.residency import fewest_loads
 from support.several import Several, serving, write_models
 
 _NAMES = "abc"

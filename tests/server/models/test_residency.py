@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.residence import Stage, fewest_loads, play
+from support.residency import Stage, fewest_loads, play
 from twostroke.server.models.residency import (
     MAX_IDLE_LOADS,
     MIN_STAY_LOADS,
@@ -20,7 +20,7 @@ from twostroke.server.models.residency import (
 )
 
 if TYPE_CHECKING:
-    from support.residence import Adversary
+    from support.residency import Adversary
 
 LOAD_S = 1.0
 EQUAL = dict.fromkeys("abc", (1, LOAD_S))
