@@ -58,8 +58,8 @@ def sampler(count: int = _DRAWN) -> dict[str, Any]:
 
     from twostroke.backends.gpu import sampling
     from twostroke.backends.gpu.device import find_device
-    from twostroke.backends.gpu.drawing import StepSampler
     from twostroke.backends.gpu.step_input import LOGIT_ROWS
+    from twostroke.backends.gpu.step_sampler import StepSampler
 
     rng, gpu, differ = np.random.default_rng(3), find_device().gpu(torch.float32), 0
     drawing, vocabulary = StepSampler(gpu, 1000, on_host=False), 1000

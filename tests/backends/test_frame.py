@@ -54,7 +54,7 @@ def assert_same(frame, steps):
 def test_a_tree_of_drafts_arrives_whole():
     steps, reader = sender(sends_best=True), FrameReader(LIMITS)
     steps.fill(tree_plan())
-    frame = reader.read(steps.encoded())
+    frame = reader.read(steps.encode_step())
     assert_same(frame, steps)
     assert len(frame.stores) == 1
     assert len(frame.copies) == 2
@@ -81,7 +81,7 @@ def test_page_tables_follow_requests_that_come_grow_move_and_go():
         chosen = [r for r in alive if rng.random() < 0.8] or alive
         plan = StepPlan(tuple(Slice(r, 4, 1, samples=True) for r in chosen))
         steps.fill(plan)
-        assert_same(reader.read(steps.encoded()), steps)
+        assert_same(reader.read(steps.encode_step()), steps)
 
 
 def test_a_step_that_is_refused_still_brings_its_page_tables():
@@ -89,10 +89,10 @@ def test_a_step_that_is_refused_still_brings_its_page_tables():
     old, new = request_of(5, [1], [2]), request_of(5, [3], [4])
     steps.fill(StepPlan((Slice(new, 0, 5, True),)))
     with pytest.raises(FrameError, match="5 rows") as caught:
-        reader.read(steps.encoded())
+        reader.read(steps.encode_step())
     assert not isinstance(caught.value, FrameLostError)
     steps.fill(StepPlan((Slice(old, 4, 1, True), Slice(new, 4, 1, True))))
-    assert_same(reader.read(steps.encoded()), steps)
+    assert_same(reader.read(steps.encode_step()), steps)
     with pytest.raises(FrameLostError):
         reader.read(bytes(64))
 
@@ -101,7 +101,7 @@ def test_values_from_outside_arrive():
     external = np.arange(9, dtype=np.float32).reshape(3, 3)
     steps = sender()
     steps.fill(StepPlan((Slice(request_of(3, [1], [2]), 0, 3, True),), external=external))
-    data = steps.encoded()
+    data = steps.encode_step()
     limits = FrameLimits(100, 5000, 16, 64, 2, 8, external_width=3)
     assert FrameReader(limits).read(data).external.tolist() == external.tolist()
     with pytest.raises(FrameError, match="size"):
@@ -130,7 +130,7 @@ def test_values_from_outside_arrive():
 def test_a_damaged_step_is_refused(word, value, said):
     steps = sender()
     steps.fill(StepPlan((Slice(request_of(3, [1], [2]), 0, 3, True),)))
-    good = steps.encoded()
+    good = steps.encode_step()
     numbers = np.frombuffer(good, np.int32).copy()
     numbers[word] = value
     fresh, used = FrameReader(LIMITS), FrameReader(LIMITS)
@@ -144,7 +144,7 @@ def test_a_damaged_step_is_refused(word, value, said):
 def test_random_frames_are_read_or_refused(seed):
     chance, steps = random.Random(seed), sender()
     steps.fill(tree_plan())
-    good = steps.encoded()
+    good = steps.encode_step()
     for _ in range(1000):
         data = bytearray(good)
         for _ in range(chance.randrange(1, 4)):

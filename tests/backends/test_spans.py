@@ -40,7 +40,7 @@ class Sender(ReferenceBackend):
 
     def run(self, plan: StepPlan) -> StepResult:
         self.steps.fill(plan)
-        found = unpack(self.reader.read(self.steps.encoded()))
+        found = unpack(self.reader.read(self.steps.encode_step()))
         expected = flatten(plan.slices)
         for part in (0, 1, 3):  # tokens, positions, sampled rows
             assert np.array_equal(found[part], expected[part])

@@ -32,7 +32,7 @@ from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import route_ints
 from twostroke.backends.gpu.mixtures import ExpertWeights, MixtureValues
 from twostroke.backends.gpu.plan import GpuPlan
-from twostroke.backends.gpu.stored import layout_of
+from twostroke.backends.gpu.weight_layout import layout_of
 from twostroke.core.frozen import Frozen
 from twostroke.model.families import build_program
 from twostroke.model.program import Program

@@ -120,7 +120,7 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
     tapped_value: str | None = None,
     embeds: bool = False,
     mesh: Mesh = ONE_RANK,
-    share: WeightShard | None = None,
+    weight_shard: WeightShard | None = None,
     max_rows: int = 256,
 ) -> Backend:
     """Return the selected backend, with its weights loaded.
@@ -128,8 +128,8 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
     `release`, `progress`, `share_threads_with`, `tapped_value` and `embeds` are documented at
     `CpuBackend`. Only cpu backends share threads; the other backends can always embed.
 
-    `mesh`: the reference backend runs all ranks of it in this process. `share`: this process is
-    one rank of several. `max_rows`: the largest number of rows of a step.
+    `mesh`: the reference backend runs all ranks of it in this process. `weight_shard`: this process
+    is one rank of several. `max_rows`: the largest number of rows of a step.
     """
     if compute.backend == "gpu":
         from twostroke.backends.gpu.backend import GpuBackend
@@ -155,7 +155,7 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
         )
     if compute.backend == "torch":
         return _create_torch_backend(
-            tensors, program, compute, size, tapped_value=tapped_value, share=share
+            tensors, program, compute, size, tapped_value=tapped_value, weight_shard=weight_shard
         )
     thread_owner = getattr(share_threads_with, "rank0_backend", share_threads_with)
     return CpuBackend(
@@ -172,7 +172,7 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
         share_threads_with=thread_owner if isinstance(thread_owner, CpuBackend) else None,
         tapped_value=tapped_value,
         embeds=embeds,
-        share=share,
+        weight_shard=weight_shard,
     )
 
 
@@ -183,7 +183,7 @@ def _create_torch_backend(
     size: CacheSize,
     *,
     tapped_value: str | None,
-    share: WeightShard | None,
+    weight_shard: WeightShard | None,
 ) -> Backend:
     device = torch_device(compute)  # raises if PyTorch is not installed
     from twostroke.backends.torch import TorchBackend
@@ -196,7 +196,7 @@ def _create_torch_backend(
         device=device,
         num_threads=compute.num_threads,
         tapped_value=tapped_value,
-        share=share,
+        weight_shard=weight_shard,
     )
 
 
@@ -217,7 +217,7 @@ def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
         return loaded.file_bytes + sum(tensor.packed_bytes - tensor.num_bytes for tensor in tensors)
     if compute.backend == "gpu":
         gpu_device(compute)
-        from twostroke.backends.gpu.stored import device_bytes
+        from twostroke.backends.gpu.weight_layout import device_bytes
 
         return sum(device_bytes(build_program(loaded.spec), loaded.tensors).values())
     return sum(4 * prod(tensor.shape) for tensor in loaded.tensors.values())
@@ -239,7 +239,7 @@ def stored_bytes(
     """Return the bytes of each weight of a Program in a backend's format."""
     program_tensors = {name: tensors[name] for name in program.weight_shapes}
     if backend == "gpu":
-        from twostroke.backends.gpu.stored import device_bytes
+        from twostroke.backends.gpu.weight_layout import device_bytes
 
         return device_bytes(program, program_tensors)
     return {name: tensor.packed_bytes for name, tensor in program_tensors.items()}

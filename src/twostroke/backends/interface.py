@@ -54,7 +54,7 @@ class RankState(Frozen):
     num_restarts: int = 0
 
 
-class Meetings(Frozen):
+class CollectiveTest(Frozen):
     """A measurement of the link between ranks: they compute, then run a collective, `count` times.
 
     `work`: units of computation before each collective, of a few nanoseconds each. `num_bytes`:

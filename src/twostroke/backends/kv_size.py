@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _MAX_CONTEXTS = 8  # the default cache holds at most this many contexts of full length
 _MIN_TOKENS_PER_REQUEST = 128  # the default cache holds this many for each running request
-_MAX_FREE_MEMORY_RATIO = 0.5  # of the memory that the weights leave
+_MAX_FREE_MEMORY_RATIO = 0.5  # of the memory that is free after loading the weights
 WORKING_BYTES = 128 * 1024**2  # of the interpreter, the tokenizer and a step's buffers
 
 

@@ -15,7 +15,7 @@ from support.cpu import tiny_model  # noqa: E402
 from support.programs import PROGRAMS, random_tensors  # noqa: E402
 from support.schedules import Setting, fresh, random_requests, run_schedule  # noqa: E402
 from support.tiny import Tiny, write_tiny_gguf  # noqa: E402
-from twostroke.backends.gpu import attending  # noqa: E402
+from twostroke.backends.gpu import step_attention  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find_device  # noqa: E402
 from twostroke.backends.gpu.kernels import attention  # noqa: E402
@@ -133,7 +133,7 @@ def test_a_step_for_which_there_is_no_memory_harms_no_other(
 
 def test_steps_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their sizes: of all buckets, with passes, with draws on the device."""
-    monkeypatch.setattr(attending, "_DECODED_ROWS", 2)
+    monkeypatch.setattr(step_attention, "_DECODED_ROWS", 2)
     backend = gpu_backend(200, max_rows=300, draws_on_host=False)
     params = [
         SamplingParams(),

@@ -18,7 +18,7 @@ from twostroke.backends.gpu.kernels.packed import PackedMatrix, pack_stack  # no
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 from twostroke.backends.gpu.lower import lower  # noqa: E402
 from twostroke.backends.gpu.lowered import route_ints  # noqa: E402
-from twostroke.backends.gpu.stored import device_bytes  # noqa: E402
+from twostroke.backends.gpu.weight_layout import device_bytes  # noqa: E402
 from twostroke.backends.gpu.weights import DeviceWeights  # noqa: E402
 from twostroke.backends.reference.operations import choose_experts  # noqa: E402
 from twostroke.model.families import build_program  # noqa: E402

@@ -20,7 +20,7 @@ from twostroke.backends.gpu.kernels import products_fp8  # noqa: E402
 from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted, listing  # noqa: E402
-from twostroke.backends.gpu.stored import layout_of  # noqa: E402
+from twostroke.backends.gpu.weight_layout import layout_of  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend  # noqa: E402
 from twostroke.lab.measure.divergence import compare  # noqa: E402
 from twostroke.model.families import build_program  # noqa: E402
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.stored import PackedLayout
+    from twostroke.backends.gpu.weight_layout import PackedLayout
     from twostroke.model.program import Program
 
 TOKENS = [(7 * i * i + 3) % 60 for i in range(75)]

@@ -23,7 +23,7 @@ from twostroke.backends.gpu.kernels.packed import PackedMatrix, concatenate, pac
 from twostroke.backends.gpu.launch import listing  # noqa: E402
 from twostroke.backends.gpu.lower import lower  # noqa: E402
 from twostroke.backends.gpu.plan import GpuPlan, step_bytes  # noqa: E402
-from twostroke.backends.gpu.stored import device_bytes, runs_of_neighbours  # noqa: E402
+from twostroke.backends.gpu.weight_layout import device_bytes, runs_of_neighbours  # noqa: E402
 from twostroke.core.errors import MemoryLimitError  # noqa: E402
 from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions  # noqa: E402
 from twostroke.model.families import build_program  # noqa: E402
@@ -33,7 +33,7 @@ from twostroke.server.models.on_demand import OnDemandEngine  # noqa: E402
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.backends.gpu.stored import Matrix
+    from twostroke.backends.gpu.weight_layout import Matrix
 
 META = torch.device("meta")
 WIDE = replace(SPEC, hidden_size=512, ffn_size=4096, head_dim=64, num_layers=1)

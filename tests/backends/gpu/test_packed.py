@@ -12,7 +12,7 @@ from twostroke.backends.gpu.kernels import packed, products_packed, take_packed 
 from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
-from twostroke.backends.gpu.stored import matrix_layout, packed_bytes  # noqa: E402
+from twostroke.backends.gpu.weight_layout import matrix_layout, packed_bytes  # noqa: E402
 from twostroke.model.quant import FORMATS, QuantTensor, e4m3, grouped  # noqa: E402
 
 CPU = torch.device("cpu")

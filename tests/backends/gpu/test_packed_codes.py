@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 from twostroke.backends.gpu.kernels.bytes import assembly as assembly_of  # noqa: E402
 from twostroke.backends.gpu.kernels.packed_codes import code_constants, number_constants  # noqa: E402
 from twostroke.backends.gpu.launch import listing  # noqa: E402
-from twostroke.backends.gpu.stored import PackedLayout  # noqa: E402
+from twostroke.backends.gpu.weight_layout import PackedLayout  # noqa: E402
 from twostroke.model.quant.floats import E4M3  # noqa: E402
 
 LAYOUTS = (

@@ -138,12 +138,12 @@ class MeetingRanks(ParallelBackend):
         ranks = [RankFacts(rank, "here", 1, 0, 0) for rank in range(3)]
         self.facts = SimpleNamespace(ranks=ranks, link=link)
 
-    def meet(self, meetings):
-        computing_s = meetings.work * 1e-9
-        meeting_s = 2e-6 + 0.1 * computing_s + (meetings.num_bytes > 1000) * 1e-3
-        return [computing_s] * meetings.count, [
+    def measure_collectives(self, test):
+        computing_s = test.work * 1e-9
+        meeting_s = 2e-6 + 0.1 * computing_s + (test.num_bytes > 1000) * 1e-3
+        return [computing_s] * test.count, [
             meeting_s + 5e-6,
-            *[meeting_s] * (meetings.count - 1),
+            *[meeting_s] * (test.count - 1),
         ]
 
 

@@ -1,4 +1,4 @@
-"""The products of a model whose inputs may have fewer bits."""
+"""Finds the products of a model whose inputs may have fewer bits, and their costs."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.cpu.lowered import CpuLowered
     from twostroke.backends.cpu.plan import MeasuredOpTime
-    from twostroke.backends.interface import Meetings, PageMemory, WeightShard
+    from twostroke.backends.interface import CollectiveTest, PageMemory, WeightShard
     from twostroke.backends.step_frame import StepFrame
     from twostroke.core.activation_bits import Bits
     from twostroke.core.request import Request
@@ -62,7 +62,7 @@ class CpuBackend:
         share_threads_with: CpuBackend | None = None,
         tapped_value: str | None = None,
         embeds: bool = False,
-        share: WeightShard | None = None,
+        weight_shard: WeightShard | None = None,
     ) -> None:
         """Pack the weights and reserve the pages, which take memory only once they are used.
 
@@ -82,8 +82,8 @@ class CpuBackend:
             tapped_value: the value of the Program that steps return for the rows that draw.
             embeds: steps return the normed last hidden states of slices that ask for them;
                 `tapped_value` can then only be the last hidden state.
-            share: this backend is one rank of several; it holds and computes its part of the model.
-                Ranks other than 0 only `follow`.
+            weight_shard: this backend is one rank of several; it holds and computes its part of
+                the model. Ranks other than 0 only `follow`.
 
         Raises:
             BackendError: the level cannot be used, or the Program cannot be run.
@@ -91,15 +91,15 @@ class CpuBackend:
         """
         assert page_size % 16 == 0, "kernels handle 16 tokens of a page at once"
         choice = choose_level(level)
-        self._program, self._share, self._bits = program, share, bits_by_name(activation_bits)
+        self._program, self._weight_shard = program, weight_shard
+        self._bits = bits_by_name(activation_bits)
         self._norm = _last_norm(program, tensors) if embeds else None
         tapped = self._norm.args[0].x if self._norm else tapped_value
         assert tapped_value in (None, tapped), "a step can return one value"
-        rank_program, rank_tensors = _own_part(program, tensors, share)
+        rank_program, rank_tensors = _own_part(program, tensors, weight_shard)
         self._lowered, library = self._lower([tapped] if tapped else []), load_library(choice.level)
-        pages = PlanPages(
-            num_pages, page_size, kv_format, balances(rank_program, tensors, kv_format)
-        )
+        kv_balances = balances(rank_program, tensors, kv_format)
+        pages = PlanPages(num_pages, page_size, kv_format, kv_balances)
         with ExitStack() as opened:  # frees threads and weights if a later step fails
             if share_threads_with is None:
                 self._pool = opened.enter_context(thread_pool(library, num_threads))
@@ -109,7 +109,7 @@ class CpuBackend:
                 library, rank_tensors, self._lowered.matrices, self._lowered.vectors
             )
             opened.callback(weights.close)
-            link = PlanLink(share.link, share.max_rows) if share else None
+            link = PlanLink(weight_shard.link, weight_shard.max_rows) if weight_shard else None
             self._plan = NativePlan(
                 library,
                 self._pool,
@@ -125,7 +125,7 @@ class CpuBackend:
         self._crowded = ActiveThreads(library, self._pool, num_threads)
         self.facts = replace(
             self._facts_of(choice.level, num_threads, activation_bits, pages),
-            stops_rows=share is None and tapped_value is None,
+            stops_rows=weight_shard is None and tapped_value is None,
             weight_bytes=weights.num_bytes,
             cache_bytes=num_pages * rank_program.page_bytes(page_size, FORMATS[kv_format]),
         )
@@ -135,7 +135,7 @@ class CpuBackend:
     @property
     def pages(self) -> PageMemory | None:
         """The bytes of the pages; None if other ranks have parts of them."""
-        return self._plan.page_memory() if self._share is None else None
+        return self._plan.page_memory() if self._weight_shard is None else None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
@@ -147,9 +147,9 @@ class CpuBackend:
         self._start_s = time.perf_counter()
         self._sampled = self._steps.fill(plan)
 
-    def encoded(self) -> bytes:
+    def encode_step(self) -> bytes:
         """Return the filled step as a message for the other ranks; call it once for each step."""
-        return self._steps.encoded()
+        return self._steps.encode_step()
 
     def compute(self, plan: StepPlan) -> StepResult:
         """Compute the step that `fill` wrote for this plan, and draw its tokens."""
@@ -218,7 +218,7 @@ class CpuBackend:
         """Return the time of each group of `fused` since the last call, summed over steps."""
         return self._plan.times()
 
-    def meet(self, meetings: Meetings) -> tuple[list[float], list[float]]:
+    def measure_collectives(self, test: CollectiveTest) -> tuple[list[float], list[float]]:
         """Measure collectives: return this rank's seconds before, and in, each of them.
 
         All ranks must call it at the same time.
@@ -226,18 +226,18 @@ class CpuBackend:
         Raises:
             RanksLostError: another rank ended, or the link to it broke.
         """
-        assert self._share is not None
-        computing_s, meeting_s = (c_double * meetings.count)(), (c_double * meetings.count)()
+        assert self._weight_shard is not None
+        computing_s, collective_s = (c_double * test.count)(), (c_double * test.count)()
         if load_library(self.facts.level).ts_link_measure(
-            byref(self._share.link),
-            meetings.count,
-            meetings.work,
-            meetings.num_bytes,
+            byref(self._weight_shard.link),
+            test.count,
+            test.work,
+            test.num_bytes,
             computing_s,
-            meeting_s,
+            collective_s,
         ):
             raise RanksLostError("Another rank of the model has ended, or does not answer.")
-        return list(computing_s), list(meeting_s)
+        return list(computing_s), list(collective_s)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page's keys and values to another page; must not be called while a step runs."""
@@ -274,7 +274,7 @@ class CpuBackend:
             cache_bytes=0,
             one_arithmetic=bool(library.ts_one_arithmetic()),
             rows_together=library.ts_linear_rows_together(),
-            steps_ahead=len(self._share.mesh.stages) - 1 if self._share else 0,
+            steps_ahead=len(self._weight_shard.mesh.stages) - 1 if self._weight_shard else 0,
         )
 
     def _step_arrays(self, tapped_width: int, *, returns_tapped: bool) -> StepArrays:
@@ -288,29 +288,29 @@ class CpuBackend:
             one_arithmetic=facts.one_arithmetic,
             tapped_width=tapped_width,
             returns_tapped=returns_tapped,
-            sends_best=self._share is not None and not self._share.link.shared,
+            sends_best=self._weight_shard is not None and not self._weight_shard.link.shared,
         )
-        if self._share is not None:
+        if self._weight_shard is not None:
             steps.tables.note_changes()
         return steps
 
     def _lower(self, taps: Sequence[str]) -> CpuLowered:
-        bits, share = self._bits, self._share
-        if share is None:
+        bits, weight_shard = self._bits, self._weight_shard
+        if weight_shard is None:
             return lower(self._program, taps, activation_bits=bits)
         from twostroke.backends.cpu.shared import lower_rank  # not needed by a single process
 
-        parts = share.parts(self._program, taps)
-        return lower_rank(parts, share.rank, taps, activation_bits=bits)
+        parts = weight_shard.parts(self._program, taps)
+        return lower_rank(parts, weight_shard.rank, taps, activation_bits=bits)
 
 
 def _own_part(
-    program: Program, tensors: Mapping[str, QuantTensor], share: WeightShard | None
+    program: Program, tensors: Mapping[str, QuantTensor], weight_shard: WeightShard | None
 ) -> tuple[Program, Mapping[str, QuantTensor]]:
-    if share is None:
+    if weight_shard is None:
         return program, tensors
-    part = share.parts(program)[share.rank]
-    return part.program, share.tensors(part, tensors)
+    part = weight_shard.parts(program)[weight_shard.rank]
+    return part.program, weight_shard.tensors(part, tensors)
 
 
 def _last_norm(

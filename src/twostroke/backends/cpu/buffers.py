@@ -84,7 +84,7 @@ class Buffers:
     gather_of: dict[str, AllGather] = field(default_factory=dict)
     all: list[Buffer] = field(default_factory=list)
     memories: list[RowMemory] = field(default_factory=list)
-    of_value: dict[str, int] = field(default_factory=dict)
+    buffer_of_value: dict[str, int] = field(default_factory=dict)
     _free: dict[int, list[int]] = field(default_factory=dict)
     _shared: dict[str, int] = field(default_factory=dict)  # the memory of each gathered value
     _intervals: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -102,7 +102,7 @@ class Buffers:
 
     def view(self, name: str, x: str, first: int, width: int) -> int:
         """Make a new value a view of columns of an earlier value; return its buffer's index."""
-        source = self.all[self.of_value[x]]
+        source = self.all[self.buffer_of_value[x]]
         memory = self.memories[source.memory]
         own_columns = memory.gathers and _own_columns(memory.gathers[-1])
         is_part = source.is_part or own_columns == (first, first + width)
@@ -114,7 +114,7 @@ class Buffers:
 
         It may not if the memory holds other values, or if other ranks may still read the buffer.
         """
-        buffer = self.all[self.of_value[earlier]]
+        buffer = self.all[self.buffer_of_value[earlier]]
         memory = self.memories[buffer.memory]
         gather = self.gather_of.get(name)
         if memory.num_values > 1 or bool(memory.gathers) != bool(gather):
@@ -129,13 +129,13 @@ class Buffers:
                 return False
             memory.gathers.append(gather)
             self._shared[gather.output] = buffer.memory
-        self.of_value[name] = self.of_value.pop(earlier)
+        self.buffer_of_value[name] = self.buffer_of_value.pop(earlier)
         return True
 
     def gather(self, gather: AllGather, num_rows: int = 0) -> tuple[int, bool]:
         """Assign a buffer to a gathered value; return it, and whether this rank's part is there."""
         memory = self._shared_memory(gather, num_rows)
-        part_index = self.of_value.get(gather.x or "", NONE)
+        part_index = self.buffer_of_value.get(gather.x or "", NONE)
         is_there = gather.x is None or self.all[part_index].memory == memory
         return self._assign(gather.output, Buffer(memory, 0, gather.width)), is_there
 
@@ -165,8 +165,8 @@ class Buffers:
         """Count the reads of values; free the buffers of values that are not read again."""
         for name in names:
             self.reads_left[name] -= 1
-            if self.reads_left[name] <= 0 and name in self.of_value:
-                index = self.of_value.pop(name)
+            if self.reads_left[name] <= 0 and name in self.buffer_of_value:
+                index = self.buffer_of_value.pop(name)
                 buffer = self.all[index]
                 memory = self.memories[buffer.memory]
                 memory.num_values -= 1
@@ -177,7 +177,7 @@ class Buffers:
         if index is None:
             self.all.append(buffer)
             index = len(self.all) - 1
-        self.of_value[name] = index
+        self.buffer_of_value[name] = index
         self.memories[buffer.memory].num_values += 1
         return index
 

@@ -107,14 +107,14 @@ class SharedLayout(Frozen):
         return SharedOffsets(slots, channels, prepared, tiles, end)
 
 
-def tile_bytes(pieces: Iterable[SplitKvAttention]) -> dict[Team, int]:
+def tile_bytes(split_kv_ops: Iterable[SplitKvAttention]) -> dict[Team, int]:
     """Return the size of each team's tiles, in bytes.
 
     A tile holds the keys and values of one piece of tokens of each rank, or a row's partial
     attention.
     """
     sizes: dict[Team, int] = {}
-    for op in pieces:
+    for op in split_kv_ops:
         keys = len(op.team) * KV_SPLIT_TOKENS * op.num_kv_heads * op.head_dim * _MAX_VALUE_BYTES
         shares = _FLOAT_BYTES * op.num_heads * (op.head_dim + 2) + _ALIGNMENT
         sizes[op.team] = max(sizes.get(op.team, _TILE_BYTES), keys, shares)

@@ -100,8 +100,10 @@ def choose_level(requested: str | None) -> LevelChoice:
     if level_name is None:
         level = next((name for name in _LEVELS if _obstacle(name) is None), "portable")
         load_library(level)  # raises if not even this library exists
-        better = [f"{name}: {_obstacle(name)}" for name in takewhile(level.__ne__, _LEVELS)]
-        return LevelChoice(level, "; ".join(["the best that runs here", *better]))
+        obstacles_of_better = [
+            f"{name}: {_obstacle(name)}" for name in takewhile(level.__ne__, _LEVELS)
+        ]
+        return LevelChoice(level, "; ".join(["the best that runs here", *obstacles_of_better]))
     usable = ", ".join(name for name in _LEVELS if _obstacle(name) is None)
     if level_name not in _LEVELS | _EMULATED:
         hint = nearest(level_name, _LEVELS)

@@ -99,7 +99,7 @@ class _CpuLowering:
             self._lower_run(run)
             # Right after the value is written, before another value takes over the buffer.
             for name in self._taps:
-                if name not in tapped and name in self._buffers.of_value:
+                if name not in tapped and name in self._buffers.buffer_of_value:
                     tapped.add(name)
                     self._append(OpKind.TAP, (), [name], [], tap=self._taps.index(name))
         return CpuLowered(
@@ -222,7 +222,7 @@ class _CpuLowering:
                 # Copies the earlier value to the sum's buffer, to which the record then adds.
                 buffer = self._buffers.write(last.output, last.width)
                 self._append(OpKind.COPY, (), [last.a], [self._output(buffer, last.width)])
-            buffer = self._buffers.of_value[last.output]
+            buffer = self._buffers.buffer_of_value[last.output]
             fields |= {"y": buffer} if kind is OpKind.NORM else {"accumulate": 1}
         else:
             buffer = self._buffers.write(last.output, last.width)
@@ -239,7 +239,7 @@ class _CpuLowering:
         **fields: Any,
     ) -> None:
         """Append a record that computes the operations `run` from the values `reads`."""
-        buffers = [self._buffers.of_value[name] for name in reads]
+        buffers = [self._buffers.buffer_of_value[name] for name in reads]
         record = OpRecord(kind=kind, norm=NONE, layer=NONE, num_groups=1, team=NONE, first_cut=NONE)
         record.x, record.y, record.z = (*buffers, NONE, NONE, NONE)[:3]
         record.width = self._buffers.all[buffers[0]].width if buffers else run[0].width
@@ -367,7 +367,7 @@ class _CpuLowering:
         buffer, is_there = self._buffers.gather(op)
         fields = self._collectives.fields(op)
         if isinstance(op.parts, TermParts):
-            scores = self._buffers.of_value[op.parts.scores]
+            scores = self._buffers.buffer_of_value[op.parts.scores]
             fields |= {"y": scores, "num_used": op.parts.num_used}
             fields["num_experts"] = self._width_of(op.parts.scores)
         reads = () if is_there else op.inputs
@@ -384,7 +384,7 @@ class _CpuLowering:
         return None
 
     def _width_of(self, name: str) -> int:
-        return self._buffers.all[self._buffers.of_value[name]].width
+        return self._buffers.all[self._buffers.buffer_of_value[name]].width
 
     def _rope(self, op: ops.Rope) -> int:
         """Return the index of a rotation; equal rotations share their angles."""

@@ -115,7 +115,7 @@ class PageTables:
             return row
         if self._changes is not None:
             self._changes.append((row, num_copied, num_pages))
-        if num_pages == num_copied + 1:  # a slice would cost ten times as much
+        if num_pages == num_copied + 1:  # assigning a slice takes ten times as long
             for group, pages in enumerate(request.pages):
                 self.array[row, group, num_copied] = pages[num_copied]
         else:

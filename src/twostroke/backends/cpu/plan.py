@@ -271,15 +271,15 @@ def _shared_arrays(
     team_ranks: list[int] = []
     teams: list[tuple[int, ...]] = []
     for team, rank_index in lowered.teams:
-        two_places = [
+        offset_pairs = [
             offsets_by_team.get(team, (0, 0))
             for offsets_by_team in (offsets.prepared, offsets.tiles)
         ]
-        sizes = [number for pair in two_places for number in pair]
+        sizes = [number for pair in offset_pairs for number in pair]
         teams.append((len(team_ranks), len(team), rank_index, layout.barriers[team], *sizes))
         team_ranks += team
     numbers = [layout.channels[channel.key(lowered.rank)] for channel in lowered.channels]
-    ways = [
+    channels = [
         (offsets.channels[number], channel.peer, number)
         for number, channel in zip(numbers, lowered.channels, strict=True)
     ]
@@ -288,7 +288,7 @@ def _shared_arrays(
         ("teams", TeamRecord, teams),
         ("team_ranks", c_int32, team_ranks),
         ("cuts", c_int32, lowered.cuts),
-        ("channels", ChannelRecord, ways),
+        ("channels", ChannelRecord, channels),
     )
 
 

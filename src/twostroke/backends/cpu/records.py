@@ -16,7 +16,7 @@ MAX_OUTPUTS = 4
 
 
 class OpKind(IntEnum):
-    """The kind of an operation record."""
+    """The native kernel that computes an operation record."""
 
     EMBED = 0
     NORM = 1
@@ -111,7 +111,7 @@ class OutputRecord(ctypes.Structure):
 
 
 class OpRecord(ctypes.Structure):
-    """One fused operation."""
+    """A record of fused operations; which fields are used depends on the kind."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -158,7 +158,7 @@ class OpRecord(ctypes.Structure):
 
 
 class ExpertRecord(ctypes.Structure):
-    """One expert's matrices."""
+    """The matrices of an expert, as indices of weights."""
 
     _fields_ = (("gate", c_int32), ("up", c_int32), ("down", c_int32))
 
@@ -177,7 +177,7 @@ class RopeRecord(ctypes.Structure):
 
 
 class LayerRecord(ctypes.Structure):
-    """The keys and values of one attention layer."""
+    """The shape of an attention layer's keys and values, and their place in the mesh."""
 
     _fields_ = (
         ("num_kv_heads", c_int32),

@@ -97,7 +97,7 @@ class StepArrays:
         record.external = None if plan.external is None else plan.external.ctypes.data
         return sampling
 
-    def encoded(self) -> bytes:
+    def encode_step(self) -> bytes:
         """Return the step in `record` as a message; call it once for each step, in order."""
         return encode(self.frame, self.tables.take_changes())
 

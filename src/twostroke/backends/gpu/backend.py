@@ -15,7 +15,6 @@ from twostroke.backends.cpu.keys import balances
 from twostroke.backends.cpu.plan import MeasuredOpTime
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.gpu.cache import DevicePages
-from twostroke.backends.gpu.drawing import StepSampler
 from twostroke.backends.gpu.graphs import LARGEST_BUCKET, Graphs, bucket_of, buckets_up_to
 from twostroke.backends.gpu.launch import Kernels
 from twostroke.backends.gpu.launch_times import overlapping
@@ -23,6 +22,7 @@ from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.plan import GpuPlan
 from twostroke.backends.gpu.sequence import trace
 from twostroke.backends.gpu.step_input import LOGIT_ROWS, MAX_CHANGES, STEPS_AHEAD
+from twostroke.backends.gpu.step_sampler import StepSampler
 from twostroke.backends.gpu.timeline import seconds_of
 from twostroke.backends.gpu.transfers import (
     DeviceEvent,
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.backends.gpu.device import GpuDevice
-    from twostroke.backends.gpu.drawing import DrawnTokens
     from twostroke.backends.gpu.launch import Gpu
+    from twostroke.backends.gpu.step_sampler import DrawnTokens
     from twostroke.backends.gpu.weights import Progress, Release
     from twostroke.backends.step_frame import StepFrame
     from twostroke.core.request import Request

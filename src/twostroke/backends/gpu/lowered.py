@@ -142,7 +142,7 @@ class Attend(Frozen):
 
 
 class Activate(Frozen):
-    """`activation(gate) * up`."""
+    """Computes `activation(gate) * up`."""
 
     gate: BufferColumns
     up: BufferColumns

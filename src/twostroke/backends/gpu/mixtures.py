@@ -11,7 +11,7 @@ from twostroke.backends.gpu.kernels import pointwise, product, products_packed, 
 from twostroke.backends.gpu.kernels.packed import PackedMatrix, pack_stack
 from twostroke.backends.gpu.kernels.products_tiles import SAME_ROWS
 from twostroke.backends.gpu.kernels.routing import Grouped
-from twostroke.backends.gpu.stored import is_stack_packed, stacks_of
+from twostroke.backends.gpu.weight_layout import is_stack_packed, stacks_of
 from twostroke.core.frozen import Frozen
 from twostroke.model.quant import QuantTensor
 

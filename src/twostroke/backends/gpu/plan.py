@@ -8,14 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from twostroke.backends.gpu import mixtures, products
-from twostroke.backends.gpu.attending import (
-    StepAttention,
-    attentions_of,
-    num_slots,
-    rotation_floats,
-    sum_floats,
-    tiling_of,
-)
 from twostroke.backends.gpu.graphs import bucket_of
 from twostroke.backends.gpu.kernels import norm, pages, pointwise, product_heads, take_packed
 from twostroke.backends.gpu.kernels.common import Parts
@@ -36,8 +28,16 @@ from twostroke.backends.gpu.lowered import (
 )
 from twostroke.backends.gpu.memory import StepMemory, lay_out
 from twostroke.backends.gpu.sampling import RESULT_INTS
+from twostroke.backends.gpu.step_attention import (
+    StepAttention,
+    attentions_of,
+    num_slots,
+    rotation_floats,
+    sum_floats,
+    tiling_of,
+)
 from twostroke.backends.gpu.step_input import CHANGES, COPIES, LOGIT_ROWS, input_ints
-from twostroke.backends.gpu.stored import matrix_layout
+from twostroke.backends.gpu.weight_layout import matrix_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

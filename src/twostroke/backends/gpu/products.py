@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from twostroke.backends.gpu.kernels import product, products_fp8, products_packed, products_tiles
 from twostroke.backends.gpu.kernels.packed import PackedMatrix
 from twostroke.backends.gpu.lowered import BufferType, Products
-from twostroke.backends.gpu.stored import runs_of_neighbours
+from twostroke.backends.gpu.weight_layout import runs_of_neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.kernels.products_fp8 import RoundedRows
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import GpuLowered
-    from twostroke.backends.gpu.stored import Matrix, PackedLayout
+    from twostroke.backends.gpu.weight_layout import Matrix, PackedLayout
 
 
 def scratch_bytes(

@@ -49,7 +49,7 @@ class _Timeline:
         self._spans: list[tuple[Any, Any]] = []
 
     def mark(self) -> None:
-        """End a part and begin the next one."""
+        """End the current part, and begin the next part."""
         now = _event()
         if self._begin is not None:
             self._spans.append((self._begin, now))

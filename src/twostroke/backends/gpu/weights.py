@@ -21,7 +21,7 @@ from twostroke.backends.gpu.lowered import (
     columns_read,
     sources,
 )
-from twostroke.backends.gpu.stored import matrix_layout, runs_of_neighbours
+from twostroke.backends.gpu.weight_layout import matrix_layout, runs_of_neighbours
 from twostroke.model.program import ops
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import GpuLowered
     from twostroke.backends.gpu.mixtures import ExpertWeights
-    from twostroke.backends.gpu.stored import Matrix
+    from twostroke.backends.gpu.weight_layout import Matrix
     from twostroke.model.quant import QuantTensor
 
     Progress = Callable[[int, int], None]

@@ -1,1 +1,1 @@
-"""Ranks: the processes that run a model together, how they start, talk and end."""
+"""Ranks, the processes that run a model together: how they start, communicate and end."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends.cpu import CpuBackend
-    from twostroke.backends.interface import BackendFacts, Meetings
+    from twostroke.backends.interface import BackendFacts, CollectiveTest
     from twostroke.backends.parallel.link import Link
     from twostroke.backends.parallel.rank_messages import RankJob
     from twostroke.backends.parallel.ranks import Ranks
@@ -53,14 +53,15 @@ _PAUSE_S: Final = 0.5
 class RankBackend(Backend, Protocol):
     """The backend of one rank, which computes the rank's part of each step.
 
-    Rank 0 writes a step's arrays with `fill`, sends the result of `encoded`, and calls `compute`.
-    The other ranks call `follow`. All ranks call `score` and `trace` with the same arguments.
+    Rank 0 writes a step's arrays with `fill`, sends the result of `encode_step`, and calls
+    `compute`. The other ranks call `follow`. All ranks call `score` and `trace` with the same
+    arguments.
     """
 
     def fill(self, plan: StepPlan) -> None:
         """Write a step's arrays; the next call of `compute` computes the step."""
 
-    def encoded(self) -> bytes:
+    def encode_step(self) -> bytes:
         """Return the filled step as a message; call it once for each step."""
 
     def compute(self, plan: StepPlan) -> StepResult:
@@ -121,7 +122,7 @@ class ParallelBackend:
         """
         start_s = time.perf_counter()
         self._fill(plan)
-        self._ranks.send(MessageType.FRAME, self.rank0_backend.encoded())
+        self._ranks.send(MessageType.FRAME, self.rank0_backend.encode_step())
         self._in_flight.append((plan, start_s))
 
     def finish(self) -> StepResult:
@@ -198,15 +199,15 @@ class ParallelBackend:
         self._ranks.send(MessageType.COPY, pack(CopyPage(source, target)))
         cast("CpuBackend", self.rank0_backend).copy_page(source, target)
 
-    def meet(self, meetings: Meetings) -> tuple[list[float], list[float]]:
+    def measure_collectives(self, test: CollectiveTest) -> tuple[list[float], list[float]]:
         """Measure collectives of all ranks, while no step runs; see `CpuBackend.meet`.
 
         Raises:
             RanksLostError: some ranks are lost.
         """
-        self._ranks.send(MessageType.MEASURE, pack(meetings))
+        self._ranks.send(MessageType.MEASURE, pack(test))
         with self._recovering_ranks():
-            return cast("CpuBackend", self.rank0_backend).meet(meetings)
+            return cast("CpuBackend", self.rank0_backend).measure_collectives(test)
 
     def times(self) -> list[RankTimes]:
         """Return the times of each rank's steps since the last call; only for the cpu backend.

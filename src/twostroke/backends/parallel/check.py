@@ -91,9 +91,9 @@ def check_ranks(model: str | None) -> RankCheck | None:
     launcher_env = read_launcher_env()
     own_rank = assigned_rank(launcher_env.num_ranks) if launcher_env else None
     if own_rank is None:
-        lacks = "WORLD_SIZE is 1" if launcher_env else "RANK and WORLD_SIZE are not set"
+        reason = "WORLD_SIZE is 1" if launcher_env else "RANK and WORLD_SIZE are not set"
         raise UsageError(
-            f"--ranks compares the processes of a launcher, but {lacks}: run this command by "
+            f"--ranks compares the processes of a launcher, but {reason}: run this command by "
             "torchrun, mpirun or srun on all machines, or set RANK, WORLD_SIZE, MASTER_ADDR and "
             "MASTER_PORT yourself."
         )
@@ -163,7 +163,7 @@ def _report_to_rank0(own_rank: LauncherEnv, model: str | None) -> None:
 
 
 def mismatches(reports: list[RankReport]) -> list[str]:
-    """Return a sentence for each fact in which a rank differs from rank 0."""
+    """Return an error sentence for each fact in which a rank must not differ from rank 0."""
     rank0, problems = reports[0], []
     for report in reports:
         rank_name = f"Rank {report.rank} on {report.host}"

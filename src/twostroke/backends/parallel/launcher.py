@@ -96,7 +96,7 @@ class LocalRank:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process id."""
         return self._process.pid
 
     def exit_reason(self) -> str | None:

@@ -32,7 +32,7 @@ class Link(Protocol):
         """Return the text by which ranks join from now on; only on rank 0."""
 
     def join(self, link: str) -> None:
-        """Meet the other ranks."""
+        """Connect to the other ranks, by the text that `renew` returned on rank 0."""
 
     def begin(self) -> None:
         """Allow steps, after all ranks have joined; only on rank 0."""
@@ -80,7 +80,8 @@ def _join_hosts(kind: str) -> Callable[[int, int, str, str], Link]:
     return join
 
 
-# How ranks other than 0 join a kind of link: rank, number of ranks, level, text of `renew`.
+# Functions by which ranks other than 0 join a type of link. Arguments: rank, number of ranks,
+# instruction-set level, and the text of `renew`.
 LINKS: dict[str, Callable[[int, int, str, str], Link]] = {
     "shared": _join_shared,
     "torch": _join_torch,

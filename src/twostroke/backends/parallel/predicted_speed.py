@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from twostroke.backends.interface import Meetings
+from twostroke.backends.interface import CollectiveTest
 from twostroke.backends.parallel.backend import ParallelBackend
 from twostroke.backends.parallel.rank_group import on_cores
 from twostroke.core.errors import RanksLostError
@@ -220,14 +220,14 @@ class _SimulatedRank:
     waiting_s: float = 0.0
     moving_s: float = 0.0
     bytes: int = 0
-    since_meeting_s: float = 0.0  # computed
+    since_collective_s: float = 0.0  # computed
     uneven_s: float = 0.0  # expected extra time of other ranks since then
     has_computed: bool = False  # whether the next operation has computed, and only exchanges
 
     def compute(self, seconds: float) -> None:
         """Advance the clock by some computing."""
         self.computing_s += seconds
-        self.since_meeting_s += seconds
+        self.since_collective_s += seconds
         self.now_s += seconds
 
     def arrive(self, at_s: float, moving_s: float, num_bytes: int) -> None:
@@ -236,7 +236,7 @@ class _SimulatedRank:
         self.moving_s += moving_s
         self.now_s = max(self.now_s, at_s) + moving_s
         self.bytes += num_bytes
-        self.since_meeting_s = self.uneven_s = 0.0
+        self.since_collective_s = self.uneven_s = 0.0
         self.has_computed = False
         self.next += 1
 
@@ -280,7 +280,7 @@ class _StepSimulation:
         op = rank.ops[rank.next]
         match op:
             case AllGather() | AllReduce():
-                return self._meet(op)
+                return self._complete_collective(op)
             case Send():
                 self._sent[number, op.to].append(rank.now_s)
                 rank.next += 1
@@ -290,7 +290,7 @@ class _StepSimulation:
                 num_bytes = rank.cost.operation(op, self.batch).received_bytes
                 rank.arrive(sent.pop(0), link.seconds(num_bytes), num_bytes)
             case SplitKvAttention() if rank.has_computed:
-                return self._meet(op)
+                return self._complete_collective(op)
             case _:
                 self._compute(rank, op, self.divided.limits[number])
                 rank.has_computed = isinstance(op, SplitKvAttention)
@@ -304,7 +304,7 @@ class _StepSimulation:
         if isinstance(op, ExpertTerms):
             rank.uneven_s += seconds * _unevenness(op, self.batch.num_rows)
 
-    def _meet(self, op: AllGather | AllReduce | SplitKvAttention) -> bool:
+    def _complete_collective(self, op: AllGather | AllReduce | SplitKvAttention) -> bool:
         """Complete a team's collective if all its ranks have arrived; return whether they had."""
         team = [self._ranks[member] for member in op.team]
         next_ops = [rank.ops[rank.next : rank.next + 1] for rank in team]
@@ -317,7 +317,7 @@ class _StepSimulation:
             return False
         all_there_s = max(rank.now_s for rank in team)
         if len(team) > 1:
-            all_there_s += self.divided.link.noise * max(rank.since_meeting_s for rank in team)
+            all_there_s += self.divided.link.noise * max(rank.since_collective_s for rank in team)
             all_there_s += max(rank.uneven_s for rank in team)
         for rank, ops in zip(team, next_ops, strict=True):
             num_bytes = rank.cost.operation(ops[0], self.batch).received_bytes
@@ -367,21 +367,26 @@ def own_cores(backend: ParallelBackend) -> AbstractContextManager[None]:
 
 
 def _measure_link(backend: ParallelBackend, noise_s: float) -> LinkSpeed:
-    measurements = [backend.meet(Meetings(_NUM_COLLECTIVES))[1] for _ in range(_NUM_REPEATS)]
+    measurements = [
+        backend.measure_collectives(CollectiveTest(_NUM_COLLECTIVES))[1]
+        for _ in range(_NUM_REPEATS)
+    ]
     start_s = median(collective_s[0] for collective_s in measurements)
     latency_s = min(
         median(collective_s[1:]) for collective_s in measurements
     )  # of the least disturbed measurement
     bandwidth = math.inf  # shared values are written in place
     if backend.facts.link != "shared":
-        _, (_, *large_s) = backend.meet(Meetings(_NUM_REPEATS, num_bytes=_LARGE_BYTES))
+        _, (_, *large_s) = backend.measure_collectives(
+            CollectiveTest(_NUM_REPEATS, num_bytes=_LARGE_BYTES)
+        )
         count = len(backend.facts.ranks) - 1
         bandwidth = count * _LARGE_BYTES / max(median(large_s) - latency_s, 1e-9)
-    computing_s, _ = backend.meet(Meetings(_NUM_REPEATS, _WORK_UNITS))
+    computing_s, _ = backend.measure_collectives(CollectiveTest(_NUM_REPEATS, _WORK_UNITS))
     units_per_collective = math.ceil(_COMPUTING_RATIO * latency_s / median(computing_s))
     num_rounds = max(2, int(noise_s / (units_per_collective * median(computing_s))))
-    computing_s, collective_s = backend.meet(
-        Meetings(num_rounds, units_per_collective * _WORK_UNITS)
+    computing_s, collective_s = backend.measure_collectives(
+        CollectiveTest(num_rounds, units_per_collective * _WORK_UNITS)
     )
     waited_s = sum(collective_s[1:]) - latency_s * len(collective_s[1:])
     noise = max(0.0, waited_s) / sum(computing_s)

@@ -75,7 +75,7 @@ class RankGroup:
         """Divide the Program and start the other ranks.
 
         Raises:
-            UsageError: the Program cannot be divided so.
+            UsageError: the Program cannot be divided in this way.
             BackendError: ranks cannot be started.
         """
         compute, batch = options.compute, options.batch
@@ -159,7 +159,7 @@ class RankGroup:
                 size,
                 tapped_value=tapped_value,
                 embeds=True,
-                share=WeightShard(0, self._mesh, self._max_rows, self._link.record, sizes),
+                weight_shard=WeightShard(0, self._mesh, self._max_rows, self._link.record, sizes),
                 **options,
             )
         rank0_backend = cast("RankBackend", rank0_backend)  # true for a backend with a share
@@ -176,7 +176,7 @@ class RankGroup:
         self._undo.close()
 
     def __enter__(self) -> Self:
-        """End the ranks if the block fails."""
+        """Return the group; the end of the block ends the ranks after an error."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:

@@ -62,7 +62,7 @@ class RayRanks:
         from ray.util.placement_group import remove_placement_group
 
         self._remote.close()
-        if self._tasks:  # they end with rank 0
+        if self._tasks:  # tasks end when rank 0's channels are closed
             self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=_END_TIMEOUT_S)
         for actor in self._actors:
             self._ray.kill(actor)

@@ -24,7 +24,7 @@ class SharedLink:
         self._memory = mmap.mmap(file, num_bytes)
         start = (ctypes.c_char * num_bytes).from_buffer(self._memory)
         self._address = ctypes.addressof(start)
-        del start  # else the memory could not be closed
+        del start  # a remaining reference would prevent closing the memory
         self.record = LinkRecord(
             rank=rank, num_ranks=num_ranks, shared=self._address, shared_bytes=num_bytes
         )

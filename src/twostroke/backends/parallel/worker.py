@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 from msgspec.structs import astuple
 
 from twostroke.backends.create import create_backend
-from twostroke.backends.interface import Meetings, WeightShard, block_sizes
+from twostroke.backends.interface import CollectiveTest, WeightShard, block_sizes
 from twostroke.backends.kv_size import CacheSize
 from twostroke.backends.parallel.backend import DecodeClock
 from twostroke.backends.parallel.link import LINKS
@@ -73,7 +73,9 @@ def main() -> int:
     parser.add_argument("--channel", type=int, required=True)
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, rank 0 ends the other ranks
-    logging.getLogger("twostroke.weights").setLevel(logging.ERROR)  # rank 0 reads the same files
+    logging.getLogger("twostroke.weights").setLevel(
+        logging.ERROR
+    )  # rank 0 warns about the same files
     return 0 if follow(Channel(socket.socket(fileno=arguments.channel)), arguments.rank) else 1
 
 
@@ -152,7 +154,7 @@ def _serve_rank(channel: Channel, heartbeat_state: _HeartbeatState) -> bool:
             heartbeat_state.link = worker.link
             _follow_steps(
                 channel, worker, heartbeat_state
-            )  # on these cores, too, as this thread computes
+            )  # this thread computes, too, on these cores
     except ChannelClosedError:
         raise
     except Exception as error:  # noqa: BLE001 rank 0 must learn of any error
@@ -192,7 +194,7 @@ def _handle_message(
             case MessageType.COPY:
                 worker.copy_page(unpack(message.body, CopyPage))
             case MessageType.MEASURE:
-                worker.meet(unpack(message.body, Meetings))
+                worker.measure_collectives(unpack(message.body, CollectiveTest))
             case MessageType.TIMES:
                 return worker.times()
     except Exception as error:  # noqa: BLE001 only the step has failed, not the rank
@@ -237,7 +239,7 @@ class RankWorker:
             CacheSize(program.context_length, job.num_pages, job.page_size, 0, job.kv_format),
             release=loaded.release,
             tapped_value=job.tapped_value,
-            share=WeightShard(job.rank, job.mesh, job.max_rows, self.link.record, sizes),
+            weight_shard=WeightShard(job.rank, job.mesh, job.max_rows, self.link.record, sizes),
         )
         self._backend = cast("RankBackend", backend)  # true for a backend with a share
         self._clock = DecodeClock()
@@ -281,9 +283,9 @@ class RankWorker:
         """Copy a page; only for the cpu backend."""
         cast("CpuBackend", self._backend).copy_page(copy.source, copy.target)
 
-    def meet(self, meetings: Meetings) -> None:
+    def measure_collectives(self, test: CollectiveTest) -> None:
         """Take part in rank 0's measurement of collectives; only for the cpu backend."""
-        cast("CpuBackend", self._backend).meet(meetings)
+        cast("CpuBackend", self._backend).measure_collectives(test)
 
     def times(self) -> RankTimes:
         """Return the times of steps since the last call; only for the cpu backend."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twostroke.backends.reference.operations import apply, choose_experts
-from twostroke.backends.reference.pieces import merge_partials, partial_attentions
+from twostroke.backends.reference.split_kv import merge_partials, partial_attentions
 from twostroke.model.program import ops
 from twostroke.model.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
 

@@ -1,1 +1,1 @@
-"""From logits to a token: penalties, truncation, temperature, seeds, log-probabilities."""
+"""Sampling, from logits to tokens: penalties, truncation, temperature, log-probabilities."""

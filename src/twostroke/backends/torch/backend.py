@@ -53,24 +53,27 @@ class TorchBackend:
         *,
         num_threads: int | None = None,
         tapped_value: str | None = None,
-        share: WeightShard | None = None,
+        weight_shard: WeightShard | None = None,
     ) -> None:
         """Dequantize the Program's weights onto `device`, and reserve its pages there.
 
         `num_threads`: None leaves the choice to PyTorch. `tapped_value`: the value that steps
-        return for the rows that draw. `share`: this backend is one rank of several, which holds and
-        computes its part of the model. Ranks other than 0 only `follow`, and `tapped_value` can
-        only be the last hidden state.
+        return for the rows that draw. `weight_shard`: this backend is one rank of several, which
+        holds and computes its part of the model. Ranks other than 0 only `follow`, and
+        `tapped_value` can only be the last hidden state.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._program, self._share = program, share
+        self._program, self._weight_shard = program, weight_shard
         self.logits, self._tapped_value = program.ops[-1].output, tapped_value
-        tapped = tapped_value if share is None else last_hidden(program)  # the same on all ranks
+        # The same on all ranks.
+        tapped = tapped_value if weight_shard is None else last_hidden(program)
         returned = [self.logits, program.last_states, *([] if tapped is None else [tapped])]
         self._part = self._rank_program(returned)
         self._returned = self._names_here(returned)
-        rank_tensors = tensors if share is None else share.tensors(self._part, tensors)
+        rank_tensors = (
+            tensors if weight_shard is None else weight_shard.tensors(self._part, tensors)
+        )
         self._model = TorchModel(self._part.program, rank_tensors, device)
         self._pages = TorchKvPages(self._part.program, num_pages, page_size, self._model.device)
         self.facts = BackendFacts(
@@ -84,7 +87,7 @@ class TorchBackend:
             cache_bytes=self._pages.memory.nbytes,
         )
         self._steps: StepArrays | None = None  # encodes steps for the other ranks
-        if share is not None and share.rank == 0:
+        if weight_shard is not None and weight_shard.rank == 0:
             groups = PageGroups(page_size, self.facts.windows)
             longest = groups.max_tokens(num_pages, program.context_length)
             max_pages = -(-longest // page_size)
@@ -100,10 +103,10 @@ class TorchBackend:
         assert self._steps is not None
         self._steps.fill(plan)
 
-    def encoded(self) -> bytes:
+    def encode_step(self) -> bytes:
         """Return the step that `fill` wrote as a message."""
         assert self._steps is not None
-        return self._steps.encoded()
+        return self._steps.encode_step()
 
     def compute(self, plan: StepPlan) -> StepResult:
         """Compute this rank's part of a step, and draw its tokens."""
@@ -169,7 +172,7 @@ class TorchBackend:
         self._pages.memory = torch.empty(0)
 
     def _compute(self, rows: Rows, external: Array | None) -> dict[str, Tensor]:
-        """Run a step; return its values by name."""
+        """Run a step; return the values `_returned` by name."""
         tokens, positions, spans, sampled = rows
         with torch.inference_mode():
             state = self._state(
@@ -197,17 +200,17 @@ class TorchBackend:
             weights=self._model.weights,
             keeper=keeper,
             external=None if external is None else external.to(device),
-            link=None if self._share is None else self._share.link,
+            link=None if self._weight_shard is None else self._weight_shard.link,
             row_part=part.row_part,
             num_row_parts=part.num_row_parts,
         )
 
     def _rank_program(self, kept_values: Collection[str]) -> RankProgram:
         """Return this rank's part of the Program; rank 0 has `kept_values` undivided."""
-        if self._share is None:
+        if self._weight_shard is None:
             return shard(self._program, ONE_RANK)[0]
-        return self._share.parts(self._program, kept_values)[self._share.rank]
+        return self._weight_shard.parts(self._program, kept_values)[self._weight_shard.rank]
 
     def _names_here(self, values: Collection[str]) -> Collection[str]:
         """Return the names of the values that this rank returns: all on rank 0, else none."""
-        return values if self._share is None or self._share.rank == 0 else ()
+        return values if self._weight_shard is None or self._weight_shard.rank == 0 else ()

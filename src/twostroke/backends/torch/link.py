@@ -155,7 +155,7 @@ class TorchLink:
         dist.init_process_group(
             kind, store=store, rank=self._rank, world_size=self._num_ranks, timeout=_TIMEOUT
         )
-        sys.excepthook = hook  # PyTorch's would put the rank before each line
+        sys.excepthook = hook  # PyTorch's hook would print the rank before each line
 
     def _leave(self) -> None:
         self._teams.clear()
@@ -170,5 +170,5 @@ class TorchLink:
             try:
                 self._meet()
                 yield
-            except RuntimeError as error:  # the class of all its errors
+            except RuntimeError as error:  # the class of all errors of torch.distributed
                 raise RanksLostError(f"torch.distributed failed: {error}") from error

@@ -33,7 +33,7 @@ def e4m3_lines(out: str, source: str, element: torch.dtype) -> list[str]:
     shift, mask = (1, 0x3F80_3F80) if element == torch.float16 else (4, 0x07F0_07F0)
     lines = [f"shr.b32 u, {source}, {shift};", f"and.b32 u, u, {mask:#x};"]
     lines.append(f"lop3.b32 {out}, {source}, 0x80008000, u, 0xea;")  # a & b | c
-    if element == torch.bfloat16:  # times 2^112, for its exponents begin lower
+    if element == torch.bfloat16:  # times 2^112, because bfloat16 has a larger exponent bias
         lines += ["mov.b32 u, 0x77807780;", "mov.b32 v, 0x80008000;"]
         lines.append(f"fma.rn.bf16x2 {out}, {out}, u, v;")
     return lines
@@ -68,7 +68,7 @@ def quantize(x, largest, KV: tl.constexpr):
     x /= tl.where(exact == 0, 1.0, exact)[:, None]
     x = tl.minimum(tl.maximum(x, -max_code), max_code)
     if KV == "int8":
-        return ((x + 12582912.0) - 12582912.0).to(tl.int32), scale  # 1.5 * 2^23: it rounds
+        return ((x + 12582912.0) - 12582912.0).to(tl.int32), scale  # adding 1.5 * 2^23 rounds
     return e4m3_codes(x), scale
 
 
@@ -76,7 +76,7 @@ def quantize(x, largest, KV: tl.constexpr):
 def e4m3_codes(x):
     """Return the nearest E4M3 codes, int32, of numbers from -448 to 448."""
     size = tl.abs(x)
-    # Below 2^-6 numbers are multiples of 2^-9; above, three bits of the mantissa stay.
+    # Numbers below 2^-6 are rounded to multiples of 2^-9, others to three bits of mantissa.
     small = ((size * 512 + 12582912.0) - 12582912.0).to(tl.int32)
     bits = size.to(tl.int32, bitcast=True)
     large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)

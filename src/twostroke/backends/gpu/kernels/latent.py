@@ -237,14 +237,14 @@ def _store_rows(
     PAGE_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr,
     KV: tl.constexpr, SCALES_AT: tl.constexpr,
 ):  # fmt: skip
-    """Store rotated keys x and latent vectors y in the pages of their rows' tables."""
+    """Store rotated keys x and latent vectors y in the pages of all tables of their rows."""
     dims, latent_dims = tl.arange(0, x.shape[1])[None, :], tl.arange(0, y.shape[1])[None, :]
     x, y, scale = _quantize_together(x, y, KV)
     x, y = x.to(cache.dtype.element_ty), y.to(cache.dtype.element_ty)
     within, page_index = position % PAGE_SIZE, position // PAGE_SIZE + GROUP_AT
     first = tl.load(first_extra + rows, is_row, 0)
     count = tl.load(first_extra + rows + 1, is_row, 0) - first
-    for index in range(-1, tl.max(count, 0)):  # the row's own table, then others
+    for index in range(-1, tl.max(count, 0)):  # -1: the row's own table, then extra tables
         stores_row = is_row & (index < count)
         table = tl.load(extra + first + index, stores_row & (index >= 0), 0)
         table = tl.where(index < 0, tl.load(tables_of + rows, stores_row, 0), table)
@@ -359,7 +359,7 @@ def _attention(
 ):  # fmt: skip
     overlap_kernels(OVERLAPS)
     DIM: tl.constexpr = ROTATED + LATENT
-    # Heads in a tile; Triton 3.5 knows no `min` of constants.
+    # The heads of a row in a tile. Triton 3.5 has no `min` of constants.
     OF_ROW: tl.constexpr = HEADS if HEADS < BLOCK_M else BLOCK_M  # noqa: FURB136
     TILES: tl.constexpr = (HEADS + OF_ROW - 1) // OF_ROW
     element: tl.constexpr = (

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from twostroke.backends.gpu.stored import (
+from twostroke.backends.gpu.weight_layout import (
     TILE_INPUTS,
     TILE_OUTPUTS,
     PackedLayout,

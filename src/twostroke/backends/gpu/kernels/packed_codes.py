@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.stored import PackedLayout
+    from twostroke.backends.gpu.weight_layout import PackedLayout
 
 
 def has_offset(layout: PackedLayout) -> bool:

@@ -1,4 +1,4 @@
-"""Changes of page tables, and copies of pages."""
+"""Kernels that apply changes of page tables, and copy pages."""
 
 from __future__ import annotations
 

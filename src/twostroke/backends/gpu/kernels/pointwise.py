@@ -210,7 +210,9 @@ def _take_rows(
     line = tl.load(row_ids + row, row < num_rows, 0)
     if RESULT_STRIDE > 0:
         token = tl.load(results + (-1 - line) * RESULT_STRIDE, line < 0, 0)
-        line = tl.where(line < 0, tl.maximum(token, 0), line)  # no token: its request has failed
+        line = tl.where(
+            line < 0, tl.maximum(token, 0), line
+        )  # without a token, the request has failed
     line = line.to(tl.int64) * WIDTH
     values = tl.load(x + line + columns, inside, 0.0)
     values = values.to(tl.float32) * FACTOR

@@ -17,7 +17,7 @@ import triton.language as tl
 from twostroke.backends.gpu.kernels.bytes import e4m3_codes
 from twostroke.backends.gpu.kernels.common import overlap_kernels
 from twostroke.backends.gpu.kernels.product import FEW_ROWS
-from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS
+from twostroke.backends.gpu.weight_layout import TILE_INPUTS, TILE_OUTPUTS
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.kernels.common import Parts
     from twostroke.backends.gpu.kernels.packed import PackedMatrix
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.stored import Matrix, PackedLayout
+    from twostroke.backends.gpu.weight_layout import Matrix, PackedLayout
 
 LIBRARY_ROWS: Final = 1024  # from this many rows on, cuBLAS multiplies (ADR 0059)
 _MIN_ARCHITECTURE: Final = 89
@@ -138,7 +138,7 @@ def launch(
     # With scales of groups, blocks of 128 outputs spill registers, except on sm_90.
     may_be_wide = x.has_row_scales or gpu.architecture == 90
     block_n = 128 if num_rows > _WIDE_ROWS and may_be_wide else 64
-    has_room = gpu.architecture in {90, 100}  # for three stages of both factors
+    has_room = gpu.architecture in {90, 100}  # three stages of both factors fit into shared memory
     gpu.launch(
         _product_fp8,
         (-(-num_rows // _BLOCK_M) * -(-weight.width // block_n),),
@@ -175,7 +175,7 @@ def _launch_library(
         scale_b=weight.scales.view(1, -1)[:, :width],
         out_dtype=output.values.dtype,
         out=torch.as_strided(output.values, (num_rows, width), (output.row_stride, 1)),
-        use_fast_accum=False,  # like ours: float32 adds the sums of 128 inputs
+        use_fast_accum=False,  # as in our kernel, sums of 128 inputs are added in float32
     )
 
 
@@ -207,7 +207,7 @@ def _round_rows(
         return
     groups = tl.arange(0, GROUPS)
     words = groups[:, None] * 64 + tl.arange(0, 64)[None, :]
-    first = words // 32 * 64 + words % 32  # and 32 further: the two inputs of a word
+    first = words // 32 * 64 + words % 32  # a word has this input and the one 32 later
     x += row * DEPTH + first
     scale = tl.zeros((GROUPS,), tl.float32)
     if HAS_ROW_SCALES:
@@ -262,7 +262,7 @@ def _product_fp8(
     )  # the last block may be half
     inputs, is_row = tl.arange(0, 128), rows < count
     x_at = x + rows.to(tl.int64)[:, None] * PADDED + inputs[None, :]
-    # A tile has 64 bytes of each of its outputs, then the next 64.
+    # A tile has the first 64 bytes of each output, then the next 64 bytes of each, and so on.
     tiles = codes + (stored_outputs // 64).to(tl.int64) * (64 * PADDED) + stored_outputs % 64 * 64
     codes_at = tiles[None, :] + (inputs // 64 * 4096 + inputs % 64)[:, None]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -289,7 +289,7 @@ def _write_rows(codes, output, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr):
     overlap_kernels(OVERLAPS)
     tile, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     outputs, words = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
-    # A tile has 32 words of each of its outputs, then the next 32.
+    # A tile has the first 32 words of each output, then the next 32 words of each, and so on.
     codes += (tile * BLOCKS + block) * 8192
     row_codes = tl.load(codes + words // 32 * 2048 + outputs * 32 + words % 32)
     tl.store(output + (tile * 64 + outputs) * (BLOCKS * 128) + block * 128 + words, row_codes)

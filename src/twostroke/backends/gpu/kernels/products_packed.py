@@ -28,7 +28,7 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     unpack_number,
 )
 from twostroke.backends.gpu.kernels.routing import reload_rows, rows_of
-from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS
+from twostroke.backends.gpu.weight_layout import TILE_INPUTS, TILE_OUTPUTS
 
 if TYPE_CHECKING:
     from torch import Tensor

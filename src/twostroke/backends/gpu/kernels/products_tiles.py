@@ -17,7 +17,7 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     unpack_number,
 )
 from twostroke.backends.gpu.kernels.routing import reload_rows, rows_of
-from twostroke.backends.gpu.stored import TILE_INPUTS, PackedLayout
+from twostroke.backends.gpu.weight_layout import TILE_INPUTS, PackedLayout
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _product_tiles(
     stored_outputs = (
         tl.minimum(outputs // 64, OUTPUTS // 64 - 1) * 64 + outputs % 64
     )  # the last may be less
-    if LINES == 0:  # rows beyond the last repeat it
+    if LINES == 0:  # row numbers beyond the last row repeat it
         x_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.minimum(row_offsets, count - 1)
     x_at = x + (x_rows * DEPTH)[None, :] + columns[:, None]
     tiles = (expert * (OUTPUTS // 64) + stored_outputs // 64) * BLOCKS

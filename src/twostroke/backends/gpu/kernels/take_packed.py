@@ -16,7 +16,7 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     unpack_codes,
     without_assembly,
 )
-from twostroke.backends.gpu.stored import TILE_INPUTS
+from twostroke.backends.gpu.weight_layout import TILE_INPUTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ def launch(
     factor: float,
     results: Tensor,
 ) -> None:
-    """Write `output[r] = table[chosen[r]] * factor`; see `pointwise.take_rows` for `results`."""
+    """Write `output[r] = table[row_ids[r]] * factor`; see `pointwise.take_rows` for `results`."""
     layout = table.layout
     gpu.launch(
         _take_packed,

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-MIN_TOP = tl.constexpr(-1e30)  # the top of rows that have seen no token; finite, for differences
+MIN_TOP = tl.constexpr(
+    -1e30
+)  # the top before the first token; finite, because differences are computed
 
 
 def scales_alone(gpu: Gpu, kv_format: str) -> bool:

@@ -1,1 +1,1 @@
-"""Links between hosts: existing engines that move the bytes of collectives."""
+"""Links between hosts, over engines such as UCX and Gloo that move the bytes of collectives."""

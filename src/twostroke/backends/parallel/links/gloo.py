@@ -114,14 +114,14 @@ class GlooEngine:
         """Return a number that changes when bytes move; odd inside a collective."""
         moved_bytes = 0
         for socket_ in self._sockets:
-            with suppress(OSError):  # closed meanwhile
+            with suppress(OSError):  # the socket was closed meanwhile
                 moved_bytes += sum(
                     _MOVED_BYTES.unpack_from(socket_.getsockopt(*_TCP_INFO), _MOVED_BYTES_OFFSET)
                 )
         return self._progress + 2 * moved_bytes
 
     def leave(self) -> None:
-        """Drop all connections."""
+        """Close all connections."""
         self.interrupt()
         for socket_ in self._sockets:
             socket_.close()
@@ -190,7 +190,7 @@ def _open_files() -> set[int]:
 
 
 def _connection(number: int) -> socket.socket | None:
-    """Return another handle of an open file that is a connected socket."""
+    """Return a socket object for an open file, if the file is a connected socket; else None."""
     with suppress(OSError):
         if stat.S_ISSOCK(os.fstat(number).st_mode):
             end = socket.socket(fileno=os.dup(number))

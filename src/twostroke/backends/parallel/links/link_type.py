@@ -40,11 +40,11 @@ LINK_TYPES: Final = {
 
 
 def choose_link_type(requested: str | None = None) -> str:
-    """Return the wanted kind of link, or the fastest that can be used here.
+    """Return the name of the requested link type, or of the fastest that can be used here.
 
     Raises:
-        UsageError: there is no such kind.
-        BackendError: it cannot be used here, or none can.
+        UsageError: the link type does not exist.
+        BackendError: the requested link type, or every type, cannot be used here.
     """
     if requested is not None and requested not in LINK_TYPES:
         names = ", ".join(LINK_TYPES)

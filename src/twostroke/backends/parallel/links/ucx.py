@@ -166,7 +166,7 @@ class UcxConnections:
         return record
 
     def lost_ranks(self) -> list[int]:
-        """Return the ranks to which the connection broke."""
+        """Return the ranks whose connection broke."""
         return [rank for rank, status in enumerate(self._lost) if status]
 
     def close(self) -> None:
