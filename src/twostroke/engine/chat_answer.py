@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError, UsageError, nearest
 from twostroke.engine.chat.call_reader import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
-from twostroke.engine.chat.messages import plain
+from twostroke.engine.chat.messages import to_plain_json
 from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.engine.chat.tools import Function, Tools
 from twostroke.engine.output import AnswerCall, AnswerChunk
@@ -148,7 +148,7 @@ def _function_of(tool: object, where: str) -> dict[str, Any]:
     if not isinstance(parameters, Mapping | None):
         raise RequestError("must be a JSON schema.", field=f"{where}.parameters")
     keys = ("name", "description", "parameters", "strict")
-    description: dict[str, Any] = plain(
+    description: dict[str, Any] = to_plain_json(
         {key: inner[key] for key in keys if inner.get(key) is not None}, where
     )
     return description

@@ -15,7 +15,7 @@ from twostroke.engine.counters import Counters
 from twostroke.engine.faults import FATAL, StepLimit, find_unusable, run_each
 from twostroke.engine.output import deliver
 from twostroke.engine.pool_access import PoolAccess
-from twostroke.engine.status import Health, LoopHeartbeat, RunningRequests, take_view
+from twostroke.engine.status import Health, LoopHeartbeat, RunningRequests, view_running
 from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class EngineLoop:
     def view(self) -> RunningRequests:
         """Return the running requests and the state of all pages, as of now."""
         with self._condition:
-            return take_view(self._scheduler.view(), self._listeners)
+            return view_running(self._scheduler.view(), self._listeners)
 
     def ranks(self) -> Sequence[RankState]:
         """Return the state of each rank; nothing if the model runs in one process."""

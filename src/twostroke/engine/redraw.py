@@ -24,9 +24,9 @@ from twostroke.engine.settling import (
     CheckedPart,
     CheckPart,
     DrawAgain,
-    in_place_of,
     miss_error,
     redrawn_params,
+    replace_answer,
     settling,
 )
 from twostroke.engine.structured_output.schema.spans import HeldBack, checked_places
@@ -198,7 +198,7 @@ class Redrawer:
         generation = self._client.generate(self._prompt.tokens, params, self._prompt.caller, hints)
         self._client.loop.flush()
         [other] = generation.wait()
-        return in_place_of(work.answer, other)
+        return replace_answer(work.answer, other)
 
     def _check(self, part: CheckedPart) -> SchemaViolation | None:
         """Return the rule that a part breaks; None if it is valid, or cannot be checked."""

@@ -134,7 +134,7 @@ def settling(
             break
         num_misses = num_misses + 1 if miss.num_before + start == last_start else 0
         last_start = miss.num_before + start
-        written = written_text(answer, tokenizer)
+        written = text_of_tokens(answer, tokenizer)
         added = list(exclusions(written, miss, num_misses // MISSES_AT_LEVEL))
         if not added:
             break
@@ -171,7 +171,7 @@ def _find_miss(
         return None
     has_ended = answer.stop is None or answer.stop in tokenizer.eos_ids
     is_whole = answer.finish_reason is FinishReason.STOP and has_ended
-    written, num_before = written_text(answer, tokenizer) or "", 0
+    written, num_before = text_of_tokens(answer, tokenizer) or "", 0
     for part in read_parts(answer):
         num_before = max(0, written.find(part.text, num_before))
         if is_whole or is_complete_json(part.text):
@@ -202,7 +202,7 @@ def miss_error(fault: SchemaViolation) -> SchemaMissError:
     )
 
 
-def written_text(answer: Completion, tokenizer: Tokenizer) -> str | None:
+def text_of_tokens(answer: Completion, tokenizer: Tokenizer) -> str | None:
     """Return the text of an answer's tokens, without special tokens; None if it is not UTF-8."""
     special_ids = tokenizer.special_ids
     tokens = [token for token in answer.token_ids if token not in special_ids]
@@ -246,7 +246,7 @@ def redrawn_params(params: SamplingParams, work: DrawAgain) -> SamplingParams:
     )
 
 
-def in_place_of(answer: Completion, other: Completion) -> Completion:
+def replace_answer(answer: Completion, other: Completion) -> Completion:
     """Return a new answer with the index and the first times of the answer that it replaces."""
     first = answer.timings
     return replace(

@@ -133,7 +133,7 @@ class RunningRequests(Frozen):
     waiting_since_s: float | None
 
 
-def take_view(view: SchedulerView, listeners: Mapping[str, RequestListener]) -> RunningRequests:
+def view_running(view: SchedulerView, listeners: Mapping[str, RequestListener]) -> RunningRequests:
     """Return the scheduler's view, with the progress of each request's output."""
     running = [
         _view_request(request, listeners.get(request.id), pages)

@@ -14,7 +14,7 @@ from support.chats import TOOLS
 from twostroke.core.errors import RequestError
 from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.chat.template import ChatTemplate
-from twostroke.engine.chat.turn_order import ANY_ORDER, arranged
+from twostroke.engine.chat.turn_order import ANY_ORDER, arrange_turns
 from twostroke.model.tokenizer import from_gguf
 
 CALL: dict[str, Any] = {
@@ -117,7 +117,7 @@ def test_a_template_that_accepts_a_conversation_gets_it_unchanged(kinds: list[st
     messages = conversation(*kinds)
     template = ChatTemplate(strict_templates.LENIENT)
     assert CHATS["LENIENT"].render(messages).text == template.render(messages).text
-    assert arranged(messages, ANY_ORDER) == messages
+    assert arrange_turns(messages, ANY_ORDER) == messages
 
 
 @pytest.mark.parametrize(

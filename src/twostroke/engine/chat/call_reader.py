@@ -266,7 +266,7 @@ class CallReader:
         return True
 
     def _read_name(self, written: str) -> str | None:
-        return _unquoted(written) if self._form.is_quoted else written
+        return _parse_json_string(written) if self._form.is_quoted else written
 
     def _begin(self, name: str, offset: int, pieces: list[Piece]) -> None:
         """Begin a call whose arguments begin at an offset of the pending text."""
@@ -379,19 +379,19 @@ def _patterns_of(form: CallForm) -> _FormPatterns:
     named = rf"\s*+(?<name>{name})\s*+"
     if form.id_mark:
         named += rf"(?:{regex.escape(form.id_mark)}\w*+)?+"
-    named += _loosely(form.middle) + r"\s*+(?<arguments>\{)"
+    named += _loose_pattern(form.middle) + r"\s*+(?<arguments>\{)"
     named = named.replace('"arguments"', '"(?:arguments|parameters)"')
     named = named.replace('"parameters"', '"(?:arguments|parameters)"')
     opening = form.opening.removeprefix(form.mark)
     return _FormPatterns(
-        regex.compile(_loosely(opening) + named),
-        regex.compile(_loosely(form.between.strip() + form.head) + named),
-        regex.compile(_loosely(form.tail)),
-        regex.compile(_loosely(form.end)),
+        regex.compile(_loose_pattern(opening) + named),
+        regex.compile(_loose_pattern(form.between.strip() + form.head) + named),
+        regex.compile(_loose_pattern(form.tail)),
+        regex.compile(_loose_pattern(form.end)),
     )
 
 
-def _loosely(text: str) -> str:
+def _loose_pattern(text: str) -> str:
     """Return a pattern of a text with any blanks between its words and signs.
 
     Braces before the last sign may be doubled. The last sign may not: the pattern would match
@@ -402,7 +402,7 @@ def _loosely(text: str) -> str:
     return before + (rf"\s*+{regex.escape(last)}" if last else "")
 
 
-def _unquoted(written: str) -> str | None:
+def _parse_json_string(written: str) -> str | None:
     """Return the value of a JSON string; None if it is not valid or has lone surrogates."""
     try:
         text: str = json.loads(written)

@@ -13,27 +13,27 @@ from twostroke.engine.chat.capabilities import find_capabilities
 from twostroke.engine.chat.messages import (
     RefusedByTemplateError,
     check_are_messages,
-    checked_messages,
+    check_messages,
 )
 from twostroke.engine.chat.reader import AnswerFormat
 from twostroke.engine.chat.reasoning import (
     AS_IT_IS,
-    closed,
+    close_reasoning,
     find_marks,
+    find_opened_marks,
     is_switched_off,
-    opened_marks,
     preface_of,
     supported_part,
     variables_of,
     with_reasoning,
 )
 from twostroke.engine.chat.template import DEFAULT, FOR_TOOLS, find_source
-from twostroke.engine.chat.tool_prompt import fitted
+from twostroke.engine.chat.tool_prompt import fit_to_template
 from twostroke.engine.chat.tools import ToolForm
 from twostroke.engine.chat.turn_order import (
     ALTERNATING,
     STRICTEST,
-    arranged,
+    arrange_turns,
     find_turn_order,
     is_shown,
     with_system_role,
@@ -136,7 +136,7 @@ class TriedTemplate:
             text = self.template.render(self._in_parts(user), tools=self._without_tools).text
         except TwostrokeError:
             text = ""
-        return opened_marks(text) or find_marks(self.template, self._tokenizer)
+        return find_opened_marks(text) or find_marks(self.template, self._tokenizer)
 
     @cached_property
     def turn_order(self) -> TurnOrder:
@@ -179,7 +179,7 @@ class TriedTemplate:
         """Whether the template accepts a conversation and writes all of its texts."""
         try:
             rendered = self.template.render(
-                self._in_parts(fitted(messages, (), self.capabilities)),
+                self._in_parts(fit_to_template(messages, (), self.capabilities)),
                 add_generation_prompt=False,
                 tools=self._without_tools,
                 has_text_arguments=self.capabilities.has_text_arguments,
@@ -202,13 +202,13 @@ class TriedTemplate:
         has_tools = bool(tools) or any(
             message.get("tool_calls") or message.get("role") == "tool" for message in messages
         )
-        checked = checked_messages(
+        checked = check_messages(
             messages, keep_parts=template.reads_parts and not has_tools, has_text_arguments=True
         )
         if not self.turn_order.developer:
             checked = with_system_role(checked)
         if has_tools:
-            checked = fitted(checked, tools, self.capabilities)
+            checked = fit_to_template(checked, tools, self.capabilities)
             tools_to_show = [*tools] if tools and self.capabilities.shows_tools else tools_to_show
         for message in checked:
             if message["content"] is None and not message.get("tool_calls"):
@@ -222,7 +222,7 @@ class TriedTemplate:
             **variables_of(thinking, template.variables, self.marks),
         )
         if add_generation_prompt and self.marks is not None and is_switched_off(thinking):
-            return closed(prompt, self.marks, self._tokenizer)
+            return close_reasoning(prompt, self.marks, self._tokenizer)
         return prompt
 
     def _in_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -245,7 +245,7 @@ class TriedTemplate:
         """
         refusal = None
         for order in (self.turn_order, ALTERNATING, STRICTEST):
-            turns = arranged(messages, order, continues=continues)
+            turns = arrange_turns(messages, order, continues=continues)
             try:
                 return self.template.render(
                     with_reasoning(self._in_parts(turns), self.template.keys),

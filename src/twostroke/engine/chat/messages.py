@@ -19,7 +19,7 @@ class RefusedByTemplateError(RequestError):
     """The chat template refuses a conversation, or fails on it."""
 
 
-def checked_messages(
+def check_messages(
     messages: Sequence[Mapping[str, object]],
     *,
     keep_parts: bool = False,
@@ -58,7 +58,7 @@ def check_are_messages(messages: Sequence[Mapping[str, object]]) -> None:
             raise RequestError(reason, field=f"messages[{index}]")
 
 
-def plain(value: object, where: str, *, depth: int = 0) -> Any:
+def to_plain_json(value: object, where: str, *, depth: int = 0) -> Any:
     """Return a copy of a value that has only types of JSON.
 
     Raises:
@@ -69,14 +69,14 @@ def plain(value: object, where: str, *, depth: int = 0) -> Any:
     if value is None or type(value) in {str, bool, int, float}:
         return value
     if isinstance(value, (list, tuple)):
-        return [plain(item, where, depth=depth + 1) for item in value]
+        return [to_plain_json(item, where, depth=depth + 1) for item in value]
     if isinstance(value, dict) and all(type(key) is str for key in value):
-        return {key: plain(item, where, depth=depth + 1) for key, item in value.items()}
+        return {key: to_plain_json(item, where, depth=depth + 1) for key, item in value.items()}
     raise RequestError(f"has a {type(value).__name__}, which is not JSON.", field=where)
 
 
 def _message(message: Mapping[str, object], where: str) -> dict[str, Any]:
-    checked: dict[str, Any] = plain(dict(message), where)
+    checked: dict[str, Any] = to_plain_json(dict(message), where)
     role = checked.get("role")
     if not isinstance(role, str) or role not in ROLES:
         if role is None:
@@ -117,7 +117,7 @@ def _read_arguments(function: dict[str, Any], where: str) -> None:
     if not isinstance(arguments, str):
         return
     try:
-        function["arguments"] = plain(json.loads(arguments), where) if arguments else {}
+        function["arguments"] = to_plain_json(json.loads(arguments), where) if arguments else {}
     except (ValueError, RecursionError):
         # A model may have written arguments that are not JSON: the template gets the string.
         function["arguments"] = arguments

@@ -90,7 +90,7 @@ def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks |
     return None
 
 
-def opened_marks(text: str) -> ReasoningMarks | None:
+def find_opened_marks(text: str) -> ReasoningMarks | None:
     """Return the marks of the reasoning, if a rendered prompt ends with the first mark."""
     text = text.rstrip()
     for begin, end in _PAIRS:
@@ -175,7 +175,7 @@ def is_switched_off(thinking: Thinking) -> bool:
     return any(thinking.variables.get(name) is False for name in _SWITCHES)
 
 
-def closed(prompt: Prompt, marks: ReasoningMarks, tokenizer: Tokenizer) -> Prompt:
+def close_reasoning(prompt: Prompt, marks: ReasoningMarks, tokenizer: Tokenizer) -> Prompt:
     """Return a prompt with empty reasoning, if the prompt ends with the first mark.
 
     Templates with a switch write the same: an empty line between the marks, and one after them.

@@ -11,7 +11,7 @@ from jinja2.meta import find_undeclared_variables
 
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 from twostroke.engine.chat.literals import Marker, names_text, read_keys, reads_parts
-from twostroke.engine.chat.messages import RefusedByTemplateError, checked_messages, plain
+from twostroke.engine.chat.messages import RefusedByTemplateError, check_messages, to_plain_json
 from twostroke.engine.chat.sandbox import METER, RenderBudget, RenderMeter, TemplateEnvironment
 
 if TYPE_CHECKING:
@@ -134,15 +134,15 @@ class ChatTemplate:
         for name, value in extra.items():
             if name in reserved or name in self._environment.globals:
                 raise RequestError("is a name that the chat template itself uses.", field=name)
-            variables[name] = plain(value, name)
+            variables[name] = to_plain_json(value, name)
         variables.setdefault("documents", None)  # transformers defines it as None
-        checked = checked_messages(
+        checked = check_messages(
             messages, keep_parts=self.reads_parts, has_text_arguments=has_text_arguments
         )
         if continue_final_message:
             self._mark_end(checked[-1])
         variables["messages"] = self._marker.with_roles(checked)
-        variables["tools"] = None if tools is None else plain(list(tools), "tools")
+        variables["tools"] = None if tools is None else to_plain_json(list(tools), "tools")
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         meter = RenderMeter(self._budget)
         text = self._run({**variables, METER: meter})

@@ -25,7 +25,7 @@ To call one, write its name and its arguments as JSON, in this form and nothing 
 The result comes in the next message. Without need of a function, answer as usual."""
 
 
-def fitted(
+def fit_to_template(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     capabilities: TemplateCapabilities,
@@ -36,8 +36,8 @@ def fitted(
     """
     fitted_messages = [*_with_ids(messages)]
     if capabilities.writes_calls and not capabilities.takes_several:
-        fitted_messages = list(_one_by_one(fitted_messages))
-    fitted_messages = [_fitted(message, capabilities) for message in fitted_messages]
+        fitted_messages = list(_split_parallel_calls(fitted_messages))
+    fitted_messages = [_fit_message(message, capabilities) for message in fitted_messages]
     if capabilities.shows_tools_of_system and tools:
         if fitted_messages[0]["role"] != "system":
             fitted_messages.insert(0, {"role": "system", "content": ""})
@@ -45,8 +45,8 @@ def fitted(
             [tool["function"] for tool in tools], ensure_ascii=False
         )
     elif tools and not capabilities.shows_tools:
-        _instruct(fitted_messages, tools, capabilities)
-    return fitted_messages if capabilities.writes_results else _joined(fitted_messages)
+        _add_instructions(fitted_messages, tools, capabilities)
+    return fitted_messages if capabilities.writes_results else _join_user_messages(fitted_messages)
 
 
 def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -84,7 +84,7 @@ def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
         yield {**message, "tool_call_id": id_}
 
 
-def _instruct(
+def _add_instructions(
     messages: list[dict[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     capabilities: TemplateCapabilities,
@@ -99,13 +99,13 @@ def _instruct(
         messages.insert(0, {"role": "system", "content": instructions})
 
 
-def _fitted(message: dict[str, Any], capabilities: TemplateCapabilities) -> dict[str, Any]:
+def _fit_message(message: dict[str, Any], capabilities: TemplateCapabilities) -> dict[str, Any]:
     content, calls = message.get("content") or "", message.get("tool_calls")
     if message["role"] == "tool":
         if not capabilities.writes_results:
             return {"role": "user", "content": TOOL_RESULT.format(content)}
         if capabilities.has_short_ids and "tool_call_id" in message:
-            message["tool_call_id"] = _short(message["tool_call_id"])
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
         return message
     if not calls:
         return message | {"content": content}
@@ -115,9 +115,9 @@ def _fitted(message: dict[str, Any], capabilities: TemplateCapabilities) -> dict
         del message["tool_calls"]
         return message | {"content": "\n".join(filter(None, [content, written]))}
     if capabilities.has_text_arguments:
-        calls = [_with_text(call) for call in calls]
+        calls = [_with_text_arguments(call) for call in calls]
     if capabilities.has_short_ids:
-        calls = [call | {"id": _short(str(call.get("id")))} for call in calls]
+        calls = [call | {"id": _short_id(str(call.get("id")))} for call in calls]
     empty_content = None if capabilities.has_null_content else ""
     return message | {"content": content or empty_content, "tool_calls": calls}
 
@@ -130,19 +130,19 @@ def _arguments(function: Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return call | {"function": function | {"arguments": _arguments(function)}}
 
 
-def _short(call_id: str) -> str:
+def _short_id(call_id: str) -> str:
     """Return an id of nine letters or digits; equal ids have equal short ids."""
     if len(call_id) == _SHORT_ID_CHARS and call_id.isascii() and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:_SHORT_ID_CHARS]
 
 
-def _one_by_one(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _split_parallel_calls(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield messages; split an answer with several calls into one for each call and its result."""
     index = 0
     while index < len(messages):
@@ -167,7 +167,7 @@ def _one_by_one(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield from rest
 
 
-def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _join_user_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in which neighbouring user messages are joined, so that roles alternate."""
     joined: list[dict[str, Any]] = []
     for role, group in groupby(messages, key=itemgetter("role")):

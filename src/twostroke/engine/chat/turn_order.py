@@ -76,7 +76,7 @@ ALTERNATING: Final = TurnOrder(
 STRICTEST: Final = replace(ALTERNATING, system=False)
 
 
-def arranged(
+def arrange_turns(
     messages: Sequence[Message], order: TurnOrder, *, continues: bool = False
 ) -> list[Message]:
     """Return the messages in an order that a template accepts, with all of their text.
@@ -101,9 +101,9 @@ def arranged(
     if not order.lone_result:
         turns = _without_lone_results(turns)
     if not order.user_after_result:
-        turns = _joined(turns, "tool", "user")
+        turns = _join_turns(turns, "tool", "user")
     if not order.same_role:
-        turns = _joined(_joined(turns, "user", "user"), "assistant", "assistant")
+        turns = _join_turns(_join_turns(turns, "user", "user"), "assistant", "assistant")
     if not order.text_with_calls:
         turns = _with_text_before_calls(turns, order)
     if not order.assistant_first:
@@ -133,10 +133,10 @@ def find_turn_order(
     """
     order = replace(ANY_ORDER, developer=names_developer)
     for kind, conversation, has_tools in _CONVERSATIONS:
-        if (has_tools and not writes_tools) or shows(arranged(conversation, order)):
+        if (has_tools and not writes_tools) or shows(arrange_turns(conversation, order)):
             continue
         stricter = replace(order, **{kind: False})
-        if shows(arranged(conversation, stricter)):
+        if shows(arrange_turns(conversation, stricter)):
             order = stricter
     return order
 
@@ -212,7 +212,7 @@ _CONVERSATIONS: Final = tuple(
 
 def _with_one_leading_system(turns: list[Message]) -> list[Message]:
     count = _num_leading_systems(turns)
-    return [*_joined(turns[:count], "system", "system"), *turns[count:]]
+    return [*_join_turns(turns[:count], "system", "system"), *turns[count:]]
 
 
 def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Message]:
@@ -230,10 +230,10 @@ def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Messag
         keeps = keeps_leading if index < num_leading else order.late_system
         if turn["role"] == "system" and not keeps:
             user_text = {"role": "user", "content": turn["content"]}
-            pending = user_text if pending is None else _both(pending, user_text)
+            pending = user_text if pending is None else _join_pair(pending, user_text)
             continue
         if pending is not None and turn["role"] == "user":
-            ordered.append(_both(pending, turn))
+            ordered.append(_join_pair(pending, turn))
         elif pending is not None:
             _append_user(ordered, pending)
             ordered.append(turn)
@@ -260,7 +260,7 @@ def _ends_with_user(turns: list[Message], order: TurnOrder) -> bool:
 def _append_user(turns: list[Message], turn: Message) -> None:
     """Join a user turn to the last turn if that is the user's, too; else append it."""
     if turns and turns[-1]["role"] == "user":
-        turns[-1] = _both(turns[-1], turn)
+        turns[-1] = _join_pair(turns[-1], turn)
     else:
         turns.append(turn)
 
@@ -296,7 +296,7 @@ def _empty_result(call: dict[str, Any]) -> Message:
     return {"role": "tool", "tool_call_id": call.get("id"), "name": name, "content": []}
 
 
-def _joined(turns: list[Message], first: str, second: str) -> list[Message]:
+def _join_turns(turns: list[Message], first: str, second: str) -> list[Message]:
     """Join each turn of the role `first` with the next turn if that has the role `second`.
 
     Two assistant turns with calls are not joined, since each has its own results.
@@ -306,7 +306,7 @@ def _joined(turns: list[Message], first: str, second: str) -> list[Message]:
         last = ordered[-1] if ordered else {"role": ""}
         both_call = bool(last.get("tool_calls") and turn.get("tool_calls"))
         if last["role"] == first and turn["role"] == second and not both_call:
-            ordered[-1] = _both(last, turn)
+            ordered[-1] = _join_pair(last, turn)
         else:
             ordered.append(turn)
     return ordered
@@ -326,7 +326,7 @@ def _with_text_before_calls(turns: list[Message], order: TurnOrder) -> list[Mess
     return ordered
 
 
-def _both(first: Message, second: Message) -> Message:
+def _join_pair(first: Message, second: Message) -> Message:
     """Return two turns joined into one, with the role and other fields of the first."""
     joined = second | first
     for name in ("content", "reasoning_content"):

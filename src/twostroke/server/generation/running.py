@@ -18,7 +18,7 @@ from twostroke.core.errors import (
 from twostroke.core.request import FinishReason
 from twostroke.engine.embedding import Embedding
 from twostroke.engine.output import Timings, Usage, join
-from twostroke.engine.settling import in_place_of
+from twostroke.engine.settling import replace_answer
 from twostroke.engine.status import Health
 from twostroke.server.http.errors import ServerStoppingError
 
@@ -189,7 +189,7 @@ class Answers:
             outputs.cancel()
         if new_answer.finish_reason is FinishReason.CANCEL:
             raise ServerStoppingError("The server is stopping: this answer was cut off.")
-        return in_place_of(answer, new_answer)
+        return replace_answer(answer, new_answer)
 
     def accept(self, answer: Completion) -> None:
         """Count an answer generated again in place of the first answer with its index."""

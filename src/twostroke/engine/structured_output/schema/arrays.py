@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.structured_output.schema.branch import key
 from twostroke.engine.structured_output.schema.overlap import are_disjoint
-from twostroke.engine.structured_output.schema.scalars import can_be_written, written
+from twostroke.engine.structured_output.schema.scalars import can_be_written, to_json_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -215,7 +215,7 @@ def _values(expander: Expander, state: State) -> dict[Any, Any] | None:
         values = branch.allowed()
         if values is None or branch.patterns or branch.gaps:
             return None
-        values_by_key |= {key(value): written(value) for value in values}
+        values_by_key |= {key(value): to_json_value(value) for value in values}
     return {
         name: value
         for name, value in values_by_key.items()

@@ -113,7 +113,9 @@ class _Parser:
             case "[":
                 return PatternNode("set", (self._set(),))
             case ".":
-                return PatternNode("set", (without(_ANY, (*_NOT_IN_DOT, *_UNMENTIONED_CONTROLS)),))
+                return PatternNode(
+                    "set", (subtract_ranges(_ANY, (*_NOT_IN_DOT, *_UNMENTIONED_CONTROLS)),)
+                )
             case "^":
                 return PatternNode("begin")
             case "$":
@@ -159,7 +161,11 @@ class _Parser:
         if letter.lower() in _SETS:
             self._offset += 1
             ranges = _SETS[letter.lower()]
-            return without(_ANY, (*ranges, *_UNMENTIONED_CONTROLS)) if letter.isupper() else ranges
+            return (
+                subtract_ranges(_ANY, (*ranges, *_UNMENTIONED_CONTROLS))
+                if letter.isupper()
+                else ranges
+            )
         if letter == "0" and source[self._offset + 1 : self._offset + 2].isdecimal():
             raise UnsupportedError("an octal escape")
         if letter in _CONTROLS:
@@ -198,7 +204,11 @@ class _Parser:
                     raise UnsupportedError("a range of sets")
                 first = ((first[0][0], last[0][1]),)
             ranges += first
-        return without(_ANY, (*ranges, *_UNMENTIONED_CONTROLS)) if is_negated else merged(ranges)
+        return (
+            subtract_ranges(_ANY, (*ranges, *_UNMENTIONED_CONTROLS))
+            if is_negated
+            else merge_ranges(ranges)
+        )
 
     def _member(self) -> Ranges:
         if self._take("\\b"):
@@ -217,7 +227,7 @@ class _Parser:
         return is_there
 
 
-def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Return sorted ranges, with overlapping and adjacent ones merged."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
@@ -228,16 +238,16 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(result)
 
 
-def without(ranges: Ranges, others: Ranges) -> Ranges:
+def subtract_ranges(ranges: Ranges, others: Ranges) -> Ranges:
     """Return the characters of `ranges` that are not in `others`."""
     result, start = [], 0
-    for low, high in merged(others):
+    for low, high in merge_ranges(others):
         if start < low:
             result.append((start, low - 1))
         start = high + 1
     if start <= LAST_CODE:
         result.append((start, LAST_CODE))
-    return merged(
+    return merge_ranges(
         (max(low, first), min(high, last))
         for low, high in ranges
         for first, last in result
@@ -254,7 +264,7 @@ FALSE: Final = ("false",)
 END: Final = ("end",)
 
 
-def negated(formula: Formula) -> Formula:
+def negate(formula: Formula) -> Formula:
     """Return the opposite of a formula."""
     if formula == TRUE:
         return FALSE
@@ -263,14 +273,14 @@ def negated(formula: Formula) -> Formula:
     return formula[1] if formula[0] == "not" else ("not", formula)
 
 
-def joined(kind: str, formulas: Iterable[Formula]) -> Formula:
+def join(kind: str, formulas: Iterable[Formula]) -> Formula:
     """Return the conjunction ("and") or disjunction ("or") of formulas."""
     neutral, absorbing = (TRUE, FALSE) if kind == "and" else (FALSE, TRUE)
     parts: set[Formula] = set()
     for formula in formulas:
         parts |= set(formula[1]) if formula[0] == kind else {formula}
     parts.discard(neutral)
-    if absorbing in parts or any(negated(part) in parts for part in parts):
+    if absorbing in parts or any(negate(part) in parts for part in parts):
         return absorbing
     if not parts:
         return neutral
@@ -312,7 +322,7 @@ class _Automaton:
                     after = self.formula(part, after)
                 return after
             case "either":
-                return joined("or", [self.formula(part, after) for part in parts])
+                return join("or", [self.formula(part, after) for part in parts])
             case "repeat":
                 part, low, high = parts
                 return self._repeated(part, low, high, after)
@@ -328,9 +338,9 @@ class _Automaton:
                 self._deny()
             rule = self.formula(parts[0], TRUE)
             self._is_denied = was_denied
-            return joined("and", (negated(rule) if kind == "not ahead" else rule, after))
+            return join("and", (negate(rule) if kind == "not ahead" else rule, after))
         if kind == "end":
-            return joined("and", (END, after))
+            return join("and", (END, after))
         if kind == "not behind":
             self._deny()
         if kind == "begin":
@@ -341,16 +351,16 @@ class _Automaton:
     def _deny(self) -> None:
         """Enter a part that must not match."""
         self._is_denied = True
-        self.avoided = merged((*self.avoided, *_LINE_ENDS))
+        self.avoided = merge_ranges((*self.avoided, *_LINE_ENDS))
 
     def _edge(self, after: Formula, *, is_edge: bool) -> Formula:
         """Return the formula of a word boundary, or of its absence, between ASCII characters."""
         word, other = PatternNode("set", (_WORD,)), PatternNode("set", (_NOT_ASCII,))
         if self._is_denied:
-            self.avoided = merged((*self.avoided, *_NOT_ASCII))
+            self.avoided = merge_ranges((*self.avoided, *_NOT_ASCII))
         is_word, is_other = self.formula(word, TRUE), self.formula(other, TRUE)
-        inside = joined("and", (is_word, after))
-        outside = joined("and", (negated(is_word), negated(is_other), after))
+        inside = join("and", (is_word, after))
+        outside = join("and", (negate(is_word), negate(is_other), after))
         after_word, after_rest = (outside, inside) if is_edge else (inside, outside)
         after_rest = self._look_behind(other, if_so=FALSE, if_not=after_rest)
         return self._look_behind(word, if_so=after_word, if_not=after_rest)
@@ -361,12 +371,12 @@ class _Automaton:
             self._loops.append(lambda: FALSE)
             loop: Formula = ("loop", number)
             inner = self.formula(part, loop)
-            repeated = joined("or", (inner, after))
+            repeated = join("or", (inner, after))
             self._loops[number] = lambda: repeated
             after = loop
         else:
             for _ in range(high - low):
-                after = joined("or", (self.formula(part, after), after))
+                after = join("or", (self.formula(part, after), after))
         for _ in range(low):
             after = self.formula(part, after)
         return after
@@ -400,10 +410,10 @@ class _Automaton:
                     return FALSE
                 return self.resolved(self._loops[formula[1]](), flags, open_loops | {formula[1]})
             case "not":
-                return negated(self.resolved(formula[1], flags, open_loops))
+                return negate(self.resolved(formula[1], flags, open_loops))
             case "and" | "or":
                 parts = [self.resolved(part, flags, open_loops) for part in formula[1]]
-                return joined(formula[0], parts)
+                return join(formula[0], parts)
         return formula
 
     def after(self, formula: Formula, code: int) -> Formula:
@@ -416,9 +426,9 @@ class _Automaton:
             case "end":
                 return FALSE
             case "not":
-                return negated(self.after(formula[1], code))
+                return negate(self.after(formula[1], code))
             case "and" | "or":
-                return joined(formula[0], [self.after(part, code) for part in formula[1]])
+                return join(formula[0], [self.after(part, code) for part in formula[1]])
         return formula
 
     def classes(self) -> list[Ranges]:
@@ -435,7 +445,7 @@ class _Automaton:
             groups.setdefault(key, []).append((low, end - 1))
         if len(groups) > _MAX_CLASSES:
             raise UnsupportedError("it distinguishes too many classes of characters")
-        return [merged(ranges) for ranges in groups.values()]
+        return [merge_ranges(ranges) for ranges in groups.values()]
 
 
 def accepts_end(formula: Formula) -> bool:
@@ -499,10 +509,10 @@ def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
                     raise UnsupportedError("its automaton is too large")
             row.append(states[other])
         transitions.append(row)
-    return _minimal(Table(classes, transitions, final, automaton.avoided))
+    return _minimize(Table(classes, transitions, final, automaton.avoided))
 
 
-def _minimal(table: Table) -> Table:
+def _minimize(table: Table) -> Table:
     """Return the smallest automaton that accepts the same texts."""
     block = [int(is_final is not table.final[0]) for is_final in table.final]
     while True:
@@ -526,7 +536,7 @@ def _minimal(table: Table) -> Table:
     return Table(table.classes, transitions, final, table.avoided)
 
 
-def expression(table: Table) -> str:
+def to_expression(table: Table) -> str:
     """Return a regular expression that matches the texts that an automaton accepts.
 
     Raises:
@@ -540,7 +550,7 @@ def expression(table: Table) -> str:
         for ranges, to in zip(table.classes, row, strict=True):
             groups.setdefault(to, []).extend(ranges)
         for to, characters in groups.items():
-            written = without(merged(characters), table.avoided)
+            written = subtract_ranges(merge_ranges(characters), table.avoided)
             if written:
                 edges[state][to] = _set_text(written)
         if table.final[state]:
@@ -617,7 +627,7 @@ def _grouped(text: str) -> str:
 
 def _set_text(ranges: Ranges) -> str:
     """Return the regular expression of a set of characters."""
-    if ranges == without(_ANY, _UNMENTIONED_CONTROLS):
+    if ranges == subtract_ranges(_ANY, _UNMENTIONED_CONTROLS):
         return r"[^\x{0}-\x{7}\x{b}\x{e}-\x{1f}\x{7f}]"
     parts = []
     for low, high in ranges:
@@ -634,20 +644,20 @@ def without_look_around(source: str) -> tuple[str, ...] | None:
     """
     try:
         conjuncts = _conjuncts(_Parser(source).pattern())
-        return tuple(f"^(?:{expression(table_of(node))})$" for node in conjuncts)
+        return tuple(f"^(?:{to_expression(table_of(node))})$" for node in conjuncts)
     except (UnsupportedError, RecursionError):
         return None
 
 
 @lru_cache(MAX_CACHED)
-def opposite(source: str) -> str | None:
+def opposite_pattern(source: str) -> str | None:
     """Return an expression that matches the texts in which a pattern does not match.
 
     None if the pattern is not regular, or too large.
     """
     try:
         table = table_of(_Parser(source).pattern(), is_negated=True)
-        return f"^(?:{expression(table)})$"
+        return f"^(?:{to_expression(table)})$"
     except (UnsupportedError, RecursionError):
         return None
 

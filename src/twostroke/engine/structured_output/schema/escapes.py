@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.engine.structured_output.schema.patterns import (
     ANY_CHARACTER,
     UNMENTIONED_CONTROLS,
-    without,
+    pattern_without,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def with_plain_strings(schema: Schema) -> bool:
 
 def _other_names(names: Iterable[str]) -> str | None:
     """Return a pattern for all other names, without control characters; None if too large."""
-    pattern = without(list(names))
+    pattern = pattern_without(list(names))
     return pattern and pattern.replace(ANY_CHARACTER, f"[^{_ALL_CONTROLS}]").replace(
         UNMENTIONED_CONTROLS, _ALL_CONTROLS
     )

@@ -21,8 +21,8 @@ from twostroke.engine.structured_output.schema.negate import (
     NOT_TYPE,
     negations,
 )
-from twostroke.engine.structured_output.schema.overlap import exclusive
-from twostroke.engine.structured_output.schema.patterns import RegexPattern, translated
+from twostroke.engine.structured_output.schema.overlap import make_exclusive
+from twostroke.engine.structured_output.schema.patterns import RegexPattern, translate_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -324,7 +324,7 @@ class Expander:
             case "oneOf":
                 items = [self._item(schema, node) for schema in value]
                 possible = [item for item in items if item is not None]
-                alternatives, is_exact = exclusive(possible, self)
+                alternatives, is_exact = make_exclusive(possible, self)
                 yield Alternatives(
                     tuple((state, scope) for state in alternatives), location, is_exact
                 )
@@ -386,7 +386,7 @@ class Expander:
         named = schema.get("properties", {})
         patterns: dict[RegexPattern, State | None] = {}
         for source, inner in schema.get("patternProperties", {}).items():
-            pattern = translated(source)
+            pattern = translate_pattern(source)
             if pattern is None or pattern.other_texts:
                 branch.add_gap(node.location("patternProperties"), "object")
             else:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.engine.structured_output.schema.automata import opposite
+from twostroke.engine.structured_output.schema.automata import opposite_pattern
 from twostroke.engine.structured_output.schema.branch import SchemaBranch, kinds_of
 from twostroke.engine.structured_output.schema.formats import FORMATS
 from twostroke.engine.structured_output.schema.negate import NOT_ENUM, NOT_PATTERN, NOT_TYPE
-from twostroke.engine.structured_output.schema.patterns import RegexPattern, relaxed, translated
+from twostroke.engine.structured_output.schema.patterns import (
+    RegexPattern,
+    relax_pattern,
+    translate_pattern,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,17 +80,17 @@ def _high(branch: SchemaBranch, node: Node) -> None:
 
 
 def _pattern(branch: SchemaBranch, node: Node) -> None:
-    pattern = translated(node.schema["pattern"])
+    pattern = translate_pattern(node.schema["pattern"])
     if pattern is None:
         branch.add_gap(node.location("pattern"), "string")
-        pattern = relaxed(node.schema["pattern"])
+        pattern = relax_pattern(node.schema["pattern"])
     if pattern is not None:
         branch.patterns[pattern] = None
 
 
 def _not_pattern(branch: SchemaBranch, node: Node) -> None:
     source = node.schema[NOT_PATTERN]
-    text = opposite(source)
+    text = opposite_pattern(source)
     assert text is not None
     branch.patterns[RegexPattern(text, text)] = None
 

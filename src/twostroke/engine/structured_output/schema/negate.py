@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from twostroke.engine.structured_output.schema.automata import opposite
+from twostroke.engine.structured_output.schema.automata import opposite_pattern
 from twostroke.engine.structured_output.schema.branch import SchemaItem
 from twostroke.engine.structured_output.schema.document import SCHEMAS
 
@@ -57,7 +57,7 @@ def _limits(value: Any, typ: str, keyword: str) -> list[dict[str, Any]] | None:
 
 
 def _unmatched(value: str) -> list[dict[str, Any]] | None:
-    return None if opposite(value) is None else [{"type": "string", NOT_PATTERN: value}]
+    return None if opposite_pattern(value) is None else [{"type": "string", NOT_PATTERN: value}]
 
 
 def _absent(names: Any) -> list[dict[str, Any]]:

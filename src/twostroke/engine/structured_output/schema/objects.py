@@ -11,7 +11,7 @@ from twostroke.engine.structured_output.schema.patterns import (
     are_disjoint,
     listed_texts,
     matches,
-    without,
+    pattern_without,
 )
 from twostroke.engine.structured_output.schema.scalars import can_be_written
 
@@ -283,4 +283,4 @@ def _pattern(names: SchemaBranch) -> str | None:
         return next(iter(names.patterns)).text
     if low or high is not None:
         return f"^[\\x00-\\x{{10ffff}}]{{{low},{'' if high is None else high}}}$"
-    return without([value for value in names.excluded.values() if isinstance(value, str)])
+    return pattern_without([value for value in names.excluded.values() if isinstance(value, str)])

@@ -38,7 +38,7 @@ class SchemaStates(Protocol):
         """Return the branches of a state: a value fits the state if it fits a branch."""
 
 
-def exclusive(items: Sequence[SchemaItem], space: SchemaStates) -> tuple[list[State], bool]:
+def make_exclusive(items: Sequence[SchemaItem], space: SchemaStates) -> tuple[list[State], bool]:
     """Return alternatives that exclude each other, and whether that is certain.
 
     An alternative that overlaps with others also excludes these. If this is not possible, the

@@ -71,7 +71,7 @@ class RegexPattern(Frozen):
 
 
 @lru_cache(_MAX_CACHED_PATTERNS)
-def translated(source: str) -> RegexPattern | None:
+def translate_pattern(source: str) -> RegexPattern | None:
     """Translate a pattern for llguidance; None if it cannot be translated.
 
     As in JSON Schema, a text matches if the pattern matches anywhere in it.
@@ -124,7 +124,7 @@ def _translate_parts(source: str) -> RegexPattern | None:
 
 
 @lru_cache(_MAX_CACHED_PATTERNS)
-def relaxed(source: str) -> RegexPattern | None:
+def relax_pattern(source: str) -> RegexPattern | None:
     r"""Translate a pattern without its look-around, `\b` and `\B`; None if that is not possible.
 
     Assertions only restrict the matches, so the result matches each text that the pattern matches.
@@ -147,7 +147,7 @@ def relaxed(source: str) -> RegexPattern | None:
             parts.append(_EMPTY if match["edge"] else part)
     while parts and parts[-1] == _EMPTY:
         parts.pop()
-    return translated("".join(parts)) if parts and not depth else None
+    return translate_pattern("".join(parts)) if parts and not depth else None
 
 
 def _plain(character: str) -> str:
@@ -307,7 +307,7 @@ def _prefix(source: str) -> str:
     return text[:-1] if after[:1] in {"*", "?", "{"} else text
 
 
-def without(words: list[str]) -> str | None:
+def pattern_without(words: list[str]) -> str | None:
     """Return a pattern of all texts except these words; None if it would be too large."""
     if any(len(word) > 64 for word in words) or sum(map(len, words)) > 2000:
         return None

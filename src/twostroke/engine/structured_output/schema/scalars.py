@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.structured_output.schema.branch import kind
-from twostroke.engine.structured_output.schema.patterns import without
+from twostroke.engine.structured_output.schema.patterns import pattern_without
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ def scalars(branch: SchemaBranch) -> Iterator[Schema]:
     """Yield schemas of a branch's scalar values; add keywords they do not enforce to its gaps."""
     values = branch.allowed()
     if values is not None:
-        yield from _listed(branch, values)
+        yield from _listed_values(branch, values)
         return
     for type_name, all_values in (("null", [None]), ("boolean", [False, True])):
         if type_name in branch.kinds:
@@ -46,14 +46,14 @@ def scalars(branch: SchemaBranch) -> Iterator[Schema]:
         yield from _strings(branch)
 
 
-def _listed(branch: SchemaBranch, values: Sequence[Any]) -> Iterator[Schema]:
+def _listed_values(branch: SchemaBranch, values: Sequence[Any]) -> Iterator[Schema]:
     texts = [value for value in values if isinstance(value, str) and can_be_written(value)]
     others = [value for value in values if not isinstance(value, str) and is_exact(value)]
     for value in others:
         if kind(value) in {"integer", "fraction"} and abs(value) > _MAX_EXACT_INTEGER:
             branch.add_gap("enum (of numbers beyond 2^53)")
     if others:
-        yield {"enum": [written(value) for value in others]}
+        yield {"enum": [to_json_value(value) for value in others]}
     if texts:
         yield {"enum": texts, **_patterns(branch, [])}
 
@@ -71,7 +71,7 @@ def _numbers(branch: SchemaBranch) -> Iterator[Schema]:
         if not _is_easy(number):
             branch.add_gap(f"multipleOf (of {number.normalize():f})")
         elif number != 1 or both != {"integer"}:
-            schema["multipleOf"] = written(number)
+            schema["multipleOf"] = to_json_value(number)
     excluded = sorted(
         value
         for value in branch.excluded.values()
@@ -121,7 +121,7 @@ def _bounds(
             limit = _MAX_INTEGER if is_larger else _MAX_EXACT_INTEGER
             bounds[f"m{keyword}"] = -limit * sign
         else:
-            bounds[f"exclusiveM{keyword}" if is_open else f"m{keyword}"] = written(number)
+            bounds[f"exclusiveM{keyword}" if is_open else f"m{keyword}"] = to_json_value(number)
             if not is_exact(number):
                 branch.add_gap(f"m{keyword} (of {number})")
     return bounds
@@ -151,7 +151,7 @@ def _strings(branch: SchemaBranch) -> Iterator[Schema]:
     patterns = []
     excluded = [value for value in branch.excluded.values() if isinstance(value, str)]
     if excluded:
-        pattern = without(excluded)
+        pattern = pattern_without(excluded)
         if pattern is None:
             branch.add_gap("not (of many strings)")
         else:
@@ -171,7 +171,7 @@ def _patterns(branch: SchemaBranch, more_patterns: Sequence[str]) -> Schema:
     }
 
 
-def written(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Return a `Decimal` as a number that JSON can write; return other values unchanged."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)

@@ -32,14 +32,14 @@ def wrong_span(text: str, fault: SchemaViolation) -> tuple[int, int]:
         return _repeated_span(text, fault.name)
     start = _skip(text, 0)
     for step in fault.path:
-        inner = _inner(text, start, step)
+        inner = _member_offset(text, start, step)
         if inner is None:
             break
         start = inner
     return start, _DECODER.raw_decode(text, start)[1]
 
 
-def _inner(text: str, start: int, step: str | int) -> int | None:
+def _member_offset(text: str, start: int, step: str | int) -> int | None:
     """Return the start offset of a member or item of the value at an offset; None if missing."""
     for key, begin, _ in _members(text, start):
         if key == step:
