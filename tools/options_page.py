@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twostroke.cli.listening import ProcessOptions
-from twostroke.cli.several import ModelPoolOptions
+from twostroke.cli.model_pool import ModelPoolOptions
+from twostroke.cli.process_options import ProcessOptions
 from twostroke.core.distributed_options import (
     DisaggregationOptions,
     OffloadOptions,

@@ -150,7 +150,7 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
     name = "N,N"
 
     def __init__(self, low: int = 1) -> None:
-        """Accept numbers from `least` on."""
+        """Accept numbers from `low` on."""
         self._low = low
 
     def convert(

@@ -183,7 +183,7 @@ def speculation_params(draft: str = NO_DRAFT) -> list[CommandOption]:
 
 
 def engine_options(values: dict[str, Any], model: str) -> EngineOptions:
-    """Take the options of an engine for `model` out of `values` and build them.
+    """Remove the options of an engine for `model` from `values`, and return them as a struct.
 
     Options that the command does not offer have their defaults.
     If a launcher has started this process as a rank other than 0, this call runs the rank, and

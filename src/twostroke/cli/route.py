@@ -10,8 +10,8 @@ from typing import Any, Final
 import click
 
 from twostroke.cli.help import Command
-from twostroke.cli.listening import ProcessOptions, open_records, say_stop
 from twostroke.cli.options import click_params, take
+from twostroke.cli.process_options import ProcessOptions, open_records, say_stop
 from twostroke.core import env
 from twostroke.core.errors import UsageError
 from twostroke.fleet.router.options import RouteOptions

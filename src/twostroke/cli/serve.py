@@ -13,7 +13,12 @@ import click
 from msgspec.structs import replace
 
 from twostroke.cli.help import Command, option, verbose
-from twostroke.cli.listening import ProcessOptions, open_records, say_stop, tell
+from twostroke.cli.model_pool import (
+    ModelPoolOptions,
+    check_several,
+    open_model_pool,
+    requested_models,
+)
 from twostroke.cli.options import (
     MACHINE_PARAMS,
     PARALLEL_PARAMS,
@@ -25,13 +30,8 @@ from twostroke.cli.options import (
     speculation_params,
     take,
 )
+from twostroke.cli.process_options import ProcessOptions, open_records, say_stop, tell
 from twostroke.cli.pull import open_engine, open_remote
-from twostroke.cli.several import (
-    ModelPoolOptions,
-    check_several,
-    open_model_pool,
-    requested_models,
-)
 from twostroke.core import env
 from twostroke.core.distributed_options import DisaggregationOptions, OffloadOptions
 from twostroke.core.files import megabytes

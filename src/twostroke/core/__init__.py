@@ -1,1 +1,1 @@
-"""Shared nouns: requests, step plans, configuration, errors; no numerics."""
+"""Types, options, errors, files and transport that every package shares; computes nothing."""

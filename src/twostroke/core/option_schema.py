@@ -7,9 +7,9 @@
             int, Option("--token-budget", low=1, help="Most tokens that a step computes.")
         ] = 256
 
-The command line (`cli/options.py`), the checks of values (`check`), options given by name in Python
-and in files (`from_mapping`) and docs/options.md (`tools/options_page.py`) are made from these
-declarations.
+These are made from the declarations: the command line (`cli/options.py`), the checks of values
+(`check`), options given by name in Python (`from_mapping`) and docs/reference/options.md
+(`tools/options_page.py`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Option(Frozen):
         return f"{', '.join(map(str, first_choices))} or {last}"
 
     def number_text(self, number: float) -> str:
-        """Return a number as errors and pages show it; whole megabytes of sizes as such as 10MB."""
+        """Return a number as text; a size of whole megabytes is written as 10MB."""
         if self.form == "size" and number and number % _MEGABYTE == 0:
             return f"{int(number) // _MEGABYTE}MB"
         return f"{number:.15g}" if isinstance(number, float) else str(number)
@@ -227,7 +227,7 @@ def check(options: OptionStruct) -> None:
 def from_mapping(kind: type[T], values: Mapping[str, Any]) -> T:
     """Return a struct with the given values of its fields, by name.
 
-    Fields of a struct inside, such as `num_threads` of `EngineOptions.compute`, are named alone.
+    Fields of inner structs, such as `num_threads` of `EngineOptions.compute`, are given directly.
 
     Raises:
         UsageError: there is no field of that name, or its value is wrong.

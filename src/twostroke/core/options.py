@@ -126,9 +126,9 @@ class ComputeOptions(OptionStruct):
 class CacheOptions(OptionStruct):
     """The KV cache: its size, its number format, and the reuse of cached prompts.
 
-    The costs of the format int8 are in docs/adr/0011-keys-are-spread-before-int8.md. "bf16" is for
-    models whose keys or values exceed 65504. "auto" is "int16" on the backend cpu of x86
-    processors, and "f16" elsewhere.
+    `kv_format` "auto" is "int16" on the backend cpu of x86 processors, and "f16" elsewhere. "bf16"
+    is for models whose keys or values exceed 65504. The errors of "int8" are in
+    docs/development/adr/0011-keys-are-spread-before-int8.md.
     """
 
     SECTION: ClassVar[str] = "Machine"
@@ -426,7 +426,10 @@ class GenerationOptions(OptionStruct):
 
 
 class EngineOptions(OptionStruct):
-    """All options of `engine.build`."""
+    """All options of an engine, in parts.
+
+    `LLM(model, name=value)` takes the fields of the parts by their names (`from_mapping`).
+    """
 
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
