@@ -283,7 +283,7 @@ def check_batching(policy: str, *, is_server: bool = False) -> None:
 
 
 @contextmanager
-def needing_torch(feature: str) -> Iterator[None]:
+def requires_torch(feature: str) -> Iterator[None]:
     """Raise BackendError if an import in the block fails because PyTorch is not installed."""
     try:
         yield

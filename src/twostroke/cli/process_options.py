@@ -78,19 +78,19 @@ def open_records(path: Path | None) -> Iterator[Records | None]:
         yield records
 
 
-def say_stop(num_running: int, *, form: str) -> None:
+def announce_stop(num_running: int, *, log_format: str) -> None:
     """Print or log that the server stops after its running answers."""
     text = "Stopping."
     if num_running:
         answers = "1 running answer" if num_running == 1 else f"{num_running} running answers"
         text = f"Stopping after {answers}; Ctrl-C again cuts them off."
-    if form == "json":
+    if log_format == "json":
         _logger.info(text)
     else:
-        tell(text)
+        print_to_stderr(text)
 
 
-def tell(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Print to standard error; a failure, such as a full disk, is ignored."""
     with suppress(OSError):
         click.echo(text, err=True)

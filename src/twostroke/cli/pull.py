@@ -88,7 +88,7 @@ def fetch(model: str, *, quiet: bool = False) -> Path:
         return pull(model, watcher(bar, model))
 
 
-def _whisper(text: str) -> None:
+def _print_dim(text: str) -> None:
     click.secho(text, dim=True, err=True)
 
 
@@ -98,7 +98,7 @@ def open_engine(
     *,
     quiet: bool = False,
     accept: Callable[[ModelCard], None] | None = None,
-    say: Callable[[str], None] = _whisper,
+    say: Callable[[str], None] = _print_dim,
 ) -> Engine:
     """Return an engine for `model`; the model and its draft model are fetched if missing.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from twostroke.cli.help import ByteSize, Command, NumberParam, OneOf, TextFile, option
-from twostroke.cli.options import needing_torch
+from twostroke.cli.options import requires_torch
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable
 from twostroke.core.errors import UsageError
@@ -86,7 +86,7 @@ def command(
         raise UsageError("Give one of --to, --bits, --size and --kl.")
     goal = Goal(bits, size, kl) if target is None else _target(target)
     if tuning_minutes:
-        with needing_torch("--tune"):
+        with requires_torch("--tune"):
             import twostroke.lab.train.tune  # noqa: F401
     fetch(model)
     report = quantize(

@@ -11,7 +11,7 @@ import click
 
 from twostroke.cli.help import Command
 from twostroke.cli.options import click_params, take
-from twostroke.cli.process_options import ProcessOptions, open_records, say_stop
+from twostroke.cli.process_options import ProcessOptions, open_records, announce_stop
 from twostroke.core import env
 from twostroke.core.errors import UsageError
 from twostroke.fleet.router.options import RouteOptions
@@ -61,20 +61,20 @@ def command(**values: Any) -> int:
 
         def on_ready(url: str) -> None:
             tune_garbage_collector()
-            _announce(url, options.policy, form=process.log_format)
+            _announce(url, options.policy, log_format=process.log_format)
 
         return run_router(
             options,
             listener=listener,
             on_ready=on_ready,
-            on_stop=lambda count: say_stop(count, form=process.log_format),
+            on_stop=lambda count: announce_stop(count, log_format=process.log_format),
             records=records,
         )
 
 
-def _announce(url: str, policy: str, *, form: str) -> None:
+def _announce(url: str, policy: str, *, log_format: str) -> None:
     text = f"Twostroke routes requests at {url} by the policy {policy}."
-    if form == "json":
+    if log_format == "json":
         _logger.info(text)
         return
     with suppress(OSError):

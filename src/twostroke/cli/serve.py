@@ -30,7 +30,12 @@ from twostroke.cli.options import (
     speculation_params,
     take,
 )
-from twostroke.cli.process_options import ProcessOptions, open_records, say_stop, tell
+from twostroke.cli.process_options import (
+    ProcessOptions,
+    open_records,
+    announce_stop,
+    print_to_stderr,
+)
 from twostroke.cli.pull import open_engine, open_remote
 from twostroke.core import env
 from twostroke.core.distributed_options import DisaggregationOptions, OffloadOptions
@@ -160,8 +165,8 @@ def _prepare(
     serving = take(ServeOptions, values, api_keys=keys, objectives=objectives)
     # Bound before the weights are loaded, so that a port in use is reported at once.
     listener = stack.enter_context(bind(serving.host, serving.port))
-    form = process.log_format
-    stack.enter_context(logging_to(sys.stderr, form, process.log_level))
+    log_format = process.log_format
+    stack.enter_context(logging_to(sys.stderr, log_format, process.log_level))
 
     def run(
         engine: ServedEngine, limits: MachineLimits | None, announce: Callable[..., None]
@@ -172,9 +177,9 @@ def _prepare(
 
         def on_ready(url: str) -> None:
             tune_garbage_collector()
-            announce(url, serving=serving, form=form)
+            announce(url, serving=serving, log_format=log_format)
 
-        on_stop = partial(say_stop, form=form)
+        on_stop = partial(announce_stop, log_format=log_format)
         return run_server(
             engine,
             serving,
@@ -231,41 +236,41 @@ def _announce(
     is_verbose: bool,
     batch: BatchOptions,
     serving: ServeOptions,
-    form: str,
+    log_format: str,
 ) -> None:
     """Report the server's address; a text log also shows an example request."""
     name = serving.model_names[0] if serving.model_names else engine.card.name
-    _warn_of_all(url, serving)
+    _warn_of_open_access(url, serving)
     backend = engine.facts.backend
     used, reserved = megabytes(engine.memory_bytes), megabytes(backend.cache_bytes)
     memory = f"It uses {used} of memory; conversations may take up to {reserved} (--kv-memory)."
     memory += _about_chat({name: engine.card}) + _about_batching(batch)
     detail = backend.full_detail if is_verbose else backend.detail
-    if form == "json":
+    if log_format == "json":
         _logger.info("Serving %s at %s (%s). %s", name, url, detail, memory)
         return
     draft_note = f", {draft} drafts tokens" if draft else ""
-    tell(
+    print_to_stderr(
         f"Twostroke serves {name} at {url} ({detail}{draft_note}; Ctrl-C stops it). {memory}\n"
         f"{_request_to_try(url, name, engine, serving)}"
     )
 
 
 def _announce_several(
-    url: str, *, models: ModelPool, batch: BatchOptions, serving: ServeOptions, form: str
+    url: str, *, models: ModelPool, batch: BatchOptions, serving: ServeOptions, log_format: str
 ) -> None:
     """Report the address of a server of several models, as `_announce`."""
-    _warn_of_all(url, serving)
+    _warn_of_open_access(url, serving)
     names, budget = ", ".join(models.engines), megabytes(models.budget_bytes)
     chat = _about_chat({name: engine.card for name, engine in models.engines.items()})
     chat += _about_batching(batch)
-    if form == "json":
+    if log_format == "json":
         _logger.info("Serving %s at %s on demand; %s for all.%s", names, url, budget, chat)
         return
     sizes = ", ".join(
         f"{name} ({megabytes(engine.num_bytes)})" for name, engine in models.engines.items()
     )
-    tell(
+    print_to_stderr(
         f"Twostroke serves {sizes} at {url}, each when it is requested, within {budget} of memory "
         f"(--memory). Ctrl-C stops it.{chat}\n"
         f"{_request_to_try(url, models.card.name, models, serving)}"
@@ -294,7 +299,7 @@ def _about_chat(cards: Mapping[str, ModelCard]) -> str:
     return "".join(sentences)
 
 
-def _warn_of_all(url: str, serving: ServeOptions) -> None:
+def _warn_of_open_access(url: str, serving: ServeOptions) -> None:
     if serving.api_keys is not None and serving.api_keys.refuse_everybody:
         _logger.warning(
             "There is no API key, so everybody is refused: make one with `twostroke keys add`."

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from twostroke.cli.help import Command, OneOf, option
-from twostroke.cli.options import needing_torch
+from twostroke.cli.options import requires_torch
 from twostroke.cli.pull import fetch
 from twostroke.core.errors import UsageError
 from twostroke.model.families.heads import KINDS
@@ -50,7 +50,7 @@ def distill(
     student_source: str | StudentShape = StudentShape(layers) if student is None else student
     if student is not None and student.endswith((".yaml", ".yml")):
         student_source = StudentShape.read(Path(student))
-    with needing_torch("distill"):
+    with requires_torch("distill"):
         from twostroke.lab.compress import distill as training
     fetch(teacher)
     if isinstance(student_source, str):
@@ -91,7 +91,7 @@ def train_heads(model: str, output: Path, **values: Any) -> None:
     from twostroke.lab.train.options import TrainOptions
 
     options = TrainOptions(**values)
-    with needing_torch("train-heads"):
+    with requires_torch("train-heads"):
         from twostroke.lab.train import run as training
     fetch(model)
     training.train_heads(model, output, options, _report)
