@@ -11,7 +11,7 @@ import click
 
 from twostroke.cli.help import Command
 from twostroke.cli.options import click_params, take
-from twostroke.cli.process_options import ProcessOptions, open_records, announce_stop
+from twostroke.cli.process_options import ProcessOptions, announce_stop, open_records
 from twostroke.core import env
 from twostroke.core.errors import UsageError
 from twostroke.fleet.router.options import RouteOptions

@@ -32,8 +32,8 @@ from twostroke.cli.options import (
 )
 from twostroke.cli.process_options import (
     ProcessOptions,
-    open_records,
     announce_stop,
+    open_records,
     print_to_stderr,
 )
 from twostroke.cli.pull import open_engine, open_remote
