@@ -110,7 +110,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         parameters=(_RESPONSE_ID,),
     ),
     ("GET", "/v1/responses/{response_id}/input_items"): RouteDescription(
-        "List the input of a stored answer, page by page",
+        "List the input of a stored answer in parts",
         "OpenAI",
         "Includes the items of the earlier answers that it continues.",
         answer=ItemList,
@@ -158,7 +158,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         parameters=(_CONVERSATION_ID,),
     ),
     ("GET", conversations.ITEMS_PATH): RouteDescription(
-        "List the items of a conversation, page by page",
+        "List the items of a conversation in parts",
         "OpenAI",
         answer=ItemList,
         errors=(RequestError, ConversationNotFoundError),
@@ -179,7 +179,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         "Delete an item of a conversation", "OpenAI", answer=ConversationBody, **_ITEM_FIELDS
     ),
     ("GET", "/v1/chat/completions"): RouteDescription(
-        "List stored completions, page by page",
+        "List stored completions in parts",
         "OpenAI",
         "Lists completions of requests with `store`, the oldest first unless `order` is `desc`.",
         answer=stored_chat.StoredCompletions,
@@ -215,7 +215,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         **_COMPLETION_FIELDS,
     ),
     ("GET", "/v1/chat/completions/{completion_id}/messages"): RouteDescription(
-        "List the messages that a stored completion answers, page by page",
+        "List the messages that a stored completion answers in parts",
         "OpenAI",
         answer=ItemList,
         errors=(RequestError, stored_chat.CompletionNotFoundError),

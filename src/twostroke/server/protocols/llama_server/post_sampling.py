@@ -55,6 +55,7 @@ def sampled_probabilities(
         for rank, logprob in enumerate(scores.top_logprobs)
     ]
     weights = [weight if weight >= values.min_p else 0.0 for weight in weights]
+    # top_p: keep the likeliest tokens until their weights reach this share of all weights.
     enough = values.top_p * sum(weights)
     total = 0.0
     for rank, weight in enumerate(weights):
