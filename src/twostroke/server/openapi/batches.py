@@ -82,7 +82,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         },
     ),
     ("GET", files.PATH): RouteDescription(
-        "List files in parts",
+        "List files",
         _TAG,
         f"{_IN_ANTHROPICS_FORM} Their pages have the fields of Anthropic's lists: `limit`, "
         "`after_id`, `before_id`, `page` and `ids`.",

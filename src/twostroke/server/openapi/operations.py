@@ -134,7 +134,7 @@ _SERVER_OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
     ("GET", "/v1/models"): RouteDescription(
         "List the models, once for each name",
         "OpenAI",
-        "Requests with the header `anthropic-version` get Anthropic's form, in parts.",
+        "Requests with the header `anthropic-version` get Anthropic's form.",
         answer=ModelList,
         media={"application/json": _ANTHROPIC_MODELS},
         errors=(RequestError,),

@@ -28,7 +28,7 @@ from twostroke.server.protocols.responses.routes import (
 from twostroke.server.storage import RecordsError
 
 _NAME: Final = {"type": "string", "minLength": 1}
-_RESPONSE_ID: Final = parameter("path", "response_id", "The `id` of a stored answer.", **_NAME)
+_RESPONSE_ID: Final = parameter("path", "response_id", "The `id` of a stored response.", **_NAME)
 _INCLUDE: Final = parameter(
     "query",
     "include[]",
@@ -93,7 +93,7 @@ _GREETING: Final = {"role": "user", "content": "Why is the sky blue?"}
 
 OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
     ("GET", "/v1/responses/{response_id}"): RouteDescription(
-        "Return a stored answer, or stream its events again",
+        "Return a stored response, or stream its events again",
         "OpenAI",
         "The events of a background response can be streamed from any number. If the events are "
         "not in memory any more, the last event has the complete response.",
@@ -103,14 +103,14 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         parameters=(_RESPONSE_ID, _INCLUDE, *_EVENTS),
     ),
     ("DELETE", "/v1/responses/{response_id}"): RouteDescription(
-        "Delete a stored answer",
+        "Delete a stored response",
         "OpenAI",
         answer=Deleted,
         errors=(RequestError, ResponseNotFoundError, RecordsError),
         parameters=(_RESPONSE_ID,),
     ),
     ("GET", "/v1/responses/{response_id}/input_items"): RouteDescription(
-        "List the input of a stored answer in parts",
+        "List the input of a stored response",
         "OpenAI",
         "Includes the items of the earlier answers that it continues.",
         answer=ItemList,
@@ -158,7 +158,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         parameters=(_CONVERSATION_ID,),
     ),
     ("GET", conversations.ITEMS_PATH): RouteDescription(
-        "List the items of a conversation in parts",
+        "List the items of a conversation",
         "OpenAI",
         answer=ItemList,
         errors=(RequestError, ConversationNotFoundError),
@@ -179,7 +179,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         "Delete an item of a conversation", "OpenAI", answer=ConversationBody, **_ITEM_FIELDS
     ),
     ("GET", "/v1/chat/completions"): RouteDescription(
-        "List stored completions in parts",
+        "List stored completions",
         "OpenAI",
         "Lists completions of requests with `store`, the oldest first unless `order` is `desc`.",
         answer=stored_chat.StoredCompletions,
@@ -215,7 +215,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         **_COMPLETION_FIELDS,
     ),
     ("GET", "/v1/chat/completions/{completion_id}/messages"): RouteDescription(
-        "List the messages that a stored completion answers in parts",
+        "List the messages that a stored completion answers",
         "OpenAI",
         answer=ItemList,
         errors=(RequestError, stored_chat.CompletionNotFoundError),
