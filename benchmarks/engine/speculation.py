@@ -240,7 +240,7 @@ def answer(
     steps = [
         step
         for step in recent
-        if step.num_rows == step.num_plain + step.num_guesses and step.num_plain == num_streams
+        if step.num_rows == step.num_plain + step.num_drafts and step.num_plain == num_streams
     ]
     if not steps or len(recent) == recent.maxlen:
         raise SystemExit(

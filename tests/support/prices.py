@@ -17,5 +17,9 @@ def cheap_up_to(count: int, price: DraftCost) -> DraftCost:
     """
     seconds = 1e9, 1e14
     return replace(
-        price, row_chance=0.0, rate=1e-12, most=8, seconds=lambda num: seconds[num > count]
+        price,
+        row_chance=0.0,
+        tokens_per_s=1e-12,
+        max_drafts=8,
+        seconds=lambda num: seconds[num > count],
     )

@@ -31,7 +31,7 @@ from twostroke.engine.speculation import (
     StepTimeModel,
     TokenTranslator,
 )
-from twostroke.engine.speculation.heads import MOST_WAITING
+from twostroke.engine.speculation.heads import MAX_WAITING_STATES
 from twostroke.model.families import build_program
 from twostroke.model.families.heads import EAGLE, NUMBERS, TABLE, build_heads, last_hidden
 from twostroke.model.hub import known_draft
@@ -169,7 +169,7 @@ class Draft(Frozen):
             own_vocab_size=program.vocab_size,
             context_length=length,
             token_budget=options.batch.token_budget,
-            words=self.words,
+            translator=self.words,
         )
 
     def _size(
@@ -254,7 +254,9 @@ class DraftHeads(Frozen):
         num_tokens = _SPARE_TOKENS + (layer.window.size if layer.window else 0)
         num_pages = (-(-num_tokens // page_size) + 1) * max_running if is_eagle else 1
         cache_bytes = num_pages * program.page_bytes(page_size, CACHE_FORMATS[kv_format])
-        rows = min(MOST_WAITING * max_running, max(_MIN_STEP_ROWS, facts.spec.depth * max_running))
+        rows = min(
+            MAX_WAITING_STATES * max_running, max(_MIN_STEP_ROWS, facts.spec.depth * max_running)
+        )
         free_bytes = memory_free(compute, program, tensors, rows) - unused_bytes(compute, backend)
         if cache_bytes > free_bytes:
             raise MemoryLimitError(

@@ -86,7 +86,7 @@ def test_settled_tokens_never_change() -> None:
 
 def follower_of(guesses: list[int], sure: list[float]) -> DraftFollower:
     rate, ids = AcceptanceRate(PRIOR).for_request(), range(DRAFT.vocab_size)
-    found = DraftFollower(request_of("hello"), rate, 10, ids, transcript=transcript_of())
+    found = DraftFollower(request_of("hello"), rate, 10, ids, draft_tokens=transcript_of())
     for guess, sureness in zip(guesses, sure, strict=False):
         found.take(guess, TokenLogprobs(math.log(sureness)))
     return found

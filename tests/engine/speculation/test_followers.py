@@ -36,7 +36,7 @@ def test_guesses_have_the_targets_ids_and_odds_by_sureness() -> None:
     proposal = guesses_of((1, {1: 0.97}), (3, {3: 0.91})).proposal("eagle", 8)
     assert proposal is not None
     assert proposal.tokens == (20, 40)
-    assert proposal.odds == pytest.approx((0.95, 0.95))
+    assert proposal.chances == pytest.approx((0.95, 0.95))
     assert proposal.parents == ()
     assert proposal.source == "eagle"
 
@@ -51,7 +51,7 @@ def test_likely_tokens_become_leaves() -> None:
     assert proposal.parents[second] == first
     assert by_token[20] == ROOT
     assert sorted(proposal.tokens) == [10, 10, 20, 40]  # of the third token it was too unsure
-    assert list(proposal.worths) == sorted(proposal.worths, reverse=True)
+    assert list(proposal.values) == sorted(proposal.values, reverse=True)
 
 
 def test_no_more_are_proposed_than_are_wanted() -> None:

@@ -93,7 +93,7 @@ def test_steps_of_heads_have_no_more_rows_than_there_is_memory_for(
     path: Path, heads: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guessers, "_MIN_STEP_ROWS", 1)
-    monkeypatch.setattr(guessers, "MOST_WAITING", 8)
+    monkeypatch.setattr(guessers, "MAX_WAITING_STATES", 8)
     make, most, counts = guessers.create_backend, [0], list[int]()
 
     def counting(*given: Any, max_rows: int, **more: Any) -> Any:
@@ -152,7 +152,7 @@ def test_a_slow_first_step_does_not_count(
             return run(plan)
 
         def with_price(requests: Any, price: Any) -> Any:  # 0.2 s are ten tokens, a ms a twentieth
-            price = replace(price, row_chance=0.0, rate=50.0, most=2, seconds=None)
+            price = replace(price, row_chance=0.0, tokens_per_s=50.0, max_drafts=2, seconds=None)
             found = propose(requests, price)
             guessed.append(found[0] is not None)
             return found

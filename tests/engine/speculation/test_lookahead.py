@@ -99,7 +99,7 @@ def test_runs_that_begin_alike_share_their_beginning():
     [proposal] = method.propose([request], DraftCost(0.3, 100.0, 24))  # without the window
     assert len(proposal.tokens) == 7
     assert sorted(proposal.tokens) == [4, 5, 6, 7, 8, 9, 9]
-    assert list(proposal.worths) == sorted(proposal.worths, reverse=True)
+    assert list(proposal.values) == sorted(proposal.values, reverse=True)
 
 
 def test_nothing_is_proposed_where_rows_cost_much():

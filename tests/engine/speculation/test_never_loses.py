@@ -103,7 +103,7 @@ class Drafting:
 
     def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
         self.clock.now_s += 4 * READING_S * len(requests)
-        return [self.guess(request, min(8, price.most)) for request in requests]
+        return [self.guess(request, min(8, price.max_drafts)) for request in requests]
 
     def guess(self, request: Request, most: int) -> Proposal | None:
         odds = self.requests.setdefault(request, self.odds.for_request())
@@ -196,7 +196,7 @@ class Simulation:
                 if part.request.is_finished:
                     self.speculator.finish(part.request)
             step = self.speculator.stats.recent[-1]
-            if step.num_rows == len(texts) + step.num_guesses:
+            if step.num_rows == len(texts) + step.num_drafts:
                 seconds, num_tokens = seconds + asking_s + step_s, num_tokens + step.num_tokens
         return seconds / num_tokens
 
@@ -261,7 +261,7 @@ def test_a_budget_without_a_price_is_asked_again_after_a_pause(clock):
 
     def hopeless(batch: BatchShape) -> SimpleNamespace:
         batches.append(batch)
-        return SimpleNamespace(price=lambda _: None)
+        return SimpleNamespace(cost=lambda _: None)
 
     Simulation(clock, 0, hopeless).speedup(EDIT, 4, rounds=2)
     assert 10 < len(batches) < 100

@@ -57,7 +57,7 @@ def test_most_places_decide_and_say_how_sure_they_are():
     proposal = ask(NgramProposer(), make([*said, 9, 5, 5], [5]), 1)
     sure = ask(NgramProposer(), make([5, 5, 5, 1, 9, 5, 5], [5]), 1)
     assert proposal.tokens == sure.tokens == (1,)
-    assert proposal.odds[0] == pytest.approx(sure.odds[0] * 2 / 3)
+    assert proposal.chances[0] == pytest.approx(sure.chances[0] * 2 / 3)
 
 
 def test_a_prediction_is_offered_from_its_beginning():
@@ -93,7 +93,7 @@ def test_a_guess_ends_with_the_answer_that_it_comes_from():
 
 
 def test_memory_of_all_tenants_together_is_bounded(monkeypatch):
-    monkeypatch.setattr("twostroke.engine.speculation.token_index._MOST_TOKENS", 100)
+    monkeypatch.setattr("twostroke.engine.speculation.token_index._MAX_TOKENS", 100)
     proposer = NgramProposer()
     for tenant in range(10):
         proposer.finish(make([1, 2, 3], range(30), salt=bytes([tenant])))
@@ -103,8 +103,8 @@ def test_memory_of_all_tenants_together_is_bounded(monkeypatch):
 
 
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr("twostroke.engine.speculation.token_index._GENERATION", 100)
-    monkeypatch.setattr("twostroke.engine.speculation.token_index._MOST_TENANTS", 3)
+    monkeypatch.setattr("twostroke.engine.speculation.token_index._GENERATION_TOKENS", 100)
+    monkeypatch.setattr("twostroke.engine.speculation.token_index._MAX_TENANTS", 3)
     proposer = NgramProposer()
     for number in range(100):
         proposer.finish(make([1], range(1000 + 10 * number, 1010 + 10 * number)))
@@ -126,9 +126,9 @@ def test_odds_follow_the_outcomes_of_guesses():
     for _ in range(60):
         proposer.learn(request, ask(proposer, request, 1), RIGHT)
     good = ask(proposer, request, 1)
-    assert bad.odds < first.odds < good.odds
+    assert bad.chances < first.chances < good.chances
     other = ask(proposer, make([1, 2, 3, 4, 5, 1, 2], [3]), 1)
-    assert first.odds < other.odds < good.odds  # others hear of it, too
+    assert first.chances < other.chances < good.chances  # others hear of it, too
 
 
 def test_rates_of_untried_guesses_recover():
@@ -136,10 +136,10 @@ def test_rates_of_untried_guesses_recover():
     first = ask(proposer, request, 1)
     for _ in range(50):
         proposer.learn(request, ask(proposer, request, 1), WRONG)
-    assert ask(proposer, request, 1).odds[0] < 0.2
+    assert ask(proposer, request, 1).chances[0] < 0.2
     for _ in range(3000):
         proposer.learn(request, ask(proposer, request, 1), UNTRIED)
-    assert ask(proposer, request, 1).odds[0] == pytest.approx(first.odds[0], abs=0.05)
+    assert ask(proposer, request, 1).chances[0] == pytest.approx(first.chances[0], abs=0.05)
 
 
 def test_nothing_is_kept_of_a_request_that_has_ended():

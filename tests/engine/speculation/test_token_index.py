@@ -73,7 +73,7 @@ def test_a_lookup_in_a_long_text_reads_few_places():
 
 
 def test_equal_hashes_of_different_tokens_are_not_a_match(monkeypatch):
-    monkeypatch.setattr("twostroke.engine.speculation.token_index._FACTORS", (0, 0, 0))
+    monkeypatch.setattr("twostroke.engine.speculation.token_index._HASH_FACTORS", (0, 0, 0))
     index = TokenIndex([1, 2, 3, 4, 5, 6, 7])
     assert index.match([7, 8, 9]) is None
     match = index.match([2, 3, 4])

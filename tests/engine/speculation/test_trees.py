@@ -133,9 +133,9 @@ class GuessesTrees:
         return Proposal("tree", tokens, (0.5,) * count, (0,) * count, parents).best_first()
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        right = set(outcome.right)
+        right = set(outcome.accepted)
         assert right <= set(outcome.tried) <= set(range(len(proposal.tokens)))
-        said = [proposal.tokens[i] for i in outcome.right]
+        said = [proposal.tokens[i] for i in outcome.accepted]
         output = self.outputs[request.tokens[0]]
         assert any(list(output[i : i + len(said)]) == said for i in range(len(output)))
         self.outcomes.append((len(right), len(outcome.tried)))

@@ -99,25 +99,25 @@ def test_the_likelier_proposal_gets_the_rows():
 
 def test_a_busy_batch_takes_no_guesses_and_has_no_price():
     step_time = step_time_of(0.01, 0.002)
-    assert WhilePaying(step_time, decode(1)).price(100) is not None
+    assert WhilePaying(step_time, decode(1)).cost(100) is not None
     busy = WhilePaying(step_time, decode(64))
     assert busy.counts(100, [chain((0.9,) * 8)] * 64) == [0] * 64
-    assert WhilePaying(step_time, decode(256)).price(100) is None
+    assert WhilePaying(step_time, decode(256)).cost(100) is None
 
 
 def test_no_more_guesses_are_taken_than_the_budget_allows():
     offers = [chain((0.99,) * 8)] * 3
     assert sum(WhilePaying(step_time_of(0.01, 0.0), decode(3)).counts(5, offers)) == 5
     assert Always(4).counts(6, offers) == [4, 2, 0]
-    assert Always(4).price(0) is None
-    assert WhilePaying(step_time_of(0.01, 0.0), decode(3)).price(0) is None
+    assert Always(4).cost(0) is None
+    assert WhilePaying(step_time_of(0.01, 0.0), decode(3)).cost(0) is None
 
 
 def test_a_guess_that_takes_longer_to_make_must_be_likelier():
-    price = WhilePaying(step_time_of(0.01, 0.002), decode(1)).price(100)
+    price = WhilePaying(step_time_of(0.01, 0.002), decode(1)).cost(100)
     assert price is not None
-    assert price.least_chance(0.0) == pytest.approx(0.002 / 0.012, rel=0.1)
-    assert price.least_chance(0.006) == pytest.approx(0.008 / 0.012, rel=0.1)
+    assert price.min_chance(0.0) == pytest.approx(0.002 / 0.012, rel=0.1)
+    assert price.min_chance(0.006) == pytest.approx(0.008 / 0.012, rel=0.1)
 
 
 def test_step_time_learns_what_steps_of_a_size_take():
@@ -191,7 +191,7 @@ def test_of_a_tree_the_best_products_are_taken():
     odds = (0.5, 0.4, 0.9, 0.9, 0.2, 0.8)
     parents = (-1, -1, 0, 1, 0, 3)
     tree = Proposal("test", (1, 2, 3, 4, 5, 6), odds, (0,) * 6, parents).best_first()
-    assert tree.worths == pytest.approx((0.5, 0.45, 0.4, 0.36, 0.288, 0.1))
+    assert tree.values == pytest.approx((0.5, 0.45, 0.4, 0.36, 0.288, 0.1))
     assert tree.tokens == (1, 3, 2, 4, 6, 5)
     assert tree.parents == (-1, 0, -1, 2, 3, 0)
     assert tree.forks == [False, False, True, False, False, True]
@@ -214,7 +214,7 @@ def test_the_cheapest_number_of_guesses_is_probed(together: int):
     cost = step_time_of(0.001, 0.001).cost
     for num_rows in range(1, 12):
         step_time = StepTimeModel(cost, HARDWARE, together)
-        seconds = step_time.outlook(decode(num_rows))
+        seconds = step_time.with_drafts(decode(num_rows))
         each_s = {n: (seconds(n, 0) - seconds(0, 0)) / n for n in range(1, 9)}
         probed = cheap_numbers(num_rows, 8)
         assert probed <= set(each_s)
@@ -228,12 +228,12 @@ def test_one_more_guess_must_pay_for_the_rows_that_it_adds() -> None:
         return 0.03 + 0.01 * max(0, num_guesses - 1)
 
     price = DraftCost(0.0, 1 / 0.03, 24, seconds)
-    first, second = (price.least_next(n, 0.0, 0.0, 0.012) for n in (0, 1))
+    first, second = (price.min_next_chance(n, 0.0, 0.0, 0.012) for n in (0, 1))
     assert first == pytest.approx(0.012 / 0.03), "its row costs nothing"
     assert second == pytest.approx((0.01 + 0.012) / 0.03)
-    faster = price.least_next(1, 2.0, 0.0, 0.012)
+    faster = price.min_next_chance(1, 2.0, 0.0, 0.012)
     assert faster == pytest.approx(2 * second), "it competes with the other guesses"
-    slower = price.least_next(1, 2.0, 0.01, 0.012)
+    slower = price.min_next_chance(1, 2.0, 0.01, 0.012)
     assert slower == pytest.approx(1.5 * second), "these took time to make"
     unknown = DraftCost(0.25, 10.0, 24)
-    assert unknown.least_next(3, 50.0, 0.0, 0.01) == unknown.least_chance(0.01)
+    assert unknown.min_next_chance(3, 50.0, 0.0, 0.01) == unknown.min_chance(0.01)

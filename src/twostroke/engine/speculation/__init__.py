@@ -1,14 +1,14 @@
-"""Speculative decoding: guesses of the next tokens, and how many of them a step takes.
+"""Speculative decoding: drafts of the next tokens, and how many of them to use in a step.
 
-Drafts are rows like any other. A step draws a token after each of them, and the scheduler keeps
-those that follow right drafts (`core.tree.right_drafts`). So nothing here can change an answer: it
-can only cost or save time.
+Drafts are rows like any other. A step samples a token after each of them, and the scheduler keeps
+the tokens that follow right drafts (`core.draft_tree.right_drafts`). So speculation never changes
+an answer; it only costs or saves time.
 
-The worth of a guess follows from two estimates. `AcceptanceRate` learns how often guesses of each
-kind are right; `StepTimeModel` learns how long steps with so many rows take. Together they give a
-`DraftCost`, which tells proposers how likely a guess must be, and the number of guesses with the
-most expected tokens a second. `Speculator` puts these guesses into steps, keeps account of what
-each proposer has really saved, and lets one that loses rest for a while.
+The value of a draft follows from two estimates. `AcceptanceRate` learns how often drafts of each
+kind are right, and `StepTimeModel` learns the time of steps by their number of rows. Together they
+give the `DraftCost`, by which proposers decide how likely a draft must be, and the number of drafts
+with the most expected tokens per second. The `Speculator` adds these drafts to steps, measures the
+time that each proposer really saves, and lets a proposer that loses time rest for a while.
 """
 
 from twostroke.engine.speculation.acceptance import AcceptanceRate
@@ -23,7 +23,7 @@ from twostroke.engine.speculation.proposal import (
     Proposal,
     Proposer,
     Watcher,
-    drawn_rows,
+    sampled_rows,
 )
 from twostroke.engine.speculation.speculator import (
     SpeculationStats,
@@ -54,5 +54,5 @@ __all__ = [
     "Watcher",
     "WhilePaying",
     "budgets",
-    "drawn_rows",
+    "sampled_rows",
 ]

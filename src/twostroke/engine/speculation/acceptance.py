@@ -1,4 +1,4 @@
-"""How often guesses are right, over all requests and for one of them."""
+"""Acceptance rates: how often drafts are right, over all requests and for each request."""
 
 from __future__ import annotations
 
@@ -9,77 +9,81 @@ if TYPE_CHECKING:
 
     from twostroke.engine.speculation.proposal import DraftOutcome, Proposal
 
-_PRIOR_WEIGHT = 6.0  # guesses that the prior, or what all requests taught, counts as
-_MOST_WEIGHT = 200.0  # guesses older than about this many are forgotten
-_FADE = 0.998  # share of what was learned that stays when it kept a guess from being tried
-_FIRST_STEP = 0.05  # share of a new outcome in the rate of first guesses
-_FIRST_RETURN = 0.002  # share of the way back to the prior, each time that nothing was guessed
+_PRIOR_WEIGHT = 6.0  # of the prior, or of the shared rate, in drafts
+_MAX_WEIGHT = 200.0  # drafts older than about this many are forgotten
+_FADE_FACTOR = 0.998  # of the weight of measurements that kept a draft from being tried
+_FIRST_WEIGHT = 0.05  # of a new outcome in the rate of first drafts
+_RECOVERY_WEIGHT = 0.002  # of the prior, each time that no draft was made
 
 
 class AcceptanceRate:
-    """The chance that a guess of a kind is right, if those before it are.
+    """The probability that a draft of a kind is right if the drafts before it are.
 
-    `prior[kind]` is assumed before anything is known. A request's own rate (`for_request`) begins
-    with what all requests have taught, and teaches them in turn. `first` is how often the first
-    guess of a step was right lately. Guesses that are not made are not measured either, so both
-    go back towards their priors while they keep guesses from being made.
+    The rate of one request (`for_request`) starts with the shared rate of all requests, and
+    measurements update both. Drafts that are not made are not measured either; so a rate that
+    prevents drafts moves back towards its prior.
+
+    Attributes:
+        first: how often the first draft of a step was right lately.
+        num_kinds: the number of kinds.
     """
 
     def __init__(
         self, prior: Sequence[float], first: float = 0.5, shared: AcceptanceRate | None = None
     ) -> None:
+        """Start with `prior[kind]` for each kind, and `first` for first drafts."""
         self.first: float = first if shared is None else shared.first
         self.num_kinds = len(prior)
         self._prior = prior
         self._first_prior = first
         self._shared = shared
-        self._right = [0.0] * len(prior)
-        self._tried = [0.0] * len(prior)
+        self._num_right = [0.0] * len(prior)
+        self._num_tried = [0.0] * len(prior)
 
     def for_request(self) -> AcceptanceRate:
-        """Return the rate of one request."""
+        """Return the rate of one request, which shares this one."""
         return AcceptanceRate(self._prior, self._first_prior, self)
 
     def of(self, kind: int) -> float:
-        """Return the chance of a guess of this kind."""
-        before = self._prior[kind] if self._shared is None else self._shared.of(kind)
-        weight = _PRIOR_WEIGHT
-        return (self._right[kind] + weight * before) / (self._tried[kind] + weight)
+        """Return the probability that a draft of this kind is right."""
+        prior = self._prior[kind] if self._shared is None else self._shared.of(kind)
+        num_right = self._num_right[kind] + _PRIOR_WEIGHT * prior
+        return num_right / (self._num_tried[kind] + _PRIOR_WEIGHT)
 
-    def pays(self, least: float) -> bool:
-        """Return whether first guesses are right often enough, if they pay from `least` on."""
-        if self.first >= least:
+    def pays(self, min_chance: float) -> bool:
+        """Return whether first drafts are right with at least `min_chance`."""
+        if self.first >= min_chance:
             return True
         self.recover()
         return False
 
     def learn(self, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Take in what became of a proposal, for the request and for all."""
+        """Take in the outcome of a proposal, also in the shared rate."""
         if self._shared is not None:
             self._shared.learn(proposal, outcome)
-        for guess, is_right in outcome.trials(proposal):
-            kind = proposal.kinds[guess]
-            if self._tried[kind] >= _MOST_WEIGHT:
-                self._scale(kind, 1 - 1 / _MOST_WEIGHT)
-            self._right[kind] += is_right
-            self._tried[kind] += 1
+        for draft, is_right in outcome.trials(proposal):
+            kind = proposal.kinds[draft]
+            if self._num_tried[kind] >= _MAX_WEIGHT:
+                self._scale(kind, 1 - 1 / _MAX_WEIGHT)
+            self._num_right[kind] += is_right
+            self._num_tried[kind] += 1
         if outcome.tried:
-            self.first += _FIRST_STEP * (bool(outcome.right) - self.first)
+            self.first += _FIRST_WEIGHT * (bool(outcome.accepted) - self.first)
         else:
-            self._scale(proposal.kinds[0], _FADE)
+            self._scale(proposal.kinds[0], _FADE_FACTOR)
 
     def fade(self, kind: int) -> None:
-        """Trust what was learned a little less, so that the kind will be tried again."""
+        """Reduce the weight of measurements a little, so that the kind will be tried again."""
         if self._shared is not None:
             self._shared.fade(kind)
-        self._scale(kind, _FADE)
+        self._scale(kind, _FADE_FACTOR)
 
-    def recover(self, share: float = _FIRST_RETURN) -> None:
-        """Move the rate of first guesses back towards its prior."""
+    def recover(self, weight: float = _RECOVERY_WEIGHT) -> None:
+        """Move the rate of first drafts towards its prior."""
         if self._shared is not None:
-            self._shared.recover(share)
-        self.first += share * (self._first_prior - self.first)
+            self._shared.recover(weight)
+        self.first += weight * (self._first_prior - self.first)
 
-    def _scale(self, kind: int, share: float) -> None:
-        self._right[kind] *= share
-        self._tried[kind] *= share
+    def _scale(self, kind: int, factor: float) -> None:
+        self._num_right[kind] *= factor
+        self._num_tried[kind] *= factor

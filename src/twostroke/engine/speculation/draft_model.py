@@ -1,4 +1,4 @@
-"""Guesses of a smaller model, which may have a vocabulary of its own."""
+"""Drafts of a draft model: a smaller model, which may have another vocabulary."""
 
 from __future__ import annotations
 
@@ -35,35 +35,39 @@ if TYPE_CHECKING:
     from twostroke.engine.speculation.step_time import StepTimeModel
     from twostroke.model.tokenizer import Translation
 
-_NUM_SURE = 10  # kinds of guesses: those of which the draft was about as sure
-_UNFINISHED = 0.7  # prior share of the end of a text that may begin a longer token
-_SURE_PRIOR = tuple((kind + 0.5) / _NUM_SURE for kind in range(_NUM_SURE))
-PRIOR = (*_SURE_PRIOR, *[_UNFINISHED * prior for prior in _SURE_PRIOR])
-FIRST_PRIOR = 0.75  # rate of first guesses
-_LENGTH_STEP = 0.05
-_DECLINED_RETURN = 0.02  # of first guesses' rate to its prior, when a prompt was not worth reading
-_UNKNOWN = 0  # stands for a token that the draft has no row for
-_AS_REQUEST: Any = {
+_NUM_PROBABILITY_KINDS = 10  # kinds of drafts: ranges of the draft model's probability
+# The last token of a translated text may be the beginning of a longer token.
+_LAST_TOKEN_FACTOR = 0.7
+_PROBABILITY_PRIOR = tuple(
+    (kind + 0.5) / _NUM_PROBABILITY_KINDS for kind in range(_NUM_PROBABILITY_KINDS)
+)
+PRIOR = (*_PROBABILITY_PRIOR, *[_LAST_TOKEN_FACTOR * prior for prior in _PROBABILITY_PRIOR])
+FIRST_PRIOR = 0.75  # rate of first drafts
+_LENGTH_WEIGHT = 0.05  # of a new answer in the average length
+# Of the prior in the rate of first drafts, when a prompt was not worth its prefill.
+_DECLINED_RECOVERY_WEIGHT = 0.02
+_PLACEHOLDER_TOKEN = 0  # in place of a token for which the draft model has no row
+_SAME_SAMPLING: Any = {
     "logprobs": 0,
     "prompt_logprobs": None,
     "max_tokens": None,
     "min_tokens": 0,
 }
-# With another vocabulary a shared random number means nothing: the likeliest token is best.
-_LIKELIEST = ANY_VOCABULARY | {"temperature": 0.0, "logprobs": 0}
-_UNSETTLED = 2  # tokens at the end of a text that more of it may change
-_STRIDE = 2048  # tokens of a prompt that are translated at once, so that no step waits for long
+# With another vocabulary a shared random number is meaningless: the likeliest token is best.
+_GREEDY_SAMPLING = ANY_VOCABULARY | {"temperature": 0.0, "logprobs": 0}
+_NUM_UNSETTLED_TOKENS = 2  # at the end of a text, which more text may change
+_STRIDE_TOKENS = 2048  # of a prompt that are translated at once, so that no step waits for long
 
 
 class DraftModel(ModelProposer["DraftFollower"]):
-    """Lets a second, smaller model write ahead.
+    """Proposes the drafts of a second, smaller model.
 
-    It draws as the request would, with its parameters, its seed and the token's index: two models
-    that agree on a distribution agree on the token, at any temperature. A draft with a vocabulary
-    of its own reads the request's text in its own tokens and takes the likeliest one.
+    The draft model samples with the request's parameters, its seed and the token's index. So two
+    models that agree on a distribution agree on the token, at any temperature. A draft model with
+    another vocabulary gets the request's text in its own tokens and samples greedily.
 
-    The draft reads a request's prompt when it is first asked about it, unless the answer is too
-    short to make up for that.
+    The draft model prefills a request's prompt when it is first asked about the request, unless the
+    answer is probably too short to make up for that.
     """
 
     def __init__(
@@ -75,155 +79,180 @@ class DraftModel(ModelProposer["DraftFollower"]):
         own_vocab_size: int,
         context_length: int,
         token_budget: int,
-        words: TokenTranslator | None = None,
+        translator: TokenTranslator | None = None,
     ) -> None:
-        """Write with `runner`, up to `token_budget` rows a step.
+        """Run the draft model with `runner`, up to `token_budget` rows per step.
 
-        `vocab_size` is the target's. The draft, with `own_vocab_size`, may have rows for tokens
-        that do not exist, or lack some of the target's control tokens. `words` translates if the
-        vocabularies differ.
+        `vocab_size` is the target's. The draft model, with `own_vocab_size`, may have rows for
+        tokens that do not exist, or lack some of the target's control tokens. `translator` is
+        needed if the vocabularies differ.
         """
         facts = runner.facts
         pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
-        self._index = PrefixIndex(pool, reuse_generated=words is None)
+        self._index = PrefixIndex(pool, reuse_generated=translator is None)
         config = SchedulerConfig(context_length, token_budget, token_budget)
         timed = TimedRunner(runner, step_time)
         scheduler = Scheduler(config, pool, self._index, Continuous())
         self._sequences = Sequences[DraftFollower](timed, scheduler)
         super().__init__("draft", timed, self._sequences.forget)
-        self._token_ids = range(own_vocab_size if words is not None else vocab_size)
+        self._token_ids = range(own_vocab_size if translator is not None else vocab_size)
         self._own_vocab_size = own_vocab_size
-        self._words = words
+        self._translator = translator
         self._rate = AcceptanceRate(PRIOR, FIRST_PRIOR)
         self._declined: set[Request] = set()
-        self._answer_length = 100.0  # on average
+        self._mean_answer_length = 100.0
 
-    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
-        """Return guesses for each request, which has one token to compute, or None."""
-        least = self._sequences.least_chance(len(requests), price)
-        found = [self._follow(request, price, least) for request in requests]
-        self._sequences.guess([f for f in found if f is not None], len(requests), price)
-        return [None if f is None else f.proposal(self.name, price.most) for f in found]
+    def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
+        """Return drafts for each request, which has one pending token; None for no drafts."""
+        min_chance = self._sequences.min_chance(len(requests), cost)
+        followers = [self._follow(request, cost, min_chance) for request in requests]
+        drafting = [follower for follower in followers if follower is not None]
+        self._sequences.make_drafts(drafting, len(requests), cost)
+        return [
+            None if follower is None else follower.proposal(self.name, cost.max_drafts)
+            for follower in followers
+        ]
 
     def finish(self, request: Request) -> None:
-        """Drop what is kept for a request that has ended."""
+        """Drop the sequence of a request that has ended."""
         if request.num_output:
-            self._answer_length += _LENGTH_STEP * (request.num_output - self._answer_length)
+            self._mean_answer_length += _LENGTH_WEIGHT * (
+                request.num_output - self._mean_answer_length
+            )
         self._declined.discard(request)
         super().finish(request)
 
-    def _follow(self, request: Request, price: DraftCost, least: float) -> DraftFollower | None:
-        """Return a follower that has the request's tokens; None if it is to make no guess."""
+    def _follow(self, request: Request, cost: DraftCost, min_chance: float) -> DraftFollower | None:
+        """Return the request's sequence with all its tokens; None if it should make no drafts."""
         if request in self._declined:
             return None
         follower = self._followers.get(request)
         if follower is None or follower.sequence.is_finished:
-            follower = self._followers[request] = self._meet(request)
-        if not follower.rate.pays(least):
+            follower = self._followers[request] = self._new_follower(request)
+        if not follower.rate.pays(min_chance):
             return None
-        sequence, transcript = follower.sequence, follower.transcript
-        if transcript is None:
+        sequence, translated = follower.sequence, follower.draft_tokens
+        if translated is None:
             tokens, num_final = request.tokens, len(request.tokens)
         else:
-            transcript.follow(request)
-            tokens, num_final = transcript.tokens, transcript.num_settled
-            sequence.num_prompt = transcript.num_prompt
-            if not transcript.is_ready:
+            translated.follow(request)
+            tokens, num_final = translated.tokens, translated.num_settled
+            sequence.num_prompt = translated.num_prompt
+            if not translated.is_ready:
                 return None
-        too_long = len(tokens) + price.most >= self._sequences.context_length
+        is_too_long = len(tokens) + cost.max_drafts >= self._sequences.context_length
         is_new = sequence not in self._sequences
-        if too_long or (is_new and not self._reading_pays(request, tokens, price, least)):
-            self._rate.recover(_DECLINED_RETURN)
+        if is_too_long or (is_new and not self._prefill_pays(request, tokens, cost, min_chance)):
+            self._rate.recover(_DECLINED_RECOVERY_WEIGHT)
             super().finish(request)
             self._declined.add(request)
             return None
         if request.params.has_penalties:
-            self._runner.runner.forget(sequence)  # it has counted wrong guesses
+            self._runner.runner.forget(sequence)  # it has counted wrong drafts
         first = min(sequence.num_final or 0, len(sequence.tokens))
-        same = first + num_accepted(sequence.tokens[first:], tokens[first:])
-        kept = min(same, len(tokens) - 1)  # the last one is computed for its logits
-        new = [token if token < self._own_vocab_size else _UNKNOWN for token in tokens[kept:]]
+        num_equal = first + num_accepted(sequence.tokens[first:], tokens[first:])
+        num_kept = min(num_equal, len(tokens) - 1)  # the last token is computed for its logits
+        new = [
+            token if token < self._own_vocab_size else _PLACEHOLDER_TOKEN
+            for token in tokens[num_kept:]
+        ]
         sequence.num_final = num_final
-        self._sequences.rewrite(follower, kept, new)
+        self._sequences.rewrite(follower, num_kept, new)
         return follower
 
-    def _meet(self, request: Request) -> DraftFollower:
-        words, transcript, end_ids, options = self._words, None, request.end_ids, _AS_REQUEST
-        if words is not None:
-            options = _LIKELIEST
-            transcript, end_ids = DraftTokens(words), words.to_target.source.eos_ids
+    def _new_follower(self, request: Request) -> DraftFollower:
+        draft_tokens = None
+        end_ids, options = request.end_ids, _SAME_SAMPLING
+        if self._translator is not None:
+            draft_tokens = DraftTokens(self._translator)
+            end_ids, options = self._translator.to_target.source.eos_ids, _GREEDY_SAMPLING
         params = replace(request.params, **options)
         sequence = Request(
             request.id, [], request.num_prompt, params, request.seed, salt=request.salt, num_final=0
         )
         rate = self._rate.for_request()
         return DraftFollower(
-            sequence, rate, _NUM_SURE, self._token_ids, end_ids=end_ids, transcript=transcript
+            sequence,
+            rate,
+            _NUM_PROBABILITY_KINDS,
+            self._token_ids,
+            end_ids=end_ids,
+            draft_tokens=draft_tokens,
         )
 
-    def _reading_pays(
-        self, request: Request, tokens: list[int], price: DraftCost, least: float
+    def _prefill_pays(
+        self, request: Request, tokens: list[int], cost: DraftCost, min_chance: float
     ) -> bool:
-        """Return whether guesses may save more time than reading the request takes.
+        """Return whether drafts may save more time than the draft model's prefill takes.
 
-        Each guess costs as much time as `least` tokens take without any.
+        Each draft costs as much time as `min_chance` tokens take without drafts.
         """
         hit = self._index.match(self._index.chain(request.salt), tokens, request.num_prompt)
-        num_known = hit.num_pages * self._runner.runner.facts.page_size
-        left = max(self._answer_length - request.num_output, self._answer_length / 4)
+        num_cached = hit.num_pages * self._runner.runner.facts.page_size
+        num_left = max(self._mean_answer_length - request.num_output, self._mean_answer_length / 4)
         if request.params.max_tokens is not None:
-            left = min(left, request.params.max_tokens - request.num_output)
-        batch = BatchShape.prefill(max(1, len(tokens) - num_known), num_known)
+            num_left = min(num_left, request.params.max_tokens - request.num_output)
+        batch = BatchShape.prefill(max(1, len(tokens) - num_cached), num_cached)
         prompt_s = self._runner.step_time.seconds(batch)
-        return _share_saved(self._rate.first, least, price.most) * left >= price.rate * prompt_s
+        saved = _saved_part(self._rate.first, min_chance, cost.max_drafts) * num_left
+        return saved >= cost.tokens_per_s * prompt_s
 
 
 @dataclass(slots=True, eq=False)
 class DraftFollower(DraftSequence):
-    """A request as the draft knows it; `transcript` is its text in the draft's own tokens."""
+    """A request's sequence in the draft model.
+
+    Attributes:
+        end_ids: tokens after which no draft follows.
+        draft_tokens: the request's text in the draft model's tokens, if its vocabulary differs.
+    """
 
     end_ids: frozenset[int] = frozenset()
-    transcript: DraftTokens | None = None
+    draft_tokens: DraftTokens | None = None
 
-    def take(self, drawn: int, logprobs: TokenLogprobs | None, hidden: State | None = None) -> bool:
-        """Add a drawn token to the guesses; return whether another one may follow."""
-        return DraftSequence.take(self, drawn, logprobs, hidden) and drawn not in self.end_ids
+    def take(self, token: int, logprobs: TokenLogprobs | None, hidden: State | None = None) -> bool:
+        """Add a sampled token to the drafts; return whether another draft may follow."""
+        return DraftSequence.take(self, token, logprobs, hidden) and token not in self.end_ids
 
-    def proposal(self, source: str, most: int) -> Proposal | None:
-        """Return up to `most` guesses, in the target's tokens."""
-        if self.transcript is None:
-            return DraftSequence.proposal(self, source, most)
-        tokens, kinds = self._translated(self.transcript.words.to_target)
+    def proposal(self, source: str, max_drafts: int) -> Proposal | None:
+        """Return up to `max_drafts` drafts in the target's tokens."""
+        if self.draft_tokens is None:
+            return DraftSequence.proposal(self, source, max_drafts)
+        tokens, kinds = self._translated(self.draft_tokens.translator.to_target)
         if not tokens:
             return None
-        odds = [self.rate.of(kind) for kind in kinds[:most]]
-        return Proposal(source, tuple(tokens[:most]), tuple(odds), tuple(kinds[:most]))
+        tokens, kinds = tokens[:max_drafts], kinds[:max_drafts]
+        chances = tuple([self.rate.of(kind) for kind in kinds])
+        return Proposal(source, tuple(tokens), chances, tuple(kinds))
 
     def _translated(self, translation: Translation) -> tuple[list[int], list[int]]:
-        """Return the target's tokens for the guesses, and their kinds.
+        """Return the target's tokens for the drafts, and their kinds.
 
-        A token is as sure as all guesses together that reach into it and not into one before it.
+        The probability of a token is the product over the drafts that reach into it, and not into
+        a token before it.
         """
-        translated, ends = translation.translate(self.tokens), translation.end_offsets(self.tokens)
-        kinds, at = [], 0
+        translated = translation.translate(self.tokens)
+        ends = translation.end_offsets(self.tokens)
+        kinds: list[int] = []
+        index = 0
         for end in translated.ends:
-            first = at
-            while at < len(ends) and (ends[at - 1] if at else 0) < end:
-                at += 1
-            kinds.append(self.kind(math.prod(self.sure[first:at])))
+            first = index
+            while index < len(ends) and (ends[index - 1] if index else 0) < end:
+                index += 1
+            kinds.append(self.kind(math.prod(self.probabilities[first:index])))
         if kinds:
-            kinds[-1] += _NUM_SURE
+            kinds[-1] += _NUM_PROBABILITY_KINDS
         return translated.tokens, kinds
 
 
 class TokenTranslator(Frozen):
-    """Translates the target's tokens into the draft's, and back."""
+    """Translates the target's tokens into the draft model's tokens, and back."""
 
     to_draft: Translation
     to_target: Translation
 
-    def before(self, request: Request) -> list[int]:
-        """Return the tokens that the draft wants before a text that does not begin with them."""
+    def missing_prefix(self, request: Request) -> list[int]:
+        """Return the draft model's prefix tokens, such as BOS, if the text lacks them."""
         prefix = self.to_draft.target.prefix_ids
         translated = self.to_draft.translate(request.tokens[: len(prefix)]).tokens
         return [] if translated == prefix else prefix
@@ -231,48 +260,58 @@ class TokenTranslator(Frozen):
 
 @dataclass(slots=True, eq=False)
 class DraftTokens:
-    """A request's text in the draft's tokens.
+    """A request's text in the draft model's tokens.
 
-    The first `num_settled` of `tokens` say what the first `num_read` of the request's do, and will
-    stay; the others say the rest as well as can be known by now.
+    Attributes:
+        translator: translates the tokens.
+        stride: tokens of the request to translate at once.
+        tokens: the translated tokens. Only the first `num_settled` are final.
+        num_settled: tokens that stand for the first `num_read` tokens of the request.
+        num_prompt: settled tokens of the request's prompt.
+        num_read: see `num_settled`.
+        is_behind: whether the request has more tokens to translate.
+        is_ready: whether a draft may follow `tokens`.
     """
 
-    words: TokenTranslator
-    stride: int = _STRIDE
+    translator: TokenTranslator
+    stride: int = _STRIDE_TOKENS
     tokens: list[int] = field(default_factory=list)
     num_settled: int = 0
-    num_prompt: int = 0  # settled tokens of the request's prompt
+    num_prompt: int = 0
     num_read: int = 0
-    is_behind: bool = True  # there is more of the request to translate
-    is_ready: bool = False  # a guess may follow `tokens`
+    is_behind: bool = True
+    is_ready: bool = False
     _is_new: bool = True  # the prompt was not translated to its end yet
     _span: int = 0  # tokens beyond `stride` that must be translated at once
 
     def follow(self, request: Request) -> None:
-        """Translate some more of what the request has become."""
+        """Translate the next tokens of a request, up to a stride."""
         if not self.tokens:
-            self.tokens += self.words.before(request)
+            self.tokens += self.translator.missing_prefix(request)
             self.num_settled = len(self.tokens)
         first = self.num_settled
         end = self.num_read + self.stride + self._span
-        translated, is_whole = self._translate(request.tokens[self.num_read : end])
+        translated, ends_whole = self._translate(request.tokens[self.num_read : end])
         self.is_behind = end < len(request.tokens)
         if self._is_new:
             self.num_prompt = self.num_settled
         if self.is_behind:
-            # What follows a cut may change what is before it; where that is all, take a longer one.
+            # Text after the cut may change tokens before it. If it may change all, cut later.
             self._span = self.stride + 2 * self._span if self.num_settled == first else 0
             translated = translated[: self.num_settled - first]
         self.tokens[first:] = translated
         self._is_new &= self.is_behind
-        self.is_ready = is_whole and not self.is_behind and bool(self.tokens)
+        self.is_ready = ends_whole and not self.is_behind and bool(self.tokens)
 
     def _translate(self, new: list[int]) -> tuple[list[int], bool]:
-        """Return the draft's tokens, and whether they are whole; settle all but the last ones."""
-        translation = self.words.to_draft
+        """Return the draft model's tokens, and whether the text ends with a whole character.
+
+        Settles all tokens but the last ones.
+        """
+        translation = self.translator.to_draft
         translated = translation.translate(new)
         breaks, ends = translation.character_starts(new), translated.ends
-        for count in range(len(translated.tokens) - _UNSETTLED, 0, -1):
+        for count in range(len(translated.tokens) - _NUM_UNSETTLED_TOKENS, 0, -1):
             if ends[count - 1] in breaks and ends[count - 1] < ends[count]:
                 self.num_read += breaks[ends[count - 1]]
                 self.num_settled += count
@@ -280,10 +319,11 @@ class DraftTokens:
         return translated.tokens, translated.is_whole
 
 
-def _share_saved(chance: float, cost: float, most: int) -> float:
-    """Return the share of the time that the best number of guesses up to `most` saves.
+def _saved_part(chance: float, draft_cost: float, max_drafts: int) -> float:
+    """Return the part of the time that the best number of drafts up to `max_drafts` saves.
 
-    Each is right with `chance` if those before it are, and costs as much as `cost` tokens.
+    Each draft is right with probability `chance` if the drafts before it are, and costs as much
+    time as `draft_cost` tokens.
     """
-    expected = accumulate(chance**count for count in range(most + 1))  # tokens of a step
-    return max(1 - (1 + count * cost) / tokens for count, tokens in enumerate(expected))
+    expected = accumulate(chance**count for count in range(max_drafts + 1))  # tokens of a step
+    return max(1 - (1 + count * draft_cost) / tokens for count, tokens in enumerate(expected))

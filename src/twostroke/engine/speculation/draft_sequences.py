@@ -1,4 +1,4 @@
-"""Requests as a small model knows them, and its guesses of their next tokens."""
+"""Sequences of a draft model or head: copies of requests that run ahead and make drafts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 State = NDArray[np.float32]  # (width)
 
-_NUM_LIKELY = 3  # likeliest tokens; those that were not drawn may be guessed, too
-_LEAST_SURENESS = 0.1  # of a token that was not drawn
-_FEW = 8  # steps, after which their time is known
-_LEAST_FIRST = 0.5  # rate of first guesses, for later ones: these follow right ones
-# Sampling parameters that name tokens mean nothing in another vocabulary.
+_NUM_TOP_TOKENS = 3  # the likeliest tokens, which may be drafts beside the sampled one
+_MIN_TOP_PROBABILITY = 0.1  # of a token that was not sampled
+_MIN_TIMED_STEPS = 8  # after which the time of steps is known
+_MIN_FIRST_RATE = 0.5  # assumed for drafts that follow others, which are then right
+# Sampling parameters that name tokens are meaningless in another vocabulary.
 ANY_VOCABULARY: Final[dict[str, Any]] = {
-    "logprobs": _NUM_LIKELY,
+    "logprobs": _NUM_TOP_TOKENS,
     "prompt_logprobs": None,
     "logit_bias": {},
     "repetition_penalty": 1.0,
@@ -48,81 +48,92 @@ ANY_VOCABULARY: Final[dict[str, Any]] = {
 
 @dataclass(slots=True, eq=False)
 class DraftSequence:
-    """A request as a small model knows it, and a chain of guesses.
+    """A request's copy in a draft model, and a chain of drafts.
 
-    `sequence` is the model's own request, and `token_ids[i]` the target's id of its token i.
-    `sure[i]` is the model's probability of the guess `tokens[i]`, and by it a guess is of one of
-    `num_sure` kinds; `others[i]` are likely tokens in its place, each with its kind. `chance` is
-    that all guesses are right, `expected` how many are.
+    Attributes:
+        sequence: the draft model's own request.
+        rate: the acceptance rate of the request.
+        num_kinds: the number of kinds of drafts: equal ranges of the draft model's probability.
+        token_ids: the target's ids of the draft model's tokens.
+        tokens: the drafts.
+        probabilities: the draft model's probability of each draft.
+        alternatives: for each draft, likely tokens in its place, each with its kind.
+        chance: the probability that all drafts are right.
+        num_expected: the expected number of right drafts.
     """
 
     sequence: Request
     rate: AcceptanceRate
-    num_sure: int
+    num_kinds: int
     token_ids: Sequence[int]
     tokens: list[int] = field(default_factory=list)
-    sure: list[float] = field(default_factory=list)
-    others: list[list[tuple[int, int]]] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
+    alternatives: list[list[tuple[int, int]]] = field(default_factory=list)
     chance: float = 1.0
-    expected: float = 0.0
+    num_expected: float = 0.0
 
     def clear(self) -> None:
-        """Drop the guesses."""
-        self.tokens, self.sure, self.others = [], [], []
-        self.chance, self.expected = 1.0, 0.0
+        """Drop the drafts."""
+        self.tokens = []
+        self.probabilities = []
+        self.alternatives = []
+        self.chance = 1.0
+        self.num_expected = 0.0
 
-    def take(self, drawn: int, logprobs: TokenLogprobs | None, hidden: State | None = None) -> bool:
-        """Add a drawn token to the guesses; return whether another one may follow.
+    def take(self, token: int, logprobs: TokenLogprobs | None, hidden: State | None = None) -> bool:
+        """Add a sampled token to the drafts; return whether another draft may follow.
 
-        `hidden` is the state from which it was drawn, if the model reports that.
+        `hidden` is the hidden state from which it was sampled, if the model reports it.
         """
         del hidden
-        if drawn == NO_TOKEN or logprobs is None or drawn >= len(self.token_ids):
+        if token == NO_TOKEN or logprobs is None or token >= len(self.token_ids):
             return False
-        sureness = math.exp(logprobs.logprob)
-        self.tokens.append(self.token_ids[drawn])
-        self.sure.append(sureness)
-        self.chance *= self.rate.of(self.kind(sureness))
-        self.expected += self.chance
-        likely = zip(logprobs.top_ids, map(math.exp, logprobs.top_logprobs), strict=True)
-        self.others.append(
+        probability = math.exp(logprobs.logprob)
+        self.tokens.append(self.token_ids[token])
+        self.probabilities.append(probability)
+        self.chance *= self.rate.of(self.kind(probability))
+        self.num_expected += self.chance
+        top_tokens = zip(logprobs.top_ids, map(math.exp, logprobs.top_logprobs), strict=True)
+        self.alternatives.append(
             [
-                (self.token_ids[other], self.kind(sureness))
-                for other, sureness in likely
-                if other != drawn and sureness >= _LEAST_SURENESS
+                (self.token_ids[other], self.kind(probability))
+                for other, probability in top_tokens
+                if other != token and probability >= _MIN_TOP_PROBABILITY
             ]
         )
         return True
 
     def inputs(self, count: int) -> list[State]:
-        """Return what the model reads besides the next `count` tokens, if anything."""
+        """Return hidden states that the model reads with the next `count` tokens; empty if none."""
         del count
         return []
 
     def end_round(self) -> int:
-        """Return how many of the sequence's tokens to keep for the next guesses."""
+        """Return how many tokens of the sequence stay computed for the next drafts."""
         return self.sequence.num_computed
 
-    def proposal(self, source: str, most: int) -> Proposal | None:
-        """Return up to `most` guesses: the chain, and leaves where the model was in doubt."""
+    def proposal(self, source: str, max_drafts: int) -> Proposal | None:
+        """Return up to `max_drafts` drafts: the chain, and alternatives as leaves beside it."""
         if not self.tokens:
             return None
-        count = min(len(self.tokens), most)
-        tokens, kinds = self.tokens[:count], [self.kind(sureness) for sureness in self.sure[:count]]
+        count = min(len(self.tokens), max_drafts)
+        tokens = self.tokens[:count]
+        kinds = [self.kind(probability) for probability in self.probabilities[:count]]
         parents = list(range(-1, count - 1))
-        for place, others in enumerate(self.others[:count]):
-            for token, kind in others[: most - len(tokens)]:
+        for depth, alternatives in enumerate(self.alternatives[:count]):
+            for token, kind in alternatives[: max_drafts - len(tokens)]:
                 tokens.append(token)
                 kinds.append(kind)
-                parents.append(place - 1)
-        odds = tuple([self.rate.of(kind) for kind in kinds])
+                parents.append(depth - 1)
+        chances = tuple([self.rate.of(kind) for kind in kinds])
         if len(tokens) == count:
-            return Proposal(source, tuple(tokens), odds, tuple(kinds))
-        return Proposal(source, tuple(tokens), odds, tuple(kinds), tuple(parents)).best_first()
+            return Proposal(source, tuple(tokens), chances, tuple(kinds))
+        tree = Proposal(source, tuple(tokens), chances, tuple(kinds), parents=tuple(parents))
+        return tree.best_first()
 
-    def kind(self, sureness: float) -> int:
-        """Return the kind of a guess of which the model was this sure."""
-        return min(int(sureness * self.num_sure), self.num_sure - 1)
+    def kind(self, probability: float) -> int:
+        """Return the kind of a draft to which the model gave this probability."""
+        return min(int(probability * self.num_kinds), self.num_kinds - 1)
 
 
 F = TypeVar("F", bound=DraftSequence)
@@ -130,9 +141,9 @@ F = TypeVar("F", bound=DraftSequence)
 
 @dataclass(slots=True)
 class TimedRunner:
-    """Runs steps of a small model and learns how long they take.
+    """Runs steps of a draft model and learns their times.
 
-    The first step finds untouched memory, so it is not measured.
+    The first step is not measured, because it touches its memory for the first time.
     """
 
     runner: Runner
@@ -140,7 +151,7 @@ class TimedRunner:
     _is_warm: bool = False
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute a step."""
+        """Compute a step, and learn its time."""
         began_s = time.monotonic()
         result = self.runner.run(plan)
         if self._is_warm:
@@ -148,32 +159,33 @@ class TimedRunner:
         self._is_warm = True
         return result
 
-    def least_chance(self, num_requests: int, price: DraftCost, step_s: float) -> float:
-        """Return the chance from which on first guesses pay, if one step makes all of them.
+    def min_chance(self, num_requests: int, cost: DraftCost, step_s: float) -> float:
+        """Return the probability from which first drafts pay, if one step of `step_s` makes all.
 
-        Any guess is tried until the time of steps is known: what never runs is never measured.
+        It is 0 until the time of steps is known, since a step that never runs is never measured.
         """
-        if self.step_time.num_steps < _FEW:
+        if self.step_time.num_steps < _MIN_TIMED_STEPS:
             return 0.0
-        return price.least_chance(step_s / max(1, num_requests))
+        return cost.min_chance(step_s / max(1, num_requests))
 
 
 class ModelProposer(Generic[F]):
-    """What proposers with a small model do besides proposing; `forget` drops a sequence."""
+    """The base of proposers with a draft model or heads; subclasses implement `propose`."""
 
     def __init__(self, name: str, runner: TimedRunner, forget: Callable[[Request], None]) -> None:
+        """Use `runner`; `forget` drops the sequence of a request that has ended."""
         self.name = name
         self._runner = runner
         self._forget = forget
         self._followers: dict[Request, F] = {}
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Take in what became of a proposal."""
+        """Take in the outcome of a proposal."""
         if follower := self._followers.get(request):
             follower.rate.learn(proposal, outcome)
 
     def finish(self, request: Request) -> None:
-        """Drop what is kept for a request that has ended."""
+        """Drop the sequence of a request that has ended."""
         if follower := self._followers.pop(request, None):
             self._forget(follower.sequence)
 
@@ -183,11 +195,11 @@ class ModelProposer(Generic[F]):
 
 
 class Sequences(Generic[F]):
-    """Sequences of a small model that write ahead of requests.
+    """Sequences of a draft model that run ahead of requests.
 
-    A sequence is a request of a scheduler of the small model. When its computed tokens have caught
-    up with the target's, the token that is drawn next is a guess, and the guess is the next token
-    to compute. Wrong guesses are taken back when the target's tokens are known.
+    A sequence is a request of the draft model's own scheduler. When its computed tokens have caught
+    up with the target's, the next sampled token is a draft, and the draft is the next token to
+    compute. Wrong drafts are removed when the target's tokens are known.
     """
 
     def __init__(self, runner: TimedRunner, scheduler: Scheduler) -> None:
@@ -200,7 +212,7 @@ class Sequences(Generic[F]):
         return sequence in self._followers
 
     def rewrite(self, follower: F, num_kept: int, tokens: list[int]) -> None:
-        """Give a sequence these tokens after the first `num_kept`; add it if it is new."""
+        """Replace a sequence's tokens after the first `num_kept`; add the sequence if it is new."""
         sequence = follower.sequence
         if sequence in self._followers:
             self._scheduler.replace_tokens(sequence, num_kept, tokens)
@@ -210,62 +222,70 @@ class Sequences(Generic[F]):
         self._followers[sequence] = follower
 
     def forget(self, sequence: Request) -> None:
-        """Drop a sequence, if it is known."""
+        """Drop a sequence if it exists."""
         if self._followers.pop(sequence, None):
             self._scheduler.finish(sequence, FinishReason.CANCEL)
         self._runner.runner.forget(sequence)
 
-    def least_chance(self, num_requests: int, price: DraftCost) -> float:
-        """Return the chance from which on first guesses pay, one for each request."""
-        return self._runner.least_chance(num_requests, price, self._step_s(num_requests, 1))
+    def min_chance(self, num_requests: int, cost: DraftCost) -> float:
+        """Return the probability from which first drafts pay, one for each request."""
+        return self._runner.min_chance(num_requests, cost, self._step_s(num_requests, 1))
 
-    def guess(self, asked: Sequence[F], num_requests: int, price: DraftCost) -> None:
-        """Let sequences write as many guesses as may pay, one a step for all of them together.
+    def make_drafts(self, followers: Sequence[F], num_requests: int, cost: DraftCost) -> None:
+        """Let sequences make the drafts that may pay, one per step for all of them together.
 
-        Sequences that were not asked are dropped if others wait for their pages.
+        Other sequences are dropped if these wait for pages.
         """
-        for follower in asked:
+        for follower in followers:
             follower.clear()
         if self._scheduler.stats().num_waiting:
-            for follower in [f for f in self._followers.values() if f not in asked]:
-                self.forget(follower.sequence)
+            for other in [f for f in self._followers.values() if f not in followers]:
+                self.forget(other.sequence)
         spent_s = self._step_s(num_requests, 1)
-        guessed = active = self._step(asked) if asked else []
-        for _ in range(price.most - 1):
+        with_drafts = active = self._step(followers) if followers else []
+        for _ in range(cost.max_drafts - 1):
             start = max((follower.sequence.num_computed for follower in active), default=0)
             next_s = self._step_s(len(active), start)
-            num_guesses = sum([len(follower.tokens) for follower in guessed])
-            num_tokens = num_requests + sum([follower.expected for follower in guessed])
-            each_s = next_s / max(1, len(active))
-            least = price.least_next(num_guesses, num_tokens, spent_s, each_s)
-            active = [f for f in active if f.chance * max(f.rate.first, _LEAST_FIRST) >= least]
+            num_drafts = sum([len(follower.tokens) for follower in with_drafts])
+            num_tokens = num_requests + sum([follower.num_expected for follower in with_drafts])
+            draft_s = next_s / max(1, len(active))
+            min_chance = cost.min_next_chance(num_drafts, num_tokens, spent_s, draft_s)
+            active = [
+                follower
+                for follower in active
+                if follower.chance * max(follower.rate.first, _MIN_FIRST_RATE) >= min_chance
+            ]
             if not active:
                 break
             spent_s += next_s
             active = self._step(active, len(active))
-        for follower in guessed:
+        for follower in with_drafts:
             self._end_round(follower)
 
-    def _step(self, wanted: Sequence[F], budget: int | None = None) -> list[F]:
-        """Compute a step; return those of `wanted` that have one more guess and can go on."""
+    def _step(self, drafting: Sequence[F], budget: int | None = None) -> list[F]:
+        """Compute a step; return the `drafting` sequences with a new draft that can continue."""
         plan = self._scheduler.plan(budget)
         if plan is None:
             return []
-        parts = [(self._followers[part.request], part.count) for part in plan.slices]
-        if states := [state for follower, count in parts for state in follower.inputs(count)]:
+        states = [
+            state
+            for slice_ in plan.slices
+            for state in self._followers[slice_.request].inputs(slice_.count)
+        ]
+        if states:
             plan = replace(plan, external=np.stack(states))
         result = self._runner.run(plan)
-        guessed = []
+        with_draft = []
         for row, delta in enumerate(self._scheduler.commit(plan, result)):
             follower = self._followers[delta.request]
             hidden = None if result.hidden is None else result.hidden[row]
-            if follower.take(delta.tokens[0], delta.logprobs[0], hidden) and follower in wanted:
-                guessed.append(follower)
+            if follower.take(delta.tokens[0], delta.logprobs[0], hidden) and follower in drafting:
+                with_draft.append(follower)
             else:
                 self._end_round(follower)
-        for lost in plan.preempted:
-            self.forget(lost)
-        return [follower for follower in guessed if not follower.sequence.is_finished]
+        for sequence in plan.preempted:
+            self.forget(sequence)
+        return [follower for follower in with_draft if not follower.sequence.is_finished]
 
     def _end_round(self, follower: F) -> None:
         """Leave a sequence without pending tokens, so that it waits for the next round."""
@@ -273,5 +293,5 @@ class Sequences(Generic[F]):
             self._scheduler.replace_tokens(follower.sequence, follower.end_round(), [])
 
     def _step_s(self, num_requests: int, start: int) -> float:
-        """Return how long a step takes with one guess for each request, at position `start`."""
+        """Return the predicted time of a step with one token per request at position `start`."""
         return self._runner.step_time.seconds(BatchShape.decode((start,) * max(1, num_requests)))

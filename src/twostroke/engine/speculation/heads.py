@@ -1,8 +1,8 @@
-"""Guesses of small layers that were trained to read the target's hidden states.
+"""Drafts of EAGLE and Medusa heads: small layers trained on the target's hidden states.
 
-Sources: EAGLE (arXiv:2401.15077, 2406.16858, 2503.01840) and Medusa (arXiv:2401.10774); here both
-guess a chain with leaves. Heads draw as the request would, with its temperature, its seed and the
-token's index, out of fewer tokens.
+Sources: EAGLE (arXiv:2401.15077, 2406.16858, 2503.01840) and Medusa (arXiv:2401.10774). Here both
+make a chain with leaves. Heads sample with the request's temperature, its seed and the token's
+index, from a smaller vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from twostroke.engine.speculation.draft_sequences import (
     State,
     TimedRunner,
 )
-from twostroke.engine.speculation.proposal import drawn_rows
+from twostroke.engine.speculation.proposal import sampled_rows
 from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:
@@ -38,16 +38,20 @@ if TYPE_CHECKING:
     from twostroke.engine.speculation.proposal import DraftCost, Proposal
     from twostroke.engine.speculation.step_time import StepTimeModel
 
-MOST_WAITING = 32  # states of one request that was not asked about; then it begins anew
+MAX_WAITING_STATES = 32  # of a request without drafts; after more, its sequence starts again
 
 
 @dataclass(slots=True, eq=False)
 class EagleFollower(DraftSequence):
-    """A request as the head knows it, from position `base` on.
+    """A request's sequence in an EAGLE head.
 
     Token i of the sequence is the request's token base + 1 + i. It is computed together with the
-    hidden state from which it was drawn: `states` are those of the tokens after the computed ones.
-    `text` are the tokens that the request really has; guesses follow them in the sequence.
+    hidden state from which it was sampled.
+
+    Attributes:
+        base: the position of the request at which the sequence begins.
+        text: the request's tokens; drafts follow them in the sequence.
+        states: the hidden states of tokens that are not computed yet.
     """
 
     base: int = 0
@@ -59,32 +63,32 @@ class EagleFollower(DraftSequence):
         """The position of the newest token."""
         return self.base + len(self.text)
 
-    def take(self, drawn: int, logprobs: TokenLogprobs | None, hidden: State | None = None) -> bool:
-        """Add a drawn token to the guesses, and keep the state for the next one."""
+    def take(self, token: int, logprobs: TokenLogprobs | None, hidden: State | None = None) -> bool:
+        """Add a sampled token to the drafts, and keep the hidden state for the next step."""
         assert hidden is not None
         self.states = [hidden]
-        has_drawn = DraftSequence.take(self, drawn, logprobs)
-        if has_drawn:  # the head reads the target's tokens, and draws an index of its own list
+        is_added = DraftSequence.take(self, token, logprobs)
+        if is_added:  # the head reads ids of the target, and samples indices of `token_ids`
             self.sequence.tokens[-1] = self.tokens[-1]
-        return has_drawn
+        return is_added
 
     def inputs(self, count: int) -> list[State]:
-        """Return the hidden states of the next `count` tokens, for the last time."""
-        given, self.states = self.states[:count], self.states[count:]
-        return given
+        """Return the hidden states of the next `count` tokens, and drop them."""
+        states, self.states = self.states[:count], self.states[count:]
+        return states
 
     def end_round(self) -> int:
-        """Keep the request's tokens alone: guesses were computed with the head's states."""
+        """Keep only the request's tokens, since drafts were computed with the head's own states."""
         self.states.clear()
         return len(self.text)
 
 
 class EagleHeads(ModelProposer[EagleFollower]):
-    """Lets an EAGLE head write ahead.
+    """Proposes the drafts of an EAGLE head.
 
-    It begins where a request's first token is drawn: that row's hidden state says what is in the
-    prompt. Keys and values of guesses are overwritten in the next round by those of the drawn
-    tokens, with the target's states.
+    A sequence begins where the request's first token is sampled, because that row's hidden state
+    represents the prompt. In the next round, the keys and values of drafts are overwritten by the
+    values of the sampled tokens, computed with the target's hidden states.
     """
 
     def __init__(
@@ -97,10 +101,11 @@ class EagleHeads(ModelProposer[EagleFollower]):
         context_length: int,
         token_budget: int,
     ) -> None:
-        """Write with `runner`, up to `token_budget` rows a step; `token_ids` are the target's.
+        """Run the head with `runner`, up to `token_budget` rows per step.
 
-        `rate` is how often the head was right on held-out text: its kinds are equal ranges of the
-        head's sureness. The head begins anew after `context_length` tokens of a request.
+        `token_ids[i]` is the target's id of the head's token i. `rate` has the acceptance rates on
+        held-out text, by equal ranges of the head's probability. After `context_length` tokens of a
+        request, its sequence starts again.
         """
         facts, timed = runner.facts, TimedRunner(runner, step_time)
         config = SchedulerConfig(context_length, token_budget, token_budget)
@@ -112,28 +117,32 @@ class EagleHeads(ModelProposer[EagleFollower]):
         self._token_ids = tuple(token_ids)
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Keep the hidden states from which requests' tokens were drawn."""
-        for part, rows in drawn_rows(plan, result):
-            request, position = part.request, part.start + part.count - 1
-            taken = rows[: len(request.tokens) - 1 - position]
-            if result.hidden is None or not taken or request.is_finished:
+        """Keep the hidden states from which requests' tokens were sampled."""
+        for slice_, rows in sampled_rows(plan, result):
+            request, position = slice_.request, slice_.start + slice_.count - 1
+            rows_with_token = rows[: len(request.tokens) - 1 - position]
+            if result.hidden is None or not rows_with_token or request.is_finished:
                 self.finish(request)
             elif request.hints.speculate in {"auto", self.name}:
-                self._keep(request, position, result.hidden[taken])
+                self._keep(request, position, result.hidden[rows_with_token])
 
-    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
-        """Return guesses for each request, which has one token to compute, or None."""
-        least = self._sequences.least_chance(len(requests), price)
-        found = [self._follow(request, price, least) for request in requests]
-        self._sequences.guess([f for f in found if f is not None], len(requests), price)
-        return [None if f is None else f.proposal(self.name, price.most) for f in found]
+    def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
+        """Return drafts for each request, which has one pending token; None for no drafts."""
+        min_chance = self._sequences.min_chance(len(requests), cost)
+        followers = [self._follow(request, cost, min_chance) for request in requests]
+        drafting = [follower for follower in followers if follower is not None]
+        self._sequences.make_drafts(drafting, len(requests), cost)
+        return [
+            None if follower is None else follower.proposal(self.name, cost.max_drafts)
+            for follower in followers
+        ]
 
     def _keep(self, request: Request, position: int, states: State) -> None:
-        """Take over the tokens that were drawn from `states`, the first of them at `position`."""
+        """Add the tokens that were sampled from `states`; the first state is at `position`."""
         follower = self._followers.get(request)
         if follower is None or follower.newest != position or follower.sequence.is_finished:
             follower = self._begin(request, position)
-        elif len(follower.states) + len(states) > MOST_WAITING:
+        elif len(follower.states) + len(states) > MAX_WAITING_STATES:
             position += len(states) - 1
             states = states[-1:]
             follower = self._begin(request, position)
@@ -141,7 +150,7 @@ class EagleHeads(ModelProposer[EagleFollower]):
         follower.states += list(states)
 
     def _begin(self, request: Request, position: int) -> EagleFollower:
-        """Begin with a request, or anew, at a position; what was learned of it stays."""
+        """Start a request's sequence at a position, perhaps again; its acceptance rate stays."""
         old = self._followers.get(request)
         rate = old.rate if old else self._rate.for_request()
         self.finish(request)
@@ -152,14 +161,14 @@ class EagleHeads(ModelProposer[EagleFollower]):
         self._followers[request] = follower
         return follower
 
-    def _follow(self, request: Request, price: DraftCost, least: float) -> EagleFollower | None:
-        """Return a follower that has the request's tokens; None if it is to make no guess."""
+    def _follow(self, request: Request, cost: DraftCost, min_chance: float) -> EagleFollower | None:
+        """Return the request's sequence with all its tokens; None if it should make no drafts."""
         follower, newest = self._followers.get(request), len(request.tokens) - 1
         if follower is None or follower.sequence.is_finished or not follower.states:
             return None
-        if not follower.rate.pays(least) or follower.newest != newest:
+        if not follower.rate.pays(min_chance) or follower.newest != newest:
             return None
-        if len(follower.text) + price.most >= self._sequences.context_length:
+        if len(follower.text) + cost.max_drafts >= self._sequences.context_length:
             state = follower.states[-1:]
             follower = self._begin(request, newest - 1)
             follower.text, follower.states = request.tokens[newest:], state
@@ -171,18 +180,22 @@ class EagleHeads(ModelProposer[EagleFollower]):
 
 @dataclass(slots=True, eq=False)
 class MedusaFollower(DraftSequence):
-    """A request as the heads know it: the state from which its newest token was drawn.
+    """A request's sequence in Medusa heads.
 
-    The sequence's tokens only count those that the request has drawn. Rows of heads carry the
-    numbers of blocks, and use one page that is never written.
+    The sequence's tokens only count the request's output tokens. Rows of the heads use one page
+    that is never written.
+
+    Attributes:
+        hidden: the hidden state from which the request's newest token was sampled.
+        num_tokens: the number of the request's tokens then.
     """
 
     hidden: State | None = None
-    num_tokens: int = 0  # of the request
+    num_tokens: int = 0
 
 
 class MedusaHeads(ModelProposer[MedusaFollower]):
-    """Lets Medusa heads guess several tokens at once, for all requests in one step."""
+    """Proposes the drafts of Medusa heads: several tokens of all requests in one step."""
 
     def __init__(
         self,
@@ -192,9 +205,10 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
         token_ids: Sequence[int],
         depth: int,
     ) -> None:
-        """Guess `depth` tokens; `token_ids[i]` is the target's id of the heads' token i.
+        """Make `depth` drafts for each request.
 
-        `rate` is how often heads were right on held-out text, as of `EagleHeads`.
+        `token_ids[i]` is the target's id of the heads' token i. `rate` has the acceptance rates on
+        held-out text, as for `EagleHeads`.
         """
         super().__init__("medusa", TimedRunner(runner, step_time), runner.forget)
         self._depth = depth
@@ -202,29 +216,33 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
         self._token_ids = tuple(token_ids)
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Keep the hidden states from which requests' newest tokens were drawn."""
-        for part, rows in drawn_rows(plan, result):
-            request = part.request
-            is_whole = len(request.tokens) == part.start + part.count + len(rows)
-            if result.hidden is None or request.is_finished or not is_whole:
+        """Keep the hidden states from which requests' newest tokens were sampled."""
+        for slice_, rows in sampled_rows(plan, result):
+            request = slice_.request
+            has_all_tokens = len(request.tokens) == slice_.start + slice_.count + len(rows)
+            if result.hidden is None or request.is_finished or not has_all_tokens:
                 self.finish(request)
             elif request.hints.speculate in {"auto", self.name}:
                 follower = self._followers.get(request) or self._begin(request)
-                follower.hidden, follower.num_tokens = result.hidden[rows[-1]], len(request.tokens)
-                drawn = follower.sequence.tokens
-                drawn += [0] * (request.num_output - len(drawn))
+                follower.hidden = result.hidden[rows[-1]]
+                follower.num_tokens = len(request.tokens)
+                tokens = follower.sequence.tokens
+                tokens += [0] * (request.num_output - len(tokens))
 
-    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
-        """Return guesses for each request, which has one token to compute, or None."""
-        depth = min(self._depth, price.most)
+    def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
+        """Return drafts for each request, which has one pending token; None for no drafts."""
+        depth = min(self._depth, cost.max_drafts)
         num_rows = depth * max(1, len(requests))
         step_s = self._runner.step_time.seconds(BatchShape((0,), (num_rows,), num_rows))
-        least = self._runner.least_chance(len(requests), price, step_s)
-        found = [self._follow(request, least) for request in requests]
-        asked = [follower for follower in found if follower is not None]
-        if asked and depth:
-            self._guess(asked, depth)
-        return [None if f is None else f.proposal(self.name, price.most) for f in found]
+        min_chance = self._runner.min_chance(len(requests), cost, step_s)
+        followers = [self._follow(request, min_chance) for request in requests]
+        drafting = [follower for follower in followers if follower is not None]
+        if drafting and depth:
+            self._make_drafts(drafting, depth)
+        return [
+            None if follower is None else follower.proposal(self.name, cost.max_drafts)
+            for follower in followers
+        ]
 
     def _begin(self, request: Request) -> MedusaFollower:
         params, rate = replace(request.params, **ANY_VOCABULARY), self._rate.for_request()
@@ -233,22 +251,26 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
         self._followers[request] = follower
         return follower
 
-    def _follow(self, request: Request, least: float) -> MedusaFollower | None:
-        """Return the heads' view of a request; None if there is none, or guesses do not pay."""
+    def _follow(self, request: Request, min_chance: float) -> MedusaFollower | None:
+        """Return the sequence of a request; None if there is none, or drafts do not pay."""
         follower = self._followers.get(request)
         if follower is None or follower.num_tokens != len(request.tokens):
             return None
         follower.clear()
-        return follower if follower.rate.pays(least) else None
+        return follower if follower.rate.pays(min_chance) else None
 
-    def _guess(self, followers: Sequence[MedusaFollower], depth: int) -> None:
-        others = tuple(range(1, depth))
-        slices = [Slice(f.sequence, 0, 1, samples=True, drafts=others) for f in followers]
+    def _make_drafts(self, followers: Sequence[MedusaFollower], depth: int) -> None:
+        """Compute one step with a row of each head for each sequence, and take its tokens."""
+        later_heads = tuple(range(1, depth))
+        slices = [
+            Slice(follower.sequence, 0, 1, samples=True, drafts=later_heads)
+            for follower in followers
+        ]
         states = [follower.hidden for follower in followers if follower.hidden is not None]
-        given = np.repeat(np.stack(states), depth, axis=0)
-        result = self._runner.run(StepPlan(tuple(slices), external=given))
-        drawn = iter(zip(result.tokens, result.logprobs, strict=True))
+        inputs = np.repeat(np.stack(states), depth, axis=0)  # (sequences * depth, width)
+        result = self._runner.run(StepPlan(tuple(slices), external=inputs))
+        sampled = iter(zip(result.tokens, result.logprobs, strict=True))
         for follower in followers:
-            can_go_on = True
-            for token, logprobs in islice(drawn, depth):
-                can_go_on = can_go_on and follower.take(token, logprobs)
+            can_continue = True
+            for token, logprobs in islice(sampled, depth):
+                can_continue = can_continue and follower.take(token, logprobs)

@@ -1,8 +1,9 @@
-"""Guesses that the model makes for itself: lookahead decoding (Fu et al. 2024).
+"""Lookahead decoding (Fu et al. 2024): drafts that the target model makes for itself.
 
-Jacobi iteration guesses several next tokens and lets the model draw a token after each. The drawn
-tokens become the next guesses, and after some rounds much of them is what the model says, though
-often at another place. Lookahead decoding keeps the short runs that appear on the way.
+Jacobi iteration takes several next tokens as drafts and samples a token after each. The sampled
+tokens are the next drafts, and after some rounds many of them are tokens that the model would
+generate, though often at another position. Lookahead decoding collects the n-grams that appear on
+the way.
 """
 
 from __future__ import annotations
@@ -22,90 +23,99 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.engine.speculation.proposal import DraftCost, DraftOutcome
 
-# A run's token is of a kind by the rank of its run (the latest is first), and by whether it begins
-# the run; with how often such tokens are right before anything is known.
-_MOST_RANK = 3
-_PRIOR = tuple(odd for rank in range(_MOST_RANK + 1) for odd in (0.3 / (1 + rank), 0.4))
-_NUM_KINDS = len(_PRIOR)
-_MOST_CHANCE = 0.3  # a window is left out if each row must bring more tokens than this
-_LEAST_WORTH = 0.01  # of the window's rows
+# The kind of an n-gram's token depends on the age of the n-gram (the latest has age 0), and on
+# whether it is the first token. The priors are for both kinds of each age.
+_MAX_AGE = 3
+_PRIOR = tuple(chance for age in range(_MAX_AGE + 1) for chance in (0.3 / (1 + age), 0.4))
+_NUM_NGRAM_KINDS = len(_PRIOR)
+_MAX_WINDOW_CHANCE = 0.3  # a window is left out if its rows must be right more often than this
+_MIN_ROW_VALUE = 0.01  # of the window's rows
 
 
 class _DraftRow(NamedTuple):
-    """A guess as `Proposal` has it."""
+    """A draft with the fields of `Proposal`."""
 
     token: int
-    odd: float
+    chance: float
     kind: int
     parent: int
-    worth: float
+    value: float
 
 
 class Lookahead:
-    """Looks ahead with a window of `num_columns`, collects runs of `length` tokens, and tries them.
+    """Collects n-grams of `length` tokens with a window of `num_columns`, and proposes them.
 
-    Column j of the window holds guesses for the places from j after the newest token on: what was
-    drawn for it in the last `length` - 1 steps. The first cells of the columns, the trunk, follow
-    each other; the other cells of a column follow its first one. The token drawn after a column's
-    last cell completes a run, which goes into the request's pool, and moves the column on by one.
+    Column j of the window has the drafts for positions from the j-th after the newest token on: the
+    tokens that were sampled there in the last `length` - 1 steps. The first cells of the columns
+    are a chain, the trunk; the other cells of a column follow its first cell. The token sampled
+    after a column's last cell completes an n-gram, which goes into the request's pool, and becomes
+    the column's new last cell.
 
-    Of the runs that begin with the newest token, the latest `most_tried` are guesses. Nobody knows
-    what a row of the window is worth for later steps, so where rows are cheap it counts as twice
-    what it costs. If that turns out wrong, the proposer's account (`worth.Account`) ends it.
+    Of the n-grams that begin with the newest token, the latest `max_ngrams` are proposed. The value
+    of a window row for later steps is not known, so it counts as twice the row's cost. If that is
+    too much, the `ProposerGain` stops the proposer.
     """
 
     name = "lookahead"
 
-    def __init__(self, num_columns: int = 3, length: int = 3, most_tried: int = 2) -> None:
-        """Begin without any run."""
+    def __init__(self, num_columns: int = 3, length: int = 3, max_ngrams: int = 2) -> None:
+        """Start without n-grams."""
         assert num_columns >= 1
-        assert length >= 3, "runs of two tokens need no window"
-        self.num_columns, self.length, self.most_tried = num_columns, length, most_tried
+        assert length >= 3, "n-grams of two tokens need no window"
+        self.num_columns = num_columns
+        self.length = length
+        self.max_ngrams = max_ngrams
         self._rate = AcceptanceRate((*_PRIOR, *(0.0,) * (num_columns * (length - 1))))
         self._requests: dict[Request, _Search] = {}
 
-    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
-        """Return guesses for each request, which has one token to compute, or None."""
-        return [self._propose(request, price) for request in requests]
+    def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
+        """Return drafts for each request, which has one pending token; None for no drafts."""
+        return [self._propose(request, cost) for request in requests]
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Collect what was drawn after the window, and learn which guesses were right."""
+        """Collect the tokens sampled after the window, and learn which drafts were right."""
         search = self._requests.get(request)
         if search is None:
             return
         search.rate.learn(proposal, outcome)
-        search.collect(proposal, outcome, self.most_tried)
-        search.advance(len(outcome.right), request.tokens)
+        search.collect(proposal, outcome, self.max_ngrams)
+        search.advance(len(outcome.accepted), request.tokens)
 
     def finish(self, request: Request) -> None:
-        """Forget a request that has ended."""
+        """Drop the data of a request that has ended."""
         self._requests.pop(request, None)
 
     def close(self) -> None:
-        """Release nothing."""
+        """Do nothing, since there are no threads and little memory."""
 
-    def _propose(self, request: Request, price: DraftCost) -> Proposal | None:
+    def _propose(self, request: Request, cost: DraftCost) -> Proposal | None:
         search = self._requests.get(request)
         if search is None:
             rate, rng = self._rate.for_request(), random.Random(request.seed)
             search = self._requests[request] = _Search(self.length, rate, rng)
             search.advance(self.num_columns, request.tokens)
         search.newest = request.tokens[-1]
-        rows = search.run_rows()
-        if price.row_chance < _MOST_CHANCE:
-            search.add_window(rows, max(_LEAST_WORTH, 2 * price.row_chance))
+        rows = search.ngram_rows()
+        if cost.row_chance < _MAX_WINDOW_CHANCE:
+            search.add_window(rows, max(_MIN_ROW_VALUE, 2 * cost.row_chance))
         if not rows:
             return None
-        tokens, odds, kinds, parents, worths = zip(*rows, strict=True)
-        return Proposal(self.name, tokens, odds, kinds, parents, worths).best_first()
+        tokens, chances, kinds, parents, values = zip(*rows, strict=True)
+        tree = Proposal(self.name, tokens, chances, kinds, parents=parents, values=values)
+        return tree.best_first()
 
 
 @dataclass(slots=True)
 class _Search:
     """One request's window and pool.
 
-    `window[j]` are the cells of column j, the trunk's first. `pool[token]` are runs that follow it,
-    the latest last.
+    Attributes:
+        length: the length of n-grams.
+        rate: the acceptance rate of the request.
+        rng: for the first cells of columns.
+        newest: the request's newest token.
+        window: the cells of each column, the trunk's cell first.
+        pool: by first token, the other tokens of n-grams, the latest last.
     """
 
     length: int
@@ -115,50 +125,50 @@ class _Search:
     window: list[list[int]] = field(default_factory=list)
     pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
 
-    def run_rows(self) -> list[_DraftRow]:
-        """Return the runs that begin with the newest token as a tree, the latest run first."""
+    def ngram_rows(self) -> list[_DraftRow]:
+        """Return the n-grams after the newest token as a tree, the latest n-gram first."""
         rows: list[_DraftRow] = []
-        places: dict[tuple[int, int], int] = {}  # by parent and token
-        for rank, run in enumerate(reversed(self.pool.get(self.newest, {}))):
-            at, chance = ROOT, 1.0
-            for depth, token in enumerate(run):
-                place = places.setdefault((at, token), len(rows))
-                if place == len(rows):
-                    kind = 2 * min(rank, _MOST_RANK) + (depth > 0)
-                    odd = self.rate.of(kind)
-                    rows.append(_DraftRow(token, odd, kind, at, chance * odd))
-                at, chance = place, rows[place].worth
+        row_index: dict[tuple[int, int], int] = {}  # by parent and token
+        for age, ngram in enumerate(reversed(self.pool.get(self.newest, {}))):
+            parent, value = ROOT, 1.0
+            for depth, token in enumerate(ngram):
+                index = row_index.setdefault((parent, token), len(rows))
+                if index == len(rows):
+                    kind = 2 * min(age, _MAX_AGE) + (depth > 0)
+                    chance = self.rate.of(kind)
+                    rows.append(_DraftRow(token, chance, kind, parent, value * chance))
+                parent, value = index, rows[index].value
         return rows
 
-    def add_window(self, rows: list[_DraftRow], worth: float) -> None:
-        """Add the cells of the window, column by column; their kinds number them."""
+    def add_window(self, rows: list[_DraftRow], value: float) -> None:
+        """Add the cells of the window, column by column; the kind of a cell is its number."""
         trunk = ROOT
         for number, column in enumerate(self.window):
-            first_kind = _NUM_KINDS + number * (self.length - 1)
-            at = trunk
+            first_kind = _NUM_NGRAM_KINDS + number * (self.length - 1)
+            parent = trunk
             for level, token in enumerate(column):
                 if number or level:  # the first column's trunk cell stands for the newest token
-                    rows.append(_DraftRow(token, 0.0, first_kind + level, at, worth))
-                    at = len(rows) - 1
+                    rows.append(_DraftRow(token, 0.0, first_kind + level, parent, value))
+                    parent = len(rows) - 1
                 if not level:
-                    trunk = at
+                    trunk = parent
 
-    def collect(self, proposal: Proposal, outcome: DraftOutcome, most: int) -> None:
-        """Complete runs with what was drawn after the last cells of columns."""
-        for guess, token in zip(outcome.tried, outcome.drawn[1:], strict=True):
-            number, level = divmod(proposal.kinds[guess] - _NUM_KINDS, self.length - 1)
+    def collect(self, proposal: Proposal, outcome: DraftOutcome, max_ngrams: int) -> None:
+        """Complete n-grams with the tokens that were sampled after the last cells of columns."""
+        for draft, token in zip(outcome.tried, outcome.sampled[1:], strict=True):
+            number, level = divmod(proposal.kinds[draft] - _NUM_NGRAM_KINDS, self.length - 1)
             if number < 0 or level < self.length - 2 or token == NO_TOKEN:
                 continue
             column = self.window[number]
             first = column[0] if number else self.newest
             column[:] = (*column[1:], token)
-            runs = self.pool.setdefault(first, {})
-            runs.pop(tuple(column), None)
-            runs[tuple(column)] = None
-            if len(runs) > most:
-                del runs[next(iter(runs))]
+            ngrams = self.pool.setdefault(first, {})
+            ngrams.pop(tuple(column), None)
+            ngrams[tuple(column)] = None
+            if len(ngrams) > max_ngrams:
+                del ngrams[next(iter(ngrams))]
 
     def advance(self, count: int, tokens: Sequence[int]) -> None:
-        """Replace the first columns by new ones at the end, with any of the request's tokens."""
+        """Drop the first columns, and add new ones with random tokens of the request."""
         new = [self.rng.choices(tokens, k=self.length - 1) for _ in range(count)]
         self.window = (self.window + new)[count:] if self.window else new

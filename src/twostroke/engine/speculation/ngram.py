@@ -1,7 +1,7 @@
-"""Guesses from text that was said before: n-grams, also called prompt lookup.
+"""N-gram drafts, also called prompt lookup: tokens that followed the same text before.
 
-There are three references: the request's own tokens, the answer that its caller expects, and
-earlier answers to the same tenant. Where a constraint leaves only one text, that comes first.
+There are three references: the request's own tokens, the answer that its caller predicts, and
+earlier answers to the same tenant. If a constraint allows only one text, that is proposed first.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.engine.speculation.proposal import DraftCost, DraftOutcome
 
-# A guess is of a kind with those after matches of about the same length: the least length of each
-# kind, and how often such guesses are right before anything is known.
-_LENGTHS = (3, 4, 5, 6, 8, 12, 16, 24, 32)
+# The kind of a draft depends on the length of the match: the minimum length of each kind, and the
+# prior of its acceptance rate.
+_MIN_LENGTHS = (3, 4, 5, 6, 8, 12, 16, 24, 32)
 _PRIOR = (0.35, 0.45, 0.55, 0.62, 0.7, 0.8, 0.87, 0.92, 0.96)
-# The text that a grammar forces is certain, its tokens are not: a kind for each of the first ones.
+# A grammar can force a text, but the text can have several tokenizations. There is a kind for each
+# of the first tokens.
 _GRAMMAR_PRIOR = (0.9, 0.9, 0.9, 0.9)
 _PRIORS = {
     "context": _PRIOR,
@@ -34,174 +35,211 @@ _PRIORS = {
     "memory": _PRIOR,
     "grammar": _GRAMMAR_PRIOR,
 }
-_LEAST_SHARE = 0.5  # of the places that must agree on a token for it to be guessed
-_EXPECTED = 12  # length of match that the beginning of an expected answer counts as
-_TAIL = 0.25  # of the cheapest row's price: further rows may be cheaper, up to the next eight
-_LOOKUP_SHARE = 0.005  # of a step's time
-_LOOKUP_STEP = 0.05
+_MIN_AGREEMENT = 0.5  # the part of the occurrences that must agree on a token
+_PREDICTION_MATCH_TOKENS = 12  # the minimum length for which the start of a prediction counts
+_LATER_ROW_COST_RATIO = 0.25  # rows after the first may be cheaper, up to the next eight
+_MAX_LOOKUP_RATIO = 0.005  # of a step's time
+_LOOKUP_WEIGHT = 0.05  # of a new measurement in the average
 
 
 @dataclass(slots=True)
 class _References:
-    """One request's own tokens, its expected answer, and how often guesses from each are right."""
+    """The references of one request.
 
-    own: TokenIndex
-    expected: TokenIndex
+    Attributes:
+        context: the request's tokens.
+        prediction: the answer that the caller predicts.
+        rates: acceptance rates by source.
+        num_predicted: first tokens of the answer that are equal to the prediction.
+        was_right: whether the last draft was right.
+    """
+
+    context: TokenIndex
+    prediction: TokenIndex
     rates: dict[str, AcceptanceRate]
-    num_as_expected: int = 0  # tokens of the answer, from the first one on
-    is_lucky: bool = False  # its last guess was right
+    num_predicted: int = 0
+    was_right: bool = False
 
 
 class NgramProposer:
-    """Finds the longest end of a request's tokens in the references, and offers what followed.
+    """Finds the longest suffix of a request's tokens in the references, and proposes what followed.
 
-    Where several places have the same longest match, each next token is that of most of them.
-    A lookup takes microseconds. Of many requests in short steps only as many are looked up as fit
-    into half a percent of the step, in turn, besides those whose last guess was right.
+    If the longest match has several occurrences, each next token is the most frequent one after
+    them. A lookup takes microseconds. If there are many requests in short steps, lookups take turns
+    so that they fit into half a percent of the step. Requests whose last draft was right are always
+    looked up.
     """
 
     name = "ngram"
 
     def __init__(self) -> None:
+        """Start without earlier answers."""
         self._memory = AnswerMemory()
         self._rates = {source: AcceptanceRate(prior) for source, prior in _PRIORS.items()}
         self._requests: dict[Request, _References] = {}
         self._lookup_s = 1e-5
-        self._turn = 0
+        self._next_turn = 0
 
-    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
-        """Return guesses for each request, which has one token to compute, or None."""
+    def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
+        """Return drafts for each request, which has one pending token; None for no drafts."""
         began_s = time.perf_counter()
-        chosen = self._chosen(requests, price)
-        found: list[Proposal | None] = [None] * len(requests)
-        for index in chosen:
-            found[index] = self._propose(requests[index], price)
-        lookup_s = (time.perf_counter() - began_s) / len(chosen)
-        self._lookup_s += _LOOKUP_STEP * (min(lookup_s, 2 * self._lookup_s) - self._lookup_s)
-        return found
+        indices = self._select(requests, cost)
+        proposals: list[Proposal | None] = [None] * len(requests)
+        for index in indices:
+            proposals[index] = self._propose(requests[index], cost)
+        lookup_s = (time.perf_counter() - began_s) / len(indices)
+        self._lookup_s += _LOOKUP_WEIGHT * (min(lookup_s, 2 * self._lookup_s) - self._lookup_s)
+        return proposals
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Take in what became of a proposal."""
-        if known := self._requests.get(request):
-            known.rates[proposal.source].learn(proposal, outcome)
-            known.is_lucky = bool(outcome.right)
+        """Take in the outcome of a proposal."""
+        if references := self._requests.get(request):
+            references.rates[proposal.source].learn(proposal, outcome)
+            references.was_right = bool(outcome.accepted)
 
     def finish(self, request: Request) -> None:
-        """Remember a request's answer for its tenant's next ones."""
+        """Store the answer of a request for later requests of its tenant."""
         self._requests.pop(request, None)
         self._memory.add(request)
 
     def close(self) -> None:
-        """Release nothing."""
+        """Do nothing, since there are no threads."""
 
-    def _chosen(self, requests: Sequence[Request], price: DraftCost) -> Sequence[int]:
+    def _select(self, requests: Sequence[Request], cost: DraftCost) -> Sequence[int]:
         """Return the indices of the requests for which a step has time."""
         count = room = len(requests)
-        if price.rate:
-            room = max(1, int(_LOOKUP_SHARE * count / (price.rate * self._lookup_s)))
+        if cost.tokens_per_s:
+            room = max(1, int(_MAX_LOOKUP_RATIO * count / (cost.tokens_per_s * self._lookup_s)))
         if room >= count:
             return range(count)
-        first = self._turn = (self._turn + room) % count
+        first = self._next_turn = (self._next_turn + room) % count
         in_turn = {index % count for index in range(first, first + room)}
-        known = map(self._requests.get, requests)
-        return sorted(in_turn.union(i for i, one in enumerate(known) if one and one.is_lucky))
+        all_references = map(self._requests.get, requests)
+        were_right = {
+            index
+            for index, references in enumerate(all_references)
+            if references and references.was_right
+        }
+        return sorted(in_turn | were_right)
 
-    def _propose(self, request: Request, price: DraftCost) -> Proposal | None:
-        known = self._requests.get(request)
-        if known is None:
-            rates = {source: rate.for_request() for source, rate in self._rates.items()}
-            expected = TokenIndex(list(request.hints.prediction))
-            known = _References(TokenIndex(request.tokens), expected, rates)
-            self._requests[request] = known
+    def _propose(self, request: Request, cost: DraftCost) -> Proposal | None:
+        references = self._requests.get(request)
+        if references is None:
+            references = self._requests[request] = _References(
+                context=TokenIndex(request.tokens),
+                prediction=TokenIndex(list(request.hints.prediction)),
+                rates={source: rate.for_request() for source, rate in self._rates.items()},
+            )
         if request.matcher is not None:
-            forced = request.matcher.forced(request.output)[: price.most]
-            kinds = [min(place, len(_GRAMMAR_PRIOR) - 1) for place in range(len(forced))]
-            proposal = _paying(known, "grammar", forced, kinds, [1.0] * len(forced), price)
+            forced = request.matcher.forced(request.output)[: cost.max_drafts]
+            kinds = [min(depth, len(_GRAMMAR_PRIOR) - 1) for depth in range(len(forced))]
+            proposal = _paying_part(
+                references,
+                "grammar",
+                tokens=forced,
+                kinds=kinds,
+                agreements=[1.0] * len(forced),
+                cost=cost,
+            )
             if proposal is not None:
                 return proposal
-        known.own.catch_up()
-        found = max(self._matches(request, known), key=lambda m: m[1].length, default=None)
-        if found is None:
+        references.context.catch_up()
+        matches = self._matches(request, references)
+        longest = max(matches, key=lambda candidate: candidate[1].length, default=None)
+        if longest is None:
             return None
-        source, match, index = found
-        tokens, shares = _followers(index.tokens, match.ends, price.most)
-        kinds = [bisect_right(_LENGTHS, match.length + place) - 1 for place in range(len(tokens))]
-        proposal = _paying(known, source, tokens, kinds, shares, price)
-        known.is_lucky = known.is_lucky and proposal is not None
+        source, match, index = longest
+        tokens, agreements = _next_tokens(index.tokens, match.ends, cost.max_drafts)
+        kinds = [
+            bisect_right(_MIN_LENGTHS, match.length + depth) - 1 for depth in range(len(tokens))
+        ]
+        proposal = _paying_part(
+            references, source, tokens=tokens, kinds=kinds, agreements=agreements, cost=cost
+        )
+        references.was_right = references.was_right and proposal is not None
         return proposal
 
     def _matches(
-        self, request: Request, known: _References
+        self, request: Request, references: _References
     ) -> Iterator[tuple[str, Match, TokenIndex]]:
-        """Yield the longest match in each reference, and where it is from."""
-        if match := known.own.match(request.tokens):
-            yield "context", match, known.own
-        if len(known.expected):
+        """Yield the source, the longest match and the index of each reference with a match."""
+        if match := references.context.match(request.tokens):
+            yield "context", match, references.context
+        if len(references.prediction):
             num_output = request.num_output
-            if _num_as_expected(request, known) == num_output:
-                match = Match(max(_EXPECTED, num_output), (num_output,))
+            if _num_predicted(request, references) == num_output:
+                match = Match(max(_PREDICTION_MATCH_TOKENS, num_output), (num_output,))
             else:
-                match = known.expected.match(request.tokens)
+                match = references.prediction.match(request.tokens)
             if match:
-                yield "prediction", match, known.expected
+                yield "prediction", match, references.prediction
         for index in self._memory.of(request):
             if match := index.match(request.tokens):
                 yield "memory", match, index
 
 
-def _paying(
-    known: _References,
+def _paying_part(
+    references: _References,
     source: str,
+    *,
     tokens: Sequence[int],
     kinds: Sequence[int],
-    shares: Sequence[float],
-    price: DraftCost,
+    agreements: Sequence[float],
+    cost: DraftCost,
 ) -> Proposal | None:
-    """Return the first tokens whose rows may pay; None if not even the first one does."""
-    rate, worth, odds = known.rates[source], 1.0, list[float]()
-    for kind, share in zip(kinds, shares, strict=True):
-        odd = rate.of(kind) * share
-        worth *= odd
-        if worth < (_TAIL if odds else 1) * price.row_chance:
+    """Return the first tokens whose rows may pay; None if the first one does not."""
+    rate, value = references.rates[source], 1.0
+    chances: list[float] = []
+    for kind, agreement in zip(kinds, agreements, strict=True):
+        chance = rate.of(kind) * agreement
+        value *= chance
+        if value < (_LATER_ROW_COST_RATIO if chances else 1) * cost.row_chance:
             break
-        odds.append(odd)
-    if odds:
-        count = len(odds)
-        return Proposal(source, tuple(tokens[:count]), tuple(odds), tuple(kinds[:count]))
+        chances.append(chance)
+    if chances:
+        count = len(chances)
+        return Proposal(source, tuple(tokens[:count]), tuple(chances), tuple(kinds[:count]))
     if kinds:
         rate.fade(kinds[0])
     return None
 
 
-def _num_as_expected(request: Request, known: _References) -> int:
-    """Return how many of the answer's first tokens are as expected."""
-    said, expected, start = request.tokens, known.expected.tokens, request.num_prompt
-    count, end = known.num_as_expected, min(len(expected), request.num_output)
-    while count < end and said[start + count] == expected[count]:
+def _num_predicted(request: Request, references: _References) -> int:
+    """Return how many of the answer's first tokens are equal to the prediction."""
+    tokens, prediction, start = request.tokens, references.prediction.tokens, request.num_prompt
+    count, end = references.num_predicted, min(len(prediction), request.num_output)
+    while count < end and tokens[start + count] == prediction[count]:
         count += 1
-    known.num_as_expected = count
+    references.num_predicted = count
     return count
 
 
-def _followers(tokens: list[int], ends: Sequence[int], most: int) -> tuple[list[int], list[float]]:
-    """Return what followed at most places, and the share of the places that agree so far."""
-    runs = [_until_end(tokens[end : end + most]) for end in ends]
-    if len(runs) == 1:  # the usual case, quickly
-        return runs[0], [1.0] * len(runs[0])
-    guesses: list[int] = []
-    shares: list[float] = []
-    for depth in range(most):
-        nexts = [run[depth] for run in runs if depth < len(run)]
-        if not nexts:
+def _next_tokens(
+    tokens: list[int], ends: Sequence[int], max_tokens: int
+) -> tuple[list[int], list[float]]:
+    """Return the most frequent next tokens after occurrences that end at `ends`.
+
+    Also returns, for each token, the part of the occurrences (which agreed so far) that has it.
+    """
+    continuations = [_until_end(tokens[end : end + max_tokens]) for end in ends]
+    if len(continuations) == 1:  # the most frequent case, without counting
+        return continuations[0], [1.0] * len(continuations[0])
+    drafts: list[int] = []
+    agreements: list[float] = []
+    for depth in range(max_tokens):
+        candidates = [tokens_[depth] for tokens_ in continuations if depth < len(tokens_)]
+        if not candidates:
             break
-        token, count = Counter(nexts).most_common(1)[0]  # the latest place's among equals
-        share = count / len(runs)
-        if share < _LEAST_SHARE:
+        token, count = Counter(candidates).most_common(1)[0]  # the latest one of equals
+        agreement = count / len(continuations)
+        if agreement < _MIN_AGREEMENT:
             break
-        guesses.append(token)
-        shares.append(share)
-        runs = [run for run in runs if depth < len(run) and run[depth] == token]
-    return guesses, shares
+        drafts.append(token)
+        agreements.append(agreement)
+        continuations = [
+            tokens_ for tokens_ in continuations if depth < len(tokens_) and tokens_[depth] == token
+        ]
+    return drafts, agreements
 
 
 def _until_end(tokens: list[int]) -> list[int]:

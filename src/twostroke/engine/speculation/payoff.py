@@ -1,4 +1,4 @@
-"""Which guesses are worth their time, and whether a proposer's have been."""
+"""Decides how many drafts are worth their time, and measures whether a proposer saves time."""
 
 from __future__ import annotations
 
@@ -17,129 +17,142 @@ if TYPE_CHECKING:
     from twostroke.engine.speculation.step_time import StepTimeModel
     from twostroke.model.program import BatchShape
 
-_LEAST_GAIN = 1.08  # in tokens a second, for guesses to be worth the risk
-_MOST_PROBED = 16  # guesses
-_MOST_TOGETHER = 8  # rows: no kernel takes more at once
-_FAR = 8  # guesses beyond the best number so far, after which the search ends
-_STALE = 24  # steps after which one without guesses is measured again,
-_MUCH = 1.5  # or later, where guesses bring this many times the tokens a second
-_STALE_IF_MUCH = 96
-_START = 1.0  # an account is in steps without guesses
-_MOST_SAVED = 2.0  # a change of text must not take long to notice
-_LEAST_SAVED = -1.0
-_MOST_LOST = 0.5  # in one round: a prompt that is read once pays over many
-_UNSEEN = 0.005  # of a step: less time than this is not counted
-_FIRST_REST = 64  # rounds
-_LAST_REST = 1024
+_MIN_GAIN = 1.08  # ratio of tokens per second from which drafts are worth the risk
+_MAX_PROBED_DRAFTS = 16
+_MAX_ROWS_TOGETHER = 8  # that any kernel computes together
+_MAX_SEARCH_AHEAD = 8  # drafts beyond the best number so far, after which the search ends
+# Steps with drafts after which a step without drafts is measured: more if the gain is large.
+_MAX_STEPS_UNMEASURED = 24
+_LARGE_GAIN = 1.5
+_MAX_STEPS_UNMEASURED_AT_LARGE_GAIN = 96
+_START_STEPS = 1.0  # saved steps with which a proposer starts
+_MAX_SAVED_STEPS = 2.0  # small, so that a change of text is noticed soon
+_MIN_SAVED_STEPS = -1.0
+_MAX_LOST_STEPS = 0.5  # in one round: the prefill of a draft model pays off over many rounds
+_MIN_COUNTED_STEPS = 0.005  # shorter times of a proposer are not counted
+_FIRST_REST_ROUNDS = 64
+_MAX_REST_ROUNDS = 1024
 
 
 def budgets(
     step_time: StepTimeModel, count: int | None
 ) -> Callable[[BatchShape], Always | WhilePaying]:
-    """Return a function from a step to its budget: `count` guesses a request, or those that pay."""
+    """Return a function from a step to its budget.
+
+    The budget is `count` drafts for each request or, if that is None, the drafts that pay.
+    """
     return partial(WhilePaying, step_time) if count is None else lambda _: Always(count)
 
 
 class Always(Frozen):
-    """Takes `count` guesses of every proposal, whatever they cost."""
+    """A budget of `count` drafts of every proposal, whatever they cost."""
 
     count: int
 
-    def price(self, most_rows: int) -> DraftCost | None:
-        """Return that guesses cost nothing, `most_rows` in all; None if there is no room."""
-        return DraftCost(0.0, 0.0, min(self.count, most_rows)) if most_rows else None
+    def cost(self, max_rows: int) -> DraftCost | None:
+        """Return a cost of zero for up to `max_rows` drafts; None if there is no room."""
+        return DraftCost(0.0, 0.0, min(self.count, max_rows)) if max_rows else None
 
-    def counts(self, most_rows: int, proposals: Sequence[Proposal]) -> list[int]:
-        """Return how many of the first guesses of each to take, `most_rows` at most in all."""
-        taken = []
+    def counts(self, max_rows: int, proposals: Sequence[Proposal]) -> list[int]:
+        """Return how many of the first drafts of each proposal to use, `max_rows` in all."""
+        counts: list[int] = []
         for proposal in proposals:
-            taken.append(min(self.count, len(proposal.tokens), most_rows))
-            most_rows -= taken[-1]
-        return taken
+            count = min(self.count, len(proposal.tokens), max_rows)
+            counts.append(count)
+            max_rows -= count
+        return counts
 
 
 class WhilePaying:
-    """Takes the guesses that bring the most expected tokens a second, over the whole batch.
+    """A budget of the drafts with the most expected tokens per second, over the whole batch.
 
-    Guesses are taken in the order of their worth. Each makes the step longer, as `step_time`
-    predicts. If the best number does not bring 8% more tokens a second than none, none is taken.
-    Now and then a step goes without, so that it stays known what guesses are compared with.
+    Drafts are added in the order of their values, and each makes the step longer, as `step_time`
+    predicts. No drafts are used unless the best number brings 8% more tokens per second. Now and
+    then a step has no drafts, so that the time of such steps stays known.
 
-    A budget holds for some steps that are like `batch`.
+    A budget is valid for some steps that are similar to `batch`.
     """
 
     def __init__(self, step_time: StepTimeModel, batch: BatchShape) -> None:
+        """Compute the budget of steps like `batch`."""
         self._step_time = step_time
-        self._num_rows, self._num_tokens = batch.num_rows, batch.num_sampled
-        self._seconds = step_time.outlook(batch)
-        self._price = cache(self._find_price)
+        self._num_rows = batch.num_rows
+        self._num_tokens = batch.num_sampled
+        self._seconds = step_time.with_drafts(batch)
+        self._cached_cost = cache(self._compute_cost)
 
-    def price(self, most_rows: int) -> DraftCost | None:
-        """Return what guesses cost if `most_rows` may be added; None if none can pay."""
-        return self._price(min(MAX_DRAFTS, most_rows))
+    def cost(self, max_rows: int) -> DraftCost | None:
+        """Return the cost of up to `max_rows` drafts; None if none can pay."""
+        return self._cached_cost(min(MAX_DRAFTS, max_rows))
 
-    def _find_price(self, most: int) -> DraftCost | None:
-        """Return what guesses cost, by the cheapest of some numbers of them."""
+    def _compute_cost(self, max_drafts: int) -> DraftCost | None:
+        """Return the cost per draft at the number of drafts that is cheapest for each draft."""
         seconds = self._seconds
         plain_s = seconds(0, 0)
-        probes = cheap_numbers(self._num_rows, min(most, _MOST_PROBED))
+        probes = cheap_numbers(self._num_rows, min(max_drafts, _MAX_PROBED_DRAFTS))
         row_s = min([(seconds(n, 0) - plain_s) / n for n in probes], default=plain_s)
-        rate = self._num_tokens / plain_s
-        chance = max(0.0, rate * row_s) * _LEAST_GAIN
-        return DraftCost(chance, rate, most, lambda n: seconds(n, 0)) if chance < 1 else None
+        tokens_per_s = self._num_tokens / plain_s
+        row_chance = max(0.0, tokens_per_s * row_s) * _MIN_GAIN
+        if row_chance >= 1:
+            return None
+        return DraftCost(row_chance, tokens_per_s, max_drafts, lambda n: seconds(n, 0))
 
-    def counts(self, most_rows: int, proposals: Sequence[Proposal]) -> list[int]:
-        """Return how many of the first guesses of each pay, `most_rows` at most in all."""
-        guesses = [
-            (worth, owner, is_fork)
+    def counts(self, max_rows: int, proposals: Sequence[Proposal]) -> list[int]:
+        """Return how many of the first drafts of each proposal pay, at most `max_rows` in all."""
+        drafts = [
+            (value, owner, is_fork)
             for owner, proposal in enumerate(proposals)
-            for worth, is_fork in zip(proposal.worths, proposal.forks, strict=True)
+            for value, is_fork in zip(proposal.values, proposal.forks, strict=True)
         ]
-        guesses.sort(key=lambda guess: -guess[0])  # stable: a proposal's own stay in order
-        expected = float(self._num_tokens)
-        plain = expected / self._seconds(0, 0)
-        best = _LEAST_GAIN * plain
+        drafts.sort(key=lambda draft: -draft[0])  # stable: drafts of a proposal stay in order
+        num_expected = float(self._num_tokens)
+        plain_rate = num_expected / self._seconds(0, 0)
+        best_rate = _MIN_GAIN * plain_rate
         num_best = num_forks = 0
-        for count, (worth, _, is_fork) in enumerate(guesses[:most_rows], 1):
-            expected += worth
+        for count, (value, _, is_fork) in enumerate(drafts[:max_rows], 1):
+            num_expected += value
             num_forks += is_fork
-            rate = expected / self._seconds(count, num_forks)
-            if rate >= best:
-                best, num_best = rate, count
-            elif count >= num_best + _FAR:
+            rate = num_expected / self._seconds(count, num_forks)
+            if rate >= best_rate:
+                best_rate, num_best = rate, count
+            elif count >= num_best + _MAX_SEARCH_AHEAD:
                 break
-        taken = [0] * len(proposals)
-        stale = _STALE if best < _MUCH * plain else _STALE_IF_MUCH
-        if num_best and self._step_time.age(self._num_rows) > stale:
-            return taken
-        for _, owner, _ in guesses[:num_best]:
-            taken[owner] += 1
-        return taken
+        counts = [0] * len(proposals)
+        max_age = _MAX_STEPS_UNMEASURED
+        if best_rate >= _LARGE_GAIN * plain_rate:
+            max_age = _MAX_STEPS_UNMEASURED_AT_LARGE_GAIN
+        if num_best and self._step_time.age(self._num_rows) > max_age:
+            return counts
+        for _, owner, _ in drafts[:num_best]:
+            counts[owner] += 1
+        return counts
 
 
-def cheap_numbers(num_rows: int, most: int) -> set[int]:
-    """Return numbers of guesses up to `most`, one of which costs (nearly) least a guess.
+def cheap_numbers(num_rows: int, max_drafts: int) -> set[int]:
+    """Return numbers of drafts; one of them has (nearly) the lowest cost per draft.
 
-    These are the powers of two, and those that make the `num_rows` others one: kernels like these
-    best.
+    Kernels are fastest with powers of two. So these are the powers of two up to `max_drafts`, and
+    the numbers that complete the `num_rows` other rows to a power of two.
     """
-    numbers = {1 << exponent for exponent in range(most.bit_length())}
-    numbers |= {(1 << exponent) - num_rows for exponent in range(_MOST_TOGETHER.bit_length())}
-    return {number for number in numbers if 0 < number <= most}
+    numbers = {1 << exponent for exponent in range(max_drafts.bit_length())}
+    numbers |= {(1 << exponent) - num_rows for exponent in range(_MAX_ROWS_TOGETHER.bit_length())}
+    return {number for number in numbers if 0 < number <= max_drafts}
 
 
 @dataclass(slots=True)
 class ProposerGain:
-    """The steps that a proposer's guesses have saved, less those that they cost.
+    """The steps that a proposer's drafts have saved, less the steps that they have cost.
 
-    Rates and predicted times are estimates that may be wrong together; this measures the result.
-    A proposer with an overdrawn account rests, and each time for twice as long if it loses again
-    at once.
+    Acceptance rates and predicted times may be wrong together; this measures the result. A proposer
+    with a negative balance rests, and each time twice as long if it loses again at once.
+
+    Attributes:
+        saved: the balance, in steps without drafts.
     """
 
-    saved: float = _START
+    saved: float = _START_STEPS
     _rest: int = 0
-    _next_rest: int = _FIRST_REST
+    _next_rest: int = _FIRST_REST_ROUNDS
 
     def may_ask(self) -> bool:
         """Return whether to ask the proposer in this round."""
@@ -148,11 +161,12 @@ class ProposerGain:
         return not self._rest
 
     def add(self, won: float, spent: float) -> None:
-        """Take in what a round's guesses brought and cost, in steps without any."""
-        change = won - (spent if spent > _UNSEEN else 0.0)
-        self.saved += max(-_MOST_LOST, change)
-        if self.saved >= _MOST_SAVED:
-            self.saved, self._next_rest = _MOST_SAVED, _FIRST_REST
-        elif self.saved < _LEAST_SAVED:
+        """Add the gain and the cost of the drafts of a round, both in steps without drafts."""
+        change = won - (spent if spent > _MIN_COUNTED_STEPS else 0.0)
+        self.saved += max(-_MAX_LOST_STEPS, change)
+        if self.saved >= _MAX_SAVED_STEPS:
+            self.saved = _MAX_SAVED_STEPS
+            self._next_rest = _FIRST_REST_ROUNDS
+        elif self.saved < _MIN_SAVED_STEPS:
             self.saved, self._rest = 0.0, self._next_rest
-            self._next_rest = min(2 * self._next_rest, _LAST_REST)
+            self._next_rest = min(2 * self._next_rest, _MAX_REST_ROUNDS)

@@ -1,4 +1,4 @@
-"""What proposers are asked for, what they offer, and what becomes of it."""
+"""The interface of proposers: what drafts may cost, the proposed drafts, and their outcome."""
 
 from __future__ import annotations
 
@@ -15,167 +15,182 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan, StepResult
 
-_AHEAD = (1, 2, 3, 4)  # further guesses, of which the cheapest number counts
+_PROBED_DRAFTS = (1, 2, 3, 4)  # numbers of further drafts; the lowest cost per draft counts
 
 
 class Proposal(Frozen):
-    """Guesses of a request's next tokens; at least one.
+    """Drafts of a request's next tokens, at least one.
 
-    Each follows the one before it, or in a tree the one whose index is in `parents` (`ROOT`: the
-    request's newest token). `odds[i]` is the chance that `tokens[i]` is right if those before it
-    are. `source` names where they come from; `kinds[i]` is the kind by which the proposer learns
-    their acceptance rate.
+    Any beginning of a proposal is a proposal.
 
-    `worths[i]` is how many tokens a row for `tokens[i]` brings: the chance that it and all before
-    it are right, unless the proposer says otherwise. It never grows along `tokens`, and each token
-    of a tree comes after its parent (`best_first`), so any beginning of a proposal is a proposal.
+    Attributes:
+        source: where the drafts come from, for metrics.
+        tokens: the drafts. In a tree each comes after its parent.
+        chances: the probability that each draft is right if the drafts before it are.
+        kinds: the kind of each draft, by which its acceptance rate is learned.
+        parents: index of the draft that each draft follows, or `ROOT` for the request's newest
+            token; empty for a chain.
+        values: the expected number of tokens that a row for each draft brings, in falling order.
+            By default the probability that the draft and all drafts before it are right.
     """
 
     source: str
     tokens: tuple[int, ...]
-    odds: tuple[float, ...]
+    chances: tuple[float, ...]
     kinds: tuple[int, ...]
     parents: tuple[int, ...] = ()
-    worths: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Work out the worths."""
-        if not self.worths:
-            chances: list[float] = []
-            for odd, parent in zip(self.odds, self.before, strict=True):
-                chances.append(odd if parent == ROOT else odd * chances[parent])
-            force_setattr(self, "worths", tuple(chances))
+        """Compute the values if they were not given."""
+        if not self.values:
+            values: list[float] = []
+            for chance, parent in zip(self.chances, self.parent_indices, strict=True):
+                values.append(chance if parent == ROOT else chance * values[parent])
+            force_setattr(self, "values", tuple(values))
 
     @property
-    def before(self) -> Sequence[int]:
-        """The index of the guess that each one follows, or `ROOT`."""
+    def parent_indices(self) -> Sequence[int]:
+        """The index of the draft that each draft follows, or `ROOT`, also for a chain."""
         return self.parents or range(-1, len(self.tokens) - 1)
 
     @property
     def forks(self) -> Sequence[bool]:
-        """Whether each token follows the same one as an earlier token does."""
+        """Whether each draft has the same parent as an earlier draft."""
         if not self.parents:
             return (False,) * len(self.tokens)
-        return [parent in self.parents[:i] for i, parent in enumerate(self.parents)]
+        return [parent in self.parents[:index] for index, parent in enumerate(self.parents)]
 
     def first(self, count: int) -> Proposal:
-        """Return the first `count` guesses alone."""
+        """Return a proposal of the first `count` drafts."""
         return self if count >= len(self.tokens) else self._pick(range(count))
 
     def best_first(self) -> Proposal:
-        """Return the same tree with the tokens that are worth most first."""
-        return self._pick(sorted(range(len(self.tokens)), key=lambda i: -self.worths[i]))
+        """Return the same tree with the drafts sorted by falling value."""
+        return self._pick(sorted(range(len(self.tokens)), key=lambda index: -self.values[index]))
 
     def _pick(self, order: Sequence[int]) -> Proposal:
-        places = {old: new for new, old in enumerate(order)} | {ROOT: ROOT}
+        """Return a proposal of the drafts with these indices, in this order."""
+        new_index = {old: new for new, old in enumerate(order)} | {ROOT: ROOT}
+        parents: tuple[int, ...] = ()
+        if self.parents:
+            parents = tuple([new_index[self.parents[index]] for index in order])
         return Proposal(
-            self.source,
-            tuple([self.tokens[i] for i in order]),
-            tuple([self.odds[i] for i in order]),
-            tuple([self.kinds[i] for i in order]),
-            tuple([places[self.parents[i]] for i in order]) if self.parents else (),
-            tuple([self.worths[i] for i in order]),
+            source=self.source,
+            tokens=tuple([self.tokens[index] for index in order]),
+            chances=tuple([self.chances[index] for index in order]),
+            kinds=tuple([self.kinds[index] for index in order]),
+            parents=parents,
+            values=tuple([self.values[index] for index in order]),
         )
 
 
 class DraftOutcome(Frozen):
-    """What became of a proposal.
+    """The outcome of a proposal.
 
-    `tried` are the indices of the tokens that were computed, in the order of their rows; `right`
-    are those of them that were right, each following the one before. `drawn[0]` was drawn after
-    the request's newest token, `drawn[1 + i]` after `tried[i]`.
+    Attributes:
+        tried: indices of the drafts that were computed, in the order of their rows.
+        accepted: indices of the drafts that were right, each following the one before.
+        sampled: the token sampled after the request's newest token, then after each tried draft.
     """
 
     tried: Sequence[int]
-    right: Sequence[int]
-    drawn: Sequence[int]
+    accepted: Sequence[int]
+    sampled: Sequence[int]
 
     def trials(self, proposal: Proposal) -> list[tuple[int, bool]]:
-        """Return the tokens that follow right ones only, and whether they were right.
+        """Return the tried drafts that follow accepted ones, and whether they were right.
 
-        Those after a wrong one tell nothing: they were guessed for another text.
+        Drafts after a wrong one are left out, since they were made for another text.
         """
-        before, right = proposal.before, {ROOT, *self.right}
-        return [(i, i in right) for i in self.tried if before[i] in right]
+        parents, accepted = proposal.parent_indices, {ROOT, *self.accepted}
+        return [(draft, draft in accepted) for draft in self.tried if parents[draft] in accepted]
 
 
 class DraftCost(Frozen):
-    """What guesses cost in the step that is being planned.
+    """The cost of drafts in the step that is being planned.
 
     Attributes:
-        row_chance: the chance of being right from which on a guess pays for its row.
-        rate: tokens a second without guesses; 0 where time does not count.
-        most: guesses of one request.
-        seconds: the time of the step with a number of guesses, if it is known.
+        row_chance: the probability of being right from which a draft pays for its row.
+        tokens_per_s: tokens per second without drafts; 0 if time does not count.
+        max_drafts: the maximum number of drafts of one request.
+        seconds: the time of the step with a number of drafts, if it is known.
     """
 
     row_chance: float
-    rate: float
-    most: int
+    tokens_per_s: float
+    max_drafts: int
     seconds: Callable[[int], float] | None = None
 
-    def least_chance(self, seconds: float) -> float:
-        """Return the chance from which on a guess pays that takes `seconds` to make."""
-        return self.row_chance + self.rate * seconds
+    def min_chance(self, seconds: float) -> float:
+        """Return the probability from which a draft pays that takes `seconds` to make."""
+        return self.row_chance + self.tokens_per_s * seconds
 
-    def least_next(
-        self, num_guesses: int, num_tokens: float, spent_s: float, next_s: float
+    def min_next_chance(
+        self, num_drafts: int, num_tokens: float, spent_s: float, next_s: float
     ) -> float:
-        """Return the chance from which on one more guess pays that takes `next_s` to make.
+        """Return the probability from which one more draft pays that takes `next_s` to make.
 
-        The `num_guesses` that there are took `spent_s` to make, and the step is expected to bring
-        `num_tokens` with them. Another guess competes with this rate: if it brings fewer tokens
-        for its time, the step gets slower. A kernel computes some rows at once, so the next
-        rows cost what the cheapest number of them does.
+        The present `num_drafts` took `spent_s` to make, and the step is expected to bring
+        `num_tokens` with them. If another draft brings fewer tokens for its time, the rate falls.
+        Kernels compute some rows together, so the cost of a draft's row is the lowest cost per
+        row over some numbers of further rows.
         """
         if self.seconds is None:
-            return self.least_chance(next_s)
-        step_s = self.seconds(num_guesses)
-        rate = max(self.rate, num_tokens / (step_s + spent_s))
-        row_s = min((self.seconds(num_guesses + more) - step_s) / more for more in _AHEAD)
+            return self.min_chance(next_s)
+        step_s = self.seconds(num_drafts)
+        rate = max(self.tokens_per_s, num_tokens / (step_s + spent_s))
+        row_s = min(
+            (self.seconds(num_drafts + num_more) - step_s) / num_more for num_more in _PROBED_DRAFTS
+        )
         return rate * (max(0.0, row_s) + next_s)
 
 
 class Watcher(Protocol):
-    """Sees what every step drew, whether or not anything was guessed."""
+    """Is shown the result of every step, with or without drafts."""
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Take in what a step drew; the requests have their new tokens by now."""
+        """Take in the result of a step, whose tokens the requests already have."""
 
     def finish(self, request: Request) -> None:
         """Take note that a request has ended."""
 
 
 class Proposer(Protocol):
-    """Guesses what follows."""
+    """Proposes drafts.
+
+    Attributes:
+        name: the name of the method, which requests may ask for.
+    """
 
     name: str
 
-    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
-        """Return guesses for each request, which has one token to compute, or None."""
+    def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
+        """Return drafts for each request, which has one pending token; None for no drafts."""
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Take in what became of a proposal."""
+        """Take in the outcome of a proposal."""
 
     def finish(self, request: Request) -> None:
-        """Drop what is kept for a request that has ended, or keep what it teaches."""
+        """Drop the data of a request that has ended."""
 
     def close(self) -> None:
         """Release memory and threads."""
 
 
-def drawn_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[Slice, list[int]]]:
-    """Yield each slice that drew, and the drawn rows that its request keeps, in their order.
+def sampled_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[Slice, list[int]]]:
+    """Yield each slice that samples, and the sampled rows whose tokens its request keeps.
 
-    A request that ended may have kept fewer.
+    Rows are counted over all sampled rows of the step. A request that ended may have kept fewer.
     """
     first = 0
-    for part in plan.slices:
-        if not part.samples:
+    for slice_ in plan.slices:
+        if not slice_.samples:
             continue
         rows = [first]
-        if part.drafts:
-            drawn = result.tokens[first : first + part.num_drawn]
-            rows += [first + 1 + i for i in right_drafts(part.drafts, part.branches, drawn)]
-        yield part, rows
-        first += part.num_drawn
+        if slice_.drafts:
+            tokens = result.tokens[first : first + slice_.num_drawn]
+            accepted = right_drafts(slice_.drafts, slice_.branches, tokens)
+            rows += [first + 1 + draft for draft in accepted]
+        yield slice_, rows
+        first += slice_.num_drawn

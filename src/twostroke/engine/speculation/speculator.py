@@ -1,4 +1,4 @@
-"""Puts guesses into steps where they pay, and learns what became of them."""
+"""Adds drafts to steps where they pay, and learns from their outcomes."""
 
 from __future__ import annotations
 
@@ -30,21 +30,26 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("twostroke.spec")
 
-_BUDGET_STEPS = 16  # for which a budget holds
-_PAUSE = 32  # steps without asking proposers, after one in which no guess could pay
-_ENOUGH = 2.0  # expected right tokens of a proposal, after which no other proposer is asked
-_NUM_RECENT = 1024  # steps
+_BUDGET_STEPS = 16  # steps for which a budget is valid
+_PAUSE_STEPS = 32  # without asking proposers, after a step in which no draft could pay
+_ENOUGH_TOKENS = 2.0  # expected tokens of a proposal after which no other proposer is asked
+_NUM_RECENT_STEPS = 1024
 
 
 class TimedStep(Frozen):
-    """One step of `num_rows`, `num_guesses` of them guesses, which brought `num_tokens`.
+    """A measured step.
 
-    Without guesses it would have brought `num_plain` tokens. Its time is `step_s`, after `asking_s`
-    that proposers took.
+    Attributes:
+        num_rows: all rows, drafts included.
+        num_drafts: rows of drafts.
+        num_plain: tokens that the step would have brought without drafts.
+        num_tokens: tokens that it brought.
+        step_s: its time.
+        asking_s: the time that proposers took before it.
     """
 
     num_rows: int
-    num_guesses: int
+    num_drafts: int
     num_plain: int
     num_tokens: int
     step_s: float
@@ -56,12 +61,13 @@ class SpeculationStats:
     """Counts since the start.
 
     Attributes:
-        proposed: guesses that were computed, by their source.
-        accepted: those of them that were right.
-        accepted_at: how often the guess at each place was right.
-        passes: slices with guesses; each brought one token besides the accepted ones.
-        saved_s: how much longer the same tokens would have taken without, by `StepTimeModel`.
-        recent: the last steps, with or without guesses.
+        proposed: drafts that were computed, by source.
+        accepted: drafts that were right, by source.
+        accepted_at: how often the draft at each depth was right.
+        passes: slices with drafts; each brought one token besides the accepted drafts.
+        saved_s: time saved, compared with `StepTimeModel`'s time for the same tokens without
+            drafts.
+        recent: the last steps, with or without drafts.
     """
 
     proposed: Counter[str] = field(default_factory=Counter)
@@ -69,29 +75,31 @@ class SpeculationStats:
     accepted_at: Counter[int] = field(default_factory=Counter)
     passes: int = 0
     saved_s: float = 0.0
-    recent: deque[TimedStep] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    recent: deque[TimedStep] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT_STEPS))
 
 
 @dataclass(slots=True)
 class _SliceDraft:
-    """A proposal for a slice, and which of its tokens are tried."""
+    """The proposal for a slice, and the indices of its drafts that are tried."""
 
-    part: Slice
+    slice_: Slice
     proposer: Proposer
     proposal: Proposal
     tried: Sequence[int] = ()
 
     @property
     def num_expected(self) -> float:
-        """How many tokens it brings on average."""
-        return sum(self.proposal.worths)
+        """The expected number of tokens that all drafts bring."""
+        return sum(self.proposal.values)
 
 
 @dataclass(slots=True)
 class StepDrafts:
-    """The guesses of one step, by the identity of their slices.
+    """The drafts of one step.
 
-    `asking_s` is how many seconds each proposer took that was asked.
+    Attributes:
+        by_slice: the proposals by the identity (`id`) of their slices.
+        asking_s: the seconds of each proposer that was asked, by name.
     """
 
     by_slice: dict[int, _SliceDraft] = field(default_factory=dict)
@@ -99,7 +107,14 @@ class StepDrafts:
 
 
 class Speculator:
-    """Asks proposers for guesses, and adds as many to a step's slices as the budget allows."""
+    """Asks proposers for drafts, and adds the drafts that the budget allows to a step.
+
+    Attributes:
+        stats: counts since the start.
+        methods: the names of all proposers.
+        step_time: predicts the times of steps.
+        times_steps: whether `learn` updates `step_time`, which takes some time itself.
+    """
 
     def __init__(
         self,
@@ -110,208 +125,229 @@ class Speculator:
         watchers: Sequence[Watcher] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Ask `proposers` in order, later ones where earlier ones do not expect much.
+        """Ask `proposers` in order, later ones where earlier ones expect few tokens.
 
-        Those `on_request` are asked only about requests that name them. All steps are shown to the
-        `watchers`, which may be proposers, too. A budget holds for all steps with as many rows.
+        Proposers `on_request` are asked only about requests that name them. All steps are shown to
+        the `watchers`, which may be proposers, too. `budget_of` returns the budget of a step; it is
+        used for some steps of the same size.
         """
         self.stats = SpeculationStats()
-        self._proposers, self._watchers = (*proposers, *on_request), tuple(watchers)
-        self._failed: list[Proposer] = []
-        self._clock = clock
-        self.methods = tuple(proposer.name for proposer in self._proposers)
-        self._by_default = {proposer.name for proposer in proposers}
-        self._budget_of = budget_of
+        self.methods = tuple(proposer.name for proposer in (*proposers, *on_request))
         self.step_time = step_time
-        self.times_steps = bool(self._proposers)  # learning takes time; others may want it, too
-        self._asking_s = 0.0  # since the last step was learned from
-        self._accounts: defaultdict[tuple[str, int], ProposerGain] = defaultdict(ProposerGain)
+        self.times_steps = bool(self.methods)
+        self._proposers: tuple[Proposer, ...] = (*proposers, *on_request)
+        self._watchers = tuple(watchers)
+        self._failed: list[Proposer] = []
+        self._default_names = {proposer.name for proposer in proposers}
+        self._budget_of = budget_of
+        self._clock = clock
+        self._asking_s = 0.0  # since the last call of `learn`
+        self._gains: defaultdict[tuple[str, int], ProposerGain] = defaultdict(ProposerGain)
         self._budget: DraftBudget | None = None
-        self._budget_size = (0, 0, 0)  # slices, rows and tokens that it holds for
-        self._budget_age = 0  # steps
-        self._pause = 0  # steps
-        self._pause_slices = 0  # the pause ends when there are fewer slices
+        self._budget_size = (0, 0, 0)  # slices, rows and sampled tokens for which it is valid
+        self._budget_age = 0  # in steps
+        self._pause = 0  # in steps
+        self._pause_slices = 0  # the pause ends if a step has fewer slices
 
     def extend(self, plan: StepPlan, add_drafts: AddDrafts) -> StepDrafts:
-        """Add drafts to the plan's slices, as many as pay; `add_drafts` as `Scheduler`'s."""
+        """Add the drafts that pay to the slices of a plan, by `Scheduler.add_drafts`."""
         began_s = self._clock()
-        guesses = StepDrafts()
-        self._extend(plan, guesses, add_drafts)
+        step_drafts = StepDrafts()
+        self._extend(plan, step_drafts, add_drafts)
         self._asking_s += self._clock() - began_s
-        return guesses
+        return step_drafts
 
     def learn(
         self,
         plan: StepPlan,
-        guesses: StepDrafts,
+        step_drafts: StepDrafts,
         batch: BatchShape,
         result: StepResult,
         elapsed_s: float,
     ) -> None:
-        """Take in what a step drew, and how long it took with all that was done meanwhile.
+        """Take in the result of a step, and its time with all work that was done meanwhile.
 
-        The time of proposers says nothing about steps of this size: their accounts pay for it.
+        The time of proposers is charged to the proposers, and not to steps of this size.
         """
         for watcher in self._watchers:
-            with self._surviving(watcher):
+            with self._dropping_failed(watcher):
                 watcher.see(plan, result)
         asking_s, self._asking_s = self._asking_s, 0.0
-        step_s = max(0.0, elapsed_s - asking_s)  # lost steps were asked for, too
+        step_s = max(0.0, elapsed_s - asking_s)  # proposers were asked for lost steps, too
         if self.times_steps:
             self.step_time.learn(batch, step_s)
-        num_plain = _num_drawing(plan)
-        tried, right = self._outcomes(plan, guesses, result)
-        num_tried, num_tokens = tried.total(), num_plain + right.total()
+        num_plain = _num_sampling(plan)
+        num_tried, num_accepted = self._apply_outcomes(plan, step_drafts, result)
+        num_drafts = num_tried.total()
+        num_tokens = num_plain + num_accepted.total()
         self.stats.recent.append(
-            TimedStep(batch.num_rows, num_tried, num_plain, num_tokens, step_s, asking_s)
+            TimedStep(
+                num_rows=batch.num_rows,
+                num_drafts=num_drafts,
+                num_plain=num_plain,
+                num_tokens=num_tokens,
+                step_s=step_s,
+                asking_s=asking_s,
+            )
         )
-        asked = guesses.asking_s
-        if not tried:  # the step itself tells how long it takes without guesses
-            for name, its_asking_s in asked.items():
-                self._account(name, plan).add(0.0, its_asking_s / max(step_s, 1e-6))
-            self.stats.saved_s -= sum(asked.values())
+        if not num_tried:  # the step itself has the time of a step without drafts
+            for name, seconds in step_drafts.asking_s.items():
+                self._gain(name, plan).add(0.0, seconds / max(step_s, 1e-6))
+            self.stats.saved_s -= sum(step_drafts.asking_s.values())
             return
         plain = BatchShape(tuple(plan.starts), tuple(plan.counts), num_plain)
         plain_s = self.step_time.seconds(plain)
-        longer_s = max(0.0, self.step_time.seconds(batch) - plain_s)
-        for name, its_asking_s in asked.items():
-            spent = (its_asking_s + longer_s * tried[name] / num_tried) / plain_s
-            self._account(name, plan).add(right[name] / num_plain, spent)
+        drafts_s = max(0.0, self.step_time.seconds(batch) - plain_s)
+        for name, seconds in step_drafts.asking_s.items():
+            spent = (seconds + drafts_s * num_tried[name] / num_drafts) / plain_s
+            self._gain(name, plan).add(num_accepted[name] / num_plain, spent)
         self.stats.saved_s += plain_s * num_tokens / num_plain - elapsed_s
 
     def finish(self, request: Request) -> None:
         """Tell proposers and watchers that a request has ended."""
-        everyone: tuple[Proposer | Watcher, ...] = (*self._proposers, *self._watchers)
-        for one in everyone:
-            with self._surviving(one):
-                one.finish(request)
+        observers: tuple[Proposer | Watcher, ...] = (*self._proposers, *self._watchers)
+        for observer in observers:
+            with self._dropping_failed(observer):
+                observer.finish(request)
 
     def close(self) -> None:
-        """Release what proposers hold."""
+        """Release the memory and threads of proposers."""
         for proposer in (*self._proposers, *self._failed):
             proposer.close()
 
-    def _extend(self, plan: StepPlan, guesses: StepDrafts, add_drafts: AddDrafts) -> None:
+    def _extend(self, plan: StepPlan, step_drafts: StepDrafts, add_drafts: AddDrafts) -> None:
         if not self._proposers or not plan.budget:
             return
         if self._pause and len(plan.slices) >= self._pause_slices:
             self._pause -= 1
             return
         budget = self._current_budget(plan)
-        price = budget.price(plan.budget)
-        if price is None:
-            self._pause, self._pause_slices = _PAUSE, len(plan.slices)
+        cost = budget.cost(plan.budget)
+        if cost is None:
+            self._pause = _PAUSE_STEPS
+            self._pause_slices = len(plan.slices)
             self._budget = None
             return
         self._pause = 0
-        parts = [  # those of one output token, which drafts may follow
-            part
-            for part in plan.slices
-            if part.count == 1 and part.samples and part.start >= part.request.num_prompt
+        decoding = [
+            slice_
+            for slice_ in plan.slices
+            if slice_.count == 1 and slice_.samples and slice_.start >= slice_.request.num_prompt
         ]
         for proposer in self._proposers:
-            if not price.rate or self._account(proposer.name, plan).may_ask():
-                self._ask(proposer, parts, price, guesses)
-        if not guesses.by_slice:
+            if not cost.tokens_per_s or self._gain(proposer.name, plan).may_ask():
+                self._ask(proposer, decoding, cost, step_drafts)
+        if not step_drafts.by_slice:
             return
-        found = list(guesses.by_slice.values())
-        counts = budget.counts(plan.budget, [guess.proposal for guess in found])
-        for guess, count in zip(found, counts, strict=True):
+        drafts = list(step_drafts.by_slice.values())
+        counts = budget.counts(plan.budget, [draft.proposal for draft in drafts])
+        for draft, count in zip(drafts, counts, strict=True):
             if count:
-                tokens, parents = guess.proposal.tokens[:count], guess.proposal.parents[:count]
-                guess.tried = add_drafts(guess.part, tokens, parents)
+                tokens, parents = draft.proposal.tokens[:count], draft.proposal.parents[:count]
+                draft.tried = add_drafts(draft.slice_, tokens, parents)
 
     def _current_budget(self, plan: StepPlan) -> DraftBudget:
-        """Return what guesses cost; it changes slowly, so it is kept for some steps."""
-        size = len(plan.slices), sum(plan.counts), _num_drawing(plan)
-        known = self._budget
-        if known is None or size != self._budget_size or self._budget_age >= _BUDGET_STEPS:
-            known = self._budget = self._budget_of(BatchShape.of(plan))
-            self._budget_size, self._budget_age = size, 0
+        """Return the budget of a step; it changes slowly, so it is reused for some steps."""
+        size = len(plan.slices), sum(plan.counts), _num_sampling(plan)
+        budget = self._budget
+        if budget is None or size != self._budget_size or self._budget_age >= _BUDGET_STEPS:
+            budget = self._budget = self._budget_of(BatchShape.of(plan))
+            self._budget_size = size
+            self._budget_age = 0
         self._budget_age += 1
-        return known
+        return budget
 
     def _ask(
-        self, proposer: Proposer, parts: Sequence[Slice], price: DraftCost, guesses: StepDrafts
+        self,
+        proposer: Proposer,
+        slices: Sequence[Slice],
+        cost: DraftCost,
+        step_drafts: StepDrafts,
     ) -> None:
-        """Ask about the slices of which not much is expected yet, and keep the better guesses."""
-        known, names = guesses.by_slice, {proposer.name}
-        if proposer.name in self._by_default:
+        """Ask a proposer about slices with few expected tokens, and keep better proposals."""
+        by_slice, names = step_drafts.by_slice, {proposer.name}
+        if proposer.name in self._default_names:
             names.add("auto")
-        asked = [
-            part
-            for part in parts
-            if part.request.hints.speculate in names
-            and (id(part) not in known or known[id(part)].num_expected < _ENOUGH)
+        candidates = [
+            slice_
+            for slice_ in slices
+            if slice_.request.hints.speculate in names
+            and (id(slice_) not in by_slice or by_slice[id(slice_)].num_expected < _ENOUGH_TOKENS)
         ]
-        if not asked:
+        if not candidates:
             return
         began_s = self._clock()
         proposals: Sequence[Proposal | None] = ()
-        with self._surviving(proposer):
-            proposals = proposer.propose([part.request for part in asked], price)
-        guesses.asking_s[proposer.name] = self._clock() - began_s
-        for part, offered in zip(asked, proposals, strict=False):  # none, if it has failed
-            proposal = _as_allowed(offered, part.request)
+        with self._dropping_failed(proposer):
+            proposals = proposer.propose([slice_.request for slice_ in candidates], cost)
+        step_drafts.asking_s[proposer.name] = self._clock() - began_s
+        # There are no proposals if the proposer has failed.
+        for slice_, unconstrained in zip(candidates, proposals, strict=False):
+            proposal = _allowed_part(unconstrained, slice_.request)
             if proposal is not None:
-                guess = _SliceDraft(part, proposer, proposal)
-                if id(part) not in known or guess.num_expected > known[id(part)].num_expected:
-                    known[id(part)] = guess
+                draft = _SliceDraft(slice_, proposer, proposal)
+                previous = by_slice.get(id(slice_))
+                if previous is None or draft.num_expected > previous.num_expected:
+                    by_slice[id(slice_)] = draft
 
-    def _outcomes(
-        self, plan: StepPlan, guesses: StepDrafts, result: StepResult
+    def _apply_outcomes(
+        self, plan: StepPlan, step_drafts: StepDrafts, result: StepResult
     ) -> tuple[Counter[str], Counter[str]]:
-        """Tell proposers what became of their guesses; count these, and those that were right."""
-        num_tried, num_right = Counter[str](), Counter[str]()
-        if not guesses.by_slice:
-            return num_tried, num_right
+        """Tell proposers the outcomes; return the numbers of tried and accepted drafts by name."""
+        num_tried, num_accepted = Counter[str](), Counter[str]()
+        if not step_drafts.by_slice:
+            return num_tried, num_accepted
         tokens, stats = iter(result.tokens), self.stats
-        for part in plan.slices:
-            drawn = list(islice(tokens, part.num_drawn))
-            guess = guesses.by_slice.get(id(part))
-            if guess is None:
+        for slice_ in plan.slices:
+            sampled = list(islice(tokens, slice_.num_drawn))
+            draft = step_drafts.by_slice.get(id(slice_))
+            if draft is None:
                 continue
-            tried, name, source = guess.tried, guess.proposer.name, guess.proposal.source
-            right = [tried[i] for i in right_drafts(part.drafts, part.branches, drawn)]
-            with self._surviving(guess.proposer):
-                guess.proposer.learn(
-                    part.request, guess.proposal, DraftOutcome(tried, right, drawn)
-                )
+            tried, name, source = draft.tried, draft.proposer.name, draft.proposal.source
+            rows = right_drafts(slice_.drafts, slice_.branches, sampled)
+            accepted = [tried[row] for row in rows]
+            with self._dropping_failed(draft.proposer):
+                outcome = DraftOutcome(tried, accepted, sampled)
+                draft.proposer.learn(slice_.request, draft.proposal, outcome)
             if tried:
                 num_tried[name] += len(tried)
-                num_right[name] += len(right)
+                num_accepted[name] += len(accepted)
                 stats.passes += 1
                 stats.proposed[source] += len(tried)
-                stats.accepted[source] += len(right)
-                stats.accepted_at.update(range(len(right)))
-        return num_tried, num_right
+                stats.accepted[source] += len(accepted)
+                stats.accepted_at.update(range(len(accepted)))
+        return num_tried, num_accepted
 
     @contextmanager
-    def _surviving(self, one: Proposer | Watcher) -> Iterator[None]:
-        """Go on without a proposer or watcher that fails: no answer depends on it."""
+    def _dropping_failed(self, observer: Proposer | Watcher) -> Iterator[None]:
+        """Drop a proposer or watcher that fails in this context: no answer depends on it."""
         try:
             yield
-        except Exception:  # guesses must cost no answer, whatever goes wrong with them
-            if any(other is one for other in (*self._proposers, *self._watchers)):
-                _logger.exception("%s failed and is not used any more.", type(one).__name__)
-            self._failed += [proposer for proposer in self._proposers if proposer is one]
-            self._proposers = tuple([other for other in self._proposers if other is not one])
-            self._watchers = tuple([other for other in self._watchers if other is not one])
+        except Exception:  # a fault of speculation must not cost an answer
+            if any(other is observer for other in (*self._proposers, *self._watchers)):
+                _logger.exception("%s failed and is not used any more.", type(observer).__name__)
+            self._failed += [proposer for proposer in self._proposers if proposer is observer]
+            self._proposers = tuple(
+                [proposer for proposer in self._proposers if proposer is not observer]
+            )
+            self._watchers = tuple(
+                [watcher for watcher in self._watchers if watcher is not observer]
+            )
 
-    def _account(self, name: str, plan: StepPlan) -> ProposerGain:
-        """Return a proposer's account at about as many requests."""
-        return self._accounts[name, len(plan.slices).bit_length()]
+    def _gain(self, name: str, plan: StepPlan) -> ProposerGain:
+        """Return the gain of a proposer in steps with about as many slices as the plan."""
+        return self._gains[name, len(plan.slices).bit_length()]
 
 
-def _num_drawing(plan: StepPlan) -> int:
-    """Return in how many slices a token is drawn."""
+def _num_sampling(plan: StepPlan) -> int:
+    """Return the number of slices that sample a token."""
     if plan.is_decode:
         return len(plan.slices)
-    return sum([part.samples for part in plan.slices])
+    return sum([slice_.samples for slice_ in plan.slices])
 
 
-def _as_allowed(proposal: Proposal | None, request: Request) -> Proposal | None:
-    """Return the beginning of a chain that the request's constraint allows, or None."""
+def _allowed_part(proposal: Proposal | None, request: Request) -> Proposal | None:
+    """Return the beginning of a chain that the request's constraint allows; None if it is empty."""
     if proposal is None or request.matcher is None or proposal.parents:
         return proposal
     count = request.matcher.count_allowed(request.output, proposal.tokens)

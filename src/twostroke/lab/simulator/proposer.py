@@ -41,14 +41,14 @@ class SimulatedProposer:
         self._roofline = roofline
         self._clock = clock
 
-    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
+    def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
         """Return drafts for each request, as long as another draft may pay."""
         starts = tuple([len(request.tokens) - 1 for request in requests])
         next_s = self._cost * self._roofline.totals(BatchShape.decode(starts)).seconds
         count, expected = 0, float(len(requests))
-        while count < min(_MAX_DRAFTS, price.most):
+        while count < min(_MAX_DRAFTS, cost.max_drafts):
             probability = self._acceptance ** (count + 1)
-            min_gain = price.least_next(count * len(requests), expected, count * next_s, next_s)
+            min_gain = cost.min_next_chance(count * len(requests), expected, count * next_s, next_s)
             if next_s and probability * len(requests) < min_gain:
                 break
             count, expected = count + 1, expected + probability * len(requests)

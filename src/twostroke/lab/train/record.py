@@ -13,7 +13,7 @@ from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 from twostroke.core.files import read_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import read_checked_json, write_checked_json
-from twostroke.engine.speculation import drawn_rows
+from twostroke.engine.speculation import sampled_rows
 
 if TYPE_CHECKING:
     from collections import deque
@@ -60,7 +60,7 @@ class Recorder:
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
         """Keep the states from which each request's new tokens were sampled."""
-        for slice_, rows in drawn_rows(plan, result):
+        for slice_, rows in sampled_rows(plan, result):
             if result.hidden is not None:
                 states = result.hidden[rows]
                 states = states / np.sqrt(
