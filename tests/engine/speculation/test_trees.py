@@ -170,7 +170,7 @@ def test_trees_do_not_change_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         guesser = GuessesTrees(outputs)
         step_time = StepTimeModel(StepCost(((once, Cost(0, 1)), (each_row, Cost(1)))), None)
         speculator = Speculator([guesser], lambda _: Always(24), step_time)
-        monkeypatch.setattr("support.engines.build_speculator", lambda *_: speculator)  # noqa: B023
+        monkeypatch.setattr("support.engines.build_speculator", lambda *_, **__: speculator)  # noqa: B023
         with tiny_client(tmp_path) as (client, _):
             found = complete(client, prompts, params)
             stats, pages = client.loop.snapshot().speculation, client.loop.snapshot().scheduler
