@@ -68,9 +68,9 @@ def limit_of_a_batch() -> Waiting:
 
 
 def pool_of_models() -> Waiting:
-    view = ModelUse("model", 1, 1.0, ModelResidency.IN)
+    view = ModelUse("model", 1, 1.0, ModelResidency.LOADED)
     engine: Any = SimpleNamespace(
-        card=None, residency=ModelResidency.IN, num_waiting=0, model_use=lambda now_s: view,
+        card=None, residency=ModelResidency.LOADED, num_waiting=0, model_use=lambda now_s: view,
         set_closed=lambda is_closed: None, expected_load_s=1.0,
     )  # fmt: skip
     pool = ModelPool({"model": engine}, budget_bytes=1)

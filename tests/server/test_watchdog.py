@@ -49,8 +49,8 @@ def heard(listener: socket.socket) -> list[bytes]:
 def feed_for(health: Health, seconds: float) -> None:
     async def run() -> None:
         engine: Any = SimpleNamespace(health=health)
-        vitals = HealthReports(engine, ModelNames(("tiny",)), lambda: False, None)
-        watchdog = Watchdog(lambda: vitals.is_well)
+        reports = HealthReports(engine, ModelNames(("tiny",)), lambda: False, None)
+        watchdog = Watchdog(lambda: reports.is_well)
         watchdog.begin()
         await asyncio.sleep(seconds)
         watchdog.end()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class _Model:
     num_bytes: int
     load_s: float
-    state: ModelResidency = ModelResidency.OUT
+    state: ModelResidency = ModelResidency.UNLOADED
     waiting: list[float] = field(default_factory=list)
     running: list[float] = field(default_factory=list)  # when they end
     used_s: float = 0.0
@@ -58,7 +58,9 @@ class Stage:
 
     @property
     def absent(self) -> list[str]:
-        return [name for name, model in self.models.items() if model.state is ModelResidency.OUT]
+        return [
+            name for name, model in self.models.items() if model.state is ModelResidency.UNLOADED
+        ]
 
     def step(self) -> None:
         """Let `tick_s` pass."""
@@ -68,7 +70,7 @@ class Stage:
             if model.state is ModelResidency.LOADING:
                 self.loading_s += self.tick_s
                 if model.loaded_s <= self.now_s:
-                    model.state = ModelResidency.IN
+                    model.state = ModelResidency.LOADED
         self.serve()
         self._apply()
         self.serve()
@@ -76,7 +78,7 @@ class Stage:
     def serve(self) -> None:
         """Give the waiting requests of loaded models to them."""
         for name, model in self.models.items():
-            if model.state is ModelResidency.IN and not model.is_closed and model.waiting:
+            if model.state is ModelResidency.LOADED and not model.is_closed and model.waiting:
                 self.waits += [(name, self.now_s - asked_s) for asked_s in model.waiting]
                 model.running += [self.now_s + self.answer_s] * len(model.waiting)
                 model.waiting.clear()
@@ -111,7 +113,7 @@ class Stage:
             model.is_closed = name in decision.close
         for name in decision.unload:
             model = self.models[name]
-            model.state, model.is_closed = ModelResidency.OUT, False
+            model.state, model.is_closed = ModelResidency.UNLOADED, False
             self._highest_unloaded_value = max(self._highest_unloaded_value, model.value)
         if decision.unload:
             self._apply()
@@ -121,7 +123,9 @@ class Stage:
             self._use(model)
             self.num_loads += 1
         taken = [
-            one.num_bytes for one in self.models.values() if one.state is not ModelResidency.OUT
+            one.num_bytes
+            for one in self.models.values()
+            if one.state is not ModelResidency.UNLOADED
         ]
         assert sum(taken) <= self.budget
 

@@ -151,7 +151,7 @@ class Api:
         ] = {}  # the OpenAPI document, by whether a key is needed
         self._checks = AnswerChecks(Verifier(), self.metrics)
         self._readers = Readers(_NUM_READER_THREADS)
-        self.vitals = HealthReports(
+        self.health = HealthReports(
             engine, self.models.names, is_draining=lambda: self.is_draining, records=records
         )
         journal = Journal(records) if records is not None else None
@@ -173,7 +173,7 @@ class Api:
         """Return all routes."""
         gets = {
             "/": self.root,
-            **self.vitals.routes(),
+            **self.health.routes(),
             "/metrics": self.scrape,
             "/openapi.json": self.openapi,
             STATE_PATH: self.state,
@@ -328,7 +328,7 @@ class Api:
         self.options.check_dashboard()
         query = request.query_params
         state = self._states.of(query.get("model"))
-        body = await state.body(self.vitals.status, has_past="past" in query)
+        body = await state.body(self.health.status, has_past="past" in query)
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     @property

@@ -56,13 +56,13 @@ def test_process_that_dies_as_it_is_unloaded_has_no_successor(
             engine.attach(lambda: None)
             engine.wake()
             processes[0].say(ready)
-            await until(lambda: engine.residency is ModelResidency.IN)
+            await until(lambda: engine.residency is ModelResidency.LOADED)
             unload = engine.unload()
             processes[0].theirs.close()
             await asyncio.sleep(0.05)
             await unload
             await asyncio.sleep(0.05)
-            assert engine.residency is ModelResidency.OUT
+            assert engine.residency is ModelResidency.UNLOADED
             assert (engine.num_deaths, engine.num_unloads, len(processes)) == (0, 1, 1)
 
     asyncio.run(work())
@@ -82,7 +82,7 @@ def test_requests_wait_for_the_model_and_for_a_model_that_must_go(
             assert engine.residency is ModelResidency.LOADING
             assert not processes[0].is_asked()
             processes[0].say(ready)
-            await until(lambda: engine.residency is ModelResidency.IN)
+            await until(lambda: engine.residency is ModelResidency.LOADED)
             await until(processes[0].is_asked)
             assert (engine.num_waiting, engine.model_use(0.0).num_running) == (0, 1)
             engine.set_closed(is_closed=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LOAD_S = 1.0
 EQUAL = dict.fromkeys("abc", (1, LOAD_S))
-IN = ModelResidency.IN
+IN = ModelResidency.LOADED
 
 
 def always_absent(stage: Stage) -> list[str]:

@@ -412,7 +412,7 @@ class Router:
         return len(self._forwarder.running)
 
     @property
-    def vitals(self) -> Router:
+    def health(self) -> Router:
         """The object with the health of the process: the router itself."""
         return self
 

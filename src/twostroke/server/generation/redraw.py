@@ -113,9 +113,9 @@ class AnswerGuard:
                 yield choice.release(reader.read(output), is_last=output.finish_reason is not None)
         for choice in sent.values():
             settled = await self.settle(answers, join(choice.outputs), choice)
-            rereader = self._reply.reader()
-            yield list(self.marked(choice.rest(rereader.read(settled), settled)))
-            num_reasoning += rereader.finish(answers.usage).num_reasoning
+            reader_of_final = self._reply.reader()
+            yield list(self.marked(choice.rest(reader_of_final.read(settled), settled)))
+            num_reasoning += reader_of_final.finish(answers.usage).num_reasoning
         yield [AnswerFinished(answers.usage, num_reasoning)]
 
     async def settle(

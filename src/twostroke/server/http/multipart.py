@@ -123,7 +123,7 @@ class _Form:
                         f"A part of the form has headers larger than {_MAX_HEAD_BYTES} bytes."
                     )
                 yield
-            take = self._taker(buffer[:end].decode("utf-8", "replace"))
+            take = self._receiver_for(buffer[:end].decode("utf-8", "replace"))
             del buffer[: end + 4]
             while (end := buffer.find(delimiter)) < 0:
                 ready = max(0, len(buffer) - len(delimiter))
@@ -141,7 +141,7 @@ class _Form:
             yield
         del self._buffer[: start + len(self._delimiter)]
 
-    def _taker(self, head: str) -> Callable[[bytes], None]:
+    def _receiver_for(self, head: str) -> Callable[[bytes], None]:
         """Return the function that receives the bytes of the part with these headers."""
         name_match = _NAME_PARAMETER.search(head)
         filename_match = _FILENAME_PARAMETER.search(head)

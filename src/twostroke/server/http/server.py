@@ -72,7 +72,7 @@ class Application(Protocol):
         """The options for serving."""
 
     @property
-    def vitals(self) -> AppHealth:
+    def health(self) -> AppHealth:
         """The application's health."""
 
     @property
@@ -138,7 +138,7 @@ async def run(
         on_stop: called with the number of running requests at the first signal.
     """
     url = _url(listener)
-    watchdog = Watchdog(lambda: application.vitals.is_well)
+    watchdog = Watchdog(lambda: application.health.is_well)
 
     def on_listening() -> None:
         if on_ready is not None:
@@ -158,7 +158,7 @@ async def run(
     ]
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal)
-    application.vitals.attach(shutdown.on_end)
+    application.health.attach(shutdown.on_end)
     trimming = loop.create_task(trim_regularly())
     try:
         await server.serve(sockets=[listener])

@@ -117,7 +117,7 @@ class ModelPool:
             self._changed.clear()
             self._decide()
             is_idle = all(
-                engine.residency in {ModelResidency.OUT, ModelResidency.IN}
+                engine.residency in {ModelResidency.UNLOADED, ModelResidency.LOADED}
                 and not engine.num_waiting
                 for engine in self.engines.values()
             )

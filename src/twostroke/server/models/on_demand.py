@@ -200,10 +200,10 @@ class OnDemandEngine:
     def residency(self) -> ModelResidency:
         """Whether the model is loaded, loading, unloading or unloaded."""
         if self._is_unloading:
-            return ModelResidency.LEAVING
+            return ModelResidency.UNLOADING
         if self._supervisor.is_resting:
-            return ModelResidency.OUT
-        return ModelResidency.IN if self._supervisor.is_up else ModelResidency.LOADING
+            return ModelResidency.UNLOADED
+        return ModelResidency.LOADED if self._supervisor.is_up else ModelResidency.LOADING
 
     @property
     def load_s(self) -> float:

@@ -100,7 +100,7 @@ class ModelRegistry:
 
     def state(self, name: str) -> str:
         """Return the state of a model, a value of `ModelResidency`."""
-        residency = self.pool.engines[name].residency if self.pool else ModelResidency.IN
+        residency = self.pool.engines[name].residency if self.pool else ModelResidency.LOADED
         return residency.value
 
     def num_bytes(self, name: str) -> int:

@@ -27,12 +27,12 @@ MAX_IDLE_LOADS: Final = 16.0  # the idle time after which a model has to go at o
 
 
 class ModelResidency(Enum):
-    """The state of a model, which uses memory in all states but `OUT`."""
+    """The state of a model, which uses memory in all states but `UNLOADED`."""
 
-    OUT = "unloaded"
+    UNLOADED = "unloaded"
     LOADING = "loading"
-    IN = "loaded"
-    LEAVING = "unloading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
 
 
 class ModelUse(Frozen):
@@ -56,7 +56,7 @@ class ModelUse(Frozen):
     name: str
     num_bytes: int
     load_s: float
-    state: ModelResidency = ModelResidency.OUT
+    state: ModelResidency = ModelResidency.UNLOADED
     waiting_since_s: float | None = None
     used_s: float = 0.0
     loaded_s: float = 0.0
@@ -94,7 +94,9 @@ def decide(now_s: float, budget_bytes: int, model_uses: Sequence[ModelUse]) -> D
         for model_use in model_uses
     ]
     free_bytes = budget_bytes - sum(
-        model_use.num_bytes for model_use in model_uses if model_use.state is not ModelResidency.OUT
+        model_use.num_bytes
+        for model_use in model_uses
+        if model_use.state is not ModelResidency.UNLOADED
     )
     promised_bytes = 0  # free once the closed models are unloaded
     load: list[str] = []
@@ -131,7 +133,7 @@ def _waiting(model_uses: Iterable[ModelUse]) -> list[tuple[float, ModelUse]]:
     candidates = [
         (model_use.waiting_since_s, model_use)
         for model_use in model_uses
-        if model_use.state is ModelResidency.OUT and model_use.waiting_since_s is not None
+        if model_use.state is ModelResidency.UNLOADED and model_use.waiting_since_s is not None
     ]
     return sorted(candidates, key=lambda pair: (pair[0], pair[1].name))
 
@@ -146,7 +148,7 @@ def _eviction_order(
     candidates = [
         model_use
         for model_use in model_uses
-        if model_use.state is ModelResidency.IN and model_use not in closed_models
+        if model_use.state is ModelResidency.LOADED and model_use not in closed_models
     ]
     return sorted(
         candidates,
@@ -174,7 +176,7 @@ def _may_unload(victim: ModelUse, model: ModelUse, waiting_since_s: float, now_s
 def _is_idle(model_use: ModelUse, now_s: float) -> bool:
     has_no_requests = model_use.waiting_since_s is None and not model_use.num_running
     return (
-        model_use.state is ModelResidency.IN
+        model_use.state is ModelResidency.LOADED
         and has_no_requests
         and now_s - model_use.used_s >= model_use.keep_s
     )

@@ -268,7 +268,7 @@ def _pool_metrics(pool: ModelPool) -> Iterator[Metric]:
     """Yield the states of a pool's models, their loads, and their waiting requests."""
     engines = pool.engines.items()
     yield _gauge("memory_budget_bytes", "Memory for all models.", value=pool.budget_bytes)
-    loaded = [((model,), engine.residency is ModelResidency.IN) for model, engine in engines]
+    loaded = [((model,), engine.residency is ModelResidency.LOADED) for model, engine in engines]
     yield _gauge("model_loaded", "Whether a model is loaded.", "model", samples=loaded)
     for key, name, text in _POOL_GAUGES:
         samples = [((model,), getattr(engine, key)) for model, engine in engines]

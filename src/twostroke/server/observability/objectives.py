@@ -129,9 +129,9 @@ class Goodput:
 
         `has_begun` says whether their first token had arrived.
         """
-        missable = ("e2e",) if has_begun else ("queue", "ttft", "e2e")
+        passed_measures = ("e2e",) if has_begun else ("queue", "ttft", "e2e")
         limits = self.limits[service]
-        missed = [name for name in missable if waited_s > limits.get(name, math.inf)]
+        missed = [name for name in passed_measures if waited_s > limits.get(name, math.inf)]
         self._count(service, MISSED, missed, count)
 
     def read(self) -> Counts:

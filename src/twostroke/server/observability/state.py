@@ -76,7 +76,7 @@ class DashboardStates:
         if requested_name:
             return self._states[self._models.find(requested_name)[1].name]
         loaded_names = (
-            name for name in self._states if self._models.state(name) == ModelResidency.IN.value
+            name for name in self._states if self._models.state(name) == ModelResidency.LOADED.value
         )
         return self._states[next(loaded_names, self._models.default.name)]
 

@@ -121,7 +121,7 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
                 bos_token=texts.get("bos_token", ""),
                 eos_token=texts.get("eos_token", ""),
                 build_info=FINGERPRINT,
-                is_sleeping=models.state(model.name) != ModelResidency.IN.value,
+                is_sleeping=models.state(model.name) != ModelResidency.LOADED.value,
             )
         )
 

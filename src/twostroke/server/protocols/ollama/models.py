@@ -200,7 +200,7 @@ def ollama_routes(models: ModelRegistry) -> list[Route]:
                 context_length=model.card.context_length,
             )
             for name, model in models
-            if models.state(model.name) == ModelResidency.IN.value
+            if models.state(model.name) == ModelResidency.LOADED.value
         ]
         return to_json(LoadedModels(loaded_models))
 
