@@ -37,14 +37,14 @@ def test_no_other_mix_within_the_limit_is_better() -> None:
         mixes = [dict(zip(SIZES, each, strict=True)) for each in product(MENU, repeat=len(SIZES))]
         limit = 5.3 * sum(SIZES.values()) / 8
         for goal, other in ((Goal(bits=5.3), 0), (Goal(num_bytes=int(limit) + 77), 77)):
-            found = within_size(kl, SIZES, goal, other)
-            assert num_bytes(found) <= limit
+            best_mix = within_size(kl, SIZES, goal, other)
+            assert num_bytes(best_mix) <= limit
             best = min(total(kl, mix) for mix in mixes if num_bytes(mix) <= limit)
-            assert total(kl, found) <= best * 1.01
+            assert total(kl, best_mix) <= best * 1.01
         limit = total(kl, dict.fromkeys(SIZES, "Q4_1"))
-        found = within_kl(kl, SIZES, limit)
-        assert total(kl, found) <= limit
-        assert num_bytes(found) <= 1.01 * min(
+        best_mix = within_kl(kl, SIZES, limit)
+        assert total(kl, best_mix) <= limit
+        assert num_bytes(best_mix) <= 1.01 * min(
             num_bytes(mix) for mix in mixes if total(kl, mix) <= limit
         )
 

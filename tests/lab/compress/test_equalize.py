@@ -48,12 +48,14 @@ def test_factors_that_move_change_no_answer(family: str, tmp_path: Path) -> None
 
     names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
     equalizer = ChannelEqualizer(program, in_bytes, Matrices(tmp_path / "kept"))
-    made = dict(round_products(program, tensors, names, PIECES, in_bytes, equalizer=equalizer))
+    products = dict(round_products(program, tensors, names, PIECES, in_bytes, equalizer=equalizer))
     kinds = {name.split(".")[2] for name in equalizer.changed}
     assert {"attn_norm", "ffn_norm", "ffn_up", "attn_v"} <= kinds
     right = ReferenceBackend(program, tensors, 5, 16).score(PIECES[0])
-    found = ReferenceBackend(program, tensors | made | equalizer.changed, 5, 16).score(PIECES[0])
-    assert np.abs(found - right).max() < 0.1 * np.abs(right).max()
+    logits = ReferenceBackend(program, tensors | products | equalizer.changed, 5, 16).score(
+        PIECES[0]
+    )
+    assert np.abs(logits - right).max() < 0.1 * np.abs(right).max()
 
 
 def test_uneven_channels_are_rounded_with_less_error(tmp_path: Path) -> None:
@@ -69,14 +71,16 @@ def test_uneven_channels_are_rounded_with_less_error(tmp_path: Path) -> None:
             values = tensors[name].dequantize() / factors
             tensors[name] = QuantTensor.from_floats(values, FORMATS["F32"])
     names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
-    right = ReferenceBackend(program, tensors, 5, 16).score(PIECES[0])
+    expected = ReferenceBackend(program, tensors, 5, 16).score(PIECES[0])
     errors = []
     for folder in (None, tmp_path / "kept"):
         equalizer = None if folder is None else ChannelEqualizer(program, rounded, Matrices(folder))
-        made = dict(round_products(program, tensors, names, PIECES, rounded, equalizer=equalizer))
+        products = dict(
+            round_products(program, tensors, names, PIECES, rounded, equalizer=equalizer)
+        )
         changed = {} if equalizer is None else equalizer.changed
-        found = ReferenceBackend(program, tensors | made | changed, 5, 16).score(PIECES[0])
-        errors.append(np.square(found - right).mean())
+        logits = ReferenceBackend(program, tensors | products | changed, 5, 16).score(PIECES[0])
+        errors.append(np.square(logits - expected).mean())
     assert errors[1] < 0.8 * errors[0]  # 0.48 to 0.62 with eight seeds at three levels
 
 
@@ -89,27 +93,33 @@ def test_what_was_interrupted_goes_on_with_the_same_factors(tmp_path: Path) -> N
         store = Matrices(tmp_path / folder)
         equalizer = ChannelEqualizer(program, rounded, store)
 
-        def known(name: str) -> QuantTensor | None:
+        def load_rounded(name: str) -> QuantTensor | None:
             return store.get(name, tensors[name].shape, FMT)
 
-        found = {}
+        products = {}
         matrices = round_products(
-            program, tensors, names, PIECES, rounded, known, equalizer=equalizer
+            program,
+            tensors,
+            names,
+            PIECES,
+            round_weight=rounded,
+            load_rounded=load_rounded,
+            equalizer=equalizer,
         )
         for name, tensor in matrices:
-            found[name] = tensor
+            products[name] = tensor
             store.add(name, tensor)
-            if len(found) == count:
-                return found
-        return found | equalizer.changed
+            if len(products) == count:
+                return products
+        return products | equalizer.changed
 
-    whole = run("whole")
+    expected = run("whole")
     for count in (2, 6, 9):
         run(f"cut {count}", count)
-        again = run(f"cut {count}")
-        assert again.keys() == whole.keys()
-        for name, tensor in whole.items():
-            np.testing.assert_array_equal(again[name].data, tensor.data, err_msg=name)
+        continued = run(f"cut {count}")
+        assert continued.keys() == expected.keys()
+        for name, tensor in expected.items():
+            np.testing.assert_array_equal(continued[name].data, tensor.data, err_msg=name)
 
 
 @pytest.mark.parametrize("part", ["ffn_down", "attn_output", "attn_v", "ffn_up", "attn_k"])
@@ -120,19 +130,19 @@ def test_matrices_of_zeros_leave_all_else_finite(part: str, tmp_path: Path) -> N
     tensors = loaded.tensors | {name: QuantTensor.from_floats(zeros, FORMATS["F32"])}
     names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
     equalizer = ChannelEqualizer(program, rounded, Matrices(tmp_path / "kept"))
-    made = dict(round_products(program, tensors, names, PIECES, rounded, equalizer=equalizer))
-    for tensor in (made | equalizer.changed).values():
+    products = dict(round_products(program, tensors, names, PIECES, rounded, equalizer=equalizer))
+    for tensor in (products | equalizer.changed).values():
         assert np.isfinite(tensor.dequantize()).all()
 
 
 def test_kept_factors_that_are_no_numbers_are_chosen_again(tmp_path: Path) -> None:
     loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny_of("llama")))
-    for place, value in enumerate((np.nan, np.inf, 0.0, -1.0, 2.0)):
-        store = Matrices(tmp_path / str(place))
-        kept = np.array([[1.0, value]], np.float32)
-        store.add("x.factors", QuantTensor.from_floats(kept, FORMATS["F32"]))
-        known = ChannelEqualizer(build_program(loaded.spec), rounded, store).load("x", 2)
-        assert (known is not None) == (value == 2.0)
+    for number, value in enumerate((np.nan, np.inf, 0.0, -1.0, 2.0)):
+        store = Matrices(tmp_path / str(number))
+        factors = np.array([[1.0, value]], np.float32)
+        store.add("x.factors", QuantTensor.from_floats(factors, FORMATS["F32"]))
+        loaded_factors = ChannelEqualizer(build_program(loaded.spec), rounded, store).load("x", 2)
+        assert (loaded_factors is not None) == (value == 2.0)
 
 
 def test_rows_of_codes_are_scaled_by_their_scales_alone() -> None:

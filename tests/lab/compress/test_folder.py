@@ -1,4 +1,4 @@
-"""Folders of w4a16 and w8a16: what is written is read back, with the same tokens and answers."""
+"""Folders of w4a16 and w8a16: a written folder is read back, with the same tokens and answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("few_questions")
 
 
 def folder_of(source: Path, target: str, out: Path) -> FileReport:
-    return quantize(str(source), target, out, TEXT, 1024, lambda _: None)
+    return quantize(str(source), target, out, text=TEXT, num_tokens=1024, notice=lambda _: None)
 
 
 def test_folders_answer_as_their_sources_do(tmp_path: Path) -> None:
@@ -64,5 +64,13 @@ def test_no_folder_is_left_of_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is there already"):
         folder_of(file, "w4a16", tmp_path / "full")
     with pytest.raises(UsageError, match="tuning_minutes is for GGUF files"):
-        quantize(str(file), "w4a16", tmp_path / "out", TEXT, 1024, print, tuning_minutes=1)
+        quantize(
+            str(file),
+            "w4a16",
+            tmp_path / "out",
+            text=TEXT,
+            num_tokens=1024,
+            notice=print,
+            tuning_minutes=1,
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "tiny.gguf"]

@@ -48,12 +48,12 @@ def test_medium_mixes_are_finer_at_both_ends_and_in_each_third_layer() -> None:
 
 def test_rows_that_fill_no_super_block_have_the_next_larger_format(tiny: str) -> None:
     for name in GRIDS:
-        found = FORMATS[format_for_width(name, 32)]
-        assert found.block_size <= 32
-        assert found.bits_per_value >= FORMATS[name].bits_per_value
-    found = formats(tiny, "q4_k_m")
-    assert found["token_embd.weight"] == "Q8_0"
-    assert found["blk.0.attn_q.weight"] == "Q5_0"
+        chosen_formats = FORMATS[format_for_width(name, 32)]
+        assert chosen_formats.block_size <= 32
+        assert chosen_formats.bits_per_value >= FORMATS[name].bits_per_value
+    chosen_formats = formats(tiny, "q4_k_m")
+    assert chosen_formats["token_embd.weight"] == "Q8_0"
+    assert chosen_formats["blk.0.attn_q.weight"] == "Q5_0"
 
 
 def test_each_matrix_has_a_format_that_holds_it(tiny: str) -> None:
@@ -78,10 +78,10 @@ def odd_model(path: Path, fmt: str = "F32") -> Path:
 def test_rows_that_fill_no_block_stay_floats(
     target: str, source: str, expected: str, tmp_path: Path
 ) -> None:
-    found = formats(str(odd_model(tmp_path / "odd.gguf", source)), target)
-    assert {found[f"blk.{layer}.ffn_down.weight"] for layer in range(2)} == {expected}
-    assert {name for name in found.values() if name in FLOATS} == {expected}
-    assert sum(name in FLOATS for name in found.values()) == 2
+    chosen_formats = formats(str(odd_model(tmp_path / "odd.gguf", source)), target)
+    assert {chosen_formats[f"blk.{layer}.ffn_down.weight"] for layer in range(2)} == {expected}
+    assert {name for name in chosen_formats.values() if name in FLOATS} == {expected}
+    assert sum(name in FLOATS for name in chosen_formats.values()) == 2
 
 
 def test_values_beyond_float16_stay_as_they_are() -> None:
@@ -90,15 +90,22 @@ def test_values_beyond_float16_stay_as_they_are() -> None:
     assert float_format(QuantTensor.from_floats(large / 2, FORMATS["F32"])) == "F16"
 
 
-@pytest.mark.parametrize("wanted", ["q4_k_m", Goal(bits=5.0)])
+@pytest.mark.parametrize("target", ["q4_k_m", Goal(bits=5.0)])
 def test_a_file_with_an_odd_matrix_is_written_and_names_it(
-    wanted: str | Goal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str | Goal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
-    said: list[str] = []
+    notices: list[str] = []
     out = tmp_path / "small.gguf"
-    quantize(str(odd_model(tmp_path / "odd.gguf")), wanted, out, TEXT, 1024, said.append)
-    assert any("blk.0.ffn_down.weight and 1 more have rows" in line for line in said)
+    quantize(
+        str(odd_model(tmp_path / "odd.gguf")),
+        target,
+        out,
+        text=TEXT,
+        num_tokens=1024,
+        notice=notices.append,
+    )
+    assert any("blk.0.ffn_down.weight and 1 more have rows" in line for line in notices)
     tensors = load(str(out)).tensors
     assert tensors["blk.1.ffn_down.weight"].format.name == "F16"
     assert tensors["blk.1.ffn_up.weight"].format.name not in FLOATS
@@ -108,18 +115,25 @@ def test_a_folder_with_an_odd_matrix_is_written_and_ignores_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
-    said: list[str] = []
+    notices: list[str] = []
     source, out = odd_model(tmp_path / "odd.gguf"), tmp_path / "out"
-    report = quantize(str(source), "w4a16", out, TEXT, 1024, said.append)
+    report = quantize(str(source), "w4a16", out, text=TEXT, num_tokens=1024, notice=notices.append)
     assert report.comparison.mean_kl < 0.3  # of random weights
     config = read_json(out / "config.json")["quantization_config"]
     assert config["ignore"] == ["lm_head", *(f"model.layers.{i}.mlp.down_proj" for i in (0, 1))]
     assert load(str(out)).tensors["blk.0.ffn_down.weight"].format.name == "BF16"
-    assert any("blk.0.ffn_down.weight and 1 more have rows" in line for line in said)
+    assert any("blk.0.ffn_down.weight and 1 more have rows" in line for line in notices)
 
 
 def test_a_model_without_any_fitting_matrix_is_refused(tmp_path: Path) -> None:
     tiny = replace(Tiny(), hidden_size=48, ffn_size=172, num_heads=3, num_kv_heads=3, head_dim=16)
     source = write_tiny_gguf(tmp_path / "odd.gguf", tiny)
     with pytest.raises(TwostrokeError, match="no matrix could get smaller"):
-        quantize(str(source), "q4_0", tmp_path / "out.gguf", TEXT, 1024, lambda _: None)
+        quantize(
+            str(source),
+            "q4_0",
+            tmp_path / "out.gguf",
+            text=TEXT,
+            num_tokens=1024,
+            notice=lambda _: None,
+        )

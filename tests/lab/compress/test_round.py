@@ -34,7 +34,7 @@ def test_compensated_rounding_is_closer_than_plain_rounding() -> None:
         plain = QuantTensor.from_floats(weight, FORMATS[name])
         rounded = round_matrix(weight, moments, name)
         errors = [
-            np.linalg.norm(inputs @ (one.dequantize() - weight).T) for one in (plain, rounded)
+            np.linalg.norm(inputs @ (tensor.dequantize() - weight).T) for tensor in (plain, rounded)
         ]
         assert errors[1] < 0.35 * errors[0], name
 
@@ -45,8 +45,8 @@ def test_groups_of_one_sign_reach_zero_with_their_zero_point() -> None:
     fmt, grid = grouped(4, 32, "f16", zero=True), group_grid(4, 32, "F16")
     inputs, _ = case(rng, 128, 8)
     moments = damped_moments([outer_products(inputs)])
-    near = 5 + rng.random((24, 128)).astype(np.float32)
-    for weight in (near, -near, np.full_like(near, 0.37), near - 5.5):
+    near_five = 5 + rng.random((24, 128)).astype(np.float32)
+    for weight in (near_five, -near_five, np.full_like(near_five, 0.37), near_five - 5.5):
         plain = QuantTensor.from_floats(weight, fmt)
         rounded = round_to(weight, moments, grid, fmt)
         errors = [np.linalg.norm(inputs @ (x.dequantize() - weight).T) for x in (plain, rounded)]
@@ -64,8 +64,8 @@ def test_inputs_that_are_all_zero_leave_weights_rounded_plainly() -> None:
     moments = damped_moments([np.zeros((256, 256), np.float32)])
     for name in GRIDS:
         error, plain = (
-            np.linalg.norm(made.dequantize() - weight)
-            for made in (
+            np.linalg.norm(tensor.dequantize() - weight)
+            for tensor in (
                 round_matrix(weight, moments, name),
                 QuantTensor.from_floats(weight, FORMATS[name]),
             )
@@ -82,18 +82,18 @@ def test_kernels_round_as_their_definition_does_with_any_number_of_threads() -> 
             if width % FORMATS[name].block_size:
                 continue
             right = plain_rounding(weight, moments, grid)
-            one, three = (round_matrix(weight, moments, name, count) for count in (1, 3))
-            np.testing.assert_array_equal(one.data, three.data)
+            single, three = (round_matrix(weight, moments, name, count) for count in (1, 3))
+            np.testing.assert_array_equal(single.data, three.data)
             last = round_matrix(weight[-1:], moments, name)
-            np.testing.assert_array_equal(one.data[-1:], last.data)
-            found = one.dequantize()
+            np.testing.assert_array_equal(single.data[-1:], last.data)
+            values = single.dequantize()
             # Sums in another order turn ties, and then all columns that make up for them.
-            same = np.isclose(found, right, rtol=1e-5, atol=1e-6)
+            same = np.isclose(values, right, rtol=1e-5, atol=1e-6)
             is_coarse = FORMATS[name].bits_per_value < 6
             assert same.mean() > (0.9 if is_coarse else 0.5), name
             losses = [
                 np.einsum("oi,ij,oj->", off, moments.damped, off)
-                for off in (found - weight, right - weight)
+                for off in (values - weight, right - weight)
             ]
             assert abs(losses[0] / losses[1] - 1) < (0.02 if is_coarse else 0.05), name
 
@@ -101,11 +101,11 @@ def test_kernels_round_as_their_definition_does_with_any_number_of_threads() -> 
 def test_a_written_file_has_the_metadata_and_tensors_it_was_given(tmp_path: Path) -> None:
     values = np.arange(96, dtype=np.float32).reshape(3, 32)
     tensors = {name: QuantTensor.from_floats(values, FORMATS[name]) for name in ("Q8_0", "F32")}
-    given = {"a": 7, "b": 0.5, "c": "word", "d": True}
-    write_gguf(tmp_path / "one.gguf", given, tensors)
+    metadata = {"a": 7, "b": 0.5, "c": "word", "d": True}
+    write_gguf(tmp_path / "one.gguf", metadata, tensors)
     first = read_gguf(tmp_path / "one.gguf")
-    write_gguf(tmp_path / "two.gguf", {k: first.metadata.raw(k) for k in given}, first.tensors)  # type: ignore[attr-defined]
+    write_gguf(tmp_path / "two.gguf", {k: first.metadata.raw(k) for k in metadata}, first.tensors)  # type: ignore[attr-defined]
     second = read_gguf(tmp_path / "two.gguf")
-    assert dict(second.metadata) == given
+    assert dict(second.metadata) == metadata
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(second.tensors[name].data, tensor.data)

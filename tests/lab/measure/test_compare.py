@@ -38,10 +38,10 @@ def silent(name: str) -> None:
 def test_the_text_is_cut_into_pieces_of_which_none_is_a_single_token(tiny: str) -> None:
     pieces = pieces_of(held_out_text(), [tiny], 100, 301)
     assert [len(piece) for piece in pieces] == [100, 100, 100]
-    whole = pieces_of(held_out_text(), [tiny], 10**6, None)
-    assert len(whole) == 1
-    assert len(whole[0]) > 2000
-    assert whole[0][:300] == [token for piece in pieces for token in piece]
+    uncut = pieces_of(held_out_text(), [tiny], 10**6, None)
+    assert len(uncut) == 1
+    assert len(uncut[0]) > 2000
+    assert uncut[0][:300] == [token for piece in pieces for token in piece]
 
 
 def test_each_piece_begins_as_prompts_of_the_model_do(tmp_path: Path) -> None:

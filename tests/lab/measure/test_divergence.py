@@ -1,4 +1,4 @@
-"""What the comparison of two sets of logits counts, against the definitions written out."""
+"""Comparisons of two sets of logits, beside the definitions of their figures."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_every_figure_is_as_its_definition_says() -> None:
 
 def test_few_rows_at_a_time_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = random_pieces(2)
-    whole = compare(pieces)
+    expected = compare(pieces)
     for rows in (1, 4, 29, 30):
         monkeypatch.setattr(module, "_CHUNK_VALUES", 17 * rows)
         parts = compare(pieces)
-        assert parts.num_rows == whole.num_rows
-        assert parts.mean_kl == pytest.approx(whole.mean_kl)
-        assert parts.perplexity == pytest.approx(whole.perplexity)
-        assert parts.mean_logprob_change == pytest.approx(whole.mean_logprob_change)
-        assert parts.max_logprob_change == pytest.approx(whole.max_logprob_change)
-        assert parts.right_perplexity == pytest.approx(whole.right_perplexity)
-        assert parts.top1_agreement == whole.top1_agreement
+        assert parts.num_rows == expected.num_rows
+        assert parts.mean_kl == pytest.approx(expected.mean_kl)
+        assert parts.perplexity == pytest.approx(expected.perplexity)
+        assert parts.mean_logprob_change == pytest.approx(expected.mean_logprob_change)
+        assert parts.max_logprob_change == pytest.approx(expected.max_logprob_change)
+        assert parts.right_perplexity == pytest.approx(expected.right_perplexity)
+        assert parts.top1_agreement == expected.top1_agreement

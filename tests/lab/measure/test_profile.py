@@ -1,4 +1,4 @@
-"""Profiles: steps that are what they are called, and rows that add up to the cost of a step."""
+"""Profiles: each step computes its named shape, and rows that add up to the cost of a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIMITS = Hardware("test", 2, 10**9, bandwidth=1e9, peak=2e9, peak_kind="x", sour
 def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the libraries of this tree, and limits that need no measuring."""
     monkeypatch.setenv("TWOSTROKE_NATIVE_DIR", str(native_dir()))
-    monkeypatch.setattr(module, "machine", lambda *given, remeasure: LIMITS)
+    monkeypatch.setattr(module, "machine", lambda *arguments, remeasure: LIMITS)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -45,8 +45,8 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_tiny_gguf(folder / "tiny.gguf", tiny_of(request.param))
 
 
-def profiles_of(path: Path, wanted: ProfileOptions) -> list[StepProfile]:
-    return list(profile(str(path), wanted, lambda text: None))
+def profiles_of(path: Path, options: ProfileOptions) -> list[StepProfile]:
+    return list(profile(str(path), options, lambda text: None))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -57,11 +57,11 @@ def test_a_step_draws_what_its_requests_draw_alone(path: Path, shape: Shape) -> 
     backend = CpuBackend(program, loaded.tensors, 200, 16, 2, level="portable")
     try:
         step = SingleStep(backend, program, shape)
-        drawn = step.run().tokens
-        assert step.run().tokens == drawn
-        for part, token in zip(step.plan.slices, drawn, strict=True):
+        tokens = step.run().tokens
+        assert step.run().tokens == tokens
+        for part, token in zip(step.plan.slices, tokens, strict=True):
             assert backend.score(part.request.tokens)[-1].argmax() == token
-        assert len({tuple(part.request.tokens) for part in step.plan.slices}) == len(drawn)
+        assert len({tuple(part.request.tokens) for part in step.plan.slices}) == len(tokens)
         assert all(time_s > 0 for time_s in step.scheduler_times())
         step.close()
     finally:
@@ -86,8 +86,10 @@ def test_the_beginning_of_a_long_context_stands_for_the_rest(
         assert computed == [32]
         for number, part in enumerate(step.plan.slices):
             for pages in part.request.pages:
-                own = set(pages) - copied - {NO_PAGE}  # that of a window may be gone
-                assert own <= (set() if number else set(pages[:2])), "computed, not copied"
+                computed_pages = set(pages) - copied - {NO_PAGE}  # a window's page may be gone
+                assert computed_pages <= (set() if number else set(pages[:2])), (
+                    "computed, not copied"
+                )
         assert len(step.run().tokens) == 2
         step.close()
     finally:
@@ -100,40 +102,40 @@ def test_rows_add_up_to_the_cost_of_the_step(path: Path, kv_format: str) -> None
     program = build_program(loaded.spec)
     sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
     model = CostModel(program, sizes, FORMATS[kv_format], stops_rows=True)
-    wanted = ProfileOptions(SHAPES, num_steps=2, cache=CacheOptions(kv_format=kv_format))
-    found = profiles_of(path, wanted)
-    assert [one.shape for one in found] == list(SHAPES)
-    for one in found:
-        assert one.cost == model.per_step().of(one.shape.batch)
-        assert one.num_steps == 2
-        for row in one.operations:
+    options = ProfileOptions(SHAPES, num_steps=2, cache=CacheOptions(kv_format=kv_format))
+    profiles = profiles_of(path, options)
+    assert [step_profile.shape for step_profile in profiles] == list(SHAPES)
+    for step_profile in profiles:
+        assert step_profile.cost == model.per_step().of(step_profile.shape.batch)
+        assert step_profile.num_steps == 2
+        for row in step_profile.operations:
             assert row.time_s.low <= row.time_s.median <= row.time_s.high
             assert row.floor_s >= max(row.cost.bytes / 1e9, row.cost.flops / 2e9) * (1 - 1e-9)
 
 
 def test_rows_of_layers_are_the_rows_of_all_taken_apart(path: Path) -> None:
     shapes = SHAPES[1:2]
-    [whole] = profiles_of(path, ProfileOptions(shapes, num_steps=1))
-    [apart] = profiles_of(path, ProfileOptions(shapes, num_steps=1, by_layer=True))
-    assert {row.label.layer for row in whole.operations} == {None}
+    [grouped] = profiles_of(path, ProfileOptions(shapes, num_steps=1))
+    [by_layer] = profiles_of(path, ProfileOptions(shapes, num_steps=1, by_layer=True))
+    assert {row.label.layer for row in grouped.operations} == {None}
     layers = build_program(load_path(path).spec).cache_layers
-    assert {row.label.layer for row in apart.operations} == {None, *range(len(layers))}
-    for row in whole.operations:
-        parts = [part for part in apart.operations if part.label.name == row.label.name]
+    assert {row.label.layer for row in by_layer.operations} == {None, *range(len(layers))}
+    for row in grouped.operations:
+        parts = [part for part in by_layer.operations if part.label.name == row.label.name]
         assert sum(part.calls for part in parts) == row.calls
         assert sum((part.cost for part in parts), Cost(0, 0, 0)) == row.cost
 
 
 def test_rounds_go_through_all_shapes_and_share_the_steps(path: Path) -> None:
-    found = profiles_of(path, ProfileOptions(SHAPES[:2], num_steps=5, rounds=3))
-    assert [one.shape for one in found] == [*SHAPES[:2]] * 3
-    assert {one.num_steps for one in found} == {2}
+    profiles = profiles_of(path, ProfileOptions(SHAPES[:2], num_steps=5, rounds=3))
+    assert [step_profile.shape for step_profile in profiles] == [*SHAPES[:2]] * 3
+    assert {step_profile.num_steps for step_profile in profiles} == {2}
 
 
 def test_what_to_mend_is_farthest_above_its_floor(path: Path) -> None:
-    for one in profiles_of(path, ProfileOptions(SHAPES[:1], num_steps=1)):
-        assert one.worst.above_s == max(row.above_s for row in one.operations)
-        assert one.step_s == one.run_s.median + one.scheduler_s
+    for step_profile in profiles_of(path, ProfileOptions(SHAPES[:1], num_steps=1)):
+        assert step_profile.worst.above_s == max(row.above_s for row in step_profile.operations)
+        assert step_profile.step_s == step_profile.run_s.median + step_profile.scheduler_s
 
 
 def test_shapes_are_the_batches_that_cost_is_counted_from() -> None:
@@ -186,7 +188,7 @@ def test_a_context_beyond_the_model_s_is_refused(path: Path) -> None:
 
 
 def test_streams_that_do_not_fit_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "memory_free", lambda *given: 10**9)
+    monkeypatch.setattr(module, "memory_free", lambda *arguments: 10**9)
     with pytest.raises(MemoryLimitError, match="lower --streams or --context"):
         profiles_of(path, ProfileOptions((Shape.decode(1 << 20, 400), Shape.prefill(8))))
 

@@ -26,10 +26,10 @@ def model(preferred: int, margin: float = 3.0) -> Any:
     def score(tokens: list[int]) -> np.ndarray:
         text = bytes(tokens).decode()
         logits = np.zeros((len(tokens), 256), np.float32)
-        asked = text[: text.index("Answer:") + len("Answer:")]
-        for place, letter in enumerate(preferences[asked].encode(), len(asked) - 1):
-            if place < len(logits):
-                logits[place, letter] = margin
+        question = text[: text.index("Answer:") + len("Answer:")]
+        for row, letter in enumerate(preferences[question].encode(), len(question) - 1):
+            if row < len(logits):
+                logits[row, letter] = margin
         return logits
 
     return SimpleNamespace(score=score)

@@ -15,8 +15,8 @@ from twostroke.lab.measure.requests import (
 )
 
 
-def log(at_s, first_s, last_s, num_output=11, num_prompt=100, **more):
-    return RequestLog(Timings(at_s, at_s, first_s, last_s), at_s, num_prompt, num_output, **more)
+def log(at_s, first_s, last_s, num_output=11, num_prompt=100, **fields):
+    return RequestLog(Timings(at_s, at_s, first_s, last_s), at_s, num_prompt, num_output, **fields)
 
 
 def test_times_to_first_token():
@@ -30,7 +30,7 @@ def test_times_to_first_token():
 
 
 def test_goodput_counts_requests_that_meet_all_objectives():
-    # 100 requests in a minute, of which 30 meet both.
+    # 100 requests in a minute; 30 meet both.
     fast, slow = (0.15, 0.05), ((0.25, 0.05), (0.15, 0.15))
     logs = []
     for number in range(100):

@@ -60,15 +60,15 @@ def test_a_prefix_is_written_and_read_as_in_the_worked_example():
 
 
 def test_costs_of_a_month_are_those_of_a_count_by_hand(case):
-    found = compare_costs(case, [PRICE], "2026-02")
-    (api,) = found.comparisons
+    comparison = compare_costs(case, [PRICE], "2026-02")
+    (api,) = comparison.comparisons
     assert api.usd == pytest.approx(1e5 * 2800e-6 * DAYS_PER_MONTH)
     assert not api.is_stale
-    assert found.costs.replicas == (2,) * 24  # one, and one to spare
-    assert found.costs.usd == pytest.approx(2 * 24 * 2.69 * DAYS_PER_MONTH)
-    assert api.saving_usd == pytest.approx(api.usd - found.costs.usd)
+    assert comparison.costs.replicas == (2,) * 24  # one, and one to spare
+    assert comparison.costs.usd == pytest.approx(2 * 24 * 2.69 * DAYS_PER_MONTH)
+    assert api.saving_usd == pytest.approx(api.usd - comparison.costs.usd)
     assert api.break_even == pytest.approx(2 * 24 * 2.69 / 2800e-6, rel=1e-6)
-    assert found.peak_availability == pytest.approx(1 - 0.01**2)
+    assert comparison.peak_availability == pytest.approx(1 - 0.01**2)
     waiting = replace(case, traffic=replace(case.traffic, batch=0.5))
     half = compare_costs(waiting, [PRICE], "2027-02")
     assert half.comparisons[0].usd == pytest.approx(0.75 * api.usd)
@@ -105,25 +105,25 @@ def test_break_even_moves_with_growth_setup_and_every_input(case):
         case, [replace(PRICE, input_usd_per_1m=1e-4, output_usd_per_1m=1e-4)], "2026-02"
     )
     assert cheap.comparisons[0].break_even is None
-    swings = {one.name: one for one in soon.swings}
+    swings = {swing.name: swing for swing in soon.swings}
     assert swings["price of the API"].high_usd - saving == pytest.approx(
         0.2 * soon.comparisons[0].usd
     )
     assert swings["price of devices"].low_usd - saving == pytest.approx(
         0.2 * soon.costs.devices_usd
     )
-    spreads = [one.spread for one in soon.swings]
+    spreads = [swing.spread for swing in soon.swings]
     assert spreads == sorted(spreads, reverse=True)
 
 
 def test_the_table_is_whole_and_wrong_prices_name_their_line(tmp_path):
-    known = load_prices()
-    assert len(known) >= 16
-    assert all(1 <= int(one.source_date.split("-")[1]) <= 12 for one in known.values())
+    prices = load_prices()
+    assert len(prices) >= 16
+    assert all(1 <= int(price.source_date.split("-")[1]) <= 12 for price in prices.values())
     with pytest.raises(UsageError, match=r"Did you mean 'GPT-4\.1'"):
-        find_price("GPT-4.2", known)
+        find_price("GPT-4.2", prices)
     path, head = tmp_path / "mine.csv", "model,input_usd_per_1m,output_usd_per_1m,source_date\n"
-    more = head.replace("\n", ",batch_share,peak_hours_utc\n")
+    longer_head = head.replace("\n", ",batch_share,peak_hours_utc\n")
     path.write_text(head + "mine,1,2e1,2026-03\n")
     assert load_prices(path)["mine"].output_usd_per_1m == 20
     for text, words in (
@@ -136,9 +136,12 @@ def test_the_table_is_whole_and_wrong_prices_name_their_line(tmp_path):
         (head + "mine,1,2,2026-99\n", "line 2: source_date must be a month such as 2026-07"),
         (head + "mine,1,2,2026-03,9\n", "line 2: there are more values than columns"),
         (head + "mine,1,2,2026-03\nmine,1,3,2026-03\n", "line 3: there is another line for"),
-        (more + "mine,1,2,2026-03,-0.5,\n", "line 2: batch_share must be from 0 to 1, got -0.5"),
-        (more + "mine,1,2,2026-03,,22-2\n", "line 2: peak_hours_utc must be hours such as"),
-        (more + "mine,1,2,2026-03,,late\n", "line 2: peak_hours_utc must be hours such as"),
+        (
+            longer_head + "mine,1,2,2026-03,-0.5,\n",
+            "line 2: batch_share must be from 0 to 1, got -0.5",
+        ),
+        (longer_head + "mine,1,2,2026-03,,22-2\n", "line 2: peak_hours_utc must be hours such as"),
+        (longer_head + "mine,1,2,2026-03,,late\n", "line 2: peak_hours_utc must be hours such as"),
         (head, "has no prices"),
         (head + f"{'x' * 200_000},1,2,2026-03\n", "mine.csv, line 2: field larger than"),
     ):
@@ -155,6 +158,6 @@ def test_impossible_objectives_and_loads_are_refused(case):
     ):
         with pytest.raises(TwostrokeError, match=words):
             compare_costs(other, [PRICE], "2026-02")
-    for given in ({"requests_per_day": 0.0}, {"requests_per_day": 1.0, "batch": 2.0}):
+    for fields in ({"requests_per_day": 0.0}, {"requests_per_day": 1.0, "batch": 2.0}):
         with pytest.raises(UsageError, match="must be"):
-            Traffic(**given)
+            Traffic(**fields)

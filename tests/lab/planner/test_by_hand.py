@@ -20,7 +20,7 @@ GPUS, PROMPT, OUTPUT, STREAMS, BUDGET = 4, 2048, 300, 32, 2048
 def step_s(sheet, rows, context, pairs, logits):
     """Return the seconds of a step, operation by operation.
 
-    `context` counts positions that are read, `pairs` those that rows attend to.
+    `context` counts positions that are read, `pairs` the pairs of a row and a position.
     """
     tflops, gb_s, _, link_gb_s, _ = sheet
     peak, bandwidth = GPUS * tflops * 1e12, GPUS * gb_s * 1e9
@@ -53,7 +53,7 @@ def test_each_line_of_a_plan_by_hand(tmp_path, name, sheet):
     assert plan.memory.most_streams == (usable - 2 * WEIGHTS) // (KV_BYTES * (PROMPT + OUTPUT))
     assert plan.knee == pytest.approx(tflops * 1e3 / gb_s, rel=0.002)
 
-    own = PROMPT * (PROMPT + 1) // 2
+    prompt_pairs = PROMPT * (PROMPT + 1) // 2
     context = PROMPT + OUTPUT // 2 + 1  # half of the answer, and the token itself
     decode_s = step_s(sheet, STREAMS, STREAMS * context, STREAMS * context, STREAMS)
     others = (STREAMS - 1) * context
@@ -70,8 +70,8 @@ def test_each_line_of_a_plan_by_hand(tmp_path, name, sheet):
         first_s += both_s
     request_s = prompt_s + OUTPUT * decode_s / STREAMS
     row = plan.chosen_row
-    for found, expected in (
-        (plan.ttft_s, step_s(sheet, PROMPT, PROMPT, own, 1)),
+    for planned, expected in (
+        (plan.ttft_s, step_s(sheet, PROMPT, PROMPT, prompt_pairs, 1)),
         (row.step_s, decode_s),
         (row.ttft_s, first_s),
         (row.tpot_s, decode_s + (STREAMS - 1) * prompt_s / OUTPUT),
@@ -80,4 +80,4 @@ def test_each_line_of_a_plan_by_hand(tmp_path, name, sheet):
         (row.usd_per_million, GPUS * usd / 3600 * request_s / OUTPUT * 1e6),
         (plan.prefill_per_decode, plan.ttft_s * STREAMS / (decode_s * OUTPUT)),
     ):
-        assert found == pytest.approx(expected, rel=0.002)  # norms and the like are left out
+        assert planned == pytest.approx(expected, rel=0.002)  # norms and the like are left out

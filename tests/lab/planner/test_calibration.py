@@ -32,24 +32,34 @@ def model(tmp_path, monkeypatch):
 
 
 def slower(roofline, shape, attention, products, rest_s):
-    least = roofline.min_step(shape.batch)
-    sizes = (shape.num_streams, shape.context, shape.num_prompt)
-    return Point(*sizes, attention * least.attention_s, products * least.products_s, rest_s)
+    limits = roofline.min_step(shape.batch)
+    return Point(
+        streams=shape.num_streams,
+        context=shape.context,
+        prompt=shape.num_prompt,
+        attention_s=attention * limits.attention_s,
+        products_s=products * limits.products_s,
+        rest_s=rest_s,
+    )
 
 
 def test_steps_take_what_was_measured_of_steps_like_them(model):
     planned, device = load_planned_model(model), find_device("L4")
     roofline = Roofline(planned, device, Question())
-    alike = Calibration(tuple(slower(roofline, one, 3, 2, 0.1) for one in SHAPES), "2026-01-01", 1)
+    calibration = Calibration(
+        tuple(slower(roofline, measured_shape, 3, 2, 0.1) for measured_shape in SHAPES),
+        "2026-01-01",
+        1,
+    )
     batch = Shape.decode(2, 50).batch  # not among them
-    least = roofline.min_step(batch)
-    expected = 3 * least.attention_s + 2 * least.products_s + 0.1
-    assert alike.seconds(roofline, batch) == pytest.approx(expected)
-    assert alike.error(roofline) == pytest.approx(0, abs=1e-9)
-    step = Roofline(planned, device, Question(), alike).step(batch)
+    limits = roofline.min_step(batch)
+    expected = 3 * limits.attention_s + 2 * limits.products_s + 0.1
+    assert calibration.seconds(roofline, batch) == pytest.approx(expected)
+    assert calibration.error(roofline) == pytest.approx(0, abs=1e-9)
+    step = Roofline(planned, device, Question(), calibration).step(batch)
     assert step.seconds == pytest.approx(expected)
     # A point of the same shape decides nearly alone, and its neighbours tell that it differs.
-    odd = (*alike.points[1:], slower(roofline, SHAPES[0], 30, 20, 1.0))
+    odd = (*calibration.points[1:], slower(roofline, SHAPES[0], 30, 20, 1.0))
     other = Calibration(odd, "2026-01-01", 1)
     assert other.seconds(roofline, SHAPES[0].batch) == pytest.approx(odd[-1].seconds, rel=1e-3)
     assert max(other.errors(roofline)) > 0.5
@@ -57,23 +67,25 @@ def test_steps_take_what_was_measured_of_steps_like_them(model):
 
 
 def test_contexts_tell_nothing_about_products(model):
-    """A step takes from those of as many rows what their products took, whatever their context."""
+    """Products take as long as in measured steps with as many rows, whatever their context."""
     planned, device = load_planned_model(model), find_device("L4")
     roofline = Roofline(planned, device, Question())
     shapes = (Shape.decode(2, 20), Shape.decode(2, 900), Shape.decode(8, 900))
     times = zip(shapes, (2, 8, 50), strict=True)
-    known = Calibration(
-        tuple(slower(roofline, one, 3, p, 0.1) for one, p in times), "2026-01-01", 1
+    calibration = Calibration(
+        tuple(slower(roofline, shape, 3, p, 0.1) for shape, p in times), "2026-01-01", 1
     )
-    found = known.factors(roofline, Shape.decode(2, 900).batch)
-    assert found.products == pytest.approx(4, rel=1e-3)  # the geometric mean of both
-    assert found.nearest == shapes[1].name
+    factors = calibration.factors(roofline, Shape.decode(2, 900).batch)
+    assert factors.products == pytest.approx(4, rel=1e-3)  # the geometric mean of both
+    assert factors.nearest == shapes[1].name
 
 
 def test_other_choices_change_corrected_times_as_limits(model):
     planned, device = load_planned_model(model), find_device("L4")
     roofline = Roofline(planned, device, Question())
-    known = Calibration(tuple(slower(roofline, one, 3, 2, 0.1) for one in SHAPES), "2026-01-01", 1)
+    calibration = Calibration(
+        tuple(slower(roofline, shape, 3, 2, 0.1) for shape in SHAPES), "2026-01-01", 1
+    )
     batch = Shape.decode(2, 50).batch
     for weights, question in (
         ("bf16", Question()),
@@ -81,13 +93,13 @@ def test_other_choices_change_corrected_times_as_limits(model):
         (None, Question(kv_format="int8")),
     ):
         other = planned if weights is None else planned.with_weights("bf16").with_weights(weights)
-        least = Roofline(other, device, question).min_step(batch)
-        expected = 3 * least.attention_s + 2 * least.products_s + 0.1
-        assert Roofline(other, device, question, known).step(batch).seconds == pytest.approx(
+        limits = Roofline(other, device, question).min_step(batch)
+        expected = 3 * limits.attention_s + 2 * limits.products_s + 0.1
+        assert Roofline(other, device, question, calibration).step(batch).seconds == pytest.approx(
             expected
         )
-    plan = make_plan(planned, device, Question(prompt=30, output=10), known)
-    times = {one.change: one.tpot_s for one in plan.what_ifs}
+    plan = make_plan(planned, device, Question(prompt=30, output=10), calibration)
+    times = {what_if.change: what_if.tpot_s for what_if in plan.what_ifs}
     assert times["keys and values int8"] < times["as asked"]
 
 
@@ -95,13 +107,13 @@ def test_measured_steps_are_kept_for_the_model_on_this_machine(model, tmp_path):
     native_dir()
     planned = load_planned_model(model)
     assert load_calibration(planned.identity) is None
-    found = measure(model, planned.identity, SHAPES, lambda _: None, num_steps=3)
-    assert load_calibration(planned.identity) == found
-    assert all(one.seconds > 0 for one in found.points)
+    calibration = measure(model, planned.identity, SHAPES, lambda _: None, num_steps=3)
+    assert load_calibration(planned.identity) == calibration
+    assert all(point.seconds > 0 for point in calibration.points)
     assert load_calibration("another") is None
-    plan = make_plan(planned, find_device("L4"), Question(prompt=30, output=10), found)
+    plan = make_plan(planned, find_device("L4"), Question(prompt=30, output=10), calibration)
     assert plan.calibrated.num_steps == len(SHAPES)
-    assert plan.calibrated.nearest in {one.name for one in SHAPES}
+    assert plan.calibrated.nearest in {shape.name for shape in SHAPES}
     (path,) = (tmp_path / "cache" / "calibrations").iterdir()
     path.write_text(path.read_text().replace('"version": 3', '"version": 2'))
     assert load_calibration(planned.identity) is None  # with activations of 15 bits

@@ -16,9 +16,9 @@ from twostroke.model.program.batch import BatchShape, DecodeRun
 
 @pytest.fixture
 def model(tmp_path):
-    def make(name, **more):
+    def make(name, **changes):
         path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps(CONFIGS[name] | more))
+        path.write_text(json.dumps(CONFIGS[name] | changes))
         return load_planned_model(str(path))
 
     return make
@@ -38,9 +38,9 @@ def model(tmp_path):
     ],
 )
 def test_weights_are_those_that_makers_publish(model, name, weights, used, source):
-    found = model(name)
-    assert found.num_weights == pytest.approx(weights, rel=0.007), source
-    step = Roofline(found, find_device("H200"), Question()).min_step(BatchShape.decode((0,)))
+    planned = model(name)
+    assert planned.num_weights == pytest.approx(weights, rel=0.007), source
+    step = Roofline(planned, find_device("H200"), Question()).min_step(BatchShape.decode((0,)))
     # Some count the row of the embedding, or all of it, as used.
     embedding = CONFIGS[name]["vocab_size"] * CONFIGS[name]["hidden_size"]
     assert step.flops / 2 < used * 1.03
@@ -65,8 +65,8 @@ def test_bytes_of_a_token(model, name, expected):
 def test_windows_bound_some_layers(model):
     assert kv_bytes(model("gpt-oss-20b"), Question(), 10_000) == 12 * 2048 * (10_000 + 128)
     # Of the 20 layers with keys and values, four see everything (layer_types: every fifth).
-    found = kv_bytes(model("Gemma-3n-E4B"), Question(), 10_000)
-    assert found == 2048 * (4 * 10_000 + 16 * 512)
+    num_bytes = kv_bytes(model("Gemma-3n-E4B"), Question(), 10_000)
+    assert num_bytes == 2048 * (4 * 10_000 + 16 * 512)
 
 
 def test_operations_of_latent_attention_are_those_of_the_paper(model):
@@ -78,8 +78,8 @@ def test_operations_of_latent_attention_are_those_of_the_paper(model):
 
 
 def test_latent_attention_takes_the_cheaper_way(model):
-    found = model("DeepSeek-V2-Lite")
-    roofline = Roofline(found, find_device("H200"), Question())
+    planned = model("DeepSeek-V2-Lite")
+    roofline = Roofline(planned, find_device("H200"), Question())
 
     def flops(start, count):
         return roofline.min_step(BatchShape((start,), (count,), 1)).ops["attention"].flops
@@ -88,8 +88,8 @@ def test_latent_attention_takes_the_cheaper_way(model):
     assert flops(999, 1) == 1000 * (2 * 512 + 64) * heads * layers * 2  # as stored
     pairs = 1000 * 1001 // 2
     assert flops(0, 1000) == pairs * (128 + 64 + 128) * heads * layers * 2  # expanded
-    more = 1000 * 5000 + pairs
-    expanded = more * (128 + 64 + 128) + 5000 * 512 * (128 + 128)
+    later_pairs = 1000 * 5000 + pairs
+    expanded = later_pairs * (128 + 64 + 128) + 5000 * 512 * (128 + 128)
     assert flops(5000, 1000) == expanded * heads * layers * 2
     run = DecodeRun.of_steps((10, 500), 6)
     steps = [roofline.totals(run.at(step))[:3] for step in range(6)]
@@ -97,14 +97,14 @@ def test_latent_attention_takes_the_cheaper_way(model):
 
 
 def test_each_device_reads_latent_vectors_of_all_heads(model):
-    found = model("DeepSeek-V2-Lite")
-    one, four = (Roofline(found, find_device("H200"), Question(count=n)) for n in (1, 4))
+    planned = model("DeepSeek-V2-Lite")
+    single, four = (Roofline(planned, find_device("H200"), Question(count=n)) for n in (1, 4))
     batch = BatchShape.decode((4000,) * 8)
-    times = [roofline.min_step(batch).ops["attention"] for roofline in (one, four)]
+    times = [roofline.min_step(batch).ops["attention"] for roofline in (single, four)]
     assert times[1].bytes == 4 * times[0].bytes
     for name in ("seconds", "bytes"):
-        quick, whole = getattr(four.totals(batch), name), getattr(four.min_step(batch), name)
-        assert quick == pytest.approx(whole)
+        quick, detailed = getattr(four.totals(batch), name), getattr(four.min_step(batch), name)
+        assert quick == pytest.approx(detailed)
 
 
 def test_files_say_how_they_store_weights(model):
@@ -126,8 +126,8 @@ def test_files_say_how_they_store_weights(model):
 
 
 def test_shared_layers_read_and_do_not_write(model):
-    found = model("Gemma-3n-E4B")
-    step = Planner(found, find_device("L4"), Question()).roofline.min_step(
+    planned = model("Gemma-3n-E4B")
+    step = Planner(planned, find_device("L4"), Question()).roofline.min_step(
         BatchShape.decode((999,))
     )
     read = 7 * 1000 * 2048  # of 35 layers, seven see everything
@@ -148,14 +148,14 @@ def test_lists_that_are_not_of_layers_are_left_alone(model):
 
 
 def test_what_plans_do_not_know_is_refused_in_a_sentence(model, tmp_path):
-    for more, words in (
+    for changes, words in (
         ({"model_type": "phi4flash"}, "keep states of a fixed size"),
         ({"model_type": "alien"}, "not supported yet; supported: deepseek_v2, "),
         ({"kv_lora_rank": -1}, "kv_lora_rank = -1, not a whole number"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2, which is not supported yet"),
     ):
         with pytest.raises(ModelFormatError, match=words):
-            model("DeepSeek-V3", **more)
+            model("DeepSeek-V3", **changes)
     with pytest.raises(ModelFormatError, match="num_experts"):
         model("Hunyuan-Large", num_experts=None)
     with pytest.raises(ModelFormatError, match="differs between layers"):

@@ -23,14 +23,14 @@ yaml = pytest.importorskip("yaml", reason="the extra [plan] is not installed")
 def fleet(tmp_path):
     """Return a function that writes a file about models, named by size, and reads it."""
 
-    def ask(models, **more):
-        for one in models:
-            size = one["model"]
+    def ask(models, **fields):
+        for model in models:
+            size = model["model"]
             tied = size == "13B"
             path = tmp_path / f"{size}.json"
-            one["model"] = write_config(path, size, tie_word_embeddings=tied)
+            model["model"] = write_config(path, size, tie_word_embeddings=tied)
         path = tmp_path / "fleet.yaml"
-        path.write_text(yaml.safe_dump({"models": models, **more}))
+        path.write_text(yaml.safe_dump({"models": models, **fields}))
         return read_fleet(path)
 
     return ask
@@ -42,23 +42,23 @@ def test_three_small_models_or_one_large_one_fill_a_device(fleet):
     small = [{"model": "13B", "name": name, **load} for name in "abc"]
     for value, expected in ((2, {"a", "b", "c"}), (4, {"d"})):
         large = {"model": "34B", "name": "d", "value": value, **load}
-        given = {"objective": "performance", "stock": {"A100-40GB": 1}, "memory_share": 1.0}
-        found = make_fleet(fleet([*map(dict, small), large], **given))
-        (group,) = found.groups
-        assert {one.model for one in group.replicas} == expected
+        fields = {"objective": "performance", "stock": {"A100-40GB": 1}, "memory_share": 1.0}
+        result = make_fleet(fleet([*map(dict, small), large], **fields))
+        (group,) = result.groups
+        assert {replica.model for replica in group.replicas} == expected
         assert group.memory_share <= 1
-        assert {one.model for one in found.models if one.carried > 0} == expected
+        assert {model.model for model in result.models if model.carried > 0} == expected
 
 
 def test_performance_prices_only_what_others_would_lose(fleet):
     load = {"weights": "int8", "requests_per_s": 0.05, "prompt": 128, "output": 32}
     models = [{"model": "13B", "name": name, **load} for name in "ab"]
-    given = {"objective": "performance", "stock": {"A100-40GB": 3}, "memory_share": 1.0}
-    assert {one.next_usd for one in make_fleet(fleet(list(map(dict, models)), **given)).models} == {
-        0
-    }
-    models = [{**one, "requests_per_s": 500} for one in models]
-    assert all(one.next_usd > 0.01 for one in make_fleet(fleet(models, **given)).models)
+    fields = {"objective": "performance", "stock": {"A100-40GB": 3}, "memory_share": 1.0}
+    assert {
+        model.next_usd for model in make_fleet(fleet(list(map(dict, models)), **fields)).models
+    } == {0}
+    models = [{**model, "requests_per_s": 500} for model in models]
+    assert all(model.next_usd > 0.01 for model in make_fleet(fleet(models, **fields)).models)
 
 
 def test_a_fleet_carries_its_loads_within_every_limit(fleet):
@@ -69,49 +69,51 @@ def test_a_fleet_carries_its_loads_within_every_limit(fleet):
     ]
     stock = {"H100-SXM": 6, "A100-80GB": 8, "L40S": 4}
     question = fleet(models, stock=stock, mfu=0.5, mbu=0.7)
-    found = make_fleet(question)
-    assert all(one.carried == pytest.approx(one.load, rel=1e-4) for one in found.models)
-    assert found.least_usd <= found.usd_per_hour < 1.5 * found.least_usd
+    result = make_fleet(question)
+    assert all(model.carried == pytest.approx(model.load, rel=1e-4) for model in result.models)
+    assert result.least_usd <= result.usd_per_hour < 1.5 * result.least_usd
     used = dict.fromkeys(stock, 0)
-    for group in found.groups:
+    for group in result.groups:
         used[group.device] += group.count * group.times
         assert group.memory_share <= 1
         assert group.time_share <= 1
-        assert len({one.model for one in group.replicas}) == len(group.replicas)
-        for one in group.replicas:
-            if one.model == "70B":
-                assert one.tpot_s <= 0.040
-                assert one.ttft_s <= 0.5
+        assert len({replica.model for replica in group.replicas}) == len(group.replicas)
+        for replica in group.replicas:
+            if replica.model == "70B":
+                assert replica.tpot_s <= 0.040
+                assert replica.ttft_s <= 0.5
     assert all(used[name] <= count for name, count in stock.items())
     price = sum(count * find_device(name).usd_per_hour for name, count in used.items())
-    assert found.usd_per_hour == pytest.approx(price)
-    for other in found.alternatives:  # nothing cheaper was passed over
-        assert other.missing_share > 0 or other.usd_per_hour >= found.usd_per_hour - 1e-9
+    assert result.usd_per_hour == pytest.approx(price)
+    for other in result.alternatives:  # nothing cheaper was passed over
+        assert other.missing_share > 0 or other.usd_per_hour >= result.usd_per_hour - 1e-9
 
 
 def test_the_cheapest_fleet_is_that_of_a_count_by_hand(fleet):
     kinds = ("L40S", "A100-80GB", "H100-SXM")
     question = fleet([{"model": "8B", "requests_per_s": 30, "tpot": 50}], devices=list(kinds),
                      most_devices=1)  # fmt: skip
-    one = question.models[0]
+    model = question.models[0]
     planner = Planner(
-        load_planned_model(one.model), find_device("L4"), one.question(1, 1, question.token_budget)
+        load_planned_model(model.model),
+        find_device("L4"),
+        model.question(1, 1, question.token_budget),
     )
-    maker, rates, usd = Replicas(0, planner, 30, 0.8), [], []
+    replicas, rates, usd = Replicas(0, planner, 30, 0.8), [], []
     for name in kinds:
         device = find_device(name)
-        place = DeviceGroup(device, 1, device.memory_bytes * 0.9, device.usd_per_hour, name)
-        rates.append(max(each.requests_per_s for each in maker.on_group(place)))
+        group = DeviceGroup(device, 1, device.memory_bytes * 0.9, device.usd_per_hour, name)
+        rates.append(max(replica.requests_per_s for replica in replicas.on_group(group)))
         usd.append(device.usd_per_hour)
     counts = product(range(40), repeat=3)
     carrying = (n for n in counts if sum(c * r for c, r in zip(n, rates, strict=True)) >= 30)
-    least = min(sum(c * u for c, u in zip(n, usd, strict=True)) for n in carrying)
-    assert make_fleet(question).usd_per_hour == pytest.approx(least, rel=0.002)
+    min_usd = min(sum(c * u for c, u in zip(n, usd, strict=True)) for n in carrying)
+    assert make_fleet(question).usd_per_hour == pytest.approx(min_usd, rel=0.002)
 
 
 def test_what_cannot_be_says_by_how_much_and_what_would_do(fleet):
     load = {"requests_per_s": 20, "prompt": 2048}
-    for models, more, words in (
+    for models, fields, words in (
         ([{"model": "70B", **load}], {"stock": {"H100-SXM": 2}}, r"missing.*70B.*Enough would be"),
         ([{"model": "8B", **load}], {"budget": 0.5}, "times the budget"),
         (
@@ -124,9 +126,9 @@ def test_what_cannot_be_says_by_how_much_and_what_would_do(fleet):
         ([{"model": "70B", **load}], {"devices": ["T4"]}, "fits nowhere.*T4 offers"),
         ([{"model": "70B", "requests_per_s": 1e7}], {}, "plans have at most 100,000"),
     ):
-        found = make_fleet(fleet(models, **more))
-        assert found.groups == ()
-        assert re.search(words, found.verdict)
+        result = make_fleet(fleet(models, **fields))
+        assert result.groups == ()
+        assert re.search(words, result.verdict)
     with pytest.raises(UsageError, match="no price for MI325X"):
         make_fleet(fleet([{"model": "8B", **load}], stock={"MI325X": 1}))
 
@@ -174,8 +176,8 @@ def test_numbers_are_read_as_yaml_has_them_now(tmp_path):
     path = tmp_path / "fleet.yaml"
     for text, value in (("1e1", 10), ("1E+1", 10), ("2.5e-1", 0.25), (".5", 0.5), ("10", 10)):
         path.write_text(f"models:\n- model: smollm2\n  prompt: 2e3\n  requests_per_s: {text}\n")
-        (found,) = read_fleet(path).models
-        assert (found.prompt, found.requests_per_s) == (2000, value)
+        (model,) = read_fleet(path).models
+        assert (model.prompt, model.requests_per_s) == (2000, value)
 
 
 def test_a_model_is_called_by_the_last_part_of_its_path(tmp_path):
@@ -194,6 +196,6 @@ def test_a_model_that_is_not_there_is_named_with_its_line(tmp_path):
     question, lines = read_fleet_with_lines(path)
     with pytest.raises(ModelNotFoundError) as caught:
         make_fleet(question)
-    found = at_line(lines, caught.value)
-    assert isinstance(found, ModelNotFoundError)
-    assert str(found).startswith("fleet.yaml, line 4: ")
+    error = at_line(lines, caught.value)
+    assert isinstance(error, ModelNotFoundError)
+    assert str(error).startswith("fleet.yaml, line 4: ")

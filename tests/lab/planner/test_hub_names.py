@@ -31,34 +31,34 @@ def gguf(tmp_path):
 
 def sent(hub):
     """The bytes that were asked for."""
-    spans = [one.range.removeprefix("bytes=").split("-") for one in hub.transfers]
+    spans = [transfer.range.removeprefix("bytes=").split("-") for transfer in hub.transfers]
     return sum(int(last) - int(first) + 1 for first, last in spans)
 
 
 def test_the_header_of_a_file_is_enough(hub, gguf, tmp_path):
     path, content = gguf
     hub.repos["own/tiny"] = Repo({"tiny-Q8_0.gguf": content})
-    found, local = load_planned_model("hf:own/tiny"), load_planned_model(str(path))
-    assert found.name == "own/tiny"
-    assert found.weight_bytes == local.weight_bytes
-    assert found.stored == local.stored
+    remote, local = load_planned_model("hf:own/tiny"), load_planned_model(str(path))
+    assert remote.name == "own/tiny"
+    assert remote.weight_bytes == local.weight_bytes
+    assert remote.stored == local.stored
     assert sent(hub) < len(content) / 2
     assert stored(tmp_path / "hf" / "hub") == []  # nothing is kept
     device, question = find_device("L4"), Question(prompt=16, output=8)
-    assert make_plan(found, device, question).rows == make_plan(local, device, question).rows
+    assert make_plan(remote, device, question).rows == make_plan(local, device, question).rows
 
 
 def test_headers_and_the_configuration_of_a_folder_are_enough(hub, tmp_path):
     folder = write_tiny_folder(tmp_path / "folder")
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     hub.repos["own/folder"] = Repo(files)
-    found, local = load_planned_model("hf:own/folder"), load_planned_model(str(folder))
-    assert found.weight_bytes == local.weight_bytes
+    remote, local = load_planned_model("hf:own/folder"), load_planned_model(str(folder))
+    assert remote.weight_bytes == local.weight_bytes
     weights = len(files["model.safetensors"])
     header = int.from_bytes(files["model.safetensors"][:8], "little") + 8
     assert header < weights
     assert sent(hub) == header
-    assert not any(one.path.endswith("tokenizer.json") for one in hub.requests)
+    assert not any(request.path.endswith("tokenizer.json") for request in hub.requests)
 
 
 def test_the_configuration_of_a_model_that_does_not_run_here_is_enough(hub, tmp_path):
@@ -66,11 +66,11 @@ def test_the_configuration_of_a_model_that_does_not_run_here_is_enough(hub, tmp_
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     files["config.json"] = json.dumps(UNKNOWN_HERE["gpt-oss-20b"]).encode()
     hub.repos["own/gpt-oss"] = Repo(files)
-    found = load_planned_model("hf:own/gpt-oss")
-    assert found.name == "own/gpt-oss"
-    assert found.num_weights == pytest.approx(20.91e9, rel=0.001)
+    remote = load_planned_model("hf:own/gpt-oss")
+    assert remote.name == "own/gpt-oss"
+    assert remote.num_weights == pytest.approx(20.91e9, rel=0.001)
     (tmp_path / "folder" / "config.json").write_bytes(files["config.json"])
-    assert load_planned_model(str(folder)).weight_bytes == found.weight_bytes
+    assert load_planned_model(str(folder)).weight_bytes == remote.weight_bytes
 
 
 def test_a_server_without_ranges_will_do(hub, gguf):

@@ -15,52 +15,69 @@ pytest.importorskip("highspy", reason="the extra [plan] is not installed")
 
 LOADS = (1.0, 1.0)
 PRICES = (2.0, 3.0)
-FAR = 1e4
+HIGH_PRICE = 1e4
 
 
-def place(usd):
+def group(usd):
     return DeviceGroup(find_device("L4"), 1, 100.0, usd, f"{usd} $")
 
 
 def replica(model, share, memory, rate):
-    return PlannedReplica(model, "int8", 1, share, memory, rate, 0.1, 0.1, "load")
+    return PlannedReplica(
+        model=model,
+        weights="int8",
+        streams=1,
+        time_units=share,
+        memory_bytes=memory,
+        requests_per_s=rate,
+        ttft_s=0.1,
+        tpot_s=0.1,
+        bound="load",
+    )
 
 
 def random_options(rng):
-    """Return places with two replicas of each model, which carry all of its load or a part."""
-    found = []
+    """Return groups with two replicas of each model, which carry all of its load or a part."""
+    options = []
     for usd in PRICES:
         replicas = []
         for model in range(len(LOADS)):
             for share in sorted(rng.integers(6, TIME_UNITS + 1, 2).tolist()):
                 rate = min(1.0, share / TIME_UNITS * usd * float(rng.uniform(0.3, 0.7)))
                 replicas.append(replica(model, share, 20.0 + share, rate))
-        found.append((place(usd), replicas))
-    return found
+        options.append((group(usd), replicas))
+    return options
 
 
 def cheapest(options):
-    """Return the least price of places that carry all loads."""
+    """Return the least price of groups that carry all loads."""
     patterns = []
-    for where, found in options:
-        each = [[None, *(one for one in found if one.model == model)] for model in range(2)]
+    for group, replicas in options:
+        each = [
+            [None, *(candidate for candidate in replicas if candidate.model == model)]
+            for model in range(2)
+        ]
         for pair in product(*each):
-            chosen = [one for one in pair if one is not None]
-            fits = sum(one.memory_bytes for one in chosen) <= where.memory_bytes
-            if chosen and fits and sum(one.time_units for one in chosen) <= TIME_UNITS:
-                rates = [sum(o.requests_per_s for o in chosen if o.model == m) for m in range(2)]
-                patterns.append((where.usd_per_hour, *rates))
+            members = [candidate for candidate in pair if candidate is not None]
+            fits = sum(candidate.memory_bytes for candidate in members) <= group.memory_bytes
+            if (
+                members
+                and fits
+                and sum(candidate.time_units for candidate in members) <= TIME_UNITS
+            ):
+                rates = [sum(o.requests_per_s for o in members if o.model == m) for m in range(2)]
+                patterns.append((group.usd_per_hour, *rates))
     usd, *rates = np.array(patterns).T
     carried = [(0.0, 0.0, 0.0)]
     best = np.inf
-    while carried:  # one more place at a time
+    while carried:  # one more group at a time
         carried = sorted({
             (cost + usd[n], min(1, a + rates[0][n]), min(1, b + rates[1][n]))
             for cost, a, b in carried
             for n in range(len(usd))
         })  # fmt: skip
         best = min([best, *(cost for cost, a, b in carried if min(a, b) > 1 - 1e-9)])
-        carried = [one for one in carried if one[0] < best]
+        carried = [candidate for candidate in carried if candidate[0] < best]
     return best
 
 
@@ -68,19 +85,19 @@ def test_the_packing_is_the_cheapest_and_no_packing_costs_less_than_the_bound():
     rng = np.random.default_rng(5)
     for _ in range(12):
         options = random_options(rng)
-        packed = Packer(options).pack(Demand(LOADS, (FAR, FAR), {}))
-        least = cheapest(options)
-        assert packed.bound <= least + 1e-6
-        assert packed.usd_per_hour == pytest.approx(least, rel=0.005)
+        packed = Packer(options).pack(Demand(LOADS, (HIGH_PRICE, HIGH_PRICE), {}))
+        min_usd = cheapest(options)
+        assert packed.bound <= min_usd + 1e-6
+        assert packed.usd_per_hour == pytest.approx(min_usd, rel=0.005)
 
 
 def test_the_bound_counts_whole_replicas():
-    options = [(place(2.0), [replica(0, TIME_UNITS, 50.0, 5 / 6)])]
-    demand = Demand((1.0,), (FAR,), {})
+    options = [(group(2.0), [replica(0, TIME_UNITS, 50.0, 5 / 6)])]
+    demand = Demand((1.0,), (HIGH_PRICE,), {})
     packed = Packer(options).pack(demand)
     assert packed.usd_per_hour == pytest.approx(4)
     assert packed.bound == pytest.approx(4)
     assert packed.load_prices == pytest.approx([2.4])  # of what carries much more load
-    short = Packer(options).pack(Demand((1.0,), (FAR,), {"2.0 $": 1}))
+    short = Packer(options).pack(Demand((1.0,), (HIGH_PRICE,), {"2.0 $": 1}))
     assert not short.carries(demand)
     assert short.missing == pytest.approx([1 / 6])

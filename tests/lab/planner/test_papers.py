@@ -23,8 +23,8 @@ from twostroke.model.program.batch import BatchShape
 def model(tmp_path):
     """Return a function that plans a model of these sizes; keys and values need no others."""
 
-    def make(*sizes, **more):
-        return load_planned_model(write_config(tmp_path / "config.json", sizes, **more))
+    def make(*sizes, **changes):
+        return load_planned_model(write_config(tmp_path / "config.json", sizes, **changes))
 
     return make
 
@@ -44,31 +44,31 @@ def test_keys_and_values_of_models_in_papers(model):
         ((6144, 48, 48, 118, 24576, 32000), 512, 2048, 3.04e12, 0.001),
     )
     for sizes, batch, num_tokens, expected, tolerance in cases:
-        found = batch * kv_bytes(model(*sizes), Question(), num_tokens)
-        assert found == pytest.approx(expected, rel=tolerance)
+        num_bytes = batch * kv_bytes(model(*sizes), Question(), num_tokens)
+        assert num_bytes == pytest.approx(expected, rel=tolerance)
 
 
 def test_a_window_saves_what_the_paper_says(model):
     """Mistral 7B (arXiv:2310.06825): at 32k tokens the cache is 8 times smaller."""
     sizes = (4096, 32, 8, 32, 14336, 32000)
-    whole = kv_bytes(model(*sizes), Question(), 32768)
+    full_bytes = kv_bytes(model(*sizes), Question(), 32768)
     windowed = model(*sizes, model_type="mistral", sliding_window=4096)
-    assert whole / kv_bytes(windowed, Question(), 32768) == 8
+    assert full_bytes / kv_bytes(windowed, Question(), 32768) == 8
 
 
 def test_a_token_uses_the_experts_that_the_paper_says(model):
     """Mixtral (arXiv:2401.04088): 47B weights, 13B for each token."""
-    found = model(
+    mixture = model(
         4096, 32, 8, 32, 14336, 32000,
         model_type="mixtral", num_local_experts=8, num_experts_per_tok=2, sliding_window=None,
     )  # fmt: skip
-    assert found.num_weights == pytest.approx(47e9, rel=0.01)
-    planner = Planner(found, find_device("H100-SXM"), Question(count=2))
+    assert mixture.num_weights == pytest.approx(47e9, rel=0.01)
+    planner = Planner(mixture, find_device("H100-SXM"), Question(count=2))
     step = planner.roofline.step(BatchShape.decode((0,)))
     assert step.flops / 2 == pytest.approx(13e9, rel=0.02)
     # Many tokens touch all experts (MEASURE: E (1 - (1 - k/E)^B)).
     read = planner.roofline.step(BatchShape.decode((0,) * 64)).bytes
-    assert read == pytest.approx(found.all_bytes, rel=0.01)
+    assert read == pytest.approx(mixture.all_bytes, rel=0.01)
     # All are read and two are used, so it takes more streams to be bound by arithmetic.
     assert planner.knee == pytest.approx(295.2 * read / step.bytes, rel=0.01)
     decode = BatchShape.decode
@@ -125,14 +125,16 @@ def test_utilization_is_a_share_of_the_peak():
     """7B in fp16 at 100 tokens/s reads 1,400 GB/s; a chip that could do 100 does 20."""
     second = PhaseTotals(steps=100, rows=100, flops=20, bytes=int(100 * 14e9), time_s=1.0)
     for bandwidth, expected in ((2000e9, 0.70), (2039e9, 0.687)):
-        hardware = Hardware("one", 1, 1, bandwidth, 100.0, "any", "a handbook")
+        hardware = Hardware(
+            "one", 1, 1, bandwidth=bandwidth, peak=100.0, peak_kind="any", source="a handbook"
+        )
         assert second.mbu(hardware) == pytest.approx(expected, abs=5e-4)
     assert second.mfu(hardware) == pytest.approx(0.2)
 
 
 def test_cached_prompts_need_no_computing():
-    asked = Question(prompt=1100, cached=1000 / 1100)
-    assert asked.num_cached * 1_000_000 == pytest.approx(1e9, rel=0.001)
+    question = Question(prompt=1100, cached=1000 / 1100)
+    assert question.num_cached * 1_000_000 == pytest.approx(1e9, rel=0.001)
 
 
 def test_a_long_answer_takes_its_tokens_times_their_time(model):

@@ -26,8 +26,8 @@ from twostroke.model.program.batch import BatchShape
 
 @pytest.fixture
 def model(tmp_path):
-    def make(name, **more):
-        return load_planned_model(write_config(tmp_path / f"{name}.json", name, **more))
+    def make(name, **changes):
+        return load_planned_model(write_config(tmp_path / f"{name}.json", name, **changes))
 
     return make
 
@@ -52,7 +52,7 @@ def test_a_stream_reads_all_weights_once_for_each_token(model):
     large = model("70B")
     plan = make_plan(large, find_device("H100-SXM"), Question(prompt=1, output=1, count=2))
     assert large.num_weights == pytest.approx(70.55e9, rel=1e-3)
-    embedding = 128256 * 8192 * 2  # of which a token reads one row
+    embedding = 128256 * 8192 * 2  # a token reads one row of it
     read = large.all_bytes - embedding
     assert plan.rows[0].tpot_s == pytest.approx(read / (2 * 3.35e12), rel=1e-3)
     assert plan.rows[0].mbu == pytest.approx(1, abs=0.01)
@@ -82,15 +82,15 @@ def test_what_does_not_fit_says_what_would(model):
 def test_objectives_choose_the_streams(model):
     device, large = find_device("H100-SXM"), model("70B")
     free = make_plan(large, device, Question(count=4))
-    asked = Question(count=4, tpot_s=0.0125)
-    plan = make_plan(large, device, asked)
+    question = Question(count=4, tpot_s=0.0125)
+    plan = make_plan(large, device, question)
     assert free.memory.most_streams > free.chosen_row.streams == 256 > plan.chosen_row.streams > 1
-    planner = Planner(large, device, asked)
-    assert planner.tpot_s(plan.chosen_row.streams) <= asked.tpot_s
-    assert planner.tpot_s(plan.chosen_row.streams + 1) > asked.tpot_s
+    planner = Planner(large, device, question)
+    assert planner.tpot_s(plan.chosen_row.streams) <= question.tpot_s
+    assert planner.tpot_s(plan.chosen_row.streams + 1) > question.tpot_s
     assert plan.chosen_row.tpot_s == planner.tpot_s(plan.chosen_row.streams)
     assert (free.bound, plan.bound) == ("the default", "TPOT")
-    assert make_plan(large, device, replace(asked, streams=2)).bound == ""
+    assert make_plan(large, device, replace(question, streams=2)).bound == ""
     for impossible, words in (
         (Question(count=4, tpot_s=0.005), "needs at least 9 devices"),
         (Question(count=4, ttft_s=0.03), "needs at least 8 devices"),
@@ -99,7 +99,7 @@ def test_objectives_choose_the_streams(model):
         (Question(count=4, ttft_s=0.001), "times the objective"),
         (Question(count=4, ttft_s=5e-324), "1,024 devices are not enough"),
         (Question(count=4, streams=5000), "do not fit"),
-        (replace(asked, streams=99), f"; at most {plan.chosen_row.streams} would meet it."),
+        (replace(question, streams=99), f"; at most {plan.chosen_row.streams} would meet it."),
         (Question(count=4, ttft_s=0.046, streams=99), "with 99 streams, 1.1"),
     ):
         refused = make_plan(large, device, impossible)
@@ -108,7 +108,7 @@ def test_objectives_choose_the_streams(model):
 
 
 def test_prompts_of_others_make_tokens_late(model):
-    """TPOT and throughput are those of one system: streams = requests/s x time of a request."""
+    """TPOT and throughput describe one system: streams = requests/s x time of a request."""
     large = model("70B")
     question = Question(count=4, prompt=2048, output=300)
     planner = Planner(large, find_device("H100-SXM"), question)
@@ -126,10 +126,10 @@ def test_prompts_of_others_make_tokens_late(model):
 def test_a_long_prompt_is_read_in_chunks(model):
     """As the engine does: weights are read for each chunk, and attention grows with its start."""
     large, device = model("8B"), find_device("H100-SXM")
-    asked = Question(prompt=20_000, output=1000, cached=0.1)
-    whole = make_plan(large, device, asked)
+    base = Question(prompt=20_000, output=1000, cached=0.1)
+    default_plan = make_plan(large, device, base)
     for budget in (128, 2048):
-        question = replace(asked, token_budget=budget)
+        question = replace(base, token_budget=budget)
         planner = Planner(large, device, question)
         starts = range(2000, 20_000, budget)
         steps = [
@@ -154,9 +154,13 @@ def test_a_long_prompt_is_read_in_chunks(model):
         assert planner.prompt_s(10) == pytest.approx(extra, rel=0.005)
         first_s = extra + planner.num_chunks(10) * others
         assert planner.ttft_s(10) == pytest.approx(first_s, rel=0.005)
-    assert whole.ttft_s < 1.02 * plan.ttft_s
-    assert make_plan(large, device, replace(asked, token_budget=128)).ttft_s > 1.9 * whole.ttft_s
-    assert make_plan(large, device, replace(asked, token_budget=20_000)).ttft_s == whole.ttft_s
+    assert default_plan.ttft_s < 1.02 * plan.ttft_s
+    assert (
+        make_plan(large, device, replace(base, token_budget=128)).ttft_s > 1.9 * default_plan.ttft_s
+    )
+    assert (
+        make_plan(large, device, replace(base, token_budget=20_000)).ttft_s == default_plan.ttft_s
+    )
 
 
 def test_steps_are_full_with_streams_and_their_prompts(model):
@@ -166,9 +170,9 @@ def test_steps_are_full_with_streams_and_their_prompts(model):
     assert question.max_decoding_streams == plan.chosen_row.streams == plan.rows[-1].streams == 100
     assert "(limited by prompts)" in "".join(answer(plan))
     assert "fill steps of 500 tokens" in "".join(answer(plan))
-    more = make_plan(small, device, replace(question, streams=101))
-    assert more.chosen_row is None
-    assert more.verdict.endswith("steps of at least 505 tokens (--token-budget).")
+    refused = make_plan(small, device, replace(question, streams=101))
+    assert refused.chosen_row is None
+    assert refused.verdict.endswith("steps of at least 505 tokens (--token-budget).")
     assert make_plan(small, device, replace(question, streams=101, token_budget=505)).chosen_row
 
 
@@ -177,11 +181,11 @@ def test_a_load_waits_as_theory_says(model, monkeypatch):
     planner = Planner(model("8B"), find_device("L4"), Question(output=1))
     monkeypatch.setattr(planner, "prompt_s", lambda _: 1.0)
     monkeypatch.setattr(planner, "step_s", lambda _: 1e-9)
-    for one in loads(planner, 4000):
-        assert one.requests_per_s == pytest.approx(one.share)
-        wait_s = one.share / (2 * (1 - one.share))
-        assert one.ttft_s == pytest.approx(1 + wait_s, rel=1e-6)
-        assert one.at_work == pytest.approx(one.share / (1 - one.share))  # M/G/1, shared
+    for load in loads(planner, 4000):
+        assert load.requests_per_s == pytest.approx(load.share)
+        wait_s = load.share / (2 * (1 - load.share))
+        assert load.ttft_s == pytest.approx(1 + wait_s, rel=1e-6)
+        assert load.at_work == pytest.approx(load.share / (1 - load.share))  # M/G/1, shared
 
 
 def test_means_stay_near_where_prompts_cost_nothing_among_others(model):
@@ -189,8 +193,8 @@ def test_means_stay_near_where_prompts_cost_nothing_among_others(model):
     for prompt in (1, 16):
         question = Question(prompt=prompt, output=1, streams=2)
         plan = make_plan(model("8B"), find_device("H100-SXM"), question)
-        for one in plan.loads:
-            assert plan.ttft_s < one.ttft_s < 12 * plan.ttft_s
+        for load in plan.loads:
+            assert plan.ttft_s < load.ttft_s < 12 * plan.ttft_s
 
 
 def test_a_request_that_comes_alone_sees_the_times_of_one_stream(model, monkeypatch):
@@ -213,9 +217,9 @@ def test_loads_agree_with_littles_law(model):
     light, *_, heavy = loads(planner, 40)
     assert light.ttft_s < heavy.ttft_s
     assert light.tpot_s < heavy.tpot_s < planner.row(40).tpot_s
-    for one in (light, heavy):
-        in_system_s = one.ttft_s + 99 * one.tpot_s
-        assert one.at_work == pytest.approx(one.requests_per_s * in_system_s, rel=0.1)
+    for load in (light, heavy):
+        in_system_s = load.ttft_s + 99 * load.tpot_s
+        assert load.at_work == pytest.approx(load.requests_per_s * in_system_s, rel=0.1)
 
 
 def test_one_user_sees_the_times_of_a_request_that_comes_alone(model):
@@ -228,7 +232,7 @@ def test_one_user_sees_the_times_of_a_request_that_comes_alone(model):
 
 def test_users_wait_for_one_server_as_machines_for_one_repairman(model, monkeypatch):
     """The finite-source queue M/M/1//N: users are served one at a time, a second each."""
-    question = Question(users=6, think_s=4.0, output=1, ttft_s=100.0)  # else nobody would queue
+    question = Question(users=6, think_s=4.0, output=1, ttft_s=100.0)  # else no request would queue
     planner = Planner(model("8B"), find_device("L4"), question)
     monkeypatch.setattr(planner, "prompt_s", lambda _: 1.0)
     monkeypatch.setattr(planner, "step_s", lambda _: 1e-9)
@@ -274,28 +278,28 @@ def test_without_an_objective_users_get_replicas_on_which_nobody_queues(model):
     ],
 )
 def test_other_attention_is_planned_as_the_model_that_has_it(model, size, count, change, other):
-    asked = Question(prompt=7000, count=count, streams=3, token_budget=2048)
+    question = Question(prompt=7000, count=count, streams=3, token_budget=2048)
     device, family = find_device("H100-SXM"), {"model_type": "mistral", "sliding_window": None}
-    plan = make_plan(model(size, **family).with_weights("fp8"), device, asked)
-    found = {one.change: one for one in plan.what_ifs}[change]
-    trained = make_plan(model(size, **family | other).with_weights("fp8"), device, asked)
+    plan = make_plan(model(size, **family).with_weights("fp8"), device, question)
+    predicted = {what_if.change: what_if for what_if in plan.what_ifs}[change]
+    trained = make_plan(model(size, **family | other).with_weights("fp8"), device, question)
     (expected, *_) = trained.what_ifs
-    assert found.most_streams == expected.most_streams
-    assert found.ttft_s == pytest.approx(expected.ttft_s, rel=1e-4)  # but for rotation of keys
-    assert found.tpot_s == pytest.approx(expected.tpot_s, rel=1e-4)
-    assert found.tpot_s < plan.chosen_row.tpot_s
-    assert change not in {one.change for one in trained.what_ifs}
+    assert predicted.most_streams == expected.most_streams
+    assert predicted.ttft_s == pytest.approx(expected.ttft_s, rel=1e-4)  # but for rotation of keys
+    assert predicted.tpot_s == pytest.approx(expected.tpot_s, rel=1e-4)
+    assert predicted.tpot_s < plan.chosen_row.tpot_s
+    assert change not in {what_if.change for what_if in trained.what_ifs}
 
 
 def test_each_figure_follows_from_the_numbers_of_its_formula(model):
     """As a reader would check them: with the numbers that are printed, to as many digits."""
     for size, count in (("70B", 4), ("8B", 16)):
-        asked = Question(prompt=2048, output=300, count=count, tpot_s=0.04, token_budget=2048)
-        plan = make_plan(model(size), find_device("H100-SXM"), asked)
-        row, shown = plan.chosen_row, {}
+        question = Question(prompt=2048, output=300, count=count, tpot_s=0.04, token_budget=2048)
+        plan = make_plan(model(size), find_device("H100-SXM"), question)
+        row, formulas = plan.chosen_row, {}
         for line in plan.steps:
             name, _, rest = line.partition(" = ")
-            shown[name] = rest.split(" = ")
+            formulas[name] = rest.split(" = ")
         numbers = {
             "KV of a token": plan.memory.kv_per_token,
             "TTFT": row.ttft_s,
@@ -306,7 +310,7 @@ def test_each_figure_follows_from_the_numbers_of_its_formula(model):
             "prefill devices per decode device": plan.prefill_per_decode,
         }
         for name, value in numbers.items():
-            written, result = (one.replace(",", "") for one in shown[name][-2:])
+            written, result = (part.replace(",", "") for part in formulas[name][-2:])
             assert float(result.split(" ")[0]) == pytest.approx(value, rel=1e-3)
             written = (
                 written.replace(" x ", " * ").replace("W", "").replace("(devices / heads)", "")
@@ -315,19 +319,19 @@ def test_each_figure_follows_from_the_numbers_of_its_formula(model):
 
 
 def test_a_request_beyond_the_context_has_no_plan_and_the_longest_that_fits_is_named(model):
-    device, asked = find_device("L4"), Question(prompt=9000)
+    device, question = find_device("L4"), Question(prompt=9000)
     short, wide = (model("8B", max_position_embeddings=size) for size in (8192, 131072))
-    refused = make_plan(short, device, asked)
+    refused = make_plan(short, device, question)
     assert "or one request of 8,192 tokens, the whole context." in "".join(facts(refused))
     assert (refused.chosen_row, refused.fits) == (None, False)
     assert "9,256 tokens together, and its context ends at 8,192." in refused.verdict
     assert make_plan(short, device, Question(prompt=7936)).chosen_row is not None
-    plan = make_plan(wide, device, asked)
+    plan = make_plan(wide, device, question)
     assert plan.verdict == ""
-    most = plan.memory.most_tokens
-    assert most % 256 == 0
-    assert most * 131_072 <= 24e9 * 0.9 - wide.all_bytes < (most + 256) * 131_072
-    assert make_plan(wide, find_device("H100-SXM"), asked).memory.most_tokens == 131072
+    most_tokens = plan.memory.most_tokens
+    assert most_tokens % 256 == 0
+    assert most_tokens * 131_072 <= 24e9 * 0.9 - wide.all_bytes < (most_tokens + 256) * 131_072
+    assert make_plan(wide, find_device("H100-SXM"), question).memory.most_tokens == 131072
 
 
 def test_a_thousand_requests_cost_what_their_tokens_do(model):
@@ -340,22 +344,24 @@ def test_a_thousand_requests_cost_what_their_tokens_do(model):
 
 def test_what_ifs_go_the_right_way(model):
     plan = make_plan(model("8B"), find_device("A100-80GB"), Question(streams=4))
-    found = {one.change: one for one in plan.what_ifs}
-    asked = found["as asked"]
-    assert found["weights w4a16"].tpot_s < 0.4 * asked.tpot_s
-    assert found["weights w4a16"].ttft_s == asked.ttft_s
-    assert found["50% of the prompt cached"].ttft_s < 0.6 * asked.ttft_s
-    assert found["keys and values int8"].most_streams > 1.8 * asked.most_streams
-    speculation = next(one for name, one in found.items() if name.startswith("speculation"))
-    assert speculation.tpot_s < 0.7 * asked.tpot_s
-    assert speculation.usd_per_million < asked.usd_per_million
+    what_ifs = {what_if.change: what_if for what_if in plan.what_ifs}
+    unchanged = what_ifs["as asked"]
+    assert what_ifs["weights w4a16"].tpot_s < 0.4 * unchanged.tpot_s
+    assert what_ifs["weights w4a16"].ttft_s == unchanged.ttft_s
+    assert what_ifs["50% of the prompt cached"].ttft_s < 0.6 * unchanged.ttft_s
+    assert what_ifs["keys and values int8"].most_streams > 1.8 * unchanged.most_streams
+    speculation = next(
+        what_if for name, what_if in what_ifs.items() if name.startswith("speculation")
+    )
+    assert speculation.tpot_s < 0.7 * unchanged.tpot_s
+    assert speculation.usd_per_million < unchanged.usd_per_million
 
 
 def test_a_window_bounds_the_cache(model):
     config = {"model_type": "mistral", "sliding_window": 1000}
     windowed = model("8B", **config)
-    whole = kv_bytes(model("8B"), Question(), 10_000)
-    assert kv_bytes(windowed, Question(), 10_000) == whole / 10
+    full_bytes = kv_bytes(model("8B"), Question(), 10_000)
+    assert kv_bytes(windowed, Question(), 10_000) == full_bytes / 10
 
 
 def test_efficiency_and_price_scale(model):
@@ -418,8 +424,8 @@ def test_sizes_that_a_configuration_leaves_out_are_named(tmp_path):
             load_planned_model(str(path)).with_weights("fp8"), find_device("L4"), Question()
         )
         assert any(words in line for line in facts(plan))
-    whole = load_planned_model(write_config(tmp_path / "8b.json", "8B"))
-    assert make_plan(whole, find_device("L4"), Question()).assumed == ()
+    complete = load_planned_model(write_config(tmp_path / "8b.json", "8B"))
+    assert make_plan(complete, find_device("L4"), Question()).assumed == ()
 
 
 def test_bad_questions_and_models_are_refused(tmp_path):

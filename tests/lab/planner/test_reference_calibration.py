@@ -1,4 +1,4 @@
-"""Plans of models of which no step was measured, corrected by those of another model."""
+"""Plans of models without measured steps, corrected by another model's measured steps."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ DEVICE = replace(find_device("L4"), peaks={"int8 VNNI": 9e11}, bandwidth=4e10)
 
 def test_kernels_of_a_known_kind_take_what_they_took_of_another_model(tmp_path):
     model = load_planned_model(write_config(tmp_path / "8b.json", "8B")).with_weights("w4a16")
-    found = reference_steps(DEVICE)
-    least, told = (Roofline(model, DEVICE, Question(), one) for one in (None, found))
+    reference = reference_steps(DEVICE)
+    limits, corrected = (
+        Roofline(model, DEVICE, Question(), calibration) for calibration in (None, reference)
+    )
     for shape in (Shape.decode(1, 1024), Shape.decode(16, 128), Shape.prefill(256)):
-        floor, step = least.step(shape.batch), told.step(shape.batch)
+        floor, step = limits.step(shape.batch), corrected.step(shape.batch)
         assert step.nearest == shape.name
         for part in ("attention_s", "products_s"):
             assert 1 < getattr(step, part) / getattr(floor, part) < 100
         assert 1e-6 < step.rest_s / len(model.program.layer_outputs) < 1e-3
-    asked = Question(prompt=64, output=8, streams=4, token_budget=256)
-    plan = make_plan(model, DEVICE, asked, found)
+    question = Question(prompt=64, output=8, streams=4, token_budget=256)
+    plan = make_plan(model, DEVICE, question, reference)
     assert plan.calibrated is None
     assert any(f"limits as much as the times of {plan.usual} do." in line for line in facts(plan))
-    plain = make_plan(model, DEVICE, asked)
+    plain = make_plan(model, DEVICE, question)
     assert plan.ttft_s > 2 * plain.ttft_s
     # Formulas say how limits become these times.
     assert not any("by measured steps" in line for line in plain.steps)
@@ -45,10 +47,10 @@ def test_kernels_of_a_known_kind_take_what_they_took_of_another_model(tmp_path):
         ("decode, 1 stream: ", plain.rows[0].step_s, plan.rows[0].step_s),
         ("decode, 4 streams: ", plain.chosen_row.step_s, plan.chosen_row.step_s),
     ):
-        (line,) = (one for one in plan.steps if one.startswith(name))
+        (line,) = (line for line in plan.steps if line.startswith(name))
         together, sums = line.split("together ")[1].split("; corrected by measured steps: ")
         assert float(together.split(" ")[0]) == pytest.approx(limit_s * 1e3, rel=1e-3)
-        numbers = [float(one) for one in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", sums)]
+        numbers = [float(number) for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", sums)]
         attention, longer, products, by, around, total = numbers
         assert attention * longer + products * by + around == pytest.approx(total, rel=0.01)
         assert total == pytest.approx(seconds * 1e3, rel=1e-3)

@@ -54,8 +54,8 @@ def test_the_median_of_steps_of_like_shapes_counts():
     assert group_steps(steps) == (ServedStep(8, 0, 8, 808, 0.2, between_s=0.1),)
     assert group_steps([]) == ()
     newer = ServedStep(8, 0, 8, 820, 0.3)
-    far = ServedStep(32, 0, 32, 3200, 0.4)
-    assert set(merge_steps([ServedStep(8, 0, 8, 808, 0.2), far], [newer])) == {newer, far}
+    larger = ServedStep(32, 0, 32, 3200, 0.4)
+    assert set(merge_steps([ServedStep(8, 0, 8, 808, 0.2), larger], [newer])) == {newer, larger}
 
 
 def test_plans_take_what_the_server_takes(tmp_path):
@@ -63,55 +63,65 @@ def test_plans_take_what_the_server_takes(tmp_path):
     roofline = Roofline(planned, find_device("L4"), Question())
     shapes = (Shape.decode(1, 30), Shape.decode(4, 30))
     points = []
-    for one in shapes:
-        least = roofline.min_step(one.batch)
-        sizes = one.num_streams, one.context, one.num_prompt
-        points.append(Point(*sizes, 2 * least.attention_s, 2 * least.products_s, 1e-6))
+    for step in shapes:
+        limits = roofline.min_step(step.batch)
+        points.append(
+            Point(
+                streams=step.num_streams,
+                context=step.context,
+                prompt=step.num_prompt,
+                attention_s=2 * limits.attention_s,
+                products_s=2 * limits.products_s,
+                rest_s=1e-6,
+            )
+        )
     alone = Calibration(tuple(points), "2026-01-01", 1)
-    served = []
+    served_steps = []
     for count, factor in ((2, 1.5), (16, 3.0)):
-        one = ServedStep(count, 0, count, 41 * count, 1.0)
-        seconds = factor * alone.seconds(roofline, one.batch)
-        served.append(ServedStep(count, 0, count, 41 * count, seconds))
-    found = Calibration(tuple(points), "2026-01-01", 1, served_steps=tuple(served))
-    for one in served:  # each decides alone where it was measured
-        assert found.seconds(roofline, one.batch) == pytest.approx(one.seconds, rel=1e-3)
-        assert found.factors(roofline, one.batch).nearest == one.name
+        step = ServedStep(count, 0, count, 41 * count, 1.0)
+        seconds = factor * alone.seconds(roofline, step.batch)
+        served_steps.append(ServedStep(count, 0, count, 41 * count, seconds))
+    both = Calibration(tuple(points), "2026-01-01", 1, served_steps=tuple(served_steps))
+    for step in served_steps:  # each decides alone where it was measured
+        assert both.seconds(roofline, step.batch) == pytest.approx(step.seconds, rel=1e-3)
+        assert both.factors(roofline, step.batch).nearest == step.name
     between = Shape.decode(6, 40).batch
-    longer = found.seconds(roofline, between) / alone.seconds(roofline, between)
+    longer = both.seconds(roofline, between) / alone.seconds(roofline, between)
     assert 1.5 < longer < 3.0
-    assert found.errors(roofline) == pytest.approx([1.0, 0.5])  # each by the other
-    assert found.num_steps == 4
-    # Without measured steps of the engine alone, those of the server count from the least times.
-    only = Calibration((), "2026-01-01", 1, served_steps=tuple(served))
-    assert only.seconds(roofline, served[0].batch) == pytest.approx(served[0].seconds, rel=1e-3)
+    assert both.errors(roofline) == pytest.approx([1.0, 0.5])  # each by the other
+    assert both.num_steps == 4
+    # Without measured steps of the engine alone, the server's steps count from the least times.
+    only = Calibration((), "2026-01-01", 1, served_steps=tuple(served_steps))
+    assert only.seconds(roofline, served_steps[0].batch) == pytest.approx(
+        served_steps[0].seconds, rel=1e-3
+    )
     assert math.isfinite(only.error(roofline))
     # A single step cannot be predicted from others: its error is unknown.
-    one = Calibration((), "2026-01-01", 1, served_steps=tuple(served[:1]))
-    plan = make_plan(planned, find_device("L4"), Question(prompt=30, output=10), one)
+    single = Calibration((), "2026-01-01", 1, served_steps=tuple(served_steps[:1]))
+    plan = make_plan(planned, find_device("L4"), Question(prompt=30, output=10), single)
     assert (plan.calibrated.num_steps, plan.calibrated.error) == (1, None)
-    assert any(f"Nearest step: {one.served_steps[0].name}." in line for line in facts(plan))
+    assert any(f"Nearest step: {single.served_steps[0].name}." in line for line in facts(plan))
 
 
 def test_a_step_that_is_seen_often_counts_once():
-    one = [8, 0, 8, 0.1, 808, 0.2]
-    assert group_steps([one] * 9) == ()
+    step = [8, 0, 8, 0.1, 808, 0.2]
+    assert group_steps([step] * 9) == ()
     others = [[8, 0, 8, 0.1, 808, seconds] for seconds in (0.3, 0.4)]
-    (found,) = group_steps([one] * 9 + others)
-    assert (found.seconds, found.between_s) == pytest.approx((0.3, 0.2))
+    (served_step,) = group_steps([step] * 9 + others)
+    assert (served_step.seconds, served_step.between_s) == pytest.approx((0.3, 0.2))
 
 
 def test_a_server_that_does_not_say_its_threads_is_refused(tmp_path, monkeypatch):
     planned = load_planned_model(str(write_tiny_gguf(tmp_path / "tiny.gguf")))
     older = {"model": {"name": "tiny", "identity": planned.identity}, "steps": []}
-    known = older | {"ranks": [], "engine": {"threads": 2}}
-    for state in (older, known | {"engine": {}}, known | {"ranks": [{}]}):
+    with_threads = older | {"ranks": [], "engine": {"threads": 2}}
+    for state in (older, with_threads | {"engine": {}}, with_threads | {"ranks": [{}]}):
         monkeypatch.setattr(
             "twostroke.lab.planner.served._read_state", lambda *_, state=state: state
         )
         with pytest.raises(UsageError, match="how many threads it computes: it is an older ver"):
             server_threads("http://a", None, planned)
-    monkeypatch.setattr("twostroke.lab.planner.served._read_state", lambda *_: known)
+    monkeypatch.setattr("twostroke.lab.planner.served._read_state", lambda *_: with_threads)
     assert server_threads("http://a", None, planned) == 2
 
 
@@ -120,31 +130,38 @@ def test_steps_of_a_running_server_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("twostroke.lab.planner.calibration.WATCH_S", 0.0)
     with live_server(tmp_path) as server:
         model = load_planned_model(str(next(tmp_path.glob("*.gguf"))))
-        said = []
+        notices = []
         with pytest.raises(UsageError, match="was not busy"):
-            calibrate_from_server(server.url, None, model, said.append)
+            calibrate_from_server(server.url, None, model, notices.append)
         server.complete(max_tokens=60, ignore_eos=True)
         wait_for(lambda: bool(read_steps(server.url, None, model)))  # it is kept for a moment
         steps = read_steps(server.url, None, model)
         assert steps[0][-1] == 0, "it had nothing to do before"
         assert all(turn_s >= step_s > 0 for *_, step_s, _, turn_s in steps[1:])
         with pytest.raises(UsageError, match="was not busy"):  # steps before do not count
-            calibrate_from_server(server.url, None, model, said.append)
+            calibrate_from_server(server.url, None, model, notices.append)
         monkeypatch.setattr("twostroke.lab.planner.calibration.WATCH_S", 3.0)
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(server.complete, max_tokens=60, ignore_eos=True)
-            calibrate_from_server(f"{server.url}/v1", None, model, said.append)
-            asked.result()
+            completion = pool.submit(server.complete, max_tokens=60, ignore_eos=True)
+            calibrate_from_server(f"{server.url}/v1", None, model, notices.append)
+            completion.result()
         count = server_threads(server.url, None, model)
-        known = load_calibration(model.identity, count)
-        assert known is not None
-        assert known.served_steps
-        assert f"shapes were seen, {on_threads(count)}." in said[-1]
+        calibration = load_calibration(model.identity, count)
+        assert calibration is not None
+        assert calibration.served_steps
+        assert f"shapes were seen, {on_threads(count)}." in notices[-1]
         assert load_calibration(model.identity, count + 1) is None
         assert calibrated_threads(model.identity) == [count]
-        plan = make_plan(model, find_device("L4"), Question(prompt=30, output=10), known)
+        plan = make_plan(model, find_device("L4"), Question(prompt=30, output=10), calibration)
         assert any(f"measured {on_threads(count)} on" in line for line in facts(plan))
-        other = PlannedModel("other", model.program, {}, "IQ9", "bf16", "1")
+        other = PlannedModel(
+            name="other",
+            program=model.program,
+            weight_bytes={},
+            stored="IQ9",
+            arithmetic="bf16",
+            identity="1",
+        )
         with pytest.raises(UsageError, match="not those of other"):
             read_steps(server.url, None, other)
         for url in ("localhost:8000", "http://a:port", "http://[::1"):

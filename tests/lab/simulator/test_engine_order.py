@@ -1,4 +1,4 @@
-"""The simulation drives the real scheduler: its steps are those of a real engine, page by page."""
+"""The simulation drives the real scheduler: its steps and pages are the same as a real engine's."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def random_load(seed: int) -> Workload:
         prompt = max(1, 32 * len(blocks) - chance.randrange(20)) if blocks else 5
         step = 0 if number < 2 else chance.randrange(30)
         arrivals.append(RequestArrival(step + 0.5, prompt, chance.randint(1, 60), blocks, 32))
-    ordered = sorted(arrivals, key=lambda one: one.at_s)
+    ordered = sorted(arrivals, key=lambda arrival: arrival.at_s)
     return Workload("random", (RequestArrival(0.0, 40, 100), *ordered))
 
 
 def steps_of(plan, names, steps):
-    """Keep what a plan does: who computes what on which pages, and who was preempted."""
+    """Keep a plan's work: which request computes which tokens on which pages; and the preempted."""
     parts = [
         (
-            names(one.request),
-            one.start,
-            one.count,
-            one.samples,
-            tuple(map(tuple, one.request.pages)),
+            names(part.request),
+            part.start,
+            part.count,
+            part.samples,
+            tuple(map(tuple, part.request.pages)),
         )
-        for one in plan.slices
+        for part in plan.slices
     ]
     steps.append((parts, [names(request) for request in plan.preempted]))
 
@@ -58,23 +58,32 @@ def quiet_slice(request, start):
 
 
 def simulated(load: Workload, batch: BatchOptions):
-    """The steps, each of which takes a second, and the requests' first tokens and hits."""
+    """The steps (each takes a second) and the requests' first tokens and hits."""
     clock, steps = Clock(START_S), []
-    facts = BackendFacts("simulated", "", 1, NUM_PAGES, PAGE_SIZE, (None,), 0, 0)
+    facts = BackendFacts(
+        name="simulated",
+        detail="",
+        num_threads=1,
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
+        windows=(None,),
+        weight_bytes=0,
+        cache_bytes=0,
+    )
     size = CacheSize(CONTEXT, NUM_PAGES, PAGE_SIZE, 0)
     scheduler = build_scheduler(CacheOptions(), batch, size=size, facts=facts, clock=clock.read)
     plan_next = scheduler.plan
 
     def plan():
-        made = plan_next()
-        if made is not None:
-            steps_of(made, lambda request: int(request.id), steps)
-        return made
+        step_plan = plan_next()
+        if step_plan is not None:
+            steps_of(step_plan, lambda request: int(request.id), steps)
+        return step_plan
 
     find_quiet, decode, running = scheduler.fast_forward_steps, scheduler.fast_forward, []
 
-    def quiet(most):
-        running[:], num_steps = find_quiet(most)
+    def quiet(max_steps):
+        running[:], num_steps = find_quiet(max_steps)
         return running.copy(), num_steps
 
     def decode_quietly(tokens):
@@ -102,9 +111,9 @@ def real(load: Workload, batch: BatchOptions, folder):
     running = []
 
     def submit(client):
-        number, one = due.pop(0)
-        prompt = one.tokens(number, VOCAB_SIZE)
-        params = SamplingParams(max_tokens=one.num_output, temperature=0.0, ignore_eos=True)
+        number, arrival = due.pop(0)
+        prompt = arrival.tokens(number, VOCAB_SIZE)
+        params = SamplingParams(max_tokens=arrival.num_output, temperature=0.0, ignore_eos=True)
         generations.append(client.generate(prompt, params))
         numbers[generations[-1].request_ids[0]] = number
 
@@ -128,8 +137,8 @@ def real(load: Workload, batch: BatchOptions, folder):
         submit(client)
         running[0].set()
         answers = [generations[0].wait()[0]]  # the first outlasts all arrivals
-        answers += [one.wait()[0] for one in generations[1:]]
-        return steps, [one.usage.cached_tokens for one in answers]
+        answers += [generation.wait()[0] for generation in generations[1:]]
+        return steps, [generation.usage.cached_tokens for generation in answers]
 
 
 @pytest.mark.seeds(4)

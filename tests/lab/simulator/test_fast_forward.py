@@ -26,7 +26,7 @@ VOCAB_SIZE, CONTEXT = 50, 256
 
 
 def random_load(chance: random.Random) -> Workload:
-    """Requests of which some share blocks, some come together, and some at the end of a step."""
+    """Requests: some share blocks, some come together, and some at the end of a step."""
     arrivals, at_s = [], 0.0
     for number in range(60):
         blocks = tuple(chance.choice(((0, 1, 2), (0, 1), (0, 3), (9 + number,), ())))
@@ -43,7 +43,7 @@ def times(shape) -> Totals:
 
 
 def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> SimulatedFleet:
-    """A fleet with few pages, that keeps what a step does to pages."""
+    """A fleet with few pages; the state of pages after each step is kept."""
     chance, clock = random.Random(seed), Clock(START_S)
     count, size = chance.choice((1, 3)), chance.choice((4, 16))
     windows = chance.choice(((None,), (None, 24), (40,)))
@@ -54,7 +54,16 @@ def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> SimulatedFleet
         max_running=chance.choice((3, 8)),
         token_budget=24,
     )
-    facts = BackendFacts("simulated", "", 1, num_pages, size, windows, 0, 0)
+    facts = BackendFacts(
+        name="simulated",
+        detail="",
+        num_threads=1,
+        num_pages=num_pages,
+        page_size=size,
+        windows=windows,
+        weight_bytes=0,
+        cache_bytes=0,
+    )
     cache = CacheOptions(prefix_cache=chance.random() < 0.8)
     prefill = None
     if count > 1 and cache.prefix_cache and chance.random() < 0.5:
@@ -76,16 +85,18 @@ def watch(
     """Keep the state of pages after each change that is not one of quiet steps."""
     plan_next = scheduler.plan
     if not is_quiet:
-        scheduler.fast_forward_steps = lambda most: ([], 0)
+        scheduler.fast_forward_steps = lambda max_steps: ([], 0)
 
     def plan(budget=None):
-        made = plan_next(budget)
+        step_plan = plan_next(budget)
         view = scheduler.view()
-        parts = made and [(s.request.id, s.start, s.count, s.samples) for s in made.slices]
+        parts = step_plan and [
+            (s.request.id, s.start, s.count, s.samples) for s in step_plan.slices
+        ]
         seen.append(
             (number, parts, view.pages, view.reference_counts, view.cached_pages, view.stats)
         )
-        return made
+        return step_plan
 
     scheduler.plan = plan
 
@@ -99,9 +110,9 @@ def test_everything_is_as_in_single_steps(seed):
         fleet.run(load)
     assert fleets[0].logs == fleets[1].logs
     assert fleets[0].refusals == fleets[1].refusals
-    for one, other in zip(*(fleet._replicas for fleet in fleets), strict=True):
+    for replica, other in zip(*(fleet._replicas for fleet in fleets), strict=True):
         for name in ("num_steps", "num_requests", "num_tokens", "busy_s", "flops", "bytes"):
-            assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-12)
+            assert getattr(replica, name) == pytest.approx(getattr(other, name), rel=1e-12)
     steps = iter(single)
     assert all(step in steps for step in together), "the other steps are among the single ones"
     assert len(together) < len(single), "some are done together"

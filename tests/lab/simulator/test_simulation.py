@@ -33,6 +33,10 @@ LLAMA = {
 }  # fmt: skip
 
 
+DECODE = Point(streams=1, context=128, prompt=0, attention_s=1e-3, products_s=5e-3, rest_s=1e-3)
+PREFILL = Point(streams=0, context=0, prompt=256, attention_s=1e-3, products_s=8e-3, rest_s=2e-3)
+
+
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "llama.json"
@@ -44,7 +48,16 @@ def setup(tmp_path_factory):
 def serve(load, totals):
     """Serve a load one request at a time by steps of equal totals; return the replica and logs."""
     clock, batch = Clock(START_S), BatchOptions(max_running=1, max_waiting_requests=1 << 20)
-    facts = BackendFacts("simulated", "", 1, 8, 16, (None,), 0, 0)
+    facts = BackendFacts(
+        name="simulated",
+        detail="",
+        num_threads=1,
+        num_pages=8,
+        page_size=16,
+        windows=(None,),
+        weight_bytes=0,
+        cache_bytes=0,
+    )
     size = CacheSize(64, 8, 16, 0)
     scheduler = build_scheduler(
         CacheOptions(prefix_cache=False), batch, size=size, facts=facts, clock=clock.read
@@ -73,8 +86,8 @@ def test_a_queue_waits_as_theory_says():
 
 
 def test_one_request_takes_what_the_planner_says(setup):
-    one = Workload("one", (RequestArrival(0.0, 2048, 101),))
-    report = simulate(setup, one).report
+    load = Workload("one", (RequestArrival(0.0, 2048, 101),))
+    report = simulate(setup, load).report
     plan = make_plan(setup.model, setup.device, Question(prompt=2048, output=101, streams=1))
     assert report.latencies["ttft"].mean == pytest.approx(plan.ttft_s, rel=1e-6)
     assert report.latencies["tpot"].mean == pytest.approx(plan.chosen_row.tpot_s, rel=1e-3)
@@ -88,14 +101,14 @@ def sliding(setup, tmp_path):
 
 
 def test_models_with_windows_are_simulated(sliding):
-    one = Workload("one", (RequestArrival(0.0, 2048, 101),))
-    found = simulate(sliding, one).report.latencies["tpot"].mean
+    load = Workload("one", (RequestArrival(0.0, 2048, 101),))
+    tpot_s = simulate(sliding, load).report.latencies["tpot"].mean
     plan = make_plan(sliding.model, sliding.device, Question(prompt=2048, output=101, streams=1))
-    assert found == pytest.approx(plan.chosen_row.tpot_s, rel=1e-3)
-    whole = simulate(
+    assert tpot_s == pytest.approx(plan.chosen_row.tpot_s, rel=1e-3)
+    several = simulate(
         sliding, Workload("many", tuple(RequestArrival(n / 9, 900, 60) for n in range(40)))
     )
-    assert whole.report.num_completed == 40
+    assert several.report.num_completed == 40
 
 
 @pytest.mark.seeds(3)
@@ -108,21 +121,21 @@ def test_quick_times_are_those_of_the_roofline(setup, sliding, seed):
         counts = tuple(chance.choice((1, 1, 1, 300)) for _ in range(count))
         batch = BatchShape(starts, counts, chance.randint(0, count))
         question = Question(count=chance.choice((1, 2)), mfu=0.5)
-        points = (Point(1, 128, 0, 1e-3, 5e-3, 1e-3), Point(0, 0, 256, 1e-3, 8e-3, 2e-3))
-        for known in (None, Calibration(points, "", 1)):
-            roofline = Roofline(model, setup.device, question, known)
-            for one in (batch, replace(batch, num_sampled=count), batch):
-                step, quick = roofline.step(one), roofline.totals(one)
-                wanted = step.seconds, step.flops, step.bytes
-                assert quick[:3] == pytest.approx(wanted, rel=0.05 if known else 1e-9)
+        for calibration in (None, Calibration((DECODE, PREFILL), "", 1)):
+            roofline = Roofline(model, setup.device, question, calibration)
+            for shape in (batch, replace(batch, num_sampled=count), batch):
+                step, quick = roofline.step(shape), roofline.totals(shape)
+                expected = step.seconds, step.flops, step.bytes
+                assert quick[:3] == pytest.approx(expected, rel=0.05 if calibration else 1e-9)
 
 
 @pytest.mark.seeds(3)
 def test_times_of_a_run_are_those_of_its_steps(setup, sliding, seed):
     chance = random.Random(seed)
-    points = (Point(1, 128, 0, 1e-3, 5e-3, 1e-3), Point(0, 0, 256, 1e-3, 8e-3, 2e-3))
-    for known, one in product((None, Calibration(points, "", 1)), (setup, sliding)):
-        roofline = Roofline(one.model, setup.device, Question(), known)
+    for calibration, simulated in product(
+        (None, Calibration((DECODE, PREFILL), "", 1)), (setup, sliding)
+    ):
+        roofline = Roofline(simulated.model, setup.device, Question(), calibration)
         starts = tuple(chance.randint(0, 4000) for _ in range(chance.randint(1, 20)))
         run = DecodeRun.of_steps(starts, 50)
         steps = [roofline.totals(run.at(step))[:3] for step in range(50)]
@@ -136,10 +149,10 @@ def test_times_of_a_run_are_those_of_its_steps(setup, sliding, seed):
 def test_the_same_seed_gives_the_same_report(setup):
     load = Synthetic(40.0, "gamma", count=100, prompt=700, output=60, spread=1.0)
     busy = replace(setup, replicas=3, routing="two-choices", acceptance=0.7, draft_cost=0.05)
-    found = simulate(busy, load.load(5))
-    assert found == simulate(busy, load.load(5))
-    assert found != simulate(busy, load.load(6))
-    assert found.report.num_completed == 100
+    simulation = simulate(busy, load.load(5))
+    assert simulation == simulate(busy, load.load(5))
+    assert simulation != simulate(busy, load.load(6))
+    assert simulation.report.num_completed == 100
 
 
 def test_prefix_hits_are_counted_in_whole_pages(setup):
@@ -149,9 +162,9 @@ def test_prefix_hits_are_counted_in_whole_pages(setup):
         RequestArrival(9.0, 70, 4, (0, 1, 3), 24),
         RequestArrival(18.0, 50, 4),
     )
-    found = simulate(setup, Workload("three", arrivals))
-    assert [log.num_cached for log in found.logs] == [0, 48, 0]
-    assert found.report.hit_rate == pytest.approx(48 / 180)
+    simulation = simulate(setup, Workload("three", arrivals))
+    assert [log.num_cached for log in simulation.logs] == [0, 48, 0]
+    assert simulation.report.hit_rate == pytest.approx(48 / 180)
     off = replace(setup, cache=CacheOptions(prefix_cache=False))
     assert simulate(off, Workload("three", arrivals)).report.hit_rate == 0
 
@@ -172,11 +185,11 @@ def test_routing_by_prefix_finds_more_hits(setup):
 
 def test_replicas_share_the_load_and_its_price(setup):
     load = Synthetic(30.0, count=400, prompt=512, output=64).load(0)
-    one, four = simulate(setup, load), simulate(replace(setup, replicas=4), load)
+    single, four = simulate(setup, load), simulate(replace(setup, replicas=4), load)
     assert len(four.busy) == 4
-    assert sum(four.busy) / 4 < sum(one.busy)
-    assert four.usd_per_1k == pytest.approx(4 * one.usd_per_1k, rel=0.1)
-    assert four.report.latencies["tpot"].mean < one.report.latencies["tpot"].mean
+    assert sum(four.busy) / 4 < sum(single.busy)
+    assert four.usd_per_1k == pytest.approx(4 * single.usd_per_1k, rel=0.1)
+    assert four.report.latencies["tpot"].mean < single.report.latencies["tpot"].mean
 
 
 def test_speculation_follows_the_real_controller(setup):
@@ -201,10 +214,10 @@ def test_requests_that_never_fit_are_refused(setup):
         RequestArrival(0.1, 9000, 5),
         RequestArrival(0.2, 8000, 500),
     )
-    found = simulate(setup, Workload("long", arrivals), Objectives(ttft_s=1.0))
-    assert found.report.num_refused == 2
-    assert found.report.good_share == pytest.approx(1 / 3)
-    assert "request 2: This model's maximum context length is 8192 tokens." in found.refusal
+    simulation = simulate(setup, Workload("long", arrivals), Objectives(ttft_s=1.0))
+    assert simulation.report.num_refused == 2
+    assert simulation.report.good_share == pytest.approx(1 / 3)
+    assert "request 2: This model's maximum context length is 8192 tokens." in simulation.refusal
     with pytest.raises(UsageError, match="Every request is refused; request 1: This model's"):
         simulate(setup, Workload("long", arrivals[1:]))
 
@@ -212,32 +225,32 @@ def test_requests_that_never_fit_are_refused(setup):
 def test_a_full_queue_refuses(setup):
     small = replace(setup, batch=BatchOptions(max_running=2, max_waiting_requests=3))
     load = Workload("burst", tuple(RequestArrival(0.0, 50, 50) for _ in range(10)))
-    found = simulate(small, load)
-    assert found.report.num_completed == 3
-    assert "The queue is full" in found.refusal
+    simulation = simulate(small, load)
+    assert simulation.report.num_completed == 3
+    assert "The queue is full" in simulation.refusal
 
 
 def test_time_outside_the_engine_is_added_to_the_first_token(setup):
     load = Synthetic(5.0, count=30, prompt=512, output=16).load(0)
-    plain, late = (simulate(replace(setup, overhead_s=s), load).report for s in (0.0, 0.02))
-    for name, more in (("ttft", 0.02), ("e2e", 0.02), ("queue", 0.02), ("tpot", 0.0)):
-        both = [one.latencies[name].mean for one in (plain, late)]
-        assert both[1] - both[0] == pytest.approx(more, abs=1e-6)
+    plain, delayed = (simulate(replace(setup, overhead_s=s), load).report for s in (0.0, 0.02))
+    for name, added_s in (("ttft", 0.02), ("e2e", 0.02), ("queue", 0.02), ("tpot", 0.0)):
+        means_s = [report.latencies[name].mean for report in (plain, delayed)]
+        assert means_s[1] - means_s[0] == pytest.approx(added_s, abs=1e-6)
 
 
 def test_prompts_can_be_read_apart(setup):
     # Of 1,024 tokens 63 pages are moved: 132 MB, over 1 GB/s. The last page is computed again.
-    one = Workload("one", (RequestArrival(0.0, 1024, 101),))
-    apart = replace(setup, replicas=2, prefill_replicas=1, link=1e9, disaggregate="always")
-    whole, parts = (simulate(s, one).report.latencies for s in (setup, apart))
-    assert parts["tpot"].mean == pytest.approx(whole["tpot"].mean)
+    load = Workload("one", (RequestArrival(0.0, 1024, 101),))
+    split_setup = replace(setup, replicas=2, prefill_replicas=1, link=1e9, disaggregate="always")
+    together, split = (simulate(s, load).report.latencies for s in (setup, split_setup))
+    assert split["tpot"].mean == pytest.approx(together["tpot"].mean)
     last_s = (
         simulate(setup, Workload("page", (RequestArrival(0.0, 16, 1),)))
         .report.latencies["ttft"]
         .mean
     )
-    wanted_s = 1008 * 131_072 / 1e9 + 0.005 + last_s
-    assert parts["ttft"].mean == pytest.approx(wanted_s, rel=0.02)
+    expected_s = 1008 * 131_072 / 1e9 + 0.005 + last_s
+    assert split["ttft"].mean == pytest.approx(expected_s, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -245,40 +258,44 @@ def test_prompts_can_be_read_apart(setup):
 )
 def test_the_rule_auto_is_as_good_as_the_better_of_always_and_never(setup, prompt, output, rate):
     load = Synthetic(float(rate), count=200, prompt=prompt, output=output, spread=0.5).load(0)
-    apart = replace(setup, replicas=2, prefill_replicas=1, link=10e9)
-    found = {rule: simulate(replace(apart, disaggregate=rule), load) for rule in DISAGGREGATE}
-    mean_s = {rule: one.report.latencies["e2e"].mean for rule, one in found.items()}
+    split_setup = replace(setup, replicas=2, prefill_replicas=1, link=10e9)
+    simulations = {
+        rule: simulate(replace(split_setup, disaggregate=rule), load) for rule in DISAGGREGATE
+    }
+    mean_s = {
+        rule: simulation.report.latencies["e2e"].mean for rule, simulation in simulations.items()
+    }
     assert mean_s["auto"] <= min(mean_s["always"], mean_s["never"]) / 0.97
-    assert {one.report.num_completed for one in found.values()} == {200}
-    assert found["never"].decisions == {}
-    assert found["always"].decisions.keys() <= {"there", "short"}
+    assert {simulation.report.num_completed for simulation in simulations.values()} == {200}
+    assert simulations["never"].decisions == {}
+    assert simulations["always"].decisions.keys() <= {"there", "short"}
 
 
 def test_a_prompt_that_a_full_replica_refuses_is_read_by_its_own(setup):
     batch = BatchOptions(token_budget=2048, max_waiting_requests=4)
-    apart = replace(setup, batch=batch, replicas=4, prefill_replicas=1, link=10e9)
+    split_setup = replace(setup, batch=batch, replicas=4, prefill_replicas=1, link=10e9)
     burst = Workload("burst", tuple(RequestArrival(0.0, 1024, 4) for _ in range(12)))
-    found = simulate(replace(apart, disaggregate="always", routing="round-robin"), burst)
-    assert (found.report.num_completed, found.decisions) == (12, {"there": 12})
-    assert sum(log.num_cached > 0 for log in found.logs) == 4, "the others computed all"
+    simulation = simulate(replace(split_setup, disaggregate="always", routing="round-robin"), burst)
+    assert (simulation.report.num_completed, simulation.decisions) == (12, {"there": 12})
+    assert sum(log.num_cached > 0 for log in simulation.logs) == 4, "the others computed all"
 
 
 def test_batches_start_when_they_may(setup):
     load = Workload("five", tuple(RequestArrival(float(n), 64, 8) for n in range(5)))
-    for policy, wanted in (("static", (1.0, 0.0, 1.0, 0.0, 0.0)), ("dynamic", (0.5,) * 5)):
+    for policy, expected in (("static", (1.0, 0.0, 1.0, 0.0, 0.0)), ("dynamic", (0.5,) * 5)):
         batch = BatchOptions(policy=policy, batch_size=2, max_wait_s=0.5)
-        found = simulate(replace(setup, batch=batch), load)
-        queues = [log.latencies["queue"] for log in found.logs]
-        assert queues == pytest.approx(wanted), "the last batch of a static policy is flushed"
+        simulation = simulate(replace(setup, batch=batch), load)
+        queues = [log.latencies["queue"] for log in simulation.logs]
+        assert queues == pytest.approx(expected), "the last batch of a static policy is flushed"
 
 
 def test_pages_that_run_short_preempt(setup):
     one_page = setup.model.program.page_bytes(16)
     cache = CacheOptions(memory_bytes=40 * one_page, context_length=512)
     load = Workload("burst", tuple(RequestArrival(0.0, 60, 200) for _ in range(12)))
-    found = simulate(replace(setup, cache=cache), load)
-    assert found.preemptions > 0
-    assert found.report.num_completed == 12
+    simulation = simulate(replace(setup, cache=cache), load)
+    assert simulation.preemptions > 0
+    assert simulation.report.num_completed == 12
 
 
 def test_a_model_that_does_not_fit(setup):
@@ -291,29 +308,29 @@ def test_a_model_that_does_not_fit(setup):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("changes", "message"),
     [({"replicas": 0}, "replicas must be from 1"), ({"overhead_s": 99}, "overhead_s must be"),
      ({"prefill_replicas": 1}, "prefill_replicas must be from 0 to less than replicas"),
      ({"disaggregate": "alway"}, "Did you mean 'always'"),
      ({"routing": "prefx"}, "Did you mean 'prefix'"),
      ({"acceptance": 1.0}, "acceptance must be"), ({"draft_cost": -1.0}, "draft_cost must be")],
 )  # fmt: skip
-def test_setups_out_of_range(setup, given, message):
+def test_setups_out_of_range(setup, changes, message):
     with pytest.raises(UsageError, match=message):
-        replace(setup, **given)
+        replace(setup, **changes)
 
 
 def test_a_sweep_finds_the_capacity(setup):
     load = Synthetic(1.0, count=150, prompt=1024, output=32).load(0)
     probes = []
-    found = sweep(setup, load, Objectives(ttft_s=0.2), watch=probes.append)
-    assert len(probes) == len(found.probes)
-    assert found.best.simulation.report.good_share >= 0.9
-    worse = min((p.speed for p in found.probes if not p.meets), default=None)
+    result = sweep(setup, load, Objectives(ttft_s=0.2), watch=probes.append)
+    assert len(probes) == len(result.probes)
+    assert result.best.simulation.report.good_share >= 0.9
+    worse = min((p.speed for p in result.probes if not p.meets), default=None)
     assert worse is not None
-    assert found.best.speed < worse <= 1.03 * found.best.speed
+    assert result.best.speed < worse <= 1.03 * result.best.speed
     # A prompt needs 16 ms of arithmetic, so no more than about sixty a second can be served.
-    assert 20 < found.best.rate < 70
+    assert 20 < result.best.rate < 70
 
 
 def test_sweeps_that_cannot_be(setup):

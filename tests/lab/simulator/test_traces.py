@@ -1,4 +1,4 @@
-"""Traces: the forms that are read, what is wrong with a line, and published ones by name."""
+"""Traces: the forms that are read, errors that name a line, and published traces by name."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ def write(folder, name, text):
     return str(path)
 
 
+def sizes_of(load):
+    return [(arrival.at_s, arrival.num_prompt, arrival.num_output) for arrival in load.arrivals]
+
+
 def test_published_forms(tmp_path):
     load = read_trace(write(tmp_path, "azure.csv", AZURE))
-    assert [(one.at_s, one.num_prompt, one.num_output) for one in load.arrivals] == [
+    assert sizes_of(load) == [
         (0.0, 4808, 10), (pytest.approx(0.5), 3180, 8),
     ]  # fmt: skip
     load = read_trace(write(tmp_path, "mooncake.jsonl", MOONCAKE))
@@ -42,14 +46,14 @@ def test_published_forms(tmp_path):
         RequestArrival(0.0, 600, 2, (46, 5), 512),
         RequestArrival(pytest.approx(0.482), 900, 52, (46, 47), 512),
     )
-    first, second = (one.tokens(n, 49152) for n, one in enumerate(load.arrivals))
+    first, second = (arrival.tokens(n, 49152) for n, arrival in enumerate(load.arrivals))
     assert (len(first), len(second)) == (600, 900)
     assert first[:512] == second[:512]
     assert sum(a == b for a, b in zip(first[512:], second[512:], strict=False)) < 5
     assert max(first) < 49152
     half = load.changed(speed=2, scale=0.5)
     assert half.arrivals[1].at_s == pytest.approx(0.241)
-    shared = [one.tokens(n, 49152) for n, one in enumerate(half.arrivals)]
+    shared = [arrival.tokens(n, 49152) for n, arrival in enumerate(half.arrivals)]
     assert shared[0][:256] == shared[1][:256]
     assert shared[0][256:300] != shared[1][256:300]
 
@@ -57,7 +61,7 @@ def test_published_forms(tmp_path):
 def test_own_columns(tmp_path):
     text = "output_tokens, arrival_s,prompt_tokens\n5,1.5,10\n6,0.5,20\n"
     load = read_trace(write(tmp_path, "own.csv", text))
-    assert [(one.at_s, one.num_prompt, one.num_output) for one in load.arrivals] == [
+    assert sizes_of(load) == [
         (0.0, 20, 6), (1.0, 10, 5),
     ]  # fmt: skip
 
@@ -94,20 +98,20 @@ def test_wrong_names():
 
 def test_a_published_trace_is_fetched_once_and_checked(tmp_path, monkeypatch):
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
-    asked = []
+    urls = []
 
     def answer(url, timeout):
-        asked.append(url)
+        urls.append(url)
         return io.BytesIO(AZURE.encode())
 
     monkeypatch.setattr(urllib.request, "urlopen", answer)
     with pytest.raises(DownloadError, match="is not the published file: delete it"):
         read_trace("azure-conv")
-    known = replace(PUBLISHED_TRACES["azure-conv"], sha256=sha256(AZURE.encode()).hexdigest())
-    monkeypatch.setitem(module.PUBLISHED_TRACES, "azure-conv", known)
+    published = replace(PUBLISHED_TRACES["azure-conv"], sha256=sha256(AZURE.encode()).hexdigest())
+    monkeypatch.setitem(module.PUBLISHED_TRACES, "azure-conv", published)
     assert len(read_trace("azure-conv").arrivals) == 2
     assert read_trace("azure-conv").name == "azure-conv"
-    assert asked == [known.url], "the file in the cache is used"
+    assert urls == [published.url], "the file in the cache is used"
 
 
 def test_an_unreachable_trace_says_what_to_do(tmp_path, monkeypatch):
@@ -124,31 +128,31 @@ def test_an_unreachable_trace_says_what_to_do(tmp_path, monkeypatch):
 
 def test_synthetic_loads():
     for arrivals, variation in (("poisson", 1.0), ("constant", 0.0), ("gamma", 2.0)):
-        asked = Synthetic(4.0, arrivals, burstiness=2.0, count=20_000, spread=0.5, shared=100)
-        load = asked.load(seed=1)
-        assert load == asked.load(seed=1)
-        times = [one.at_s for one in load.arrivals]
+        synthetic = Synthetic(4.0, arrivals, burstiness=2.0, count=20_000, spread=0.5, shared=100)
+        load = synthetic.load(seed=1)
+        assert load == synthetic.load(seed=1)
+        times = [arrival.at_s for arrival in load.arrivals]
         gaps = [later - before for before, later in pairwise(times)]
         mean = sum(gaps) / len(gaps)
         deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
         assert load.rate == pytest.approx(4.0, rel=0.05)
         assert deviation / mean == pytest.approx(variation, abs=0.1)
-        prompts = [one.num_prompt for one in load.arrivals]
+        prompts = [arrival.num_prompt for arrival in load.arrivals]
         assert sum(prompts) / len(prompts) == pytest.approx(1024, rel=0.03)
-    first, second = (one.tokens(n, 1000) for n, one in enumerate(load.arrivals[:2]))
+    first, second = (arrival.tokens(n, 1000) for n, arrival in enumerate(load.arrivals[:2]))
     assert first[:100] == second[:100]
     assert first[100:150] != second[100:150]
 
 
 @pytest.mark.parametrize(
-    ("given", "field"),
+    ("changes", "field"),
     [({"rate": 0.0}, "rate"), ({"count": 0}, "count"), ({"prompt": 0}, "prompt"),
      ({"spread": -1.0}, "spread"), ({"shared": 1024}, "shared"),
      ({"arrivals": "gama"}, "arrivals")],
 )  # fmt: skip
-def test_loads_out_of_range(given, field):
+def test_loads_out_of_range(changes, field):
     with pytest.raises(UsageError, match=f"{field} must be"):
-        Synthetic(**{"rate": 1.0, **given})
+        Synthetic(**{"rate": 1.0, **changes})
 
 
 def test_a_recorded_run_can_be_repeated(tmp_path):

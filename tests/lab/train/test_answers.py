@@ -59,15 +59,15 @@ def test_states_are_those_from_which_tokens_were_drawn(
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompt = list(range(30, 50))
     with build(str(model), options, watcher=Recorder(answers.append)) as engine:
-        [said] = engine.client.generate(prompt, params).wait()
-        assert (said.usage.accepted_tokens > 0) == (method == "ngram")
+        [generation] = engine.client.generate(prompt, params).wait()
+        assert (generation.usage.accepted_tokens > 0) == (method == "ngram")
     with build(str(model), options) as engine:
         backend_of = engine.client.loop._backend
         program = engine.card.cost.program
         name = program.layer_outputs[-1]
-        traced = backend_of.trace([*prompt, *said.token_ids], [name], generated=True)[name]
+        traced = backend_of.trace([*prompt, *generation.token_ids], [name], generated=True)[name]
     [answer] = answers
-    assert answer.tokens.tolist() == [prompt[-1], *said.token_ids]
+    assert answer.tokens.tolist() == [prompt[-1], *generation.token_ids]
     expected = traced[len(prompt) - 1 : -1]
     expected = expected / np.sqrt(np.mean(expected**2, axis=1, keepdims=True))
     np.testing.assert_allclose(answer.hidden, expected, atol=2e-3)
@@ -80,11 +80,11 @@ def test_answers_are_kept_and_added_to(model: Path, tmp_path: Path) -> None:
     first = collect(str(model), spec, tmp_path, options, lines.append)
     assert sum(map(len, first)) >= 500
     assert lines
-    again = collect(str(model), spec, tmp_path, options, lambda _: pytest.fail("nothing is new"))
-    assert [a.tokens.tolist() for a in again] == [a.tokens.tolist() for a in first]
-    more = collect(str(model), spec, tmp_path, replace(options, num_tokens=1500), lines.append)
-    assert [a.tokens.tolist() for a in more[: len(first)]] == [a.tokens.tolist() for a in first]
-    assert sum(map(len, more)) >= 1500
+    second = collect(str(model), spec, tmp_path, options, lambda _: pytest.fail("nothing is new"))
+    assert [a.tokens.tolist() for a in second] == [a.tokens.tolist() for a in first]
+    third = collect(str(model), spec, tmp_path, replace(options, num_tokens=1500), lines.append)
+    assert [a.tokens.tolist() for a in third[: len(first)]] == [a.tokens.tolist() for a in first]
+    assert sum(map(len, third)) >= 1500
 
 
 def test_damaged_answers_are_refused(tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ def test_it_says_how_far_it_is_some_fifty_times(model: Path, tmp_path: Path) -> 
     native_dir()
     spec, lines = load_path(model).spec, list[str]()
     collect(str(model), spec, tmp_path, TrainOptions(num_tokens=2000), lines.append)
-    told = [int(line.split()[1].replace(",", "")) for line in lines]
-    assert 0 < len(told) <= 50
-    assert told[-1] >= 2000
-    steps = [later - sooner for sooner, later in zip([0, *told[:-2]], told[:-1], strict=True)]
+    counts = [int(line.split()[1].replace(",", "")) for line in lines]
+    assert 0 < len(counts) <= 50
+    assert counts[-1] >= 2000
+    steps = [later - sooner for sooner, later in zip([0, *counts[:-2]], counts[:-1], strict=True)]
     assert min(steps) >= 40
 
 
