@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.tiny import Tiny, write_tiny_gguf
-from twostroke.core.activation_bits import ActivationBits
+from twostroke.core.options import ActivationBits
 from twostroke.lab.measure import compare as module
 
 if TYPE_CHECKING:

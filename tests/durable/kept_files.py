@@ -28,10 +28,10 @@ from support.stored_pages import WORTH, content_of, kind
 from support.tiny import write_tiny_folder, write_tiny_gguf
 from twostroke.backends import machine_limits as limits
 from twostroke.backends.activation_bits import resolve as activations
-from twostroke.core.activation_bits import ActivationBits
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import write_checked_json
+from twostroke.core.options import ActivationBits
 from twostroke.engine.canary import REPORT_FILE, read_report
 from twostroke.engine.kv_offload import build as tiers
 from twostroke.engine.kv_offload.disk import DiskTier

@@ -16,7 +16,6 @@ from support.servers import wait_for
 from support.tiny import write_tiny_folder, write_tiny_gguf
 from support.vectors import twin
 from twostroke import LLM, AsyncLLM, EngineOptions
-from twostroke.core.embedding import EmbeddingParams
 from twostroke.core.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -25,7 +24,7 @@ from twostroke.core.errors import (
     TwostrokeError,
 )
 from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions
-from twostroke.core.request import DEFAULT_SERVICE_TIER
+from twostroke.core.request import DEFAULT_SERVICE_TIER, EmbeddingParams
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine import embedding
 from twostroke.engine.client import Caller

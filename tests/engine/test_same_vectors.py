@@ -17,9 +17,8 @@ from support.tiny_families import FAMILIES
 from support.vectors import embedder_of, twin
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.core.embedding import Pooling
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import Request
+from twostroke.core.request import Pooling, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.kv_cache import PagePool
 from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig

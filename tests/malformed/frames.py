@@ -18,9 +18,8 @@ import msgspec
 from malformed.odd import damaged, places
 from support.remote import ANYONE, FakeProcess, options
 from twostroke.core.constraint import Constraint
-from twostroke.core.embedding import EmbeddingParams
 from twostroke.core.errors import OverloadedError, TwostrokeError
-from twostroke.core.request import NO_HINTS, FinishReason
+from twostroke.core.request import NO_HINTS, EmbeddingParams, FinishReason
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.transport.frames import Frames, WireError
 from twostroke.engine.output import Output, Usage

@@ -24,9 +24,8 @@ from support.guesses import add_guesses
 from support.invariants import check_index, check_pool, check_scheduler
 from support.movers import Movers
 from support.requests import random_request, random_windows
-from twostroke.core.embedding import Pooling
 from twostroke.core.errors import OverloadedError
-from twostroke.core.request import NO_PAGE, FinishReason
+from twostroke.core.request import NO_PAGE, FinishReason, Pooling
 from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.scheduler import Batched, Continuous, Scheduler, SchedulerConfig
 from twostroke.engine.scheduler.kv_cache_manager import all_pages

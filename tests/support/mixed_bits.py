@@ -6,7 +6,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from twostroke.backends.activation_bits import METHOD, products_of
-from twostroke.core.activation_bits import ActivationBits
+from twostroke.core.options import ActivationBits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

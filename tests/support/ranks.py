@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from support.cpu import Model
     from twostroke.backends.cpu.lowered import CpuLowered
-    from twostroke.core.activation_bits import Bits
+    from twostroke.core.options import Bits
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.model.program.mesh import Mesh

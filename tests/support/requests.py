@@ -11,7 +11,7 @@ from twostroke.core.sampling import SamplingParams
 if TYPE_CHECKING:
     import random
 
-    from twostroke.core.embedding import Pooling
+    from twostroke.core.request import Pooling
 
 _STEMS = [[(7 * stem + 3 * i) % VOCAB_SIZE for i in range(40)] for stem in range(3)]
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from twostroke.cli.help import Command, OneOf, TextFile, option, read_text
 from twostroke.cli.options import MACHINE_PARAMS, PARALLEL_PARAMS, engine_options
 from twostroke.cli.pull import open_engine
-from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
 from twostroke.core.errors import ContextLengthError, UsageError
 from twostroke.core.options import SpeculationOptions
+from twostroke.core.request import AUTO_POOLING, POOLINGS, EmbeddingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @option(
     "--pooling",
     type=OneOf(POOLINGS),
-    default=AUTO,
+    default=AUTO_POOLING,
     help="How the tokens of a text become one vector: their mean, or the last token; auto: as "
     "the model's files say, else the mean; none: a vector for each token.",
 )

@@ -17,12 +17,11 @@ import msgspec
 import numpy as np
 
 from twostroke.core import env
-from twostroke.core.activation_bits import ActivationBits
 from twostroke.core.errors import Field, ModelFormatError, QualityError, TwostrokeError
 from twostroke.core.files import is_there
 from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import read_json, write_json
-from twostroke.core.options import ACTIVATION_BITS
+from twostroke.core.options import ACTIVATION_BITS, ActivationBits
 from twostroke.model.weights import GgufTokenizer
 
 if TYPE_CHECKING:

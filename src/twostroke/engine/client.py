@@ -8,10 +8,9 @@ import secrets
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.embedding import Pooling
 from twostroke.core.errors import RequestError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import DEFAULT_SERVICE_TIER, NO_HINTS, Hints, Request
+from twostroke.core.request import DEFAULT_SERVICE_TIER, NO_HINTS, Hints, Pooling, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.embedding import Embedder, check_token_values, choose_pooling, in_order
 from twostroke.engine.generation import AsyncGeneration, Generation
@@ -20,7 +19,7 @@ from twostroke.engine.output_processor import OutputProcessor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from twostroke.core.embedding import EmbeddingParams
+    from twostroke.core.request import EmbeddingParams
     from twostroke.engine.disaggregation_stats import DisaggregationStats
     from twostroke.engine.embedding import Embedding
     from twostroke.engine.generation import Outputs

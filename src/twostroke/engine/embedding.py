@@ -6,10 +6,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from twostroke.core.embedding import AUTO, EmbeddingParams, Pooling
 from twostroke.core.errors import EngineStoppedError, RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import DEFAULT_SERVICE_TIER, FinishReason
+from twostroke.core.request import (
+    AUTO_POOLING,
+    DEFAULT_SERVICE_TIER,
+    EmbeddingParams,
+    FinishReason,
+    Pooling,
+)
 from twostroke.engine.output import Output
 from twostroke.engine.request_listener import RequestListener
 
@@ -192,8 +197,8 @@ def choose_pooling(
             name=model,
             value=params.dimensions,
         )
-    name = own_pooling if params.pooling == AUTO else params.pooling
-    if name is None or (params.pooling == AUTO and name == Pooling.NONE.value):
+    name = own_pooling if params.pooling == AUTO_POOLING else params.pooling
+    if name is None or (params.pooling == AUTO_POOLING and name == Pooling.NONE.value):
         return Pooling.MEAN
     if name not in {pooling.value for pooling in Pooling}:
         raise RequestError(

@@ -9,10 +9,10 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclo
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from twostroke.core.embedding import AUTO, EmbeddingParams
 from twostroke.core.errors import OverloadedError, UsageError
 from twostroke.core.option_schema import from_mapping
 from twostroke.core.options import PARTNER, EngineOptions
+from twostroke.core.request import AUTO_POOLING, EmbeddingParams
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.chat_answer import (
     ChatOptions,
@@ -237,7 +237,7 @@ class LLM(AbstractContextManager["LLM"]):
         self,
         texts: Text | Sequence[Text],
         *,
-        pooling: str = AUTO,
+        pooling: str = AUTO_POOLING,
         dimensions: int | None = None,
         parse_special: bool = True,
     ) -> list[Embedding]:
@@ -411,7 +411,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         self,
         texts: Text | Sequence[Text],
         *,
-        pooling: str = AUTO,
+        pooling: str = AUTO_POOLING,
         dimensions: int | None = None,
         parse_special: bool = True,
     ) -> list[Embedding]:

@@ -13,8 +13,7 @@ from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.activation_bits import METHOD
 from twostroke.backends.activation_bits import resolve as activations
 from twostroke.backends.activation_bits.resolve import resolve_activation_bits
-from twostroke.core.activation_bits import ActivationBits
-from twostroke.core.options import ComputeOptions
+from twostroke.core.options import ActivationBits, ComputeOptions
 from twostroke.model.families import build_program
 from twostroke.model.weights import load_path
 

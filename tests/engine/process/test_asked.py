@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.core.embedding import EmbeddingParams
 from twostroke.core.errors import DeadlineError, OverloadedError
-from twostroke.core.request import NO_HINTS
+from twostroke.core.request import NO_HINTS, EmbeddingParams
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.engine.process import messages as wire

@@ -27,7 +27,6 @@ from support.remote import (
 )
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.constraint import Constraint
-from twostroke.core.embedding import EmbeddingParams
 from twostroke.core.errors import (
     ContextLengthError,
     DeadlineError,
@@ -38,7 +37,7 @@ from twostroke.core.errors import (
     RequestError,
     TwostrokeError,
 )
-from twostroke.core.request import NO_HINTS, FinishReason
+from twostroke.core.request import NO_HINTS, EmbeddingParams, FinishReason
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.engine.engine import build

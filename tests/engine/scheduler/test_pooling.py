@@ -14,9 +14,8 @@ from support.invariants import check_pool, check_scheduler
 from support.machine import SchedulerMachine
 from support.requests import make_request
 from support.steps import Steps
-from twostroke.core.embedding import Pooling
 from twostroke.core.errors import ContextLengthError
-from twostroke.core.request import FinishReason
+from twostroke.core.request import FinishReason, Pooling
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from twostroke.backends.activation_bits.tree import bits_of, cheapest, measure_kinds, split_groups
-from twostroke.core.activation_bits import ActivationBits
+from twostroke.core.options import ActivationBits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -24,11 +24,10 @@ from twostroke.backends.activation_bits import (
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.create import is_native
 from twostroke.core import env
-from twostroke.core.activation_bits import ActivationBits
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.hardware import resolve_num_threads, return_freed_memory
 from twostroke.core.json_io import read_checked_json, write_checked_json
-from twostroke.core.options import AUTO_BITS, DEFAULT_ACTIVATION_BITS
+from twostroke.core.options import AUTO_BITS, DEFAULT_ACTIVATION_BITS, ActivationBits
 from twostroke.model.loader import build_tokenizer
 from twostroke.model.weights import weights_identity
 

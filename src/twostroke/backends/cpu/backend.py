@@ -20,9 +20,8 @@ from twostroke.backends.cpu.team import ActiveThreads, thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.reference.operations import rms_norm
-from twostroke.core.activation_bits import ActivationBits, bits_by_name
 from twostroke.core.errors import RanksLostError
-from twostroke.core.options import DEFAULT_ACTIVATION_BITS
+from twostroke.core.options import DEFAULT_ACTIVATION_BITS, ActivationBits, bits_by_name
 from twostroke.core.step import StepResult
 from twostroke.model.program import ops
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS, PageGroups
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from twostroke.backends.cpu.plan import MeasuredOpTime
     from twostroke.backends.interface import CollectiveTest, PageMemory, WeightShard
     from twostroke.backends.step_frame import StepFrame
-    from twostroke.core.activation_bits import Bits
+    from twostroke.core.options import Bits
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.model.program import Op, Program

@@ -37,7 +37,7 @@ from twostroke.model.program.sharding import RowParts, TermParts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.core.activation_bits import Bits
+    from twostroke.core.options import Bits
     from twostroke.model.program import Op, Program
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.backends.cpu.layout import Team
-    from twostroke.core.activation_bits import Bits
+    from twostroke.core.options import Bits
     from twostroke.model.program import Op
     from twostroke.model.program.ops import AllGather, SplitKvAttention
 

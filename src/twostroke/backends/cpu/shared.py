@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from twostroke.backends.cpu.buffers import RowMemory
     from twostroke.backends.cpu.layout import Key, Team
     from twostroke.backends.cpu.lowered import CpuLowered
-    from twostroke.core.activation_bits import Bits
+    from twostroke.core.options import Bits
     from twostroke.model.program import Op
     from twostroke.model.program.shard import RankProgram
 

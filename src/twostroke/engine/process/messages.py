@@ -14,12 +14,11 @@ import msgspec
 import numpy as np
 
 from twostroke.core.constraint import Constraint
-from twostroke.core.embedding import EmbeddingParams
 from twostroke.core.errors import Field, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import Hardware
 from twostroke.core.options import EngineOptions
-from twostroke.core.request import Hints
+from twostroke.core.request import EmbeddingParams, Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.transport.frames import frame
 from twostroke.engine.client import Caller

@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.core.constraint import Constraint
-    from twostroke.core.embedding import EmbeddingParams
     from twostroke.core.options import EngineOptions
-    from twostroke.core.request import Hints
+    from twostroke.core.request import EmbeddingParams, Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Caller
     from twostroke.engine.model_card import ModelCard

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from twostroke.core.constraint import Constraint
-    from twostroke.core.embedding import EmbeddingParams
-    from twostroke.core.request import Hints
+    from twostroke.core.request import EmbeddingParams, Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Caller, Client
     from twostroke.engine.model_card import ModelCard

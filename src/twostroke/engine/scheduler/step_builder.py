@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.core.embedding import Pooling
-from twostroke.core.request import BATCH_SERVICE_TIER, SERVICE_TIERS
+from twostroke.core.request import BATCH_SERVICE_TIER, SERVICE_TIERS, Pooling
 from twostroke.core.step import Slice
 from twostroke.engine.scheduler.request_state import priority_key
 

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.core.constraint import Constraint
-    from twostroke.core.embedding import EmbeddingParams
-    from twostroke.core.request import Hints
+    from twostroke.core.request import EmbeddingParams, Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.chat.conversation import PreparedChat
     from twostroke.engine.chat.reasoning import Thinking

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from twostroke.core.constraint import Constraint
-    from twostroke.core.embedding import EmbeddingParams
-    from twostroke.core.request import Hints
+    from twostroke.core.request import EmbeddingParams, Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Caller
     from twostroke.engine.model_card import ModelCard

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from twostroke.backends.create import auto_kv_format, cost_model, weight_bytes, working_bytes
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import WORKING_BYTES, CacheSize, size_kv_cache
-from twostroke.core.embedding import Pooling
 from twostroke.core.errors import (
     MemoryLimitError,
     ModelFormatError,
@@ -21,6 +20,7 @@ from twostroke.core.errors import (
     TwostrokeError,
 )
 from twostroke.core.files import megabytes
+from twostroke.core.request import Pooling
 from twostroke.engine.client import UNSAMPLED, new_request
 from twostroke.engine.counters import Counters
 from twostroke.engine.engine import make_card
@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 
     from twostroke.backends.machine_limits import MachineLimits
     from twostroke.core.constraint import Constraint
-    from twostroke.core.embedding import EmbeddingParams
     from twostroke.core.options import EngineOptions
-    from twostroke.core.request import Hints
+    from twostroke.core.request import EmbeddingParams, Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Caller
     from twostroke.engine.model_card import ModelCard

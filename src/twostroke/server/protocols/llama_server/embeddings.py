@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import msgspec
 import numpy as np
 
-from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
 from twostroke.core.json_io import encode_json
+from twostroke.core.request import AUTO_POOLING, POOLINGS, EmbeddingParams
 from twostroke.engine.client import Caller
 from twostroke.server.body import field
 from twostroke.server.generation.job import EmbeddingJob
@@ -68,7 +68,7 @@ def read(request: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
     return EmbeddingJob(
         model=request.model,
         texts=texts,
-        params=EmbeddingParams(AUTO if request.pooling is None else request.pooling),
+        params=EmbeddingParams(AUTO_POOLING if request.pooling is None else request.pooling),
         caller=caller,
         write=_encode,
         parse_special=request.parse_special,

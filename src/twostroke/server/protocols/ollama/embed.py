@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 
-from twostroke.core.embedding import EmbeddingParams
+from twostroke.core.request import EmbeddingParams
 from twostroke.engine.client import Caller
 from twostroke.server.body import field
 from twostroke.server.generation.job import EmbeddingJob

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, cast
 
 import msgspec
 
-from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams, Pooling
 from twostroke.core.errors import RequestError
 from twostroke.core.json_io import encode_json
+from twostroke.core.request import AUTO_POOLING, POOLINGS, EmbeddingParams, Pooling
 from twostroke.server.body import field
 from twostroke.server.generation.job import EmbeddingJob
 from twostroke.server.protocols.common.embeddings import encode_vectors, split_inputs
@@ -80,7 +80,7 @@ def read(request: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
-    pooling = AUTO if request.pooling is None else request.pooling
+    pooling = AUTO_POOLING if request.pooling is None else request.pooling
     if pooling == Pooling.NONE.value:
         reason = "cannot be 'none' here, since each input has one vector: use /embeddings."
         raise RequestError(reason, field="pooling")
