@@ -98,8 +98,8 @@ class ExpectedLogits:
     def divergence(self, logits: Array) -> float:
         """Return the mean of KL(expected || other) over rows; infinite if it is not a number.
 
-        With d = other - right it is log(sum p e^d) - sum p d, where d is small and few digits of
-        float32 are lost.
+        With d = other - expected, this is log(sum p e^d) - sum p d, where d is small and few
+        digits of float32 are lost.
         """
         total = 0.0
         for chunk in _chunks(logits):

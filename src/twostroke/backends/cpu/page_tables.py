@@ -139,7 +139,7 @@ class PageTables:
         return self._free.pop()
 
     def _reclaim_row(self) -> int:
-        """Take the row of a request that is not in the step, or of another step's branch."""
+        """Return a row to reuse: of a request that is not in the step, else of an old branch."""
         current = set(self._current)
         for request in self._entries:
             if request not in current:

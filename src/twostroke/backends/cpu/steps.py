@@ -278,7 +278,7 @@ class StepArrays:
         return StepPlan((*generated, *prompt), external=plan.external), len(generated)
 
     def _reserve(self, num_tokens: int, num_slices: int, num_sampled: int) -> None:
-        """Replace arrays that are too small by arrays of twice the needed size."""
+        """Replace each array that is too small by one of twice the needed size."""
         enough = num_slices <= len(self._slices) and num_sampled <= self._sampled.size
         if enough and num_tokens <= self._tokens.size:
             return

@@ -210,7 +210,7 @@ class _GpuLowering:
         self._emit(AddNorm(delta=columns, norm=op, output=output))
 
     def _scale(self, op: ops.Scale) -> None:
-        """Include the factor in the pending sum before it, or scale now."""
+        """Make the factor part of the pending sum, or emit an operation that scales."""
         pending_sum = self._sum
         is_last = (
             pending_sum is not None and pending_sum.output == op.x and self._only_reader(op.x) is op
@@ -229,7 +229,7 @@ class _GpuLowering:
         self._emit(Combine(columns, output, op.factor, weight=op.weight))
 
     def _add(self, op: ops.Add) -> None:
-        """Make the sum pending if it can be added to a residual stream; else add now."""
+        """Make the sum pending if it adds to a residual stream; else emit an addition."""
         if self._sum is not None:
             self._emit_sum()
         for name, other in ((op.a, op.b), (op.b, op.a)):

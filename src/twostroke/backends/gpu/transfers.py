@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which a GPU is the current device of this thread."""
+    """Return a context manager that makes a GPU the current device of this thread."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

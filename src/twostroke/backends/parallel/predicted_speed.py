@@ -231,7 +231,7 @@ class _SimulatedRank:
         self.now_s += seconds
 
     def arrive(self, at_s: float, moving_s: float, num_bytes: int) -> None:
-        """Advance the clock past a collective at which all ranks have arrived at `at_s`."""
+        """Advance the clock past a collective that the last rank reached at `at_s`."""
         self.waiting_s += max(0.0, at_s - self.now_s)
         self.moving_s += moving_s
         self.now_s = max(self.now_s, at_s) + moving_s

@@ -277,7 +277,7 @@ class PagedCache:
     def store(
         self, span: RowSpan, layer: int, positions: NDArray[np.int64], k: Array, v: Array
     ) -> None:
-        """Write keys and values, (positions, width), of these positions of a span."""
+        """Write a span's keys `k` and values `v` (positions, width) to the slots of `positions`."""
         slots = self._map.slots(span, layer, positions)
         keys, values = self._map.columns(layer)
         self._memory[slots, keys] = k

@@ -224,7 +224,7 @@ def _stored(
     KEYS_AT: tl.constexpr, VALUES_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Load keys and values (tokens, dims) and, with a `KV` format, their scales.
+    """Load keys and values (tokens, dims), and their scales if `KV` is a format.
 
     `line`: KV head * PAGE_SIZE + offset of the token in its page.
     """

@@ -332,7 +332,7 @@ def _stored(
     LATENT: tl.constexpr, PAGE_STRIDE: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
     ASSEMBLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Load rotated keys and latent vectors (tokens, dims) and, with a `KV` format, their scale."""
+    """Load rotated keys and latent vectors (tokens, dims), and their scale if `KV` is a format."""
     page = page.to(tl.int64)
     stored = (cache + page * PAGE_STRIDE + within * (ROTATED + LATENT))[:, None]
     dims, latent_dims = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_L)[None, :]
