@@ -250,8 +250,10 @@ def _build_planning(
         card.cost.per_step(),
         limits=limits,
         rows_together=facts.rows_together,
-        model_proposers=[p for p in (head_proposer, draft_model) if p is not None],
-        watchers=[w for w in (watcher, head_proposer) if w is not None],
+        model_proposers=[
+            proposer for proposer in (head_proposer, draft_model) if proposer is not None
+        ],
+        watchers=[each for each in (watcher, head_proposer) if each is not None],
     )
     return scheduler, speculator, draft.loaded.name if draft and draft_model else None
 

@@ -280,7 +280,7 @@ class LLM(AbstractContextManager["LLM"]):
         def finish_first() -> None:
             nonlocal num_tokens
             prompt, generation = running[0]
-            completions = prompt.settled(client, generation.wait())
+            completions = prompt.settle(client, generation.wait())
             running.popleft()
             answers.append(
                 [
@@ -462,8 +462,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             async for output in generation:
                 for final_output in stream.read(output):
                     yield final_output
-            for settle in stream.endings():
-                yield await to_thread(settle)
+            for get_last_output in stream.last_outputs():
+                yield await to_thread(get_last_output)
         finally:
             generation.cancel()
 

@@ -94,7 +94,7 @@ class EncodedPrompt(Frozen):
         gaps = () if grammar is None else grammar.gaps
         return Redrawer(client, self, gaps) if gaps else None
 
-    def settled(self, client: Client, answers: list[Completion]) -> list[Completion]:
+    def settle(self, client: Client, answers: list[Completion]) -> list[Completion]:
         """Settle answers. An answer that still breaks its schema has the rule in `schema_miss`.
 
         Raises:
@@ -121,8 +121,8 @@ class EncodedPrompt(Frozen):
         stream = SettledStream(redrawer)
         for output in generation:
             yield from stream.read(output)
-        for settle in stream.endings():
-            yield settle()
+        for get_last_output in stream.last_outputs():
+            yield get_last_output()
 
 
 class _PartRule(NamedTuple):
@@ -157,7 +157,7 @@ class Redrawer:
             if not prompt.functions:
                 self._held_paths = checked_places(gaps, form.text)
 
-    def sent(self) -> SentPart:
+    def new_sent_part(self) -> SentPart:
         """Return a record, still empty, of the outputs that a stream sends of one answer."""
         preface = None if self._preface is None else PrefaceCutter(self._preface)
         return SentPart(HeldBack(self._held_paths), preface)
@@ -305,10 +305,10 @@ class SettledStream:
     def read(self, output: Output) -> list[Output]:
         """Add an output; return the outputs that can be sent now."""
         if output.index not in self._sent:
-            self._sent[output.index] = self._redrawer.sent()
+            self._sent[output.index] = self._redrawer.new_sent_part()
         return self._sent[output.index].release(output)
 
-    def endings(self) -> Iterator[Callable[[], Output]]:
+    def last_outputs(self) -> Iterator[Callable[[], Output]]:
         """Yield a function for each answer, after all answers have ended.
 
         The function settles the answer, which can block, and returns its last output. It raises as

@@ -70,12 +70,12 @@ def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateC
     shows_tools = _TOOL in rendered
     for call_id, content, is_text in product(_CALL_IDS, ("", None), (False, True)):
         probe = _Probe(template, call_id, content, is_text=is_text)
-        if form := probe.written():
+        if form := probe.find_form():
             break
     else:
         return _without_calls(probe, rendered, tokenizer)
     null_probe = replace(probe, content=None)
-    if null_probe.written() and null_probe.size() < probe.size():  # an empty text makes a turn
+    if null_probe.find_form() and null_probe.size() < probe.size():  # an empty text makes a turn
         probe = null_probe
     return TemplateCapabilities(
         form,
@@ -137,7 +137,7 @@ class _Probe(Frozen):
         system = {"role": "system", "content": "", "tools": json.dumps([_TOOL_SCHEMA])}
         return _TOOL in self.render([system, _USER], has_tools=False)
 
-    def written(self) -> CallForm | None:
+    def find_form(self) -> CallForm | None:
         """Return the form of calls in the rendered conversation; None if it has no calls."""
         plain = self.render([_USER, {"role": "assistant", "content": _ANSWER}]).partition(_ANSWER)[
             0
