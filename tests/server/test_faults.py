@@ -208,8 +208,8 @@ def test_stalled_engine_is_seen(tmp_path: Path) -> None:
     with live_server(tmp_path) as server, ThreadPoolExecutor(1) as pool:
         server.backend.gate.clear()
         waiting = pool.submit(server.chat, max_tokens=1)
-        wait_for(lambda: server.client.loop._vitals.busy_since_s is not None)
-        server.client.loop._vitals.busy_since_s -= 3600
+        wait_for(lambda: server.client.loop._heartbeat.busy_since_s is not None)
+        server.client.loop._heartbeat.busy_since_s -= 3600
         health = server.http.get("/health")
         assert health.status_code == 503
         assert health.json()["status"] == "stalled"
