@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import gc
 import os
@@ -82,7 +81,7 @@ def request_short_time_slices(thread: int = 0) -> bool:
 _TRIM_INTERVAL_S: Final = 60.0
 
 
-def trim() -> bool:
+def return_freed_memory() -> bool:
     """Return freed memory to the operating system; return whether the C library can do so.
 
     glibc returns by itself only the free memory at the end of its heap. Requests leave holes
@@ -95,16 +94,18 @@ def trim() -> bool:
     return True
 
 
-async def trim_regularly() -> NoReturn:
+async def return_freed_memory_regularly() -> NoReturn:
     """Collect cycles and trim the heap every minute.
 
     Collecting first halves the growth that trimming leaves. It runs on the event loop, since the
     freed objects may belong to the loop; trimming takes some milliseconds, and runs in a thread.
     """
+    import asyncio  # slow: most users of this module have no event loop
+
     while True:
         await asyncio.sleep(_TRIM_INTERVAL_S)
         gc.collect()
-        await asyncio.to_thread(trim)
+        await asyncio.to_thread(return_freed_memory)
 
 
 _MAX_OPEN_FILES: Final = 1 << 16  # if the system allows it

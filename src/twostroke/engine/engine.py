@@ -30,8 +30,9 @@ from twostroke.backends.machine_limits import MachineLimits
 from twostroke.backends.parallel.division import mesh_for
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
-from twostroke.core.hardware import resolve_num_threads, return_freed_memory, scarcest_memory
+from twostroke.core.hardware import resolve_num_threads, scarcest_memory
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS, EngineOptions
+from twostroke.core.process_tuning import return_freed_memory
 from twostroke.engine.canary import FirstLoad
 from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.client import Client

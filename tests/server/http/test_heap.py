@@ -28,13 +28,13 @@ def _own_bytes() -> int:
 
 
 def test_holes_in_the_heap_are_given_back() -> None:
-    if not process_tuning.trim():
+    if not process_tuning.return_freed_memory():
         pytest.skip("this C library has no malloc_trim")
     blocks = [b"x" * (100_000 + i) for i in range(400)]
     kept = blocks[::20]
     del blocks
     before = _own_bytes()
-    process_tuning.trim()
+    process_tuning.return_freed_memory()
     assert _own_bytes() < before - 20 * 2**20
     assert len(kept) == 20
 
@@ -54,13 +54,13 @@ def test_a_server_frees_cycles_and_trims_again_and_again(monkeypatch: pytest.Mon
                 loop.call_soon_threadsafe(done.set)
             return True
 
-        monkeypatch.setattr(process_tuning, "trim", trim)
+        monkeypatch.setattr(process_tuning, "return_freed_memory", trim)
         monkeypatch.setattr(process_tuning, "_TRIM_INTERVAL_S", 0.001)
         node = Node()
         node.itself = node  # type: ignore[attr-defined]
         gone = weakref.ref(node)
         del node
-        task = asyncio.create_task(process_tuning.trim_regularly())
+        task = asyncio.create_task(process_tuning.return_freed_memory_regularly())
         await done.wait()
         task.cancel()
         assert trims[:3] == [None] * 3

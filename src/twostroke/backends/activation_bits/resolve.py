@@ -25,9 +25,10 @@ from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.create import is_native
 from twostroke.core import env
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.hardware import resolve_num_threads, return_freed_memory
+from twostroke.core.hardware import resolve_num_threads
 from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.core.options import AUTO_BITS, DEFAULT_ACTIVATION_BITS, ActivationBits
+from twostroke.core.process_tuning import return_freed_memory
 from twostroke.model.loader import build_tokenizer
 from twostroke.model.weights import weights_identity
 

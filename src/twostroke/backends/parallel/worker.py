@@ -39,7 +39,8 @@ from twostroke.backends.parallel.rank_messages import (
 from twostroke.backends.parallel.ranks import HEARTBEAT_INTERVAL_S
 from twostroke.backends.step_frame import FrameLimits, FrameLostError, FrameReader
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError, TwostrokeError
-from twostroke.core.hardware import memory_available, num_cores, return_freed_memory
+from twostroke.core.hardware import memory_available, num_cores
+from twostroke.core.process_tuning import return_freed_memory
 from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType
 from twostroke.model.families import build_program
 from twostroke.model.loader import load

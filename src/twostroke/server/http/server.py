@@ -21,7 +21,7 @@ from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.core.process_tuning import (
     raise_open_file_limit,
     request_short_time_slices,
-    trim_regularly,
+    return_freed_memory_regularly,
 )
 from twostroke.server.http.connection import HttpConnection
 from twostroke.server.http.watchdog import Watchdog
@@ -159,7 +159,7 @@ async def run(
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal)
     application.health.attach(shutdown.on_end)
-    trimming = loop.create_task(trim_regularly())
+    trimming = loop.create_task(return_freed_memory_regularly())
     try:
         await server.serve(sockets=[listener])
     finally:
