@@ -108,6 +108,7 @@ class OptionField(Frozen):
         option: the declaration of the field.
         types: the Python types of the field's values, without None.
         item_type: the type of the items, if the field is a tuple or another sequence.
+        accepts_none: whether the type of the field includes None.
         default: the field's default value.
         section: the heading in the help.
     """
@@ -116,6 +117,7 @@ class OptionField(Frozen):
     option: Option
     types: tuple[type, ...]
     item_type: type | None
+    accepts_none: bool
     default: Any
     section: str
 
@@ -206,6 +208,7 @@ def option_fields(kind: type) -> dict[str, OptionField]:
             option=option,
             types=types,
             item_type=item_type,
+            accepts_none=type(None) in get_args(value_type),
             default=_default_value(defaults.get(name)),
             section=option.section or getattr(kind, "SECTION", "Options"),
         )
@@ -213,14 +216,16 @@ def option_fields(kind: type) -> dict[str, OptionField]:
 
 
 def check(options: OptionStruct) -> None:
-    """Check every option of a struct against its declaration; None passes.
+    """Check every option of a struct against its declaration.
+
+    None passes if the type of its field includes None.
 
     Raises:
         UsageError: a value has the wrong type, is not one of the choices or is out of range.
     """
     for name, field in option_fields(type(options)).items():
         value = getattr(options, name)
-        if value is not None:
+        if value is not None or not field.accepts_none:
             field.check(value)
 
 
