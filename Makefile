@@ -11,7 +11,6 @@ PYTEST_ARGS ?=
 WORKERS ?= 3
 SUITE ?=
 WHAT ?= speed
-BASE ?= main
 NEWEST ?=
 
 BIN := $(VENV)/bin
@@ -70,7 +69,7 @@ style: $(DEV_READY)
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_size.py
-	$(BIN)/python tools/plain.py --diff $(BASE)
+	$(BIN)/python tools/plain.py --list all
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES))
 
 test: $(DEV_READY) pull ## Run the tests (TESTS=tests/engine/scheduler for some of them; WORKERS=0 for one process).
