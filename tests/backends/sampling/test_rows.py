@@ -7,7 +7,8 @@ import ctypes
 import numpy as np
 
 from support.sampling import make_request
-from twostroke.backends.sampling.rows import RESULT, RowTable, read_results
+from twostroke.backends.gpu.sampling import CONVERTED_COLUMNS
+from twostroke.backends.sampling.rows import RESULT, ROW, RowTable, read_results
 from twostroke.core.draft_tree import ROOT, DraftBranch
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, TokenLogprobs
@@ -18,6 +19,11 @@ def ints(row: np.void, pointer: str, length: str) -> list[int]:
         return []
     address = ctypes.cast(int(row[pointer]), ctypes.POINTER(ctypes.c_int32))
     return address[: int(row[length])]
+
+
+def test_the_gpu_sampler_converts_every_column():
+    """A sampling option that the GPU's sampler does not know would be ignored without an error."""
+    assert set(ROW.names or ()) == CONVERTED_COLUMNS
 
 
 def test_a_row_holds_the_requests_parameters():

@@ -32,6 +32,18 @@ RESULT_INTS: Final = 48
 TOKEN, COUNT, LOGIT, LARGEST, WEIGHT, TOP_IDS, TOP_LOGITS = 0, 1, 2, 3, 4, 6, 26
 
 
+# The columns of `sampling.rows.ROW` that `sample_rows` converts: all of them, as a test checks. A
+# new sampling option needs its number here and its effect in `kernels/sampler.py`.
+CONVERTED_COLUMNS: Final = frozenset(
+    {
+        *("tokens", "bias_ids", "bias_values", "barred_ids", "mask", "seed", "counter"),
+        *("num_tokens", "num_prompt", "temperature", "top_p", "min_p", "top_k"),
+        *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+        *("num_bias", "num_barred", "num_logprobs", "given"),
+    }
+)
+
+
 class SampleRows(Frozen, eq=False):
     """`rows`, int32 (rows, ROW_INTS), and `lists`, to which rows refer by offset and length.
 
