@@ -25,14 +25,14 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class KeyRefresher:
-    """Reads changed keys twice a second, in the thread that reads the records.
+    """Reads changed API keys from the records database twice a second, and writes usage to it.
 
-    Every two seconds it writes usage. If the records cannot be read, the keys stay unchanged; if
+    Usage is written every two seconds. If the records cannot be read, the keys stay unchanged; if
     the records cannot be written, usage waits for the next write. The same error is logged once.
     """
 
     def __init__(self, records: Records | None, keys: ApiKeys | None, usage: UsageBook) -> None:
-        """Refresh `keys` from `records` and write `usage` there; do nothing without records."""
+        """Refresh `keys` from `records`, and write `usage` there; without records, do nothing."""
         self._records = records
         self._keys = keys
         self._usage = usage
@@ -41,13 +41,13 @@ class KeyRefresher:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Read the keys, and continue to refresh them."""
+        """Read the API keys, and start to refresh them regularly."""
         if self._records is not None:
             await self._refresh(self._records)
             self._task = asyncio.create_task(self._run(self._records))
 
     async def stop(self) -> None:
-        """Stop refreshing, and write the remaining usage."""
+        """Stop refreshing API keys, and write the usage that is not written yet."""
         if self._task is not None and self._records is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -63,13 +63,16 @@ class KeyRefresher:
             await self._refresh(records, writes=number % _REFRESHES_PER_WRITE == 0)
 
     async def _refresh(self, records: Records, *, writes: bool = False) -> None:
-        """Read changed keys, and with `writes` write usage."""
+        """Read changed API keys from the records; with `writes`, write usage to them as well."""
         await self._try("Keys stay as they are", self._read(records))
         if writes:
             await self._try("Usage waits", self._write(records))
 
     async def _try(self, consequence: str, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work`; log a failure with its `consequence`, unless the last one was equal."""
+        """Await `work`, which reads or writes the records; log a failure with its `consequence`.
+
+        An error that is the same as the last one of this consequence is not logged again.
+        """
         try:
             await work
         except RecordsError as error:
@@ -100,7 +103,7 @@ class KeyRefresher:
             raise
 
     def _changed(self, db: Connection) -> tuple[int, list[Key]] | None:
-        """Return the newest change and all keys; None if nothing has changed."""
+        """Return the newest change's number and all API keys; None if no key has changed."""
         change = newest_change(db)
         return None if change == self._last_change else (change, [key for key, _ in all_keys(db)])
 

@@ -39,25 +39,25 @@ _MISSING_KEY: Final = "is missing: send the header 'Authorization: Bearer KEY' o
 
 
 class KeyMissingError(TwostrokeError):
-    """The request has no key, or its key is not valid."""
+    """The request has no API key, or its key is not valid."""
 
     http_status = 401
     code = "invalid_api_key"
 
 
 class ApiKeys:
-    """The fixed keys of a file, and the keys of the records, which change while a server runs.
+    """The API keys of a server: fixed keys of a file, and the records' keys, which may change.
 
     Only digests are stored. The time of a lookup can reveal only how a digest begins, which does
-    not help to guess a key. For the event loop's thread.
+    not help to guess a key. Call the methods only in the event loop's thread.
 
     A router's key belongs to no tenant: a request with this key is for the tenant in its header.
     """
 
     def __init__(self, tenants: Mapping[str, str], *, asks: bool = False) -> None:
-        """Create the fixed keys from a mapping of keys to tenants.
+        """Create the fixed keys from a mapping of API keys to tenants.
 
-        With `asks`, requests need a key even if there is none.
+        With `asks`, requests need a key even if none exists.
 
         Raises:
             UsageError: a key or a tenant's name has other than printable ASCII characters.
@@ -85,13 +85,20 @@ class ApiKeys:
         *,
         asks: bool = False,
     ) -> Self | None:
-        """Return the keys of a file, of the environment and of a records folder.
+        """Return the API keys of a file, of the environment and of a records folder.
 
         None if no source is given. A folder that has had keys and has none now has lost its
         database; then the server must not start without keys.
 
         A line of the file is `KEY` or `TENANT KEY`, or a comment that begins with #. A key without
         a tenant belongs to the tenant with the empty name.
+
+        Args:
+            path: the file with keys.
+            key: the key from the environment.
+            records: the folder of the records database.
+            router: the key of a router.
+            asks: whether requests need a key even if none exists.
 
         Raises:
             UsageError: the file cannot be read, a line is not valid, or `asks` is set without a
@@ -122,21 +129,21 @@ class ApiKeys:
 
     @property
     def are_required(self) -> bool:
-        """Whether requests need a key, as keys exist or have existed."""
+        """Whether requests need an API key, because keys exist or have existed."""
         return self._asks or bool(self._router_digest)
 
     @property
     def refuse_everybody(self) -> bool:
-        """Whether requests need a key, and no key exists."""
+        """Whether all requests are refused, because they need an API key and none exists."""
         return self.are_required and not self._keys_by_digest and not self._router_digest
 
     @property
     def have_tenants(self) -> bool:
-        """Whether a key belongs to a tenant with a name."""
+        """Whether an API key belongs to a tenant with a name."""
         return any(self._by_tenant)
 
     def set_router_key(self, router: str) -> None:
-        """Set the key with which a router may send requests of all tenants.
+        """Set the API key with which a router may send requests for all tenants.
 
         Raises:
             UsageError: the key has other than printable ASCII characters.
@@ -145,11 +152,11 @@ class ApiKeys:
         self._router_digest = digest(router.encode())
 
     def is_router(self, text: bytes) -> bool:
-        """Return whether a key is the router's."""
+        """Return whether an API key is the router's."""
         return bool(self._router_digest) and digest(text) == self._router_digest
 
     def replace_stored(self, keys: Iterable[Key]) -> None:
-        """Replace the keys of the records."""
+        """Replace the API keys that come from the records database."""
         self._stored_by_id = {key.id: key for key in keys}
         self._keys_by_digest = {
             key.digest: key for key in self._stored_by_id.values()
@@ -158,7 +165,7 @@ class ApiKeys:
         self._by_tenant = _by_tenant(self._keys_by_digest.values())
 
     def find(self, text: bytes) -> Key | None:
-        """Return the valid key with this text, and record its use; None if no valid key matches."""
+        """Return the valid API key with this text, and record its use; None if no key matches."""
         key = self._keys_by_digest.get(digest(text))
         if key is None or key.state != "valid":
             return None
@@ -169,40 +176,44 @@ class ApiKeys:
         return key
 
     def has_valid(self, tenant: str) -> bool:
-        """Return whether a tenant has a valid key, or needs no key."""
+        """Return whether a tenant has a valid API key, or needs none."""
         tenant_keys = self._by_tenant.get(tenant, ())
         needs_no_key = not self._keys_by_digest and (bool(self._router_digest) or not self._asks)
         return needs_no_key or any(key.state == "valid" for key in tenant_keys)
 
     def with_id(self, id_: str) -> Key | None:
-        """Return the key of the records with an id, valid or not; None if the id is unknown."""
+        """Return the records' API key with an id, valid or not; None if the id is unknown."""
         return self._stored_by_id.get(id_)
 
     def take_uses(self) -> dict[str, int]:
-        """Return the minute of the last use of each key used since the last call, by id."""
+        """Return the API keys used since the last call: the minute of the last use, by key id."""
         ids = self._ids_with_unwritten_use
         self._ids_with_unwritten_use = set()
         return {id_: self._last_used[id_] for id_ in ids}
 
     def put_back(self, uses: Iterable[str]) -> None:
-        """Return the last uses of these keys with the next call, as they could not be written."""
+        """Let the next `take_uses` return the last uses of these key ids again.
+
+        They could not be written to the records.
+        """
         self._ids_with_unwritten_use.update(uses)
 
 
 class KeyCheck:
-    """Refuses requests without a valid key, and records the key and tenant of other requests.
+    """The ASGI layer that refuses requests without a valid API key.
 
-    `GET /health`, the paths below it and the web UI's files need no key, as load balancers and
-    browsers have none. Internal requests have the key of their sender, valid or not.
+    It records the key and tenant of accepted requests. `GET /health`, the paths below it and the
+    web UI's files need no key, as load balancers and browsers have none. Internal requests have the
+    key of their sender, valid or not.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        """Wrap `app`."""
+        """Wrap the ASGI application `app`; accept requests with a key of `keys`."""
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Pass a request on if it has a valid API key or needs none; refuse it otherwise."""
         if scope["type"] == "http" and (sender := sender_of(scope)) is not None:
             if (sender_key := self._keys.with_id(sender.key)) is not None:
                 served_of(scope).set_owner(sender_key)
@@ -251,7 +262,7 @@ def _is_open(scope: Scope) -> bool:
 
 
 def _key(scope: Scope) -> bytes | None:
-    """Return the key in the header of OpenAI's clients, or else of Anthropic's clients."""
+    """Return the API key from a request's `Authorization` header, or else from `x-api-key`."""
     key: bytes | None = None
     for name, value in scope["headers"]:
         if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
@@ -262,7 +273,7 @@ def _key(scope: Scope) -> bytes | None:
 
 
 def _tenant_key(scope: Scope) -> Key:
-    """Return a key for the tenant that a router's header names; raises UsageError."""
+    """Return a key for the tenant that a router names in a request's header; raises UsageError."""
     header = next((value for name, value in scope["headers"] if name == TENANT_HEADER), b"")
     words: list[str] = header.decode("latin-1").split(" ")
     try:

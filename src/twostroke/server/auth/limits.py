@@ -30,7 +30,7 @@ _NOUNS: Final = {"requests": "request", "tokens": "token"}
 
 
 class RateLimitError(TwostrokeError):
-    """The key's limit of requests, tokens or parallel requests is reached."""
+    """The API key's limit of requests, tokens or parallel requests is reached."""
 
     http_status = 429
     code = "rate_limit_exceeded"
@@ -43,43 +43,46 @@ class Bucket:
     """
 
     def __init__(self, per_minute: int, now_s: float) -> None:
-        """Create a full bucket."""
+        """Create a full token bucket with this limit per minute; `now_s` is the current time."""
         self.per_minute = per_minute
         self._level = float(per_minute)
         self._updated_s = now_s
 
     def level(self, now_s: float) -> float:
-        """Return the current level."""
+        """Return the bucket's current level: how much may be used now."""
         gained = (now_s - self._updated_s) * self.per_minute / _MINUTE_S
         self._level = min(self._level + gained, self.per_minute)
         self._updated_s = now_s
         return self._level
 
     def take(self, amount: float, now_s: float) -> None:
-        """Lower the level by an amount; a negative amount raises it."""
+        """Lower the bucket's level by an amount; a negative amount raises it."""
         self._level = self.level(now_s) - amount
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Return the seconds until the level reaches an amount; 0 if it has."""
+        """Return the seconds until the bucket's level reaches an amount; 0 if it already does."""
         missing = amount - self.level(now_s)
         return missing * _MINUTE_S / self.per_minute if missing > _LEVEL_TOLERANCE else 0.0
 
     def resize(self, per_minute: int, now_s: float) -> None:
-        """Change the limit; a positive level keeps its proportion, a negative level stays."""
+        """Change the limit per minute.
+
+        A positive level keeps its proportion to the limit, and a negative level stays.
+        """
         level = self.level(now_s)
         self._level = level * per_minute / self.per_minute if level > 0 else level
         self.per_minute = per_minute
 
 
 class KeyLimiter:
-    """The buckets and running requests of one key; a request starts if no bucket is empty.
+    """Enforces the rate limits of one API key; a request may start if no bucket is empty.
 
     Before a request is computed it takes the maximum number of tokens that it may use, and gives
     the unused tokens back at its end. So only the last started request can exceed the limit.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Create a limiter without limits."""
+        """Create a limiter without limits; `clock` returns monotonic seconds."""
         self._clock = clock
         self.buckets: dict[str, Bucket] = {}
         self._parallel: int | None = None
@@ -87,7 +90,7 @@ class KeyLimiter:
         self._mean_s = 1.0  # moving average of request times
 
     def set(self, limits: KeyLimits) -> None:
-        """Set the key's current limits."""
+        """Apply the API key's current limits, which may have changed."""
         self._parallel = limits.parallel
         limits_per_minute = {
             "requests": limits.requests_per_minute,
@@ -104,7 +107,10 @@ class KeyLimiter:
                 bucket.resize(per_minute, now_s)
 
     def refusal(self) -> Refusal | None:
-        """Return why no request may start; None if a request may start."""
+        """Return why the API key may not start a request now; None if it may.
+
+        The refusal has the reason, and the seconds after which a request may start.
+        """
         if (refusal := self.shortage("requests", "tokens")) is not None:
             return refusal
         if self._parallel is not None and self._num_open >= self._parallel:
@@ -113,7 +119,10 @@ class KeyLimiter:
         return None
 
     def shortage(self, *names: str) -> Refusal | None:
-        """Return the refusal if a bucket of these names is empty; None if no bucket is."""
+        """Return a refusal if one of the named buckets is empty; None if all have something left.
+
+        The buckets are "requests" and "tokens", for the limits per minute.
+        """
         now_s = self._clock()
         waits = {name: bucket.wait_s(1, now_s) for name, bucket in self.buckets.items()}
         empty = [name for name in names if waits.get(name, 0) > 0]
@@ -124,24 +133,27 @@ class KeyLimiter:
         return f"this key may use {limit} a minute", max(waits.values())
 
     def begin(self) -> Spending:
-        """Start a request, after `refusal` returned None."""
+        """Count the start of a request; call it only after `refusal` returned None."""
         self._num_open += 1
         if (requests := self.buckets.get("requests")) is not None:
             requests.take(1, self._clock())
         return Spending(self, self._clock())
 
     def take(self, num_tokens: int) -> None:
-        """Take tokens from the bucket; a negative number gives tokens back."""
+        """Take tokens from the API key's token bucket; a negative number gives tokens back."""
         if (tokens := self.buckets.get("tokens")) is not None:
             tokens.take(num_tokens, self._clock())
 
     def end(self, began_s: float) -> None:
-        """Count the end of a request."""
+        """Count the end of a request that began at the time `began_s`."""
         self._num_open -= 1
         self._mean_s += _NEWEST_WEIGHT * (self._clock() - began_s - self._mean_s)
 
     def headers(self, *, is_anthropic: bool) -> list[tuple[bytes, bytes]]:
-        """Return response headers with the levels, in Anthropic's form or OpenAI's."""
+        """Return the rate limit headers of a response: limits, remaining amounts and reset times.
+
+        The headers have Anthropic's names, or else OpenAI's.
+        """
         now_s = self._clock()
         headers: list[tuple[str, str]] = []
         for name, bucket in self.buckets.items():
@@ -162,16 +174,16 @@ class KeyLimiter:
 
 
 class Spending:
-    """The tokens of one running request."""
+    """The tokens that one running request takes from its API key's limit."""
 
     def __init__(self, limiter: KeyLimiter, began_s: float) -> None:
-        """Start without tokens."""
+        """Start a request at the time `began_s`, without tokens."""
         self._limiter = limiter
         self._began_s = began_s
         self._num_tokens = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Take the maximum number of tokens that the request may use.
+        """Take the maximum number of tokens that the request may use from the key's limit.
 
         Raises:
             RateLimitError: other requests have emptied the bucket meanwhile.
@@ -182,13 +194,13 @@ class Spending:
         self._limiter.take(num_tokens)
 
     def end(self, num_tokens: int) -> None:
-        """End the request, which has used `num_tokens`; give the other tokens back."""
+        """End a request that has used `num_tokens`, and give its unused tokens back."""
         self._limiter.take(num_tokens - self._num_tokens)
         self._limiter.end(self._began_s)
 
 
 class LimitCheck:
-    """Refuses requests over their key's limits, before their bodies are read.
+    """The ASGI layer that refuses requests over their API key's limits, before it reads bodies.
 
     The layer needs no engine: inner layers call `ServedRequest.reserve` with the maximum number of
     tokens of a request, and `ServedRequest.used` has their number at its end. Nothing is stored, so
@@ -196,13 +208,13 @@ class LimitCheck:
     """
 
     def __init__(self, app: ASGIApp, counts: Callable[[str], bool]) -> None:
-        """Wrap `app`; limit POST requests to the paths for which `counts` returns True."""
+        """Wrap the ASGI app; limit POST requests to the paths for which `counts` returns true."""
         self._app = app
         self._counts = counts
         self._limiters: dict[str, KeyLimiter] = {}  # by the id of the key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Pass a request on if its API key's limits allow it, and add rate limit headers."""
         is_counted = scope["type"] == "http" and scope["method"] == "POST"
         served_request = served_of(scope) if is_counted and self._counts(scope["path"]) else None
         if served_request is None or served_request.key is None or not served_request.key.id:
@@ -228,14 +240,14 @@ class LimitCheck:
             spending.end(_num_used(served_request))
 
     def limiter(self, key: Key) -> KeyLimiter:
-        """Return a key's limiter, with the key's current limits."""
+        """Return the limiter of an API key, updated to the key's current limits."""
         limiter = self._limiters.setdefault(key.id, KeyLimiter(time.monotonic))
         limiter.set(key.limits)
         return limiter
 
 
 def _num_used(served_request: ServedRequest) -> int:
-    """Return the number of tokens that a request has used."""
+    """Return the number of prompt and answer tokens that a request has used."""
     used = served_request.used
     return used.prompt_tokens + used.completion_tokens if used is not None else 0
 

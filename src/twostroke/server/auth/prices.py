@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class TokenPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """The prices of a million tokens of a model.
+    """The prices of a million tokens of a model, in the price table's currency.
 
     Attributes:
         input: the price of prompt tokens.
         output: the price of answer tokens.
-        cached: the price of prompt tokens from the prefix cache; None for `input`.
+        cached: the price of prompt tokens from the prefix cache; None for the price of `input`.
         batch_discount: the discount of batch requests, from 0 to 1.
     """
 
@@ -33,12 +33,12 @@ class TokenPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
     batch_discount: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise UsageError if a price or the discount is out of range."""
+        """Raise UsageError if a price or the batch discount is out of range."""
         check_range(self, "input", "output", "cached", low=0, high=1e9)
         check_range(self, "batch_discount", low=0, high=1)
 
     def cost(self, amount: Amount) -> float:
-        """Return the cost of an amount of tokens."""
+        """Return the cost of an amount of this model's tokens."""
         cached = self.input if self.cached is None else self.cached
         price = (amount.input - amount.cached) * self.input + amount.cached * cached
         price = (price + amount.output * self.output) / 1e6

@@ -36,12 +36,14 @@ _key_decoder: Final = msgspec.json.Decoder(Key)  # created before threads use it
 
 
 def digest(key: bytes) -> str:
-    """Return the digest of a key, which is stored in its place."""
+    """Return the digest of an API key; the records store the digest instead of the key."""
     return hashlib.sha256(key).hexdigest()
 
 
 def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]:
-    """Create a key; return it with its text, which is not stored.
+    """Create an API key in the records; return it with its text, which is not stored.
+
+    `facts` are further attributes of the `Key`, such as its limits.
 
     Raises:
         UsageError: a valid key has this name, or the name of the key or tenant is not valid.
@@ -65,12 +67,15 @@ def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]
 
 
 def keys_marker(folder: Path) -> FolderMarker:
-    """Return the marker of a folder that has had keys, which stays if the database is lost."""
+    """Return the marker file of a records folder that has had API keys.
+
+    The marker stays if the database is lost, so that a server does not start without keys.
+    """
     return FolderMarker(folder, "has-keys")
 
 
 def find(db: Connection, word: str) -> Key:
-    """Return the key with this id or name; a key that is not revoked takes precedence.
+    """Return the API key with this id or name; a key that is not revoked takes precedence.
 
     Raises:
         UsageError: no key has this id or name.
@@ -88,7 +93,7 @@ def find(db: Connection, word: str) -> Key:
 
 
 def change(db: Connection, key: Key, **facts: Any) -> Key:
-    """Store new facts of a key, and return the key.
+    """Change attributes of an API key in the records, and return the changed key.
 
     Raises:
         UsageError: the key is revoked.
@@ -103,15 +108,16 @@ def change(db: Connection, key: Key, **facts: Any) -> Key:
 
 
 def newest_change(db: Connection) -> int:
-    """Return a number that grows with each change; 0 without keys."""
+    """Return a number that grows with each change of the API keys; 0 without keys."""
     [number] = db.execute("SELECT coalesce(max(change), 0) FROM keys").fetchone()
     return int(number)
 
 
 def all_keys(db: Connection) -> list[tuple[Key, int | None]]:
-    """Return all keys, the oldest first, each with the minute of its last use as Unix time.
+    """Return all API keys, the oldest first, each with its last use.
 
-    A key with a damaged record is logged and left out, so the server refuses it.
+    The last use is a minute, as Unix time; None for a key that has not been used. A key with a
+    damaged record is logged and left out, so the server refuses it.
     """
     keys = []
     for *record, last_used in db.execute(
@@ -125,7 +131,7 @@ def all_keys(db: Connection) -> list[tuple[Key, int | None]]:
 
 
 def store_last_use(db: Connection, id_: str, minute: int) -> None:
-    """Store the minute of a key's last use."""
+    """Store the minute in which an API key was last used."""
     db.execute("UPDATE keys SET last_used = ? WHERE id = ?", (minute, id_))
 
 

@@ -42,7 +42,10 @@ _SELECT_USAGE: Final = f"""
 
 
 class Owner(NamedTuple):
-    """The day in UTC, key id (empty without a key), tenant and model to which usage belongs."""
+    """To what usage belongs: a day in UTC, a key id, a tenant, a model, and batch or not.
+
+    The key id is empty for requests without a key.
+    """
 
     day: str
     key: str
@@ -52,7 +55,7 @@ class Owner(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """Requests and tokens of an owner; `input` tokens include `cached` tokens."""
+    """The requests and tokens of one `Owner`; `input` tokens include `cached` tokens."""
 
     owner: Owner
     requests: int
@@ -78,10 +81,17 @@ def billable_usage(served_request: ServedRequest) -> Used | None:
 
 
 class UsageBook:
-    """An observer of requests that adds up usage until it is written to the records."""
+    """An observer of requests that adds up their tokens until it is asked for the sums.
+
+    The sums are written to the records database.
+    """
 
     def __init__(self, model: str) -> None:
-        """Count usage by the server's own model names; requests without one count for `model`."""
+        """Start without usage.
+
+        Usage is counted by the server's own model names; requests that name no model count for
+        `model`.
+        """
         self._model = model
         self._rows: Rows = {}
         self._day = ""
@@ -89,11 +99,11 @@ class UsageBook:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no usage waits to be written."""
+        """Whether all usage has been taken to be written."""
         return not self._rows
 
     def observe(self, served_request: ServedRequest) -> None:
-        """Count a finished request."""
+        """Count a finished request and its tokens, if they count as usage."""
         used = billable_usage(served_request)
         if used is None:
             return
@@ -107,16 +117,16 @@ class UsageBook:
         row[3] += used.completion_tokens
 
     def close(self) -> None:
-        """Do nothing, since the rest was taken before."""
+        """Do nothing, since the `KeyRefresher` has already taken and written all usage."""
 
     def take(self) -> Rows:
-        """Return the usage that is not written yet, which the caller writes."""
+        """Return the usage since the last call, which the caller writes to the records."""
         rows = self._rows
         self._rows = {}
         return rows
 
     def put_back(self, rows: Rows) -> None:
-        """Add usage that could not be written."""
+        """Add usage again that was taken and could not be written."""
         for owner, counts in rows.items():
             row = self._row(owner)
             row[:] = [count + added for count, added in zip(row, counts, strict=True)]
@@ -133,13 +143,13 @@ class UsageBook:
 
 
 def add(db: Connection, rows: Rows) -> None:
-    """Add usage to the records."""
+    """Add usage rows to the counts in the records database."""
     values: list[tuple[str | int, ...]] = [(*owner, *counts) for owner, counts in rows.items()]
     db.executemany(_ADD_USAGE, [(*row, row_digest(row)) for row in values])
 
 
 def amounts(db: Connection, since: str, until: str) -> list[Amount]:
-    """Return the usage from the day `since` to the day `until`, ordered by day.
+    """Return the usage of all owners from the day `since` to the day `until`, ordered by day.
 
     Damaged records are left out; `damaged_owners` returns their owners.
     """
@@ -151,7 +161,7 @@ def amounts(db: Connection, since: str, until: str) -> list[Amount]:
 
 
 def damaged_owners(db: Connection, since: str, until: str) -> list[Owner]:
-    """Return the owners of damaged records from the day `since` to the day `until`."""
+    """Return the owners of damaged usage records from the day `since` to the day `until`."""
     return [
         _owner_of(row) for row in db.execute(_SELECT_USAGE, (since, until)) if not _is_intact(row)
     ]

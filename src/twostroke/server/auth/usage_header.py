@@ -22,7 +22,7 @@ _USAGE_PATTERN: Final = re.compile(rb"([0-9]{1,15}) ([0-9]{1,15}) ([0-9]{1,15})"
 
 
 class ReportedUsage(Frozen):
-    """The tokens that a request has used; `prompt_tokens` include `cached_tokens`."""
+    """Token counts that a server reports to a router; `prompt_tokens` include `cached_tokens`."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -30,18 +30,19 @@ class ReportedUsage(Frozen):
 
 
 class UsageReporter:
-    """Reports the usage of requests that have the header `x-twostroke-usage`.
+    """The ASGI layer that reports token counts for requests with the header `x-twostroke-usage`.
 
-    The same response header has prompt, cached and completion tokens. A stream's header has the
-    counts before its first bytes, and its last line the final counts, unless the stream failed.
+    A router sends this header. The same response header has prompt, cached and completion tokens. A
+    stream's header has the counts before its first bytes, and its last line the final counts,
+    unless the stream failed.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        """Wrap `app`."""
+        """Wrap the ASGI application `app`."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and add its usage to the response."""
+        """Pass a request on, and add its token counts to the response if the client wants them."""
         if scope["type"] != "http" or not any(name == USAGE_HEADER for name, _ in scope["headers"]):
             await self._app(scope, receive, send)
             return
@@ -68,13 +69,13 @@ class UsageReporter:
 
 
 def read_usage(text: bytes) -> ReportedUsage | None:
-    """Return the usage in a header value or at the end of a stream; None if it is missing."""
+    """Return the token counts in a usage header or a stream's last line; None if there are none."""
     match = _USAGE_PATTERN.match(text)
     return None if match is None else ReportedUsage(*map(int, match.groups()))
 
 
 def media_type(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Return the Content-Type in lower case without parameters; empty if it is missing."""
+    """Return a response's Content-Type in lower case without parameters; empty if it is missing."""
     value = next((value for name, value in headers if name == b"content-type"), b"")
     return value.partition(b";")[0].strip().lower()
 

@@ -14,16 +14,21 @@ DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
 
 
 class AnswerFields(Frozen):
-    """The fields of a path's requests that limit answers.
+    """The request fields of one API path that limit the number of answers and answer tokens.
 
     Attributes:
-        limits: fields with the maximum number of answer tokens; the first field that is set counts.
-        counts: fields with the number of answers per prompt; the first field that is set counts.
+        limits: fields with the maximum number of answer tokens; the first field that is set
+            counts.
+        counts: fields with the number of answers per prompt; the first field that is set
+            counts.
         has_best_of: whether `best_of`, if the server accepts it, may request more answers.
-        inside: the field whose object has the fields of `limits`; empty for the request itself.
-        default: the limit if no field is set; None for the rest of the context.
-        min_tokens: the minimum of the limit, which a limit of 0 means.
-        zero_is_unlimited: whether 0 means no limit, as negative numbers do.
+        inside: the field whose object has the fields of `limits`, such as Ollama's `options`;
+            empty if the request itself has them.
+        default: the maximum number of answer tokens if no field is set; None for all that the
+            context has room for.
+        min_tokens: the maximum number of answer tokens is raised to at least this number.
+        zero_is_unlimited: whether a maximum of 0 means no limit; negative numbers always mean
+            no limit.
         has_several_prompts: whether the field `prompt` may have several prompts.
     """
 
@@ -37,11 +42,19 @@ class AnswerFields(Frozen):
     has_several_prompts: bool = False
 
     def first_limit(self, request: object) -> int | None:
-        """Return the limit of a request that has these fields as attributes; None if unset."""
+        """Return the maximum number of answer tokens that a decoded request sets.
+
+        The fields named in `limits` are read as attributes of `request`. If all are None, the
+        result is `default`.
+        """
         return self._first(self.limits, lambda name: getattr(request, name))
 
     def num_tokens(self, values: Mapping[str, int], context_length: int) -> int:
-        """Return the maximum number of answer tokens, from the fields that a request sets."""
+        """Return the maximum number of answer tokens, from the fields that a request sets.
+
+        The result is at most `context_length`, which is also the result if the request has no
+        limit.
+        """
         limit = self._first(self.limits, values.get)
         if limit is None or limit < 0 or (limit == 0 and self.zero_is_unlimited):
             return context_length

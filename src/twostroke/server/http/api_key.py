@@ -22,21 +22,21 @@ OPEN_PATHS: Final = ("/health", "/health/live", "/health/ready", "/health/progre
 
 
 class ClassError(RequestError):
-    """The key does not allow the request's service tier or priority."""
+    """The API key does not allow the request's service tier or priority."""
 
     http_status = 403
     code = "class_not_allowed"
 
 
 class KeyLimits(Frozen):
-    """The limits of a key; a missing limit is None. `parallel` limits requests at the same time."""
+    """The rate limits of an API key; None for no limit. `parallel` limits simultaneous requests."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     parallel: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError if a limit is out of range."""
+        """Raise UsageError if a rate limit is out of range."""
         check_range(self, *self.__struct_fields__, low=1, high=_MAX_LIMIT)
 
 
@@ -70,7 +70,7 @@ class Key(Frozen, kw_only=True):
     revoked_at: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError if the weight is out of range, or a service tier is unknown."""
+        """Raise UsageError if the tenant's weight is out of range, or a service tier is unknown."""
         check_range(self, "weight", low=0.01, high=1000)
         for name in self.classes or ():
             if name not in CLASSES:
@@ -78,10 +78,13 @@ class Key(Frozen, kw_only=True):
                 raise UsageError(f"{reason}.{nearest(name, CLASSES)}", field="classes")
 
     def class_of(self, service: str, priority: int, *, is_named: bool) -> tuple[str, int]:
-        """Return the service tier and the priority for a request that asks for these.
+        """Return the service tier and the priority of a request that has this API key.
 
-        If the request does not name the tier (`is_named`), the key's first tier replaces a default
-        that the key does not allow.
+        Args:
+            service: the service tier that the request asks for.
+            priority: the priority that the request asks for.
+            is_named: whether the client named the service tier. If not, and the key does not
+                allow the default tier, the key's first tier replaces it.
 
         Raises:
             ClassError: the key does not allow the tier, or such a high priority.
@@ -103,7 +106,7 @@ class Key(Frozen, kw_only=True):
 
     @property
     def state(self) -> str:
-        """The key's state: "valid", "expired" or "revoked"."""
+        """The API key's state: "valid", "expired" or "revoked"."""
         if self.revoked_at is not None:
             return "revoked"
         is_expired = self.expires_at is not None and self.expires_at <= time.time()

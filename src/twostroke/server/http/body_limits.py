@@ -19,30 +19,34 @@ _FULL_MESSAGE: Final = (
 
 
 class BodiesError(TwostrokeError):
-    """The bodies of all clients take too much memory."""
+    """The request bodies of all clients together take too much memory."""
 
     http_status = 503
     code = "bodies_limit"
 
 
 class TenantBodiesError(BodiesError):
-    """The bodies of one tenant take too much memory."""
+    """The request bodies of one tenant take too much memory."""
 
     http_status = 429
 
 
 class BodyMemory:
-    """Counts the bytes of bodies that arrive or wait for decoding; for the event loop's thread."""
+    """Counts the bytes of request bodies in memory, for each tenant and in total.
+
+    A body counts while it arrives and until it is decoded. Call the methods only in the event
+    loop's thread.
+    """
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int) -> None:
-        """Allow `max_bytes` for all tenants together, and `max_tenant_bytes` for each."""
+        """Limit the bytes of all tenants' bodies to `max_bytes`, and each tenant's separately."""
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
         self._num_bytes = 0
         self._bytes_by_tenant: Counter[str] = Counter()
 
     def check(self, tenant: str, num_bytes: int) -> None:
-        """Check that another `num_bytes` of a tenant are within the limits.
+        """Check that `num_bytes` more of a tenant's request bodies would be within the limits.
 
         Raises:
             TenantBodiesError: the tenant's bodies would take too much memory.
@@ -56,12 +60,12 @@ class BodyMemory:
             raise BodiesError(_FULL_MESSAGE.format(whose="All", max_bytes=self._max_bytes))
 
     def take(self, tenant: str, num_bytes: int) -> None:
-        """Add bytes to the count; raises the errors of `check`."""
+        """Count `num_bytes` more of a tenant's request bodies; raises the errors of `check`."""
         self.check(tenant, num_bytes)
         self.release(tenant, -num_bytes)
 
     def release(self, tenant: str, num_bytes: int) -> None:
-        """Subtract bytes that are not in memory any more."""
+        """Subtract bytes of a tenant's request bodies that are no longer in memory."""
         self._num_bytes -= num_bytes
         self._bytes_by_tenant[tenant] -= num_bytes
         if not self._bytes_by_tenant[tenant]:

@@ -42,7 +42,7 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class Boundary:
-    """Wraps the application, and reports each request at its end.
+    """The outermost ASGI layer: adds headers, answers unexpected errors, and reports each request.
 
     A request keeps the client's request id if the id is safe to log, and gets a new id otherwise.
     Ids are for people and logs only, so two requests may have the same id.
@@ -58,9 +58,15 @@ class Boundary:
         *,
         find_endpoint: Callable[[Scope], str],
     ) -> None:
-        """Wrap `app`; count its responses, and report finished requests to the observers.
+        """Wrap the ASGI application `app`.
 
-        `find_endpoint` names the endpoint of a request that is refused before it is routed.
+        Args:
+            app: the application with all inner layers.
+            responses: counts responses by endpoint and HTTP status.
+            limits: limits of headers and of request bodies in memory.
+            origins: gives the CORS headers of each response.
+            observers: get each request after its response has ended.
+            find_endpoint: names the endpoint of a request that is refused before it is routed.
         """
         self._app = app
         self._responses = responses
@@ -71,7 +77,7 @@ class Boundary:
         self._find_endpoint = find_endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on to the application."""
+        """Pass a request to the application, and report the request when the response has ended."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -107,7 +113,7 @@ class Boundary:
             self._report(served_request)
 
     def _endpoint(self, scope: Scope) -> str:
-        """Return the path of the route that answers, or would have answered, a request."""
+        """Return the path of a request's route, also if an earlier layer refuses the request."""
         route = scope.get("route")
         return self._find_endpoint(scope) if route is None else getattr(route, "path", "unknown")
 
@@ -120,7 +126,7 @@ class Boundary:
 
 
 def _begin(scope: Scope, body_memory: BodyMemory) -> ServedRequest:
-    """Return the facts of a new request, and resolve its path's alias in the scope.
+    """Create the `ServedRequest` for a new request, and replace an alias of its path in the scope.
 
     A slash at the end of the path is ignored.
     """

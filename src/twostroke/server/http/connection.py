@@ -31,7 +31,11 @@ _BODY_END: Final[Message] = {"type": "http.response.body", "body": b""}
 
 
 class HttpConnection(H11Protocol):
-    """Drops clients that do not finish the headers of a request in time."""
+    """uvicorn's protocol for one HTTP connection, with limits on idle, header and reading times.
+
+    It closes the connection of a client that does not finish a request's headers in time, or that
+    does not read the response.
+    """
 
     def __init__(
         self,
@@ -45,7 +49,7 @@ class HttpConnection(H11Protocol):
         max_connections: int,
         idle_connections: dict[HttpConnection, None],
     ) -> None:
-        """Serve one client.
+        """Serve one client's connection.
 
         The server has at most `max_connections`; `idle_connections` has its idle connections, in
         the order in which they became idle. While the server drains (`is_draining`), each
@@ -74,7 +78,10 @@ class HttpConnection(H11Protocol):
         self.app = app
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first headers; over the limit, close the connection that is idle longest."""
+        """Wait for the headers of the first request.
+
+        If there are too many connections, the connection that has been idle longest is closed.
+        """
         super().connection_made(transport)
         limit_read_size(transport)
         self.transport: WriteCoalescer = WriteCoalescer(transport, self.loop)
@@ -93,11 +100,11 @@ class HttpConnection(H11Protocol):
         self._time_headers()
 
     def eof_received(self) -> None:
-        """Send the held bytes, since the client sends no further request."""
+        """Send response bytes that are still held, since the client has closed its sending side."""
         self.transport.flush()
 
     def on_response_complete(self) -> None:
-        """Mark the connection as idle, unless another request has arrived."""
+        """Mark the connection as idle, unless another request has arrived on it."""
         super().on_response_complete()
         self._note_idle()
 
@@ -113,23 +120,31 @@ class HttpConnection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered."""
+        """Whether the connection is open and no request is being answered on it."""
         is_ending = self.transport.is_closing()
         return not is_ending and (self.cycle is None or self.cycle.response_complete)
 
     def shutdown(self) -> None:
-        """Let a response end, without waiting for the rest of a body or for the next request."""
+        """Close the connection after the current response, since the server stops.
+
+        The connection waits only briefly for the rest of a request body, and not for a next
+        request.
+        """
         super().shutdown()
         self.hurry()
 
     def hurry(self) -> None:
-        """Wait at most `_GRACE_S` for bodies, and close after the next response that begins."""
+        """Prepare for the server's stop.
+
+        The connection waits at most `_GRACE_S` for request bodies, and closes after the next
+        response that begins.
+        """
         self._is_stopping = True
         if self._body is not None:
             self._body.hurry()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer, and forget the connection."""
+        """Stop the header timer, and remove the connection from the idle connections."""
         self._stop_timer()
         self._idle_connections.pop(self, None)
         super().connection_lost(exc)
@@ -139,9 +154,10 @@ class HttpConnection(H11Protocol):
             self._idle_connections[self] = None
 
     def _send_chunked(self, scope: Scope, send: Send) -> Send:
-        """Return a `send` that encodes chunked bodies itself, which is faster than h11.
+        """Return an ASGI `send` that encodes chunked bodies itself, which is faster than h11.
 
-        It also offers the scope extension `WRITE_NOW`, which writes a chunk without waiting.
+        The function also puts the extension `WRITE_NOW` into the scope, which writes a chunk of the
+        response without waiting.
         """
         is_chunked = False
 
@@ -169,7 +185,10 @@ class HttpConnection(H11Protocol):
         return write
 
     async def _wait_for_reader(self) -> None:
-        """Wait until the client has read enough; abort if it reads nothing for too long."""
+        """Wait while the client is slow to read the response.
+
+        The connection is aborted if the client reads nothing for `reader_timeout_s`.
+        """
         num_unsent = self.transport.get_write_buffer_size()
         while self.flow.write_paused and not self.transport.is_closing():
             try:
@@ -196,7 +215,7 @@ class HttpConnection(H11Protocol):
 
 
 class BodyReader:
-    """Reads a request's body for the application, and drops the rest of the body at the response.
+    """Reads a request's body for the application, and drops unread bytes after the response.
 
     A refused client that waits for `100 Continue` may still send its body, so the reader waits
     `_GRACE_S` for the body's first bytes.
@@ -209,7 +228,7 @@ class BodyReader:
         limits: RequestLimits,
         is_awaiting_continue: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Read from `receive`, and delay the end of the response to `send`.
+        """Read a request's body from `receive`, and delay the end of the response to `send`.
 
         `is_awaiting_continue` returns whether the client waits for `100 Continue` before it sends
         its body.
@@ -239,13 +258,13 @@ class BodyReader:
         return self._is_read or not self._owes_end
 
     def hurry(self) -> None:
-        """Wait at most `_GRACE_S` from now for a body or its rest."""
+        """Wait at most `_GRACE_S` from now for the request's body, since the server stops."""
         self._stops_at = asyncio.get_running_loop().time() + _GRACE_S
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(self._stops_at)
 
     async def _receive_body(self) -> Message:
-        """Return the next message of the client.
+        """Return the client's next ASGI message, which has a part of the body or says that it left.
 
         Raises:
             ServerStoppingError: the server stops before the whole body has arrived.
@@ -279,7 +298,10 @@ class BodyReader:
         await self._send(message)
 
     async def _drop_body(self, ends_at: float) -> None:
-        """Read and drop the rest of the body until a time, within the size limit."""
+        """Read and drop the rest of a request's body, at most `max_dropped_bytes`, until `ends_at`.
+
+        `ends_at` is in the event loop's time; the deadline is sooner if the server stops.
+        """
         now = asyncio.get_running_loop().time()
         num_left = self._limits.max_dropped_bytes
         until = max(ends_at, now + _GRACE_S) if self._stops_at is None else self._stops_at
@@ -298,6 +320,6 @@ class BodyReader:
 
 
 def _closing(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers with `connection: close`."""
+    """Return response headers with `connection: close`, which replaces another value."""
     other_headers = [header for header in headers if header[0] != _CLOSE_HEADER[0]]
     return [*other_headers, _CLOSE_HEADER]

@@ -39,7 +39,7 @@ _ANTHROPIC_TYPES: Final = sorted(
 
 
 class ErrorCause(msgspec.Struct, frozen=True):
-    """A code from which clients choose how to continue."""
+    """A code in an Anthropic error, from which clients choose how to continue."""
 
     error_code: str
 
@@ -74,7 +74,10 @@ def _anthropic_body(error: TwostrokeError, request_id: str, naming: Naming) -> b
 
 
 def _anthropic_message(error: TwostrokeError, naming: Naming) -> str:
-    """Return the message; for the context length use Anthropic's words, which clients parse."""
+    """Return an error's message for Anthropic's clients.
+
+    For a prompt that is too long, the message has Anthropic's words, which clients parse.
+    """
     facts: Any = error.facts
     if not isinstance(error, ContextLengthError) or "context_length" not in facts:
         return to_message(error, naming)
@@ -113,7 +116,10 @@ _LLAMA_TYPES: Final = sorted(
 
 
 class LlamaErrorDetail(msgspec.Struct, frozen=True):
-    """The `error` member of llama-server's error object; the counts are for a prompt too long."""
+    """The `error` member of llama-server's error object.
+
+    `n_prompt_tokens` and `n_ctx` (the context length) are set only if the prompt is too long.
+    """
 
     code: Annotated[int, Meta(description="The HTTP status.")]
     message: str
@@ -183,9 +189,11 @@ FORMS: Final = (OPENAI, *dict.fromkeys(_FORMS_BY_PATH.values()))
 
 
 def error_form(scope: Scope, client_path: str = "") -> ErrorForm:
-    """Return the form of a request's errors, which its path or a header decides; else OpenAI's.
+    """Return the form of a request's errors: OpenAI's, Anthropic's, llama-server's or Ollama's.
 
-    `client_path` is the path as the client wrote it; paths without /v1 are llama-server's.
+    The path decides, then the header `anthropic-version`; the default is OpenAI's form.
+    `client_path` is the path before aliases are resolved: OpenAI's paths without `/v1` have llama-
+    server's form.
     """
     path = scope["path"]
     if client_path in _LLAMA_ALIASES:

@@ -46,25 +46,25 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class BodySyntaxError(RequestError):
-    """The body is not JSON, or is nested too deeply."""
+    """The request body is not JSON, or is nested too deeply."""
 
     code = "invalid_json"
 
 
 class UnknownFieldError(RequestError):
-    """The protocol does not have this field."""
+    """The request has a field that the protocol does not have."""
 
     code = "unknown_parameter"
 
 
 class MissingFieldError(RequestError):
-    """A required field is missing."""
+    """The request lacks a required field."""
 
     code = "missing_required_parameter"
 
 
 class UnsupportedFieldError(RequestError):
-    """The protocol has this field or value, and it is not supported."""
+    """The protocol has this request field or value, but the server does not support it."""
 
     code = "unsupported_parameter"
 
@@ -77,42 +77,45 @@ class UnknownPathError(TwostrokeError):
 
 
 class MethodError(TwostrokeError):
-    """The route does not accept this method."""
+    """The path's route does not accept the request's HTTP method."""
 
     http_status = 405
     code = "method_not_allowed"
 
 
 class BodySizeError(TwostrokeError):
-    """The body is over the limit."""
+    """The request body or uploaded file is larger than allowed."""
 
     http_status = 413
     code = "request_too_large"
 
 
 class HeaderSizeError(TwostrokeError):
-    """The path and the headers are over the limit."""
+    """The request's path and headers together are larger than allowed."""
 
     http_status = 431
     code = "headers_too_large"
 
 
 class FramingError(TwostrokeError):
-    """The headers give two lengths of the body: a proxy may see the rest as another request."""
+    """The request has both Content-Length and Transfer-Encoding, which could smuggle a request.
+
+    A proxy in front of the server may see a part of the body as another request.
+    """
 
     http_status = 400
     code = "ambiguous_length"
 
 
 class BodyTimeoutError(TwostrokeError):
-    """The body arrived too slowly."""
+    """The request body arrived too slowly."""
 
     http_status = 408
     code = "request_timeout"
 
 
 class ContentTypeError(TwostrokeError):
-    """The headers do not say that the body is JSON, or say that it is compressed."""
+    """The request's headers do not say that the body is JSON, or say that it is compressed."""
 
     http_status = 415
     code = "unsupported_media_type"
@@ -196,16 +199,19 @@ def to_response(error: TwostrokeError, scope: Scope) -> Response:
 
 
 def _rename(field: str, names: Mapping[str, str]) -> str:
-    """Return the protocol's name of a field; `[]` in names stands for a list index."""
+    """Replace an engine field's name by the protocol's name for the field.
+
+    `[]` in `names` stands for a list index.
+    """
     indexes = _LIST_INDEX.findall(field)
     named = names.get(_LIST_INDEX.sub("[]", field))
     return field if named is None else named.replace("[]", "{}").format(*indexes)
 
 
 def report(error: Exception, scope: Scope) -> TwostrokeError:
-    """Log an error, record its code, and return the error that the client may read.
+    """Log an error, record its code in the request, and return the error that the client may read.
 
-    The traceback of an unexpected error is logged at level DEBUG only.
+    An unexpected exception becomes an internal error. Its traceback is logged at level DEBUG only.
     """
     served_request = served_of(scope)
     text = str(error)

@@ -31,20 +31,29 @@ T = TypeVar("T")
 
 
 class FairSlot(Frozen):
-    """A slot, granted at `began_s` to `key`: (whether it has low priority, tenant)."""
+    """A granted slot of a `FairQueue`.
+
+    Attributes:
+        key: whether the caller has low priority, and the tenant.
+        began_s: the monotonic time at which the slot was granted.
+    """
 
     key: tuple[bool, str]
     began_s: float
 
 
 class FairQueue:
-    """Grants up to `max_slots` slots at a time, next to the tenant that has used the least time.
+    """Grants slots of a shared resource to tenants in fair order.
 
-    For the event loop's thread.
+    At most `max_slots` are taken at a time. The next slot goes to the waiting tenant that has used
+    the resource for the least time. Call the methods only in the event loop's thread.
     """
 
     def __init__(self, max_slots: int = 1, max_per_tenant: int | None = None) -> None:
-        """Create a queue in which a tenant with a name has at most `max_per_tenant` slots."""
+        """Create a queue with `max_slots` slots, at most `max_per_tenant` of them for one tenant.
+
+        The tenant with the empty name may use all slots. None means no limit per tenant.
+        """
         self._waiting: dict[tuple[bool, str], deque[asyncio.Future[FairSlot]]] = {}
         self._used_s: dict[tuple[bool, str], float] = {}  # on the clocks `_now_s`
         self._now_s = {False: 0.0, True: 0.0}  # virtual clocks: normal and low priority
@@ -54,13 +63,14 @@ class FairQueue:
         self._num_slots: Counter[tuple[bool, str]] = Counter()
 
     def num_waiting(self, tenant: str) -> int:
-        """Return how many callers of a tenant wait, without low-priority and cancelled ones."""
+        """Count a tenant's calls that wait for a slot, without low-priority and cancelled calls."""
         return sum(not future.cancelled() for future in self._waiting.get((False, tenant), ()))
 
     async def take(self, tenant: str, *, is_last: bool = False) -> FairSlot:
-        """Wait for a slot, which the caller gives back with `end`; a cancelled caller has none.
+        """Wait for a slot, and return it; the caller gives it back with `end`.
 
-        With `is_last` the caller has low priority: it waits until no other caller waits.
+        With `is_last` the call has low priority: it waits until no normal call waits. A cancelled
+        call does not keep a slot.
         """
         waiting: asyncio.Future[FairSlot] = asyncio.get_running_loop().create_future()
         key = (is_last, tenant)
@@ -77,18 +87,21 @@ class FairQueue:
             raise
 
     def end(self, slot: FairSlot) -> None:
-        """Give a slot back, and grant it to the next caller."""
+        """Give a slot back to the queue, and grant it to the next waiting call."""
         self._used_s[slot.key] += time.monotonic() - slot.began_s
         self._num_slots[slot.key] -= 1
         self._free += 1
         self._next()
 
     def _may_begin(self, key: tuple[bool, str]) -> bool:
-        """Return whether a tenant may have another slot; only tenants with names are limited."""
+        """Return whether the tenant in `key` may take another slot.
+
+        The tenant with the empty name is not limited.
+        """
         return not key[1] or self._num_slots[key] < self._max_per_tenant
 
     def _next(self) -> None:
-        """Grant free slots to waiting callers."""
+        """Grant the free slots to waiting calls, in fair order."""
         while self._free and (waiting_tenants := [*filter(self._may_begin, self._waiting)]):
             tenant_key = min(waiting_tenants, key=lambda key: (key[0], self._used_s[key]))
             futures = self._waiting[tenant_key]
@@ -106,13 +119,14 @@ class FairQueue:
 
 
 class Readers:
-    """Threads that do long work for tenants in fair order; for the event loop's thread.
+    """Threads that do long work for tenants, such as decoding large bodies, in fair order.
 
-    If there are several threads, no tenant with a name uses all of them.
+    If there are several threads, no named tenant uses all of them. Call the methods only in the
+    event loop's thread.
     """
 
     def __init__(self, num_threads: int) -> None:
-        """Create the pool; threads start when they are needed."""
+        """Create the pool of `num_threads` threads, which start when they are needed."""
         self._queue = FairQueue(num_threads, max(1, num_threads - 1))
         self._threads = ThreadPoolExecutor(num_threads, "twostroke-readers")
 
@@ -121,8 +135,9 @@ class Readers:
     ) -> T:
         """Run `work(*arguments)` in a thread once the tenant has a slot, and return its result.
 
-        If the caller is cancelled, work that calls `check_wanted` ends soon. The slot is given back
-        when the work has ended.
+        With `is_last` the work waits until no other tenant's work waits. If the caller is
+        cancelled, work that calls `check_wanted` ends soon. The slot is given back when the work
+        has ended.
         """
         slot = await self._queue.take(tenant, is_last=is_last)
         loop = asyncio.get_running_loop()
@@ -146,7 +161,9 @@ class Readers:
             raise
 
     async def run_for(self, request: Request, work: Callable[..., T], *arguments: Any) -> T:
-        """Run `work(*arguments)` for a request, and return its result; batch requests wait longest.
+        """Run `work(*arguments)` in a thread for an HTTP request, and return the result.
+
+        The work of a batch request waits until no other work waits.
 
         Raises:
             ClientGoneError: the client disconnected.
@@ -157,5 +174,5 @@ class Readers:
         return await while_connected(request.receive, future)
 
     def close(self) -> None:
-        """Stop the threads, and drop waiting work."""
+        """Stop the threads after their current work, and drop work that waits."""
         self._threads.shutdown(wait=False, cancel_futures=True)

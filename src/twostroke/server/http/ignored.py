@@ -31,11 +31,12 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class Ignored(Frozen):
-    """A field that has no effect on the answer.
+    """A request field that has no effect on the answer.
 
     Attributes:
         path: the field's path in the body, such as `messages[3].name`.
-        refusal: returns the error of a strict server; None if a strict server ignores the field.
+        refusal: returns the error of a strict server; None if a strict server ignores the
+            field.
         is_known: whether the protocol has the field.
     """
 
@@ -45,12 +46,12 @@ class Ignored(Frozen):
 
     @classmethod
     def of(cls, error: RequestError, *, is_known: bool = True) -> Ignored:
-        """Return the ignored field for an error that only a strict server raises."""
+        """Return an ignored request field for an error that only a strict server raises."""
         return cls(error.field or "", lambda: error, is_known)
 
     @property
     def name(self) -> str:
-        """The path without list indexes, as one ASCII word for logs and headers."""
+        """The ignored field's path without list indexes, as one ASCII word for logs and headers."""
         path = _LIST_INDEX.sub("[]", self.path[:_MAX_PATH_LENGTH])
         return quote(path, safe="[]'")[:_MAX_PATH_LENGTH]
 
@@ -61,7 +62,10 @@ class IgnoredFields:
     def __init__(
         self, registry: CollectorRegistry, *, is_strict: bool, effective_names: Collection[str] = ()
     ) -> None:
-        """Record ignored fields, except fields named `effective_names`, which this server uses."""
+        """Register the metric for ignored request fields.
+
+        Fields named in `effective_names` are not recorded, because this server uses them.
+        """
         self._is_strict = is_strict
         self._effective_names = effective_names
         self._logged: set[str] = set()
@@ -73,7 +77,7 @@ class IgnoredFields:
         )
 
     def note(self, ignored_fields: Iterable[Ignored], served_request: ServedRequest) -> None:
-        """Record the ignored fields of a request: in its facts, in a metric and in the log.
+        """Record a request's ignored fields: in its `ServedRequest`, in a metric and in the log.
 
         Raises:
             RequestError: the server is strict and refuses a field.
@@ -102,6 +106,9 @@ class IgnoredFields:
 
 
 def header_of(names: list[str]) -> bytes:
-    """Return the header's value: the first names with commas between them, then `...` if cut."""
+    """Return the value of the response header that names a request's ignored fields.
+
+    Names are separated by commas. A long list is cut and ends with `...`.
+    """
     ellipsis = ["..."] if len(names) > _MAX_HEADER_NAMES else []
     return ", ".join(names[:_MAX_HEADER_NAMES] + ellipsis).encode("ascii")

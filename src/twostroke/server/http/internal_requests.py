@@ -19,7 +19,7 @@ _INTERNAL: Final = "twostroke.inside"  # in `scope["extensions"]`, which no clie
 
 
 class Sender(Frozen):
-    """The tenant of an internal request, its service tier, and the id of the tenant's key."""
+    """The sender of an internal request: its tenant, service tier, and API key's id."""
 
     tenant: str
     service: str
@@ -27,7 +27,10 @@ class Sender(Frozen):
 
 
 class InternalResponse(Frozen):
-    """A complete response; header names are in lower case. `error` is the code of its error."""
+    """The complete response to a request that the server sent to itself.
+
+    Header names are in lower case. `error` is the error's code; None if the request succeeded.
+    """
 
     status: int
     headers: dict[str, str]
@@ -42,7 +45,10 @@ def sender_of(scope: Scope) -> Sender | None:
 
 
 async def post(app: ASGIApp, path: str, body: bytes, sender: Sender) -> InternalResponse:
-    """Send a JSON body to a path, and return the response; cancelling cancels the request."""
+    """Send a JSON body to one of the server's own paths, and return the response.
+
+    If the call is cancelled, the request is cancelled.
+    """
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -80,7 +86,7 @@ async def post(app: ASGIApp, path: str, body: bytes, sender: Sender) -> Internal
 
 
 def refused(path: str, error: TwostrokeError, request_id: str) -> InternalResponse:
-    """Return the error response for a request that is not sent."""
+    """Return the error response for an internal request that is not sent at all."""
     form = error_form({"path": path, "headers": []})
     body = form.body(error, request_id, str)
     return InternalResponse(form.status(error), {"x-request-id": request_id}, body, error.code)

@@ -91,7 +91,7 @@ class RequestLimits(Frozen):
 
 
 def check_headers(scope: Scope, limits: RequestLimits) -> None:
-    """Check the size of the path and the headers, and that the body has only one length.
+    """Check the size of a request's path and headers, and that its body has only one length.
 
     The HTTP parser checks the size only of headers that arrive in several pieces.
 
@@ -110,7 +110,7 @@ def check_headers(scope: Scope, limits: RequestLimits) -> None:
 
 @asynccontextmanager
 async def body_of(request: Request, limits: RequestLimits) -> AsyncIterator[bytes]:
-    """Yield the request's body, whose bytes count as body memory until the end of the block.
+    """Yield the request's JSON body; its bytes count as body memory until the `with` block ends.
 
     The body of an internal request does not count, as it is in memory anyway.
 
@@ -146,27 +146,30 @@ async def body_of(request: Request, limits: RequestLimits) -> AsyncIterator[byte
 
 
 async def read_json(request: Request, limits: RequestLimits) -> bytes:
-    """Return the request's body; raises the errors of `body_of`."""
+    """Return the request's JSON body as bytes; raises the errors of `body_of`."""
     async with body_of(request, limits) as body:
         return body
 
 
 class Spool:
-    """Buffers bytes and writes them in a thread, 64 KiB at a time, since a disk may be slow."""
+    """Buffers received bytes, and writes them in a thread, 64 KiB at a time; disks may be slow."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
-        """Write with `write`."""
+        """Create a buffer whose bytes are passed to `write`, which is called in a thread."""
         self._write = write
         self._buffer = bytearray()
 
     async def take(self, chunk: bytes) -> None:
-        """Add the next bytes; raises the errors of `write`."""
+        """Buffer the next received bytes, and write the buffer if it has 64 KiB.
+
+        Raises the errors of `write`.
+        """
         self._buffer += chunk
         if len(self._buffer) >= _SPOOL_BYTES:
             await self.end()
 
     async def end(self) -> None:
-        """Write the buffered bytes."""
+        """Write the bytes that are still buffered; raises the errors of `write`."""
         chunk = bytes(self._buffer)
         self._buffer = bytearray()
         await asyncio.to_thread(self._write, chunk)
@@ -214,6 +217,6 @@ async def receive_json(
 
 
 def _is_program_with(media_type: str, request: Request) -> bool:
-    """Return whether a program, and no browser, sent a media type that programs use for JSON."""
+    """Return whether a program, not a browser, sent a request with a media type used for JSON."""
     is_browser = any(map(request.headers.get, _BROWSER_HEADERS))
     return media_type in _PROGRAM_MEDIA_TYPES and not is_browser

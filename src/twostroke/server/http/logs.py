@@ -35,7 +35,7 @@ class AccessLog:
     """Logs a line for each request: path, status, tokens and times."""
 
     def observe(self, served_request: ServedRequest) -> None:
-        """Log a finished request; as DEBUG if it is a successful poll, or is retried."""
+        """Log a finished request; at level DEBUG if it is a successful poll, or is retried."""
         is_success = (
             served_request.status < 400 or served_request.endpoint in OPEN_PATHS
         )  # health changes are logged
@@ -51,19 +51,22 @@ class AccessLog:
         _access_logger.log(level, "request", extra={FIGURES: figures})
 
     def close(self) -> None:
-        """Do nothing, since every line is already written."""
+        """Do nothing, since every line of the access log is already written."""
 
 
 class LogFormatter(logging.Formatter):
-    """Formats a record as a line of text, with figures as name=value, or as a line of JSON."""
+    """Formats log records as a line of text, with figures as name=value, or as a line of JSON."""
 
     def __init__(self, log_format: str) -> None:
-        """Format as `log_format`: "text" or "json"."""
+        """Create a formatter for the format `log_format`: "text" or "json"."""
         super().__init__()
         self._is_json = log_format == "json"
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a traceback follows a text line, and is the field `trace` in JSON."""
+        """Return the log line of a record.
+
+        A traceback follows a text line, and is the field `trace` of a JSON line.
+        """
         time = datetime.fromtimestamp(record.created, UTC)
         fields = {
             "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -104,7 +107,7 @@ def logging_to(stream: TextIO, log_format: str, level: str) -> Iterator[None]:
 
 
 def _format_value(value: object) -> str:
-    """Return a value as text without spaces, or in quotes."""
+    """Return a value for a text log line: without spaces, or in quotes."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -16,12 +16,15 @@ _LATEST: Final = ":latest"  # Ollama's clients add this tag
 
 
 def bare_name(name: str) -> str:
-    """Return a model name in lower case, without owner and tag; equal ones mean the same model."""
+    """Return a model name in lower case, without owner and tag.
+
+    Names with the same result mean the same model.
+    """
     return name.casefold().removesuffix(_LATEST).rpartition("/")[2]
 
 
 def unknown_model(name: str, served_names: Sequence[str]) -> ModelNotFoundError:
-    """Return the error for a model name that the server does not know."""
+    """Return the error for a model name that the server does not know; it lists `served_names`."""
     shown_name = name[:_MAX_SHOWN_LENGTH]
     return ModelNotFoundError(
         "The model '{name}' does not exist.{hint} Served: {served}.",
@@ -33,7 +36,7 @@ def unknown_model(name: str, served_names: Sequence[str]) -> ModelNotFoundError:
 
 
 class ModelNames(Frozen):
-    """The names of the served models, with the default model first.
+    """The names of the models that a server serves, with the default model first.
 
     With `takes_any`, an unknown name means the default model.
     """
@@ -42,7 +45,7 @@ class ModelNames(Frozen):
     takes_any: bool = False
 
     def find(self, name: str | None) -> str:
-        """Return the model name for the response: the client's name, if it is short.
+        """Return the model name for the response: the client's own spelling, if it is short.
 
         Case, an owner before the name (`openai/NAME`) and the tag `:latest` are ignored.
 
@@ -55,7 +58,7 @@ class ModelNames(Frozen):
         return served_name
 
     def is_known(self, name: str) -> bool:
-        """Return whether a name means one of the served models."""
+        """Return whether a client's model name means one of the served models."""
         return bare_name(name) in map(bare_name, self.served_names)
 
     def served_name(self, name: str | None) -> str:

@@ -41,9 +41,10 @@ async def read_form(
     *,
     file_field: str = "file",
 ) -> dict[str, str]:
-    """Return a form's fields; the value of `file_field` is the file's name.
+    """Return the fields of a `multipart/form-data` request with one file.
 
-    `write` is called in a thread with the file's bytes.
+    The value of `file_field` is the file's name. `write` is called in a thread with the file's
+    bytes.
 
     Raises:
         ContentTypeError: the body is not multipart/form-data.
@@ -72,7 +73,10 @@ async def read_form(
 
 
 class _Form:
-    """An incremental parser with bounded memory: it passes the file on, and fields are short."""
+    """Parses a multipart form as it arrives, with bounded memory.
+
+    The file's bytes are passed on at once; the values of other fields are kept and must be short.
+    """
 
     def __init__(
         self,
@@ -93,12 +97,12 @@ class _Form:
         next(self._parser)
 
     def feed(self, chunk: bytes) -> None:
-        """Parse the next bytes."""
+        """Parse the form's next bytes."""
         self._buffer += chunk
         next(self._parser)
 
     def finish(self) -> dict[str, str]:
-        """Return the fields of the complete form."""
+        """Return the form's fields; raise RequestError if the form is incomplete or has no file."""
         if not self._is_over:
             raise RequestError("The form is incomplete: its last boundary is missing.")
         if self._file_field not in self._fields:
@@ -106,7 +110,7 @@ class _Form:
         return self._fields
 
     def _parse(self) -> Iterator[None]:
-        """Parse the buffer; yields whenever more bytes are needed."""
+        """Parse the form in the buffer; yields whenever more bytes are needed."""
         buffer, delimiter = self._buffer, self._delimiter
         yield from self._skip_preamble()
         for _ in range(_MAX_PARTS):
@@ -142,7 +146,7 @@ class _Form:
         del self._buffer[: start + len(self._delimiter)]
 
     def _receiver_for(self, head: str) -> Callable[[bytes], None]:
-        """Return the function that receives the bytes of the part with these headers."""
+        """Return the function that receives the content of a form part with the headers `head`."""
         name_match = _NAME_PARAMETER.search(head)
         filename_match = _FILENAME_PARAMETER.search(head)
         name = name_match[1] if name_match is not None else ""

@@ -63,20 +63,20 @@ _EXPOSED: Final = ", ".join(
 
 
 class ForbiddenError(TwostrokeError):
-    """The request's Host or Origin may not use the server."""
+    """The request's `Host` or `Origin` may not use the server."""
 
     http_status = 403
     code = "forbidden_origin"
 
 
 class ForbiddenHostError(ForbiddenError):
-    """The request's Host is not a name of the server."""
+    """The request's `Host` header is not a name of the server."""
 
     code = "forbidden_host"
 
 
 class Access(Protocol):
-    """The options of a server that limit access."""
+    """The server options that decide which hosts, origins and clients may use the server."""
 
     @property
     def host(self) -> str:
@@ -96,7 +96,7 @@ class Access(Protocol):
 
 
 def check_access(options: Access) -> None:
-    """Check a server's options.
+    """Check a server's options about hosts and origins.
 
     Raises:
         UsageError: an origin or a host is malformed, or all origins are allowed without keys.
@@ -112,10 +112,13 @@ def check_access(options: Access) -> None:
 
 
 class Origins:
-    """One server's rules for hosts and origins."""
+    """A server's rules about `Host` and `Origin` headers, and its CORS headers."""
 
     def __init__(self, options: Access) -> None:
-        """Read the rules from valid options; keys that are created later do not relax them."""
+        """Create the rules from options that `check_access` accepts.
+
+        API keys that are created later do not relax the rules.
+        """
         self._is_private = is_loopback(options.host)
         self._checks_hosts = not options.has_keys or bool(options.allowed_hosts)
         self._is_keyless = not options.has_keys
@@ -127,11 +130,11 @@ class Origins:
         )
 
     def check(self, scope: Scope) -> None:
-        """Check a request's Host and Origin.
+        """Check that a request's `Host` and `Origin` may use the server.
 
         Raises:
-            ForbiddenError: the host is not a name of this server, or pages of the origin may not
-                use it.
+            ForbiddenError: the host is not a name of this server, or pages of the origin may
+                not use it.
         """
         host, origin = _header(scope, b"host"), _header(scope, b"origin")
         if host and self._checks_hosts and not self._is_this_server(host):
@@ -152,7 +155,7 @@ class Origins:
             )
 
     def headers(self, scope: Scope) -> Headers:
-        """Return the CORS headers of every response to a request, errors included."""
+        """Return the CORS headers of the response to a request; error responses have them, too."""
         vary = [(b"vary", b"Origin")] if self._listed and not self._allows_any else []
         origin = _header(scope, b"origin")
         if origin is None or not self._is_listed(origin):
@@ -187,15 +190,21 @@ class Origins:
 
 
 class OriginCheck:
-    """Refuses requests against the rules, and answers CORS preflights, which never have a key."""
+    """The ASGI layer that refuses forbidden hosts and origins, and answers CORS preflights.
+
+    Preflights are answered here because they never have an API key.
+    """
 
     def __init__(self, app: ASGIApp, origins: Origins) -> None:
-        """Wrap `app`."""
+        """Wrap the ASGI application `app` with the rules of `origins`."""
         self._app = app
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it. The outermost layer adds the CORS headers."""
+        """Pass a request on, refuse it, or answer a CORS preflight.
+
+        The outermost layer adds the CORS headers.
+        """
         if scope["type"] == "http" and sender_of(scope) is None:
             response = self._answer(scope)
             if response is not None:
@@ -214,7 +223,7 @@ class OriginCheck:
 
 
 def parse_origin(text: str) -> str:
-    """Return an origin as browsers send it, without a slash at its end.
+    """Return a web origin as browsers send it: without a slash at its end.
 
     Raises:
         UsageError: the text is not an origin.
@@ -228,7 +237,7 @@ def parse_origin(text: str) -> str:
 
 
 def parse_host(text: str) -> str:
-    """Return a host's name as in `Host`: in lower case, with IPv6 addresses in brackets.
+    """Return a host name as in the `Host` header: in lower case, with IPv6 addresses in brackets.
 
     Raises:
         UsageError: the text is not a name or an address.
@@ -244,7 +253,7 @@ def parse_host(text: str) -> str:
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether a name or an address always means this machine itself."""
+    """Return whether a host name or address always means the machine itself."""
     try:
         return ip_address(name.strip("[]")).is_loopback
     except ValueError:
@@ -252,7 +261,7 @@ def is_loopback(name: str) -> bool:
 
 
 def is_preflight(scope: Scope) -> bool:
-    """Return whether a request is a CORS preflight, which asks for permission."""
+    """Return whether a request is a CORS preflight, in which a browser asks for permission."""
     has_both = _header(scope, b"origin") is not None and _header(scope, _REQUEST_METHOD) is not None
     return scope["method"] == "OPTIONS" and has_both
 
@@ -263,10 +272,10 @@ def wants_page(request: Request) -> bool:
 
 
 def _is_local_page(origin: bytes, host: bytes) -> bool:
-    """Return whether an origin is the server's own, or a page of this machine.
+    """Return whether a web origin is the server itself, or a page served by the same machine.
 
-    A page of this machine, for example of a development proxy, gets no CORS headers, so its
-    scripts can neither read responses nor send JSON.
+    A page of this machine, for example of a development proxy, gets no CORS headers, so its scripts
+    can neither read responses nor send JSON.
     """
     match = _match(_ORIGIN, origin)
     if match is None or match["scheme"] not in _DEFAULT_PORTS:

@@ -41,7 +41,7 @@ class ErrorForm(Frozen):
 
 
 class Used(Protocol):
-    """The tokens that a request has used; `prompt_tokens` include `cached_tokens`."""
+    """The numbers of tokens that a request has used; `prompt_tokens` include `cached_tokens`."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -57,18 +57,18 @@ class Used(Protocol):
 
 
 class RequestWork(Protocol):
-    """The work on a request, by an engine or by another server."""
+    """The progress of a request's answers, computed by an engine or by another server."""
 
     @property
     def num_open(self) -> int:
-        """The number of answers that have not ended."""
+        """The number of the request's answers that have not ended."""
 
     @property
     def used(self) -> Used | None:
-        """The tokens used so far; None if the request uses none or was refused."""
+        """The tokens that the request has used so far; None if it uses none or was refused."""
 
     def figures(self) -> dict[str, Any]:
-        """Return the current figures for logs and traces."""
+        """Return the request's current token counts and times for logs and traces."""
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class ServedRequest:
     body_memory: BodyMemory | None = None
 
     def set_owner(self, key: Key) -> None:
-        """Set the request's key, and the key's tenant and weight."""
+        """Set the request's API key, and the key's tenant and weight."""
         self.key = key
         self.tenant = key.tenant
         self.weight = key.weight
@@ -157,7 +157,7 @@ class ServedRequest:
             self.status = _CLIENT_GONE
 
     def figures(self) -> dict[str, Any]:
-        """Return the known facts, by their names in the access log."""
+        """Return the request's values for the access log, by name, without missing values."""
         figures = {
             "request_id": self.request_id,
             "method": self.method,
@@ -176,16 +176,19 @@ class ServedRequest:
 
 
 def served_of(scope: Scope) -> ServedRequest:
-    """Return the request's facts, which the outermost layer has put into the scope."""
+    """Return the `ServedRequest` that the outermost ASGI layer has put into the scope."""
     served_request: ServedRequest = scope["state"][STATE_KEY]
     return served_request
 
 
 class Observer(Protocol):
-    """Logs or exports finished requests. It runs on the event loop, and must not block."""
+    """Logs or exports finished requests, for example to the access log or to traces.
+
+    Its methods run on the event loop, and must not block.
+    """
 
     def observe(self, served_request: ServedRequest) -> None:
-        """Record a finished request."""
+        """Record a request whose response has ended."""
 
     def close(self) -> None:
-        """Send the remaining records; no request follows."""
+        """Send the records that are still buffered; no request follows."""

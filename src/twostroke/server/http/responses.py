@@ -22,19 +22,22 @@ _CHUNK_BYTES: Final = 1 << 18
 
 
 def to_json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a response with a JSON body."""
+    """Return an HTTP response with a JSON body."""
     return Response(encode_json(body), status, headers, media_type="application/json")
 
 
 class JsonInChunks(Response):
-    """A large JSON response, sent in chunks, between which the event loop does other work."""
+    """A large JSON response that is sent in chunks, so that it does not block the event loop."""
 
     media_type = "application/json"
 
     def __init__(
         self, body: Callable[[list[msgspec.Raw]], object], parts: list[msgspec.Raw]
     ) -> None:
-        """Respond with `body(parts)`, whose JSON must contain the encoded `parts` as one list."""
+        """Create a response with the JSON of `body(parts)`.
+
+        That JSON must contain the encoded `parts` as one list.
+        """
         marker = b'"%b"' % secrets.token_hex(16).encode()
         # The list is encoded with a marker in place of the parts, so that they are not copied.
         before, _, after = encode_json(body([msgspec.Raw(marker)])).partition(marker)
@@ -46,7 +49,7 @@ class JsonInChunks(Response):
         super().__init__(headers={"content-length": str(size)})
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        """Send the response."""
+        """Send the JSON response; between two chunks, the event loop does other work."""
         await send(
             {
                 "type": "http.response.start",
@@ -63,12 +66,12 @@ class JsonInChunks(Response):
 
 
 def sse(data: bytes) -> bytes:
-    """Return a server-sent event without a name."""
+    """Return a server-sent event with this data and without an event name."""
     return b"data: %b\n\n" % data
 
 
 def named_sse(data: msgspec.Struct) -> bytes:
-    """Return a server-sent event whose name is the struct's tag."""
+    """Return a server-sent event with a struct as its data and the struct's tag as its name."""
     name = data.__struct_config__.tag
     assert isinstance(name, str)
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(data))
@@ -80,7 +83,7 @@ ABORT: Final = "twostroke.abort"  # the scope extension that closes a connection
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`, which is cancelled if the client disconnects first.
+    """Return the result of `work`; cancel `work` if the request's client disconnects first.
 
     Raises:
         ClientGoneError: the client disconnected.
@@ -99,13 +102,13 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def until_disconnect(receive: Receive) -> None:
-    """Return when the client has disconnected; the rest of the request's body is dropped."""
+    """Wait until the request's client has disconnected; drop unread bytes of the body."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def abort_connection(scope: Scope) -> None:
-    """Close the connection at once, and drop data that the client has not read."""
+    """Close a request's connection at once, and drop response bytes that are not sent yet."""
     abort = scope.get("extensions", {}).get(ABORT)
     if abort is not None:
         abort()

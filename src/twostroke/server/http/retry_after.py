@@ -35,7 +35,7 @@ _MAX_ROOM_S: Final = MAX_RETRY_AFTER_S / (1 + _JITTER_RATIO)
 
 
 def timeout_of(scope: Scope) -> float:
-    """Return the timeout in seconds from a request's header; infinity without the header.
+    """Return a request's timeout in seconds, from its header; infinity without the header.
 
     Raises:
         RequestError: the header is not a number of seconds, or too large.
@@ -54,7 +54,9 @@ def timeout_of(scope: Scope) -> float:
 
 @asynccontextmanager
 async def in_time(served_request: ServedRequest) -> AsyncIterator[None]:
-    """Run a block within the rest of a request's timeout, which began with the request.
+    """Run a `with` block within the time that is left of a request's timeout.
+
+    The timeout began with the request.
 
     Raises:
         DeadlineError: the timeout is over; the block was cancelled.
@@ -71,19 +73,23 @@ async def in_time(served_request: ServedRequest) -> AsyncIterator[None]:
 
 
 class RetryAfter:
-    """Chooses retry times for refused clients, one after the other at the engine's pace.
+    """Chooses when refused clients should retry, one after the other as fast as the engine serves.
 
-    It assumes that all refused clients retry, so clients that retry find room. Once the retry times
-    would exceed the maximum, they are spread evenly. For the event loop's thread.
+    All refused clients are assumed to retry, so each gets a later time than the last. If the times
+    would exceed the maximum, they are chosen at random up to the maximum. Call the methods only in
+    the event loop's thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin without refused clients."""
+        """Begin without refused clients; `clock` returns monotonic seconds."""
         self._clock = clock
         self._due_s: dict[str, float] = {}  # by service tier: when the last refused client is done
 
     def put_off(self, error: OverloadedError, service: str) -> None:
-        """Move an error's `room_s` after the turns of earlier refused requests of its tier."""
+        """Delay a refused request's retry time until after earlier refused requests of its tier.
+
+        The retry time is the error's fact `room_s`, in seconds from now.
+        """
         room_s, turn_s = error.facts.get("room_s"), error.facts.get("turn_s")
         if not isinstance(room_s, float):
             return
@@ -99,9 +105,9 @@ class RetryAfter:
 
 
 def retry_after(error: TwostrokeError) -> str:
-    """Return the value of `Retry-After`: whole seconds.
+    """Return the value of the header `Retry-After` for an error: whole seconds.
 
-    An error's fact `wait_s` is exact. Its fact `room_s` is an estimate, to which a random share is
+    The error's fact `wait_s` is exact. Its fact `room_s` is an estimate, to which a random share is
     added, so that clients do not all retry at once.
     """
     if isinstance(wait_s := error.facts.get("wait_s"), float):
@@ -113,5 +119,5 @@ def retry_after(error: TwostrokeError) -> str:
 
 
 def whole_seconds(wait_s: float) -> str:
-    """Return seconds rounded up, at least 1, as text."""
+    """Return a waiting time in seconds as text, rounded up, at least 1."""
     return str(max(RETRY_AFTER_S, math.ceil(wait_s)))

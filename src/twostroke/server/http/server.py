@@ -42,11 +42,11 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class Options(Protocol):
-    """The options of an application that its server uses."""
+    """The options of an application that its HTTP server uses."""
 
     @property
     def limits(self) -> RequestLimits:
-        """Limits for one client."""
+        """Limits for one HTTP client: sizes and times."""
 
     @property
     def drain_s(self) -> float:
@@ -58,39 +58,42 @@ class AppHealth(Protocol):
 
     @property
     def is_well(self) -> bool:
-        """Whether the application makes progress, for systemd's watchdog."""
+        """Whether the application makes progress.
+
+        If it does not, systemd's watchdog restarts the server.
+        """
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Call `on_end` in the running event loop once no request can be answered any more."""
+        """Call `on_end` in the running event loop once the application can answer no requests."""
 
 
 class Application(Protocol):
-    """An application that can drain and abort its requests when its server stops."""
+    """An application that lets its requests finish, or aborts them, when its server stops."""
 
     @property
     def options(self) -> Options:
-        """The options for serving."""
+        """The application's options that the HTTP server uses."""
 
     @property
     def health(self) -> AppHealth:
-        """The application's health."""
+        """Reports whether the application makes progress."""
 
     @property
     def is_draining(self) -> bool:
-        """Whether new requests are refused."""
+        """Whether the application refuses new requests because its server stops."""
 
     @property
     def num_running(self) -> int:
         """The number of clients' requests whose responses are not complete."""
 
     def drain(self) -> None:
-        """Refuse new requests."""
+        """Refuse new requests, and let running requests finish."""
 
     def abort(self) -> None:
         """Cut off all running requests; their clients get an error."""
 
     def close(self) -> None:
-        """Free resources after the last request."""
+        """Free the application's resources after the last request."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -124,7 +127,7 @@ async def run(
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[int], None] | None = None,
 ) -> int:
-    """Serve until SIGINT, SIGTERM or SIGHUP, and return the process's exit code.
+    """Serve HTTP requests until SIGINT, SIGTERM or SIGHUP, and return the process's exit code.
 
     After the first signal the application drains, and running requests have its `drain_s` seconds
     to finish. Then, or at a second signal, they are cut off with an error. The exit code is 0 if
@@ -172,14 +175,20 @@ async def run(
 
 
 class Faults:
-    """The event loop's exception handler; asyncio's own would log a traceback for each error."""
+    """The event loop's exception handler: logs one line for each error.
+
+    asyncio's own handler would log a traceback for each error.
+    """
 
     def __init__(self) -> None:
-        """Create a handler that has logged nothing."""
+        """Create the exception handler, which has not logged anything yet."""
         self._last_logged_s = -math.inf
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error; limit the frequent lines about connections that cannot be accepted."""
+        """Log an error of the event loop.
+
+        Frequent errors about connections that cannot be accepted are logged only now and then.
+        """
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}):
             loop.default_exception_handler(context)
@@ -189,17 +198,17 @@ class Faults:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, without its signal handlers, and with a callback once it listens."""
+    """uvicorn's server, without signal handlers, with a callback once it accepts connections."""
 
     def __init__(
         self, app: ASGIApp, application: Application, on_listening: Callable[[], None]
     ) -> None:
-        """Serve `app`; call `on_listening` once connections are accepted."""
+        """Create a server for `app`; call `on_listening` once connections are accepted."""
         super().__init__(_config(app, application))
         self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and call `on_listening`."""
+        """Start to accept connections, and call `on_listening`."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)  # further connections wait in the kernel's queue
@@ -208,12 +217,15 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture no signals."""
+        """Leave signals alone, since `run` handles them; uvicorn's own method would catch them."""
         yield
 
 
 class _Shutdown:
-    """Stops the server: drains at the first signal, cuts off at the second or at the time limit."""
+    """Stops the server: drains at the first signal, then cuts running requests off.
+
+    They are cut off at a second signal, or after the time limit for draining.
+    """
 
     def __init__(
         self,
@@ -231,7 +243,7 @@ class _Shutdown:
         self.has_ended = False
 
     def on_signal(self) -> None:
-        """Drain at the first signal, cut off at the second."""
+        """Drain the server at the first signal; cut running requests off at the second."""
         if self._draining is not None:
             self._cut_off()
             return
@@ -248,12 +260,15 @@ class _Shutdown:
             self._on_stop(self._application.num_running)
 
     def on_end(self) -> None:
-        """Stop, since no request can be answered any more."""
+        """Stop the server, since its application cannot answer any more requests."""
         self.has_ended = True
         self._cut_off()
 
     async def _stop_after(self, requests: set[asyncio.Task[None]]) -> None:
-        """Stop listening once these requests end; until then `GET /health` says "draining"."""
+        """Stop listening once these running requests have ended.
+
+        Until then the server still answers `GET /health` with "draining".
+        """
         if requests:
             await asyncio.wait(requests)
         self._server.should_exit = True
@@ -270,7 +285,7 @@ class _Shutdown:
         asyncio.get_running_loop().call_later(_FLUSH_TIMEOUT_S, self._abort_connections)
 
     def _abort_connections(self) -> None:
-        """Close the connections that are still open."""
+        """Close the client connections that are still open."""
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 

@@ -40,7 +40,7 @@ class Watchdog:
         self._notify("STOPPING=1")
 
     def end(self) -> None:
-        """Stop notifying the watchdog."""
+        """Stop notifying systemd's watchdog."""
         if self._feed_task is not None:
             self._feed_task.cancel()
 

@@ -13,15 +13,18 @@ _READ_BYTES: Final = 64 * 1024
 
 
 def limit_read_size(transport: asyncio.BaseTransport) -> None:
-    """Let asyncio read at most 64 KiB at once; its 256 KiB buffer is mapped anew for each read."""
+    """Let asyncio read at most 64 KiB at once from a transport.
+
+    asyncio's usual buffer of 256 KiB would be mapped anew for each read, which takes time.
+    """
     transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of all Python's transports
 
 
 class WriteCoalescer(asyncio.Transport):
-    """Joins the writes of one event loop round, which takes less time than sending each."""
+    """An asyncio transport that joins the writes of one event loop round into one write."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        """Write to `transport`."""
+        """Wrap `transport`, to which the joined writes go."""
         super().__init__()
         self._transport = transport
         self._loop = loop
@@ -29,7 +32,10 @@ class WriteCoalescer(asyncio.Transport):
         self._num_bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write before the event loop's next round."""
+        """Hold data, and write it before the event loop's next round.
+
+        The data is written at once if more than 64 KiB are held.
+        """
         if not data:
             return
         if not self._chunks:
@@ -40,36 +46,39 @@ class WriteCoalescer(asyncio.Transport):
             self.flush()
 
     def write_now(self, data: bytes) -> None:
-        """Write at once, unless earlier bytes are held; for data without a following write."""
+        """Write data at once, for data that no other write follows.
+
+        If earlier data is held, this data is held as well, to keep the order.
+        """
         if self._chunks:
             self.write(data)
         else:
             self._transport.write(data)
 
     def is_closing(self) -> bool:
-        """Return whether the transport is closing."""
+        """Return whether the wrapped transport is closing."""
         return self._transport.is_closing()
 
     def close(self) -> None:
-        """Close once all data is sent."""
+        """Close the connection once all data is sent."""
         self.flush()
         self._transport.close()
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close the connection at once; data that the kernel has not taken is lost."""
         self.flush()
         self._transport.abort()
 
     def get_write_buffer_size(self) -> int:
-        """Return the number of bytes that are not sent yet."""
+        """Return the number of bytes, held or in the transport's buffer, that are not sent yet."""
         return self._num_bytes + self._transport.get_write_buffer_size()
 
     def resume_reading(self) -> None:
-        """Continue reading."""
+        """Continue reading from the wrapped transport."""
         self._transport.resume_reading()
 
     def flush(self) -> None:
-        """Write the held bytes at once."""
+        """Write the held data to the wrapped transport at once."""
         if self._chunks:
             data = b"".join(self._chunks)
             self._chunks = []
