@@ -39,14 +39,15 @@ _CUDA_BYTES = 600 << 20  # GPU memory of CUDA and its libraries, apart from our 
 
 
 def is_native(compute: ComputeOptions) -> bool:
-    """Whether the options select the cpu backend, which packs weights for native kernels."""
+    """Return whether compute options select the cpu backend, which uses native kernels."""
     return compute.backend in {"auto", "cpu"}
 
 
 def check_backend(options: EngineOptions, program: Program, notify: Callable[[str], None]) -> None:
-    """Refuse a Program that the gpu backend cannot run, if the options select that backend.
+    """Check that the gpu backend can run a model's Program, if the options select that backend.
 
-    "auto" is the cpu backend, even on a machine with a GPU; `notify` then gets a hint.
+    With `--backend auto`, the cpu backend runs, even on a machine with a GPU; `notify` is then
+    called with a hint about `--backend gpu`.
 
     Raises:
         BackendError: the gpu backend is selected and cannot run the Program.
@@ -60,7 +61,7 @@ def check_backend(options: EngineOptions, program: Program, notify: Callable[[st
 
 
 def check_gpu(program: Program, compute: ComputeOptions) -> None:
-    """Raise BackendError if the gpu backend cannot run a Program here."""
+    """Raise BackendError if the gpu backend cannot run a model's Program on this machine."""
     gpu_device(compute)
     from twostroke.backends.gpu.lower import lower
 
@@ -68,7 +69,7 @@ def check_gpu(program: Program, compute: ComputeOptions) -> None:
 
 
 def gpu_device(compute: ComputeOptions) -> GpuDevice:
-    """Return the gpu backend's device.
+    """Return the GPU that the gpu backend uses.
 
     Raises:
         BackendError: there is no usable device.
@@ -81,7 +82,10 @@ def gpu_device(compute: ComputeOptions) -> GpuDevice:
 def memory_free(
     compute: ComputeOptions, program: Program, tensors: Mapping[str, QuantTensor], max_rows: int
 ) -> int:
-    """Return the bytes available for weights and pages: on a GPU without a step's own memory."""
+    """Return the free bytes for weights and KV pages: GPU memory for the gpu backend, else RAM.
+
+    On a GPU, the memory that a step needs for intermediate values is already subtracted.
+    """
     if compute.backend != "gpu":
         return memory_available()
     reserved_bytes = working_bytes(compute, program, tensors, max_rows)
@@ -91,7 +95,7 @@ def memory_free(
 def working_bytes(
     compute: ComputeOptions, program: Program, tensors: Mapping[str, QuantTensor], max_rows: int
 ) -> int:
-    """Return the bytes of GPU memory that steps need, apart from weights and pages."""
+    """Return the bytes of GPU memory that steps need in addition to weights and KV pages."""
     device = gpu_device(compute)
     from twostroke.backends.gpu.plan import step_bytes
 
@@ -101,7 +105,7 @@ def working_bytes(
 
 
 def unused_bytes(compute: ComputeOptions, backend: Backend) -> int:
-    """Return the bytes of a backend's pages that the system still reports as free memory.
+    """Return the bytes of a backend's KV pages that the system still reports as free memory.
 
     The cpu backend's pages take memory only once they are used; a GPU's are allocated at once.
     """
@@ -123,7 +127,7 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
     weight_shard: WeightShard | None = None,
     max_rows: int = 256,
 ) -> Backend:
-    """Return the selected backend, with its weights loaded.
+    """Create the backend that the compute options select, and load the model's weights into it.
 
     `release`, `progress`, `share_threads_with`, `tapped_value` and `embeds` are documented at
     `CpuBackend`. Only cpu backends share threads; the other backends can always embed.
@@ -201,7 +205,7 @@ def _create_torch_backend(
 
 
 def check_can_run(compute: ComputeOptions) -> None:
-    """Raise BackendError if the backend cannot run on this machine; no model is needed."""
+    """Raise BackendError if the selected backend cannot run on this machine, whatever the model."""
     if compute.backend == "gpu":
         gpu_device(compute)
     elif compute.backend == "torch":
@@ -211,7 +215,7 @@ def check_can_run(compute: ComputeOptions) -> None:
 
 
 def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
-    """Estimate the bytes that the weights take in memory, in the backend's own format."""
+    """Estimate the bytes of memory that a model's weights take in the format of its backend."""
     if is_native(compute):
         tensors = loaded.tensors.values()
         return loaded.file_bytes + sum(tensor.packed_bytes - tensor.num_bytes for tensor in tensors)
@@ -229,14 +233,14 @@ def cost_model(
     kv_format: str = DEFAULT_FORMAT,
     backend: str = "auto",
 ) -> CostModel:
-    """Return the cost model of a Program, with its weights in a backend's format."""
+    """Return a model's cost model: the bytes and FLOPs of its operations on the given backend."""
     return CostModel(program, stored_bytes(program, tensors, backend), FORMATS[kv_format])
 
 
 def stored_bytes(
     program: Program, tensors: Mapping[str, QuantTensor], backend: str
 ) -> dict[str, int]:
-    """Return the bytes of each weight of a Program in a backend's format."""
+    """Return the bytes of each weight of a model in a backend's format, by the weight's name."""
     program_tensors = {name: tensors[name] for name in program.weight_shapes}
     if backend == "gpu":
         from twostroke.backends.gpu.weight_layout import device_bytes
@@ -246,7 +250,9 @@ def stored_bytes(
 
 
 def options_for_drafts(compute: ComputeOptions) -> ComputeOptions:
-    """Return options for a draft model: the lowest precision, if that is faster.
+    """Return compute options for a draft model: on the cpu backend, the fewest activation bits.
+
+    Generated text stays the same, because the main model verifies every draft token.
 
     Answers stay the same, because every draft token is verified.
     """
@@ -256,7 +262,7 @@ def options_for_drafts(compute: ComputeOptions) -> ComputeOptions:
 
 
 def auto_kv_format(compute: ComputeOptions) -> str:
-    """Return the name of the KV format that "auto" stands for.
+    """Return the name of the KV cache format that `--kv-format auto` stands for.
 
     Raises:
         UsageError, BackendError: as `choose_level`.
@@ -267,14 +273,17 @@ def auto_kv_format(compute: ComputeOptions) -> str:
 
 
 def splits_sums(compute: ComputeOptions, parallel: ParallelOptions) -> bool:
-    """Whether ranks split sums, which moves fewer bytes: by default only on GPUs."""
+    """Return whether tensor-parallel ranks split the sums of matrix products (all-reduce).
+
+    Split sums move fewer bytes between ranks. By default, only GPUs use them.
+    """
     if parallel.reduce != "auto" or compute.backend != "torch":
         return parallel.reduce == "sum"
     return torch_device(compute).startswith("cuda")
 
 
 def torch_device(compute: ComputeOptions, local_rank: int | None = None) -> str:
-    """Return the torch backend's device; each rank of a machine uses a different GPU.
+    """Return the name of the torch backend's device; each rank of a machine gets a different GPU.
 
     Raises:
         BackendError: PyTorch is not installed, or does not have this device here.

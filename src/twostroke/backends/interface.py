@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class RankFacts(Frozen):
-    """One of several ranks: its machine, its coordinate in the mesh, and its memory use."""
+    """Facts of one rank: its machine, coordinate in the mesh, threads and memory use."""
 
     rank: int
     host: str
@@ -41,7 +41,7 @@ class RankFacts(Frozen):
 
 
 class RankState(Frozen):
-    """The current state of a rank.
+    """The current state of a rank, as the server's status reports it.
 
     `state` is "ready", "lost", "starting" (the rank has not connected yet) or "loading" (it loads
     its weights, or restarts after a failed step). `collective_s`: seconds in collectives since the
@@ -55,7 +55,7 @@ class RankState(Frozen):
 
 
 class CollectiveTest(Frozen):
-    """A measurement of the link between ranks: they compute, then run a collective, `count` times.
+    """Parameters of a speed test of the link: ranks compute, then run a collective, `count` times.
 
     `work`: units of computation before each collective, of a few nanoseconds each. `num_bytes`:
     bytes that each rank sends to all others, if the ranks share no memory.
@@ -67,7 +67,7 @@ class CollectiveTest(Frozen):
 
 
 class BackendFacts(Frozen):
-    """Sizes and abilities of a backend. The engine branches on these, never on the name.
+    """Sizes and abilities of a backend. The engine branches on these facts, never on the name.
 
     - `num_pages`, `page_size`: a page holds `page_size` tokens of one cache group.
     - `windows[g]`: positions that attention of cache group g sees; None: all.
@@ -109,33 +109,39 @@ class BackendFacts(Frozen):
 
     @property
     def full_detail(self) -> str:
-        """`detail` and `mixed_bits` in one text, for reports of measurements."""
+        """Return the backend's description and activation bits as one text, for reports."""
         return f"{self.detail}, {self.mixed_bits}" if self.mixed_bits else self.detail
 
 
 class Runner(Protocol):
-    """Runs steps of one Program over its own KV pages: the interface of the engine's loop."""
+    """Interface by which the engine's loop runs steps of one model over the model's KV pages."""
 
     @property
     def facts(self) -> BackendFacts:
-        """Sizes and abilities, which never change."""
+        """Return the backend's sizes and abilities, which never change."""
 
     @property
     def pages(self) -> PageMemory | None:
-        """The bytes of the KV pages; None if some are in the memory of another process."""
+        """Return access to the bytes of the KV pages.
+
+        None if another process has a part of the pages.
+        """
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's rows, and draw a token for each slice that samples."""
+        """Compute a step: the rows of all its slices, and a token for each slice that samples.
+
+        A slice is the part of a request that one step computes.
+        """
 
     def forget(self, request: Request) -> None:
-        """Drop the state of a finished request."""
+        """Drop the backend's state of a finished request, such as its row of the page tables."""
 
     def close(self) -> None:
-        """Free memory and threads; the backend must not be used afterwards."""
+        """Free the backend's memory and threads; the backend must not be used afterwards."""
 
 
 class StartRunner(Runner, Protocol):
-    """A runner that may have several steps in flight; they finish in the order of their starts.
+    """A runner with several steps in flight, which finish in the order of their starts.
 
     An error of `start` or `finish` ends only that step. `run` is called only while no step is in
     flight. If a request is in several steps, its slices are consecutive, and `forget` is called
@@ -143,106 +149,118 @@ class StartRunner(Runner, Protocol):
     """
 
     def start(self, plan: StepPlan) -> None:
-        """Start a step; the caller keeps to the number of steps in flight that `facts` allow."""
+        """Start to compute a step, and return without waiting for its result.
+
+        The caller must not exceed the number of steps in flight that `facts` allow.
+        """
 
     def finish(self) -> StepResult:
-        """Return the result of the oldest step in flight.
+        """Wait for the oldest step in flight, and return its result.
 
-        `elapsed_s` of the result counts from the end of the previous step, if that was later than
-        the start.
+        The result's `elapsed_s` counts from the start of the step, or from the end of the previous
+        step if that was later.
         """
 
 
 class RankRunner(StartRunner, Protocol):
-    """A runner over several ranks, which can be lost.
+    """A runner that computes a model on several ranks, which can be lost.
 
     `run`, `start` and `finish` may raise `RanksLostError`: all steps in flight are then gone, and
     `recover` must be called.
     """
 
     def check(self) -> None:
-        """Raise RanksLostError if a rank was lost between two steps."""
+        """Raise RanksLostError if a rank was lost after the last step."""
 
     def recover(self) -> None:
-        """Replace the lost ranks; the contents of all pages are lost.
+        """Replace the lost ranks by new processes; the contents of all KV pages are lost.
 
         Raises:
             TwostrokeError: the ranks cannot be replaced.
         """
 
     def give_up(self) -> None:
-        """Make a running `recover` fail soon, for shutdown; called from another thread."""
+        """Make a running `recover` fail soon, for shutdown; any thread may call this."""
 
     def states(self) -> Sequence[RankState]:
         """Return the state of each rank; any thread may call this."""
 
 
 class Backend(Runner, Protocol):
-    """A runner that can also return logits and intermediate values of a sequence."""
+    """A runner that also returns logits and intermediate values of a whole token sequence."""
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
-        """Return the logits (len(tokens), vocab_size) of a sequence, using pages of its own.
+        """Return the logits (len(tokens), vocab_size) of a token sequence, to evaluate the model.
 
-        The rows are computed as prompt rows, or as `generated` rows. For evaluation: must not be
-        called while requests are running.
+        The sequence gets separate KV pages. Its rows are computed as prefill computes them, or as
+        decode steps do if `generated` is true. Must not be called while requests are running.
         """
 
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, NDArray[np.float32]]:
-        """Return the named values of the Program, each (len(tokens), width); see `score`."""
+        """Return intermediate values of the model for a token sequence, each (len(tokens), width).
+
+        `values`: names of values of the Program. The sequence is computed as by `score`.
+        """
 
 
 class PageMemory(Protocol):
-    """Access to the bytes of KV pages, from any thread.
+    """Access to the bytes of KV pages, for KV transfer and offload; any thread may use it.
 
     A page holds all layers of its cache group, in the backend's own format; all pages have the same
-    size. A page may be read while a request or a lease refers to it. Only the transfer that holds
-    a page may write it. Nothing may be used after the backend is closed.
+    size. A page may be read while a request or a lease refers to it. Only the transfer that holds a
+    page may write it. Nothing may be used after the backend is closed.
     """
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page."""
+        """Return the number of bytes of a KV page."""
 
     @property
     def mapped(self) -> memoryview[Any] | None:
-        """All pages, in order; None if they are not in this process's memory."""
+        """Return all KV pages as one memory view; None if they are outside this process."""
 
     def read(self, page: int) -> memoryview[Any]:
-        """Return the bytes of a page, for reading only."""
+        """Return a read-only view of the bytes of a KV page."""
 
     def filling(self, page: int) -> AbstractContextManager[memoryview[Any]]:
-        """Return a context whose value is a buffer; its bytes are the page's when it ends."""
+        """Return a context manager for writing a KV page: its value is a buffer of the page's size.
+
+        When the context ends, the page has the buffer's bytes.
+        """
 
 
 class MappedPages:
-    """A `PageMemory` of `num_pages` pages in this process's memory."""
+    """Access to `num_pages` KV pages that are in this process's memory; a `PageMemory`."""
 
     def __init__(self, memory: memoryview[Any], num_pages: int) -> None:
         self.page_bytes = len(memory) // num_pages
         self.mapped = memory
 
     def read(self, page: int) -> memoryview[Any]:
-        """Return a view of a page's bytes."""
+        """Return a view of the bytes of a KV page."""
         start = page * self.page_bytes
         return self.mapped[start : start + self.page_bytes]
 
     @contextmanager
     def filling(self, page: int) -> Iterator[memoryview[Any]]:
-        """Yield a writable view of a page's bytes."""
+        """Yield a writable view of the bytes of a KV page."""
         yield self.read(page)
 
 
 def block_sizes(tensors: Mapping[str, QuantTensor]) -> dict[str, int]:
-    """Return the quantization block size, in values, of each tensor without a column order."""
+    """Return the quantization block size, in values, of each weight tensor.
+
+    Tensors whose columns are stored in another order (GPTQ's `act-order`) are left out.
+    """
     return {
         name: tensor.format.block_size for name, tensor in tensors.items() if tensor.order is None
     }
 
 
 class WeightShard(Frozen, eq=False):
-    """One rank's part of a Program, and its end of the link to the other ranks.
+    """One rank's part of a model: its coordinate in the mesh, and its end of the rank link.
 
     `max_rows`: the largest number of rows of a step. `block_sizes`: if given, sums are split over
     ranks at multiples of these sizes (see `model.program.shard.shard`).
@@ -255,13 +273,16 @@ class WeightShard(Frozen, eq=False):
     block_sizes: Mapping[str, int] | None = None
 
     def parts(self, program: Program, kept_values: Collection[str] = ()) -> tuple[RankProgram, ...]:
-        """Return the Program of each rank; rank 0 has `kept_values` undivided."""
+        """Return the Program of each rank, divided over the mesh.
+
+        `kept_values`: names of values that rank 0 has in full, not only its part.
+        """
         return shard(program, self.mesh, kept_values, self.block_sizes)
 
     def tensors(
         self, part: RankProgram, tensors: Mapping[str, QuantTensor]
     ) -> dict[str, QuantTensor]:
-        """Return this rank's part of each weight, as views without copies."""
+        """Return this rank's part of each weight tensor, as views without copies."""
         rank_tensors = {name: tensors[name].part(*rows) for name, rows in part.weight_rows.items()}
         cut = part.weight_columns.items()
         return rank_tensors | {name: rank_tensors[name].columns(*columns) for name, columns in cut}

@@ -25,7 +25,7 @@ WORKING_BYTES = 128 * 1024**2  # of the interpreter, the tokenizer and a step's 
 
 
 class CacheSize(Frozen):
-    """The size of a KV cache: tokens of the longest request, and pages for all requests."""
+    """The size of a KV cache: the longest context in tokens, and the pages of all requests."""
 
     context_length: int
     num_pages: int
@@ -47,7 +47,7 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
     mesh: Mesh = ONE_RANK,
     group_limit: MemoryLimit | None = None,
 ) -> CacheSize:
-    """Choose the number of pages of the KV cache.
+    """Choose the number of pages of the KV cache, from the options and the free memory.
 
     The prefix cache fills all pages in time, so a small model gets a small cache. By default the
     cache is as large as the weights plus one full context, or as `max_running` short requests if
@@ -121,7 +121,10 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
 
 
 class _Shortage(Frozen):
-    """Why weights and pages do not fit into memory; a context of `fitting` tokens would."""
+    """Explains why weights and KV pages do not fit into memory.
+
+    `fitting`: the longest context, in tokens, that would fit.
+    """
 
     name: str
     weight_bytes: int
@@ -134,7 +137,7 @@ class _Shortage(Frozen):
     group_limit: MemoryLimit | None
 
     def too_much_asked(self) -> MemoryLimitError:
-        """Return the error for a `--kv-memory` above the free memory."""
+        """Return the error for a `--kv-memory` that exceeds the free memory."""
         facts = (
             f"{self.name} needs {_mb(self.weight_bytes)} for its weights, and --kv-memory asks for "
             f"{_mb(self.memory_bytes or 0)} of KV cache; {self._free_memory()}"
@@ -144,7 +147,7 @@ class _Shortage(Frozen):
         return self._error(facts, f"{advice} of context.", fits=max_mb > 0)
 
     def too_small(self) -> MemoryLimitError:
-        """Return the error for a context that is too long for the pages."""
+        """Return the error for a context whose KV pages do not fit into the cache's memory."""
         facts = (
             f"{self.name} needs {_mb(self.weight_bytes)} for its weights and "
             f"{_mb(self.needed_bytes)} of KV cache for {self.context_length} tokens of context; "

@@ -21,27 +21,33 @@ _VERSION = 3  # raise it when the measurement changes: cached results become inv
 
 
 class MachineLimits:
-    """The machine's limits for one engine, measured or read from the cache at first use.
+    """The memory bandwidth and peak FLOP/s of the machine, measured or cached, for one engine.
 
     A measurement on a busy machine is too low, and the engine may run faster. The machine is then
     measured again, once. If the engine is still faster, its speed becomes the limit.
     """
 
     def __init__(self, level: str, num_threads: int, stream_bytes: int) -> None:
-        """Remember the arguments of `machine`; nothing is measured yet."""
+        """Set the kernels' instruction-set level, the threads and the bytes read by a step.
+
+        Nothing is measured yet.
+        """
         self._set_up: tuple[str, int, int] | None = (level, num_threads, stream_bytes)
         self._hardware: Hardware | None = None
         self._was_measured_again = False
 
     @classmethod
     def of_hardware(cls, hardware: Hardware | None) -> MachineLimits:
-        """Return limits that another process measured; None: they could not be measured."""
+        """Return machine limits that another process measured; None: they could not be measured."""
         limits = cls("portable", 1, 0)
         limits._set_up, limits._hardware = None, hardware
         return limits
 
     def hardware(self) -> Hardware | None:
-        """Return the limits, measured at the first call; None if they cannot be measured."""
+        """Return the machine's bandwidth and peak; None if they cannot be measured.
+
+        The first call measures them, or reads them from the cache.
+        """
         if self._hardware is None:
             self._hardware = self._measure(remeasure=False)
         return self._hardware
@@ -49,9 +55,10 @@ class MachineLimits:
     def above(
         self, *, bytes_per_s: float, flops_per_s: float, may_measure: bool
     ) -> Hardware | None:
-        """Return limits that are at least the speeds that the engine achieved.
+        """Return machine limits that are not below the speeds that the engine achieved.
 
-        `may_measure`: whether the machine is idle, so that it can be measured again.
+        If the engine was faster than the limits, the limits are raised. `may_measure`: whether the
+        machine is idle, so that it can be measured again first.
         """
         hardware = self.hardware()
         if hardware is None:

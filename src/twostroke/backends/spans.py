@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 
 class RowSpan(Frozen):
-    """Consecutive rows of one sequence.
+    """Consecutive rows of a step that belong to one sequence, and the KV pages of the sequence.
 
     `rows`: the rows of the step. `start`: the position of the first row. `pages`: the pages of the
-    sequence. `above`: earlier rows of the step, at the positions just before `start`, whose keys
-    and values are also stored in `pages`. `copies`: (target, source) pages to copy before the step.
+    sequence. `above`: rows of the step with draft tokens of an earlier branch, at the positions
+    just before `start`; their keys and values are also stored in `pages`. `copies`: (target,
+    source) pages to copy before the step.
     """
 
     rows: slice
@@ -45,17 +46,17 @@ class RowSpan(Frozen):
 
     @property
     def end(self) -> int:
-        """The position after the last row."""
+        """Return the position in the sequence after the span's last row."""
         return self.start + int(self.rows.stop - self.rows.start)
 
     @property
     def stored_rows(self) -> Numbers:
-        """The rows whose keys and values are stored in `pages`, in order of position."""
+        """Return the step's rows whose keys and values are in `pages`, in order of position."""
         return np.concatenate([self.above, np.arange(self.rows.start, self.rows.stop)])
 
 
 def flatten(slices: tuple[Slice, ...]) -> Rows:
-    """Return the tokens, positions, spans and rows with logits of a step."""
+    """Return a step as arrays: tokens, positions, row spans, and rows with logits."""
     tokens: list[int] = []
     positions: list[int] = []
     spans: list[RowSpan] = []
@@ -72,7 +73,7 @@ def flatten(slices: tuple[Slice, ...]) -> Rows:
 
 
 def unpack(frame: StepFrame) -> Rows:
-    """Return the same as `flatten`, for a step that was received from rank 0."""
+    """Return a step that was received from rank 0 as arrays, in the form that `flatten` returns."""
     spans: list[RowSpan] = []
     stored = frame.stores.astype(np.int64)
     copies = tuple((target, source) for source, target in frame.copies.tolist())
@@ -87,7 +88,10 @@ def unpack(frame: StepFrame) -> Rows:
 
 
 def _spans(slice_: Slice, first: int) -> Iterator[RowSpan]:
-    """Yield the spans of a slice that begins at row `first`: the main span, then the branches."""
+    """Yield the row spans of a slice: the main sequence, then each branch of its draft tree.
+
+    `first`: the step's row at which the slice begins.
+    """
     pages = np.array(slice_.request.pages, np.int64)
     end = slice_.branches[0].first if slice_.branches else len(slice_.drafts)
     yield RowSpan(slice(first, first + slice_.count + end), slice_.start, pages)
@@ -113,14 +117,14 @@ def _spans(slice_: Slice, first: int) -> Iterator[RowSpan]:
 
 
 def pooled_rows(slices: Sequence[Slice]) -> list[slice]:
-    """Return the rows whose hidden states are pooled, for each slice that has such rows."""
+    """Return the rows whose hidden states are pooled to embeddings, for each slice that has any."""
     ends = accumulate(slice_.num_rows for slice_ in slices)
     pairs = zip(ends, slices, strict=True)
     return [slice(end - slice_.num_pooled, end) for end, slice_ in pairs if slice_.num_pooled]
 
 
 class PageMap:
-    """Maps layers and positions to slots and columns, with all pages in one matrix.
+    """Maps layers and token positions to rows and columns of one matrix that has all KV pages.
 
     The matrix has a row (slot) for each token that this rank stores, and `width` columns, which the
     layers of a cache group divide. A page is `page_slots` consecutive slots: `page_size`, or fewer
@@ -128,7 +132,7 @@ class PageMap:
     """
 
     def __init__(self, program: Program, page_size: int) -> None:
-        """Assign columns to each layer."""
+        """Assign columns of the KV matrix to each layer of the Program."""
         self._layers = program.cache_layers
         num_ranks = max([layer.num_kv_ranks for layer in self._layers], default=1)
         assert num_ranks == 1 or page_size == KV_SPLIT_TOKENS * num_ranks, (
@@ -145,20 +149,23 @@ class PageMap:
             self.width = max(self.width, first)
 
     def slots(self, span: RowSpan, layer: int, positions: Numbers) -> Numbers:
-        """Return the slots of positions that this rank stores, for a layer."""
+        """Return the slots (matrix rows) in which a layer's KV pages store the given positions.
+
+        Only positions that this rank stores may be passed.
+        """
         pages = span.pages[self._layer_columns[layer][0], positions // self._page_size]
         assert (pages != NO_PAGE).all(), "a row reads before its window"
         slots: Numbers = pages * self.page_slots + positions % self.page_slots
         return slots
 
     def copies(self, spans: Sequence[RowSpan]) -> tuple[Numbers, Numbers]:
-        """Return the target slots and the source slots of all page copies."""
+        """Return the target slots and the source slots of all page copies of a step."""
         pairs = np.array([pair for span in spans for pair in span.copies], np.int64).reshape(-1, 2)
         slots = pairs[:, :, None] * self.page_slots + np.arange(self.page_slots)
         return slots[:, 0].ravel(), slots[:, 1].ravel()
 
     def columns(self, layer: int) -> tuple[slice, slice]:
-        """Return the columns of a layer's keys, and the columns of its values."""
+        """Return the columns of a layer's keys, and of its values, in the KV matrix."""
         first, stored = self._layer_columns[layer][1], self._layers[layer]
         width = stored.values_per_token // stored.num_rows
         keys = slice(first, first + width)

@@ -25,15 +25,18 @@ _MAX_TABLE_BYTES: Final = 1 << 31
 
 
 class FrameError(BackendError):
-    """The received message is not a step that this rank can compute."""
+    """A step from rank 0 has numbers out of bounds, so this rank cannot compute it."""
 
 
 class FrameLostError(FrameError):
-    """The message could not be decoded, so its changes of page tables are lost, too."""
+    """A step message could not be decoded, so its page table changes are lost, too."""
 
 
 class FrameLimits(Frozen):
-    """Bounds of the steps of one engine; all ranks receive them when they start."""
+    """Upper bounds of a step's numbers, which rank 0 sends to all ranks when they start.
+
+    `external_width`: values of each row of `StepFrame.external`; 0: steps have none.
+    """
 
     vocab_size: int
     num_pages: int
@@ -45,7 +48,7 @@ class FrameLimits(Frozen):
 
 
 class StepFrame(Frozen):
-    """A step as flat arrays, the same on every rank; all are int32 except `external`.
+    """A step that rank 0 sends to the other ranks: flat int32 arrays, and `external` in float32.
 
     - `slices`: (row, number of rows, position, table); they cover the rows in order.
     - `num_generated`: the first rows, which are computed as generated rows, not prompt rows.
@@ -66,9 +69,10 @@ class StepFrame(Frozen):
 
 
 def encode(frame: StepFrame, changes: Ints) -> bytes:
-    """Return the message for a frame.
+    """Return a step as the message that rank 0 sends to the other ranks.
 
-    `changes`: (index in `page_tables.reshape(-1)`, page id) since the previous frame.
+    `changes`: page table entries that changed since the previous step, each (index in
+    `page_tables.reshape(-1)`, page id).
     """
     external = frame.external
     width = 0 if external is None else external.shape[1]
@@ -91,7 +95,7 @@ def encode(frame: StepFrame, changes: Ints) -> bytes:
 
 
 class FrameReader:
-    """Decodes and checks frames, and keeps a copy of rank 0's page tables."""
+    """Decodes and checks steps that rank 0 sends, and keeps a copy of rank 0's page tables."""
 
     def __init__(self, limits: FrameLimits) -> None:
         self._limits = limits
@@ -99,10 +103,12 @@ class FrameReader:
         self._checked: _Checked | None = None
 
     def read(self, data: bytes | bytearray | memoryview) -> StepFrame:
-        """Return the step in `data`; its arrays are views, so `data` must not change meanwhile.
+        """Decode and check a step message.
+
+        The arrays of the step are views of `data`, which must not change while the step is used.
 
         Raises:
-            FrameLostError: `data` is not a frame; the page tables are wrong from now on.
+            FrameLostError: `data` is not a step message; the page tables are wrong from now on.
             FrameError: the step names rows, tokens, tables or pages that do not exist.
         """
         if len(data) % 4 or len(data) < 4 * _HEADER:
@@ -148,10 +154,10 @@ class FrameReader:
         return frame
 
     def _check(self, frame: StepFrame, body: Ints, head: tuple[int, ...]) -> None:
-        """Refuse a step whose numbers are out of bounds or out of order.
+        """Raise FrameError if a step's numbers are out of bounds or out of order.
 
-        Most steps differ from the previous step only in tokens and positions: these are checked
-        quickly, against the bounds of the previous step.
+        Most steps differ from the previous step only in tokens and positions. Such a step is
+        checked quickly, against the bounds of the previous step.
         """
         previous = self._checked
         if previous is not None and previous.head == head and previous.body.size == body.size:
@@ -165,7 +171,7 @@ class FrameReader:
         self._checked = checked
 
     def _check_tables(self, least_count: int, num_tables: int) -> None:
-        """Refuse a step with a negative count, or with page tables that are too large."""
+        """Raise FrameLostError if a step has a negative count, or too large page tables."""
         limits = self._limits
         table_bytes = 4 * num_tables * limits.num_groups * limits.table_stride
         fits = len(self._tables) <= num_tables <= _MAX_TABLES and table_bytes <= _MAX_TABLE_BYTES
@@ -190,7 +196,10 @@ class FrameReader:
             raise FrameError(f"A step of {numbers} cannot be computed here.")
 
     def _change(self, changes: Ints, num_tables: int) -> None:
-        """Apply changes to the page tables; a page id may be `NO_PAGE`."""
+        """Apply a step's changes to this rank's copy of the page tables.
+
+        `changes`: (index, page id) each; a page id may be `NO_PAGE`.
+        """
         if num_tables > len(self._tables):
             self._grow(num_tables)
         indices, pages = changes[:, 0], changes[:, 1]
@@ -206,7 +215,7 @@ class FrameReader:
 
 
 class _Checked(Frozen, eq=False):
-    """A checked step, and the bounds by which a step of the same form can be checked quickly.
+    """A checked step, with bounds by which the next step of the same shape is checked quickly.
 
     `bounds`: exclusive upper bounds of the numbers of a step. `mask`: 0 for numbers that may differ
     (tokens, positions, tables), all ones for numbers that must be the same as in `body`.
@@ -219,7 +228,7 @@ class _Checked(Frozen, eq=False):
 
     @classmethod
     def of(cls, frame: StepFrame, body: Ints, head: tuple[int, ...], limits: FrameLimits) -> Self:
-        """Return the bounds of a step; the step itself is not checked here."""
+        """Return a step with the bounds of its numbers; the step itself is not checked here."""
         num_rows, num_tables = len(frame.tokens), len(frame.page_tables)
         num_positions = limits.table_stride * limits.page_size
         ends = np.tile([num_rows, num_rows + 1, 0, num_tables], (len(frame.slices), 1))
@@ -239,7 +248,10 @@ class _Checked(Frozen, eq=False):
 
 
 def _split(body: Ints, shapes: Sequence[tuple[int, ...]]) -> list[Ints]:
-    """Return views of the consecutive arrays in `body`, with these shapes."""
+    """Return views of the arrays that a step message's body holds one after another.
+
+    `shapes`: the shape of each array.
+    """
     parts, start = [], 0
     for shape in shapes:
         end = start + prod(shape)
@@ -250,7 +262,7 @@ def _split(body: Ints, shapes: Sequence[tuple[int, ...]]) -> list[Ints]:
 
 
 def _check_order(frame: StepFrame) -> None:
-    """Refuse a step whose slices do not cover its rows in order, or whose lists are not sorted."""
+    """Raise FrameError if a step's slices do not cover its rows, or if its lists are not sorted."""
     firsts, counts = frame.slices[:, 0], frame.slices[:, 1]
     ends = firsts + counts
     is_covered = (

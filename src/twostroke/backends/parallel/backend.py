@@ -51,31 +51,34 @@ _PAUSE_S: Final = 0.5
 
 
 class RankBackend(Backend, Protocol):
-    """The backend of one rank, which computes the rank's part of each step.
+    """Interface of the backend that one rank uses to compute its part of each step.
 
-    Rank 0 writes a step's arrays with `fill`, sends the result of `encode_step`, and calls
-    `compute`. The other ranks call `follow`. All ranks call `score` and `trace` with the same
+    For each step, rank 0 calls `fill`, sends the result of `encode_step` to the other ranks, and
+    calls `compute`. The other ranks call `follow`. All ranks call `score` and `trace` with the same
     arguments.
     """
 
     def fill(self, plan: StepPlan) -> None:
-        """Write a step's arrays; the next call of `compute` computes the step."""
+        """Write a step's input arrays on rank 0; the next call of `compute` computes the step."""
 
     def encode_step(self) -> bytes:
-        """Return the filled step as a message; call it once for each step."""
+        """Return the step that `fill` wrote, as a message to other ranks; call it once a step."""
 
     def compute(self, plan: StepPlan) -> StepResult:
-        """Compute the step that `fill` wrote for this plan, and draw its tokens."""
+        """Compute rank 0's part of the step that `fill` wrote, and draw the step's tokens."""
 
     def follow(self, frame: StepFrame) -> float:
-        """Compute this rank's part of a step from rank 0; return the seconds in collectives."""
+        """Compute this rank's part of a step that rank 0 sent.
+
+        Returns the seconds that the rank spent in collectives.
+        """
 
 
 class ParallelBackend:
-    """Sends each step to the other ranks, and computes rank 0's part of it.
+    """The backend of several ranks: sends each step to the other ranks, and computes rank 0's part.
 
-    `rank0_backend`, the backend of rank 0, samples, and has the page tables and taps. Steps finish
-    in the order of their starts; with a pipeline, several are in flight.
+    `rank0_backend` is the backend of rank 0, which samples and holds the page tables. Steps finish
+    in the order of their starts; with pipeline parallelism, several steps are in flight.
     """
 
     def __init__(
@@ -86,10 +89,10 @@ class ParallelBackend:
         jobs: Callable[[str], Mapping[int, RankJob]],
         mesh: Mesh,
     ) -> None:
-        """Wait until all ranks are ready; they have their jobs already.
+        """Wait until all ranks have loaded their parts of the model.
 
-        `jobs`: returns the jobs of restarted ranks, for the text of a renewed link. This object
-        closes the backend, the ranks and the link, also if this call fails.
+        `jobs`: a function from the text of a renewed link to the jobs of restarted ranks. The new
+        object closes the backend, the ranks and the link, also if this call fails.
 
         Raises:
             RanksLostError, BackendError: a rank ended, or cannot take part.
@@ -110,12 +113,12 @@ class ParallelBackend:
         self.facts = replace(_facts_of_all(rank0_backend.facts, ranks, mesh), link=link.kind)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's rows and draw one token for each slice that samples."""
+        """Compute one step on all ranks, and draw a token for each slice that samples."""
         self.start(plan)
         return self.finish()
 
     def start(self, plan: StepPlan) -> None:
-        """Send a step to the other ranks, which begin to compute it.
+        """Send a step to the other ranks, which begin to compute their parts of it.
 
         Raises:
             RanksLostError: some ranks are lost.
@@ -146,11 +149,11 @@ class ParallelBackend:
         return replace(result, elapsed_s=now_s - start_s)
 
     def check(self) -> None:
-        """Raise RanksLostError if a rank was lost."""
+        """Raise RanksLostError if the connection to a rank was lost."""
         self._ranks.check()
 
     def recover(self) -> None:
-        """Restart lost ranks, with empty pages, and join all ranks again.
+        """Restart lost ranks, with empty KV pages, and connect all ranks again.
 
         Raises:
             BackendError: ranks were lost again in each attempt.
@@ -169,7 +172,7 @@ class ParallelBackend:
                 time.sleep(_PAUSE_S)
 
     def give_up(self) -> None:
-        """Make `recover` fail at once, now or later; any thread may call this."""
+        """Make `recover` fail at once, now or later, for shutdown; any thread may call this."""
         self._ranks.give_up()
         self._link.abort()
 
@@ -179,7 +182,7 @@ class ParallelBackend:
         return [RankState(rank0_facts, "ready", self._collective_s), *self._ranks.states(others)]
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
-        """Return the logits of a sequence; see `Backend.score`."""
+        """Return the logits of a token sequence; see `Backend.score`."""
         self._ranks.send(MessageType.EVALUATE, pack(Evaluate(list(tokens), (), generated)))
         with self._recovering_ranks():
             return self.rank0_backend.score(tokens, generated=generated)
@@ -187,7 +190,7 @@ class ParallelBackend:
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, Array]:
-        """Return values of the Program for a sequence; see `Backend.trace`."""
+        """Return intermediate values of the model for a token sequence; see `Backend.trace`."""
         self._ranks.send(
             MessageType.EVALUATE, pack(Evaluate(list(tokens), tuple(values), generated))
         )
@@ -195,12 +198,15 @@ class ParallelBackend:
             return self.rank0_backend.trace(tokens, values, generated=generated)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy a page on all ranks, while no step runs; only for the cpu backend."""
+        """Copy a KV page on all ranks, while no step runs; only for the cpu backend."""
         self._ranks.send(MessageType.COPY, pack(CopyPage(source, target)))
         cast("CpuBackend", self.rank0_backend).copy_page(source, target)
 
     def measure_collectives(self, test: CollectiveTest) -> tuple[list[float], list[float]]:
-        """Measure collectives of all ranks, while no step runs; see `CpuBackend.meet`.
+        """Time collectives between all ranks, while no step runs.
+
+        Returns rank 0's seconds before, and in, each collective; see
+        `CpuBackend.measure_collectives`.
 
         Raises:
             RanksLostError: some ranks are lost.
@@ -223,14 +229,14 @@ class ParallelBackend:
 
     @property
     def pages(self) -> None:
-        """None, because each rank has a part of every page."""
+        """Return None, because each rank has a part of every KV page."""
 
     def forget(self, request: Request) -> None:
-        """Drop the state of a finished request."""
+        """Drop the backend's state of a finished request, such as its row of the page tables."""
         self.rank0_backend.forget(request)
 
     def close(self) -> None:
-        """End the other ranks, and free memory and threads.
+        """End the processes of the other ranks, and free rank 0's memory and threads.
 
         Does nothing in a forked copy of the process, because the ranks belong to the original.
         """
@@ -248,7 +254,10 @@ class ParallelBackend:
 
     @contextmanager
     def _recovering_ranks(self) -> Iterator[None]:
-        """Run the block; after an error, join all ranks again and raise the original cause."""
+        """Run the `with` block; if it fails because of a rank, connect all ranks again.
+
+        Then raises the error that made the rank fail.
+        """
         try:
             yield
         except Exception as error:  # noqa: BLE001 raised again once the ranks are joined
@@ -268,7 +277,7 @@ class ParallelBackend:
         return error
 
     def _join(self, new: Iterable[int] = ()) -> None:
-        """Renew the link, and join all ranks again; `new` ranks load their parts first."""
+        """Renew the link, and connect all ranks again; `new` ranks first load their model parts."""
         link = self._link.renew()
         jobs = self._jobs(link)
         new = set(new)
@@ -278,14 +287,14 @@ class ParallelBackend:
         self._begin()
 
     def _begin(self) -> None:
-        """Wait until all ranks are ready, and allow steps."""
+        """Wait until all ranks are ready, and allow collectives over the link."""
         self._ranks.wait_until_ready()
         self._link.begin()
         self._ranks.check()
 
 
 def _facts_of_all(rank0_facts: BackendFacts, others: Ranks, mesh: Mesh) -> BackendFacts:
-    """Return the facts of rank 0 with the sizes of all ranks."""
+    """Return rank 0's backend facts, with the memory use and threads of each rank added."""
     parts = {
         0: RankReady(rank0_facts.num_threads, rank0_facts.weight_bytes, rank0_facts.cache_bytes),
         **others.ready,
@@ -315,15 +324,18 @@ def _facts_of_all(rank0_facts: BackendFacts, others: Ranks, mesh: Mesh) -> Backe
 
 
 class DecodeClock:
-    """Adds up the time of a rank's decode steps, each counted from the end of the previous step."""
+    """Adds up a rank's time in decode steps, each counted from the end of the previous step."""
 
     def __init__(self) -> None:
-        """Start the clock; no step has run yet."""
+        """Start the clock of a rank; no step has run yet."""
         self.ended_s = time.perf_counter()  # the last step of any kind
         self._total_s = self._waiting_s = 0.0
 
     def end(self, waiting_s: float, *, is_decode: bool) -> None:
-        """Note the end of a step, in which the rank waited for `waiting_s`."""
+        """Record that a step has ended, in which the rank waited for `waiting_s` seconds.
+
+        Only decode steps are added to the sums.
+        """
         now_s = time.perf_counter()
         if is_decode:
             self._total_s += now_s - self.ended_s
@@ -331,7 +343,7 @@ class DecodeClock:
         self.ended_s = now_s
 
     def take(self) -> tuple[float, float]:
-        """Return the seconds of decode steps since the last call, and the seconds of waiting."""
+        """Return the seconds of decode steps since the last call, and the waits in them."""
         totals = self._total_s, self._waiting_s
         self._total_s = self._waiting_s = 0.0
         return totals

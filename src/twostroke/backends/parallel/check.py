@@ -37,10 +37,10 @@ _REPEATS: Final = 60
 
 
 class RankReport(Frozen):
-    """The facts of a rank.
+    """What `twostroke doctor --ranks` compares between ranks: the machine, the version, the model.
 
-    `model_id`: the hash of the model's weights. `model_error`: why they cannot be opened.
-    `obstacles`: for each kind of link, why it cannot be used; None if it can.
+    `model_id`: the hash of the model's weights. `model_error`: why the weights cannot be opened.
+    `obstacles`: for each type of link, why the rank cannot use it; None if it can.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class RankReport(Frozen):
 
 
 class LinkTimes(Frozen):
-    """The speed at which rank 0 and another rank gather values over the link."""
+    """The latency and bandwidth of gathers between rank 0 and another rank over the link."""
 
     rank: int
     latency_s: float
@@ -66,7 +66,7 @@ class LinkTimes(Frozen):
 
 
 class RankCheck(Frozen):
-    """The result of a check: facts of all ranks, mismatches, and the speed of the link."""
+    """The result of `twostroke doctor --ranks`: reports, mismatches, and link speeds."""
 
     ranks: list[RankReport]
     mismatches: list[str]
@@ -75,14 +75,19 @@ class RankCheck(Frozen):
 
 
 class _LinkTrial(Frozen):
-    """A message of rank 0: the link to try, and the text to join it; `kind` None: no link."""
+    """A message of rank 0 to another rank: the type of link to test, and the text to join it.
+
+    `kind` None: no type of link can be used by all ranks.
+    """
 
     kind: str | None
     link: str = ""
 
 
 def check_ranks(model: str | None) -> RankCheck | None:
-    """Compare all ranks that a launcher has started; return the result on rank 0, else None.
+    """Compare all ranks that a launcher such as torchrun has started.
+
+    Returns the result on rank 0, and None on the other ranks.
 
     Raises:
         UsageError: no launcher has started this process.
@@ -163,7 +168,7 @@ def _report_to_rank0(own_rank: LauncherEnv, model: str | None) -> None:
 
 
 def mismatches(reports: list[RankReport]) -> list[str]:
-    """Return an error sentence for each fact in which a rank must not differ from rank 0."""
+    """Return an error message for each rank whose model, version or kernels do not fit rank 0's."""
     rank0, problems = reports[0], []
     for report in reports:
         rank_name = f"Rank {report.rank} on {report.host}"
@@ -219,7 +224,7 @@ def _report(rank: int, address: str, model: str | None) -> RankReport:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface with an IPv4 address; "?" if unknown."""
+    """Return the name of the network interface that has an IPv4 address; "?" if unknown."""
     import fcntl
 
     try:
@@ -239,14 +244,17 @@ def interface_of(address: str) -> str:
 
 
 def _measure(link: HostLink, other: int, number: int) -> LinkTimes:
-    """Measure a gather of rank 0 and rank `number`; `other` is the other rank of the two."""
+    """Measure latency and bandwidth of the link between rank 0 and rank `number`.
+
+    Both ranks call this at the same time; `other` is the rank that does not.
+    """
     small = _gather_s(link, (0, number), _SMALL_BYTES)
     large = _gather_s(link, (0, number), _LARGE_BYTES)
     return LinkTimes(other, small, _LARGE_BYTES / large)
 
 
 def _gather_s(link: HostLink, pair: tuple[int, int], size: int) -> float:
-    """Return the median seconds of a gather of `size` bytes by two ranks."""
+    """Return the median seconds of an all-gather of `size` bytes by a pair of ranks."""
     half, record = size // 2, link.record
     team, sizes = (ctypes.c_int32 * 2)(*pair), (ctypes.c_int64 * 2)(half, half)
     contribution, gathered = (ctypes.c_uint8 * half)(), (ctypes.c_uint8 * size)()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def mesh_for(options: EngineOptions, program: Program) -> Mesh:
-    """Return the mesh of an engine.
+    """Return the mesh over whose ranks the engine options divide a model.
 
     If `kv_shares` is "auto", keys and values are divided by tokens if a division by heads would
     store some of them twice, and all ranks are on this machine; between machines, a division by
@@ -55,7 +55,7 @@ _MAX_PORT: Final = 65535
 
 
 class LauncherEnv(Frozen):
-    """The rank that a launcher assigned to this process, and the address of rank 0.
+    """The rank that a launcher such as torchrun gave this process, and the address of rank 0.
 
     `host` is None if the launcher does not set it, like mpirun.
     """
@@ -67,7 +67,7 @@ class LauncherEnv(Frozen):
 
 
 def read_launcher_env() -> LauncherEnv | None:
-    """Return the rank that a launcher assigned to this process; None without a launcher.
+    """Read this process's rank from a launcher's environment variables; None if they are not set.
 
     Raises:
         UsageError: a variable of the launcher is missing or not a number.
@@ -93,7 +93,7 @@ def read_launcher_env() -> LauncherEnv | None:
 
 
 def division_warning(num_ranks: int) -> str | None:
-    """Return a warning about a division into `num_ranks` that is probably a mistake, or None."""
+    """Return a warning if `num_ranks` is probably a mistake, else None."""
     try:
         launcher_env = read_launcher_env()
     except UsageError:  # a single rank does not need the launcher's variables

@@ -40,35 +40,35 @@ ENTRY: Final = "twostroke.backends.parallel.worker"
 
 
 class RankProcess(Protocol):
-    """The process of another rank, on this machine or another one."""
+    """The process of a rank other than 0, on this machine or another one."""
 
     channel: Channel
 
     def exit_reason(self) -> str | None:
-        """Return why the process ended, such as "was ended by SIGKILL"; None if unknown."""
+        """Return why the rank's process ended, such as "was ended by SIGKILL"; None if unknown."""
 
     def kill(self) -> None:
-        """Kill the process, if it runs on this machine, and close its channel."""
+        """Kill the rank's process if it runs on this machine, and close the channel to it."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the process has ended; kill it after the timeout."""
+        """Wait until the rank's process has ended; kill it after the timeout."""
 
 
 class Launcher(Protocol):
-    """Starts ranks, or waits until they connect; also for ranks that were lost."""
+    """Starts the processes of ranks or waits for them to connect, also to replace lost ranks."""
 
     def __call__(self, rank: int) -> RankProcess:
-        """Return the process of a rank."""
+        """Start rank number `rank`, or wait until it connects, and return its process."""
 
     def close(self) -> None:
         """Start or accept no more ranks."""
 
 
 class LocalRank:
-    """A rank in a process on this machine, which ends by itself when its channel is closed."""
+    """A rank's process on this machine, which ends by itself when its channel is closed."""
 
     def __init__(self, rank: int, files: tuple[int, ...]) -> None:
-        """Start the process, which inherits the open `files`.
+        """Start the process of a rank, which inherits the open `files`.
 
         Ctrl-C in the terminal does not reach the process; rank 0 ends it.
 
@@ -96,39 +96,39 @@ class LocalRank:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """Return the process id of the rank."""
         return self._process.pid
 
     def exit_reason(self) -> str | None:
-        """Return why the process ended."""
+        """Return why the rank's process ended."""
         with suppress(subprocess.TimeoutExpired):  # the channel closes just before the process ends
             code = self._process.wait(0.2)
             return f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
         return None
 
     def kill(self) -> None:
-        """Kill the process and reap it."""
+        """Kill the rank's process and reap it."""
         self._process.kill()
         self._process.wait()
         self.channel.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the process has ended; kill it after the timeout."""
+        """Wait until the rank's process has ended; kill it after the timeout."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         self.kill()
 
 
 class LocalRanks:
-    """A `Launcher` that starts ranks on this machine."""
+    """A `Launcher` that starts the processes of ranks on this machine."""
 
     def __init__(self, *files: int) -> None:
-        """Take open files that ranks inherit; note the cores that this process may use."""
+        """Set the open files that new ranks inherit, and note this process's CPU cores."""
         self._files = files
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
 
     def __call__(self, rank: int) -> LocalRank:
-        """Start a rank on all cores of the process, even if this thread is limited to some."""
+        """Start a rank's process on all cores of this process, even if this thread has fewer."""
         with _on_cores(self._cores):
             return LocalRank(rank, self._files)
 
@@ -138,7 +138,7 @@ class LocalRanks:
 
 @contextmanager
 def _on_cores(cores: Collection[int]) -> Iterator[None]:
-    """Let this thread, and processes that it starts, run on these cores within the block."""
+    """Run this thread, and processes that it starts, on these CPU cores within the `with` block."""
     if not cores:
         yield
         return
@@ -167,7 +167,10 @@ SILENCE_S: Final = 3  # after this time without packets, a host's connections co
 
 
 class RankArrival(Frozen):
-    """The first message of a rank that connects to rank 0; `command`: see `describe_command`."""
+    """The first message of a rank's process that connects to rank 0.
+
+    `command`: a text with the model and parallel options, see `describe_command`.
+    """
 
     rank: int
     num_ranks: int
@@ -175,10 +178,10 @@ class RankArrival(Frozen):
 
 
 class RemoteRank:
-    """A rank that connected; its process ends when the channel is cut. See `RankProcess`."""
+    """A rank's process that a launcher started; it ends when its channel to rank 0 is cut."""
 
     def __init__(self, channel: Channel) -> None:
-        """Take over the rank's channel."""
+        """Take ownership of the channel to the rank."""
         self.channel = channel
 
     def exit_reason(self) -> str | None:
@@ -186,11 +189,11 @@ class RemoteRank:
         return None
 
     def kill(self) -> None:
-        """Cut the channel."""
+        """Cut the channel to the rank, which ends the rank's process."""
         self.channel.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the rank has closed its channel; close it after the timeout."""
+        """Wait until the rank has closed its channel; close the channel after the timeout."""
         deadline = time.monotonic() + timeout_s
         while not self.channel.is_cut() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -203,7 +206,7 @@ class RemoteRanks:
     def __init__(
         self, host: str, port: int, secret: bytes, num_ranks: int, command: str = ""
     ) -> None:
-        """Listen for ranks; `command`: of this rank, to compare with the others'.
+        """Listen for ranks on rank 0; `command`: rank 0's command, to compare with other ranks.
 
         Raises:
             PortInUseError: the address is taken, or is not an address of this machine.
@@ -215,11 +218,12 @@ class RemoteRanks:
         self._returned: set[int] = set()
 
     def __call__(self, rank: int) -> RemoteRank:
-        """Wait until a rank has connected; return its process.
+        """Wait until rank number `rank` has connected, and return its process.
 
         Raises:
             RanksLostError: the rank does not connect in time, or this launcher was closed.
-            BackendError: a process connects that was started for another number of ranks, before
+            BackendError: a process connects that was started for another number of ranks,
+                before
                 all ranks have connected once; later, such a process is only refused.
         """
         deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
@@ -235,7 +239,7 @@ class RemoteRanks:
         return RemoteRank(self._arrived.pop(rank))
 
     def close(self) -> None:
-        """Accept no more ranks."""
+        """Accept no more ranks, and make a waiting call for a rank fail."""
         self._listener.close()
         for channel in self._arrived.values():
             channel.close()
@@ -297,7 +301,10 @@ def _print(sentence: str) -> None:
 
 
 def _run(channel: Channel, rank: int) -> int:
-    """Run a rank's process until it ends or its channel is cut; return its exit code."""
+    """Start a process that runs a rank over this channel, and wait until it ends.
+
+    Returns the exit code of the process.
+    """
     number = channel.fileno()
     command = [sys.executable, "-P", "-m", ENTRY, "--rank", str(rank), "--channel", str(number)]
     try:
@@ -328,7 +335,7 @@ def _run(channel: Channel, rank: int) -> int:
 
 
 def assigned_rank(num_ranks: int) -> LauncherEnv | None:
-    """Return the rank that a launcher assigned; None if this process starts the other ranks.
+    """Return the rank that a launcher gave this process; None without a launcher.
 
     Raises:
         UsageError: the launcher has started another number of processes, or does not set the
@@ -349,7 +356,7 @@ def assigned_rank(num_ranks: int) -> LauncherEnv | None:
 
 
 def wait_for_ranks(launcher_env: LauncherEnv, command: str = "") -> RemoteRanks:
-    """Return a launcher that waits for the other ranks; only on rank 0.
+    """Return a launcher that waits until the other ranks connect; only called on rank 0.
 
     Raises:
         PortInUseError: the address is taken, or is not an address of this machine.
@@ -365,7 +372,7 @@ def wait_for_ranks(launcher_env: LauncherEnv, command: str = "") -> RemoteRanks:
 
 
 def describe_command(model: str, parallel: ParallelOptions) -> str:
-    """Return a text with the model and the parallel options, to compare between ranks."""
+    """Return a text with the model and the parallel options, which must agree on all ranks."""
     defaults = ParallelOptions()
     names = [name for name in defaults.__struct_fields__ if name != "launcher"]
     values = {name: getattr(parallel, name) for name in names}

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Link(Protocol):
-    """One rank's end of the connection between all ranks.
+    """One rank's end of the connection over which the kernels of all ranks run collectives.
 
     Rank 0 calls `renew` and sends the resulting text to the other ranks. All ranks call `join` with
     this text, and rank 0 then calls `begin`. After `abort`, every wait of every rank ends with an
@@ -18,32 +18,33 @@ class Link(Protocol):
 
     @property
     def kind(self) -> str:
-        """The link's name in `LINKS`."""
+        """Return the link type's name, a key of `LINKS`."""
 
     @property
     def files(self) -> tuple[int, ...]:
-        """Open files that ranks on this machine must inherit."""
+        """Return the open files that rank processes on this machine must inherit."""
 
     @property
     def record(self) -> Any:
-        """The object that the backend uses: a `LinkRecord` for cpu, a `TorchLink` for torch."""
+        """Return the object for collectives: a `LinkRecord` for cpu, a `TorchLink` for torch."""
 
     def renew(self) -> str:
-        """Return the text by which ranks join from now on; only on rank 0."""
+        """Start a new connection, and return the text by which ranks join it; only on rank 0."""
 
     def join(self, link: str) -> None:
-        """Connect to the other ranks, by the text that `renew` returned on rank 0."""
+        """Connect to the other ranks; `link` is the text that `renew` returned on rank 0."""
 
     def begin(self) -> None:
-        """Allow steps, after all ranks have joined; only on rank 0."""
+        """Allow collectives, after all ranks have joined; only on rank 0."""
 
     def abort(self) -> None:
-        """End all waits of all ranks; any thread may call this at any time."""
+        """End all waits of all ranks in collectives; any thread may call this at any time."""
 
     def progress(self) -> int:
-        """Return a number that changes when bytes move, and is odd inside a collective.
+        """Return a counter that changes when the link moves bytes, and is odd inside a collective.
 
-        Always 0 for links that cannot stall, or detect a stall themselves. Any thread may call it.
+        A link whose counter stands still has stalled. Links that cannot stall, or detect a stall
+        themselves, always return 0. Any thread may call this.
         """
 
     def close(self) -> None:

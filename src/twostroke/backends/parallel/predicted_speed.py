@@ -56,9 +56,9 @@ _LINK_NAMES = {"shared": "shared memory", "ucx": "UCX", "gloo": "Gloo"}
 class PredictedStep(Frozen):
     """The predicted times of a step, for each rank; rank 0 is first.
 
-    `waiting_s`: time in collectives until slower ranks arrive. `moving_s`: time of the collectives
-    themselves. `bytes`: received in collectives. `step_s`: time from the start of the first rank to
-    the end of the last rank.
+    `computing_s`: time of computing. `waiting_s`: time in collectives until slower ranks arrive.
+    `moving_s`: time of the collectives themselves. `bytes`: received in collectives. `step_s`: time
+    from the start of the first rank to the end of the last rank.
     """
 
     computing_s: tuple[float, ...]
@@ -69,19 +69,19 @@ class PredictedStep(Frozen):
 
     @property
     def each_s(self) -> float:
-        """Seconds from one step to the next, if enough steps are in flight that no stage waits."""
+        """Return the seconds from one step to the next while all pipeline stages are busy."""
         return max(map(sum, zip(self.computing_s, self.moving_s, strict=True)))
 
 
 class CollectiveShares(Frozen):
-    """The shares of a rank's time that it waits for other ranks, and that collectives take."""
+    """The shares of a rank's time spent waiting for slower ranks, and in collectives, 0 to 1."""
 
     waiting: float
     moving: float
 
 
 class LinkSpeed(Frozen):
-    """The speed of collectives.
+    """The speed of collectives over the link between ranks.
 
     - `latency_s`: seconds of a collective without data. `bandwidth`: bytes/s.
     - `start_s`: seconds that rank 0 waits until other ranks have read a step and start.
@@ -95,21 +95,21 @@ class LinkSpeed(Frozen):
     noise: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the seconds of a collective after all ranks have arrived."""
+        """Return the seconds of a collective of `num_bytes`, after all ranks have arrived."""
         return self.latency_s + num_bytes / self.bandwidth
 
 
 class Rates(Frozen):
-    """The measured time of each kind of operation, as a multiple of the minimal time.
+    """How many times longer each kind of operation takes than the hardware limits allow.
 
     The minimal time is the time to move an operation's bytes, plus the time of its arithmetic, at
-    the limits of one rank.
+    the limits of one rank. `factors`: measured time / minimal time, by kind of operation.
     """
 
     factors: Mapping[str, float]
 
     def seconds(self, op: Op, cost: Cost, limits: Hardware) -> float:
-        """Return the seconds that a rank needs to compute an operation."""
+        """Predict the seconds that a rank takes to compute an operation of the given cost."""
         return self.factors.get(_op_kind(op), 1.0) * _min_time_s(cost, limits)
 
 
@@ -117,7 +117,7 @@ AT_LIMITS = Rates({})
 
 
 class Divided(Frozen):
-    """A Program divided over ranks, each with its own limits, and the link between them."""
+    """A model divided over ranks: each rank's hardware limits, and the speed of their link."""
 
     cost: CostModel
     parts: tuple[RankProgram, ...]
@@ -126,28 +126,28 @@ class Divided(Frozen):
     rates: Rates = AT_LIMITS
 
     def step(self, batch: BatchShape) -> PredictedStep:
-        """Predict the times of a step."""
+        """Predict the times of a step of this batch, for each rank."""
         return _StepSimulation(self, batch).run()
 
     def step_s_on_one(self, batch: BatchShape, limits: Hardware) -> float:
-        """Predict the seconds of a step in a single process with these limits."""
+        """Predict the seconds of a step if one process with these limits ran the whole model."""
         rates, cost = self.rates, self.cost
         return sum(rates.seconds(op, cost.operation(op, batch), limits) for op in cost.program.ops)
 
     def gain(self, batch: BatchShape, limits: Hardware, num_in_flight: int = 1) -> float:
-        """Return the speed of a step relative to a single process with these limits.
+        """Predict the speed-up of the ranks over a single process with these limits.
 
-        The streams of the batch are divided over `num_in_flight` steps.
+        The sequences of the batch are divided over `num_in_flight` steps.
         """
         return self.step_s_on_one(batch, limits) / self._seconds(batch, num_in_flight)[0]
 
     def collective_shares(self, batch: BatchShape, num_in_flight: int = 1) -> CollectiveShares:
-        """Return the shares of rank 0's time in collectives; arguments as for `gain`."""
+        """Predict the shares of rank 0's time in collectives; arguments as for `gain`."""
         total_s, computing_s, moving_s = self._seconds(batch, num_in_flight)
         return CollectiveShares(1 - (computing_s + moving_s) / total_s, moving_s / total_s)
 
     def _seconds(self, batch: BatchShape, num_in_flight: int) -> tuple[float, float, float]:
-        """Return the seconds of a batch, and the seconds that rank 0 computes and moves data."""
+        """Predict the seconds of a batch, and rank 0's seconds of computing and moving data."""
         count = min(num_in_flight, len(batch.starts))
         if count == 1:
             step = self.step(batch)
@@ -167,7 +167,10 @@ class Divided(Frozen):
 def divide(
     cost: CostModel, mesh: Mesh, limits: Hardware, ranks: Sequence[RankFacts], link: LinkSpeed
 ) -> Divided:
-    """Return a model's division over ranks, assuming that all machines equal this one."""
+    """Divide a model over ranks, to predict its speed.
+
+    All machines are assumed to equal this one.
+    """
     on_host = Counter(rank.host for rank in ranks)
     rank_limits = tuple([part_of_machine(limits, on_host[rank.host]) for rank in ranks])
     return Divided(cost, shard(cost.program, mesh), rank_limits, link)
@@ -176,7 +179,7 @@ def divide(
 def describe_gain(
     *, facts: BackendFacts, cost: CostModel, mesh: Mesh, limits: Hardware | None, backend: Runner
 ) -> str:
-    """Describe the expected speed of several ranks, compared with one process on this machine."""
+    """Return a text for the log about the expected speed-up of ranks over one process here."""
     hosts = {rank.host for rank in facts.ranks}
     where = f"on {len(hosts)} machines" if len(hosts) > 1 else "on this machine"
     link = _LINK_NAMES.get(facts.link, facts.link)
@@ -199,7 +202,7 @@ def describe_gain(
 
 
 def part_of_machine(limits: Hardware, count: int) -> Hardware:
-    """Return the limits of each of `count` ranks that share a machine's cores."""
+    """Return the hardware limits of each of `count` ranks that share a machine's cores."""
     return replace(
         limits,
         num_threads=max(1, limits.num_threads // count),
@@ -225,13 +228,13 @@ class _SimulatedRank:
     has_computed: bool = False  # whether the next operation has computed, and only exchanges
 
     def compute(self, seconds: float) -> None:
-        """Advance the clock by some computing."""
+        """Advance the rank's clock by `seconds` of computing."""
         self.computing_s += seconds
         self.since_collective_s += seconds
         self.now_s += seconds
 
     def arrive(self, at_s: float, moving_s: float, num_bytes: int) -> None:
-        """Advance the clock past a collective that the last rank reached at `at_s`."""
+        """Advance the rank's clock past a collective that the last rank reached at `at_s`."""
         self.waiting_s += max(0.0, at_s - self.now_s)
         self.moving_s += moving_s
         self.now_s = max(self.now_s, at_s) + moving_s
@@ -243,7 +246,7 @@ class _SimulatedRank:
 
 @dataclass
 class _StepSimulation:
-    """Simulates the operations of all ranks, which wait for each other in collectives."""
+    """Simulates a step: all ranks run their operations, and wait for each other in collectives."""
 
     divided: Divided
     batch: BatchShape
@@ -251,7 +254,7 @@ class _StepSimulation:
     _sent: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self) -> PredictedStep:
-        """Return the times of the step."""
+        """Simulate the step, and return the predicted times of each rank."""
         cost = self.divided.cost
         self._ranks = [
             _SimulatedRank(part.program.ops, cost.part(part)) for part in self.divided.parts
@@ -273,7 +276,7 @@ class _StepSimulation:
         )
 
     def _advance(self, number: int) -> bool:
-        """Advance a rank by one operation; return False if it has finished or must wait."""
+        """Advance rank `number` by one operation; return False if it has finished or must wait."""
         rank, link = self._ranks[number], self.divided.link
         if rank.next == len(rank.ops):
             return False
@@ -305,7 +308,7 @@ class _StepSimulation:
             rank.uneven_s += seconds * _unevenness(op, self.batch.num_rows)
 
     def _complete_collective(self, op: AllGather | AllReduce | SplitKvAttention) -> bool:
-        """Complete a team's collective if all its ranks have arrived; return whether they had."""
+        """Simulate a collective if all ranks of its team have arrived; return whether they had."""
         team = [self._ranks[member] for member in op.team]
         next_ops = [rank.ops[rank.next : rank.next + 1] for rank in team]
         if any(
@@ -326,7 +329,7 @@ class _StepSimulation:
 
 
 def _unevenness(op: ExpertTerms, num_rows: int) -> float:
-    """Return the expected extra time of another rank's experts, as a share of this rank's.
+    """Return the expected extra time of other ranks' experts, relative to this rank's time.
 
     Model: rows choose `num_used` experts independently, with equal chances, and time is
     proportional to the number of choices. `deviation` is the standard deviation of that number on
@@ -349,9 +352,10 @@ _COMPUTING_RATIO = 10  # computing takes at least this many times as long as a c
 
 
 def measure_link(backend: ParallelBackend, noise_s: float = 0.03) -> LinkSpeed:
-    """Measure the link between idle ranks, and their noise for about `noise_s` seconds.
+    """Measure the speed of the link between idle ranks, and how irregularly the ranks run.
 
-    Apart from the noise, a measurement takes the time of a few hundred messages.
+    The second part takes about `noise_s` seconds, the first part the time of a few hundred
+    messages.
 
     Raises:
         RanksLostError: a rank ended, or the link broke.
@@ -399,9 +403,10 @@ def rates_of(
     limits: Hardware,
     batch: BatchShape,
 ) -> Rates:
-    """Return the rates of operations, from the measured seconds of fused operations in a step.
+    """Return how far kinds of operations are from the hardware limits, from measured seconds.
 
-    The seconds must not include waiting. `cost` and `limits`: of the rank's part.
+    `timed`: operations that ran as one, and their seconds in a step, without waiting. `cost` and
+    `limits`: of the rank's part of the model.
     """
     measured_s: dict[str, float] = defaultdict(float)
     total_min_s: dict[str, float] = defaultdict(float)

@@ -72,10 +72,10 @@ class RankGroup:
         mesh: Mesh,
         options: EngineOptions,
     ) -> None:
-        """Divide the Program and start the other ranks.
+        """Divide the model over the mesh, and start the processes of the other ranks.
 
         Raises:
-            UsageError: the Program cannot be divided in this way.
+            UsageError: the model cannot be divided in this way.
             BackendError: ranks cannot be started.
         """
         compute, batch = options.compute, options.batch
@@ -98,7 +98,7 @@ class RankGroup:
         self._hosts = {0: socket.gethostname()}
 
     def size(self) -> CacheSize:
-        """Return the size of the cache, which all ranks have: the largest that fits on each host.
+        """Return the KV cache size of all ranks: the largest that fits on each host.
 
         Raises:
             BackendError: a rank ended, or has another version.
@@ -138,7 +138,7 @@ class RankGroup:
         tapped_value: str | None,
         **options: Any,
     ) -> ParallelBackend:
-        """Make all ranks load their parts, including this one; return the backend of all ranks.
+        """Load each rank's part of the model, and return the backend of all ranks.
 
         The arguments are the same as for `create_backend`.
         """
@@ -166,28 +166,29 @@ class RankGroup:
         return ParallelBackend(rank0_backend, self._ranks, self._link, jobs, self._mesh)
 
     def own_cores(self) -> AbstractContextManager[None]:
-        """Return a context in which new threads run only on the cores of rank 0."""
+        """Return a context in which new threads run only on the CPU cores of rank 0."""
         return on_cores(*self._host_slot(0))
 
     def close(self) -> None:
-        """End the ranks; does nothing after the backend was closed."""
+        """End the processes of the ranks; does nothing after the backend was closed."""
         self._link.abort()
         self._ranks.close()
         self._undo.close()
 
     def __enter__(self) -> Self:
-        """Return the group; the end of the block ends the ranks after an error."""
+        """Return the group of ranks; if the `with` block fails, the ranks end."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """End the ranks if the block failed."""
+        """End the processes of the ranks if the `with` block failed."""
         if kind is not None:
             self.close()
 
     def _start(self, undo: ExitStack) -> tuple[Link, Launcher]:
         """Return rank 0's end of the link, and the launcher of the other ranks.
 
-        If a launcher has made this process another rank, it runs as that rank, and then exits.
+        If torchrun or mpirun started this process as another rank, this call runs that rank and
+        then exits the process.
         """
         count = self._mesh.num_ranks
         remote: RayRanks | RemoteRanks
@@ -209,7 +210,10 @@ class RankGroup:
         return link, remote
 
     def _new_link(self, host: str | None) -> Link:
-        """Return rank 0's end of a link; `host`: rank 0's address, for ranks on other machines."""
+        """Create rank 0's end of the link.
+
+        `host`: rank 0's address, for ranks on other machines.
+        """
         count = self._mesh.num_ranks
         if self._options.compute.backend == "torch":
             from twostroke.backends.torch.link import TorchLink
@@ -224,7 +228,7 @@ class RankGroup:
         return SharedLink.create(count, self._level, max(num_bytes))
 
     def _host_slot(self, rank: int) -> tuple[int, int]:
-        """Return a rank's index among the ranks of its host, and their number."""
+        """Return a rank's index among the ranks of its machine, and the number of these ranks."""
         ranks_of_host = [other for other, host in self._hosts.items() if host == self._hosts[rank]]
         return sorted(ranks_of_host).index(rank), len(ranks_of_host)
 
@@ -261,9 +265,10 @@ def _weight_bytes(
 
 
 def options_for_rank(compute: ComputeOptions, index: int, count: int) -> ComputeOptions:
-    """Return the options of rank `index` of `count` on a machine, with its threads and its GPU.
+    """Return the compute options of one rank on a machine: its threads and its GPU.
 
-    Must be called before the rank is limited to its cores (`on_cores`), because it counts cores.
+    `index`, `count`: the rank's index among the `count` ranks of the machine. Must be called before
+    the rank is limited to its cores (`on_cores`), because this function counts the cores.
     """
     total = resolve_num_threads(compute.num_threads)
     num_threads = max(1, (index + 1) * total // count - index * total // count)
@@ -273,9 +278,10 @@ def options_for_rank(compute: ComputeOptions, index: int, count: int) -> Compute
 
 @contextmanager
 def on_cores(index: int, count: int) -> Iterator[None]:
-    """Limit this thread, and threads that it starts, to the cores of rank `index` of `count`.
+    """Limit this thread, and threads that it starts, to a rank's CPU cores within the block.
 
-    Two ranks that spin on the same core would take turns of milliseconds.
+    `index`, `count`: the rank's index among the `count` ranks of the machine. Without this limit,
+    two ranks that spin on the same core would take turns of milliseconds.
     """
     if not hasattr(os, "sched_getaffinity"):
         yield

@@ -17,7 +17,10 @@ T = TypeVar("T", bound=Frozen)
 
 
 class RankHello(Frozen):
-    """The first message of a rank to rank 0; `memory_bytes`: free memory."""
+    """The first message of a rank to rank 0: its version and its machine.
+
+    `memory_bytes`: free memory of the machine.
+    """
 
     rank: int
     version: str
@@ -28,10 +31,10 @@ class RankHello(Frozen):
 
 
 class RankJob(Frozen):
-    """A message of rank 0: the part of the model that a rank loads, and its link to other ranks.
+    """A message of rank 0 to a rank: the part of the model to load, and the link to join.
 
     - `model`: a name, or a path on the rank's machine. `model_id`: the hash of its weights.
-    - `compute`: the options of rank 0.
+    - `compute`: the compute options of rank 0.
     - `host_slot`: (index, count) of this rank among the ranks of its machine, which divide threads
       and cores.
     - `level`, `one_arithmetic`: of rank 0; a rank with another `one_arithmetic` cannot take part.
@@ -58,7 +61,7 @@ class RankJob(Frozen):
 
 
 class RankReady(Frozen):
-    """A rank has loaded its part, or has joined again after a failed step."""
+    """A message to rank 0: the rank has loaded its model part, or joined the link again."""
 
     num_threads: int
     weight_bytes: int
@@ -66,9 +69,9 @@ class RankReady(Frozen):
 
 
 class RankHeartbeat(Frozen):
-    """A sign of life of a rank.
+    """A periodic message of a rank to rank 0, by which rank 0 notices dead and frozen ranks.
 
-    `waits`: whether it waits, for a step or in a collective. `progress`: of its link, see
+    `waits`: whether the rank waits, for a step or in a collective. `progress`: of its link, see
     `Link.progress`. `collective_s`: seconds in collectives since the rank started.
     """
 
@@ -78,7 +81,10 @@ class RankHeartbeat(Frozen):
 
 
 class Evaluate(Frozen):
-    """A sequence to compute on separate pages; rank 0 returns the values `taps`, or logits."""
+    """A message of rank 0: compute a token sequence on separate pages, to evaluate the model.
+
+    `taps`: names of values that rank 0 returns; empty: rank 0 returns logits.
+    """
 
     tokens: list[int]
     taps: tuple[str, ...]
@@ -86,14 +92,14 @@ class Evaluate(Frozen):
 
 
 class CopyPage(Frozen):
-    """A request to copy page `source` to page `target`, while no step runs."""
+    """A message of rank 0: copy KV page `source` to page `target`, while no step runs."""
 
     source: int
     target: int
 
 
 class RankTimes(Frozen):
-    """The times of a rank's steps since the last such message.
+    """A message to rank 0: the times of a rank's steps since the last such message.
 
     `operations`: for each fused operation, its seconds, and the seconds that its threads waited.
     `decode_s`: seconds of decode steps. `decode_waiting_s`: seconds thereof that the rank waited,
@@ -106,13 +112,16 @@ class RankTimes(Frozen):
 
 
 class Reset(Frozen):
-    """A request to join the ranks again, by `link`, after a failed step or with new ranks."""
+    """A message of rank 0: join the link again, after a failed step or with restarted ranks.
+
+    `link`: the text by which the rank joins.
+    """
 
     link: str
 
 
 class RankFailed(Frozen):
-    """A rank's part of a step, or its start, has failed.
+    """A message to rank 0: a rank could not load its part of the model, or compute a step.
 
     `kind`: the name of an error class in `core/errors.py`. `lost`: the rank itself is well, but
     waited for another rank.
@@ -125,7 +134,7 @@ class RankFailed(Frozen):
 
 @cache
 def version() -> str:
-    """Return the version of the package and the kernels, which must be the same on all ranks.
+    """Return the version of the package and its kernels, which must be the same on all ranks.
 
     The result stays the same even if another version is installed while the process runs.
     """
@@ -140,12 +149,12 @@ def version() -> str:
 
 
 def pack(message: Frozen) -> bytes:
-    """Return the encoded body of a message."""
+    """Encode a message between rank 0 and another rank."""
     return msgspec.json.encode(message)
 
 
 def unpack(body: bytes, kind: type[T]) -> T:
-    """Decode a message of type `kind`.
+    """Decode a message between rank 0 and another rank, of type `kind`.
 
     Raises:
         BackendError: the body is not such a message.

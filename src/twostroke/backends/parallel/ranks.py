@@ -52,7 +52,7 @@ class Ranks:
     """
 
     def __init__(self, num_ranks: int, launch: Launcher, link: Link) -> None:
-        """Start ranks 1 to `num_ranks` - 1."""
+        """Start the processes of ranks 1 to `num_ranks` - 1, and the thread that watches them."""
         self._launch, self._link = launch, link
         self._changed = threading.Condition()
         self._processes: dict[int, RankProcess] = {}
@@ -78,7 +78,7 @@ class Ranks:
         self._monitor.start()
 
     def wait_for_hellos(self) -> dict[int, RankHello]:
-        """Wait for the first message of each rank, and return them.
+        """Wait for the first message of each rank, and return the messages by rank.
 
         Raises:
             RanksLostError: a rank ended before its first message, or takes too long.
@@ -94,7 +94,7 @@ class Ranks:
         return self.hellos
 
     def send(self, kind: MessageType, body: bytes = b"", to: Iterable[int] | None = None) -> None:
-        """Send a message to all ranks, or to some.
+        """Send a message to all other ranks, or only to the ranks in `to`.
 
         Raises:
             RanksLostError: one of these ranks is lost.
@@ -108,15 +108,15 @@ class Ranks:
                 raise self._lost_error() from None
 
     def assign(self, jobs: Mapping[int, RankJob]) -> None:
-        """Send jobs to ranks, which then load their parts."""
+        """Send jobs to ranks, which then load their parts of the model."""
         for rank, job in jobs.items():
             self.send(MessageType.JOB, pack(job), [rank])
 
     def wait_until_ready(self, timeout_s: float | None = None) -> None:
-        """Wait until all ranks are ready.
+        """Wait until all ranks have loaded their parts of the model and joined the link.
 
         Raises:
-            RanksLostError: a rank is lost.
+            RanksLostError: a rank is lost, or not ready within the timeout.
             BackendError: a rank has failed; the message names it.
         """
         self._wait_for(self.ready, timeout_s)
@@ -135,7 +135,9 @@ class Ranks:
         return dict(self._times)
 
     def check(self) -> None:
-        """Abort the link again if a rank was lost, because a restart of the link undoes an abort.
+        """Raise an error if a rank was lost while the link was restarted.
+
+        The link is then aborted again, because its restart has undone the abort.
 
         Raises:
             RanksLostError: a rank is lost.
@@ -146,7 +148,7 @@ class Ranks:
                 raise self._lost_error()
 
     def reset(self, body: Reset, new: Collection[int]) -> None:
-        """Make all ranks except `new` ones join again after a failed step."""
+        """Make all ranks except the restarted `new` ones join the link after a failed step."""
         with self._changed:
             old = [rank for rank in self._processes if rank not in new]
             self.failed.clear()
@@ -157,7 +159,7 @@ class Ranks:
         self.send(MessageType.RESET, pack(body), old)
 
     def restart(self) -> list[int]:
-        """Restart the lost ranks, and wait for their first messages; return these ranks.
+        """Restart the lost ranks, wait for their first messages, and return the restarted ranks.
 
         Ranks that have not loaded their parts yet are restarted, too.
 
@@ -187,7 +189,10 @@ class Ranks:
         return lost
 
     def cause(self, timeout_s: float) -> TwostrokeError:
-        """Return the error that made a step fail: of a lost or failed rank, or of the link."""
+        """Return the error that made a step fail: of a lost rank, a failed rank, or the link.
+
+        Waits up to `timeout_s` for the report of a rank.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self.lost or self._real_failures() or self._stall.is_found, timeout_s
@@ -202,19 +207,19 @@ class Ranks:
         return RanksLostError("The connection between the ranks broke.")
 
     def states(self, ranks: Iterable[RankFacts]) -> list[RankState]:
-        """Return the state of these ranks."""
+        """Return the current state of each of these ranks, such as "ready" or "lost"."""
         with self._changed:
             return [self._state_of(facts) for facts in ranks]
 
     def give_up(self) -> None:
-        """End all waits for ranks, now and later; any thread may call this."""
+        """Make all waits for ranks fail, now and later, for shutdown; any thread may call this."""
         with self._changed:
             self._is_given_up = True
             self._changed.notify_all()
         self._launch.close()
 
     def close(self) -> None:
-        """End all ranks; may be called twice."""
+        """End the processes of all ranks; may be called twice."""
         self._closing = True
         self._monitor.join()
         for process in self._processes.values():
@@ -280,7 +285,7 @@ class Ranks:
         return RanksLostError(f"{text[0].upper()}{text[1:]}.")
 
     def _watch(self) -> None:
-        """Read the messages of ranks, and notice ranks that send nothing."""
+        """Read the messages of all ranks in a loop, and notice ranks that send nothing."""
         before = beaten = time.monotonic()
         while not self._closing:
             poll = select.poll()
@@ -302,7 +307,10 @@ class Ranks:
                         process.channel.beat()
 
     def _listen(self, rank: int, process: RankProcess, passed_s: float) -> None:
-        """Read the messages of a rank, and check its heartbeat."""
+        """Read the waiting messages of a rank, and mark the rank as lost if its heartbeats stopped.
+
+        `passed_s`: seconds since the last call.
+        """
         try:
             while message := process.channel.receive(0):
                 self._silent_s[rank] = -passed_s
@@ -317,7 +325,7 @@ class Ranks:
             self._lose(rank, process, f"has not responded for {self._silent_s[rank]:.1f} s")
 
     def _notice_stall(self, passed_s: float) -> None:
-        """Abort the link if nothing arrives over it although all ranks wait."""
+        """Abort the link if it moves no bytes although all ranks wait in a collective."""
         with self._changed:
             beats = [self._beats[rank] for rank in self.ready if rank in self._beats]
             if self.lost or self._stall.is_found or len(beats) < len(self._processes):
@@ -353,7 +361,7 @@ class Ranks:
             self._changed.notify_all()
 
     def _lose(self, rank: int, process: RankProcess, reason: str) -> None:
-        """Note that a rank is lost, abort the link, and kill the rank."""
+        """Mark a rank as lost, abort the link, and kill the rank's process."""
         with self._changed:
             if self._processes.get(rank) is not process:  # it was replaced meanwhile
                 return
@@ -367,17 +375,17 @@ class Stall:
     """Detects that a link moves no bytes although all ranks wait in a collective."""
 
     def __init__(self) -> None:
-        """Start without observations."""
+        """Start with no observation of the link."""
         self._progress: list[int] = []
         self._lasts_s = 0.0
 
     @property
     def is_found(self) -> bool:
-        """Whether the stall has lasted longer than the timeout."""
+        """Return whether the link has moved no bytes for longer than the timeout."""
         return self._lasts_s > _STALL_TIMEOUT_S
 
     def update(self, rank0_progress: int, beats: Sequence[RankHeartbeat], passed_s: float) -> None:
-        """Compare the ranks' progress with the last observation, `passed_s` seconds ago."""
+        """Compare the link's progress on all ranks with the progress `passed_s` seconds ago."""
         progress = [rank0_progress, *(beat.progress for beat in beats)]
         waits = rank0_progress % 2 == 1 and all(beat.waits for beat in beats)
         is_still = waits and progress == self._progress

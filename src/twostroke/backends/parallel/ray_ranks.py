@@ -15,10 +15,10 @@ _END_TIMEOUT_S: Final = 5.0
 
 
 class RayRanks:
-    """A `Launcher` that starts a Ray actor for each rank; rank 0 stays in this process."""
+    """Starts each rank as a Ray actor; rank 0 stays in this process. A `Launcher`."""
 
     def __init__(self, num_ranks: int) -> None:
-        """Join the cluster at `RAY_ADDRESS`, or start one on this machine; reserve a core per rank.
+        """Join the Ray cluster at `RAY_ADDRESS`, or start one here; reserve a core for each rank.
 
         Raises:
             BackendError: Ray is not installed.
@@ -50,15 +50,15 @@ class RayRanks:
 
     @property
     def host(self) -> str:
-        """The address of rank 0."""
+        """Return the address of rank 0."""
         return self._remote.host
 
     def __call__(self, rank: int) -> RemoteRank:
-        """Wait until a rank has connected; return its process."""
+        """Wait until rank number `rank` has connected to rank 0, and return its process."""
         return self._remote(rank)
 
     def close(self) -> None:
-        """End the actors, free the reserved cores, and leave the cluster."""
+        """End the Ray actors of the ranks, free the reserved cores, and leave the cluster."""
         from ray.util.placement_group import remove_placement_group
 
         self._remote.close()
@@ -92,5 +92,5 @@ class _RankActor:
     """A Ray actor, in whose process a rank runs."""
 
     def serve(self, host: str, port: int, secret: bytes, rank: int, num_ranks: int) -> None:
-        """Run a rank until rank 0 ends."""
+        """Run a rank in the actor's process until rank 0 ends."""
         serve_rank(host, port, secret, RankArrival(rank, num_ranks))

@@ -12,12 +12,18 @@ from twostroke.core.errors import MemoryLimitError
 
 
 class SharedLink:
-    """A link by shared memory, which is anonymous and is freed when the last rank ends."""
+    """A link between ranks on one machine by shared memory; a `Link`.
+
+    The memory is an anonymous file, which is freed when the last rank ends.
+    """
 
     kind = "shared"
 
     def __init__(self, rank: int, num_ranks: int, level: str, file: int, num_bytes: int) -> None:
-        """Map `num_bytes` of an open anonymous file, which the link closes."""
+        """Map the link's shared memory: `num_bytes` of the open anonymous file `file`.
+
+        The link takes ownership of the file, and closes it.
+        """
         self._library = load_library(level)
         self._file = file
         self._num_bytes = num_bytes
@@ -31,7 +37,7 @@ class SharedLink:
 
     @classmethod
     def create(cls, num_ranks: int, level: str, num_bytes: int) -> SharedLink:
-        """Create the shared memory, on rank 0; untouched pages take no physical memory.
+        """Create the link's shared memory, on rank 0; untouched pages take no physical memory.
 
         Raises:
             MemoryLimitError: there is too little memory.
@@ -47,32 +53,32 @@ class SharedLink:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """The file of the memory, which ranks must inherit."""
+        """Return the open file of the shared memory, which rank processes must inherit."""
         return (self._file,)
 
     def renew(self) -> str:
-        """Return the file's descriptor and size."""
+        """Return the text by which ranks join: the shared memory's file descriptor and size."""
         return f"{self._file}:{self._num_bytes}"
 
     def join(self, link: str) -> None:
-        """Do nothing: a rank that has mapped the memory has joined."""
+        """Do nothing, because a rank joins the link by mapping its memory."""
         del link
 
     def begin(self) -> None:
-        """Reset barriers and channels to their initial state."""
+        """Reset the barriers and channels in the shared memory, before ranks run collectives."""
         self._library.ts_link_reset(self._address)
 
     def abort(self) -> None:
-        """End all waits of all ranks."""
+        """End all waits of all ranks in collectives."""
         if self._address:
             self._library.ts_link_abort(self._address)
 
     def progress(self) -> int:
-        """Return 0: shared memory cannot stall, because waits poll if a wake-up is lost."""
+        """Return 0: a link by shared memory cannot stall, because waiting ranks also poll."""
         return 0
 
     def close(self) -> None:
-        """Unmap the memory; may be called twice."""
+        """Unmap the link's shared memory; may be called twice."""
         if self._address:
             self._address = 0
             self._memory.close()
@@ -80,6 +86,9 @@ class SharedLink:
 
 
 def join_shared(rank: int, num_ranks: int, level: str, link: str) -> SharedLink:
-    """Return the link of a rank that has inherited the file; `link`: the text of `renew`."""
+    """Return the link of a rank that has inherited the open file of the shared memory.
+
+    `link`: the text that `SharedLink.renew` returned on rank 0.
+    """
     file, num_bytes = map(int, link.split(":"))
     return SharedLink(rank, num_ranks, level, file, num_bytes)

@@ -65,9 +65,9 @@ _MESSAGE_TYPES = {
 
 
 def main() -> int:
-    """Run a rank, whose channel to rank 0 is an inherited open file; return the exit code.
+    """Run a rank whose channel to rank 0 is an inherited open file; return the exit code.
 
-    0: rank 0 has ended the rank. Another code: rank 0 may restart the rank.
+    Exit code 0: rank 0 has ended the rank. Another code: rank 0 may restart the rank.
     """
     parser = argparse.ArgumentParser(prog="twostroke.backends.parallel.worker")
     parser.add_argument("--rank", type=int, required=True)
@@ -81,7 +81,10 @@ def main() -> int:
 
 
 def follow(channel: Channel, rank: int) -> bool:
-    """Follow rank 0 until it ends this rank or is lost; return whether rank 0 ended this rank."""
+    """Load a part of the model as rank 0 says, and follow its steps until rank 0 ends.
+
+    Returns whether rank 0 has ended this rank; False if the connection was lost.
+    """
     try:
         hello = RankHello(
             rank=rank,
@@ -102,7 +105,7 @@ def follow(channel: Channel, rank: int) -> bool:
 
 
 class _HeartbeatState:
-    """The state that the heartbeats of this rank report."""
+    """The facts that this rank's heartbeats report to rank 0."""
 
     def __init__(self) -> None:
         self.link: Link | None = None  # until the rank has loaded
@@ -117,7 +120,7 @@ class _HeartbeatState:
 
 @contextmanager
 def _sending_heartbeats(channel: Channel, heartbeat_state: _HeartbeatState) -> Iterator[None]:
-    """Send heartbeats to rank 0 within the block; end the process at once if rank 0 is lost."""
+    """Send heartbeats to rank 0 within the block; exit this process at once if rank 0 is lost."""
     is_over = threading.Event()
     parent = os.getppid()
 
@@ -182,7 +185,7 @@ def _follow_steps(channel: Channel, worker: RankWorker, heartbeat_state: _Heartb
 def _handle_message(
     worker: RankWorker, message: Message
 ) -> RankReady | RankFailed | RankTimes | None:
-    """Handle a message of rank 0; return the answer, if any."""
+    """Carry out a message of rank 0, and return the answer to rank 0, or None."""
     if message.kind is MessageType.RESET:
         worker.reset(unpack(message.body, Reset))
         return worker.sizes
@@ -216,10 +219,10 @@ def _failure_of(error: Exception) -> RankFailed:
 
 
 class RankWorker:
-    """A rank's part of a model, and its link to the other ranks."""
+    """A rank's part of a model, and the rank's end of the link to other ranks."""
 
     def __init__(self, job: RankJob, compute: ComputeOptions) -> None:
-        """Load the part of the model, with this rank's own threads.
+        """Load this rank's part of the model and join the link, with the rank's own threads.
 
         Raises:
             TwostrokeError: the model is missing, differs from rank 0's, or does not fit.
@@ -265,7 +268,7 @@ class RankWorker:
         return_freed_memory()
 
     def step(self, body: bytes) -> None:
-        """Compute this rank's part of a step."""
+        """Compute this rank's part of a step; `body`: the step message from rank 0."""
         waiting_s = time.perf_counter() - self._clock.ended_s
         frame = self._frames.read(body)
         collective_s = self._backend.follow(frame)
@@ -274,35 +277,35 @@ class RankWorker:
         self._clock.end(waiting_s + collective_s, is_decode=is_decode)
 
     def evaluate(self, evaluation: Evaluate) -> None:
-        """Compute this rank's part of a sequence on separate pages."""
+        """Compute this rank's part of a token sequence on separate pages, to evaluate the model."""
         if evaluation.taps:
             self._backend.trace(evaluation.tokens, evaluation.taps, generated=evaluation.generated)
         else:
             self._backend.score(evaluation.tokens, generated=evaluation.generated)
 
     def copy_page(self, copy: CopyPage) -> None:
-        """Copy a page; only for the cpu backend."""
+        """Copy a KV page to another one, as rank 0 says; only for the cpu backend."""
         cast("CpuBackend", self._backend).copy_page(copy.source, copy.target)
 
     def measure_collectives(self, test: CollectiveTest) -> None:
-        """Take part in rank 0's measurement of collectives; only for the cpu backend."""
+        """Take part in rank 0's speed test of collectives; only for the cpu backend."""
         cast("CpuBackend", self._backend).measure_collectives(test)
 
     def times(self) -> RankTimes:
-        """Return the times of steps since the last call; only for the cpu backend."""
+        """Return the times of this rank's steps since the last call; only for the cpu backend."""
         operations = [astuple(time_) for time_ in cast("CpuBackend", self._backend).times()]
         return RankTimes(operations, *self._clock.take())
 
     def reset(self, request: Reset) -> None:
-        """Join the other ranks again."""
+        """Join the link again after a failed step; `request` has the text of rank 0's new link."""
         self.link.join(request.link)
 
     def abort(self) -> None:
-        """Abort the link, so that no other rank waits for this one."""
+        """Abort the link, so that other ranks do not wait for this rank."""
         self.link.abort()
 
     def close(self) -> None:
-        """Free the part of the model, and close the link."""
+        """Free this rank's part of the model, and close its end of the link."""
         self._backend.close()
         self.link.close()
 

@@ -35,7 +35,7 @@ _WAIT_TIMEOUT: Final = timedelta(days=1)  # heartbeats notice lost ranks
 
 
 def obstacle() -> str | None:
-    """Return why Gloo cannot be used here; None if it can."""
+    """Return why the Gloo link cannot be used on this machine; None if it can."""
     return None if find_spec("torch") else "PyTorch is not installed"
 
 
@@ -47,10 +47,10 @@ def version() -> str:
 
 
 class GlooEngine:
-    """A `LinkEngine` that uses Gloo."""
+    """One rank's connections to all others by Gloo (torch.distributed); a `LinkEngine`."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
-        """Prepare the functions that native code calls for collectives."""
+        """Prepare the callbacks by which native code runs collectives over Gloo."""
         self._rank, self._num_ranks = rank, num_ranks
         self._host = ""
         self._store: Any = None
@@ -68,7 +68,7 @@ class GlooEngine:
         )
 
     def open(self, host: str) -> bytes:
-        """On rank 0, open the store by which ranks find each other, and return its address."""
+        """On rank 0, open the store in which ranks find each other; return the store's address."""
         from torch.distributed import TCPStore
 
         self._host = host
@@ -84,7 +84,7 @@ class GlooEngine:
         return b""
 
     def connect(self, parts: Sequence[bytes]) -> None:
-        """Create the group of all ranks, over the network interface that leads to rank 0."""
+        """Create the Gloo group of all ranks, over the network interface that leads to rank 0."""
         from torch.distributed import ProcessGroupGloo, TCPStore
 
         if self._rank != 0:
@@ -104,14 +104,14 @@ class GlooEngine:
         self._is_interrupted = False
 
     def interrupt(self) -> None:
-        """End a waiting collective, and make all later collectives fail."""
+        """End a rank's wait in a collective, and make all later collectives fail."""
         self._is_interrupted = True
         for socket_ in self._sockets:  # only this ends a wait of Gloo
             with suppress(OSError):
                 socket_.shutdown(socket.SHUT_RDWR)
 
     def progress(self) -> int:
-        """Return a number that changes when bytes move; odd inside a collective."""
+        """Return a counter that changes when Gloo moves bytes; odd inside a collective."""
         moved_bytes = 0
         for socket_ in self._sockets:
             with suppress(OSError):  # the socket was closed meanwhile
@@ -121,7 +121,7 @@ class GlooEngine:
         return self._progress + 2 * moved_bytes
 
     def leave(self) -> None:
-        """Close all connections."""
+        """Close all connections to other ranks."""
         self.interrupt()
         for socket_ in self._sockets:
             socket_.close()
@@ -129,7 +129,7 @@ class GlooEngine:
         self._group = self._store = None
 
     def close(self) -> None:
-        """Do nothing: `leave` has freed everything."""
+        """Do nothing, because `leave` has freed the connections."""
 
     def _all_gather(
         self, _: Any, team: Any, size: int, contribution: int, gathered: int, sizes: Any
@@ -154,7 +154,7 @@ class GlooEngine:
         return self._exchange([(self._group.recv, sender, data, length)])
 
     def _exchange(self, messages: Sequence[tuple[Callable[..., Any], int, int, int]]) -> int:
-        """Send and receive all messages; return 0, or 1 after a failure."""
+        """Send and receive all messages of a collective; return 0, or 1 after a failure."""
         import torch
 
         if self._is_interrupted:
@@ -177,7 +177,7 @@ class GlooEngine:
         return 0
 
     def _find_sockets(self) -> None:
-        """Find Gloo's connections, which the first collective has opened."""
+        """Find the sockets of Gloo, which the first collective has opened, to count their bytes."""
         if self._files_before is None:
             return
         ends = (_connection(number) for number in _open_files() - self._files_before)

@@ -18,7 +18,7 @@ _CONNECT_S: Final = 15.0
 
 
 class LinkEngine(Protocol):
-    """One rank's connections by an engine such as UCX.
+    """One rank's connections to ranks on other hosts, by a library such as UCX or Gloo.
 
     Any thread may call `interrupt` and `progress`.
     """
@@ -26,31 +26,40 @@ class LinkEngine(Protocol):
     record: LinkRecord
 
     def open(self, host: str) -> bytes:
-        """Open this rank's end, at address `host`; return the bytes by which others reach it."""
+        """Open this rank's end of the link, at address `host`.
+
+        Returns the bytes that `connect` needs on the other ranks to reach this rank.
+        """
 
     def connect(self, parts: Sequence[bytes]) -> None:
-        """Connect to the other ranks, by the bytes that `open` returned on each rank."""
+        """Connect to the other ranks; `parts`: the bytes that `open` returned on each rank."""
 
     def interrupt(self) -> None:
-        """End a waiting collective, and make all later collectives fail."""
+        """End a rank's wait in a collective, and make all later collectives fail."""
 
     def progress(self) -> int:
-        """Return a number that changes when bytes move; odd inside a collective."""
+        """Return a counter that changes when the engine moves bytes; odd inside a collective."""
 
     def leave(self) -> None:
-        """Close all connections without waiting for other ranks."""
+        """Close the connections to all ranks, without waiting for the ranks."""
 
     def close(self) -> None:
-        """Free the engine."""
+        """Free the link engine's memory."""
 
 
 class HostLink:
-    """One rank's end of a link; see `Link`. If a rank aborts or is lost, all waits end."""
+    """One rank's end of a link between hosts; see `Link` for its use.
+
+    If a rank aborts the link or is lost, all waits in collectives end on all ranks.
+    """
 
     files = ()
 
     def __init__(self, kind: str, rank: int, num_ranks: int, host: str, engine: LinkEngine) -> None:
-        """Prepare the link; `host`: the address of rank 0 for other hosts, only on rank 0."""
+        """Prepare one rank's end of the link; `join` connects it.
+
+        `host`: the address at which other hosts reach rank 0; only used on rank 0.
+        """
         self.kind = kind
         self._rank, self._num_ranks, self._host = rank, num_ranks, host
         self._engine = engine
@@ -58,16 +67,18 @@ class HostLink:
         self.record = engine.record
 
     def renew(self) -> str:
-        """Return the text by which all ranks join; only on rank 0."""
+        """Start a new rendezvous on rank 0, and return the text by which all ranks join it."""
         self._leave()
         self._rendezvous = Rendezvous(self._rank, self._num_ranks, self._engine.interrupt)
         return self._rendezvous.open(self._host)
 
     def join(self, link: str) -> None:
-        """Meet the other ranks at the rendezvous, and connect to them.
+        """Exchange addresses with the other ranks, and connect to them.
+
+        `link`: the text that `renew` returned on rank 0.
 
         Raises:
-            RanksLostError: some ranks do not come, or cannot be reached.
+            RanksLostError: some ranks do not arrive in time, or cannot be reached.
         """
         if self._rank != 0:
             self._leave()
@@ -89,20 +100,20 @@ class HostLink:
         self._gather_rank_numbers()
 
     def begin(self) -> None:
-        """Do nothing: ranks are connected after `join`."""
+        """Do nothing, because `join` has already allowed collectives."""
 
     def abort(self) -> None:
-        """End all waits of all ranks."""
+        """End all waits of all ranks in collectives over the link."""
         self._engine.interrupt()
         if (rendezvous := self._rendezvous) is not None:  # another thread may set it to None
             rendezvous.end()
 
     def progress(self) -> int:
-        """Return a number that changes when bytes move; odd inside a collective."""
+        """Return a counter that changes when the link moves bytes; odd inside a collective."""
         return self._engine.progress()
 
     def close(self) -> None:
-        """Free everything, while no collective runs; may be called twice."""
+        """Free the link's connections and memory, while no collective runs; may be called twice."""
         self._leave()
         self._engine.close()
 
@@ -113,7 +124,7 @@ class HostLink:
         self._engine.leave()
 
     def _gather_rank_numbers(self) -> None:
-        """Gather one byte of each rank, because engines connect with the first message."""
+        """Exchange a byte between all ranks, because engines connect with the first message."""
         count, record = self._num_ranks, self.record
         own_number, numbers = (ctypes.c_uint8 * 1)(self._rank), (ctypes.c_uint8 * count)()
         team = (ctypes.c_int32 * count)(*range(count))

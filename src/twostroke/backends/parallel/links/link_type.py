@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class LinkType(Frozen):
-    """A type of link.
+    """A type of link between hosts, such as UCX or Gloo.
 
-    `obstacle()`: why it cannot be used here; None if it can. `version()`: of its library.
-    `engine(rank, num_ranks, level)`: creates the engine; `level` is the instruction-set level.
+    `obstacle()`: returns why the link cannot be used on this machine; None if it can. `version()`:
+    returns the version of the link's library. `engine(rank, num_ranks, level)`: creates a rank's
+    engine; `level` is the instruction-set level of the kernels.
     """
 
     obstacle: Callable[[], str | None]
@@ -40,10 +41,10 @@ LINK_TYPES: Final = {
 
 
 def choose_link_type(requested: str | None = None) -> str:
-    """Return the name of the requested link type, or of the fastest that can be used here.
+    """Return the name of the requested link type, by default of the fastest usable type.
 
     Raises:
-        UsageError: the link type does not exist.
+        UsageError: the requested link type does not exist.
         BackendError: the requested link type, or every type, cannot be used here.
     """
     if requested is not None and requested not in LINK_TYPES:
@@ -62,5 +63,8 @@ def choose_link_type(requested: str | None = None) -> str:
 
 
 def open_link(kind: str, rank: int, num_ranks: int, level: str, host: str = "") -> HostLink:
-    """Return a rank's end of a link; `host`: the address of rank 0, only needed on rank 0."""
+    """Create a rank's end of a link of type `kind`.
+
+    `host`: the address of rank 0, only needed on rank 0.
+    """
     return HostLink(kind, rank, num_ranks, host, LINK_TYPES[kind].engine(rank, num_ranks, level))

@@ -26,13 +26,17 @@ _SILENCE_S: Final = 3  # after this time without packets, a connection counts as
 
 
 class Rendezvous:
-    """Connects each rank to rank 0, to exchange the bytes that link engines need.
+    """Connects each rank to rank 0, so that ranks exchange the addresses that their link needs.
 
-    The connections stay open. When one ends, all connections end, and each rank calls `on_end`.
+    The connections stay open. When one connection ends, all end, and each rank calls `on_end`: so
+    every rank notices a lost rank.
     """
 
     def __init__(self, rank: int, num_ranks: int, on_end: Callable[[], None]) -> None:
-        """Prepare; rank 0 calls `open`, then all ranks call `enter` and `exchange`."""
+        """Prepare the rendezvous; rank 0 then calls `open`, and all ranks `enter` and `exchange`.
+
+        `on_end`: called when a connection between ranks has ended.
+        """
         self._rank, self._num_ranks, self._on_end = rank, num_ranks, on_end
         self._listener: Listener | None = None
         self._channels: dict[int, Channel] = {}
@@ -40,7 +44,7 @@ class Rendezvous:
         self._watcher: threading.Thread | None = None
 
     def open(self, host: str) -> str:
-        """Listen on rank 0; return the text by which other ranks connect.
+        """Listen for the other ranks, on rank 0; return the text by which they connect.
 
         Raises:
             PortInUseError: `host` is not an address of this machine.
@@ -50,7 +54,7 @@ class Rendezvous:
         return f"{self._listener.port} {secret.hex()} {host}"
 
     def enter(self, text: str) -> str:
-        """Connect to rank 0, by the text that `open` returned; return this rank's own address.
+        """Connect to rank 0 by the text that `open` returned; return this rank's own address.
 
         Raises:
             RanksLostError: rank 0 does not answer.
@@ -66,7 +70,7 @@ class Rendezvous:
         return channel.own_address()
 
     def exchange(self, own_bytes: bytes) -> list[bytes]:
-        """Send this rank's bytes, and return the bytes of all ranks, in order of ranks.
+        """Send this rank's bytes to all ranks; return the bytes of each rank, in order of ranks.
 
         Raises:
             RanksLostError: some ranks do not connect in time, or a connection ends.
@@ -85,7 +89,7 @@ class Rendezvous:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the link has ended for all ranks."""
+        """Return whether the link has ended, by a lost rank or a call of `end`."""
         return self._has_ended.is_set()
 
     def end(self) -> None:
@@ -96,7 +100,7 @@ class Rendezvous:
                 channel.cut()
 
     def close(self) -> None:
-        """End the link, and close the sockets; `on_end` is not called any more."""
+        """End the link, and close the sockets; `on_end` is not called afterwards."""
         self.end()
         if self._watcher is not None:
             self._watcher.join()
@@ -137,7 +141,7 @@ class Rendezvous:
         return _decode(_next_message(channel), list[bytes])
 
     def _watch(self) -> None:
-        """Wait until a connection ends, then end all connections."""
+        """Wait until a connection between ranks ends, then end all connections."""
         poll = select.poll()
         for channel in self._channels.values():
             channel.notice_silence(_SILENCE_S)

@@ -99,7 +99,7 @@ class _RequestParameters(Structure):  # ucp_request_param_t
 
 
 def obstacle() -> str | None:
-    """Return why UCX cannot be used here; None if it can."""
+    """Return why the UCX link cannot be used on this machine; None if it can."""
     try:
         _library()
     except BackendError as error:
@@ -108,7 +108,7 @@ def obstacle() -> str | None:
 
 
 def version() -> str:
-    """Return UCX's version."""
+    """Return the version of the UCX library."""
     text: bytes = _library().ucp_get_version_string()
     return f"UCX {text.decode()}"
 
@@ -134,7 +134,7 @@ class UcxConnections:
         _check(call.ucp_worker_create(self._context, byref(worker), byref(self._worker)))
 
     def address(self) -> bytes:
-        """Return the bytes by which other ranks connect to this one."""
+        """Return the bytes by which other ranks connect to this rank's UCX worker."""
         address, length = c_void_p(), c_size_t()
         call = self._library
         _check(call.ucp_worker_get_address(self._worker, byref(address), byref(length)))
@@ -166,11 +166,11 @@ class UcxConnections:
         return record
 
     def lost_ranks(self) -> list[int]:
-        """Return the ranks whose connection broke."""
+        """Return the ranks to which the UCX connection broke."""
         return [rank for rank, status in enumerate(self._lost) if status]
 
     def close(self) -> None:
-        """Close all connections without waiting for other ranks; may be called twice."""
+        """Close the connections to all ranks without waiting; may be called twice."""
         call, forced = self._library, _RequestParameters(_FLAGS, _FORCE)
         for rank, endpoint in enumerate(self._endpoints):
             if endpoint:
@@ -184,7 +184,11 @@ class UcxConnections:
             self._context = c_void_p()
 
     def _finish(self, request: int | None) -> None:
-        """Wait until a request has ended; a pointer from 2^64 - 100 on is an error code."""
+        """Wait until a UCX request has ended.
+
+        `request`: the result of a UCX call: None, or a pointer. Pointers from 2^64 - 100 on are
+        error codes.
+        """
         if not request or request > 2**64 - 101:
             return
         while self._library.ucp_request_check_status(request) == 1:
@@ -194,7 +198,7 @@ class UcxConnections:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Return the library libucp, of the package `libucx-cu12` (or -cu13), else of the system.
+    """Load libucp, from the package `libucx-cu12` (or -cu13), else from the system.
 
     Raises:
         BackendError: the library is not installed, or cannot be used.
@@ -216,7 +220,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _declare_types(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare the types of the library's functions."""
+    """Declare the argument and result types of libucp's functions for ctypes."""
     status, handle = c_int8, c_void_p
     signatures = {
         "ucp_get_version_string": (c_char_p, ()),
@@ -264,10 +268,10 @@ class UcxRecord(Structure):
 
 
 class UcxEngine:
-    """A `LinkEngine` whose collectives are native code that calls UCX."""
+    """One rank's connections by UCX, whose collectives run in native code; a `LinkEngine`."""
 
     def __init__(self, rank: int, num_ranks: int, level: str) -> None:
-        """Create the native context, in the library of an instruction-set level."""
+        """Create the native UCX context, in the kernel library of an instruction-set level."""
         self._library = call = load_library(level)
         self._rank, self._num_ranks = rank, num_ranks
         self._connections: UcxConnections | None = None
@@ -283,39 +287,39 @@ class UcxEngine:
         )
 
     def open(self, host: str) -> bytes:
-        """Open a worker and return its address; UCX finds this machine's addresses itself."""
+        """Open a UCX worker and return its address; UCX finds this machine's addresses itself."""
         del host
         on_error = ctypes.cast(self._library.ts_messages_lose, ctypes.c_void_p)
         self._connections = UcxConnections(self._rank, self._num_ranks, on_error)
         return self._connections.address()
 
     def connect(self, parts: Sequence[bytes]) -> None:
-        """Connect to the other ranks; collectives can run afterwards."""
+        """Connect to the other ranks' UCX workers; collectives can run afterwards."""
         assert self._connections is not None
         record = self._connections.connect(parts)
         self._library.ts_messages_connect(self._context, ctypes.byref(record))
 
     def interrupt(self) -> None:
-        """End a waiting collective, and make all later collectives fail."""
+        """End a rank's wait in a collective, and make all later collectives fail."""
         with self._in_use:
             if self._context:
                 self._library.ts_messages_abort(self._context)
 
     def progress(self) -> int:
-        """Return a number that changes when bytes move; odd inside a collective."""
+        """Return a counter that changes when UCX moves bytes; odd inside a collective."""
         with self._in_use:
             count = self._library.ts_messages_progress(self._context) if self._context else 0
         return int(count)
 
     def leave(self) -> None:
-        """Close all connections without waiting for other ranks."""
+        """Close the connections to all ranks, without waiting for the ranks."""
         if self._connections is not None:
             self.interrupt()
             self._connections.close()
             self._connections = None
 
     def close(self) -> None:
-        """Free the native context; may be called twice."""
+        """Free the native UCX context; may be called twice."""
         with self._in_use:
             context, self._context = self._context, 0
         if context:
