@@ -139,6 +139,7 @@ def test_the_library_is_used_where_it_writes_rows_apart(monkeypatch: pytest.Monk
     assert not has_matrix(gpu)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter casts the NaN in NumPy
 def test_a_value_that_is_not_a_number_stays_in_its_row() -> None:
     rng = np.random.default_rng(0)
     tensor = QuantTensor.from_floats(rng.standard_normal((64, 256), np.float32), e4m3(128))
