@@ -361,7 +361,7 @@ def _phase_metrics(snapshot: Snapshot) -> Iterator[Metric]:
     for key, name, text in _PHASE_COUNTERS:
         counts = [((label,), getattr(phase, key)) for label, phase in totals_by_phase]
         yield _counter(f"step_{name}", text, "stroke", samples=counts)
-    text = "Rows of a step: prompt tokens, newest tokens and guesses."
+    text = "Rows of a step: prompt tokens, newest tokens and drafts."
     rows = {"prefill": snapshot.prefill_rows, "decode": snapshot.decode_rows}
     yield _histogram("rows_per_step", text, "stroke", rows, snapshot.decode_rows.bounds)
 
@@ -402,12 +402,12 @@ def _speculation_metrics(totals: SpeculationTotals) -> Iterator[Metric]:
     ):
         samples = [((source,), count) for source, count in counts.items()]
         yield _counter(f"speculation_{name}_tokens", text, "source", samples=samples)
-    text = "Times that the guess at a place after the newest token was right."
+    text = "Accepted drafts by their position after the newest token."
     samples = [((str(index + 1),), count) for index, count in sorted(totals.accepted_at.items())]
     yield _counter("speculation_accepted_at", text, "place", samples=samples)
-    text = "Steps of an answer with guesses; each brought one token besides the accepted ones."
+    text = "Steps of an answer with drafts; each gave one token besides the accepted drafts."
     yield CounterMetricFamily("twostroke_speculation_passes", text, totals.passes)
-    text = "Time that guesses have saved; negative where they cost more than they brought."
+    text = "Time that drafts have saved; negative if they cost more than they saved."
     yield _gauge("speculation_saved_seconds", text, value=totals.saved_s)
 
 
