@@ -120,9 +120,11 @@ class Api:
         Args:
             engine: the engine, which the caller closes.
             options: the options of the server.
-            limits: the machine's limits, for the metrics of utilization.
-            records: stores files, batches, keys and usage; None stores none.
-            extensions: make further endpoints.
+            limits: the machine's memory bandwidth and peak compute, with which the metrics
+                compare the engine's speed; None shows no utilization.
+            records: the database and folder that store files, batches, keys and usage; None
+                stores none of them.
+            extensions: functions that make further endpoints, such as the endpoint for plans.
         """
         self.engine = engine
         self.options = options
@@ -170,7 +172,7 @@ class Api:
         )
 
     def routes(self) -> list[Route]:
-        """Return all routes."""
+        """Return the Starlette routes of all HTTP endpoints of the server."""
         gets = {
             "/": self.root,
             **self.health.routes(),
@@ -215,11 +217,14 @@ class Api:
 
     @property
     def num_running(self) -> int:
-        """The number of clients' requests whose answers are not complete."""
+        """The number of running client requests; requests of batches are not counted."""
         return sum(running.service != BATCH_SERVICE_TIER for running in self._open_requests)
 
     def drain(self) -> None:
-        """Refuse new requests, and stop batches, which continue at the next start."""
+        """Prepare to stop: refuse new requests, and stop batches.
+
+        Running requests continue. Batches continue at the server's next start.
+        """
         self.is_draining = True
         self._drained_by_s = time.monotonic() + self.options.drain_s
         self.batches.drain()
@@ -231,7 +236,7 @@ class Api:
             running.cancel()
 
     def close(self) -> None:
-        """Stop threads and exporters, after the last request."""
+        """Stop the server's threads and trace exporters. Call this after the last request."""
         self._checks.close()
         self._readers.close()
         for extension in self._extensions:
@@ -240,7 +245,7 @@ class Api:
             observer.close()
 
     async def root(self, request: Request) -> Response:
-        """Return the web UI to a browser, and a description in JSON to a program."""
+        """Answer GET /: browsers get the web UI, programs a JSON description of the server."""
         if wants_page(request):
             return self.site.respond(request)
         paths = [
@@ -261,7 +266,7 @@ class Api:
         return to_json(about, headers={"vary": "accept"})
 
     async def openapi(self, _request: Request) -> Response:
-        """Return the OpenAPI document."""
+        """Answer GET /openapi.json with the server's OpenAPI document, which is made only once."""
         has_keys = self.options.has_keys
         if has_keys not in self._descriptions:  # at the first request, since this takes a while
             description = await asyncio.to_thread(self.description)
@@ -269,7 +274,7 @@ class Api:
         return Response(self._descriptions[has_keys], media_type="application/json")
 
     def description(self) -> dict[str, Any]:
-        """Return the OpenAPI document of this server."""
+        """Return the OpenAPI document of this server, as a dictionary."""
         protocols: dict[str, Any] = {
             **GENERATION_PROTOCOLS,
             **EMBEDDING_PROTOCOLS,
@@ -289,14 +294,14 @@ class Api:
 
     @property
     def operations(self) -> Operations:
-        """The descriptions of all routes, by method and path."""
+        """The descriptions of all routes for the OpenAPI document, by method and path."""
         operations = dict(OPERATIONS)
         for extension in self._extensions:
             operations |= extension.operations
         return operations
 
     def facts(self) -> ServerFacts:
-        """Return the facts of this server for its description."""
+        """Return the values that the OpenAPI document quotes, such as model names and limits."""
         limits = self.options.limits
         models = [model for _, model in self.models]
         values: dict[str, Any] = {
@@ -315,12 +320,12 @@ class Api:
         )
 
     async def scrape(self, request: Request) -> Response:
-        """Return the metrics in Prometheus's or OpenMetrics' text format."""
+        """Answer GET /metrics in Prometheus's or OpenMetrics' text format."""
         body, content_type = await self.metrics.expose(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     async def state(self, request: Request) -> Response:
-        """Return the dashboard's state, with its history for `?past`.
+        """Answer GET /api/state with the dashboard's data and, with `?past`, the last two minutes.
 
         Raises:
             UnknownPathError: the dashboard is off.
@@ -333,17 +338,20 @@ class Api:
 
     @property
     def _max_choices(self) -> int:
-        """The maximum number of answers of one request, which the queue also limits."""
+        """The maximum number of answers (`n`) that one request may ask for.
+
+        It is the smaller of the server's own limit and the size of the engine's waiting queue.
+        """
         max_waiting = self.engine.facts.config.max_waiting_requests
         return min(self.options.limits.max_choices, max_waiting)
 
     def _generation(self, protocol: ApiProtocol[Any]) -> Callable[[Request], Any]:
-        """Return the endpoint of a protocol that generates text."""
+        """Return the HTTP endpoint of an API protocol that generates text."""
         decoder = BodyDecoder(protocol.request, self.options.limits.max_json_depth)
         prepare = partial(self._prepare_job, protocol, decoder)
 
         async def generate(request: Request) -> Any:
-            """Start the job of a request, and return its response."""
+            """Queue a request in the engine; return its response, complete or streamed."""
             prepared = await self._read(request, prepare, is_long=protocol.recalls)
             context = served_of(request.scope)
             self.models.note(context, is_empty=isinstance(prepared, Response))
@@ -387,9 +395,11 @@ class Api:
         body: bytes,
         request: Request,
     ) -> tuple[Job, Encoded, str, ServedModel] | Response:
-        """Return a request's job, its tokens, and the name and the engine of its model.
+        """Decode a request's body, choose its model, and tokenize its prompts.
 
-        Returns a response instead if the request asks for no answer. Raises TwostrokeError.
+        Returns the request as a protocol-independent job, the tokenized job, the model's name as
+        the client spells it, and the model. Returns a response instead if the request needs no
+        generated answer, such as an Ollama request that only loads a model. Raises TwostrokeError.
         """
         context = served_of(request.scope)
         fields, ignored = decoder.decode(body)
@@ -416,7 +426,7 @@ class Api:
     async def _start(
         self, request: Request, info: ResponseInfo, encoded: Encoded, model: ServedModel
     ) -> Started:
-        """Compile a job's constraint, and queue the job.
+        """Compile the grammar of a request's answer format, and queue the request in the engine.
 
         Raises the errors of `Compiler.compile` and `Answers.start`.
         """
@@ -445,14 +455,18 @@ class Api:
         return answers, info.reader(), guard
 
     def _embedding(self, protocol: EmbeddingProtocol[Any]) -> Callable[[Request], Any]:
-        """Return the endpoint of a protocol that computes embeddings."""
+        """Return the HTTP endpoint of an API protocol that computes embeddings."""
         limits = self.options.limits
         decoder = BodyDecoder(protocol.request, limits.max_json_depth)
 
         def prepare(
             body: bytes, request: Request
         ) -> tuple[EmbeddingJob, list[list[int]], str, ServedModel] | Response:
-            """Return a request's job, its texts as tokens, and its model."""
+            """Decode an embedding request, choose its model, and tokenize its texts.
+
+            Returns the job, the token ids of each text, the model's name, and the model; or a
+            response if the request has no text.
+            """
             context = served_of(request.scope)
             fields, ignored = decoder.decode(body)
             self._ignored.note(ignored, context)
@@ -467,7 +481,7 @@ class Api:
             return job, texts, name, model
 
         async def embed(request: Request) -> Response:
-            """Compute the embeddings of a request, and return them."""
+            """Compute the embeddings of a request's texts, and return the response."""
             prepared = await self._read(request, prepare)
             self.models.note(served_of(request.scope), is_empty=isinstance(prepared, Response))
             if isinstance(prepared, Response):
@@ -506,7 +520,7 @@ class Api:
         return embed
 
     def _utility(self, endpoint: UtilityEndpoint[Any]) -> Callable[[Request], Any]:
-        """Return the endpoint of a request that needs no engine."""
+        """Return the HTTP endpoint of a request that the tokenizer answers without the engine."""
         decoder = BodyDecoder(endpoint.request, self.options.limits.max_json_depth)
 
         def answer(body: bytes, request: Request) -> Response:
@@ -528,12 +542,13 @@ class Api:
     ) -> T:
         """Receive a request's body, and return the result of `work` on it.
 
-        `work` runs in a thread if the body is large, has files, or if the work `is_long`.
+        `work` runs in a thread if the body is large or has attached files, or if `is_long` says
+        that the work takes long.
 
         Raises:
-            ServerStoppingError: the server drains.
-            RequestError: the header with the timeout is not valid.
-            DeadlineError: the timeout is over.
+            ServerStoppingError: the server is stopping.
+            RequestError: the timeout header of the request is not valid.
+            DeadlineError: the request's timeout is over.
         """
         if self.is_draining:
             reason = "The server is stopping and takes no new requests."
@@ -548,46 +563,55 @@ class Api:
             return await self._readers.run_for(request, work, body, request)
 
     def _read_files(self, work: Callable[[bytes, Request], T], body: bytes, request: Request) -> T:
-        """Return the result of `work` on a body whose attached files are replaced by their text."""
+        """Replace the files attached to a request's body by their text; return `work`'s result."""
         return work(self._with_files(body, request), request)
 
     def _with_files(self, body: bytes, request: Request) -> bytes:
-        """Return a body whose attached files are replaced by their text."""
+        """Return a request's body in which the text of each attached file replaces the file."""
         read_file = self.batches.file_reader(served_of(request.scope).tenant)
         return with_file_texts(body, read_file) if has_files(body) else body
 
     def _num_free_slots(self) -> int:
-        """Return how many batch requests the engine may have besides the clients' requests."""
+        """Return how many batch requests may run in the engine beside the clients' requests.
+
+        A few more than the engine runs at once are allowed, so that the queue never runs empty.
+        """
         return self.engine.facts.config.max_running + _NUM_QUEUED_BATCH_REQUESTS - self.num_running
 
     def _tenant(self, request: Request) -> Tenant:
-        """Return the sender of a request, as the key check has found it."""
+        """Return the tenant who sent a request, according to the request's API key."""
         return Tenant(served_of(request.scope).tenant, self.response_store)
 
 
 async def _compile_constraint(compiler: Compiler, encoded: Encoded, tenant: str) -> None:
-    """Compile a job's constraint, and note the parts of it that the grammar cannot enforce."""
+    """Compile the grammar that constrains a request's answers, if the request has one.
+
+    `encoded.gaps` gets the rules of the JSON schema that the grammar cannot enforce.
+    """
     if (constraint := encoded.params.constraint) is not None:
         compiled, encoded.gaps = await compiler.compile(encoded.calls or constraint, tenant)
         encoded.params = replace(encoded.params, constraint=compiled)
 
 
 class Extension(Protocol):
-    """Further endpoints of a server, with their descriptions for the OpenAPI document."""
+    """Further HTTP endpoints for a server, with their OpenAPI descriptions."""
 
     @property
     def bodies(self) -> Mapping[str, type[msgspec.Struct]]:
-        """The structs of request bodies, by path."""
+        """The struct of the request body of each endpoint that has one, by path."""
 
     @property
     def operations(self) -> Mapping[tuple[str, str], RouteDescription]:
-        """The descriptions of the endpoints, by method and path."""
+        """The OpenAPI description of each endpoint of this extension, by method and path."""
 
     def routes(self, options: ServeOptions, note_ignored: NoteIgnored) -> Sequence[Route]:
-        """Return the routes; call `note_ignored` with the ignored fields of a request."""
+        """Return the routes of this extension's endpoints.
+
+        The endpoints call `note_ignored` with the fields of a request that have no effect.
+        """
 
     def close(self) -> None:
-        """Stop threads, after the last request."""
+        """Stop the extension's threads. The server calls this after the last request."""
 
 
 # Makes an extension for an engine, its model's name and the machine's limits.

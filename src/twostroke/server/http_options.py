@@ -23,11 +23,11 @@ def _default_limits() -> RequestLimits:
 
 
 class HttpOptions(OptionStruct):
-    """An HTTP server's address, the clients that may use it, and its behaviour.
+    """The options that a server and a router share: address, API keys, origins and limits.
 
     Attributes:
-        api_keys: the valid keys and their tenants; None never needs a key.
-        limits: limits for one client.
+        api_keys: the valid API keys and their tenants; None needs no key.
+        limits: limits for the size and number of one client's requests.
     """
 
     SECTION: ClassVar[str] = "Options"
@@ -92,7 +92,7 @@ class HttpOptions(OptionStruct):
     limits: RequestLimits = field(default_factory=_default_limits)
 
     def __post_init__(self) -> None:
-        """Check each value, the origins and the host names.
+        """Check that each option, each allowed origin and each allowed host name is valid.
 
         Raises:
             UsageError: a value is out of range, an origin or a host name is malformed, or all
@@ -105,17 +105,23 @@ class HttpOptions(OptionStruct):
 
     @property
     def has_keys(self) -> bool:
-        """Whether clients need a key now."""
+        """Whether clients need an API key at present.
+
+        Operators may create the first key while the server runs.
+        """
         return self.api_keys is not None and self.api_keys.are_required
 
     @property
     def is_private(self) -> bool:
-        """Whether only programs of this machine reach the server."""
+        """Whether the server listens at a loopback address, so only this machine reaches it."""
         from twostroke.server.http.origins import is_loopback
 
         return is_loopback(self.host)
 
     @property
     def shows_dashboard(self) -> bool:
-        """Whether the dashboard and its state are shown."""
+        """Whether the server serves the dashboard.
+
+        Without the option `--dashboard`, it does so only at loopback addresses.
+        """
         return self.is_private if self.dashboard is None else self.dashboard

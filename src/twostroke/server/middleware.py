@@ -54,10 +54,11 @@ def create_app(
     Args:
         client: the client of the engine; the caller closes it.
         options: the options of the server.
-        limits: the machine's limits, for the metrics of utilization.
-        records: stores files and batches; None stores none. Batches run between the startup and
-            the shutdown event of ASGI's lifespan protocol.
-        extensions: make further endpoints.
+        limits: the machine's memory bandwidth and peak compute, with which the metrics compare
+            the engine's speed; None shows no utilization.
+        records: the database and folder that store files and batches; None stores none. Batches
+            run between the startup and the shutdown event of ASGI's lifespan protocol.
+        extensions: functions that make further endpoints.
     """
     options = options or ServeOptions()
     api = Api(LocalEngine(client), options, limits, records=records, extensions=extensions)
@@ -70,7 +71,10 @@ def build_app(api: Api) -> ASGIApp:
     paths = [route.path_format for route in routes]
 
     async def respond(request: Request, error: Exception) -> Response:
-        """Return an error in the protocol's form; `Boundary` logs unexpected errors."""
+        """Return the response for an exception, as JSON in the form of the path's API protocol.
+
+        The middleware `Boundary` logs unexpected exceptions.
+        """
         if not isinstance(error, TwostrokeError):
             return errors.to_response(
                 TwostrokeError("An unexpected error occurred in the server."), request.scope
@@ -82,7 +86,7 @@ def build_app(api: Api) -> ASGIApp:
         return errors.to_response(error, request.scope)
 
     async def unrouted(request: Request, error: Exception) -> Response:
-        """Return the error for a path or a method without a route."""
+        """Return status 404 for an unknown path, 405 for a method that a path does not accept."""
         assert isinstance(error, HTTPException)
         method = request.method
         path = request.url.path
@@ -101,7 +105,7 @@ def build_app(api: Api) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        """Run key refreshes and batches between the startup and the shutdown of the application."""
+        """Load stored responses, and run key refreshes and batches until the application stops."""
         await api.key_refresher.start()
         await api.response_store.load(ended_by_restart)
         await api.batches.start(boundary)
@@ -118,7 +122,11 @@ def build_app(api: Api) -> ASGIApp:
 
 
 def _with_middleware(app: ASGIApp, api: Api, routes: Sequence[Route]) -> Boundary:
-    """Return `app` inside the middleware: limits, keys, origins, and the boundary outermost."""
+    """Wrap an ASGI application in the server's middleware, and return the outermost layer.
+
+    From the inside out: usage headers, rate limits and API keys, allowed origins, and `Boundary`,
+    which handles errors and logs.
+    """
     keys = api.options.api_keys
     origins = Origins(api.options)
     model_paths = {*GENERATION_PROTOCOLS, *EMBEDDING_PROTOCOLS, *UTILITY_ENDPOINTS}
@@ -136,7 +144,10 @@ def _with_middleware(app: ASGIApp, api: Api, routes: Sequence[Route]) -> Boundar
 
 
 def _endpoint_finder(routes: Sequence[Route]) -> Callable[[Scope], str]:
-    """Return a function that finds the route's path for a request; "unknown" without a route."""
+    """Return a function that finds the path template of a request's route.
+
+    The function returns "unknown" for a request without a route.
+    """
     literal_paths = {route.path for route in routes}
 
     def find(scope: Scope) -> str:

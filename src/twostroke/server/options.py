@@ -13,9 +13,12 @@ MAX_STORED_RESPONSES: Final = 1_000_000
 
 
 class Objective(Frozen):
-    """A limit in seconds on a latency, for one service tier, or for all tiers if None.
+    """A latency goal: a limit in seconds, for one service tier or for all requests.
 
-    `measure` is one of `observability.objectives.MEASURES`.
+    Attributes:
+        measure: the latency that is limited, from `observability.objectives.MEASURES`.
+        limit_s: the limit in seconds.
+        service: the service tier; None for all tiers.
     """
 
     measure: str
@@ -29,13 +32,13 @@ class ServeOptions(HttpOptions):
     Attributes:
         model_names: the names by which clients may request the model, the default first; empty
             for the model's own name.
-        keep_alive_s: the interval at which an idle stream sends a comment, so that proxies keep the
-            connection open.
+        keep_alive_s: the interval in seconds at which an idle stream sends a comment, so that
+            proxies keep the connection open.
         splits_reasoning: whether reasoning is separated from the text of answers.
-        parses_special: whether texts such as `<s>` in raw prompts become special tokens, unless a
-            request sets `parse_special`.
+        parses_special: whether texts such as `<s>` in raw prompts become special tokens, unless
+            a request sets `parse_special`.
         max_stored: how many responses of /v1/responses are stored; 0 stores none.
-        max_stored_bytes: the total size of the stored responses.
+        max_stored_bytes: the maximum total size of the stored responses.
         objectives: latency goals, shown in metrics and on the dashboard.
         otlp_endpoint: the URL to which traces are sent, by OTLP over HTTP; None sends none.
     """
@@ -128,10 +131,11 @@ class ServeOptions(HttpOptions):
     ] = None
 
     def __post_init__(self) -> None:
-        """Check each value, and that the model's names are printable.
+        """Check that each option is valid and that model names are printable.
 
         Raises:
-            UsageError: a value is wrong, as for `HttpOptions`, or a name is empty or not printable.
+            UsageError: a value is wrong, as for `HttpOptions`, or a name is empty or not
+                printable.
         """
         for name in self.model_names:
             if not name.strip() or not name.isprintable():
@@ -140,7 +144,7 @@ class ServeOptions(HttpOptions):
         super().__post_init__()
 
     def check_dashboard(self) -> None:
-        """Raise UnknownPathError if the dashboard is off."""
+        """Raise UnknownPathError (status 404) if the server's dashboard is off."""
         from twostroke.server.http.errors import UnknownPathError
 
         if not self.shows_dashboard:

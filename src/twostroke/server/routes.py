@@ -207,7 +207,10 @@ _REASONS_BY_PATH: Final = {
 
 
 def explain_unknown_path(path: str, known_paths: list[str]) -> str:
-    """Return the message about a path without a route: why it is not served, or a similar path."""
+    """Return the 404 message for an HTTP path that the server does not have.
+
+    The message says why an API of other servers is not served, or names the most similar path.
+    """
     shortened_path = path[:MAX_NAME_LENGTH]
     for start, reason in _REASONS_BY_PATH.items():
         if path == start or path.startswith(f"{start}/"):

@@ -34,19 +34,21 @@ def serve(  # noqa: PLR0913 - the parts of a server
     """Serve until SIGINT or SIGTERM, and return the process's exit code.
 
     After the first signal, the server refuses new requests with status 503, which `GET /health`
-    also returns, and running requests have `options.drain_s` seconds to finish. After that time,
-    or at a second signal, they are cut off with an error. The exit code is 0 if all requests
-    finished, 1 if some were cut off. The caller closes the engine.
+    also returns, and running requests have `options.drain_s` seconds to finish. After that time, or
+    at a second signal, they are cut off with an error. The exit code is 0 if all requests finished,
+    1 if some were cut off. The caller closes the engine.
 
     Args:
         engine: the engine to serve, or a `ModelPool` of several.
         options: the options of the server, such as its address.
         listener: a listening socket from `bind`; None listens at the address in `options`.
-        limits: the machine's limits, for the metrics of utilization.
+        limits: the machine's memory bandwidth and peak compute, with which the metrics compare
+            the engine's speed; None shows no utilization.
         on_ready: called with the server's URL when the server answers requests.
         on_stop: called with the number of running requests at the first signal.
-        records: stores files and batches; None stores none. The caller closes it.
-        extensions: make further endpoints.
+        records: the database and folder that store files and batches; None stores none. The
+            caller closes it.
+        extensions: functions that make further endpoints.
 
     Raises:
         UsageError: the port is out of range.

@@ -31,19 +31,22 @@ _TEXT_ONLY: Final = "Models here read text only."
 
 
 class AttachedFile(Frozen):
-    """A file with its name, which may be empty."""
+    """A file attached to a chat message: its name, which may be empty, and its content."""
 
     filename: str
     content: bytes
 
 
 def has_files(body: bytes) -> bool:
-    """Whether a body may have files; false positives are possible."""
+    """Whether a request's body may have attached files.
+
+    The check is a fast text search, so a body without files may pass, too.
+    """
     return any(mark in body for mark in _MARKS)
 
 
 def with_file_texts(body: bytes, read_file: ReadFile) -> bytes:
-    """Return a body in which text parts replace the attached files.
+    """Return a request's body in which a text part replaces each attached file.
 
     A body that has no files, or is not valid JSON, is returned unchanged.
 
@@ -64,7 +67,7 @@ def with_file_texts(body: bytes, read_file: ReadFile) -> bytes:
 
 
 def _replace_all(value: Any, path: str, read_file: ReadFile, depth: int = 0) -> bool:
-    """Turn the files inside a value into texts; return whether it has any."""
+    """Replace the files inside a value of a body by text; return whether there were any."""
     if depth > _MAX_DEPTH:
         return False
     has_changed = False
@@ -81,7 +84,10 @@ def _replace_all(value: Any, path: str, read_file: ReadFile, depth: int = 0) -> 
 
 
 def _replace(part: dict[str, Any], path: str, read_file: ReadFile) -> bool:
-    """Turn a part of a message into a text part if it has a file; return whether it has one."""
+    """Replace a file in a part of a message by text, in place.
+
+    Returns whether the part was a file.
+    """
     match part:
         case {"type": "input_file"}:
             text = _text_of(part, path, read_file)
@@ -103,7 +109,10 @@ def _replace(part: dict[str, Any], path: str, read_file: ReadFile) -> bool:
 def _replace_source(
     document: dict[str, Any], source: dict[str, Any], path: str, read_file: ReadFile
 ) -> bool:
-    """Turn the source of a document of Anthropic's protocol into a text, if it has a file."""
+    """Replace the file in an Anthropic document block's source by text, in place.
+
+    Returns whether the source was a file.
+    """
     match source:
         case {"type": "file", "file_id": str() as file_id}:
             file = read_file(file_id)
@@ -120,7 +129,10 @@ def _replace_source(
 
 
 def _text_of(file: dict[str, Any], path: str, read_file: ReadFile) -> str | None:
-    """Return the name and text of a file in OpenAI's protocols; None if it has no content."""
+    """Return a file's name and text from a part of OpenAI's protocols.
+
+    Returns None if the part has neither content nor the id of a stored file.
+    """
     filename = file.get("filename")
     if isinstance(data := file.get("file_data"), str):
         where = f"{path}.file_data"
@@ -136,7 +148,10 @@ def _text_of(file: dict[str, Any], path: str, read_file: ReadFile) -> str | None
 
 
 def _decode_base64(data: str, path: str) -> bytes:
-    """Return the bytes of base64, which may be a data URL."""
+    """Decode the content of a file from base64 or from a data URL with base64.
+
+    Raises a RequestError if the base64 is not valid.
+    """
     if data.startswith("data:"):
         _, _, data = data.partition(",")
     try:
@@ -147,7 +162,7 @@ def _decode_base64(data: str, path: str) -> bytes:
 
 
 def decode_text(content: bytes, path: str) -> str:
-    """Return the content of a file as text; raises a RequestError if the content is not text."""
+    """Decode a file's content as UTF-8 text. Raises a RequestError if the file is no text."""
     if content.startswith(b"%PDF"):
         reason = f"is a PDF document. {_TEXT_ONLY} Extract the document's text and send that."
         raise RequestError(reason, field=path)

@@ -54,21 +54,25 @@ LARGE_BODY_BYTES: Final = 16 * 1024
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes the bodies of requests of one type."""
+    """Decodes JSON request bodies into one struct type, and checks their fields."""
 
     def __init__(self, struct_type: type[T], max_depth: int) -> None:
-        """Decode into `struct_type`; bodies nested deeper than `max_depth` are refused."""
+        """Decode bodies into `struct_type`.
+
+        `max_depth` limits how many lists and objects may be inside each other.
+        """
         self._decoder = msgspec.json.Decoder(struct_type)
         self._struct_type = struct_type
         self._marks = _marked_fields(struct_type)
         self._max_depth = max_depth
 
     def decode(self, body: bytes) -> tuple[T, list[Ignored]]:
-        """Return the body as a struct, and the fields that are ignored.
+        """Decode a request's JSON body; return its struct and the fields that have no effect.
 
         Raises:
             RequestError: the body is not JSON or nested too deeply, or a field is missing, not
-                supported, out of bounds or of a wrong type; the error's `field` names the field.
+                supported, out of bounds or of a wrong type; the error's `field` names the
+                field.
         """
         if not body.strip():
             raise BodySyntaxError("The body is empty: send a JSON object of fields.")
@@ -96,10 +100,12 @@ class BodyDecoder(Generic[T]):
 
 
 def convert(value: object, kind: Any, where: str) -> tuple[Any, list[Ignored]]:
-    """Return a decoded part of a body as the type `kind`, and the fields that are ignored.
+    """Convert a part of a JSON body to a type; return it and the fields that have no effect.
 
-    Fields that `kind` does not have are removed from `value`. `kind` may be a union of structs.
-    `where` is the part's path in the body.
+    Args:
+        value: the decoded JSON. Fields that `kind` does not have are removed from it.
+        kind: the type, which may be a union of structs.
+        where: the path of the part in the body, for errors.
 
     Raises:
         RequestError: as `BodyDecoder.decode`.
@@ -115,7 +121,10 @@ def convert(value: object, kind: Any, where: str) -> tuple[Any, list[Ignored]]:
 
 @cache
 def _load_type(kind: Any) -> None:
-    """Make msgspec inspect a type under a lock: two threads at once crash the process."""
+    """Make msgspec inspect a type once, under a lock.
+
+    If two threads inspect the same type at once, the process crashes.
+    """
     with _type_lock:
         msgspec.json.Decoder(kind)
 
@@ -123,7 +132,10 @@ def _load_type(kind: Any) -> None:
 def json_syntax_error(
     error: Exception, text: bytes | mmap | msgspec.Raw, noun: str = "body"
 ) -> BodySyntaxError:
-    """Return the error about a text that msgspec cannot decode; the message calls it `noun`."""
+    """Return the error for text that msgspec cannot decode as JSON, with the reason.
+
+    `noun` names the text in the error's message, such as "body" or "line".
+    """
     why = str(error).removeprefix("JSON is malformed: ")
     if not _is_utf8(text):
         why = "it is not UTF-8"
@@ -133,7 +145,7 @@ def json_syntax_error(
 
 
 def _is_utf8(text: bytes | mmap | msgspec.Raw) -> bool:
-    """Whether a text is UTF-8. The text may be large, so it is decoded in chunks."""
+    """Whether a text is valid UTF-8. Large texts are decoded in chunks, to use little memory."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with memoryview(text) as view:
@@ -146,7 +158,10 @@ def _is_utf8(text: bytes | mmap | msgspec.Raw) -> bool:
 
 
 def _is_json_without_lone_surrogates(text: bytes | mmap | msgspec.Raw) -> bool:
-    """Whether a text of up to 1 MiB would be valid JSON without its lone surrogates."""
+    """Whether half surrogate pairs are the only fault of a JSON text.
+
+    False for texts of more than 1 MiB, which are not decoded again.
+    """
     head = bytes(memoryview(text)[: _MAX_REPAIRED_BYTES + 1])
     repaired, num_surrogates = _LONE_SURROGATE.subn(rb"?", head)
     if not num_surrogates or len(head) > _MAX_REPAIRED_BYTES:
@@ -159,7 +174,10 @@ def _is_json_without_lone_surrogates(text: bytes | mmap | msgspec.Raw) -> bool:
 
 
 def misspelt_field_error(error: MissingFieldError, ignored: Iterable[Ignored]) -> RequestError:
-    """Return the error about an ignored field that misspells the missing field, else `error`."""
+    """Return the error for an unknown field that looks like a misspelt required field.
+
+    Returns `error`, about the missing field, if no ignored field of the body is similar.
+    """
     parent, _, name = (error.field or "").rpartition(".")
     for field in ignored:
         if field.is_known or field.refusal is None or field.path.rpartition(".")[0] != parent:
@@ -180,7 +198,10 @@ def _parse(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 
 def _convert_leniently(value: Any, kind: Any, where: str = "") -> tuple[Any, list[Ignored]]:
-    """Return a decoded body as `kind`, and the fields that had to be removed for that."""
+    """Remove fields that a type does not have from a decoded body, and convert the body.
+
+    Returns the body as `kind`, and the removed fields.
+    """
     ignored = drop_unknown(value, kind, where)
     try:
         return msgspec.convert(value, kind, str_keys=True), ignored
@@ -192,7 +213,9 @@ def _convert_leniently(value: Any, kind: Any, where: str = "") -> tuple[Any, lis
 
 
 def _fields_without_effect(value: object, where: str, marks: Marks) -> Iterator[Ignored]:
-    """Yield fields that have no effect here, unless their value says the same as leaving them out.
+    """Yield a body's fields that this server ignores, unless they have a neutral value.
+
+    A neutral value, such as false for an optional feature, means the same as no field.
 
     Raises:
         UnsupportedFieldError: the answer would mean something else without the field.
@@ -218,7 +241,11 @@ def _unsupported(field: str, extra: dict[str, Any]) -> RequestError:
 
 
 def _find_marked_fields(value: object, marks: Marks) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the paths and marks of marked fields inside a value whose values are not neutral."""
+    """Yield the path and the mark of each marked field in a decoded body.
+
+    Marks come from annotations such as `unsupported` and `ignored`. A field is left out if its
+    value is null or neutral, which means the same as no field.
+    """
     if isinstance(value, list):
         for index, item in enumerate(value):
             for inner_path, mark in _find_marked_fields(item, marks):
@@ -236,14 +263,20 @@ def _find_marked_fields(value: object, marks: Marks) -> Iterator[tuple[str, dict
 
 @cache
 def _marked_fields(kind: Any) -> Marks:
-    """Return the fields to check of each struct inside a type."""
+    """Return the fields with marks, such as `unsupported`, of each struct in a body's type.
+
+    Fields that contain such structs are included.
+    """
     marks: Marks = {}
     _collect_marked_fields(type_of(kind), marks)
     return marks
 
 
 def _collect_marked_fields(kind: inspect.Type, marks: Marks) -> bool:
-    """Add the fields to check of each struct inside a type; return whether there are any."""
+    """Add the marked fields of each struct inside a body's type to `marks`.
+
+    Returns whether the type has any marked fields.
+    """
     has_any = False
     for alternative in parts([kind]):
         if isinstance(alternative, inspect.ListType):
@@ -269,7 +302,7 @@ def _is_same_json(value: object, neutral: object) -> bool:
 async def receive_fields(
     request: Request, decoder: BodyDecoder[T], limits: RequestLimits, readers: Readers
 ) -> tuple[T, list[Ignored]]:
-    """Receive and decode a request's body; return its struct and the fields that are ignored.
+    """Receive and decode a request's body; return its struct and the ignored fields.
 
     Long bodies are decoded in a thread of `readers`, in fair turns between tenants.
 

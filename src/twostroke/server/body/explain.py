@@ -27,11 +27,11 @@ _TYPE_WORDS: Final = {
 
 
 def explain(reason: str, kind: Any, body: Any, where: str = "") -> RequestError:
-    """Return the error about the first value of a body that does not fit its type.
+    """Return the error about the first value in a request's body that does not fit its type.
 
     Args:
         reason: msgspec's error, which is quoted if no wrong value is found.
-        kind: the type of the body.
+        kind: the expected type of the body.
         body: the body, decoded or as JSON. JSON is decoded no deeper than needed.
         where: the path of `body` inside the whole request.
     """
@@ -65,7 +65,7 @@ def _type_reason(mismatch: Mismatch) -> str:
 
 
 def _word_error(mismatch: Mismatch) -> RequestError:
-    """Return the error about a text in a field that accepts only a few words."""
+    """Return the error about a text that is not among the few words a body's field accepts."""
     word = str(mismatch.actual)
     words = mismatch.expected
     advice = mismatch.advice
@@ -85,7 +85,10 @@ def _request_error(reason: str, *, path: str, **facts: object) -> RequestError:
 
 
 def unknown_field(path: str, name: str, known_names: Iterable[str]) -> UnknownFieldError:
-    """Return the error about a field that the object at `path` does not have, with a near name."""
+    """Return the error about a field that an object of the body does not have.
+
+    The error suggests the most similar of `known_names`. `path` is the path of the object.
+    """
     shortened_name = name[:MAX_NAME_LENGTH]
     names = sorted(known_names)
     hint = "" if path else _other_endpoint_hint(shortened_name, names)
@@ -95,7 +98,10 @@ def unknown_field(path: str, name: str, known_names: Iterable[str]) -> UnknownFi
 
 
 def _other_endpoint_hint(word: str, known_names: list[str]) -> str:
-    """Name this endpoint's prompt field if `word` is another endpoint's, else return ""."""
+    """Return a hint if `messages` was sent to a completions endpoint, or `prompt` to chat.
+
+    Returns "" for other fields.
+    """
     prompt_field = next((name for name in _PROMPT_FIELDS if name in known_names), None)
     if word not in _PROMPT_FIELDS or prompt_field is None:
         return ""

@@ -21,21 +21,25 @@ WRONG_IS_IGNORED: Final = "x-wrong-is-ignored"
 
 
 class RequestObject(msgspec.Struct, forbid_unknown_fields=True):
-    """An object of a request."""
+    """A JSON object in a request. Unknown fields are ignored; a strict server refuses them."""
 
 
 class TaggedObject(RequestObject, tag_field="type"):
-    """An object of a request whose field `type` tells its struct.
+    """A JSON object in a request; its field `type` decides which struct it becomes.
 
-    `other_types` has, by type, the advice for clients that send an object of that type; the key
-    `*` is for all types that are not listed.
+    Attributes:
+        other_types: advice for clients that send an object of another type, by type; `*` is for
+            all types that are not listed.
     """
 
     other_types: ClassVar[Mapping[str, str]] = {}
 
 
 class Effect(StrEnum):
-    """How the server treats a field without effect whose value is not neutral."""
+    """How the server treats a request field that it does not implement.
+
+    This only concerns values that change something; neutral values are always accepted.
+    """
 
     REFUSED = "refused"  # without it the answer would mean something else
     HINT = "hint"  # ignored, and refused by a strict server
@@ -43,7 +47,10 @@ class Effect(StrEnum):
 
 
 class Fact(StrEnum):
-    """A placeholder in a JSON Schema for a value of the running model or of the options."""
+    """A placeholder in the OpenAPI document's schemas for a value of the running server.
+
+    Examples are model names and limits. `ServerFacts.values` replaces the placeholders.
+    """
 
     LAST_ID = "{last token}"
     MODEL_NAMES = "{model names}"
@@ -54,12 +61,19 @@ class Fact(StrEnum):
 
 
 def doc(description: str, **keywords: object) -> Meta:
-    """Describe a field; `keywords` are JSON Schema's, for limits that other code enforces."""
+    """Describe a request field in the OpenAPI document.
+
+    `keywords` are keywords of JSON Schema, for limits that are checked elsewhere.
+    """
     return Meta(description=description, extra_json_schema=keywords)
 
 
 def sampling(name: str, description: str = "", **keywords: object) -> Meta:
-    """Describe a field whose bounds `SamplingParams` checks; `keywords` replace JSON Schema's."""
+    """Describe a request field for a sampling parameter, with the parameter's bounds.
+
+    `SamplingParams` checks the bounds. `name` is its parameter; `keywords` replace keywords of the
+    JSON Schema.
+    """
     bounds = BOUNDS[name]
     low = "exclusiveMinimum" if bounds.above else "minimum"
     limits = {low: bounds.low, "maximum": bounds.high}
@@ -67,28 +81,44 @@ def sampling(name: str, description: str = "", **keywords: object) -> Meta:
 
 
 def limit(description: str) -> Meta:
-    """Describe a limit of tokens, which the context lowers; -1 is no limit."""
+    """Describe a request field that limits the number of generated tokens.
+
+    -1 means no limit; larger numbers are lowered to the context's length.
+    """
     return doc(description, minimum=-1, **{"not": {"const": 0}})
 
 
 def unsupported(*neutral: object) -> Meta:
-    """Mark a field that is refused unless it is null or has one of the `neutral` values."""
+    """Mark a request field that the server refuses, since the answer depends on it.
+
+    Null and the `neutral` values, which mean the same as no field, are accepted.
+    """
     return _mark(Effect.REFUSED, "Not supported: leave it out.", neutral, enum=[None, *neutral])
 
 
 def hint(*neutral: object) -> Meta:
-    """Mark a field that is ignored, and that a strict server refuses unless null or `neutral`."""
+    """Mark a request field that the server ignores, and that a strict server refuses.
+
+    Null and the `neutral` values, which mean the same as no field, are always accepted.
+    """
     text = "Ignored; refused with `--strict`."
     return _mark(Effect.HINT, text, neutral, **{NEUTRAL: [None, *neutral]})
 
 
 def ignored(*neutral: object) -> Meta:
-    """Mark a field that is ignored, and reported unless it is null or `neutral`."""
+    """Mark a request field that the server ignores.
+
+    The response's header `twostroke-ignored` names the field, unless the value is null or
+    `neutral`, which means the same as no field.
+    """
     return _mark(Effect.NONE, "Ignored.", neutral)
 
 
 def page_cache_only(value: str, *neutral: object) -> Meta:
-    """Mark a field that has an effect only with a page cache; `value` describes its values."""
+    """Mark a request field that only matters if the server has tiers for cached KV pages.
+
+    `value` describes the field's values. The server ignores the field without such a cache.
+    """
     text = f"Keeps the prompt in a page cache: {value}. Ignored without one."
     return _mark(Effect.NONE, text, neutral)
 
@@ -100,7 +130,7 @@ def _mark(effect: Effect, text: str, neutral: tuple[object, ...], **keywords: ob
 
 
 def renamed(name: str) -> Meta:
-    """Mark a field of another protocol that this protocol calls `name`."""
+    """Mark a request field that other protocols have, and that this protocol calls `name`."""
     return Meta(
         description=f"Not supported: send `{name}`.",
         extra={"effect": Effect.REFUSED, "neutral": (), "new_name": name},
@@ -109,21 +139,25 @@ def renamed(name: str) -> Meta:
 
 
 def unknown_left_out(*other_types: str, refused: tuple[str, ...] = ()) -> Meta:
-    """Mark a list from which items of unknown types are removed, with a report to the client.
+    """Mark a list in a request from which the server removes items of unknown types.
 
-    The types of the list's structs and `other_types` are known. An item whose type contains one of
-    the `refused` words is not removed, so that the request is refused.
+    The response reports the removed types. The types of the list's structs and `other_types` are
+    known. An item whose type contains one of the `refused` words is not removed, so that the
+    request is refused.
     """
     return Meta(extra={"known": other_types, "refused": refused, "leaves_out": True})
 
 
 def advice(values: Mapping[str, str]) -> Meta:
-    """Add advice, by wrong value, to the error about that value; `*` is for any other value."""
+    """Add advice to the error about a wrong value of a request field.
+
+    `values` has the advice by wrong value; `*` is for any other value.
+    """
     return Meta(extra={"advice": values})
 
 
 def reference(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Return a reference to a struct's schema in the OpenAPI document."""
+    """Return a JSON reference (`$ref`) to a struct's schema in the OpenAPI document."""
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
@@ -168,7 +202,11 @@ Timings = Annotated[bool | None, doc("Report how long each answer took.")]
 
 
 def inputs(max_items: Fact, *, may_be_null: bool = False) -> Meta:
-    """Describe a field that takes a text, a list of token ids and texts, or a list of either."""
+    """Describe a request field that takes one input, or a list of inputs, for embeddings.
+
+    An input is a text, or a list of token ids and texts that are joined. `max_items` limits the
+    number of inputs.
+    """
     text = {"type": "string"}
     id_ = {"type": "integer", "minimum": 0, "maximum": Fact.LAST_ID}
     mixed = {"type": "array", "items": {"anyOf": [text, id_]}, "minItems": 1}
@@ -185,7 +223,10 @@ def inputs(max_items: Fact, *, may_be_null: bool = False) -> Meta:
 
 
 def texts_or_ids(max_items: Fact, **of_text: int) -> Meta:
-    """Describe a field that takes a text, token ids, or a list of either."""
+    """Describe a request field that takes a text, a list of token ids, or a list of either.
+
+    `max_items` limits the list's length; `of_text` are JSON Schema keywords for texts.
+    """
     text = {"type": "string", **of_text}
     ids = {
         "type": "array",

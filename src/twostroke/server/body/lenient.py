@@ -25,7 +25,7 @@ _MAX_EXACT_INTEGER = 2**53  # a float64 holds larger integers only approximately
 
 @dataclass(slots=True)
 class _StructFields:
-    """The fields of a struct, by their names in JSON.
+    """The fields of a request struct, by their names in JSON.
 
     Attributes:
         names: the names of all fields, with the tag's.
@@ -42,15 +42,17 @@ class _StructFields:
 
 @dataclass(slots=True)
 class _Shape:
-    """The lists, structs and integers that a field of a body may hold.
+    """The values of a request field that lenient decoding may change.
 
     Attributes:
         item: the shape of a list's items; None without a list, or if items need no change.
         max_items: longer lists are not searched, since they are refused anyway.
-        structs: by the value of the tag; a struct without a tag has the key None.
+        structs: the fields of each struct, by the struct's tag; None for a struct without a
+            tag.
         tag_field: the name of the field with the tag.
-        is_integer: whether 15.0 becomes 15.
-        omission_rules: from `field.unknown_left_out`; None keeps items of unknown types.
+        is_integer: whether a whole number that is written as a fraction (15.0) becomes 15.
+        omission_rules: the types of list items to keep or refuse, from
+            `field.unknown_left_out`; None keeps items of unknown types.
     """
 
     item: _Shape | None = None
@@ -61,7 +63,7 @@ class _Shape:
     omission_rules: Mapping[str, Any] | None = None
 
     def is_omitted(self, item: Any) -> bool:
-        """Whether an item of this list has an unknown type and may be removed."""
+        """Whether an item of a request's list has an unknown type and may be removed."""
         if self.omission_rules is None or type(item) is not dict:
             return False
         shape = self.item or _Shape()
@@ -71,7 +73,7 @@ class _Shape:
         return not any(word in tag for word in self.omission_rules["refused"])
 
     def fields_of(self, value: Mapping[str, Any]) -> _StructFields | None:
-        """Return the fields that an object may have; None if its tag is unknown."""
+        """Return the fields that a JSON object may have; None if its type tag is unknown."""
         tag = value.get(self.tag_field) if self.tag_field is not None else None
         if tag is None and len(self.structs) == 1:
             return next(iter(self.structs.values()))
@@ -79,11 +81,11 @@ class _Shape:
 
 
 def drop_unknown(value: Any, kind: Any, where: str = "") -> list[Ignored]:
-    """Remove fields that the type `kind` does not have from a decoded body, and return them.
+    """Remove fields that a type does not have from a decoded body, and return them.
 
     The body is changed in place. Fields marked as droppable are removed, too, if their value is
-    wrong, and integers written as fractions (15.0) become integers. The time is linear in the
-    size of the body. `where` is the path of `value` inside the whole body.
+    wrong, and integers written as fractions (15.0) become integers. The time is linear in the size
+    of the body. `where` is the path of `value` inside the whole body.
 
     Raises:
         UnknownFieldError: a field without which the answer would mean something else.
@@ -95,13 +97,16 @@ def drop_unknown(value: Any, kind: Any, where: str = "") -> list[Ignored]:
 
 
 class _LenientWalk:
-    """One walk through a body, which reports each kind of ignored field once."""
+    """One walk through a decoded body, which removes unknown fields.
+
+    `ignored` has a report for each kind of removed field; repeated fields are reported once.
+    """
 
     def __init__(self) -> None:
         self.ignored: dict[tuple[int, str], Ignored] = {}
 
     def fit(self, value: Any, shape: _Shape, where: str) -> Any:
-        """Return a value without its unknown fields; lists and objects are changed in place."""
+        """Return a body's value without unknown fields; lists and objects are changed in place."""
         if type(value) is dict:
             if (fields := shape.fields_of(value)) is not None:
                 self._fit_object(value, fields, where)
@@ -117,7 +122,7 @@ class _LenientWalk:
         return value
 
     def _omit_items(self, items: list[Any], shape: _Shape, where: str) -> None:
-        """Remove items of unknown types from a list, and report each type once."""
+        """Remove items of unknown types from a body's list, and report each type once."""
         kept_items = [item for item in items if not shape.is_omitted(item)]
         if len(kept_items) == len(items):
             return
@@ -131,7 +136,10 @@ class _LenientWalk:
         items[:] = kept_items
 
     def _fit_object(self, value: dict[str, Any], fields: _StructFields, where: str) -> None:
-        """Remove unknown fields and droppable fields with wrong values from an object, in place."""
+        """Remove fields from an object of the body, in place.
+
+        Unknown fields are removed, and droppable fields whose value is wrong.
+        """
         if fields.is_closed and (unknown := value.keys() - fields.names):
             for name in sorted(unknown) if len(unknown) <= MAX_IGNORED else unknown:
                 refusal = partial(unknown_field, where, name, fields.names)
@@ -169,7 +177,7 @@ class _LenientWalk:
 
 
 def ignored_item(where: str, tag: str, tag_field: str = "type") -> Ignored:
-    """Return the report of a list item that is removed because its type is unknown."""
+    """Return the report of an item removed from a request's list for its unknown type."""
     tag = tag[:MAX_NAME_LENGTH]
 
     def refusal() -> RequestError:
@@ -189,7 +197,7 @@ def _shape_of(kind: Any) -> _Shape | None:
 
 
 def _describe(kind: inspect.Type, fields_by_struct: dict[type, _StructFields]) -> _Shape | None:
-    """Return the shape of a type; None if none of its values needs a change."""
+    """Return the shape of a field's type; None if lenient decoding never changes its values."""
     shape = _Shape()
     all_parts = list(parts([kind]))
     for part in all_parts:
@@ -212,7 +220,7 @@ def _describe(kind: inspect.Type, fields_by_struct: dict[type, _StructFields]) -
 def _struct_fields(
     kind: inspect.StructType, fields_by_struct: dict[type, _StructFields]
 ) -> _StructFields:
-    """Return the fields of a struct, which are also added to `fields_by_struct`."""
+    """Return the fields of a request struct, and store them in `fields_by_struct`."""
     if kind.cls in fields_by_struct:
         return fields_by_struct[kind.cls]
     names = {struct_field.encode_name for struct_field in kind.fields}

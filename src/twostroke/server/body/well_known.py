@@ -60,6 +60,10 @@ _NAMES_ANYWHERE: Final = frozenset(_MEDIA.split())
 
 
 def has_meaning(name: str, value: object, parent: str) -> bool:
-    """Whether the answer depends on an unknown field; `parent` is the path of its object."""
+    """Whether a request cannot be answered correctly without one of its unknown fields.
+
+    True for fields such as `tools` and `images`, unless their value is empty. `parent` is the path
+    of the object that has the field.
+    """
     is_empty = value is None or value in (False, "", [], {}) or (name == "n" and value == 1)
     return not is_empty and (name in _NAMES_ANYWHERE or (not parent and name in _TOP_LEVEL_NAMES))

@@ -56,7 +56,7 @@ _CURSORS: Final = (
 
 
 def _limit(default: int, maximum: int) -> dict[str, Any]:
-    """Return the parameter `limit` of a list."""
+    """Return the OpenAPI form of a list endpoint's query parameter `limit`."""
     bounds = {"type": "integer", "minimum": 1, "maximum": maximum, "default": default}
     return parameter("query", "limit", "The maximum number of items to return.", **bounds)
 

@@ -97,7 +97,14 @@ _TIMEOUT: Final = parameter(
 
 
 class ServerFacts(Frozen):
-    """The facts of a running server for its OpenAPI document."""
+    """The facts of a running server that its OpenAPI document mentions.
+
+    Attributes:
+        version: the version of Twostroke.
+        has_keys: whether requests need an API key.
+        is_strict: whether the server refuses unknown fields (`--strict`).
+        values: the values of the placeholders in schemas, by `Fact`.
+    """
 
     version: str
     has_keys: bool
@@ -108,11 +115,11 @@ class ServerFacts(Frozen):
 def document(
     routes: Iterable[Route], bodies: Bodies, facts: ServerFacts, operations: Operations = OPERATIONS
 ) -> Parts:
-    """Return the OpenAPI document of a server.
+    """Return the OpenAPI 3.1 document of a server.
 
     Args:
-        routes: the routes. Routes whose `include_in_schema` is false, such as the files of the web
-            UI, are left out.
+        routes: the routes. Routes whose `include_in_schema` is false, such as the files of the
+            web UI, are left out.
         bodies: the structs of request bodies, by path.
         facts: the facts of the server.
         operations: the descriptions of the routes, by method and path.
@@ -149,7 +156,7 @@ def document(
 def components(
     bodies: Bodies, facts: ServerFacts, operations: Operations = OPERATIONS
 ) -> dict[str, Parts]:
-    """Return the JSON Schemas of all structs of requests and responses, by name."""
+    """Return the JSON Schemas of all request and response structs, by name, for OpenAPI."""
     received = [*bodies.values(), *get_args(Item)]
     sent: list[Any] = [form.struct for form in FORMS]
     for operation in operations.values():
@@ -173,13 +180,16 @@ def components(
 
 @cache
 def _schemas(kinds: tuple[Any, ...]) -> Parts:
-    """Return the schemas of structs by name, which callers must not change."""
+    """Return the JSON Schemas of structs by name. The result is cached: do not change it."""
     return msgspec.json.schema_components(kinds, ref_template=_REFERENCE)[1]
 
 
 @cache
 def _structs_without_tag(kinds: tuple[Any, ...]) -> set[type[msgspec.Struct]]:
-    """Return the structs that are in no union with other structs, so that they need no tag."""
+    """Return the structs that never share a union with another struct.
+
+    A tag such as `type` tells the structs of a union apart, so these structs need no tag.
+    """
     all_structs: set[type[msgspec.Struct]] = set()
     in_unions = set(get_args(Item))
     types = [inspect.type_info(kind) for kind in kinds]
@@ -197,15 +207,15 @@ def _structs_without_tag(kinds: tuple[Any, ...]) -> set[type[msgspec.Struct]]:
 
 
 def schema_of(kind: Any) -> Parts:
-    """Return the schema of a type; the schemas of structs are references."""
+    """Return the JSON Schema of a type. Structs in it are references to the OpenAPI document."""
     (schema,), _ = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
     return schema
 
 
 def _with_facts(schema: Any, facts: ServerFacts) -> Any:
-    """Return a copy of a schema with values for its placeholders (`Fact`).
+    """Return a copy of a JSON Schema with the running server's values for `Fact` placeholders.
 
-    The alternatives in `oneOf` replace the alternatives of the field's type, in `anyOf`.
+    If a field has `oneOf`, it replaces the `anyOf` that was derived from the field's type.
     """
     if isinstance(schema, str):
         return facts.values.get(schema, schema)
@@ -218,7 +228,11 @@ def _with_facts(schema: Any, facts: ServerFacts) -> Any:
 
 
 def _finish_defaults(schema: Parts, *, is_sent: bool) -> None:
-    """Make fields of responses required, and remove defaults that only mean a missing field."""
+    """Correct the defaults in a struct's JSON Schema, in place.
+
+    Every field of a response (`is_sent`) becomes required and loses its default. Requests lose the
+    default null, which only means that a field may be left out.
+    """
     for name, field in schema["properties"].items():
         if is_sent and "default" in field and name not in schema["required"]:
             schema["required"].append(name)
@@ -227,7 +241,10 @@ def _finish_defaults(schema: Parts, *, is_sent: bool) -> None:
 
 
 def _finish_hints(schema: Parts, *, is_strict: bool) -> None:
-    """Apply the server's strictness: only strict servers refuse unknown fields and hints."""
+    """Make a struct's JSON Schema as strict as the server, in place.
+
+    Only strict servers refuse unknown fields, and fields that have no effect.
+    """
     if not is_strict:
         schema.pop("additionalProperties", None)
     for field in schema["properties"].values():
@@ -239,7 +256,10 @@ def _finish_hints(schema: Parts, *, is_strict: bool) -> None:
 
 
 def described_routes(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
-    """Yield the method and the path of each route to describe; GET implies HEAD."""
+    """Yield the method and the path of each route that the OpenAPI document describes.
+
+    HEAD is left out, since each GET route has it.
+    """
     for route in routes:
         if route.include_in_schema:
             for method in sorted((route.methods or set()) - {"HEAD"}):
@@ -247,7 +267,10 @@ def described_routes(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
 
 
 def _operation(method: str, path: str, operation: RouteDescription, *, has_keys: bool) -> Parts:
-    """Return a route in OpenAPI's form, without its request body."""
+    """Return a route's OpenAPI operation, without the request body.
+
+    `has_keys` tells whether the server needs API keys.
+    """
     forms = _error_forms(path, operation)
     is_open = path in OPEN_PATHS
     described: Parts = {
@@ -269,7 +292,10 @@ def _operation(method: str, path: str, operation: RouteDescription, *, has_keys:
 
 
 def _error_forms(path: str, operation: RouteDescription) -> list[ErrorForm]:
-    """Return the forms of errors on a path; a described header may select a second form."""
+    """Return the JSON forms that errors may have on a path.
+
+    If the path accepts the header `anthropic-version`, it selects Anthropic's form.
+    """
     header = ANTHROPIC_HEADER.decode()
     has_header = any(described["name"] == header for described in operation.parameters)
     headers = [[], [(ANTHROPIC_HEADER, b"")]] if has_header else [[]]
@@ -278,13 +304,13 @@ def _error_forms(path: str, operation: RouteDescription) -> list[ErrorForm]:
 
 
 def _id(method: str, path: str) -> str:
-    """Return the operation id of a route."""
+    """Return the OpenAPI operation id of a route: its method and the words of its path."""
     words = path.replace("{", "").replace("}", "").replace(".", "/").strip("/").split("/")
     return "_".join((method.lower(), *filter(None, words)))
 
 
 def _body(operation: RouteDescription, kind: type[msgspec.Struct], facts: ServerFacts) -> Parts:
-    """Return the request body of an operation, with its examples."""
+    """Return the OpenAPI description of a route's JSON request body, with examples."""
     model = facts.values[Fact.MODEL_NAMES][0]
     first = {"model": model} if "model" in kind.__struct_fields__ else {}
     examples = {name: {"value": {**first, **value}} for name, value in operation.examples.items()}
@@ -292,7 +318,10 @@ def _body(operation: RouteDescription, kind: type[msgspec.Struct], facts: Server
 
 
 def _responses(operation: RouteDescription, forms: list[ErrorForm], *, needs_key: bool) -> Parts:
-    """Return the responses of an operation, by status."""
+    """Return the OpenAPI descriptions of a route's responses, by HTTP status.
+
+    `forms` are the forms of its errors; `needs_key` tells whether it needs an API key.
+    """
     form = forms[0]
     ids = ["x-request-id", *([form.id_header.decode()] if form.id_header else [])]
     content: Parts = {kind: {"schema": schema} for kind, schema in operation.media.items()}
@@ -340,7 +369,7 @@ def _response(description: str, content: Parts, headers: Iterable[str]) -> Parts
 
 
 def _lines(operation: RouteDescription, form: ErrorForm) -> Parts:
-    """Return the schema of a line in a stream of JSON lines."""
+    """Return the JSON Schema of a stream of JSON lines, which may end with an error."""
     kinds = [reference(struct) for struct in (*operation.lines, form.struct)]
     return {
         "type": "string",
@@ -351,7 +380,7 @@ def _lines(operation: RouteDescription, form: ErrorForm) -> Parts:
 
 
 def _stream(operation: RouteDescription, form: ErrorForm) -> Parts:
-    """Return the schema of an event in a stream, as an object with the fields of the event.
+    """Return the JSON Schema of one server-sent event of a route's stream.
 
     OpenAPI 3.1 has no notation for streams; in OpenAPI 3.2 this is an `itemSchema`.
     """

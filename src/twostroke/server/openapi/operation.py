@@ -55,19 +55,20 @@ TEXT: Final = {"type": "string"}
 
 
 class RouteDescription(Frozen):
-    """The description of a route for the OpenAPI document.
+    """The description of an HTTP route for the OpenAPI document.
 
     Attributes:
         summary: a few words.
-        tag: the owner of the protocol.
+        tag: the group of the route: the owner of its protocol, such as OpenAI.
         description: further sentences.
         answer: the type of a JSON response; None without one.
         events: the structs of a stream's server-sent events; empty without such a stream.
         lines: the structs of a stream of JSON lines; empty without such a stream.
-        media: the schemas of responses of other media types; for JSON, of an alternative form.
+        media: the JSON Schemas of responses of other media types, by media type. The schema for
+            application/json is an alternative to `answer`.
         form: the schema of a multipart/form-data body; empty for a JSON body.
         may_be_unready: whether the same response also comes with status 503.
-        errors: the errors besides `ANYWHERE`.
+        errors: the classes of the errors besides `ANYWHERE`, the errors of all routes.
         examples: request bodies by name, without the model's name.
         parameters: the parameters of the path, the query and the headers, in OpenAPI's form.
         leads_to: methods and paths of operations that take the id in this operation's response.
@@ -89,9 +90,10 @@ class RouteDescription(Frozen):
 
 
 def parameter(location: str, name: str, description: str, **schema: object) -> dict[str, Any]:
-    """Return a parameter in OpenAPI's form.
+    """Return the OpenAPI description of a request parameter.
 
-    `location` is "path", "query" or "header"; parameters in the path are required.
+    `location` is "path", "query" or "header"; parameters in the path are required. `schema` has the
+    keywords of the parameter's JSON Schema.
     """
     fields = {"name": name, "in": location, "description": description, "schema": schema}
     return fields | ({"required": True} if location == "path" else {})

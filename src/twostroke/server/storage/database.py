@@ -48,15 +48,15 @@ _logger = logging.getLogger("twostroke.records")
 
 
 class Records:
-    """The database and the files of a records folder, which one process opens at a time.
+    """The SQLite database and the file folder in which a server stores its records.
 
-    Callers pass `work`, a function of a database connection that it must not keep. Writes that wait
-    at the same time share a transaction, and so one sync of the disk. A write that raises is rolled
-    back alone.
+    Only one process may open them at a time. Callers pass `work`, a function of a database
+    connection, which must not keep the connection. Writes that wait at the same time share a
+    transaction, and so one sync of the disk. A write that raises is rolled back alone.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the folder `path`, and create it if necessary.
+        """Open the records folder `path`, and create it if necessary.
 
         Raises:
             RecordsError: another process has opened the folder, a newer version wrote it, the
@@ -85,7 +85,7 @@ class Records:
         self._readers = ThreadPoolExecutor(1, "twostroke-records-reader")
 
     async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `work` in the writing thread and return its result once its changes are synced.
+        """Run `work` in the database's writing thread; return its result when it is on disk.
 
         Cancelling the caller does not stop the work. Exceptions of `work` are raised here.
 
@@ -95,10 +95,10 @@ class Records:
         return await asyncio.wrap_future(self.post(work))
 
     def post(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
-        """Queue `work` for the writing thread and return its future; the order of calls is kept.
+        """Queue `work` for the database's writing thread, and return its future.
 
-        The future fails with a RecordsError if too many writes wait, for example because another
-        program has locked the database.
+        Calls are run in order. The future fails with a RecordsError if too many writes wait, for
+        example because another program has locked the database.
         """
         done: Future[T] = Future()
         done.set_running_or_notify_cancel()  # so that the future cannot be cancelled
@@ -110,7 +110,7 @@ class Records:
         return done
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `work` in the reading thread and return its result.
+        """Run `work` in the database's reading thread, and return its result.
 
         Raises:
             RecordsError: the database cannot be read.
@@ -118,7 +118,10 @@ class Records:
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
     async def read_long(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """As `read`, for work that takes seconds: it has its own thread and connection."""
+        """Run `work`, which may read for seconds, in its own thread and connection.
+
+        Other reads are not delayed meanwhile. Raises RecordsError as `read` does.
+        """
 
         def read() -> T:
             with self.open_reader() as connection:
@@ -128,7 +131,10 @@ class Records:
 
     @contextmanager
     def open_reader(self) -> Iterator[sqlite3.Connection]:
-        """Open a connection for a thread that reads for seconds. Raises as `read`."""
+        """Open a database connection for a thread that reads for seconds.
+
+        Raises RecordsError as `read` does.
+        """
         try:
             with closing(_connect(self.path)) as connection:
                 yield connection
@@ -137,8 +143,9 @@ class Records:
 
     @staticmethod
     def shrink(db: sqlite3.Connection) -> bool:
-        """Return some unused space of a database to the disk; return whether more may be left.
+        """Return unused space of the database file to the file system.
 
+        Each call frees a limited number of database pages; the result tells whether more are left.
         Does nothing for a database that an earlier version created without `auto_vacuum`.
         """
         [before] = db.execute("PRAGMA freelist_count").fetchone()
@@ -148,7 +155,7 @@ class Records:
         return bool(after < before and after)
 
     def close(self) -> None:
-        """Finish the waiting writes, and release the folder."""
+        """Finish the queued writes, close the database, and unlock the records folder."""
         self._writes.put(None)
         self._thread.join()
         self._readers.shutdown()
@@ -158,16 +165,20 @@ class Records:
         os.close(self._lock)
 
     def _note_cut_off_log(self) -> None:
-        """If the end of the write-ahead log is damaged, log it and mark the folder."""
+        """Log an error if the end of the database's write-ahead log is damaged.
+
+        A marker file notes that records may be lost, so that no stored file is deleted.
+        """
         if is_log_cut_off(self._writer, self.path):
             reason = "The newest changes of %s may be lost: the end of its log is damaged."
             _logger.error(reason, self.path)
             self._lost_records.make()
 
     def _clean_up(self) -> None:
-        """Log damaged rows, restore ids, and delete files that no row names.
+        """Repair the database at startup, and delete stored files that it does not name.
 
-        While a row is damaged or lost, files without a row may belong to it, so they are kept.
+        Damaged rows are logged, and damaged ids are restored. While a row is damaged or lost, no
+        file is deleted, since the row may have named the file.
         """
         known_ids = stored_ids(self._writer, "files")
         faults = restore_ids(self._writer)
@@ -205,7 +216,7 @@ class Records:
             self._write([write for write in batch if write is not None])
 
     def _write(self, writes: list[Write]) -> None:
-        """Do all writes in one transaction, and complete their futures once it is on the disk."""
+        """Run queued writes in one transaction; complete their futures when it is on the disk."""
         db = self._writer
         results: list[tuple[Future[Any], Any]] = []
         failures: list[tuple[Future[Any], Exception]] = []
@@ -239,7 +250,9 @@ class Records:
 def open_database(
     path: Path, *, writes: bool = False, creates: bool = False
 ) -> Iterator[sqlite3.Connection]:
-    """Open the database of a folder for one short transaction; a server may use it meanwhile.
+    """Open the database of a records folder for one short transaction.
+
+    A server may use the database meanwhile.
 
     Args:
         path: the records folder.
@@ -248,8 +261,8 @@ def open_database(
         creates: create the folder and the database if they do not exist.
 
     Raises:
-        RecordsError: there is no database, another program has locked it for long, a newer version
-            wrote it, it is damaged, or the disk fails.
+        RecordsError: there is no database, another program has locked it for long, a newer
+            version wrote it, it is damaged, or the disk fails.
     """
     file = path / "records.db"
     try:
@@ -270,7 +283,10 @@ def open_database(
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open a connection, and create the database if necessary, readable by its owner only."""
+    """Open a connection to the database file `path`, and create the file if necessary.
+
+    Only the file's owner may read it.
+    """
     is_new = False
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -293,7 +309,10 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
-    """Turn on the write-ahead log; retry while another program does so, since SQLite does not."""
+    """Turn on the database's write-ahead log, which lets readers and a writer work at once.
+
+    SQLite fails if another program does the same at the moment, so this retries.
+    """
     end_s = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
@@ -307,10 +326,11 @@ def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
 
 
 def _migrate(db: sqlite3.Connection, path: Path) -> None:
-    """Migrate a database, unless it is empty while the folder has files.
+    """Bring a records database to the newest version.
 
-    An empty database names none of the files, so the next start would delete them, although a
-    backup of the database may name them.
+    Raises a RecordsError if the database is empty while the folder has files. An empty database
+    names none of the files, so the next start would delete them, although a backup of the database
+    may name them.
     """
     [version] = db.execute("PRAGMA user_version").fetchone()
     files = path.parent / "files"
@@ -323,7 +343,7 @@ def _migrate(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _explain(error: Exception, path: Path) -> RecordsError:
-    """Return the error about a failed access to the database, with the remedy if there is one."""
+    """Return the error for a failed database access, with the remedy if there is one."""
     is_json = isinstance(error, _JSON_ERRORS)
     code = getattr(error, "sqlite_errorcode", 0)
     kind = sqlite3.SQLITE_CORRUPT if is_json else code & 0xFF
@@ -344,7 +364,7 @@ def _explain(error: Exception, path: Path) -> RecordsError:
 
 
 def _is_read_only(folder: Path) -> bool:
-    """Whether the file system of a folder is mounted read-only."""
+    """Whether a folder is on a file system that is mounted read-only."""
     try:
         return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     except OSError:
@@ -352,7 +372,11 @@ def _is_read_only(folder: Path) -> bool:
 
 
 def _lock(path: Path) -> int:
-    """Lock the folder until the process ends or the returned descriptor is closed."""
+    """Lock a records folder, so that no other process opens it; return the descriptor.
+
+    The lock ends when the descriptor is closed or the process ends. Raises a RecordsError if
+    another process has the lock.
+    """
     try:
         descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 
 class Folder:
-    """The files of a records folder, by id. The caller makes the ids; clients never choose them."""
+    """The stored files of a records folder, by id.
+
+    The server makes the ids; clients never choose them.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Use the folder `path`, and create it if necessary, readable by its owner only.
+        """Use the records folder `path`, and create it if necessary, readable by its owner only.
 
         Raises:
             RecordsError: the folder cannot be created.
@@ -38,11 +41,11 @@ class Folder:
             raise explain(error, path) from None
 
     def path(self, id_: str) -> Path:
-        """Return the path of the file with this id."""
+        """Return the path of the stored file with this id, whether it exists or not."""
         return self._files / id_
 
     def begin(self) -> Temporary:
-        """Return a new temporary file to write to.
+        """Create a temporary file for content that becomes a stored file when it is complete.
 
         Raises:
             RecordsError: the file cannot be created.
@@ -50,16 +53,19 @@ class Folder:
         return Temporary(self._unfinished / secrets.token_hex(8), self._files)
 
     def remove(self, id_: str) -> None:
-        """Delete a file if it exists; if that fails, the next start of the server deletes it."""
+        """Delete a stored file if it exists.
+
+        If the deletion fails, the next start of the server deletes the file.
+        """
         with suppress(OSError):
             self.path(id_).unlink(missing_ok=True)
 
     def ids(self) -> set[str]:
-        """Return the ids of all files."""
+        """Return the ids of all stored files."""
         return {path.name for path in self._files.iterdir()}
 
     def remove_unfinished(self) -> None:
-        """Delete temporary files that a crash has left."""
+        """Delete unfinished temporary files that a crash of the server has left."""
         for path in self._unfinished.iterdir():
             with suppress(OSError):
                 path.unlink()
@@ -70,7 +76,10 @@ new_hash: Final = partial(hashlib.blake2b, digest_size=16)
 
 
 def has_digest(path: Path, digest: str) -> bool:
-    """Whether a file has this digest; an empty digest matches every file. Raises OSError."""
+    """Whether a stored file's content has this BLAKE2b digest, in hexadecimal digits.
+
+    An empty digest matches every file. Raises OSError.
+    """
     if not digest:
         return True
     with open_regular_file(path, follows_links=False) as file:
@@ -81,10 +90,13 @@ def has_digest(path: Path, digest: str) -> bool:
 
 
 class Temporary:
-    """A file that is being written; leaving its `with` block deletes it unless it was kept."""
+    """A stored file that is still being written, under a temporary name.
+
+    Use it as a context manager: leaving the block deletes the file, unless `keep` was called.
+    """
 
     def __init__(self, path: Path, folder: Path) -> None:
-        """Create the file at `path`; `keep` moves it into `folder`."""
+        """Create an empty file at `path`; `keep` later moves it into `folder`."""
         self.num_bytes = 0
         self._hash = new_hash()
         self._path = path
@@ -95,18 +107,18 @@ class Temporary:
             raise explain(error, path) from None
 
     def __enter__(self) -> Self:
-        """Return this file."""
+        """Return this temporary file."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the file, and delete it unless it was kept."""
+        """Close the temporary file, and delete it unless `keep` was called."""
         with suppress(OSError):  # on a full disk, buffered bytes cannot be written
             self._file.close()
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
     def write(self, data: bytes) -> None:
-        """Append bytes. Raises RecordsError."""
+        """Append bytes to the temporary file. Raises RecordsError."""
         try:
             self._file.write(data)
         except OSError as error:
@@ -116,11 +128,11 @@ class Temporary:
 
     @property
     def digest(self) -> str:
-        """The digest of the bytes written so far, as hexadecimal digits."""
+        """The BLAKE2b digest of the bytes written to the file so far, in hexadecimal digits."""
         return self._hash.hexdigest()
 
     def read(self) -> mmap:
-        """Map the written bytes, at least one, into memory. Raises RecordsError."""
+        """Map the bytes written so far, at least one, into memory. Raises RecordsError."""
         try:
             self._file.flush()
             return mmap(self._file.fileno(), 0, access=ACCESS_READ)
@@ -128,7 +140,9 @@ class Temporary:
             raise explain(error, self._path) from None
 
     def keep(self, id_: str) -> None:
-        """Move the file to its final name and sync it; an older file of that name is replaced.
+        """Sync the file to the disk and move it to its final name, `id_`.
+
+        An older file with this id is replaced.
 
         Raises:
             RecordsError: the file may or may not have its final name; a retry is safe.
@@ -144,19 +158,22 @@ class Temporary:
 
 
 class FolderMarker:
-    """An empty file in a records folder that notes a fact outside of the database."""
+    """An empty file in a records folder whose existence notes a fact.
+
+    Unlike a row of the database, the fact survives the loss of the database.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Use the file `name` of the folder `path`."""
+        """Use the marker file `name` in the records folder `path`, without creating it."""
         self.path = path / name
 
     @property
     def is_there(self) -> bool:
-        """Whether the file exists."""
+        """Whether the marker file exists."""
         return self.path.exists()
 
     def make(self) -> None:
-        """Create the file if it does not exist. Raises RecordsError."""
+        """Create the marker file if it does not exist. Raises RecordsError."""
         try:
             if not self.is_there:
                 self.path.touch(mode=0o600)
@@ -165,13 +182,16 @@ class FolderMarker:
             raise explain(error, self.path) from None
 
     def remove(self) -> None:
-        """Delete the file; errors are ignored."""
+        """Delete the marker file; errors are ignored."""
         with suppress(OSError):
             self.path.unlink()
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder, so that its new names survive a loss of power. Raises OSError."""
+    """Sync a folder to the disk, so that new file names survive a power loss.
+
+    Raises OSError.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -180,12 +200,12 @@ def sync_folder(path: Path) -> None:
 
 
 def explain(error: OSError, path: Path) -> RecordsError:
-    """Return the error about a path that the operating system cannot use."""
+    """Return a RecordsError about a path at which an operating system call failed."""
     return RecordsError(f"{path} cannot be used: {error.strerror or error}.")
 
 
 class RecordsError(TwostrokeError):
-    """The database or a file cannot be read or written; the message has its path."""
+    """The database or a stored file cannot be read or written; the message has its path."""
 
     http_status = 503
     code = "records_unavailable"

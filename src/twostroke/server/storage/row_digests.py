@@ -57,7 +57,10 @@ class DamagedRowError(RecordsError):
 
 
 def row_digest(values: Iterable[str | bytes | int | None]) -> str:
-    """Return the digest of a row's values, in the order of `COLUMNS`, as hexadecimal digits."""
+    """Return the BLAKE2b digest of a database row's values, in hexadecimal digits.
+
+    The values are in the order of `COLUMNS`.
+    """
     row_hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for value in values:
         data = b"" if value is None else value if isinstance(value, bytes) else _as_bytes(value)
@@ -67,19 +70,22 @@ def row_digest(values: Iterable[str | bytes | int | None]) -> str:
 
 
 def digest_in_sql(table: str) -> str:
-    """Return the SQL expression that computes the digest of a table's row from its columns."""
+    """Return the SQL expression that computes the digest of a row of `table`."""
     # A damaged text may not be UTF-8, so SQLite passes bytes.
     values = ", ".join(f"CAST({table}.{column} AS BLOB)" for column in COLUMNS[table])
     return f"row_digest({values})"
 
 
 def is_intact_in_sql(table: str) -> str:
-    """Return the SQL condition that a table's row still has the values that were written."""
+    """Return the SQL condition that a row of `table` still has the values that were written.
+
+    Rows of earlier versions have no digest and count as intact.
+    """
     return f"({table}.row_digest = '' OR {table}.row_digest = {digest_in_sql(table)})"
 
 
 def damaged_rows(db: Connection) -> Iterator[str]:
-    """Yield a sentence for the log about each damaged file, batch, key and upload."""
+    """Yield a log message about each damaged row for a file, batch, API key or upload."""
     for table, noun in _CHECKED_AT_START.items():
         query = f"SELECT id FROM {table} NOT INDEXED WHERE NOT {is_intact_in_sql(table)}"  # noqa: S608 constants
         for (id_,) in db.execute(query):
@@ -87,13 +93,16 @@ def damaged_rows(db: Connection) -> Iterator[str]:
 
 
 def use_row_digests(db: Connection) -> None:
-    """Give a connection the SQL function `row_digest`, and let it read text that is not UTF-8."""
+    """Give a database connection the SQL function `row_digest`.
+
+    Text that is not UTF-8 no longer fails a query, since damaged rows may have such text.
+    """
     db.create_function("row_digest", -1, lambda *values: row_digest(values), deterministic=True)
     db.text_factory = _as_text
 
 
 def _as_bytes(value: str | int) -> bytes:
-    """Encode a value as SQLite's `CAST(value AS BLOB)` does."""
+    """Encode a database value as bytes, as SQLite's `CAST(value AS BLOB)` does."""
     return (value if isinstance(value, str) else str(int(value))).encode()
 
 

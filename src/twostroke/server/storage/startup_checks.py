@@ -27,12 +27,18 @@ NOUNS: Final = {
 
 
 def stored_ids(db: Connection, table: str) -> set[str]:
-    """Return the ids of a table's rows, from the rows and from the index of ids."""
+    """Return the ids of a table's rows.
+
+    SQLite stores each id in the row and in an index; if damage made them differ, both are returned.
+    """
     return {*_ids_in_rows(db, table).values(), *_ids_in_index(db, table).values()}
 
 
 def restore_ids(db: Connection) -> list[str]:
-    """Restore damaged ids and indexes where possible; return a sentence for each fault."""
+    """Restore damaged ids and indexes of the database where possible.
+
+    Returns a log message for each fault, whether it was repaired or not.
+    """
     faults: list[str] = []
     for table, noun in NOUNS.items():
         row_ids = _ids_in_rows(db, table)
@@ -51,7 +57,17 @@ def restore_ids(db: Connection) -> list[str]:
 def _restore_table(
     db: Connection, table: str, noun: str, row_ids: dict[int, str], index_ids: dict[int, str]
 ) -> list[str]:
-    """Restore the ids and the indexes of a table that has lost no rows."""
+    """Restore the damaged ids and indexes of a table whose rows are all there.
+
+    Args:
+        db: the database.
+        table: the name of the table.
+        noun: the noun for a row in log messages.
+        row_ids: the ids in the rows, by row number.
+        index_ids: the ids in the index, by row number.
+
+    Returns a log message for each fault.
+    """
     true_ids: dict[int, str] = {}
     faults: list[str] = []
     undecided: list[str] = []
@@ -77,7 +93,10 @@ def _restore_table(
 
 
 def _rebuild_indexes(db: Connection, table: str, true_ids: dict[int, str]) -> None:
-    """Rebuild the indexes of a table from its rows and write the true ids, in one transaction."""
+    """Rebuild a table's indexes and correct its damaged ids, in one transaction.
+
+    `true_ids` has the correct ids, by row number.
+    """
     db.execute("BEGIN IMMEDIATE")
     try:
         db.execute(f"REINDEX {table}")  # first: an update looks for the old id in the index
@@ -99,12 +118,18 @@ def _ids_in_index(db: Connection, table: str) -> dict[int, str]:
 
 
 def _structure_faults(db: Connection, table: str, check: str) -> set[str]:
-    """Return the faults that a check of SQLite finds; only `integrity_check` reads indexes."""
+    """Return the faults that SQLite's `quick_check` or `integrity_check` finds in a table.
+
+    Only `integrity_check` reads the indexes.
+    """
     return {text for (text,) in db.execute(f"PRAGMA {check}({table})")} - {"ok"}
 
 
 def _is_intact(db: Connection, table: str, row: int, id_: str) -> bool:
-    """Whether a row matches its digest if this is its id; false for rows without a digest."""
+    """Whether a row's values and the id `id_` match the digest that was written with the row.
+
+    False for rows without a digest.
+    """
     columns = ", ".join(f"CAST({column} AS BLOB)" for column in COLUMNS[table][1:])
     query = f"SELECT row_digest, {columns} FROM {table} NOT INDEXED WHERE rowid = ?"  # noqa: S608 constants
     digest, *values = db.execute(query, (row,)).fetchone()
@@ -112,7 +137,7 @@ def _is_intact(db: Connection, table: str, row: int, id_: str) -> bool:
 
 
 def has_damaged_rows(db: Connection, table: str) -> bool:
-    """Whether any row of a table has other values than were written."""
+    """Whether any row of a database table differs from the row that was written."""
     query = f"SELECT 1 FROM {table} NOT INDEXED WHERE NOT {is_intact_in_sql(table)} LIMIT 1"  # noqa: S608 constants
     return db.execute(query).fetchone() is not None
 
@@ -124,10 +149,10 @@ _SALT: Final = slice(8, 16)  # of a frame header; equal in all frames since the 
 
 
 def is_log_cut_off(db: Connection, path: Path) -> bool:
-    """Whether the write-ahead log of the database at `path` has frames that SQLite ignores.
+    """Whether the database's write-ahead log has frames that SQLite ignores.
 
     SQLite stops reading at the first frame with a wrong checksum, so a flipped bit hides all later
-    writes. Call this after the database is opened and before the first write.
+    writes. Call this after the database at `path` is opened and before the first write.
     """
     [_, num_read, _] = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
     [page_size] = db.execute("PRAGMA page_size").fetchone()
@@ -138,7 +163,11 @@ def is_log_cut_off(db: Connection, path: Path) -> bool:
 
 
 def _frame_salts(path: Path, page_size: int) -> list[bytes]:
-    """Return the salt of each frame of a write-ahead log; empty if the file does not exist."""
+    """Return the salt of each frame of a database's write-ahead log.
+
+    All frames since the last reset of the log have the same salt. The list is empty if the log does
+    not exist.
+    """
     frame_bytes = _FRAME_HEADER_BYTES + page_size
     salts: list[bytes] = []
     try:

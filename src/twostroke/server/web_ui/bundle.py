@@ -22,12 +22,13 @@ _SHEET: Final = re.compile(r'^@import "([^"]+)";$', re.MULTILINE)
 
 
 def script(modules: Mapping[str, str], entry: str) -> str:
-    """Return one script with the module `entry` and the modules that it imports.
+    """Bundle the ES module `entry` and the modules that it imports into one script.
 
-    `modules` are sources by path. A module without imports is returned unchanged.
+    `modules` has the JavaScript sources by path. A module without imports is returned unchanged.
 
     Raises:
-        ValueError: a module is missing, is part of a circle of imports, or has another form.
+        ValueError: a module is missing, imports itself indirectly, or has an import or export
+            in a form that this bundler does not know.
     """
     if not IMPORT.search(modules[entry]):
         return modules[entry]
@@ -36,14 +37,14 @@ def script(modules: Mapping[str, str], entry: str) -> str:
 
 
 def style(sheets: Mapping[str, str], entry: str) -> str:
-    """Return the style sheet `entry`, in which the contents of other sheets replace imports."""
+    """Return the style sheet `entry` with the contents of other sheets in place of `@import`s."""
     return _SHEET.sub(lambda match: sheets[_resolved(entry, match[1])], sheets[entry])
 
 
 def _parts(modules: Mapping[str, str], name: str, state: dict[str, bool]) -> Iterator[str]:
-    """Yield the functions of a module and, before it, of the modules that it imports.
+    """Yield the bundled JavaScript of a module, after the bundled modules that it imports.
 
-    `state` has, by name, whether the function of a module is already complete.
+    `state` tells, by module name, whether a module is complete; False means in progress.
     """
     if name not in modules or state.get(name) is False:
         raise ValueError(f"{name} is missing, or part of a circle of imports")
@@ -65,5 +66,5 @@ def _parts(modules: Mapping[str, str], name: str, state: dict[str, bool]) -> Ite
 
 
 def _resolved(importer: str, path: str) -> str:
-    """Return the path of a module that `importer` imports by the relative path `path`."""
+    """Return the path of the JavaScript or CSS file that `importer` imports as `path`."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(importer), path))

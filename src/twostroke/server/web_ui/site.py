@@ -66,10 +66,10 @@ class _File(Frozen):
 
 
 class Site:
-    """Serves an HTML page and the files to which it links, together some hundred kilobytes."""
+    """Serves an HTML page of the web UI, and the scripts and styles of the page, from memory."""
 
     def __init__(self, index: str = INDEX) -> None:
-        """Read the files of the page `index`, and bundle scripts and styles with their imports."""
+        """Load the HTML page `index`, and bundle its scripts and style sheets."""
         sources = dict(_read(files(__package__) / "static"))
         page = sources[index]
         self._files = {INDEX: _file(INDEX, page)}
@@ -79,15 +79,15 @@ class Site:
             self._files[name] = _file(name, text)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names of the files."""
+        """Yield the names of the files that the page consists of."""
         return iter(self._files)
 
     async def file(self, request: Request) -> Response:
-        """Return the file that the request's path names."""
+        """Answer GET /page/NAME with a file of the web UI."""
         return self.respond(request, request.path_params["name"])
 
     def respond(self, request: Request, name: str = INDEX) -> Response:
-        """Return the response with a file, or a 304 if the client's copy is current.
+        """Return the response with a file of the web UI, or 304 if the client's copy is current.
 
         Raises:
             HTTPException: there is no file with this name (404).
@@ -110,7 +110,7 @@ def _file(name: str, text: str) -> _File:
 
 
 def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each file in a folder and its subfolders."""
+    """Yield the path and the text of each web UI file in a folder and its subfolders."""
     for entry in folder.iterdir():
         name = prefix + entry.name
         if entry.is_dir():
