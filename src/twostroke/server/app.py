@@ -462,11 +462,7 @@ class Api:
         def prepare(
             body: bytes, request: Request
         ) -> tuple[EmbeddingJob, list[list[int]], str, ServedModel] | Response:
-            """Decode an embedding request, choose its model, and tokenize its texts.
-
-            Returns the job, the token ids of each text, the model's name, and the model; or a
-            response if the request has no text.
-            """
+            """Tokenize an embedding request; return a response instead if it has no text."""
             context = served_of(request.scope)
             fields, ignored = decoder.decode(body)
             self._ignored.note(ignored, context)
