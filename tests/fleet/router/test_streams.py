@@ -147,8 +147,10 @@ def test_a_sink_gets_only_what_nothing_else_is_before() -> None:
             list[bytes](),
         )
         connection.connection_made(Silent())
-        connection.send(b"GET")
+        requesting = asyncio.ensure_future(connection.request(b"GET"))
+        await asyncio.sleep(0)
         connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+        assert (await requesting).status == 200
         connection.sink = lambda data: given.append(data) is None
         connection.data_received(b"1\r\nb\r\n")
         assert await connection.read() == b"ab"

@@ -18,7 +18,6 @@ from twostroke.fleet.router.health_checker import (
     decode_object,
     decode_rows,
     fetch,
-    fetch_status,
 )
 from twostroke.fleet.router.metrics import RouterMetrics
 from twostroke.fleet.router.paths import (
@@ -30,18 +29,17 @@ from twostroke.fleet.router.paths import (
     NO_BATCHES,
     NO_RECORDS,
     PROMPT_ONLY_PATHS,
-    STORED_ID,
     STORED_PATH,
     BatchPathError,
+    is_file_path,
     is_harmless,
-    stored_path,
 )
 from twostroke.fleet.router.proxied_request import ProxiedRequest, credentials
 from twostroke.fleet.router.replica_registry import ReplicaRegistry, hash_text
 from twostroke.fleet.router.response import LostError, ReplicaError
 from twostroke.fleet.router.state import fleet_state
 from twostroke.fleet.router.usage_meter import TokenRate, UsageMeter
-from twostroke.fleet.routing.prompt import read_prompt
+from twostroke.fleet.routing.prompt import RoutedPrompt, key_without_prompt, read_prompt
 from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.keys import KeyCheck
 from twostroke.server.auth.limits import LimitCheck
@@ -71,7 +69,6 @@ if TYPE_CHECKING:
 
     from twostroke.fleet.router.options import RouteOptions
     from twostroke.fleet.router.replica_registry import Replica
-    from twostroke.fleet.routing.prompt import RoutedPrompt
     from twostroke.server.http.request_context import Observer
     from twostroke.server.storage import Records
 
@@ -151,7 +148,12 @@ class Router:
             scope["route"] = _LABELS.get(path, _OTHER_LABEL)
             if self.is_draining:
                 raise ServerStoppingError("The router is stopping and takes no new requests.")
-            await self._forward(scope, receive, send)
+            if self._keeps_usage:
+                _check_path(method, path)
+            if method == "POST" and path in COMPUTED_PATHS:
+                await self._forward_computed(scope, receive, send)
+            else:
+                await self._forward_stored(scope, receive, send)
         except TwostrokeError as error:
             context = served_of(scope)
             if context.status:
@@ -162,24 +164,8 @@ class Router:
                 error = LostError("The server of this request was lost.")
             await to_response(error, scope)(scope, receive, send)
 
-    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request to a replica that can answer it."""
-        path, method = scope["path"], scope["method"]
-        concerns_files = any(
-            path == file_path or path.startswith(f"{file_path}/") for file_path in FILE_PATHS
-        )
-        if self._keeps_usage and concerns_files and method == "POST":
-            raise BatchPathError(NO_BATCHES)
-        if self._keeps_usage and not is_harmless(method, path):
-            reason = "it could control a server, or bypass the limits of keys"
-            raise UnknownPathError(f"This router does not pass on {method} {path}: {reason}.")
-        if path in COMPUTED_PATHS and method == "POST":
-            await self._forward_computed(scope, receive, send)
-        else:
-            await self._forward_stored(scope, receive, send, concerns_files=concerns_files)
-
     async def _forward_computed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request that an engine computes.
+        """Read and admit a request that an engine computes, and forward it.
 
         If it refers to a stored answer or file, the replica that stores it gets the request; else
         the policy chooses.
@@ -189,70 +175,71 @@ class Router:
         prompt = read_prompt(body, salt)
         content = b""
         if path not in ENGINELESS_PATHS:
-            content = await self._content(body, prompt.model)
-        self._forwarder.killers.check(content)
+            content = await self._check_content(body, prompt.model)
         request = ProxiedRequest(
             scope,
             receive,
             send,
             body=body,
-            replica_key=self.options.replica_key,
-            meter=self._admit(prompt, scope),
+            key=prompt.key,
             model=prompt.model,
+            meter=self._admit(prompt, scope) if self._keeps_usage else None,
         )
         request.content = content
-        has_file_reference = FILE_REFERENCE.search(body) is not None
+        request.stored_id = prompt.previous
+        if not prompt.previous and FILE_REFERENCE.search(body) is not None:
+            request.only_replica = self._file_replica(salt)
         del body  # so that only `request` refers to it, which drops it early
-        if prompt.previous:
-            work: Any = self._run_at(request, self._find_stored(prompt.previous, scope))
-        elif has_file_reference and (replica := self._file_replica(salt)) is not None:
-            work = self._forwarder.run_at(request, replica)
-        else:
-            work = self._forwarder.run(request, prompt.key)
-        await self._forwarder.guard(request, work)
+        await self._forwarder.forward(request)
 
-    async def _forward_stored(
-        self, scope: Scope, receive: Receive, send: Send, *, concerns_files: bool
-    ) -> None:
+    async def _forward_stored(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward any other request, for example about stored answers, files or batches."""
         path, method, salt = scope["path"], scope["method"], _salt(scope)
-        file_replica = self._require_file_replica(salt) if concerns_files else None
+        file_replica = self._require_file_replica(salt) if is_file_path(path) else None
         http_request = Request(scope, receive)
         body = await self._body(http_request)
-        prompt = read_prompt(body if isinstance(body, bytes) else b"", salt)
+        key = key_without_prompt(salt)
+        meter: UsageMeter | None = None
+        if self._keeps_usage and method == "POST":
+            if isinstance(body, bytes):
+                prompt = read_prompt(body, salt)
+            else:  # a form, whose size is not known yet
+                prompt = RoutedPrompt(key, num_tokens=0)
+            meter = self._admit(prompt, scope)
+        stored = STORED_PATH.fullmatch(path)
         _, _, model = path.partition("/v1/models/")
         request = ProxiedRequest(
             scope,
             receive,
             send,
             body=body,
-            replica_key=self.options.replica_key,
-            meter=self._admit(prompt, scope) if method == "POST" else None,
+            key=key,
             model=model or http_request.query_params.get("model", ""),
+            meter=meter,
         )
         del body  # so that only `request` refers to it, which drops it early
         request.may_resend = method in {"GET", "HEAD"}
-        stored = STORED_PATH.fullmatch(path)
-        if stored is not None:
-            work: Any = self._run_at(request, self._find_stored(stored[1], scope))
-        elif file_replica is not None:
-            work = self._forwarder.run_at(request, file_replica)
-        else:
-            work = self._forwarder.run(request, read_prompt(b"", salt).key)
-        await self._forwarder.guard(request, work)
+        request.stored_id = stored[1] if stored is not None else ""
+        request.only_replica = file_replica
+        await self._forwarder.forward(request)
 
-    async def _content(self, body: bytes, model: str) -> bytes:
-        """Return the hash of a request's content, equal for all names of its model."""
+    async def _check_content(self, body: bytes, model: str) -> bytes:
+        """Return the hash of a request's content, equal for all names of its model.
+
+        Raises:
+            EngineKillerError: too many engines have died while they computed this content.
+        """
         listed_names = (replica.facts.find_model(model) for replica in self.fleet.replicas.values())
         name = next((listed for listed in listed_names if listed), "")
         if len(body) <= _LARGE_BODY_BYTES:
-            return content_hash(body, name)
-        return await asyncio.to_thread(
-            content_hash, body, name
-        )  # other requests continue meanwhile
+            content = content_hash(body, name)
+        else:  # other requests continue meanwhile
+            content = await asyncio.to_thread(content_hash, body, name)
+        self._forwarder.killers.check(content)
+        return content
 
     def _admit(self, prompt: RoutedPrompt, scope: Scope) -> UsageMeter | None:
-        """Check a request against the limits of its key; return its meter, if usage is kept.
+        """Check a request against the limits of its key; return its meter, None if it is free.
 
         Raises:
             ClassError: the key does not allow the requested service tier.
@@ -260,7 +247,7 @@ class Router:
             RateLimitError: the key has no tokens left.
         """
         context, path = served_of(scope), scope["path"]
-        if path in ENGINELESS_PATHS or not self._keeps_usage:
+        if path in ENGINELESS_PATHS:
             return None
         if path not in COMPUTED_PATHS and not self._has_foreign:  # Twostroke computes nothing there
             return None
@@ -300,31 +287,6 @@ class Router:
     def _file_replica(self, salt: bytes) -> Replica | None:
         """Return the replica that keeps a tenant's files; None if no replica keeps files."""
         return self.fleet.file_replica(hash_text(salt.hex()), needs_tenants=self._keeps_usage)
-
-    async def _run_at(self, request: ProxiedRequest, replica: Awaitable[Replica]) -> None:
-        await self._forwarder.run_at(request, await replica)
-
-    async def _find_stored(self, id_: str, scope: Scope) -> Replica:
-        """Return the replica that stores an answer or conversation; ask all if it is not known.
-
-        If no replica stores it, returns any of them, which will answer 404.
-        """
-        remembered = self.fleet.stored_at(id_)
-        if remembered is not None:
-            return remembered
-        ready = self.fleet.ready
-        if not ready:
-            raise self.fleet.no_replica_error()
-        if not STORED_ID.fullmatch(id_):  # clients can send any text
-            return ready[0]
-        headers = credentials(scope, self.options.replica_key)
-        lookups = [fetch_status(replica, stored_path(id_), headers) for replica in ready]
-        answers = await asyncio.gather(*lookups, return_exceptions=True)
-        for replica, answer in zip(ready, answers, strict=True):
-            if answer == 200:
-                self.fleet.set_stored_at(id_, replica)
-                return replica
-        return ready[0]
 
     async def _body(self, request: Request) -> bytes | AsyncIterator[bytes]:
         """Return the whole body, or the parts of a form, which may have a large file."""
@@ -484,6 +446,20 @@ async def _body_parts(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
             raise BodySizeError(f"The body is larger than {max_bytes} bytes.")
         if part:
             yield part
+
+
+def _check_path(method: str, path: str) -> None:
+    """Refuse paths by which clients could bypass the limits that a router with usage enforces.
+
+    Raises:
+        BatchPathError: the path uploads files or begins batches.
+        UnknownPathError: the request could control a server, or bypass limits.
+    """
+    if method == "POST" and is_file_path(path):
+        raise BatchPathError(NO_BATCHES)
+    if not is_harmless(method, path):
+        reason = "it could control a server, or bypass the limits of keys"
+        raise UnknownPathError(f"This router does not pass on {method} {path}: {reason}.")
 
 
 def _salt(scope: Scope) -> bytes:

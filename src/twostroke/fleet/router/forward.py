@@ -5,41 +5,40 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from twostroke.core.errors import EngineDiedError, OverloadedError, TwostrokeError
 from twostroke.fleet.router.engine_killers import MAX_TRIES, Killers, refused
-from twostroke.fleet.router.paths import COMPUTED_PATHS, ENGINELESS_PATHS
-from twostroke.fleet.router.proxied_request import HOP_HEADERS, header_tokens
+from twostroke.fleet.router.health_checker import fetch_status
+from twostroke.fleet.router.paths import (
+    COMPUTED_PATHS,
+    ENGINELESS_PATHS,
+    STORED_ID,
+    stored_path,
+)
+from twostroke.fleet.router.proxied_request import credentials
 from twostroke.fleet.router.replica_registry import ReplicaState
 from twostroke.fleet.router.response import FailedReplicaError, LostError, ReplicaError
 from twostroke.fleet.routing.prompt import JSON_ERRORS
-from twostroke.server.auth.usage_header import MARK, STREAMS, USAGE_HEADER
+from twostroke.server.auth.usage_header import MARK, STREAMS
 from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.errors import ClientGoneError, report
 from twostroke.server.http.responses import abort_connection, until_disconnect
 from twostroke.server.http.write_coalescer import WRITE_NOW
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from twostroke.fleet.router.proxied_request import Headers, ProxiedRequest
+    from twostroke.fleet.router.proxied_request import ProxiedRequest
     from twostroke.fleet.router.replica_registry import Replica, ReplicaRegistry
     from twostroke.fleet.router.response import Head
     from twostroke.fleet.router.upstream import UpstreamConnection
     from twostroke.fleet.router.usage_meter import UsageMeter
-    from twostroke.fleet.routing.dispatch import RoutedRequest, RoutingKey
+    from twostroke.fleet.routing.dispatch import RoutedRequest
 
 _MAX_HELD_BYTES: Final = 1 << 20  # of an incomplete event, or of an error to pass on
 _MAX_ID_OFFSET: Final = 4096  # within which the id of a stored answer is searched
 _BUSY_STATUSES: Final = frozenset((429, 503, 529))  # another replica may have room
-# Headers of replicas that the router replaces by its own.
-_NOT_RETURNED: Final = HOP_HEADERS | frozenset(
-    [*b"date server x-request-id request-id".split(), USAGE_HEADER]
-)
 _PATHS_WITH_DONE: Final = ("/v1/chat/completions", "/v1/completions")  # end with `[DONE]`
 # Comments of a stream, and spaces before JSON, that are sent before anything is computed.
 _HEARTBEATS: Final = re.compile(rb"(?::[^\r\n]*[\r\n]|\s)+")
@@ -53,6 +52,10 @@ _logger = logging.getLogger("twostroke.router")
 class Forwarder:
     """Forwards requests to the replicas of a fleet.
 
+    A request passes these methods in order, and each calls the next: `forward` watches the client,
+    `_forward_to_any` chooses a replica, `_exchange` records losses, `_send` sends the request over
+    a connection, `_answer` begins the response to the client, and `_send_body` sends the rest.
+
     Attributes:
         running: requests that have not ended.
         killers: counts the engines that requests have killed.
@@ -64,49 +67,16 @@ class Forwarder:
         self.running: set[ProxiedRequest] = set()
         self.killers = Killers()
 
-    async def run(self, request: ProxiedRequest, key: RoutingKey) -> None:
-        """Forward a request to the replica that the policy chooses; to others if that fails.
+    async def forward(self, request: ProxiedRequest) -> None:
+        """Answer a request while its client is connected.
+
+        If the replica is lost after the response has begun, the response ends with an error.
 
         Raises:
             NoReplicaError: no replica became ready within `wait_s`.
             ReplicaError: replicas have lost the request.
             EngineKillerError: engines died while they computed this request or its content.
         """
-        fleet, dispatcher = self._fleet, self._fleet.dispatcher
-        deadline_s = asyncio.get_running_loop().time() + fleet.options.wait_s
-        tried: set[int] = set()
-        error: TwostrokeError | None = None
-        while True:
-            async with self.killers.turn(request.content):
-                choice = dispatcher.decide(key, fleet.having_model(request.model), tried)
-                if choice is not None:
-                    failure = await self._try_choice(request, choice)
-                    if failure is None:
-                        return
-                    error = failure
-                    tried.add(choice.index)
-            if choice is None:
-                busy = error if isinstance(error, _BusyError) else None
-                is_full = busy is not None and busy.is_full
-                if is_full or not await fleet.wait_for_ready(deadline_s):
-                    if busy is not None:
-                        await busy.pass_on(request)
-                        return
-                    raise error or fleet.no_replica_error(request.model)
-                tried.clear()
-
-    async def run_at(self, request: ProxiedRequest, replica: Replica) -> None:
-        """Forward a request to the only replica that can answer it; raises as `run`."""
-        if replica.state is ReplicaState.DOWN:
-            raise ReplicaError(f"{replica.url}, which stores this, is down: {replica.reason}")
-        try:
-            async with self.killers.turn(request.content):
-                await self._try(request, replica, None)
-        except _BusyError as error:
-            await error.pass_on(request)
-
-    async def guard(self, request: ProxiedRequest, work: Any) -> None:
-        """Await `work` while the client is connected; end a response that has begun properly."""
         request.hold_body()
         disconnect: asyncio.Future[None] | None = None
         if isinstance(request.body, bytes):
@@ -121,7 +91,12 @@ class Forwarder:
         if disconnect is not None:
             disconnect.add_done_callback(on_disconnect)
         try:
-            await work
+            if request.stored_id:
+                await self._forward_to_one(request, await self._find_stored(request))
+            elif request.only_replica is not None:
+                await self._forward_to_one(request, request.only_replica)
+            else:
+                await self._forward_to_any(request)
         except (ReplicaError, ClientGoneError) as error:
             if not request.has_begun:
                 raise
@@ -135,47 +110,65 @@ class Forwarder:
                 disconnect.cancel()
                 await asyncio.gather(disconnect, return_exceptions=True)
 
-    async def _try_choice(
-        self, request: ProxiedRequest, choice: RoutedRequest
-    ) -> TwostrokeError | None:
-        """Let a replica answer a request; return its error if another replica may be tried.
+    async def _forward_to_any(self, request: ProxiedRequest) -> None:
+        """Let the replica answer that the policy chooses; if that fails, another replica."""
+        fleet = self._fleet
+        deadline_s = asyncio.get_running_loop().time() + fleet.options.wait_s
+        failed: set[int] = set()
+        error: TwostrokeError | None = None
+        while True:
+            async with self.killers.turn(request.content):
+                choice = fleet.choose(request.key, request.model, excluded=failed)
+                if choice is not None:
+                    replica, routed = choice
+                    try:
+                        await self._exchange(request, replica, routed)
+                        return
+                    except (ReplicaError, _BusyError) as failure:
+                        if request.has_begun:
+                            raise
+                        if isinstance(failure, _BusyError) and not request.may_resend:
+                            await failure.pass_on(request)
+                            return
+                        _check_may_retry(request, failure)
+                        error = failure
+                        failed.add(replica.index)
+                    finally:
+                        fleet.dispatcher.end(routed)
+            if choice is None:
+                busy = error if isinstance(error, _BusyError) else None
+                is_full = busy is not None and busy.is_full
+                if is_full or not await fleet.wait_for_ready(deadline_s):
+                    if busy is not None:
+                        await busy.pass_on(request)
+                        return
+                    raise error or fleet.no_replica_error(request.model)
+                failed.clear()
 
-        Raises:
-            ReplicaError: the replica failed, and the request must not be sent again.
-        """
+    async def _forward_to_one(self, request: ProxiedRequest, replica: Replica) -> None:
+        """Let a replica answer, since no other can."""
+        if replica.state is ReplicaState.DOWN:
+            raise ReplicaError(f"{replica.url}, which stores this, is down: {replica.reason}")
         try:
-            await self._try(request, self._fleet.by_index(choice.index), choice)
-        except (ReplicaError, _BusyError) as error:
-            if request.has_begun:
-                raise
-            if isinstance(error, ReplicaError):
-                if request.log.num_tries >= MAX_TRIES or not request.may_resend:
-                    raise
-            elif not request.may_resend:
-                await error.pass_on(request)
-                return None
-            elif request.log.num_tries >= MAX_TRIES:
-                raise refused(MAX_TRIES) from None
-            return error
-        finally:
-            self._fleet.dispatcher.end(choice)
-        return None
+            async with self.killers.turn(request.content):
+                await self._exchange(request, replica, None)
+        except _BusyError as error:
+            await error.pass_on(request)
 
-    async def _try(
+    async def _exchange(
         self, request: ProxiedRequest, replica: Replica, routed: RoutedRequest | None
     ) -> None:
-        """Send a request to a replica, and its response to the client."""
-        request.sent_s = time.monotonic()
+        """Let a replica answer a request, and record if it loses the request.
+
+        `routed` is the dispatcher's record; None if the policy did not choose the replica.
+
+        Raises:
+            ReplicaError: the replica has lost the request.
+            _BusyError: the replica has refused the request.
+        """
         replica.num_requests += 1
-        request.log.replica = replica
-        request.context.known_model = replica.model_name(request.model)
         try:
-            connection = await self._send(request, replica)
-            try:
-                await self._answer(request, replica, routed, connection)
-            finally:
-                request.connection = None
-                connection.release()
+            await self._send(request, replica, routed)
         except ReplicaError as error:
             if isinstance(error, FailedReplicaError):
                 self.killers.note_loss(request.content)
@@ -186,147 +179,106 @@ class Forwarder:
             replica.check_now.set()
             raise
 
-    def _note_death(self, request: ProxiedRequest, replica: Replica) -> None:
-        """Record that a replica's engine died while it computed a request."""
-        request.log.num_tries += 1
-        self.killers.note_death(request.content, replica.url, request.sent_s)
-        id_, count = request.context.request_id, self.killers.count(request.content)
-        _logger.warning(
-            "The engine of %s died with request %s: %d deaths.", replica.url, id_, count
-        )
-        replica.check_now.set()
-
-    async def _send(self, request: ProxiedRequest, replica: Replica) -> UpstreamConnection:
-        """Send the request; return the connection after the head of the response has come."""
-        head, body = request.request_to(replica)
+    async def _send(
+        self, request: ProxiedRequest, replica: Replica, routed: RoutedRequest | None
+    ) -> None:
+        """Send a request over a connection to a replica, and the response to the client."""
+        message, body = request.message_to(replica, self._fleet.options.replica_key)
         is_head = request.scope["method"] == "HEAD"
         while True:
-            connection = await self._take_connection(replica)
+            try:
+                connection = await replica.pool.take()
+            except ReplicaError as error:
+                self._fleet.set_state(replica, ReplicaState.DOWN, str(error))
+                raise
             request.connection = connection
             if request.has_left:
                 connection.release()
                 raise ClientGoneError("The client left before its request was sent.")
             try:
-                connection.send(head, body if isinstance(body, bytes) else b"", is_head=is_head)
                 if not isinstance(body, bytes):
                     request.may_resend = False
-                    await self._upload(request, connection, body)
-                await connection.head()
+                head = await connection.request(message, body, is_head=is_head)
             except ReplicaError:
                 connection.release()
                 # The replica may have closed an idle connection before the request arrived.
                 is_stale = connection.num_requests > 1 and not connection.has_answered
-                may_repeat = request.may_resend and not request.was_stale
                 request.log.num_tries += 1
-                if is_stale and isinstance(body, bytes) and may_repeat:
-                    request.was_stale = True
-                    self.killers.note_loss(request.content)  # it may have died of the request
-                    replica.pool.close_idle()
-                    continue
-                raise
+                if not is_stale or not request.may_resend or request.was_stale:
+                    raise
+                request.was_stale = True
+                self.killers.note_loss(request.content)  # it may have died of the request
+                replica.pool.close_idle()
+                continue
             except BaseException:
                 connection.release()
                 raise
-            return connection
-
-    async def _take_connection(self, replica: Replica) -> UpstreamConnection:
-        try:
-            return await replica.pool.take()
-        except ReplicaError as error:
-            self._fleet.set_state(replica, ReplicaState.DOWN, str(error))
-            raise
-
-    async def _upload(
-        self, request: ProxiedRequest, connection: UpstreamConnection, body: AsyncIterator[bytes]
-    ) -> None:
-        """Send a body in parts, chunked if its length is not known."""
-        is_chunked = not any(name == b"content-length" for name, _ in request.scope["headers"])
-        async for part in body:
-            await connection.write(b"%x\r\n%s\r\n" % (len(part), part) if is_chunked else part)
-        if is_chunked:
-            await connection.write(b"0\r\n\r\n")
+            del message, body  # so that only `request` refers to the body, which drops it early
+            try:
+                await self._answer(request, replica, routed, connection=connection, head=head)
+            finally:
+                request.connection = None
+                connection.release()
+            return
 
     async def _answer(
         self,
         request: ProxiedRequest,
         replica: Replica,
         routed: RoutedRequest | None,
+        *,
         connection: UpstreamConnection,
+        head: Head,
     ) -> None:
-        """Send the response to the client.
+        """Send a replica's response to the client.
 
-        Its head is sent after the first byte of its body has come, since another replica can still
+        The head is sent after the first byte of the body has come, since another replica can still
         answer until then.
         """
-        head, meter = await connection.head(), request.meter
-        if meter is not None:
-            is_free_if_silent = (
-                not replica.is_foreign and request.scope["path"] not in COMPUTED_PATHS
+        path = request.scope["path"]
+        is_success = head.status < 300
+        if request.meter is not None:
+            is_free_if_silent = not replica.is_foreign and path not in COMPUTED_PATHS
+            request.meter.begin(
+                head, is_free_if_silent=is_free_if_silent, strips_usage=request.strips_usage
             )
-            meter.begin(
-                head,
-                is_free_if_silent=is_free_if_silent,
-                strips_usage=request.strips_usage,
-            )
-        if head.status in _BUSY_STATUSES:
-            body = await _read_error(connection)
-            if _ENGINE_DIED in body:
-                self._note_death(request, replica)
-            raise _BusyError(head, body)
-        if head.status == 500 and request.is_foreign and routed is not None:
-            body = await _read_error(connection)
-            await self._fail(request, replica, _BusyError(head, body))
+        is_foreign_error = head.status == 500 and request.is_foreign and routed is not None
+        if head.status in _BUSY_STATUSES or is_foreign_error:
+            await self._handle_refusal(request, replica, connection=connection, head=head)
             return
         try:
             data = await connection.read()
         except ReplicaError:
             request.log.num_tries += 1
             raise
-        await request.send(
-            {
-                "type": "http.response.start",
-                "status": head.status,
-                "headers": _returned_headers(head),
-            }
-        )
-        request.has_begun = True
-        request.free_body()
-        request.media_type = head.media_type
+        await request.begin_response(head)
         while not connection.is_read and _HEARTBEATS.fullmatch(data) and MARK not in data:
             await request.send({"type": "http.response.body", "body": data, "more_body": True})
             data = await connection.read()
-        if head.status < 300 and (match := _STORED_ID.search(data, 0, _MAX_ID_OFFSET)):
+        if is_success and (match := _STORED_ID.search(data, 0, _MAX_ID_OFFSET)):
             self._fleet.set_stored_at(match[1].decode(), replica)
-        is_computed = request.scope["path"] not in ENGINELESS_PATHS
-        if routed is not None and head.status < 300 and is_computed:
+        if is_success and routed is not None and path not in ENGINELESS_PATHS:
             self._fleet.dispatcher.record_first_token(
-                routed, is_whole_answer=head.media_type not in STREAMS
+                routed, is_whole_answer=request.media_type not in STREAMS
             )
-        splitter = _EventSplitter(STREAMS.get(request.media_type), meter)
-        await self._send_body(request, connection, data, splitter)
+        splitter = _EventSplitter(STREAMS.get(request.media_type), request.meter)
+        await self._send_body(request, connection=connection, splitter=splitter, data=data)
         if splitter.has_died:
             self._note_death(request, replica)
-        elif head.status < 300:
+        elif is_success:
             self.killers.clear(request.content)
-
-    async def _fail(self, request: ProxiedRequest, replica: Replica, error: _BusyError) -> None:
-        """Pass on the error of a healthy foreign server; raise if another replica should answer."""
-        if await replica.check_is_ready():
-            await error.pass_on(request)
-            return
-        request.log.num_tries += 1
-        raise FailedReplicaError(f"{replica.url} answers with an error and is not healthy.")
 
     async def _send_body(
         self,
         request: ProxiedRequest,
+        *,
         connection: UpstreamConnection,
-        data: bytes,
         splitter: _EventSplitter,
+        data: bytes,
     ) -> None:
         """Send a body to the client as it comes; `data` is its beginning."""
-        meter, send = request.meter, request.send
-        write, take = request.scope["extensions"].get(WRITE_NOW), splitter.take
+        send, take = request.send, splitter.take
+        write = request.scope["extensions"].get(WRITE_NOW)
 
         def write_on(data: bytes) -> bool:
             if not write(b""):
@@ -343,9 +295,67 @@ class Forwarder:
             data = await connection.read()
         data = take(data, is_last=True)
         request.log.num_open = 0
-        if meter is not None:
-            meter.finish(request.context)
+        if request.meter is not None:
+            request.meter.finish(request.context)
         await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _find_stored(self, request: ProxiedRequest) -> Replica:
+        """Return the replica that stores an answer or conversation; ask all if it is not known.
+
+        If no replica stores it, returns any of them, which will answer 404.
+        """
+        id_ = request.stored_id
+        remembered = self._fleet.stored_at(id_)
+        if remembered is not None:
+            return remembered
+        ready = self._fleet.ready
+        if not ready:
+            raise self._fleet.no_replica_error()
+        if not STORED_ID.fullmatch(id_):  # clients can send any text
+            return ready[0]
+        headers = credentials(request.scope, self._fleet.options.replica_key)
+        lookups = [fetch_status(replica, stored_path(id_), headers) for replica in ready]
+        statuses = await asyncio.gather(*lookups, return_exceptions=True)
+        for replica, status in zip(ready, statuses, strict=True):
+            if status == 200:
+                self._fleet.set_stored_at(id_, replica)
+                return replica
+        return ready[0]
+
+    async def _handle_refusal(
+        self,
+        request: ProxiedRequest,
+        replica: Replica,
+        *,
+        connection: UpstreamConnection,
+        head: Head,
+    ) -> None:
+        """Let another replica answer a request; pass on the error of a healthy foreign server.
+
+        Raises:
+            _BusyError: the replica has no room, or its engine died.
+            FailedReplicaError: the foreign server is not healthy.
+        """
+        body = await _read_error(connection)
+        error = _BusyError(head, body)
+        if head.status in _BUSY_STATUSES:
+            if _ENGINE_DIED in body:
+                self._note_death(request, replica)
+            raise error
+        if not await replica.check_is_ready():
+            request.log.num_tries += 1
+            raise FailedReplicaError(f"{replica.url} answers with an error and is not healthy.")
+        await error.pass_on(request)
+
+    def _note_death(self, request: ProxiedRequest, replica: Replica) -> None:
+        """Record that a replica's engine died while it computed a request."""
+        request.log.num_tries += 1
+        self.killers.note_death(request.content, replica.url, request.sent_s)
+        id_, count = request.context.request_id, self.killers.count(request.content)
+        _logger.warning(
+            "The engine of %s died with request %s: %d deaths.", replica.url, id_, count
+        )
+        replica.check_now.set()
 
     async def _end_with_error(self, request: ProxiedRequest, error: TwostrokeError) -> None:
         """End a response that has begun, by an event if the protocol has one, else by a cut."""
@@ -417,13 +427,17 @@ class _BusyError(OverloadedError):
 
     async def pass_on(self, request: ProxiedRequest) -> None:
         """Send the replica's own response to the client."""
-        headers = _returned_headers(self.head)
-        await request.send(
-            {"type": "http.response.start", "status": self.head.status, "headers": headers}
-        )
-        request.has_begun = True
+        await request.begin_response(self.head)
         request.log.num_open = 0
         await request.send({"type": "http.response.body", "body": self.body, "more_body": False})
+
+
+def _check_may_retry(request: ProxiedRequest, failure: TwostrokeError) -> None:
+    """Raise an error unless another replica may be tried after a failure."""
+    may_retry = request.may_resend and request.log.num_tries < MAX_TRIES
+    if may_retry:
+        return
+    raise refused(MAX_TRIES) if isinstance(failure, _BusyError) else failure
 
 
 def _reports_death(line: bytes) -> bool:
@@ -457,13 +471,3 @@ async def _read_error(connection: UpstreamConnection) -> bytes:
         if len(body) > _MAX_HELD_BYTES:
             raise ReplicaError("A replica's refusal is larger than 1 MiB.")
     return bytes(body)
-
-
-def _returned_headers(head: Head) -> Headers:
-    """Return a replica's headers without the headers that belong to a connection or the router."""
-    dropped = _NOT_RETURNED | set(header_tokens(head.value(b"connection")))
-    return [
-        (name, value)
-        for name, value in head.headers
-        if name not in dropped and not name.startswith(b"access-control-")
-    ]

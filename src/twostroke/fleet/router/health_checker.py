@@ -284,8 +284,10 @@ async def fetch_status(replica: Replica, path: str, headers: Sequence[tuple[byte
     """Return the status of a GET request, without reading its body; raises ReplicaError."""
     connection = await replica.pool.take()
     try:
-        connection.send(request_head(replica.address, "GET", path.encode(), headers, None))
-        return (await connection.head()).status
+        head = await connection.request(
+            request_head(replica.address, "GET", path.encode(), headers, None)
+        )
+        return head.status
     finally:
         connection.release()
 
@@ -310,8 +312,9 @@ async def _exchange(
     path: str,
     headers: Sequence[tuple[bytes, bytes]],
 ) -> tuple[int, bytes]:
-    connection.send(request_head(replica.address, "GET", path.encode(), headers, None))
-    head = await connection.head()
+    head = await connection.request(
+        request_head(replica.address, "GET", path.encode(), headers, None)
+    )
     body = bytearray()
     while data := await connection.read():
         body += data

@@ -62,6 +62,11 @@ def stored_path(id_: str) -> str:
     return f"/v1/responses/{id_}"
 
 
+def is_file_path(path: str) -> bool:
+    """Whether a path is about files or batches."""
+    return any(path == start or path.startswith(f"{start}/") for start in FILE_PATHS)
+
+
 def is_harmless(method: str, path: str) -> bool:
     """Whether a request can neither control a replica nor bypass the limits of keys."""
     if method == "POST" and path in COMPUTED_PATHS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 from twostroke.fleet.router.upstream import request_head
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from twostroke.fleet.router.replica_registry import Replica
+    from twostroke.fleet.router.response import Head
     from twostroke.fleet.router.upstream import UpstreamConnection
     from twostroke.fleet.router.usage_meter import UsageMeter
+    from twostroke.fleet.routing.dispatch import RoutingKey
     from twostroke.server.http.request_context import ServedRequest
 
     Headers = list[tuple[bytes, bytes]]
@@ -37,6 +40,10 @@ _NOT_FORWARDED: Final = (
         USAGE_HEADER,
     }
 )
+# Headers of replicas that the router replaces by its own.
+_NOT_RETURNED: Final = HOP_HEADERS | frozenset(
+    [*b"date server x-request-id request-id".split(), USAGE_HEADER]
+)
 
 
 class ProxiedRequest:
@@ -45,10 +52,12 @@ class ProxiedRequest:
     Attributes:
         scope, receive, send: the client's request, by ASGI.
         body: the whole body, or the parts of a body that is forwarded as it comes.
-        replica_key: the key to show to replicas in place of the client's.
-        meter: measures the usage; None if usage is not kept.
+        key: the routing key.
         model: the model that the request names.
         content: the hash of its content; empty if no engine computes it.
+        stored_id: the id of a stored answer or conversation, whose replica must answer; else empty.
+        only_replica: the replica that must answer; None if the policy chooses.
+        meter: measures the usage; None if usage is not kept.
         log: where the request goes, for logs and usage records.
         context: the request's context in the HTTP layers.
         sent_s: when it was sent to a replica last.
@@ -70,19 +79,21 @@ class ProxiedRequest:
         send: Send,
         *,
         body: bytes | AsyncIterator[bytes],
-        replica_key: str | None = None,
-        meter: UsageMeter | None = None,
+        key: RoutingKey,
         model: str = "",
+        meter: UsageMeter | None = None,
     ) -> None:
         """Take over the request of a scope."""
         self.scope = scope
         self.receive = receive
         self.send = send
         self.body = body
-        self.replica_key = replica_key
-        self.meter = meter
+        self.key = key
         self.model = model
         self.content = b""
+        self.stored_id = ""
+        self.only_replica: Replica | None = None
+        self.meter = meter
         self.log = ProxyLog(meter)
         self.context: ServedRequest = served_of(scope)
         self.context.running = self.log
@@ -111,21 +122,27 @@ class ProxiedRequest:
             self.body = b""
             self._num_held_bytes = 0
 
-    def request_to(self, replica: Replica) -> tuple[bytes, bytes | AsyncIterator[bytes]]:
-        """Return the head and the body of the request to a replica."""
-        body, path = self.body, self.scope["path"]
-        self.strips_usage = False
+    def message_to(
+        self, replica: Replica, replica_key: str | None
+    ) -> tuple[bytes, bytes | AsyncIterator[bytes]]:
+        """Record that the request goes to a replica; return its head and its body.
+
+        `replica_key` is the key to show to replicas in place of the client's; None to show the
+        client's.
+        """
+        body = self.body
+        self.sent_s = time.monotonic()
+        self.log.replica = replica
+        self.context.known_model = replica.model_name(self.model)
         self.is_foreign = replica.is_foreign
+        self.strips_usage = False
         if self.meter is not None:
             self.meter.restart()
             if replica.is_foreign and isinstance(body, bytes):
-                changed_body = with_usage_option(body, path)
+                changed_body = with_usage_option(body, self.scope["path"])
                 if changed_body is not None:
                     self.strips_usage = True
                     body = changed_body
-        return self._head(replica, body), body
-
-    def _head(self, replica: Replica, body: bytes | AsyncIterator[bytes]) -> bytes:
         scope = self.scope
         connection_headers = {
             token
@@ -135,7 +152,7 @@ class ProxiedRequest:
         }
         dropped = _NOT_FORWARDED | connection_headers
         headers: Headers = [pair for pair in scope["headers"] if pair[0] not in dropped]
-        headers += credentials(scope, self.replica_key)
+        headers += credentials(scope, replica_key)
         headers.append((b"x-request-id", self.context.request_id.encode()))
         headers.append((b"accept-encoding", b"identity"))  # the router reads events and usage
         if self.meter is not None and not replica.is_foreign:
@@ -154,9 +171,33 @@ class ProxiedRequest:
                 length = int(lengths[0])
             else:
                 headers.append((b"transfer-encoding", b"chunked"))
+                body = _chunked(body)
         query = scope["query_string"]
         target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
-        return request_head(replica.address, scope["method"], target, headers, length)
+        return request_head(replica.address, scope["method"], target, headers, length), body
+
+    async def begin_response(self, head: Head) -> None:
+        """Send the head of a replica's response, without headers that concern its connection.
+
+        From now on no other replica can answer, so the request's body is dropped.
+        """
+        dropped = _NOT_RETURNED | set(header_tokens(head.value(b"connection")))
+        headers = [
+            (name, value)
+            for name, value in head.headers
+            if name not in dropped and not name.startswith(b"access-control-")
+        ]
+        await self.send({"type": "http.response.start", "status": head.status, "headers": headers})
+        self.has_begun = True
+        self.media_type = head.media_type
+        self.free_body()
+
+
+async def _chunked(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the parts of a body of unknown length in HTTP's chunked encoding."""
+    async for part in parts:
+        yield b"%x\r\n%s\r\n" % (len(part), part)
+    yield b"0\r\n\r\n"
 
 
 def header_tokens(value: bytes) -> list[bytes]:

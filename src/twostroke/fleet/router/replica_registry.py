@@ -23,12 +23,13 @@ from twostroke.server.http.errors import GatewayError
 from twostroke.server.http.model_names import bare_name, unknown_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     import numpy.typing as npt
 
     from twostroke.fleet.router.options import RouteOptions
     from twostroke.fleet.router.upstream import UpstreamConnection
+    from twostroke.fleet.routing.dispatch import RoutedRequest, RoutingKey
 
 _MAX_STORED_IDS: Final = 100_000
 _MAX_MODEL_NAMES: Final = 1000  # whose replicas are cached, since clients can invent names
@@ -296,6 +297,20 @@ class ReplicaRegistry:
                         f"{other_value}): answers would differ (--mixed allows it)."
                     )
         return ""
+
+    def choose(
+        self, key: RoutingKey, model: str, excluded: Collection[int]
+    ) -> tuple[Replica, RoutedRequest] | None:
+        """Choose a ready replica for a request; None if no ready replica suits it.
+
+        Returns the replica, and the request for the dispatcher, which must be told of its end.
+        `excluded` are the indices of replicas that have failed.
+
+        Raises:
+            ModelNotFoundError: no replica has the model or accepts any name.
+        """
+        routed = self.dispatcher.decide(key, self.having_model(model), excluded)
+        return (self._by_index[routed.index], routed) if routed is not None else None
 
     def having_model(self, model: str) -> npt.NDArray[np.bool_] | None:
         """Return which replicas have a model, shape (replicas,); None if all or none have it.

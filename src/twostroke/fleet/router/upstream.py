@@ -22,7 +22,7 @@ from twostroke.fleet.router.response import (
 from twostroke.server.http.write_coalescer import limit_read_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from twostroke.fleet.router.response import Head
 
@@ -129,37 +129,34 @@ class UpstreamConnection(asyncio.Protocol):
         """Whether the response was read, and another can follow."""
         return self.is_read and not self._reader.is_last
 
-    def send(self, head: bytes, body: bytes = b"", *, is_head: bool = False) -> None:
-        """Send a request; `is_head` says that its method is HEAD."""
+    async def request(
+        self, head: bytes, body: bytes | AsyncIterator[bytes] = b"", *, is_head: bool = False
+    ) -> Head:
+        """Send a request, and return the head of the response when it has come.
+
+        A body in parts is sent as they come. `is_head` says that the request's method is HEAD.
+
+        Raises:
+            ReplicaError: the connection ended before, or the response is not HTTP.
+        """
         assert self._transport is not None
         self._reader = ResponseReader(is_head=is_head)
         self.has_answered = False
         self.num_requests += 1
         self._raise()
-        self._transport.writelines([head, body])
-
-    async def write(self, data: bytes) -> None:
-        """Send a part of a request's body, and wait until there is room for the next part."""
-        assert self._transport is not None
-        self._raise()
-        self._transport.write(data)
-        if self._writable is not None:
-            await self._writable
-        self._raise()
-
-    async def head(self) -> Head:
-        """Return the head of the response.
-
-        Raises:
-            ReplicaError: the connection ended before, or the response is not HTTP.
-        """
+        if isinstance(body, bytes):
+            self._transport.writelines([head, body])
+        else:
+            self._transport.write(head)
+            async for part in body:
+                await self._write(part)
         while self._reader.head is None:
             self._raise()
             await self._wait()
         return self._reader.head
 
     async def read(self) -> bytes:
-        """Return the next part of the body; empty at its end. Raises as `head`."""
+        """Return the next part of the body; empty at its end. Raises as `request`."""
         while not self._body:
             if self._reader.is_whole:
                 return b""
@@ -217,11 +214,11 @@ class UpstreamConnection(asyncio.Protocol):
         return False
 
     def pause_writing(self) -> None:
-        """Make `write` wait."""
+        """Make a request wait before it sends more of its body."""
         self._writable = self._loop.create_future()
 
     def resume_writing(self) -> None:
-        """Let `write` continue."""
+        """Let a request send more of its body."""
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._writable = None
@@ -258,6 +255,15 @@ class UpstreamConnection(asyncio.Protocol):
                 self._is_paused = True
                 self._transport.pause_reading()
         self._wake()
+
+    async def _write(self, data: bytes) -> None:
+        """Send a part of a request's body, and wait until there is room for the next part."""
+        assert self._transport is not None
+        self._raise()
+        self._transport.write(data)
+        if self._writable is not None:
+            await self._writable
+        self._raise()
 
     def _raise(self) -> None:
         if self._error is not None:

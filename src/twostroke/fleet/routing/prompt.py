@@ -162,6 +162,11 @@ def read_prompt(body: bytes, salt: bytes) -> RoutedPrompt:
     )
 
 
+def key_without_prompt(salt: bytes) -> RoutingKey:
+    """Return the routing key of a request without a prompt, by which only tenants are spread."""
+    return RoutingKey(block_keys=(), num_units=0, affinity=_hash(salt))
+
+
 def _conversation_id(raw: Raw) -> str:
     """Return the id of a stored conversation, which is a string or an object with an `id`."""
     try:
