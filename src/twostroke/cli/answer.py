@@ -25,7 +25,7 @@ class AnswerStream:
     def __init__(
         self, console: Console, preface: ReasoningSection | None, tokenizer: Tokenizer
     ) -> None:
-        """Print to `console`; `preface` delimits the reasoning that may precede the answer."""
+        """Print an answer to `console`; `preface` delimits the reasoning before the answer."""
         self._console = console
         self._reader = AnswerReader(AnswerFormat(preface=preface), tokenizer)
         self._markdown: MarkdownStream | None = None
@@ -34,27 +34,27 @@ class AnswerStream:
 
     @property
     def message(self) -> dict[str, str] | None:
-        """The answer as a chat message; None if it is empty."""
+        """The printed answer as a chat message; None if the answer is empty."""
         if not self._text and not self._reasoning:
             return None
         message = {"role": "assistant", "content": self._text}
         return message | {"reasoning_content": self._reasoning} if self._reasoning else message
 
     def __enter__(self) -> Self:
-        """Show a placeholder until text arrives."""
+        """Show a placeholder until the first text of the answer arrives."""
         if self._begins_with_text:
             self._markdown = MarkdownStream(self._console).__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Print the rest of the answer."""
+        """Print the text of the answer that is not printed yet."""
         if self._markdown is not None:
             self._markdown.__exit__(*exception)
         elif self._reasoning:
             self._console.print()
 
     def feed(self, output: Output) -> None:
-        """Print the new text of an output."""
+        """Print the new text of a request's output."""
         for piece in self._reader.take(output):
             if isinstance(piece, ReasoningPiece):
                 self._reasoning += piece.text

@@ -1,4 +1,4 @@
-"""Finds and runs a command, and turns its errors into a sentence and an exit code."""
+"""Finds and runs a command of `twostroke`, and turns errors into a sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ _PIPE_CLOSED_CODE: Final = 128 + signal.SIGPIPE  # the exit code that shells use
 
 
 class Interruption(click.ClickException):
-    """Ctrl-C ended the command; the message says how to continue."""
+    """Ctrl-C ended the command; the message may say how to continue."""
 
     exit_code = 128 + signal.SIGINT
 
 
 class Failure(click.ClickException):
-    """A `TwostrokeError` whose sentence names options instead of fields."""
+    """A `TwostrokeError` whose sentence names command-line options instead of fields."""
 
     def __init__(self, error: TwostrokeError, command: click.Command | None) -> None:
-        """Name the options of `command`."""
+        """Turn field names in the error into the options of `command`."""
         params = command.params if command else []
         flags = {
             param.name: max(param.opts, key=len) for param in params if isinstance(param, Option)
@@ -79,23 +79,23 @@ class Failure(click.ClickException):
 
 
 class Commands(CommandGroup):
-    """The group of all commands, which are imported when they are called."""
+    """The group of all `twostroke` commands; a command's module is imported when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order of `COMMANDS`."""
+        """Return the names of all commands, in the order of `COMMANDS`."""
         del ctx
         return list(COMMANDS)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; the names of some commands have two words."""
+        """Find the command that the arguments name; some command names have two words."""
         if (both := " ".join(args[:2])) in COMMANDS:
             args = [both, *args[2:]]
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None if there is no command of that name."""
+        """Import a command and return it; None if there is no command with this name."""
         del ctx
         if cmd_name not in COMMANDS:
             return None
@@ -112,7 +112,7 @@ class Commands(CommandGroup):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, and raise its errors as click's exceptions."""
+        """Run the command; raise TwostrokeError and Ctrl-C as click's exceptions."""
         try:
             return super().invoke(ctx)
         except TwostrokeError as error:
@@ -214,7 +214,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _sentence(error: click.ClickException, arguments: Sequence[str]) -> str:
-    """Return the sentence about a wrong command line, with the nearest option."""
+    """Return an error message about a wrong command line; it names the nearest option."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None:
         return error.format_message()
@@ -242,7 +242,7 @@ def _flags(context: click.Context) -> list[str]:
 
 
 def _as_written(option_name: str, arguments: Sequence[str]) -> str:
-    """Return the argument of an unknown option: click reports only `-n` of `-ngl`."""
+    """Return an unknown option as the user wrote it, since click reports only `-n` of `-ngl`."""
     if len(option_name) == 2:
         return next((word for word in arguments if word.startswith(option_name)), option_name)
     return option_name
@@ -253,13 +253,13 @@ def _is_model(param: click.Parameter | None) -> bool:
 
 
 def _drop_output() -> None:
-    """Discard unwritten output, so that the interpreter exits without another error."""
+    """Discard output that is not written yet, so that Python exits without another error."""
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())  # ValueError: not a file
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Exit on a signal by an exception, so that unfinished work is cleaned up.
+    """Exit on SIGTERM or SIGHUP by an exception, so that unfinished work is cleaned up.
 
     Python ignores an exception that is raised while it imports a module. In that case the signal is
     sent again a moment later.

@@ -137,10 +137,11 @@ def command(**values: Any) -> int:
 
 
 def _check(path: Path, limits: RequestLimits) -> int:
-    """Check a file of requests, and return its number of lines.
+    """Check a file of batch requests, and return its number of lines.
 
     Raises:
-        UsageError: the file cannot be read, or some lines are wrong; these are printed.
+        UsageError: the file cannot be read, or some lines are wrong; the wrong lines are
+            printed.
     """
     from twostroke.server.batch.lines import check, parse, read_lines
     from twostroke.server.batch.openai import ENDPOINTS
@@ -163,7 +164,10 @@ def _check(path: Path, limits: RequestLimits) -> int:
 
 @contextmanager
 def _remote_sender(url: str, max_at_once: int) -> Iterator[tuple[Send, int]]:
-    """Yield a function that sends a request to a server, and the most requests at once."""
+    """Yield a function that sends a batch request to a server.
+
+    The second value is how many requests to send at once.
+    """
     from twostroke.server.batch.remote import Remote
 
     with closing(Remote(url, env.client_api_key(), max_at_once)) as remote:
@@ -172,7 +176,10 @@ def _remote_sender(url: str, max_at_once: int) -> Iterator[tuple[Send, int]]:
 
 @contextmanager
 def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
-    """Yield a function that sends a request to an engine in this process, and the most at once."""
+    """Yield a function that sends a batch request to an engine in this process.
+
+    The second value is how many requests to send at once.
+    """
     from twostroke.core.process_tuning import tune_garbage_collector
     from twostroke.core.request import DEFAULT_SERVICE_TIER
     from twostroke.engine.process.served import LocalEngine
@@ -205,7 +212,7 @@ def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterato
 
 
 def _how_to_continue(progress: BatchProgress, partial: Path) -> str:
-    """Return a sentence about the finished requests, and how to continue."""
+    """Return a sentence about the finished batch requests, and how to continue the batch."""
     num = progress.num_done - progress.num_failed
     location = f" in {partial}" if num else ""  # an empty file is removed
     return (

@@ -156,7 +156,11 @@ def warm_command(model: str, folder: Path, **values: Any) -> int:
 def _encoded(
     engine: Engine, systems: tuple[str, ...], prompts: tuple[str, ...]
 ) -> Iterator[list[int]]:
-    """Yield the tokens with which conversations with each system prompt begin, and the prompts'."""
+    """Yield the token sequences whose KV pages `cache warm` computes.
+
+    For each system prompt, these are the tokens with which all conversations with this system
+    prompt begin. For each prompt, they are the prompt's tokens.
+    """
     from twostroke.engine.prompts import encode_chat, encode_text
 
     for system in systems:

@@ -185,7 +185,10 @@ class ChatSession:
                 self.messages = earlier
 
     def _turn(self, text: str) -> bool:
-        """Answer a message; return whether it was answered. An unanswered message is dropped."""
+        """Answer a user's message; return whether it was answered.
+
+        An unanswered message is dropped from the conversation.
+        """
         question = {"role": "user", "content": text}
         try:
             self._make_room(question)
@@ -205,14 +208,14 @@ class ChatSession:
         return answer is not None
 
     def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], SamplingParams]:
-        """Return the tokens of the prompt with its system message, and its sampling parameters."""
+        """Return the prompt's tokens with the system message, and the sampling parameters."""
         from twostroke.engine.prompts import encode_turn
 
         system = [{"role": "system", "content": self.system}] if self.system else []
         return encode_turn(self.engine.card, [*system, *messages], self.params)
 
     def _make_room(self, question: dict[str, str]) -> None:
-        """Offer to drop the oldest turns if the context has little room for the answer."""
+        """Offer to drop the conversation's oldest turns if too little context is left to answer."""
         limit = self.engine.context_length
         num_turns = len(self.messages) // 2
         min_room = min(limit // _MIN_ROOM_DIVISOR, self.params.max_tokens or limit)
@@ -235,7 +238,7 @@ class ChatSession:
             del self.messages[: 2 * num_dropped]
 
     def _answer(self, tokens: list[int], params: SamplingParams) -> dict[str, str] | None:
-        """Print an answer while it is generated; return its message, or None if it is empty."""
+        """Print the answer while it is generated; return it as a chat message, or None if empty."""
         from twostroke.cli.answer import AnswerStream
         from twostroke.engine.output import join
 
@@ -276,7 +279,7 @@ class ChatSession:
         return replace(params, max_tokens=room, min_tokens=min(room, params.min_tokens))
 
     def _notes(self, completion: Completion) -> tuple[str, ...]:
-        """Return the reason if an answer is incomplete; empty if it is complete."""
+        """Return notes to print after an answer: why it is incomplete; empty if it is complete."""
         if completion.finish_reason is FinishReason.CANCEL:
             return ("stopped",)
         if completion.finish_reason is not FinishReason.LENGTH:

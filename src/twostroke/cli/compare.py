@@ -146,7 +146,7 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **values: Any)
 
 
 def _subjects(model: str, values: dict[str, Any]) -> list[Subject]:
-    """Return a subject for each combination of the cpu settings, and for each other backend."""
+    """Return the subjects to compare: each combination of cpu settings, and each other backend."""
     from twostroke.lab.measure.compare import Subject
 
     readers, parallel = values["readers"], take(ParallelOptions, values)
@@ -200,7 +200,7 @@ def _table(reports: Sequence[ComparisonReport]) -> list[tuple[str, ...]]:
 
 
 def _drift_table(reports: Sequence[ComparisonReport], *, every: bool) -> list[tuple[str, ...]]:
-    """Return a table of the difference of hidden states after a few layers, or `every` layer."""
+    """Return table rows of the difference of hidden states after a few layers, or `every` layer."""
     drifting = [report for report in reports if report.drift]
     if not drifting:
         return [("The layers differ in number or width, so there is no drift to show.",)]

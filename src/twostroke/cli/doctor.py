@@ -120,8 +120,8 @@ def _compare_ranks(model: str | None, *, as_json: bool) -> None:
 def _machine() -> dict[str, Any]:
     """Return facts about the machine and its system, as --json prints them.
 
-    `memory_nodes` are the nodes whose cores this process may use. The limits are of control groups,
-    and None if the machine itself has less.
+    `memory_nodes` are the NUMA nodes whose cores this process may use. Limits are of control
+    groups, and None if the machine itself has less.
     """
     return {
         "processor": processor_name(),
@@ -156,7 +156,7 @@ def _machine_lines(machine: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _size(num_bytes: int) -> str:
-    """Return a size in gigabytes, or in megabytes below 1 GB."""
+    """Return a number of bytes as text in gigabytes, or in megabytes below 1 GB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.0f} MB"
 
 
@@ -173,7 +173,7 @@ def _runs(report: str) -> bool:
 
 
 def _auto(threads: int | None) -> dict[str, Any]:
-    """Return the automatic choices for options, as --json prints them.
+    """Return the options that Twostroke chooses automatically here, as --json prints them.
 
     `places` has the number of threads for each NUMA node; empty if the system places the threads.
     """
@@ -194,7 +194,7 @@ def _auto(threads: int | None) -> dict[str, Any]:
 
 
 def _auto_lines(auto: Mapping[str, Any], *, has_threads: bool) -> dict[str, str]:
-    """Return lines about the automatic choices; with `has_threads`, --threads was given."""
+    """Return labelled lines about the automatic choices; `has_threads`: --threads was given."""
     reason = auto["level_reason"].partition(";")[0]  # the lines of levels have the rest
     threads = "as --threads says" if has_threads else "one for each core, or TWOSTROKE_NUM_THREADS"
     thread_texts = [
@@ -233,7 +233,7 @@ def measure(level: str, num_threads: int) -> dict[str, Any]:
 
 
 def measure_gpu() -> dict[str, Any] | None:
-    """Return facts and measured limits of the GPU; None if there is no driver.
+    """Return facts and measured limits of the GPU; None if there is no GPU driver.
 
     A GPU that cannot be used has the reason as "refused". If the GPU has too little free memory for
     the measurement, the limits are None, and "not_measured" has the reason.
@@ -285,7 +285,7 @@ def gpu_lines(gpu: Mapping[str, Any]) -> dict[str, str]:
 
 
 def limit_lines(measured: Mapping[str, Any]) -> dict[str, str]:
-    """Return the results of `measure` as labelled lines."""
+    """Return the measured limits of the machine (the result of `measure`) as labelled lines."""
     bandwidth = f"{measured['small_bytes_per_s'] / 1e9:.1f} GB/s over 100 MB"
     if measured["large_bytes_per_s"] is not None:
         bandwidth += f", {measured['large_bytes_per_s'] / 1e9:.1f} GB/s over 1 GB"

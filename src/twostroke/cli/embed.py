@@ -81,7 +81,10 @@ def command(**values: Any) -> None:
 
 
 def _texts(values: Sequence[str], file: str | None) -> tuple[list[str], str]:
-    """Return the texts, and a format for the position of a text, such as "Line {} of -f FILE"."""
+    """Return the texts to embed, and a format for the position of a text in errors.
+
+    The format is such as "Line {} of -f FILE".
+    """
     position_format = "Text {}" if file is None else "Line {} of -f FILE"
     if values and file is not None:
         raise UsageError("Give texts in quotes or with -f FILE, not both.")
@@ -98,7 +101,10 @@ def _texts(values: Sequence[str], file: str | None) -> tuple[list[str], str]:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a text; `str.splitlines` would also split at U+2028 and others."""
+    """Return the lines of a text, split only at line feeds.
+
+    `str.splitlines` would also split at U+2028 and others.
+    """
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
 
 

@@ -16,7 +16,9 @@ _DOT = " · "
 
 
 class Figures(Frozen):
-    """One answer's times and rates; None if there were too few tokens, or a limit is unknown.
+    """The times and rates of one answer.
+
+    A figure is None if there were too few tokens for it, or if a limit of the machine is unknown.
 
     Attributes:
         ttft_s: seconds from the arrival of the request to the first token.
@@ -40,7 +42,10 @@ class Figures(Frozen):
         phase_totals: PrefillDecodeTotals,
         hardware: Hardware | None,
     ) -> Figures:
-        """Return the figures of a completion; `phase_totals` counts the steps of its request."""
+        """Return the times and rates of a completion.
+
+        `phase_totals` counts the steps of its request.
+        """
         if not usage.completion_tokens:
             return cls(None, None, None, None, None)
         computed = usage.prompt_tokens - usage.cached_tokens
@@ -63,9 +68,9 @@ class Figures(Frozen):
 
 
 def describe(figures: Figures, usage: Usage, *, notes: tuple[str, ...] = (), width: int = 0) -> str:
-    """Return the line below an answer, with `notes` at its end.
+    """Return the line below an answer with its times and rates, and with `notes` at its end.
 
-    A line that is wider than `width` columns is folded between its parts; 0 is no limit.
+    A line that is wider than `width` columns is folded; 0 means no limit.
     """
     parts = []
     if figures.ttft_s is not None:

@@ -134,7 +134,7 @@ def down_command(name: str | None) -> None:
 
 
 def _check_options(spec: FleetSpec, source: YamlFile) -> None:
-    """Check the names and values of options of `serve` and `route` in the fleet's file.
+    """Check the options of `serve` and `route` that a fleet's file has, by name and value.
 
     Raises:
         UsageError: an option is unknown, or its value is wrong; with the line of the file.
@@ -168,9 +168,9 @@ def _check_program_options(
 
 
 def _value_fault(name: str, param: click.Option, value: Any) -> str | None:
-    """Return a sentence about a wrong value of an option; None if the value is valid.
+    """Return a sentence about an option's wrong value in a fleet's file; None if it is valid.
 
-    Files are not checked, since they are on the machines of the replicas.
+    Whether files exist is not checked, since they are on the machines of the replicas.
     """
     if isinstance(value, bool):
         has_value = param.is_flag or value is False  # false leaves the option out
@@ -194,7 +194,10 @@ def _value_fault(name: str, param: click.Option, value: Any) -> str | None:
 
 @contextmanager
 def _joined_cluster(*, starts: bool = False) -> Iterator[ModuleType]:
-    """Connect to the Ray cluster during the block; stop our own cluster if it has no fleet left."""
+    """Connect to the Ray cluster during the block.
+
+    Afterwards, a cluster that Twostroke started on this machine is stopped if it has no fleet left.
+    """
     from importlib.util import find_spec
 
     if find_spec("ray") is None:

@@ -115,7 +115,7 @@ def command(**values: Any) -> None:
 def _report(
     engine: Engine, completion: Completion, phase_totals: PrefillDecodeTotals, *, as_json: bool
 ) -> None:
-    """Print the answer as one JSON object, or a line with its speed."""
+    """Print an answer as one JSON object, or only the line with its speed."""
     hardware = engine.limits.above(
         bytes_per_s=phase_totals.max_bytes_per_s,
         flops_per_s=phase_totals.max_flops_per_s,
@@ -138,7 +138,7 @@ def _report(
 
 
 def _prompt(text: str | None, option: str | None, file: str | None) -> str:
-    """Return the prompt: an argument, the option -p, a file, or standard input."""
+    """Return the prompt text from the argument, the option -p, a file, or standard input."""
     sources = [source for source in (text, option, file) if source is not None]
     if len(sources) > 1:
         raise UsageError("Give the prompt once: in quotes, with -p TEXT, or with -f FILE.")
@@ -160,7 +160,10 @@ def _encode(
     *,
     raw: bool,
 ) -> tuple[list[int], SamplingParams]:
-    """Return the prompt's tokens, and `params` with the additions of its chat or gap template."""
+    """Return the prompt's tokens and the sampling parameters, with additions of the template.
+
+    The template is the chat template or, with a suffix, the fill-in-the-middle template.
+    """
     from twostroke.engine.prompts import encode_gap, encode_text, encode_turn, ending_gaps
 
     if suffix or raw or card.chat_template is None:
@@ -187,7 +190,7 @@ def _encode(
 def _run(
     engine: Engine, tokens: list[int], params: SamplingParams, hints: Hints, *, show: bool
 ) -> Completion:
-    """Generate the answer; with `show`, print it meanwhile."""
+    """Generate the answer; with `show`, print its text as it arrives."""
     from twostroke.engine.client import Caller
     from twostroke.engine.output import join
     from twostroke.engine.redraw import EncodedPrompt, with_seed
@@ -211,7 +214,7 @@ def _run(
 
 
 def _too_long(engine: Engine, num_prompt: int, max_tokens: int | None) -> ContextLengthError:
-    """Return the error about a prompt that does not fit, with the options that help."""
+    """Return the error about a prompt that does not fit into the context, with helpful options."""
     limit, model_limit = engine.context_length, engine.card.cost.program.context_length
     remedy = f", or raise --context-length (up to {model_limit})" if limit < model_limit else ""
     if num_prompt >= limit:
@@ -226,7 +229,7 @@ def _too_long(engine: Engine, num_prompt: int, max_tokens: int | None) -> Contex
 
 
 def _columns() -> int:
-    """Return the width of standard error in columns; 0 if it is not a terminal."""
+    """Return the width of the terminal on standard error; 0 if it is not a terminal."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Parts of commands: help with options in sections, and types of values with clear errors."""
+"""Parts of commands: help with options in sections, and option types with clear errors."""
 
 from __future__ import annotations
 
@@ -42,10 +42,13 @@ class CommandGroup(click.Group):
 
 
 class CommandOption(click.Option):
-    """An option under a section's heading in the help; a default is shown if there is one."""
+    """A command-line option that the help lists under a section's heading.
+
+    A default is shown if there is one.
+    """
 
     def __init__(self, names: Any, section: str = "Options", **attributes: Any) -> None:
-        """Take the arguments of `click.Option`, and the section."""
+        """Take the arguments of `click.Option`, and the heading of the option's section."""
         attributes.setdefault("show_default", attributes.get("default") is not None)
         super().__init__(names, **attributes)
         self.section = section
@@ -60,16 +63,16 @@ def option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 
 
 def verbose(command: Any) -> Any:
-    """Add the option `--verbose`, whose value is `is_verbose`."""
+    """Add the option `--verbose` to a command; its value is the parameter `is_verbose`."""
     text = "Print more details about the backend when the model is ready."
     return option("-v", "--verbose", "is_verbose", is_flag=True, help=text)(command)
 
 
 class Command(click.Command):
-    """A command whose help groups its options by section."""
+    """A click command whose help groups its options by section."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a list of options for each section, "Options" first."""
+        """Write the help of the options, a list for each section, "Options" first."""
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for param in self.get_params(ctx):
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
@@ -79,7 +82,10 @@ class Command(click.Command):
                 formatter.write_dl(records)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command after checking that its texts are UTF-8; paths may be any bytes."""
+        """Run the command after checking that its text arguments are UTF-8.
+
+        Paths may be any bytes.
+        """
         for param in self.params:
             value = ctx.params.get(param.name or "")
             if param.type is click.STRING and param.name not in _PATHS:
@@ -89,10 +95,10 @@ class Command(click.Command):
 
 
 class OneOf(click.Choice[str]):
-    """One of a few words; the error about another word names the nearest one."""
+    """An option type: one of a few words; the error about another word names the nearest word."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the word."""
+        """Return the option's word; fail if it is not one of the known words."""
         words = list(self.choices)
         if value not in words:
             hint = nearest(value, words)
@@ -101,22 +107,22 @@ class OneOf(click.Choice[str]):
 
 
 class NamedValue(OneOf):
-    """A word that stands for a value."""
+    """An option type: a word that stands for a Python value."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
-        """Accept the keys of `values`."""
+        """Accept the words that are keys of `values`."""
         super().__init__(list(values))
         self._values = values
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the value that the word stands for."""
+        """Return the value for which the option's word stands."""
         if not isinstance(value, str):  # the default
             return value
         return self._values[super().convert(value, param, ctx)]
 
 
 class WordOr(click.ParamType):  # type: ignore[type-arg]
-    """A whole number, or one word."""
+    """An option type: a whole number, or one particular word."""
 
     name = "integer"
 
@@ -127,17 +133,17 @@ class WordOr(click.ParamType):  # type: ignore[type-arg]
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | str:
-        """Return the number or the word."""
+        """Return the option's whole number, or the word."""
         return self._word if value == self._word else int(click.INT.convert(value, param, ctx))
 
 
 class NumberParam(click.FloatRange):
-    """A finite number within a range."""
+    """An option type: a finite number within a range."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Return the number."""
+        """Return the option's number; fail if it is out of range."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):  # click's comparisons let `nan` pass
             self.fail(f"'{value}' is not a finite number.", param, ctx)
@@ -145,18 +151,18 @@ class NumberParam(click.FloatRange):
 
 
 class Counts(click.ParamType):  # type: ignore[type-arg]
-    """One or more whole numbers, such as 1,16."""
+    """An option type: one or more whole numbers separated by commas, such as 1,16."""
 
     name = "N,N"
 
     def __init__(self, low: int = 1) -> None:
-        """Accept numbers from `low` on."""
+        """Accept whole numbers from `low` on."""
         self._low = low
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
-        """Return the numbers."""
+        """Return the option's whole numbers."""
         if isinstance(value, tuple):  # the default
             return value
         words = str(value).split(",")
@@ -168,18 +174,18 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
 
 
 class ListOf(click.ParamType):  # type: ignore[type-arg]
-    """Some of a few words, separated by commas, or 'all' of them."""
+    """An option type: some of a few words, separated by commas, or 'all' words."""
 
     name = "list"
 
     def __init__(self, words: Callable[[], Sequence[str]]) -> None:
-        """Accept the words that `words` returns when a value is read."""
+        """Accept the words that `words` returns at the time an option is read."""
         self._words = words
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> list[str]:
-        """Return the chosen words."""
+        """Return the words that the option lists."""
         words = list(self._words())
         if value == "all":
             return words
@@ -188,12 +194,12 @@ class ListOf(click.ParamType):  # type: ignore[type-arg]
 
 
 class ByteSize(click.ParamType):  # type: ignore[type-arg]
-    """A number of bytes, such as 512M, 2GB or 1GiB."""
+    """An option type: a number of bytes, such as 512M, 2GB or 1GiB."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the number of bytes."""
+        """Return the option's number of bytes."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", str(value).strip().lower())
         if match is None or match[2] not in _UNITS:
             self.fail(f"'{value}' is not a size: write 512M, 2GB or 1GiB.", param, ctx)
@@ -201,14 +207,14 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]
 
 
 class JsonText(click.ParamType):  # type: ignore[type-arg]
-    """An object in JSON."""
+    """An option type: a JSON object as text."""
 
     name = "json"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> dict[str, Any]:
-        """Return the object."""
+        """Return the option's JSON object as a dictionary."""
         try:
             parsed = json.loads(value)
         except ValueError as error:
@@ -220,18 +226,18 @@ class JsonText(click.ParamType):  # type: ignore[type-arg]
 
 
 class TextFile(click.ParamType):  # type: ignore[type-arg]
-    """A file whose text is the value; - is standard input."""
+    """An option type: a file whose text is the value; - is standard input."""
 
     name = "file"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the text."""
+        """Return the text of the option's file."""
         del param, ctx
         return read_text(str(value))
 
 
 def _check_text(text: str, param: click.Parameter) -> None:
-    """Raise UsageError if an argument has bytes that are not UTF-8, which Python escapes."""
+    """Raise UsageError if a command-line argument has bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

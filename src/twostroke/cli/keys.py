@@ -33,14 +33,17 @@ _NONE: Final = "none"
 
 
 class ExpiryParam(click.ParamType):  # type: ignore[type-arg]
-    """A time in the future: a duration from now, a date or a date and time in UTC; or none."""
+    """An option type: the time at which an API key expires.
+
+    It is a duration from now, a date, a date and time in UTC, or "none".
+    """
 
     name = "when"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float | str:
-        """Return the Unix time, or "none"."""
+        """Return the time at which the key expires as Unix time, or "none"."""
         text = str(value)
         if text == _NONE:
             return text
@@ -57,14 +60,14 @@ class ExpiryParam(click.ParamType):  # type: ignore[type-arg]
 
 
 class Classes(click.ParamType):  # type: ignore[type-arg]
-    """Classes of service, separated by commas, or all of them."""
+    """An option type: service tiers separated by commas, or all of them."""
 
     name = "classes"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, ...] | str:
-        """Return the names of the classes, or "none" for no limit."""
+        """Return the names of the service tiers, or "none" for no limit."""
         del param, ctx
         if value == "all" or not isinstance(value, str):
             return _NONE if value == "all" else tuple(value)
@@ -83,7 +86,7 @@ _COUNT: Final = WordOr(_NONE)
 
 
 def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that `add` and `limit` share."""
+    """Add the options that the commands `keys add` and `keys limit` share."""
     options = [
         option("--requests-per-minute", type=_COUNT, help="Most requests per minute, or none."),
         option("--tokens-per-minute", type=_COUNT, help="Most tokens per minute, or none."),
@@ -208,7 +211,7 @@ def _may_exist(path: Path) -> bool:
 
 
 def _facts(key: Key, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a key that the options change.
+    """Return the fields of an API key that the command-line options change.
 
     Raises:
         UsageError: a limit is 0 or out of range.
@@ -236,7 +239,7 @@ def _facts(key: Key, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _public_facts(key: Key, last_used: int | None) -> dict[str, Any]:
-    """Return the fields of a key as --json prints them, without its digest."""
+    """Return the fields of an API key as --json prints them, without the key's digest."""
     facts = asdict(key) | {"limits": asdict(key.limits), "last_used": last_used}
     del facts["digest"]
     return facts | {"state": key.state}

@@ -33,7 +33,7 @@ class MarkdownStream:
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        """Print to `console`."""
+        """Print Markdown to `console`; `clock` returns the time in seconds, to limit redrawing."""
         self._console = console
         self._clock = clock
         self._parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
@@ -50,14 +50,14 @@ class MarkdownStream:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Print the last block."""
+        """Print the last block of the Markdown text."""
         blocks, self._pending = self._blocks(self._pending), ""
         self._print(blocks)
         self._live.update(Text(), refresh=True)
         self._live.stop()
 
     def feed(self, text: str) -> None:
-        """Add text, and redraw the growing block."""
+        """Add Markdown text, and redraw the block that is still growing."""
         self._pending += printable(text)
         started_s = self._clock()
         if started_s < self._next_draw_s:
@@ -74,14 +74,14 @@ class MarkdownStream:
         self._next_draw_s = started_s + max(_MIN_REDRAW_INTERVAL_S, elapsed_s / _MAX_DRAWING_RATIO)
 
     def _blocks(self, text: str) -> list[str]:
-        """Return the texts of the top-level blocks, such as a paragraph, a list or fenced code."""
+        """Split Markdown into the texts of its top-level blocks, such as paragraphs and lists."""
         lines = text.split("\n")
         tokens = self._parser.parse(text)
         starts = [token.map[0] for token in tokens if token.level == 0 and token.map is not None]
         return ["\n".join(lines[start:end]) for start, end in pairwise([*starts, len(lines)])]
 
     def _print(self, blocks: list[str]) -> None:
-        """Print finished blocks, with an empty line between them."""
+        """Print finished Markdown blocks, with an empty line between them."""
         for lines in filter(None, map(self._lines, blocks)):
             if not self._is_first:
                 self._console.print()
@@ -89,7 +89,7 @@ class MarkdownStream:
             self._is_first = False
 
     def _lines(self, text: str) -> list[list[Segment]]:
-        """Return Markdown as lines of the screen, without empty lines at both ends."""
+        """Render Markdown as lines of the screen, without empty lines at both ends."""
         options = self._console.options.update(
             width=min(self._console.width, _MAX_COLUMNS), height=None
         )
@@ -108,7 +108,7 @@ def _text(line: list[Segment]) -> str:
 
 
 class _Code(CodeBlock):
-    """A code block without a frame, which can be copied, on the terminal's background."""
+    """Renders a Markdown code block without a frame, so that its text can be copied."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         del console, options
@@ -119,7 +119,7 @@ class _Code(CodeBlock):
 
 
 class _Title(Heading):
-    """A heading that is aligned left at every level."""
+    """Renders a Markdown heading aligned left, at every level."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         del console, options
@@ -128,7 +128,7 @@ class _Title(Heading):
 
 
 class _Markdown(Markdown):
-    """Markdown for chats: line breaks are kept, and HTML is shown as text."""
+    """Renders Markdown of chats: line breaks are kept, and HTML is shown as text."""
 
     elements: ClassVar = {
         **Markdown.elements,

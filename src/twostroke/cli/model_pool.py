@@ -53,7 +53,7 @@ class ModelPoolOptions(OptionStruct):
     ] = 300.0
 
     def __post_init__(self) -> None:
-        """Check each value."""
+        """Raise UsageError if an option about several models is not valid."""
         check(self)
 
 
@@ -61,7 +61,7 @@ _FREE_MEMORY_SHARE: Final = 0.9  # of the memory that is free when the server st
 
 
 class RequestedModel(NamedTuple):
-    """A model to serve.
+    """A model that the command line asks the server to serve.
 
     Attributes:
         name: the name for clients; None for the model's own name.
@@ -73,7 +73,7 @@ class RequestedModel(NamedTuple):
 
 
 def requested_models(model: str | None, lists: Sequence[str]) -> list[RequestedModel]:
-    """Return the models that MODEL and `--models NAME=MODEL,MODEL` name.
+    """Return the models to serve, which MODEL and `--models NAME=MODEL,MODEL` name.
 
     Raises:
         UsageError: no model is named, or one of the names is empty.
@@ -97,7 +97,7 @@ def requested_models(model: str | None, lists: Sequence[str]) -> list[RequestedM
 
 
 def check_several(values: dict[str, Any], options: EngineOptions) -> None:
-    """Raise UsageError for options that several models cannot have."""
+    """Raise UsageError for options that a server of several models cannot have."""
     reasons = {
         "model_names": "is for one model: write --models NAME=MODEL.",
         "in_process": "runs one model: leave it out, or leave out --models.",
@@ -112,7 +112,11 @@ def check_several(values: dict[str, Any], options: EngineOptions) -> None:
 
 
 def _memory(options: EngineOptions) -> int:
-    """Return the free bytes of memory; for a GPU all bytes, since asking it uses memory."""
+    """Return the bytes of memory that the models may share.
+
+    For the cpu backend they are the free bytes. For a GPU they are all bytes, since asking a GPU
+    for free memory uses some.
+    """
     from twostroke.backends.create import gpu_device
 
     is_on_gpu = options.compute.backend == "gpu"

@@ -158,7 +158,10 @@ for _alias, _original in _ALIASES.items():
 
 
 def _show_waste(unfinished: Sequence[Leftover], unused_records: Sequence[ModelRecord]) -> int:
-    """Print the files that would be deleted; return their size in bytes."""
+    """Print the unfinished downloads and unused models that would be deleted.
+
+    Return their size in bytes.
+    """
     rows = [
         (leftover.num_bytes, f"{leftover.path} (an unfinished download)") for leftover in unfinished
     ]
@@ -172,7 +175,7 @@ def _show_waste(unfinished: Sequence[Leftover], unused_records: Sequence[ModelRe
 
 
 def _confirm(description: str) -> None:
-    """Ask whether to delete something; without a terminal, raise UsageError."""
+    """Ask the user whether to delete files; without a terminal, raise UsageError."""
     if not sys.stdin.isatty():
         raise UsageError(f"This would delete {description}: confirm it with --yes.")
     click.confirm(f"Delete {description}?", abort=True, err=True)

@@ -88,7 +88,7 @@ def click_params(
     without: Sequence[str] = (),
     defaults: Mapping[str, object] | None = None,
 ) -> list[CommandOption]:
-    """Return the options of the command line that a struct declares; `take` reads their values.
+    """Return the command-line options that a struct declares; `take` reads their values.
 
     Args:
         struct: the struct with the declarations.
@@ -105,7 +105,7 @@ def click_params(
 
 
 def take(struct: type[T], values: dict[str, Any], **fields: Any) -> T:
-    """Remove the values of a struct's fields from `values`, and return the struct.
+    """Remove the values of a struct's fields from a command's `values`, and return the struct.
 
     `fields` replace these values. A field that has no value keeps its default.
     """
@@ -114,7 +114,7 @@ def take(struct: type[T], values: dict[str, Any], **fields: Any) -> T:
 
 
 def _click_option(field: OptionField, default: object) -> CommandOption:
-    """Return the option of the command line for a declared field."""
+    """Return click's option for a field that is declared as an option."""
     declared = field.option
     attributes: dict[str, Any] = {"help": declared.help, "section": field.section}
     if declared.metavar is not None:
@@ -145,7 +145,7 @@ def _click_option(field: OptionField, default: object) -> CommandOption:
 
 
 def _click_type(field: OptionField) -> Any:
-    """Return the type that reads an option's value from the command line."""
+    """Return click's type that reads a declared option from the command line."""
     declared = field.option
     by_form = {"size": ByteSize(), "file": TextFile(), "json": JsonText()}
     if declared.form in by_form:
@@ -183,9 +183,10 @@ def speculation_params(draft: str = NO_DRAFT) -> list[CommandOption]:
 
 
 def engine_options(values: dict[str, Any], model: str) -> EngineOptions:
-    """Remove the options of an engine for `model` from `values`, and return them as a struct.
+    """Remove the engine's options from a command's `values`, and return them as a struct.
 
     Options that the command does not offer have their defaults.
+
     If a launcher has started this process as a rank other than 0, this call runs the rank, and
     exits when the rank ends.
     """
@@ -216,7 +217,10 @@ def engine_options(values: dict[str, Any], model: str) -> EngineOptions:
 
 
 def _chat_template(values: dict[str, Any]) -> str | None:
-    """Remove the options of `TEMPLATE_PARAMS` from `values`; return the template or its name."""
+    """Remove the options of `TEMPLATE_PARAMS` from `values`; return the chat template.
+
+    The result is the template's text or name, or None.
+    """
     named: str | None = values.pop("chat_template", None)
     text: str | None = values.pop("chat_template_file", None)
     if named is None or text is not None:
@@ -231,12 +235,14 @@ def _chat_template(values: dict[str, Any]) -> str | None:
 
 
 def sampling_params(values: dict[str, Any], constraint: Constraint | None = None) -> SamplingParams:
-    """Remove the sampling options from `values`, and return them as a struct."""
+    """Remove the sampling options from a command's `values`, and return them as a struct."""
     return take(SamplingParams, values, constraint=constraint)
 
 
 def constraint(values: dict[str, Any]) -> Constraint | None:
-    """Remove the options of `CONSTRAINT_PARAMS` from `values`; return the constraint, if any.
+    """Remove the options of `CONSTRAINT_PARAMS` from `values`; return the answer's constraint.
+
+    It is None if no constraint was given.
 
     Raises:
         UsageError: more than one constraint was given.
@@ -252,13 +258,16 @@ def constraint(values: dict[str, Any]) -> Constraint | None:
 
 
 def is_given(name: str) -> bool:
-    """Whether an option was given on the command line."""
+    """Whether the user gave an option on the command line, so that it is not a default."""
     source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.COMMANDLINE
 
 
 def check_effect(name: str, other: str, *, has_effect: bool, value: str = "") -> None:
-    """Check that an option that was given has an effect.
+    """Raise UsageError if the user gave an option that has no effect.
+
+    `has_effect` tells whether the option has an effect. If not, the error says that the option
+    needs the option `other`, or its value `value`.
 
     Raises:
         UsageError: the option has no effect without `other`, or without its value `value`.
@@ -269,7 +278,7 @@ def check_effect(name: str, other: str, *, has_effect: bool, value: str = "") ->
 
 
 def check_batching(policy: str, *, is_server: bool = False) -> None:
-    """Check that the options of batching fit the policy.
+    """Raise UsageError for batching options that have no effect with the batching policy.
 
     `--max-wait` also applies to static batches of a server; other commands know when no more
     requests come.
@@ -284,7 +293,10 @@ def check_batching(policy: str, *, is_server: bool = False) -> None:
 
 @contextmanager
 def requires_torch(feature: str) -> Iterator[None]:
-    """Raise BackendError if an import in the block fails because PyTorch is not installed."""
+    """Raise BackendError if an import in the block fails because PyTorch is not installed.
+
+    `feature` names what needs PyTorch, for the error.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -300,7 +312,7 @@ def file_option(suffixes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def check_file(path: Path | None, field: str, suffixes: tuple[str, ...]) -> None:
-    """Check that a drawing can be written, before the work for it.
+    """Check before the work starts that a plot or report can be written to a file.
 
     Raises:
         UsageError: the suffix is not one of `suffixes`, or the folder or matplotlib is missing.
@@ -317,7 +329,7 @@ def check_file(path: Path | None, field: str, suffixes: tuple[str, ...]) -> None
 
 
 def check_folder(path: Path, field: str) -> None:
-    """Raise UsageError if the folder of a file does not exist."""
+    """Raise UsageError if the folder of an output file does not exist."""
     if not path.absolute().parent.is_dir():
         reason = "is in a folder that does not exist: '{value}'."
         raise UsageError(reason, field=field, value=path.parent)

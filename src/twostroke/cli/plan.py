@@ -162,7 +162,7 @@ def command(
 
 
 class _PlanOptions(NamedTuple):
-    """Options of the command line that apply to each device."""
+    """Options of `twostroke plan` that apply to each of the devices."""
 
     weights: str | None
     num_threads: int | None
@@ -170,7 +170,10 @@ class _PlanOptions(NamedTuple):
 
 
 def _device_names(names: tuple[str, ...]) -> list[str]:
-    """Return each named device once; `all` is every device of the table with a known memory."""
+    """Return the names of the devices to plan, each once.
+
+    The name `all` stands for every device of the table with a known memory.
+    """
     from twostroke.lab.planner.devices import known_devices
 
     in_table = [name for name, device in known_devices().items() if device.memory_bytes]
@@ -181,7 +184,11 @@ def _device_names(names: tuple[str, ...]) -> list[str]:
 
 
 def _plan(planned: PlannedModel, name: str, options: _PlanOptions) -> Plan:
-    """Return the plan for this machine as measured, or for a device of the table or a file."""
+    """Return the plan of a model on the device called `name`.
+
+    The device is this machine, a device of the table, or a device file. Measured steps correct the
+    times on this machine.
+    """
     from twostroke.lab import planner
 
     is_here = name == THIS_MACHINE
@@ -206,7 +213,7 @@ def _plan(planned: PlannedModel, name: str, options: _PlanOptions) -> Plan:
 def _check_for_several(
     plot: Path | None, html: Path | None, *, calibrate: bool, explained: bool
 ) -> None:
-    """Raise UsageError for options that apply to one device only."""
+    """Raise UsageError for options of `plan` that apply only to a single device."""
     options = {
         "plot": plot is not None,
         "html": html is not None,
@@ -223,7 +230,7 @@ def _check_for_several(
 def _check_calibration(
     server: str | None, num_threads: int | None, *, calibrate: bool, is_here: bool
 ) -> None:
-    """Raise UsageError for options that have no effect with, or without, --calibrate."""
+    """Raise UsageError for options of `plan` that have no effect with, or without, --calibrate."""
     if calibrate and not is_here:
         reason = "measures this machine: leave {on} out."
         raise UsageError(reason, field="calibrate", on=Field("device"))
@@ -239,7 +246,10 @@ def _check_calibration(
 
 
 def _load_calibration(planned: PlannedModel, num_threads: int | None) -> Calibration | None:
-    """Return the measured steps on these threads; print a hint if other threads were measured."""
+    """Return the model's measured steps on this number of threads; None if there are none.
+
+    Print a hint if steps were measured on another number of threads.
+    """
     from twostroke.lab import planner
     from twostroke.lab.planner.served import on_threads
 
@@ -253,7 +263,11 @@ def _load_calibration(planned: PlannedModel, num_threads: int | None) -> Calibra
 def _calibrate(
     planned: PlannedModel, model: str, server: str | None, num_threads: int | None
 ) -> int | None:
-    """Measure steps of a model; return the number of threads that ran them."""
+    """Measure steps of a model to correct its plans; return their number of threads.
+
+    With a `server`, the steps of this running server are measured. None stands for the engine's
+    default number of threads.
+    """
     from twostroke.lab import planner
 
     def notice(text: str) -> None:
@@ -267,7 +281,10 @@ def _calibrate(
 
 
 def _simulation(plan: Plan, model: str, device: str) -> str:
-    """Return the `simulate` command for the largest load of the plan; empty without a load."""
+    """Return the `twostroke simulate` command for the largest load of a plan.
+
+    It is empty if the plan has no load.
+    """
     if plan.chosen_row is None:
         return ""
     params = click.get_current_context().params

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class _Hours(click.ParamType):  # type: ignore[type-arg]
-    """The load by hour of day: flat, office, or 24 numbers."""
+    """An option type: the relative load in each hour of the day: flat, office, or 24 numbers."""
 
     name = "hours"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[float, ...]:
-        """Return the relative loads of the 24 hours."""
+        """Return the relative loads of the 24 hours of a day."""
         from twostroke.lab.planner.buy import HOUR_WEIGHTS
 
         if isinstance(value, tuple):
@@ -215,7 +215,11 @@ def _stale(result: Buy) -> Iterator[str]:
 def _signals(
     result: Buy, case: Case, measured: tuple[float | None, float | None, float | None]
 ) -> Iterator[str]:
-    """Yield a sentence each about cost, latency and reliability of hosting and of the API."""
+    """Yield a sentence each about cost, latency and reliability of hosting and of the API.
+
+    `measured` has the API's TTFT and TPOT in seconds and its availability from 0 to 1; a figure is
+    None if it is not known.
+    """
     from twostroke.lab.measure.report_text import format_ms, format_number
 
     cheapest = result.comparisons[0]

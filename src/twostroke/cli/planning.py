@@ -25,18 +25,18 @@ def check_threads(device: str) -> None:
 
 
 class BoundedNumberParam(click.ParamType):  # type: ignore[type-arg]
-    """A number within bounds; the option's value is the number times `unit`."""
+    """An option type: a number within bounds; the option's value is the number times `unit`."""
 
     name = "float"
 
     def __init__(self, *, high: float, low: float | None = None, unit: float = 1.0) -> None:
-        """Accept numbers from `low` to `high`, or above 0 without `low`."""
+        """Accept numbers from `low` to `high`, or above 0 if `low` is None."""
         self._high, self._low, self._unit = high, low, unit
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Return the value."""
+        """Return the option's number times `unit`; fail if the number is out of bounds."""
         number = float(click.FLOAT.convert(value, param, ctx))
         field = (param and param.name) or "value"
         check_number(field, number, high=self._high, low=self._low)
@@ -71,7 +71,7 @@ price_option = option(
 
 
 def objective_options(section: str = "Options") -> Callable[[Any], Any]:
-    """Return the decorator that adds --ttft and --tpot, in seconds."""
+    """Return the decorator that adds the latency objectives --ttft and --tpot, in seconds."""
     ttft = "Objective for the time to the first token, in ms."
     tpot = "Objective for the time of each further token, in ms."
 
@@ -83,7 +83,7 @@ def objective_options(section: str = "Options") -> Callable[[Any], Any]:
 
 
 def share_options(mfu: float, mbu: float) -> Callable[[Any], Any]:
-    """Return the decorator that adds --mfu and --mbu with these defaults."""
+    """Return the decorator that adds --mfu and --mbu to a command, with these defaults."""
     bandwidth = "Share of the device's memory bandwidth that the engine reaches, from 0 to 1."
     arithmetic = "Share of the device's arithmetic peak that the engine reaches, from 0 to 1."
 

@@ -1,4 +1,4 @@
-"""The options of `serve` and `route` about logs and records, and their messages."""
+"""The options of `serve` and `route` about logs and records, and the messages at their stop."""
 
 from __future__ import annotations
 
@@ -62,13 +62,16 @@ class ProcessOptions(OptionStruct):
     ] = "info"
 
     def __post_init__(self) -> None:
-        """Check each value."""
+        """Raise UsageError if an option about logs or records is not valid."""
         check(self)
 
 
 @contextmanager
 def open_records(path: Path | None) -> Iterator[Records | None]:
-    """Open the records, if there is a folder; close them after the block."""
+    """Open the records of requests and keys in a folder, and close them after the block.
+
+    Yield None without a folder.
+    """
     if path is None:
         yield None
         return
@@ -79,7 +82,7 @@ def open_records(path: Path | None) -> Iterator[Records | None]:
 
 
 def announce_stop(num_running: int, *, log_format: str) -> None:
-    """Print or log that the server stops after its running answers."""
+    """Print or log that the server stops after its `num_running` running answers."""
     text = "Stopping."
     if num_running:
         answers = "1 running answer" if num_running == 1 else f"{num_running} running answers"

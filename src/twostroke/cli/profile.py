@@ -134,7 +134,7 @@ def _machine(profile: StepProfile) -> str:
 
 
 def _cells(figures: dict[str, float | None]) -> tuple[str, ...]:
-    """Return the cells of a row, in the units of `_HEADINGS`."""
+    """Return the table cells of an operation's times and rates, in the units of `_HEADINGS`."""
     return (
         _number(figures["time_s"], 1e3),
         f"{figures['share']:.1%}",
@@ -194,7 +194,7 @@ def _advice(profile: StepProfile) -> str:
 
 
 def _number(value: float | None, factor: float = 1.0) -> str:
-    """Return a number times `factor` with three significant digits, or a dash for None."""
+    """Return a number times `factor` with three significant digits; a dash stands for None."""
     if value is None:
         return "–"
     value *= factor
@@ -207,7 +207,7 @@ def _ms(time_s: float) -> str:
 
 
 def _as_json(profile: StepProfile) -> dict[str, Any]:
-    """Return a step as --json prints it; times are in seconds."""
+    """Return the profile of a step as --json prints it; times are in seconds."""
     return {
         "name": profile.shape.name,
         **msgspec.to_builtins(profile.shape),

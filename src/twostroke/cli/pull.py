@@ -81,7 +81,7 @@ def _pull(model: str) -> None:
 
 
 def fetch(model: str, *, quiet: bool = False) -> Path:
-    """Return the path of `model`, and fetch it first if it is missing; raises as `load.pull`."""
+    """Return the path of `model`, which is downloaded if it is missing; raises as `load.pull`."""
     from twostroke.model.loader import pull
 
     with Bar(quiet=quiet) as bar:
@@ -131,9 +131,9 @@ def open_remote(
     launched: LaunchedProcess,
     meanwhile: Callable[[], None],
 ) -> RemoteEngine:
-    """Return an engine in a launched process, as `open_engine`; its messages go to the log.
+    """Return an engine that runs in the process `launched`; its messages go to the log.
 
-    `meanwhile` is called while the process starts.
+    Arguments and errors are as for `open_engine`. `meanwhile` is called while the process starts.
     """
     from twostroke.engine.process.remote import RemoteEngine
 
@@ -151,7 +151,10 @@ def open_remote(
 
 
 def _fetch_all(model: str, options: EngineOptions, *, quiet: bool = False) -> str:
-    """Fetch a model and its draft model; return the label of the progress bar for loading."""
+    """Fetch a model and its draft model if they are missing.
+
+    Return the label of the progress bar for loading.
+    """
     if (warning := division_warning(options.parallel.num_ranks)) is not None:
         _logger.warning(warning)
     label = f"Loading {fetch(model, quiet=quiet).name}"

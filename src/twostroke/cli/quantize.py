@@ -103,7 +103,7 @@ def command(
 
 
 def _target(name: str) -> str:
-    """Return the format of the weights; UsageError if it cannot be written."""
+    """Return the format that `quantize --to` names; UsageError if it cannot be written."""
     from twostroke.lab.compress.quantize import TARGETS
     from twostroke.model.quant import FORMATS
 

@@ -86,7 +86,10 @@ def _shares(shares: CollectiveShares) -> str:
 
 
 def _as_json(profile: RanksProfile) -> dict[str, Any]:
-    """Return a step as --json prints it, times in seconds; `bytes_per_s` is None in one memory."""
+    """Return a step's profile on several ranks as --json prints it, times in seconds.
+
+    `bytes_per_s` is None if the ranks share one memory.
+    """
     link = msgspec.to_builtins(profile.link)
     bandwidth = link.pop("bandwidth")
     return {

@@ -33,7 +33,7 @@ def command(model: str, as_json: bool) -> None:
 
 
 def show_report(report: FileReport) -> None:
-    """Print a report as tables."""
+    """Print a quality report of a quantized model as tables."""
     comparison = report.comparison
     mean_kl, high_kl = f"{comparison.mean_kl:.2e}", f"{comparison.high_kl:.2e}"
     divergence = f"mean {mean_kl}, 99.9% {high_kl}, largest {comparison.max_kl:.2e}"

@@ -132,9 +132,9 @@ def command(**values: Any) -> int:
 
 
 def _with_fill_timeout(options: EngineOptions) -> EngineOptions:
-    """Return options in which a static batch starts after a time even if it is not full.
+    """Return engine options in which a static batch starts after a time, even if it is not full.
 
-    Without it, a server with few clients would never start a batch.
+    Without the timeout, a server with few clients would never start a batch.
     """
     batch = options.batch
     if batch.policy != "static":
@@ -148,8 +148,8 @@ def _prepare(
 ) -> Callable[..., int]:
     """Check the server's options, open its records, bind its address and start logging.
 
-    Returns a function that serves an engine. Its arguments are the engine, the machine's limits and
-    the function that announces the server.
+    Return a function that serves an engine. The function's arguments are the engine, the machine's
+    limits, and a function that announces the server.
     """
     from twostroke.server.http.logs import logging_to
     from twostroke.server.http.server import bind
@@ -195,7 +195,10 @@ def _prepare(
 
 
 def _api_keys(path: Path | None, process: ProcessOptions) -> ApiKeys | None:
-    """Return the keys of a file, the environment and the records; None if no key is needed."""
+    """Return the API keys of a file, the environment and the records.
+
+    It is None if clients need no key.
+    """
     from twostroke.server.auth.keys import ApiKeys
 
     return ApiKeys.read(
@@ -211,7 +214,7 @@ def _api_keys(path: Path | None, process: ProcessOptions) -> ApiKeys | None:
 def _open(
     model: str, options: EngineOptions, launched: LaunchedProcess | None, log_level: str
 ) -> Iterator[OpenedEngine]:
-    """Yield an engine in the launched process, or in this process without one."""
+    """Yield the engine, in the process `launched`, or in this process if that is None."""
     if launched is not None:
         with open_remote(model, options, log_level, launched, _import_server) as remote:
             yield remote, remote.limits, remote.draft
@@ -238,7 +241,7 @@ def _announce(
     serving: ServeOptions,
     log_format: str,
 ) -> None:
-    """Report the server's address; a text log also shows an example request."""
+    """Report the server's address and model; a text log also shows an example request."""
     name = serving.model_names[0] if serving.model_names else engine.card.name
     _warn_of_open_access(url, serving)
     backend = engine.facts.backend
@@ -259,7 +262,7 @@ def _announce(
 def _announce_several(
     url: str, *, models: ModelPool, batch: BatchOptions, serving: ServeOptions, log_format: str
 ) -> None:
-    """Report the address of a server of several models, as `_announce`."""
+    """Report the address of a server of several models, as `_announce` does for one model."""
     _warn_of_open_access(url, serving)
     names, budget = ", ".join(models.engines), megabytes(models.budget_bytes)
     chat = _about_chat({name: engine.card for name, engine in models.engines.items()})
@@ -278,7 +281,7 @@ def _announce_several(
 
 
 def _about_batching(batch: BatchOptions) -> str:
-    """Return a sentence about the wait for a static batch; empty for other policies."""
+    """Return a sentence about how long a static batch waits; empty for other policies."""
     if batch.policy != "static":
         return ""
     return (
@@ -288,7 +291,7 @@ def _about_batching(batch: BatchOptions) -> str:
 
 
 def _about_chat(cards: Mapping[str, ModelCard]) -> str:
-    """Return sentences about chat templates that cannot be used; empty if there are none."""
+    """Return sentences about models whose chat template cannot be used; empty if there are none."""
     sentences = []
     for name, card in cards.items():
         chat = card.chat_template

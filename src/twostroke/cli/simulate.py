@@ -205,7 +205,7 @@ def command(model: str, *, as_json: bool, record: Path | None, **values: Any) ->
 
 
 def _check_effects(values: dict[str, Any]) -> None:
-    """Raise UsageError for options that have no effect."""
+    """Raise UsageError for options of `simulate` that have no effect."""
     for name in ("link", "disaggregate"):
         check_effect(name, "prefill_replicas", has_effect=values["prefill_replicas"] > 0)
     check_effect("draft_cost", "acceptance", has_effect=values["acceptance"] is not None)
@@ -217,7 +217,7 @@ def _check_effects(values: dict[str, Any]) -> None:
 
 
 def _load(values: dict[str, Any]) -> Workload:
-    """Remove the options of the load from `values`, and return the load."""
+    """Remove the options about the load from `values`, and return the simulated workload."""
     from twostroke.lab.simulator import Synthetic, read_trace
 
     trace = values.pop("trace")
@@ -239,7 +239,7 @@ def _load(values: dict[str, Any]) -> Workload:
 
 
 def _setup(model: str, values: dict[str, Any]) -> Setup:
-    """Return the simulated replicas and their devices, from the other options."""
+    """Return the simulated replicas and their devices, from the options of `simulate`."""
     from twostroke.lab import planner
     from twostroke.lab.simulator import Setup
 

@@ -26,12 +26,15 @@ _CONTROLS: Final = {
 
 
 def printable(text: str) -> str:
-    """Return `text` with visible symbols in place of control characters."""
+    """Return `text` with visible symbols in place of control characters, safe for a terminal."""
     return text.translate(_CONTROLS)
 
 
 def show_table(lines: Sequence[tuple[str, ...]], right: Container[int] | None = None) -> None:
-    """Print rows of cells; the columns in `right`, by default all but the first, align right."""
+    """Print rows of cells as a table.
+
+    The columns in `right` align right; by default all columns except the first do.
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = [
@@ -42,10 +45,10 @@ def show_table(lines: Sequence[tuple[str, ...]], right: Container[int] | None = 
 
 
 class Bar:
-    """A progress bar on standard error, if that is a terminal."""
+    """A progress bar on standard error; without a terminal, no bar is shown."""
 
     def __init__(self, *, delay_s: float = 0.0, quiet: bool = False, counts: bool = False) -> None:
-        """Appear after `delay_s` seconds; if `quiet`, show neither the bar nor lines.
+        """Show the bar after `delay_s` seconds; with `quiet`, show neither the bar nor lines.
 
         With `counts`, progress is shown as a number of items instead of bytes.
         """
@@ -56,16 +59,16 @@ class Bar:
         self._label = ""
 
     def __enter__(self) -> Self:
-        """Use the bar during a block."""
+        """Use the progress bar during a block."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Remove the bar from the screen."""
+        """Remove the progress bar from the screen."""
         if self._progress is not None:
             self._progress.stop()
 
     def show(self, label: str, done_bytes: int, total_bytes: int | None) -> None:
-        """Show a label and the progress; `total_bytes` None shows no share."""
+        """Show a label and the progress on the bar; `total_bytes` None shows no percentage."""
         if not self._is_shown or time.monotonic() < self._visible_from_s:
             return
         if self._progress is None:
@@ -78,7 +81,7 @@ class Bar:
         progress.update(task, completed=done_bytes, total=total_bytes)
 
     def say(self, text: str) -> None:
-        """Print a line to standard error that stays, above the bar if there is one."""
+        """Print a line to standard error that stays, above the progress bar if there is one."""
         if self._progress is not None:
             self._progress.console.print(printable(text), markup=False, highlight=False)
         elif not self._quiet:
@@ -113,7 +116,7 @@ def _progress(*, counts: bool) -> Progress:
 
 @contextmanager
 def on_interrupt(action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` at the first Ctrl-C in the block; further ones raise KeyboardInterrupt."""
+    """Call `action` at the first Ctrl-C in the block; a second Ctrl-C raises KeyboardInterrupt."""
 
     def handle_first(*_: object) -> None:
         signal.signal(signal.SIGINT, before)
@@ -128,7 +131,7 @@ def on_interrupt(action: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """Hide typed keys during the block; programs still receive them."""
+    """Do not show the keys that the user types during the block; programs still receive them."""
     try:
         keyboard = sys.stdin.fileno()
         before = termios.tcgetattr(keyboard)

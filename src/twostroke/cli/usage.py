@@ -33,12 +33,12 @@ _COUNTS: Final = ("requests", "input", "cached", "output")
 
 
 class Day(click.ParamType):  # type: ignore[type-arg]
-    """A day, written as 2026-11-30."""
+    """An option type: a day such as 2026-11-30."""
 
     name = "day"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the day in ISO 8601."""
+        """Return the option's day in ISO 8601."""
         try:
             return date.fromisoformat(str(value)).isoformat()
         except ValueError:
@@ -118,7 +118,10 @@ def _columns(by: str) -> tuple[str, ...]:
 def _rows(
     all_amounts: Iterable[Amount], by: str, names: dict[str, str], prices: Prices | None
 ) -> Iterable[dict[str, Any]]:
-    """Return the sums for each key, tenant, day or model, as --json prints them."""
+    """Return the requests, tokens and costs of each key, tenant, day or model.
+
+    The rows are as --json prints them.
+    """
     rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for amount in all_amounts:
         owner = amount.owner
@@ -142,7 +145,7 @@ def _rounded(cost: float) -> float:
 
 
 def _plain(cost: float) -> str:
-    """Return a cost in decimals without an exponent, as spreadsheets read it."""
+    """Return a cost as a decimal number without an exponent, which spreadsheets can read."""
     return f"{cost:.{_COST_DECIMALS}f}".rstrip("0").rstrip(".")
 
 

@@ -23,7 +23,7 @@ _thread = threading.local()
 
 
 class WorkCancelledError(Exception):
-    """The caller cancelled this thread's work."""
+    """The caller cancelled the work that runs in this thread."""
 
 
 @contextmanager

@@ -40,9 +40,10 @@ class ReasoningSection(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """A text that an answer must not begin with.
+    """A text that a request's answer must not begin with.
 
-    It is the beginning of an earlier answer that broke its schema, up to the wrong value.
+    When an answer breaks its JSON schema, it is generated again. The excluded text is the beginning
+    of the broken answer, up to the wrong value.
 
     Attributes:
         text: the excluded text.
@@ -83,7 +84,7 @@ class Constraint:
     is_strict: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the notation and the text."""
+        """Raise RequestError if the constraint's notation is unknown or its text is not valid."""
         if self.notation not in NOTATIONS:
             notations = ", ".join(NOTATIONS)
             raise RequestError(f"A constraint is one of {notations}, not '{self.notation}'.")
@@ -100,7 +101,7 @@ class Constraint:
     def json_schema(
         cls, schema: Mapping[str, object] | type | str, *, is_strict: bool = False
     ) -> Constraint:
-        """Return a constraint to JSON that matches a schema.
+        """Return a constraint that allows only JSON that matches a schema.
 
         `schema` is a dictionary, its JSON text, or a class with `model_json_schema()`, such as a
         Pydantic model. With `is_strict`, an answer that breaks the schema is generated once more,
@@ -122,23 +123,26 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """Return a constraint to texts that a regular expression matches from start to end."""
+        """Return a constraint that allows only texts that match the whole regular expression."""
         return cls("regex", pattern, "regex")
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Constraint:
-        """Return a constraint to one of the given texts."""
+        """Return a constraint that allows only the given texts as answers."""
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise RequestError("must be a list of texts.", field="choice")
         return cls("choice", json.dumps(list(texts), ensure_ascii=False), "choice")
 
     @classmethod
     def grammar(cls, text: str) -> Constraint:
-        """Return a constraint to texts of a grammar, in Lark's notation or in GBNF."""
+        """Return a constraint that allows only texts of a grammar in Lark's notation or in GBNF."""
         return cls("grammar", text, "grammar")
 
     def after(self, preface: ReasoningSection) -> Constraint:
-        """Return the same constraint on the text after `preface`."""
+        """Return a copy of the constraint that applies to the text after the model's reasoning.
+
+        `preface` has the texts that open and close the reasoning.
+        """
         return replace(self, preface=preface)
 
 
@@ -160,25 +164,28 @@ class Matcher(Protocol):
         parents: Sequence[int],
         out: NDArray[np.uint32],
     ) -> None:
-        """Write the masks after `output` and after each draft into `out`.
+        """Write masks of the tokens that may follow a request's output, and each draft, into `out`.
 
         Args:
             output: all output tokens so far.
             drafts: draft tokens in depth-first order: the parent of each draft is the previous
                 draft or one of its ancestors.
             parents: the index of the draft that each draft follows, or `ROOT`.
-            out: (1 + drafts, num_words) masks: `out[0]` after `output`, `out[1 + i]` after draft i;
-                empty after a draft that the constraint does not allow.
+            out: (1 + drafts, num_words) masks: `out[0]` after `output`, `out[1 + i]` after
+                draft i; empty after a draft that the constraint does not allow.
 
         Raises:
             RequestError: the constraint cannot be followed after `output`.
         """
 
     def count_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
-        """Return how many of `tokens`, from the first one on, may follow `output`.
+        """Return how many of `tokens`, from the first one, the constraint allows after `output`.
 
         This method and `forced` never raise: the next call of `masks` raises the error.
         """
 
     def forced(self, output: Sequence[int]) -> Sequence[int]:
-        """Return tokens that must follow `output`; there may be further ones."""
+        """Return tokens that the constraint forces after `output`, so that no step computes them.
+
+        The list may end before the last forced token.
+        """

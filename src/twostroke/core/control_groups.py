@@ -26,7 +26,7 @@ _UNLIMITED: Final = 1 << 60
 
 
 class MemoryLimit(Frozen):
-    """The memory limit of a group, and how many bytes of it are free.
+    """A memory limit of a Linux control group, and how many bytes of it are free.
 
     `source` names the file of the limit, such as "memory.max of /sys/fs/cgroup/system.slice".
     """
@@ -37,14 +37,20 @@ class MemoryLimit(Frozen):
 
 
 class CoreLimit(Frozen):
-    """The processor seconds per second that a group may use; `source` names the file."""
+    """A processor-time limit of a Linux control group, as a number of cores.
+
+    `source` names the file of the limit.
+    """
 
     num_cores: float
     source: str
 
 
 class _Mount(Frozen):
-    """A mounted hierarchy: the folder `folder` shows the group `root`."""
+    """A mounted hierarchy of control groups.
+
+    The files of the group with the path `root` are in the folder `folder`.
+    """
 
     version: int
     controllers: frozenset[str]  # of version 1
@@ -53,7 +59,10 @@ class _Mount(Frozen):
 
 
 def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
-    """Return the memory limits of every level; `root` is the folder that has proc and sys."""
+    """Return the memory limits of this process's control group and of each parent group.
+
+    `root` is the folder that has proc and sys.
+    """
     limits: list[MemoryLimit] = []
     for version, groups in _hierarchies(root, "memory"):
         read = _memory_limits_1 if version == 1 else _memory_limits_2
@@ -62,7 +71,10 @@ def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
 
 
 def core_limits(root: Path = _ROOT) -> list[CoreLimit]:
-    """Return the quotas of processor time at every level."""
+    """Return the processor-time limits of this process's control group and of each parent group.
+
+    `root` is the folder that has proc and sys.
+    """
     limits = []
     for version, groups in _hierarchies(root, "cpu"):
         for group in groups:
@@ -81,7 +93,10 @@ def core_limits(root: Path = _ROOT) -> list[CoreLimit]:
 
 
 def _memory_limits_2(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]:
-    """Yield the limits of version 2; above `memory.high` the system slows a group down."""
+    """Yield the memory limits of control groups of version 2.
+
+    Above `memory.high` the system slows a group down, so that is yielded as a limit too.
+    """
     for group in groups:
         folder = _within(root, group)
         stat, used_bytes = _table(folder / "memory.stat"), _number(folder / "memory.current") or 0
@@ -94,7 +109,10 @@ def _memory_limits_2(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]
 
 
 def _memory_limits_1(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]:
-    """Yield the limits of version 1; the last limit includes levels that are not mounted."""
+    """Yield the memory limits of control groups of version 1.
+
+    The last limit, from memory.stat, includes parent groups that are not mounted.
+    """
     for group in groups:
         folder = _within(root, group)
         limit = _number(folder / "memory.limit_in_bytes")
@@ -108,7 +126,7 @@ def _memory_limits_1(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]
 
 
 def _memory_limit_1(root: Path, group: str, name: str, limit: int) -> Iterator[MemoryLimit]:
-    """Yield a limit of version 1, unless it is so large that it is no limit."""
+    """Yield a memory limit of a version 1 group; yield nothing if the number means "no limit"."""
     if limit >= _UNLIMITED:
         return
     folder = _within(root, group)
@@ -118,12 +136,18 @@ def _memory_limit_1(root: Path, group: str, name: str, limit: int) -> Iterator[M
 
 
 def _free(limit_bytes: int, used_bytes: int, reclaimable_bytes: int) -> int:
-    """Return the bytes that can be allocated: the system drops cached files before it refuses."""
+    """Return how many bytes of a memory limit can still be allocated.
+
+    Cached files count as free, since the system drops them before it refuses memory.
+    """
     return max(0, limit_bytes - max(0, used_bytes - reclaimable_bytes))
 
 
 def _hierarchies(root: Path, controller: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the version and folders of this process's groups with a controller, innermost first."""
+    """Yield the version and the folders of each control group hierarchy with a controller.
+
+    The first folder belongs to this process's group, the next ones to its parents.
+    """
     mounts = list(_mounts(root)) or _usual_mounts(controller)
     for controllers, path in _own_groups(root):
         version = 1 if controllers else 2
@@ -141,7 +165,7 @@ def _hierarchies(root: Path, controller: str) -> Iterator[tuple[int, list[str]]]
 
 
 def _usual_mounts(controller: str) -> list[_Mount]:
-    """Return the usual mounts, for systems whose mounts cannot be read."""
+    """Return the usual mounts of control groups, for systems whose mounts cannot be read."""
     return [
         _Mount(2, frozenset(), "/", "/sys/fs/cgroup"),
         _Mount(1, frozenset((controller,)), "/", f"/sys/fs/cgroup/{controller}"),
@@ -149,21 +173,21 @@ def _usual_mounts(controller: str) -> list[_Mount]:
 
 
 def _shows(mount: _Mount, path: str) -> bool:
-    """Whether the group with this path lies below the mounted root."""
+    """Whether a mounted hierarchy shows the control group with this path."""
     return not _below(mount, path).startswith("..")
 
 
 def _below(mount: _Mount, path: str) -> str:
-    """Return the path of a group, relative to the mounted root."""
+    """Return the path of a control group relative to the root of a mounted hierarchy."""
     relative = posixpath.relpath(posixpath.normpath(path), posixpath.normpath(mount.root))
     return relative if relative.split("/")[0] == ".." else f"./{relative}"
 
 
 def _levels(root: Path, mount: _Mount, path: str) -> list[str]:
-    """Return the folders of a group and of its parents, innermost first.
+    """Return the folders of a control group and of its parents, innermost first.
 
     A container may see only its own subtree, with or without its own namespace. If the path of the
-    group then does not lie below the mounted root, the mounted root is the group.
+    group then does not lie below the mounted root, the mounted root is used as the group.
     """
     top = PurePosixPath(mount.folder)
     relative = _below(mount, path)
@@ -177,7 +201,10 @@ def _levels(root: Path, mount: _Mount, path: str) -> list[str]:
 
 
 def _own_groups(root: Path) -> Iterator[tuple[frozenset[str], str]]:
-    """Yield the controllers (empty for version 2) and the path of each of this process's groups."""
+    """Yield the controllers and the path of each control group of this process.
+
+    The controllers are empty for version 2.
+    """
     for line in _lines(root / "proc/self/cgroup"):
         parts = line.split(":", 2)
         if len(parts) == 3:
@@ -198,7 +225,7 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """Return a path of mountinfo with its octal escapes replaced."""
+    """Return a path from /proc/self/mountinfo with its octal escapes replaced."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
@@ -216,7 +243,7 @@ def _is_number(word: str) -> bool:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Return the numbers of a file whose lines are a name and a number, by name."""
+    """Return the numbers in a file with lines such as "inactive_file 4096", by name."""
     pairs = (line.split() for line in _lines(path))
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and _is_number(pair[1])}
 

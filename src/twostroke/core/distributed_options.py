@@ -24,28 +24,33 @@ _STORE_SCHEMES: Final = ("redis://", "rediss://", "unix://")
 
 
 class ParallelOptions(OptionStruct):
-    """How many ranks run the model together, and what each rank holds; 1 divides nothing.
+    """How many ranks run the model together, and which part of the model each rank holds.
 
     Ranks are processes or GPUs, on this machine or on several. Their number is the product of the
-    four degrees.
+    four degrees (`tensor`, `pipeline`, `expert`, `context`); a degree of 1 divides nothing.
 
     Attributes:
-        tensor: parts of every layer's weights and heads.
-        pipeline: groups of layers, one after another.
-        expert: parts of the experts of a mixture; other weights are divided as by `tensor`.
-        context: parts of the rows of a step, for long prompts; each rank has all weights.
-        shares: unequal parts, such as (3, 2): one number for each part of the weights, or for each
-            group of layers if only the layers are divided.
+        tensor: how many parts every layer's weights and heads are divided into.
+        pipeline: how many groups the layers are divided into, one after another.
+        expert: how many parts the experts of a mixture-of-experts model are divided into; other
+            weights are divided as by `tensor`.
+        context: how many parts the rows (tokens) of a step are divided into, for long prompts;
+            each rank has all weights.
+        shares: unequal parts, such as (3, 2): one number for each part of the weights, or for
+            each group of layers if only the layers are divided.
         reduce: "gather" gives the tokens of one process, bit for bit; "sum" moves less data and
-            rounds otherwise (backend torch only); "auto" is "sum" on GPUs and "gather" elsewhere.
-        kv_shares: "heads" divides keys and values by their heads, and with `context` not at all;
-            "places" divides them evenly by the positions of tokens; "auto" is "places" on the
-            backend cpu of one machine if "heads" would store some of them twice, else "heads".
-        launcher: "auto" takes the ranks of the launcher that started this process (torchrun, or any
-            that sets RANK and WORLD_SIZE), else starts them on this machine; "ray" asks Ray.
+            rounds otherwise (backend torch only); "auto" is "sum" on GPUs and "gather"
+            elsewhere.
+        kv_shares: "heads" divides keys and values by their heads, and with `context` not at
+            all; "places" divides them evenly by the positions of tokens; "auto" is "places" on
+            the backend cpu of one machine if "heads" would store some of them twice, else
+            "heads".
+        launcher: "auto" takes the ranks of the launcher that started this process (torchrun, or
+            any that sets RANK and WORLD_SIZE), else starts them on this machine; "ray" asks
+            Ray.
         attention_shares: the shares of attention with its keys and values, if they differ from
-            `shares`: with shares (0, 1) and attention_shares (1, 0), attention and the rest of the
-            model are on different ranks.
+            `shares`: with shares (0, 1) and attention_shares (1, 0), attention and the rest of
+            the model are on different ranks.
     """
 
     SECTION: ClassVar[str] = "Several processes, GPUs or machines"
@@ -132,7 +137,7 @@ class ParallelOptions(OptionStruct):
     ] = ()
 
     def __post_init__(self) -> None:
-        """Check each value, the number of ranks, and the shares."""
+        """Raise UsageError if a degree, the number of ranks, or the shares are not valid."""
         check(self)
         if self.num_ranks > MAX_RANKS:
             degrees = f"{self.tensor} x {self.pipeline} x {self.expert} x {self.context}"
@@ -155,18 +160,18 @@ class ParallelOptions(OptionStruct):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are in all."""
+        """The number of ranks: the product of the four degrees."""
         return self.tensor * self.pipeline * self.expert * self.context
 
     @property
     def column_shares(self) -> tuple[int, ...]:
-        """The share of each part of the weights."""
+        """The relative size of each part of every layer's weights; equal numbers by default."""
         count = self.tensor * self.expert
         return self.shares if self.shares and count > 1 else (1,) * count
 
     @property
     def stage_shares(self) -> tuple[int, ...]:
-        """The share of each group of layers."""
+        """The relative size of each pipeline stage, which is a group of layers."""
         are_of_stages = self.shares and self.tensor * self.expert == 1
         return self.shares if are_of_stages else (1,) * self.pipeline
 
@@ -264,7 +269,7 @@ class DisaggregationOptions(OptionStruct):
     ] = "auto"
 
     def __post_init__(self) -> None:
-        """Check each value, the addresses, and that the options fit the role."""
+        """Raise UsageError if an option or an address is not valid, or does not fit the role."""
         check(self)
         if self.role == "decode" and not self.prefill_peers:
             reason = "can be decode only with the address of a prefill engine: set {other}."
@@ -285,12 +290,12 @@ class DisaggregationOptions(OptionStruct):
 
     @property
     def own_address(self) -> str:
-        """Where a prefill engine listens."""
+        """The HOST:PORT at which a prefill engine listens for decode engines."""
         return self.peer_address or DEFAULT_PEER_ADDRESS
 
 
 class OffloadOptions(OptionStruct):
-    """Where KV pages are kept besides the engine's memory: a folder, a shared store, or both."""
+    """Where KV pages are kept in addition to the engine's memory: a folder, Redis, or both."""
 
     SECTION: ClassVar[str] = "KV offload"
 
@@ -327,7 +332,7 @@ class OffloadOptions(OptionStruct):
     ] = None
 
     def __post_init__(self) -> None:
-        """Check each value, and that a size comes with a folder."""
+        """Raise UsageError if an option is not valid, or a size is given without a folder."""
         check(self)
         if self.page_cache == "":
             raise UsageError("must name a folder: leave it out, or name one.", field="page_cache")
@@ -339,25 +344,25 @@ class OffloadOptions(OptionStruct):
 
     @property
     def max_page_cache_bytes(self) -> int:
-        """The most bytes that the folder holds."""
+        """The most bytes that KV pages may take in the folder of the page cache."""
         return self.page_cache_bytes or DEFAULT_PAGE_CACHE_BYTES
 
     @property
     def is_used(self) -> bool:
-        """Whether pages are kept in a folder or a store."""
+        """Whether KV pages are kept in a folder or in a page store (Redis)."""
         return self.page_cache is not None or self.page_store is not None
 
     @property
     def field(self) -> str:
-        """The name of the option that turned offloading on, for errors."""
+        """The name of the option that turned KV offload on; error messages name the option."""
         return "page_store" if self.page_cache is None else "page_cache"
 
 
 def parse_address(text: str, field: str) -> tuple[str, int]:
-    """Return the host and the port of HOST:PORT.
+    """Return the host and the port of a HOST:PORT text; `field` is the option that errors name.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: the text is not HOST:PORT.
     """
     host, colon, port = text.rpartition(":")
     if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):

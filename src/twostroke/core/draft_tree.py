@@ -13,25 +13,26 @@ ROOT = -1  # the request's newest token, which the first drafts follow
 
 
 class DraftBranch(Frozen):
-    """A chain of drafts that leaves the path of earlier drafts.
+    """A chain of draft tokens that leaves the path of earlier drafts in a draft tree.
 
-    A row attends only to its ancestors, so a branch has KV pages that other branches do not use.
-    The first of them begins with tokens that the branch shares with other branches.
+    Drafts are proposed tokens of speculative decoding. A row of the step attends only to its
+    ancestors, so a branch has KV pages that other branches do not use. The first of these pages
+    begins with tokens that the branch shares with other branches.
 
     Attributes:
         first: the index of the branch's first draft; its last draft is before the next branch's
             first draft. Each draft follows the previous one.
         parent: the draft that the first draft follows, or `ROOT`.
         position: the token position of the first draft.
-        page_index: the index in the request's page lists that `pages` begins at; earlier pages are
-            the request's.
+        page_index: the index in the request's page lists that `pages` begins at; earlier pages
+            are the request's.
         pages: for each cache group, the ids of the branch's pages from `page_index` on.
         num_own: how many pages at the end of each list belong to this branch alone; the pages
             before belong to its parent.
-        above: rows of this step, counted from the slice's first row, whose keys and values are also
-            stored in the branch's first own page; they end at `position` - 1.
-        is_copied: whether the first own page begins as a copy of the request's page, because tokens
-            of earlier steps are in it.
+        above: rows of this step, counted from the slice's first row, whose keys and values are
+            also stored in the branch's first own page; they end at `position` - 1.
+        is_copied: whether the first own page begins as a copy of the request's page, because
+            tokens of earlier steps are in it.
     """
 
     first: int
@@ -45,18 +46,24 @@ class DraftBranch(Frozen):
 
     @property
     def own_page_index(self) -> int:
-        """The index in the page lists of the branch's first own page."""
+        """The index, in the request's page lists, of the first page that only this branch uses."""
         return self.page_index + len(self.pages[0]) - self.num_own
 
     @property
     def own_pages(self) -> list[int]:
-        """The ids of the branch's own pages: for each page index, one page of each group."""
+        """The ids of the KV pages that only this branch uses.
+
+        For each page index, the list has one page of each cache group.
+        """
         own_pages = [pages[-self.num_own :] for pages in self.pages]
         return [page for pages_at_index in zip(*own_pages, strict=True) for page in pages_at_index]
 
 
 def parents_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
-    """Return the draft that each draft follows, or `ROOT`; (drafts,)."""
+    """Return the index of the draft that each draft of a tree follows, or `ROOT`.
+
+    The result has `num_drafts` entries. `ROOT` stands for the request's newest token.
+    """
     parents = list(range(-1, num_drafts - 1))
     for branch in branches:
         parents[branch.first] = branch.parent
@@ -64,7 +71,10 @@ def parents_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
 
 
 def path_to(draft: int, parents: Sequence[int]) -> list[int]:
-    """Return the drafts on the path from the root to a draft, itself last; empty for `ROOT`."""
+    """Return the drafts on the path from a tree's root to a draft.
+
+    The draft itself is the last; the path of `ROOT` is empty.
+    """
     path = []
     while draft != ROOT:
         path.append(draft)
@@ -73,7 +83,7 @@ def path_to(draft: int, parents: Sequence[int]) -> list[int]:
 
 
 def depths_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
-    """Return how many drafts precede each draft on its path."""
+    """Return how many drafts precede each draft of a tree on its path from the root."""
     depths = list(range(num_drafts))
     for branch, end in ends_of(num_drafts, branches):
         depth = 0 if branch.parent == ROOT else depths[branch.parent] + 1
@@ -82,13 +92,13 @@ def depths_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
 
 
 def ends_of(num_drafts: int, branches: Sequence[DraftBranch]) -> Iterator[tuple[DraftBranch, int]]:
-    """Yield each branch with the index after its last draft."""
+    """Yield each branch of a draft tree with the index after its last draft."""
     ends = [branch.first for branch in branches[1:]]
     return zip(branches, [*ends, num_drafts], strict=True) if branches else iter(())
 
 
 def num_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
-    """Return how many drafts of a chain are accepted: the drafts that equal the sampled tokens.
+    """Return how many drafts of a chain are accepted, since they equal the sampled tokens.
 
     `sampled[i]` was sampled after the first i drafts. If these are right, `sampled[i]` equals the
     token of a run without drafts, at any temperature, because sampling depends only on the logits,
@@ -106,7 +116,7 @@ def num_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
 def right_drafts(
     drafts: Sequence[int], branches: Sequence[DraftBranch], sampled: Sequence[int]
 ) -> Sequence[int]:
-    """Return the indices of the accepted drafts of a tree, each following the previous one.
+    """Return the indices of the accepted drafts of a tree, from the root downwards.
 
     `sampled[0]` was sampled after the request's newest token, `sampled[1 + i]` after draft i. The
     request's next tokens are `sampled[0]` and the tokens sampled after the accepted drafts.

@@ -33,10 +33,10 @@ def cache_dir() -> Path:
 
 
 def expand_home(path: str | Path) -> Path:
-    """Return a path with its `~` or `~user` replaced.
+    """Return a path with its `~` or `~user` replaced by the home folder.
 
     Raises:
-        UsageError: the user is not known, or has no home folder.
+        UsageError: the system does not know the user, or the user has no home folder.
     """
     try:
         return Path(path).expanduser()
@@ -46,27 +46,30 @@ def expand_home(path: str | Path) -> Path:
 
 
 def cpu_level() -> str | None:
-    """Return the instruction-set level forced by `TWOSTROKE_CPU_LEVEL`, or None for automatic."""
+    """Return the instruction-set level that `TWOSTROKE_CPU_LEVEL` forces; None if not set.
+
+    Without the variable, kernels use the highest level of the processor.
+    """
     return os.environ.get("TWOSTROKE_CPU_LEVEL") or None
 
 
 def num_threads() -> str | None:
-    """Return the text of `TWOSTROKE_NUM_THREADS`; None if it is not set."""
+    """Return the text of `TWOSTROKE_NUM_THREADS`, the number of threads; None if not set."""
     return os.environ.get("TWOSTROKE_NUM_THREADS") or None
 
 
 def native_dir() -> Path | None:
-    """Return the folder of native libraries forced by `TWOSTROKE_NATIVE_DIR`, or None."""
+    """Return the folder of native kernels in `TWOSTROKE_NATIVE_DIR`; None if not set."""
     path = os.environ.get("TWOSTROKE_NATIVE_DIR")
     return Path(path) if path else None
 
 
 def api_key() -> str | None:
-    """Return the key for a server's clients from `TWOSTROKE_API_KEY`, None if not set.
+    """Return the key that a server's clients must send, from `TWOSTROKE_API_KEY`; None if not set.
 
     Raises:
-        UsageError: the variable is set and empty. A secret that was not filled in must not make a
-            server open to all.
+        UsageError: the variable is set and empty. A secret that was not filled in must not make
+            a server open to all.
     """
     return _secret("TWOSTROKE_API_KEY", "key")
 
@@ -77,16 +80,22 @@ def client_api_key() -> str | None:
 
 
 def replica_key() -> str | None:
-    """Return the key that a router shows to its replicas, from `TWOSTROKE_REPLICA_KEY`.
+    """Return the key that a router sends to its replicas, from `TWOSTROKE_REPLICA_KEY`.
+
+    It is None if the variable is not set.
 
     Raises:
-        UsageError: it is set and empty.
+        UsageError: the variable is set and empty.
     """
     return _secret("TWOSTROKE_REPLICA_KEY", "key")
 
 
 def _secret(name: str, kind: str = "secret") -> str | None:
-    """Return the value of a variable; None if it is not set, UsageError if it is empty."""
+    """Return the secret in an environment variable; None if it is not set.
+
+    `kind` is the word for the secret in the error. Raises UsageError if the variable is set and
+    empty.
+    """
     secret = os.environ.get(name)
     if secret is not None and not secret.strip():
         raise UsageError(f"{name} is empty: set it to a {kind}, or unset it.")
@@ -94,7 +103,7 @@ def _secret(name: str, kind: str = "secret") -> str | None:
 
 
 def launcher() -> dict[str, str]:
-    """Return the variables that a launcher of ranks, such as torchrun or mpirun, has set."""
+    """Return the environment variables that a launcher of ranks, such as torchrun, has set."""
     name_groups = (
         ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
@@ -118,16 +127,16 @@ def peer_secret() -> bytes:
     """Return the secret that decode and prefill engines share, from `TWOSTROKE_PEER_SECRET`.
 
     Raises:
-        UsageError: it is set and empty.
+        UsageError: the variable is set and empty.
     """
     return (_secret("TWOSTROKE_PEER_SECRET") or "").encode()
 
 
 def store_key() -> bytes:
-    """Return the key that encrypts pages in a page store, from `TWOSTROKE_STORE_KEY`: 32 bytes.
+    """Return the key that encrypts KV pages in Redis, from `TWOSTROKE_STORE_KEY`: 32 bytes.
 
     Raises:
-        UsageError: it is not set, or not 64 hexadecimal digits.
+        UsageError: the variable is not set, or is not 64 hexadecimal digits.
     """
     text = os.environ.get("TWOSTROKE_STORE_KEY", "").strip()
     with suppress(ValueError):
@@ -141,7 +150,7 @@ def store_key() -> bytes:
 
 
 def store_password() -> str | None:
-    """Return the password of a page store from `TWOSTROKE_STORE_PASSWORD`, None if not set."""
+    """Return the Redis password from `TWOSTROKE_STORE_PASSWORD`; None if not set."""
     return os.environ.get("TWOSTROKE_STORE_PASSWORD") or None
 
 
@@ -149,7 +158,7 @@ def hub_endpoint() -> str:
     """Return the address of the Hugging Face hub, or of its mirror in `HF_ENDPOINT`.
 
     Raises:
-        UsageError: it is not an address.
+        UsageError: the variable is not an http address.
     """
     address = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     if not address.startswith(("https://", "http://")):
@@ -158,12 +167,15 @@ def hub_endpoint() -> str:
 
 
 def hub_is_offline() -> bool:
-    """Whether `HF_HUB_OFFLINE` forbids requests to the hub."""
+    """Whether `HF_HUB_OFFLINE` forbids requests to the Hugging Face hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
 def link() -> str | None:
-    """Return the link between hosts that `TWOSTROKE_LINK` forces; None for the fastest one."""
+    """Return the link between ranks on different hosts that `TWOSTROKE_LINK` forces.
+
+    None means that the fastest link is chosen.
+    """
     return os.environ.get("TWOSTROKE_LINK") or None
 
 
@@ -178,12 +190,15 @@ def use_ray_token(token: str) -> None:
 
 
 def notify_socket() -> str | None:
-    """Return the address of systemd's notification socket; None without systemd."""
+    """Return the address of the socket that tells systemd that the server is ready.
+
+    It is None if systemd did not start this process.
+    """
     return os.environ.get("NOTIFY_SOCKET") or None
 
 
 def watchdog_s() -> float | None:
-    """Return the seconds within which systemd expects a sign of life; None if it expects none."""
+    """Return the seconds within which systemd expects a sign of life; None without a watchdog."""
     period_us, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
     if not period_us.isdigit() or (pid and pid != str(os.getpid())):
         return None
@@ -191,17 +206,17 @@ def watchdog_s() -> float | None:
 
 
 def set_default(name: str, value: str) -> None:
-    """Set a variable that a library reads, unless the user has set it."""
+    """Set an environment variable that a library reads, unless the user has set it."""
     os.environ.setdefault(name, value)
 
 
 def engine_environment() -> dict[str, str]:
-    """Return this process's environment for its engine process, without the API key."""
+    """Return the environment variables of the engine process, without the API key."""
     return {name: value for name, value in os.environ.items() if name != "TWOSTROKE_API_KEY"}
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with `changes`, for a child process."""
+    """Return the environment variables for a child process: its parent's, with `changes`."""
     return {**os.environ, **changes}
 
 
@@ -219,7 +234,7 @@ def install_command(extra: str) -> str:
 
 
 def _source() -> Path | None:
-    """Return the clone or wheel that was installed; None if it came from a package index."""
+    """Return the clone or wheel from which Twostroke was installed; None for a package index."""
     from importlib.metadata import PackageNotFoundError, distribution  # slow to import
     from urllib.parse import unquote, urlsplit
 

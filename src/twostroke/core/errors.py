@@ -23,7 +23,10 @@ _MAX_COMPARED_LENGTH: Final = 200  # longer words are cut, because comparing tak
 
 
 class Field(str):
-    """The name of another field in the facts of an error; errors show the caller's name."""
+    """The name of another field in the facts of an error.
+
+    The message shows the caller's name of the field, such as a command-line flag.
+    """
 
     __slots__ = ()
 
@@ -55,11 +58,14 @@ class TwostrokeError(Exception):
         self.facts = facts
 
     def __str__(self) -> str:
-        """The sentence with the engine's own names."""
+        """Return the error's sentence, with the engine's own names of fields."""
         return self.sentence()
 
     def sentence(self, naming: Naming = str) -> str:
-        """Return the sentence; `naming` maps the engine's name of a field to the caller's."""
+        """Return the error's sentence.
+
+        `naming` maps the engine's name of a field to the caller's name.
+        """
         reason, field = self.reason, self.field and naming(self.field)
         is_whole = field is None or reason[:1].isupper()
         facts: dict[str, object] = {
@@ -105,7 +111,7 @@ class ModelFormatError(TwostrokeError):
 
 
 class QualityError(ModelFormatError):
-    """A model's files can be read, but its output is garbage."""
+    """A model's files can be read, but the model writes garbage."""
 
     code = "model_quality"
 
@@ -117,14 +123,17 @@ class DownloadError(TwostrokeError):
 
 
 class MemoryLimitError(TwostrokeError):
-    """Weights and key-value pages do not fit into memory."""
+    """A model's weights and KV pages do not fit into memory."""
 
     exit_code = 6
     code = "insufficient_memory"
 
 
 class UnreachableError(TwostrokeError):
-    """No plan meets the request: the model does not fit, or an objective cannot be met."""
+    """No plan of `twostroke plan` meets the request.
+
+    Either the model does not fit on the device, or a latency objective cannot be met.
+    """
 
     exit_code = 9
 
@@ -142,7 +151,7 @@ class BackendError(TwostrokeError):
 
 
 class RanksLostError(BackendError):
-    """Processes that run parts of the model have ended, or do not answer."""
+    """Ranks (processes that run parts of the model) have ended, or do not answer."""
 
     code = "ranks_lost"
 
@@ -162,18 +171,19 @@ class RequestError(TwostrokeError):
 
 
 class ContextLengthError(RequestError):
-    """A prompt, or a prompt with its answer, can never fit.
+    """A prompt, or a prompt with its answer, can never fit into the context or the KV cache.
 
     If the context length is the reason, the facts have these numbers of tokens: `context_length`,
     `num_prompt` and, if the prompt alone fits, `num_answer`. The fact `least` is "at least " if the
-    prompt was not counted to its end. Protocols write their own sentence from the facts.
+    prompt was not counted to its end. The protocols of the server write their own sentences from
+    these facts.
     """
 
     code = "context_length_exceeded"
 
 
 class OverloadedError(TwostrokeError):
-    """The queue is full; the same request may be accepted later.
+    """The queue of requests is full; the same request may be accepted later.
 
     The facts may have `room_s`, the seconds until the queue has room; `turn_s`, the seconds for
     which the request's own tokens will occupy the queue; and `is_full`, whether shorter requests of
@@ -209,9 +219,9 @@ class EngineStoppedError(TwostrokeError):
 
 
 class EngineDiedError(EngineStoppedError):
-    """The engine's process died while it computed the request; another process starts.
+    """The engine's process died while it computed the request; a new engine process is started.
 
-    The message contains `SENTENCE` in every protocol, so that a router recognizes the error in
+    The message contains `SENTENCE` in every protocol, so that a router recognizes the error also in
     protocols that have no field for its code.
     """
 
@@ -226,13 +236,16 @@ class ModelNotLoadedError(EngineStoppedError):
 
 
 class EngineKillerError(RequestError):
-    """The engine died each time it computed the request, the last time without other requests."""
+    """The engine's process died each time it computed this request.
+
+    The last time, the engine computed no other requests, so the request is the cause.
+    """
 
     code = "engine_killer"
 
 
 class SchemaMissError(TwostrokeError):
-    """The answer breaks its schema, even after it was generated again."""
+    """The answer breaks its JSON schema, even after it was generated again."""
 
     exit_code = 10
     code = "schema_miss"
@@ -278,13 +291,16 @@ _logger = logging.getLogger("twostroke.weights")
 
 
 def warn_of_wrong_token_id(key: str, value: object) -> None:
-    """Log that a special token of a model file is left out, because no token has its id."""
+    """Log that a model file names a special token by an id that no token has.
+
+    The special token is left out. `key` is the metadata field of the model file.
+    """
     id_text = "-1" if value == (1 << 32) - 1 else str(value)[:40]
     notice(f"{key} is {id_text}, which is not the id of a token: left out.")
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first names in quotes, and the number of further names."""
+    """Return the first few names in quotes, and how many further names there are, for errors."""
     text = ", ".join(repr(name[:MAX_NAME_LENGTH]) for name in names[:_MAX_NAMES])
     num_more = len(names) - _MAX_NAMES
     return f"{text} and {num_more} more" if num_more > 0 else text
@@ -292,5 +308,5 @@ def first_names(names: Sequence[str]) -> str:
 
 @cache
 def notice(text: str) -> None:
-    """Log a sentence as a warning, once in a process."""
+    """Log a sentence as a warning, at most once in a process."""
     _logger.warning("%s", text)

@@ -51,15 +51,16 @@ def open_regular_file(path: Path, *, follows_links: bool = True) -> BinaryIO:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a path exists, be it a file, folder, pipe or dangling link.
+    """Return whether a path exists, as a file, folder, pipe or dangling link.
 
-    An optional file whose path exists but is not a file is damaged, and must not count as absent.
+    An optional file of a model whose path exists but is not a regular file is damaged, and must not
+    count as absent.
     """
     return os.path.lexists(path)
 
 
 def read_regular_file(path: Path) -> bytes:
-    """Return the bytes of a file; raises as `open_regular_file`."""
+    """Return the bytes of a regular file; raises as `open_regular_file`."""
     with open_regular_file(path) as file:
         return file.read()
 
@@ -80,7 +81,7 @@ def _irregular(path: Path) -> IrregularFileError:
 
 
 def read_at_most(file: BinaryIO, max_bytes: int) -> bytes:
-    """Return the rest of an open file, at most `max_bytes` of it.
+    """Return the remaining bytes of an open file, at most `max_bytes`.
 
     The file is read in chunks, since a single read reserves memory for all of `max_bytes`.
     """
@@ -92,7 +93,7 @@ def read_at_most(file: BinaryIO, max_bytes: int) -> bytes:
 
 
 def read_small_file(path: Path) -> bytes:
-    """Return a file's bytes; ModelFormatError if it cannot be read, or is too large."""
+    """Return the bytes of a small file; raise ModelFormatError if it is unreadable or too large."""
     try:
         with open_regular_file(path) as file:
             raw = read_at_most(file, MAX_JSON_BYTES + 1)
@@ -105,7 +106,7 @@ def read_small_file(path: Path) -> bytes:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file in one step: readers see the old text or the new one."""
+    """Replace a small text file atomically: readers see the old text or the new text."""
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -115,7 +116,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def place_file(part: Path, path: Path) -> None:
-    """Rename a finished file, so that neither its data nor its name is lost at a power failure."""
+    """Rename a finished temporary file to its final path.
+
+    The data and the folder are flushed to disk, so that neither is lost at a power failure.
+    """
     _sync(part)
     part.replace(path)
     _sync(path.parent)
@@ -130,7 +134,7 @@ def file_size(path: Path) -> int | None:
 
 
 def megabytes(num_bytes: int) -> str:
-    """Return a size for people, such as "98 MB" or "12.3 GB"."""
+    """Return a number of bytes as text for people, such as "98 MB" or "12.3 GB"."""
     if num_bytes >= 10**13:
         return f"{num_bytes / 1e12:,.1f} TB"
     if 0 < num_bytes < 10**6:
@@ -147,7 +151,7 @@ def _sync(path: Path) -> None:
 
 
 def locks(descriptor: int) -> bool:
-    """Lock an open file until it is closed; return False if another process holds the lock."""
+    """Lock an open file until it is closed; return False if another process holds its lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -157,7 +161,7 @@ def locks(descriptor: int) -> bool:
 
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
-    """Yield a hidden path beside `out`; after the block, the file there is renamed to `out`.
+    """Yield a hidden path beside the output file `out`, and rename the file to `out` at the end.
 
     If the block fails or is interrupted, the hidden file is removed, and `out` stays as it was.
 
@@ -179,7 +183,7 @@ def unfinished(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def unfinished_folder(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder beside `out`; after the block, it is renamed to `out`.
+    """Yield a hidden folder beside `out`, and rename it to `out` after the block.
 
     If the block fails or is interrupted, the hidden folder is removed.
 
@@ -204,7 +208,9 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def alone(path: Path, out: Path) -> Iterator[None]:
-    """Hold the lock file at `path` during the block, so that no other process writes `out`.
+    """Hold a lock file during the block, so that no other process writes the output `out`.
+
+    `path` is the lock file.
 
     Raises:
         UsageError: another process holds the lock.
@@ -222,7 +228,7 @@ def alone(path: Path, out: Path) -> Iterator[None]:
 
 @contextmanager
 def _write_errors(out: Path) -> Iterator[None]:
-    """Make errors and Ctrl-C in the block say that `out` was not written."""
+    """Make errors and Ctrl-C in the block say that the output file `out` was not written."""
     try:
         yield
     except OSError as error:
@@ -234,7 +240,7 @@ def _write_errors(out: Path) -> Iterator[None]:
 
 
 def need(path: Path, num_bytes: float) -> None:
-    """Raise TwostrokeError if the disk of the file `path` has fewer than `num_bytes` free."""
+    """Raise TwostrokeError if the disk of the file `path` has fewer than `num_bytes` bytes free."""
     import shutil
 
     free = shutil.disk_usage(path.parent).free

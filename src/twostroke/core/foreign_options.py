@@ -131,9 +131,10 @@ _WITHOUT_OPTION: Final = {
 
 
 def foreign_hint(name: str, known_names: Collection[str]) -> str:
-    """Return a sentence for an option that another program has, with a space before it.
+    """Return a hint for an option of vLLM, llama.cpp or another program: its name in Twostroke.
 
-    It is empty if the name is not known, or if none of `known_names` does the same.
+    The hint is a sentence that begins with a space. It is empty if the option is not known, or if
+    none of `known_names`, the options of the command, does the same.
     """
     bare = name.lstrip("-").replace("-", "_").lower()
     if bare in _WITHOUT_OPTION:

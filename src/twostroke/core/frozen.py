@@ -23,10 +23,10 @@ _MAX_DIGITS: Final = 40  # of an integer in an error; it may be too large for a 
 
 
 def check_range(owner: object, *names: str, high: float, low: float | None = None) -> None:
-    """Check that fields of `owner` are from `low` to `high`, as `check_number`; None passes.
+    """Check that fields of `owner` are from `low` to `high`, as `check_number`; accept None.
 
     Raises:
-        UsageError: a field is out of range.
+        UsageError: a field's value is out of range.
     """
     for name in names:
         value = getattr(owner, name)
@@ -40,7 +40,7 @@ def check_number(name: str, value: float, *, high: float, low: float | None = No
     Without `low`, the number must be greater than 0.
 
     Raises:
-        UsageError: it is out of range.
+        UsageError: the number is out of range.
     """
     is_above = value > 0 if low is None else value >= low
     if not is_above or not value <= high:

@@ -22,16 +22,17 @@ _NODES = Path("/sys/devices/system/node")
 
 
 class Hardware(Frozen):
-    """The limits of a machine's speed, with which measured speeds are compared.
+    """The limits of a machine's speed, to which the speed of the engine is compared.
 
     Attributes:
         name: the processor or device.
         num_threads: how many threads the limits are for.
         memory_bytes: the size of the memory.
-        bandwidth: bytes per second, for a stream of the size of a model.
-        peak: operations per second of the fastest arithmetic that the kernels use; a multiply-add
-            counts as two operations.
-        peak_kind: the kind of that arithmetic.
+        bandwidth: memory bandwidth in bytes per second, for reading as many bytes as a model
+            has.
+        peak: operations per second of the fastest arithmetic that the kernels use; a multiply-
+            add counts as two operations.
+        peak_kind: the arithmetic of `peak`, as text.
         source: how the limits were found.
     """
 
@@ -45,32 +46,47 @@ class Hardware(Frozen):
 
 
 class MemoryNode(Frozen):
-    """A NUMA node: the cores near one part of the memory that this process may use."""
+    """A NUMA node: the part of the memory with this number, and the cores near it.
+
+    Only cores that this process may use are included.
+    """
 
     number: int  # as the operating system counts
     cores: tuple[int, ...]
 
 
 def memory_total() -> int:
-    """Return the most bytes of memory that this process can have, within control groups."""
+    """Return the bytes of memory that this process can have at most.
+
+    This is the machine's memory, or a lower limit of a control group.
+    """
     limit = memory_limit()
     return limit.limit_bytes if limit else _memory_of_machine()
 
 
 def memory_available() -> int:
-    """Return the bytes that can be allocated without swapping, within control groups."""
+    """Return the bytes of memory that this process can allocate without swapping.
+
+    Limits of control groups are respected.
+    """
     limits = memory_limits(_ROOT)
     return min([_available_on_machine(), *(limit.free_bytes for limit in limits)])
 
 
 def memory_limit() -> MemoryLimit | None:
-    """Return the lowest memory limit of a control group; None if the machine's memory is less."""
+    """Return the lowest memory limit of a control group.
+
+    It is None if no control group allows less than the machine's memory.
+    """
     limit = min(memory_limits(_ROOT), key=lambda limit: limit.limit_bytes, default=None)
     return limit if limit and limit.limit_bytes < _memory_of_machine() else None
 
 
 def scarcest_memory() -> MemoryLimit | None:
-    """Return the limit with the fewest free bytes; None if the machine has fewer free bytes."""
+    """Return the control group's memory limit with the fewest free bytes.
+
+    It is None if the machine itself has fewer free bytes.
+    """
     limit = min(memory_limits(_ROOT), key=lambda limit: limit.free_bytes, default=None)
     return limit if limit and limit.free_bytes < _available_on_machine() else None
 
@@ -96,26 +112,34 @@ def memory_used() -> int:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may keep busy, within quotas of control groups."""
+    """Return how many processor cores this process may keep busy.
+
+    Affinity, cpusets and quotas of control groups are respected.
+    """
     quota = core_limit()
     return max(1, int(quota.num_cores)) if quota else _num_allowed_cores()
 
 
 def core_limit() -> CoreLimit | None:
-    """Return the lowest quota of processor time; None if it exceeds the allowed cores."""
+    """Return the lowest processor-time quota of a control group.
+
+    It is None if no quota is below the number of cores that affinity and cpusets allow.
+    """
     limit = min(core_limits(_ROOT), key=lambda limit: limit.num_cores, default=None)
     return limit if limit and limit.num_cores < _num_allowed_cores() else None
 
 
 def _num_allowed_cores() -> int:
-    """Return how many cores affinity and cpusets allow."""
+    """Return how many processor cores affinity and cpusets allow this process to use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def resolve_num_threads(requested: int | None) -> int:
-    """Return the number of compute threads: `requested`, else the environment's, else all cores.
+    """Return the number of compute threads of an engine.
+
+    It is `requested`, else the number in `TWOSTROKE_NUM_THREADS`, else the number of all cores.
 
     Raises:
         UsageError: `TWOSTROKE_NUM_THREADS` is not a number from 1 to 1024.
@@ -138,10 +162,11 @@ def processor_name() -> str:
 
 
 def memory_nodes(folder: Path = _NODES) -> tuple[MemoryNode, ...]:
-    """Return the nodes that have cores for this process; empty if the system does not report them.
+    """Return the NUMA nodes that have cores for this process; empty if they are unknown.
 
-    `folder` has the layout of Documentation/ABI/stable/sysfs-devices-node of Linux. If a core is
-    missing, or on two nodes, the result is empty, so that a mistake keeps no thread from a core.
+    `folder` has the layout of Documentation/ABI/stable/sysfs-devices-node of Linux. If the files
+    list a core on no node or on two nodes, the result is empty, since a mistake in the files would
+    keep threads from that core.
     """
     if not hasattr(os, "sched_getaffinity"):
         return ()
@@ -157,7 +182,7 @@ def memory_nodes(folder: Path = _NODES) -> tuple[MemoryNode, ...]:
 
 
 def threads_by_node(nodes: Sequence[MemoryNode], num_threads: int) -> dict[MemoryNode, int]:
-    """Return how many threads to bind to each node; empty to bind none.
+    """Return how many compute threads to bind to each NUMA node; empty to bind none.
 
     The cores of all nodes, in a row, are divided into `num_threads` equal parts. Each thread goes
     to the node with the middle of its part, so a node's number of threads differs from its share by
@@ -176,12 +201,15 @@ class OtherPrograms:
     """Measures the processor time that other programs have used since this object was created."""
 
     def __init__(self) -> None:
-        """Start measuring."""
+        """Start measuring the processor time of other programs."""
         self._began_s = time.monotonic()
         self._before_s = _others_s()
 
     def share(self) -> float | None:
-        """Return the share of all processors' time, from 0 to 1; None if it is unknown."""
+        """Return the share of all processors' time that other programs used, from 0 to 1.
+
+        It is None if the system does not report the time.
+        """
         after_s = _others_s()
         if self._before_s is None or after_s is None:
             return None
@@ -190,7 +218,10 @@ class OtherPrograms:
 
 
 def _others_s() -> float | None:
-    """Return the processor seconds of other programs since the machine's start; None if unknown."""
+    """Return the processor seconds of other programs since the machine's start.
+
+    It is None if the system does not report them.
+    """
     times = _words(Path("/proc/stat"), after="cpu", num_words=8)
     if len(times) < 8:
         return None
@@ -201,7 +232,7 @@ def _others_s() -> float | None:
 
 
 def _numbers(path: Path) -> set[int]:
-    """Return the numbers in a file such as `0-3,8,10-11`; empty if it is missing or damaged."""
+    """Return the numbers in a Linux list file such as `0-3,8,10-11`; empty if it is damaged."""
     try:
         parts = [part.split("-") for part in path.read_text().strip().split(",")]
         return {n for part in parts for n in range(int(part[0]), int(part[-1]) + 1)}
@@ -210,7 +241,11 @@ def _numbers(path: Path) -> set[int]:
 
 
 def _words(path: Path, after: str = "", num_words: int | None = None) -> list[str]:
-    """Return the words after `after` in the first line that begins with it."""
+    """Return the words of the first line of a file that begins with `after`, without `after`.
+
+    The result has at most `num_words` words. It is empty if the file cannot be read or has no such
+    line.
+    """
     try:
         with path.open(errors="replace") as lines:
             line = next((line for line in lines if line.startswith(after)), after)

@@ -1,4 +1,4 @@
-"""JSON: text that line readers do not split, and small files with a checksum."""
+"""JSON encoding with escaped line ends, and small JSON files with a checksum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHECKSUM_BYTES = 16
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a small file; ModelFormatError if it has none."""
+    """Return the JSON object in a small file; raise ModelFormatError if it has none."""
     value = _parse(path)
     if not isinstance(value, dict):
         raise ModelFormatError(f"{path.name!r} is damaged: it is not a JSON object.")
@@ -28,7 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
-    """Replace a small file by a JSON object, in one step."""
+    """Replace a small file atomically by a JSON object."""
     write_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -75,12 +75,15 @@ _LINE_ENDS: Final = {
 
 
 def encode_json(body: Any) -> bytes:
-    """Return a value as one line of JSON, in UTF-8, that no line reader splits."""
+    """Return a value as one line of UTF-8 JSON, with escapes for Unicode line ends.
+
+    Some readers of lines would split the text at such characters.
+    """
     return escape_line_ends(_encode(body))
 
 
 def escape_line_ends(data: bytes) -> bytes:
-    """Return the JSON with escapes for the characters at which some line readers end a line."""
+    """Return encoded JSON with escapes for characters that some readers take as line ends."""
     if data.isascii():  # much faster than three searches
         return data
     for character, escaped in _LINE_ENDS.items():

@@ -42,17 +42,17 @@ Problem = Literal["missing", "unknown", "type", "word", "limits", "key limits"]
 
 
 class Mismatch(Frozen):
-    """A value that does not fit.
+    """A value that does not fit its expected type, as found by `find_mismatch`.
 
     Attributes:
-        path: where the value is, such as `models[2].name`; for a missing or unknown field, where
-            the field would be.
-        problem: "missing" for a required field, "unknown" for a field that the type does not have,
-            "type" for a value of another JSON type, "word" for a text that is not one of a few,
-            "limits" for a number or a length, and "key limits" for the length of a key.
+        path: where the value is, such as `models[2].name`; for a missing or unknown field,
+            where the field would be.
+        problem: "missing" for a required field, "unknown" for a field that the type does not
+            have, "type" for a value of another JSON type, "word" for a text that is not one of
+            a few, "limits" for a number or a length, and "key limits" for the length of a key.
         expected: the accepted JSON types, the accepted words, or the known fields.
-        actual: the JSON type, the word, or the name of the field. For "limits" the number or the
-            length, and for a fraction in place of an integer the fraction; None if unknown.
+        actual: the JSON type, the word, or the name of the field. For "limits" the number or
+            the length, and for a fraction in place of an integer the fraction; None if unknown.
         limits: the limits in words, such as `be from 0 to 2`.
         advice: what to do instead, by word; `*` is for any other word.
     """
@@ -66,13 +66,13 @@ class Mismatch(Frozen):
 
 
 def find_mismatch(kind: Any, data: Any, path: str = "") -> Mismatch | None:
-    """Return the mismatch of the first value that does not fit a type; None if all values fit.
+    """Return the first value in decoded data or JSON that does not fit a type; None if all fit.
 
     Args:
-        kind: the type.
+        kind: the expected type, such as a msgspec struct.
         data: decoded data, or JSON as bytes, a mapped file or `msgspec.Raw`. JSON is decoded no
             deeper than needed.
-        path: where the data is inside something larger.
+        path: the path of `data` in a larger document, with which the paths in errors begin.
     """
     try:
         return _find(data, [type_of(kind)], path)
@@ -81,7 +81,7 @@ def find_mismatch(kind: Any, data: Any, path: str = "") -> Mismatch | None:
 
 
 def _find(data: Any, kinds: list[inspect.Type], path: str) -> Mismatch | None:
-    """Return the mismatch of a value, or of the first wrong value inside it."""
+    """Return the mismatch of a value with all accepted types, or of a wrong value inside."""
     kinds = list(parts(kinds))
     if any(isinstance(kind, _UNCHECKED) for kind in kinds):
         return None
@@ -103,7 +103,7 @@ def _find(data: Any, kinds: list[inspect.Type], path: str) -> Mismatch | None:
 
 
 def _find_in_list(value: list[Any], kinds: list[inspect.Type], path: str) -> Mismatch | None:
-    """Return the mismatch of the first wrong item of a list."""
+    """Return the mismatch of the first wrong item of a JSON list; None if all items fit."""
     item_types = [kind.item_type for kind in kinds if isinstance(kind, _LIST_TYPES)]
     for index, item in enumerate(value):
         if mismatch := _find(item, item_types, join(path, f"[{index}]")):
@@ -112,7 +112,7 @@ def _find_in_list(value: list[Any], kinds: list[inspect.Type], path: str) -> Mis
 
 
 def _find_in_object(value: dict[str, Any], kinds: list[inspect.Type], path: str) -> Mismatch | None:
-    """Return the mismatch of the first wrong key or value of a JSON object, or a missing field."""
+    """Return the mismatch of the first wrong key or value, or of a missing field, of an object."""
     structs = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
     if structs:
         struct, mismatch = _choose_struct(value, structs, path)
@@ -133,7 +133,10 @@ def _find_in_object(value: dict[str, Any], kinds: list[inspect.Type], path: str)
 def _choose_struct(
     value: dict[str, Any], structs: list[inspect.StructType], path: str
 ) -> tuple[inspect.StructType | None, Mismatch | None]:
-    """Return the struct that an object's tag names, or the mismatch of a missing or unknown tag."""
+    """Return the struct type that a JSON object's tag names, and no mismatch.
+
+    For a missing or unknown tag, return None and the mismatch.
+    """
     tag_field = structs[0].tag_field
     if tag_field is None or (len(structs) == 1 and tag_field not in value):
         return structs[0], None
@@ -170,7 +173,10 @@ def _find_in_struct(
 
 
 def _decode_one_level(data: Any) -> Any:
-    """Decode a JSON text; items of lists and objects stay JSON. Other values return unchanged."""
+    """Decode JSON one level deep: items of lists and objects stay encoded.
+
+    A value that is not JSON bytes is returned unchanged.
+    """
     if not isinstance(data, bytes | mmap | msgspec.Raw):
         return data
     start = _FIRST_CHARACTER.match(memoryview(data))
@@ -179,7 +185,10 @@ def _decode_one_level(data: Any) -> Any:
 
 
 def _accepts(kind: inspect.Type, value: Any) -> bool:
-    """Whether a type accepts values of this JSON type; limits and contents may not fit."""
+    """Whether a type accepts the JSON type of a value.
+
+    Limits of the value and its contents are not checked.
+    """
     name = _json_type(value)
     if isinstance(kind, inspect.FloatType) and name == "int":
         return True
@@ -193,7 +202,7 @@ def _json_type(value: Any) -> str:
 
 
 def _type_mismatch(value: Any, kinds: list[inspect.Type], path: str) -> Mismatch:
-    """Return the mismatch of a value of a JSON type that is not accepted."""
+    """Return the mismatch of a value whose JSON type is not accepted."""
     if value is None and path and not path.endswith("]"):
         return Mismatch(path=path, problem="missing")
     accepted = {name for kind in kinds for name in _ACCEPTED_JSON_TYPES.get(type(kind), ())}
@@ -203,7 +212,7 @@ def _type_mismatch(value: Any, kinds: list[inspect.Type], path: str) -> Mismatch
 
 
 def _word_mismatch(word: str, kinds: list[inspect.Type], path: str) -> Mismatch | None:
-    """Return the mismatch of a text that is not one of the accepted words; None if it is one."""
+    """Return the mismatch of a text that is not an accepted word; None if it is accepted."""
     literals = [kind for kind in kinds if isinstance(kind, inspect.LiteralType)]
     words = tuple(dict.fromkeys(str(value) for literal in literals for value in literal.values))
     if word in words:
@@ -215,7 +224,10 @@ def _word_mismatch(word: str, kinds: list[inspect.Type], path: str) -> Mismatch 
 
 
 def _exceeded_limits(value: Any, kinds: list[inspect.Type]) -> str:
-    """Return the exceeded limits of a number or a length, in words; empty if it is within them."""
+    """Return the limits that a number or a length exceeds, as text; empty if it fits.
+
+    A value that fits one of the types `kinds` fits.
+    """
     if value is None or isinstance(value, bool):
         return ""
     size = _size(value)
@@ -229,12 +241,12 @@ def _exceeded_limits(value: Any, kinds: list[inspect.Type]) -> str:
 
 
 def _size(value: Any) -> Any:
-    """Return a number itself, and the length of any other value."""
+    """Return the size that limits apply to: a number itself, and the length of other values."""
     return value if isinstance(value, int | float) else len(value)
 
 
 def _range(kind: inspect.Type) -> tuple[float | None, float | None]:
-    """Return the least and the greatest number or length that a type accepts."""
+    """Return the least and the greatest number or length that a type accepts; None for no bound."""
     if isinstance(kind, inspect.IntType | inspect.FloatType):
         return kind.ge, kind.le
     if isinstance(
@@ -245,7 +257,7 @@ def _range(kind: inspect.Type) -> tuple[float | None, float | None]:
 
 
 def _limits(kind: inspect.Type) -> str:
-    """Return the limits of a type in words; empty without limits."""
+    """Return a type's limits as text, such as "be from 0 to 2"; empty without limits."""
     low, high = _range(kind)
     is_number = isinstance(kind, inspect.IntType | inspect.FloatType)
     unit = "" if is_number else " characters" if isinstance(kind, inspect.StrType) else " items"
@@ -260,12 +272,12 @@ def _limits(kind: inspect.Type) -> str:
 
 @cache
 def type_of(kind: Any) -> inspect.Type:
-    """Return msgspec's description of a type, which takes a millisecond to make."""
+    """Return msgspec's description of a type; the result is cached, since it is slow to make."""
     return inspect.type_info(kind)
 
 
 def parts(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
-    """Yield the types, with each union replaced by its alternatives."""
+    """Yield types, with each union replaced by its alternative types."""
     for kind in kinds:
         if isinstance(kind, inspect.Metadata):
             yield kind
@@ -277,10 +289,13 @@ def parts(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
 
 
 def extra_of(kind: inspect.Type) -> dict[str, Any]:
-    """Return the `extra` values of an annotation; empty for other types."""
+    """Return the `extra` values of a type annotated with msgspec's `Meta`; else no values."""
     return (kind.extra or {}) if isinstance(kind, inspect.Metadata) else {}
 
 
 def join(path: str, name: str) -> str:
-    """Return the path of a field, or of an item such as `[3]`, inside another path."""
+    """Return the path of a field or an item inside another path, for errors about values.
+
+    An item such as `[3]` is added without a dot.
+    """
     return f"{path}.{name}" if path and name and not name.startswith("[") else path + name

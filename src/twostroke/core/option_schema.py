@@ -40,22 +40,23 @@ _MEGABYTE: Final = 10**6
 
 
 class Option(Frozen):
-    """The declaration of an option: its flag, range, default and help.
+    """The declaration of a command-line option: its flag, range, default and help.
 
     Attributes:
-        flag: the option of the command line, such as "--threads" or "--access-log/--no-access-log";
-            empty for a field that is set only in Python.
+        flag: the option of the command line, such as "--threads" or "--access-log/--no-access-
+            log"; empty for a field that is set only in Python.
         help: the effect of the option, with units.
         default: the default in words, for fields whose default is None.
         section: the heading in the help, if it is another one than the struct's `SECTION`.
         low, high: the least and the greatest value; None for no bound.
         excludes_low: whether the value must be greater than `low`.
         choices: all allowed values, if there are only a few.
-        named_values: pairs of a word of the command line and the value that the word stands for.
+        named_values: pairs of a word of the command line and the value that the word stands
+            for.
         flag_value: the value that the flag stands for, if the flag takes no value.
         metavar: the placeholder for the value in the help.
-        form: how the command line reads a value: "size" (such as 2GB), "path", "file" (the text of
-            a file), "json", or empty for the field's type.
+        form: how the command line reads a value: "size" (such as 2GB), "path", "file" (the text
+            of a file), "json", or empty for the field's type.
     """
 
     flag: str
@@ -77,7 +78,7 @@ class Option(Frozen):
         return self.flag.partition("/")[0].removeprefix("--")
 
     def range_text(self) -> str:
-        """Return the bounds in words, such as "from 1 to 24"; empty without bounds."""
+        """Return the option's bounds as text, such as "from 1 to 24"; empty without bounds."""
         low = "" if self.low is None else self.number_text(self.low)
         high = "" if self.high is None else self.number_text(self.high)
         if self.excludes_low:
@@ -87,21 +88,21 @@ class Option(Frozen):
         return f"at least {low}" if low else f"at most {high}" if high else ""
 
     def choices_text(self) -> str:
-        """Return the allowed values in words; empty if the option is not one of a few values."""
+        """Return the option's allowed values as text; empty if it has no list of choices."""
         if all(isinstance(choice, str) for choice in self.choices):
             return f"one of {', '.join(map(str, self.choices))}" if self.choices else ""
         *first_choices, last = self.choices
         return f"{', '.join(map(str, first_choices))} or {last}"
 
     def number_text(self, number: float) -> str:
-        """Return a number as text; a size of whole megabytes is written as 10MB."""
+        """Return a value of the option as text; whole megabytes are written as 10MB."""
         if self.form == "size" and number and number % _MEGABYTE == 0:
             return f"{int(number) // _MEGABYTE}MB"
         return f"{number:.15g}" if isinstance(number, float) else str(number)
 
 
 class OptionField(Frozen):
-    """A field that is an option.
+    """A field of an options struct whose type is annotated with an `Option`.
 
     Attributes:
         name: the name of the field.
@@ -109,7 +110,7 @@ class OptionField(Frozen):
         types: the Python types of the field's values, without None.
         item_type: the type of the items, if the field is a tuple or another sequence.
         accepts_none: whether the type of the field includes None.
-        default: the field's default value.
+        default: the default value of the field.
         section: the heading in the help.
     """
 
@@ -123,14 +124,15 @@ class OptionField(Frozen):
 
     @property
     def number_type(self) -> type | None:
-        """`int` or `float` for a number, else None."""
+        """The type of the option's number, `int` or `float`; None if the value is not a number."""
         return next((kind for kind in (int, float) if kind in self.types), None)
 
     def check(self, value: object) -> None:
-        """Check a value of the field.
+        """Check a value against the option's type, choices and range.
 
         Raises:
-            UsageError: the value has the wrong type, is not one of the choices or is out of range.
+            UsageError: the value has the wrong type, is not one of the choices or is out of
+                range.
         """
         if self.option.choices:
             self._check_choice(value)
@@ -169,10 +171,10 @@ class UnknownOptionError(UsageError, TypeError):
 
 
 class _OptionMeta(StructMeta):
-    """Makes a struct's error about an unknown keyword name the nearest field."""
+    """The metaclass of option structs: an unknown keyword is an error with the nearest name."""
 
     def __call__(cls, *values: Any, **named_values: Any) -> Any:  # noqa: N805
-        """Create the struct; an unknown keyword is an UnknownOptionError."""
+        """Create an options struct; raise UnknownOptionError for an unknown keyword."""
         try:
             return super().__call__(*values, **named_values)
         except TypeError:
@@ -184,12 +186,15 @@ class _OptionMeta(StructMeta):
 
 
 class OptionStruct(Frozen, metaclass=_OptionMeta):
-    """A frozen struct whose unknown keywords are errors that name the nearest field."""
+    """The base of frozen structs of options.
+
+    An unknown keyword is an error that names the nearest field.
+    """
 
 
 @cache
 def option_fields(kind: type) -> dict[str, OptionField]:
-    """Return the fields of a struct that are declared as options, by name."""
+    """Return the fields of a struct that are declared as command-line options, by name."""
     annotations: dict[str, Any] = {}
     for owner in reversed(kind.__mro__):
         annotations |= _annotated_fields(owner)
@@ -230,9 +235,10 @@ def check(options: OptionStruct) -> None:
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return a struct with the given values of its fields, by name.
+    """Return an options struct with the given values, by the names of its fields.
 
-    Fields of inner structs, such as `num_threads` of `EngineOptions.compute`, are given directly.
+    A field of an inner struct, such as `num_threads` of `EngineOptions.compute`, is given by its
+    own name, without the name of the inner struct.
 
     Raises:
         UsageError: there is no field of that name, or its value is wrong.
@@ -261,9 +267,9 @@ def from_mapping(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def unknown_option(name: str, known_names: Iterable[str], *, owner: str = "") -> UnknownOptionError:
-    """Return the error about an option that does not exist; it names the nearest known option.
+    """Return the error about an option that does not exist, with the nearest known option.
 
-    `owner` is the struct that was called, if there is one.
+    `owner` is the name of the struct that was called; empty if there is none.
     """
     names = sorted(known_names)
     hint = foreign_hint(name, names) or nearest(name, names)
@@ -273,7 +279,10 @@ def unknown_option(name: str, known_names: Iterable[str], *, owner: str = "") ->
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """Return the defaults, or the factories of defaults, of the fields that have one, by name."""
+    """Return the defaults of a struct's fields, by name; fields without a default are left out.
+
+    A default may be a msgspec factory.
+    """
     names: tuple[str, ...] = kind.__struct_fields__  # type: ignore[attr-defined]
     defaults: tuple[Any, ...] = kind.__struct_defaults__  # type: ignore[attr-defined]
     return dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
@@ -285,13 +294,13 @@ def _default_value(default: Any) -> Any:
 
 
 class _AnnotationNames(dict[str, Any]):
-    """The names that an annotation may use.
+    """The names that can be used in the annotations of a module.
 
-    A name that its module imports for type checkers only stands for `object`.
+    A name that the module imports only for type checkers stands for `object`.
     """
 
     def __init__(self, module: str) -> None:
-        """Look names up in a module and among Python's builtins."""
+        """Take the names of a module and Python's builtins."""
         super().__init__()
         self._names = {**vars(builtins), **vars(sys.modules[module])}
 
@@ -300,7 +309,7 @@ class _AnnotationNames(dict[str, Any]):
 
 
 def _annotated_fields(owner: type) -> dict[str, Any]:
-    """Return the types of a class's own fields that are annotated with `Annotated`, by name."""
+    """Return the types of a class's own `Annotated[...]` fields, by name."""
     texts = {
         name: text
         for name, text in vars(owner).get("__annotations__", {}).items()
@@ -314,7 +323,10 @@ def _annotated_fields(owner: type) -> dict[str, Any]:
 
 
 def _plain_types(annotation: Any) -> tuple[tuple[type, ...], type | None]:
-    """Return the Python types of an annotation without None, and the type of a sequence's items."""
+    """Return the Python types of an annotation without None, and the item type of a sequence.
+
+    The item type is None if the annotation is not a sequence.
+    """
     is_union = get_origin(annotation) in {Union, UnionType}
     alternatives = get_args(annotation) if is_union else (annotation,)
     types: list[type] = []

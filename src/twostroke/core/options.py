@@ -49,15 +49,15 @@ Bits: TypeAlias = "int | Mapping[str, int]"
 
 
 class ActivationBits(Frozen):
-    """The bits of activations that were chosen for the products of one model.
+    """The number of bits of activations, chosen for each matrix product of one model.
 
     Attributes:
         model_id: the `weights_identity` of the model's file.
         version: the version of the method that made the choice.
-        bits: the bits for each matrix with fewer than 15 bits, by the name of the matrix.
-        divergence: the mean KL divergence in nats from the answers with 15 bits, measured on the
-            text for which the bits were chosen.
-        num_products: how many matrices the method could give fewer bits.
+        bits: by name, the matrices whose activations have fewer than 15 bits, with their bits.
+        divergence: the mean KL divergence in nats from the answers with 15 bits, measured on
+            the text for which the bits were chosen.
+        num_products: how many matrices the method can give fewer than 15 bits.
     """
 
     model_id: str
@@ -67,12 +67,12 @@ class ActivationBits(Frozen):
     num_products: int
 
     def __str__(self) -> str:
-        """Return a short name, which equal choices share on every machine."""
+        """Return a short name of this choice of bits; equal choices share it on every machine."""
         lines = "".join(f"{name} {bits}\n" for name, bits in sorted(self.bits.items()))
         return f"chosen-{hashlib.sha256(lines.encode()).hexdigest()[:12]}"
 
     def describe(self) -> str:
-        """Return a text with the number of products for each number of bits."""
+        """Return a text that says how many matrix products use each number of activation bits."""
         product_bits = list(self.bits.values())
         counts = {
             8: product_bits.count(8),
@@ -84,7 +84,7 @@ class ActivationBits(Frozen):
 
 
 def bits_by_name(bits: int | ActivationBits) -> Bits:
-    """Return the bits as a backend takes them: a number for all products, or one for each."""
+    """Return activation bits as a backend takes them: one number, or a number for each matrix."""
     return bits.bits if isinstance(bits, ActivationBits) else bits
 
 
@@ -149,7 +149,7 @@ class ComputeOptions(OptionStruct):
     ] = False
 
     def __post_init__(self) -> None:
-        """Check each value, and that the other options fit the backend."""
+        """Raise UsageError if an option is not valid or does not fit the backend."""
         check(self)
         if self.backend not in {"auto", "cpu"}:
             if self.level is not None:
@@ -163,7 +163,7 @@ class ComputeOptions(OptionStruct):
 
     @property
     def resolved_bits(self) -> int | ActivationBits:
-        """The bits of activations; 15 while "auto" is not resolved."""
+        """The bits of activations; 15 while the option "auto" is not resolved for a model."""
         bits = self.activation_bits
         return DEFAULT_ACTIVATION_BITS if isinstance(bits, str) else bits
 
@@ -235,17 +235,17 @@ class CacheOptions(OptionStruct):
     ] = "auto"
 
     def __post_init__(self) -> None:
-        """Check each value."""
+        """Raise UsageError if an option of the KV cache is not valid."""
         check(self)
 
     @property
     def tokens_in_page(self) -> int:
-        """The tokens in a page, unless `kv_shares` is "places"."""
+        """The number of tokens in a KV page, unless `kv_shares` is "places"."""
         return DEFAULT_PAGE_SIZE if self.page_size is None else self.page_size
 
 
 class BatchOptions(OptionStruct):
-    """How requests share steps.
+    """How requests are batched: when a request joins the steps of other requests.
 
     `policy` is "continuous" (a request joins at any step), "dynamic" (a batch starts when
     `batch_size` requests wait, or after `max_wait_s`) or "static" (a batch starts when `batch_size`
@@ -313,7 +313,7 @@ class BatchOptions(OptionStruct):
     ] = 4_194_304
 
     def __post_init__(self) -> None:
-        """Check each value."""
+        """Raise UsageError if an option of batching is not valid."""
         check(self)
 
     @property
@@ -381,7 +381,7 @@ class SpeculationOptions(OptionStruct):
     ] = None
 
     def __post_init__(self) -> None:
-        """Check each value, and that draft model, heads and count fit the method."""
+        """Raise UsageError if the draft model, the heads or the count do not fit the method."""
         check(self)
         method, draft, heads = self.method, self.draft, self.heads
         if method == "draft" and draft is None:
@@ -441,12 +441,12 @@ class GenerationOptions(OptionStruct):
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check each value, and the values of the override."""
+        """Raise UsageError if an option, or a value of the override, is not valid."""
         check(self)
         self.override()
 
     def override(self) -> SamplingParams:
-        """Return the values of `override_generation_config`."""
+        """Return the sampling values of `override_generation_config`."""
         name, values = "override_generation_config", self.override_generation_config
         if not isinstance(values, Mapping):
             raise UsageError("must be an object with names and values.", field=name)
@@ -460,7 +460,7 @@ class GenerationOptions(OptionStruct):
             raise UsageError("has a wrong value: {why}", field=name, why=error) from None
 
     def defaults(self, published: SamplingParams) -> SamplingDefaults:
-        """Return the defaults for a model whose files recommend the values `published`."""
+        """Return the sampling defaults of a model whose files recommend the values `published`."""
         usual = OPENAI_DEFAULTS if self.generation_config == "openai" else LOCAL_DEFAULTS
         override = self.override()
         if self.generation_config != "auto":
@@ -471,9 +471,9 @@ class GenerationOptions(OptionStruct):
 
 
 class EngineOptions(OptionStruct):
-    """All options of an engine, in parts.
+    """All options of an engine, grouped into one struct for each area.
 
-    `LLM(model, name=value)` takes the fields of the parts by their names (`from_mapping`).
+    `LLM(model, name=value)` takes the fields of these structs by their names (`from_mapping`).
     """
 
     compute: ComputeOptions = field(default_factory=ComputeOptions)
@@ -506,7 +506,7 @@ class EngineOptions(OptionStruct):
     ] = None
 
     def __post_init__(self) -> None:
-        """Check that the parts fit together."""
+        """Raise UsageError if options of different areas contradict each other."""
         backend = self.compute.backend
         if self.offload.is_used:
             self._check_offload()

@@ -53,9 +53,10 @@ _RESET_ON_FORK: Final = 1  # SCHED_FLAG_RESET_ON_FORK
 
 
 def request_short_time_slices(thread: int = 0) -> bool:
-    """Ask for short time slices for a thread, not for its children; return whether it got them.
+    """Ask Linux for short time slices for a thread; return whether the thread got them.
 
-    `thread` is the system's id of a thread of this process; 0 is the calling thread.
+    `thread` is the system's id of a thread of this process; 0 is the calling thread. Child
+    processes and threads do not inherit the request.
 
     Since Linux 6.12, a thread with a short slice interrupts threads with long slices when it wakes.
     So an event loop, which works for a moment at a time, does not wait for threads that compute.
@@ -95,10 +96,11 @@ def return_freed_memory() -> bool:
 
 
 async def return_freed_memory_regularly() -> NoReturn:
-    """Collect cycles and trim the heap every minute.
+    """Collect garbage cycles and return freed memory to the operating system every minute.
 
-    Collecting first halves the growth that trimming leaves. It runs on the event loop, since the
-    freed objects may belong to the loop; trimming takes some milliseconds, and runs in a thread.
+    Collecting first halves the growth that trimming the heap leaves. The collection runs on the
+    event loop, since the freed objects may belong to the loop. Trimming takes some milliseconds,
+    and runs in a thread.
     """
     import asyncio  # slow: most users of this module have no event loop
 
@@ -112,7 +114,10 @@ _MAX_OPEN_FILES: Final = 1 << 16  # if the system allows it
 
 
 def raise_open_file_limit() -> int:
-    """Raise the limit of open files and connections, which shells set low; return the limit."""
+    """Raise this process's limit of open files and connections; return the limit.
+
+    Shells often set a low limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a negative number is no limit
     limit = min(_MAX_OPEN_FILES, hard) if hard >= 0 else _MAX_OPEN_FILES
     if 0 <= soft < limit:

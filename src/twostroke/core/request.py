@@ -1,4 +1,4 @@
-"""A request: its tokens, how many of them are computed, its service tier, its pooling."""
+"""`Request`: the tokens, progress and options of one sequence in the engine; pooling of states."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ class Pooling(Enum):
 
 
 class Hints(Frozen):
-    """Advice about a request that changes its speed and never its tokens.
+    """Advice about a request that may change its speed, and never its tokens.
 
     Attributes:
         speculate: the method of speculation, a name in `core.options.SPECULATE`.
         prediction: the output that the caller expects, as token ids.
-        shows_progress: whether each step that prefills a part of the prompt has an output.
+        shows_progress: whether the caller gets an output after each step that prefills a part
+            of the prompt.
         keep_s: seconds for which the prompt's KV pages should stay, in a page cache if there is
             one.
     """
@@ -148,71 +149,77 @@ class Request:
 
     @property
     def prompt(self) -> list[int]:
-        """The prompt's tokens."""
+        """The token ids of the request's prompt."""
         return self.tokens[: self.num_prompt]
 
     @property
     def output(self) -> list[int]:
-        """The generated tokens."""
+        """The token ids that are generated so far."""
         return self.tokens[self.num_prompt :]
 
     @property
     def start_by_s(self) -> float:
-        """The time by which the request must start."""
+        """The time on the engine's clock by which the request must start, or fail."""
         return self.arrival_s + min(self.start_within_s, self.remaining_s)
 
     @property
     def end_by_s(self) -> float:
-        """The time by which the request must end."""
+        """The time on the engine's clock by which the request must end, or fail."""
         return self.arrival_s + self.remaining_s
 
     @property
     def remaining_s(self) -> float:
-        """The seconds of the timeout that were left at the request's arrival."""
+        """The seconds of the request's timeout that were left when the engine got the request."""
         return self.timeout_s - self.spent_s
 
     @property
     def num_output(self) -> int:
-        """How many tokens are generated."""
+        """The number of tokens that are generated so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def num_pending(self) -> int:
-        """How many known tokens no step computes yet; 0 while the next token is being sampled."""
+        """The number of the request's tokens that no step has been planned to compute.
+
+        It is 0 while the next token is being sampled.
+        """
         return max(0, len(self.tokens) - self.num_planned)
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a step that is not committed yet computes some of its tokens."""
+        """Whether a step that is not committed yet computes some of the request's tokens."""
         return self.num_planned > self.num_computed
 
     @property
     def draws_by_itself(self) -> bool:
-        """Whether the next token can be sampled before the tokens in flight are known."""
+        """Whether the next token can be sampled before the tokens in flight are known.
+
+        A constraint, a penalty or pooling needs these tokens first.
+        """
         return self.matcher is None and self.pooling is None and not self.params.has_penalties
 
     @property
     def num_settled(self) -> int:
-        """How many tokens are both computed and final."""
+        """The number of tokens that are both computed and final."""
         if self.num_final is None:
             return self.num_computed
         return min(self.num_computed, self.num_final)
 
     @property
     def num_unscored(self) -> int:
-        """How many prompt tokens still need their log-probabilities reported."""
+        """The number of prompt tokens whose requested log-probabilities are not reported yet."""
         if self.params.prompt_logprobs is None:
             return 0
         return self.num_prompt - 1 - self.num_scored
 
     @property
     def max_output(self) -> int | None:
-        """The most tokens to sample; None if only the context is a limit."""
+        """The most tokens to sample; None if only the context length is a limit."""
         return self.params.max_tokens if self.pooling is None else 0
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether all prompt rows must be computed, so that cached pages cannot be used."""
+        """Whether every prompt token must be computed, so that cached KV pages cannot be used."""
         return self.pooling in {Pooling.MEAN, Pooling.NONE} or self.num_unscored > 0
 
     @property
@@ -243,7 +250,7 @@ class EmbeddingParams(Frozen):
     dimensions: int | None = None
 
     def __post_init__(self) -> None:
-        """Check each value."""
+        """Raise RequestError if the pooling or the number of dimensions is not valid."""
         if self.pooling not in POOLINGS:
             word = str(self.pooling)[:_MAX_QUOTED_LENGTH]
             reason = f"must be {', '.join(POOLINGS)}, got {word!r}."

@@ -30,7 +30,10 @@ MAX_TOKENS = MAX_ID  # more than any context holds
 
 
 class Bounds(Frozen):
-    """The description and the bounds of a number; with `above`, `low` itself is excluded."""
+    """The type, the bounds and the description of a number in `SamplingParams`.
+
+    With `above`, the value must be greater than `low`.
+    """
 
     kind: type[int | float]
     low: float
@@ -55,12 +58,12 @@ _MAY_BE_NONE: Final = frozenset(("max_tokens", "seed", "logprobs", "prompt_logpr
 
 
 def _default_text(name: str) -> str:
-    """Return the words for a default that the model's files may replace."""
+    """Return help text for the default of a sampling option that the model's files may replace."""
     return f"the model's own, else {_LOCAL_VALUES[name]:g}"
 
 
 class SamplingParams(OptionStruct, repr_omit_defaults=True):
-    """How the next token is sampled, and when the answer ends.
+    """How the next token of a request is sampled, and when the answer ends.
 
     The rules apply in this order: logit bias; repetition, frequency and presence penalties;
     `min_tokens` (end tokens are barred); the constraint's mask; temperature; top-k; min-p; top-p;
@@ -69,21 +72,21 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
     Attributes:
         max_tokens: the most tokens of the answer; None fills the context. It may be 0 with
             `prompt_logprobs`.
-        temperature: 0 is greedy: the token with the largest logit, and of equal logits the lowest
-            id. None in this field, and in `top_k`, `top_p`, `min_p` and `repetition_penalty`, is
-            the model's default (`SamplingDefaults`).
+        temperature: 0 is greedy: the token with the largest logit, and of equal logits the
+            lowest id. None in this field, and in `top_k`, `top_p`, `min_p` and
+            `repetition_penalty`, is the model's default (`SamplingDefaults`).
         logit_bias: numbers to add to logits, by token id.
         seed: the seed of the random numbers; None takes a new seed for each request.
-        stop: strings that end the answer. A single string may be given. Empty strings are removed,
-            because clients send them for "none".
+        stop: strings that end the answer. A single string may be given. Empty strings are
+            removed, because clients send them for "none".
         stop_token_ids: token ids that end the answer.
         include_stop: whether the answer's text includes the stop string that ended it.
         ignore_eos: whether the model's end tokens do not end the answer.
         logprobs: None reports no log-probabilities; 0 of each sampled token; k also of the k
             likeliest tokens. They are of the model's own distribution, before all rules above.
         prompt_logprobs: the same for each prompt token except the first.
-        constraint: the rule that the answer follows; an answer that is cut is the beginning of such
-            a text. An answer that cannot continue ends, even before `min_tokens`.
+        constraint: the rule that the answer follows; an answer that is cut is the beginning of
+            such a text. An answer that cannot continue ends, even before `min_tokens`.
         preface: reasoning before the answer, to which `constraint` and `stop` do not apply.
         shown_ids: special tokens that the answer's text includes; other special tokens are left
             out.
@@ -233,7 +236,7 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
     drops_space: bool = False
 
     def __post_init__(self) -> None:
-        """Check each value, and that the values fit together."""
+        """Raise RequestError if a sampling value is not valid, or values contradict each other."""
         for name, bounds in BOUNDS.items():
             value = getattr(self, name)
             if value is None and name in _MAY_BE_NONE:
@@ -279,12 +282,15 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether sampling always takes the likeliest token, since the temperature is 0."""
         return self.temperature == 0.0
 
     @property
     def values(self) -> SamplingValues:
-        """The fields that have defaults, as numbers; None becomes the number that has no effect."""
+        """The sampling values of the fields in `DEFAULTED`, as numbers.
+
+        A field that is None gets the number that has no effect, such as 1.0 for `top_p`.
+        """
         values = {name: getattr(self, name) for name in DEFAULTED}
         return SamplingValues(
             **{name: value for name, value in values.items() if value is not None}
@@ -301,7 +307,7 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
 
 
 def _bounds() -> dict[str, Bounds]:
-    """Return the bounds of the numbers of SamplingParams, by field."""
+    """Return the bounds of the numeric fields of `SamplingParams`, by field name."""
     return {
         name: Bounds(
             kind=field.number_type,
@@ -320,7 +326,10 @@ BOUNDS: Final = _bounds()
 
 
 class SamplingValues(Frozen):
-    """Values of the fields in `DEFAULTED`. The defaults of this class have no effect."""
+    """Temperature, top-k, top-p, min-p and repetition penalty of a request, all as numbers.
+
+    These are the fields in `DEFAULTED`. The defaults of this class have no effect.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -363,10 +372,11 @@ OPENAI_DEFAULTS: Final = SamplingParams(
 
 
 class SamplingDefaults(Frozen):
-    """Values of the fields in `DEFAULTED` for requests that leave them out.
+    """Sampling values for requests that leave them out, for the fields in `DEFAULTED`.
 
     Attributes:
-        recommended: the values that the operator or the model's files name; None for other fields.
+        recommended: the values that the operator or the model's files name; None for other
+            fields.
         usual: a value for each field, which applies if `recommended` has None.
     """
 
@@ -374,9 +384,10 @@ class SamplingDefaults(Frozen):
     usual: SamplingParams = LOCAL_DEFAULTS
 
     def fill(self, params: SamplingParams, usual: SamplingParams | None = None) -> SamplingParams:
-        """Return `params` with a value for each field in `DEFAULTED`.
+        """Return a request's sampling parameters with a value in each field in `DEFAULTED`.
 
-        `usual` has the defaults that a protocol documents; they replace `self.usual`.
+        `usual` has the defaults that a protocol, such as OpenAI's, documents; they replace
+        `self.usual`.
         """
         missing = [name for name in DEFAULTED if getattr(params, name) is None]
         if not missing:

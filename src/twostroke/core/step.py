@@ -25,24 +25,24 @@ NO_TOKEN = -1  # sampled from logits that are NaN: only this request fails
 class Slice(Struct):  # a step makes hundreds
     """One request's share of a step: compute `request.tokens[start:start + count]` and `drafts`.
 
-    Keys and values of these tokens are stored in `request.pages`, which are already long enough.
-    Each token is a row of the step.
+    The keys and values of these tokens are stored in `request.pages`, which already have room for
+    them. Each token is a row of the step.
 
-    A blind slice has one row: the token that the request samples in the step before, which only the
-    backend knows yet. A blind slice samples, and has no drafts.
+    A blind slice has one row: the token that the request samples in the step before. Only the
+    backend knows this token yet. A blind slice samples, and has no drafts.
 
     Attributes:
         request: the request.
         start: the index in `request.tokens` of the first token to compute.
         count: how many tokens to compute, without drafts.
-        samples: whether the last of the `count` rows is the request's newest token, so that a token
-            is sampled from the row's logits.
-        drafts: drafts of the next tokens. A token is sampled after each draft as well, as if the
-            drafts up to it were part of the request. Drafts are a chain or, after a slice of one
-            row, a tree.
+        samples: whether the last of the `count` rows is the request's newest token, so that a
+            token is sampled from the row's logits.
+        drafts: drafts of the next tokens. A token is sampled after each draft as well, as if
+            the drafts up to it were part of the request. Drafts are a chain or, after a slice
+            of one row, a tree.
         branches: the paths of a tree besides its first one, by the index of their first drafts.
-        num_scored: how many rows, before the rows that sample, report the log-probability of the
-            prompt's next token.
+        num_scored: how many rows, before the rows that sample, report the log-probability of
+            the prompt's next token.
         num_pooled: how many rows, at the end, return their hidden states.
     """
 
@@ -57,42 +57,50 @@ class Slice(Struct):  # a step makes hundreds
 
     @property
     def is_blind(self) -> bool:
-        """Whether the slice's token is still being sampled by the step before."""
+        """Whether the token that the slice computes is still being sampled by the step before."""
         return self.start >= len(self.request.tokens)
 
     @property
     def num_rows(self) -> int:
-        """How many tokens are computed, drafts included."""
+        """The number of tokens that the slice computes, drafts included."""
         return self.count + len(self.drafts)
 
     @property
     def num_drawn(self) -> int:
-        """How many tokens are sampled."""
+        """The number of tokens that are sampled for the slice: one, and one for each draft.
+
+        It is 0 if the slice does not sample.
+        """
         return 1 + len(self.drafts) if self.samples else 0
 
     @property
     def num_with_logits(self) -> int:
-        """How many rows at the end of the slice have logits."""
+        """The number of rows at the end of the slice for which logits are computed."""
         return self.num_scored + self.num_drawn
 
     @property
     def scored_tokens(self) -> list[int]:
-        """The prompt tokens after the scored rows, whose log-probabilities are reported."""
+        """The prompt tokens whose log-probabilities the slice reports.
+
+        Each token follows one of the slice's scored rows.
+        """
         end = self.start + self.count + (not self.samples)
         return self.request.tokens[end - self.num_scored : end]
 
 
 class StepPlan(Frozen):
-    """The work of one step: a slice for each of its requests.
+    """The work of one engine step: a slice for each request in the step.
 
     Attributes:
         slices: the slices, in the order of their rows.
-        preempted: requests that lost their pages to make room, and wait again; they have no slice.
-        budget: how many rows may be added as drafts.
+        preempted: requests that lost their pages to make room, and wait again; they have no
+            slice.
+        budget: how many draft tokens may be added to the step.
         external: (rows, width) the value of the Program's `ExternalInput`, if it has one.
-        requests: the request of each slice; collected once, because a step needs it several times.
-        starts: the start of each slice.
-        counts: the count of each slice.
+        requests: the request of each slice; collected once, because a step needs it several
+            times.
+        starts: `start` of each slice.
+        counts: `count` of each slice.
         is_decode: whether each slice has one row, apart from drafts, and samples.
     """
 
@@ -117,23 +125,26 @@ class StepPlan(Frozen):
 
     @property
     def has_drafts(self) -> bool:
-        """Whether any slice has drafts."""
+        """Whether any slice of the step has draft tokens."""
         return any([slice_.drafts for slice_ in self.slices])  # noqa: C419 - twice as quick
 
     @property
     def num_prompt_rows(self) -> int:
-        """How many tokens of prompts the step computes."""
+        """The number of prompt tokens that the step computes."""
         spans = [(slice_.start, slice_.count, slice_.request.num_prompt) for slice_ in self.slices]
         return sum([min(count, end - start) for start, count, end in spans if start < end])
 
     @property
     def num_rows(self) -> int:
-        """How many tokens the step computes."""
+        """The number of tokens that the step computes, drafts included."""
         return sum(slice_.num_rows for slice_ in self.slices)
 
     @property
     def draws(self) -> list[bool]:
-        """Whether each row with logits, in order, samples a token; other rows are scored."""
+        """For each row with logits, in order, whether a token is sampled from them.
+
+        From the logits of other rows, the log-probability of the prompt's next token is reported.
+        """
         return [
             row >= slice_.num_scored
             for slice_ in self.slices
@@ -142,7 +153,11 @@ class StepPlan(Frozen):
 
 
 class TokenLogprobs(Frozen):
-    """Natural log-probabilities of a token and of the likeliest tokens, from the model itself."""
+    """Natural log-probabilities of a token and of the likeliest tokens at its position.
+
+    They are from the model's own distribution, before temperature, penalties and other sampling
+    rules.
+    """
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -150,20 +165,22 @@ class TokenLogprobs(Frozen):
 
 
 class StepResult(Frozen):
-    """The tokens that a step sampled, and its times. Times are 0.0 if they were not measured.
+    """The tokens that an engine step sampled, and the times of the step.
+
+    Times are 0.0 if they were not measured.
 
     Attributes:
-        tokens: `num_drawn` tokens of each slice, in the plan's order. A slice's first token follows
-            the request's newest one, further tokens follow its drafts. `NO_TOKEN` if the logits are
-            NaN.
+        tokens: `num_drawn` tokens of each slice, in the plan's order. A slice's first token
+            follows the request's newest one, further tokens follow its drafts. `NO_TOKEN` if
+            the logits are NaN.
         logprobs: the log-probabilities of each token; None if the request does not want them.
-        elapsed_s: seconds of the whole call.
-        kernel_s: seconds of the call inside kernels.
+        elapsed_s: seconds that the backend took for the step.
+        kernel_s: seconds of the step inside kernels.
         hidden: (tokens, width) the backend's `tapped_value` for each sampled token.
         scores: the log-probabilities of the scored rows; None if logits are NaN.
         states: for each slice with `num_pooled` rows, (rows, width) their final hidden states,
             which depend on these rows alone.
-        collective_s: seconds of the call in collectives, waiting for other ranks included.
+        collective_s: seconds of the step in collectives, waiting for other ranks included.
         num_compiled: how many kernels were compiled and graphs captured for the step.
         crowded_s: `elapsed_s` if some threads did not compute because other programs keep cores
             busy, else 0.0.
@@ -182,13 +199,14 @@ class StepResult(Frozen):
 
 
 class RequestDelta(Frozen):
-    """The outcome of one step for one request: new tokens, and perhaps its end.
+    """The outcome of one engine step for one request: new tokens, and perhaps its end.
 
     Attributes:
         request: the request; its `finish_reason` tells whether it has ended.
         tokens: the new tokens.
         logprobs: the log-probabilities of each new token.
-        scores: log-probabilities of the prompt's next tokens, in order, from the second token on.
+        scores: log-probabilities of the prompt's next tokens, in order, from the second token
+            on.
         states: (rows, width) the hidden states of the rows to pool.
     """
 

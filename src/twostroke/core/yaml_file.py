@@ -43,10 +43,10 @@ _NUMBER_PATTERNS = {
 
 
 class YamlFile:
-    """The values of a file, and their line numbers."""
+    """The values of a YAML file, with the line of each value for errors."""
 
     def __init__(self, path: Path, needs: str) -> None:
-        """Parse a file; `needs` is the error's text if PyYAML is not installed.
+        """Parse a YAML file; `needs` is the error's text if PyYAML is not installed.
 
         Raises:
             UsageError: the file is not YAML, or PyYAML is missing.
@@ -70,7 +70,7 @@ class YamlFile:
             raise UsageError(f"{path.name}{line}: this is not YAML: {problem}.") from None
 
     def read(self, kind: type[T]) -> T:
-        """Return the values as a struct of the class `kind`.
+        """Return the file's values as a struct of the class `kind`.
 
         Raises:
             UsageError: a value is wrong, or a field is unknown.
@@ -86,7 +86,7 @@ class YamlFile:
             raise self._explained(mismatch) from None
 
     def at(self, path: Steps, text: str) -> UsageError:
-        """Return an error with the line of the value at `path`, or of its nearest parent."""
+        """Return an error that names the line of the value at `path`, or of its nearest parent."""
         node, line = self._root, 1 if self._root is None else self._root.start_mark.line + 1
         for step in path:
             children = node.value if node is not None and node.id != "scalar" else []
@@ -103,7 +103,7 @@ class YamlFile:
         return UsageError(f"{self._name}, line {line}: {text}")
 
     def _explained(self, mismatch: Mismatch) -> UsageError:
-        """Return the error about a value that does not fit its type, with the line."""
+        """Return the error about a value that does not fit its type, with the line of the value."""
         where = f" ({mismatch.path})" if mismatch.path else ""
         actual = mismatch.actual
         match mismatch.problem:
@@ -134,7 +134,11 @@ def steps(path: str) -> list[str | int]:
 
 def _loader(yaml: Any) -> Any:
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Reads numbers as YAML 1.2 has them, whole numbers as integers; a name may occur once."""
+        """A YAML loader with the numbers of YAML 1.2.
+
+        Numbers without a fraction become integers. A name that occurs twice in a mapping is an
+        error.
+        """
 
         yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
             first: [resolver for resolver in resolvers if resolver[0] not in _NUMBER_PATTERNS]

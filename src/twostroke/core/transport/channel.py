@@ -33,7 +33,10 @@ _SIDES: Final = (b"rank", b"zero")
 
 
 class MessageType(IntEnum):
-    """The type of a message. The body of a `FRAME` is binary, other bodies are JSON structs."""
+    """The type of a message between rank 0 and another rank.
+
+    The body of a `FRAME` is binary; other bodies are JSON structs.
+    """
 
     HELLO = 1  # to rank 0: the sender's rank and machine
     JOB = 2  # from rank 0: the model to load
@@ -51,21 +54,27 @@ class MessageType(IntEnum):
 
 
 class ChannelClosedError(BackendError):
-    """The other process is gone, or sent bytes that are not a message."""
+    """The process of the other rank is gone, or sent bytes that are not a message."""
 
 
 class Message(Frozen):
-    """A received message; the body is a copy of the received bytes."""
+    """A message that was received from another rank.
+
+    The body is a copy of the received bytes.
+    """
 
     kind: MessageType
     body: bytes
 
 
 class Channel:
-    """Sends and receives messages. Any thread may send; only one thread at a time may receive."""
+    """Sends and receives messages between rank 0 and another rank, over a socket.
+
+    Any thread may send; only one thread at a time may receive.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
-        """Use a connected stream socket, which this object closes."""
+        """Use a connected stream socket; `close` closes the socket."""
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -75,7 +84,7 @@ class Channel:
         self._is_open = True
 
     def send(self, kind: MessageType, body: bytes = b"") -> None:
-        """Send a message; block while the other process does not read.
+        """Send a message to the other rank; block while the other process does not read.
 
         Raises:
             ChannelClosedError: the other process is gone.
@@ -104,7 +113,7 @@ class Channel:
             self._lock.release()
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Return the next message, or None if no message arrives within `timeout_s`.
+        """Return the next message of the other rank, or None if none arrives within `timeout_s`.
 
         Without a timeout the wait has no limit. The thread spins for a moment before it sleeps,
         because the next step usually follows at once.
@@ -154,12 +163,12 @@ class Channel:
         return self._socket.fileno()
 
     def cut(self) -> None:
-        """End the connection, so that neither process waits for the other."""
+        """End the connection to the other rank, so that neither process waits for the other."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket; a second call does nothing."""
+        """Close the socket to the other rank; a second call does nothing."""
         self._is_open = False
         self.cut()
         self._socket.close()
@@ -177,7 +186,10 @@ class Channel:
             raise ChannelClosedError(f"The connection ended: {error}.") from None
 
     def _next(self) -> Message | None:
-        """Remove the first complete message from the received bytes; None if there is none."""
+        """Remove the first complete message from the received bytes, and return it.
+
+        The result is None if no message is complete.
+        """
         data = self._received
         if len(data) < _HEAD.size:
             return None
@@ -192,7 +204,7 @@ class Channel:
         return message
 
     def _read(self) -> bool:
-        """Read the bytes that have arrived; return whether there were any."""
+        """Read the bytes that have arrived on the socket; return whether there were any."""
         try:
             data = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -214,7 +226,7 @@ class Listener:
     """Accepts the TCP connections of other ranks to rank 0, and drops others without the secret."""
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
-        """Listen at an address; port 0 takes a free one.
+        """Listen for other ranks at an address; port 0 takes a free port.
 
         Raises:
             PortInUseError: the address is taken, or does not belong to this machine.
@@ -243,7 +255,7 @@ class Listener:
         return None
 
     def close(self) -> None:
-        """Stop listening, and close connections that were not returned yet."""
+        """Stop listening for ranks, and close connections that `accept` has not returned."""
         self.is_open = False
         with suppress(OSError):  # ends `accept` in the other thread
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -278,7 +290,10 @@ class Listener:
             self._close_unaccepted()
 
     def _log_stranger(self, host: str, *, has_answered: bool) -> None:
-        """Log a refused connection, once for each host and reason."""
+        """Log a connection that was refused, once for each host and reason.
+
+        `has_answered` tells whether the other process took part in the handshake.
+        """
         reason = "it did not answer as a rank does"
         if has_answered:
             reason = "it does not know their secret (TWOSTROKE_RANK_SECRET)"
@@ -293,10 +308,11 @@ class Listener:
 def connect(
     host: str, port: int, secret: bytes, timeout_s: float, *, has_listened: bool = False
 ) -> Channel:
-    """Connect to rank 0's `Listener`, and do the handshake.
+    """Connect to rank 0's `Listener`, and do the handshake that proves the secret.
 
     Until `timeout_s` is over, a refused connection is tried again, because rank 0 may not listen
-    yet. If rank 0 `has_listened` before, a refused connection means that it has ended.
+    yet. If `has_listened` says that rank 0 listened before, a refused connection means that rank 0
+    has ended.
 
     Raises:
         ChannelClosedError: rank 0 does not answer in time, or has another secret.

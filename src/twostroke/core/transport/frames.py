@@ -1,8 +1,4 @@
-"""Frames of messages: the length of the body in four bytes, little-endian, and the body.
-
-A body is MessagePack. `read_frame` reads frames from a blocking file; `Frames` takes the bytes of
-an asynchronous connection as they arrive.
-"""
+"""Messages on a byte stream: the length of the body in four bytes, little-endian, and the body."""
 
 from __future__ import annotations
 
@@ -27,12 +23,12 @@ class WireError(BackendError):
 
 
 def frame(body: bytes) -> bytes:
-    """Return the frame of a body."""
+    """Return a message as it is sent: the length of the body, and the body."""
     return _HEAD.pack(len(body)) + body
 
 
 def read_frame(file: BufferedReader, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-    """Wait for the next message of a file, and return it decoded.
+    """Wait for the next message on a pipe or socket file, and return the message decoded.
 
     Raises:
         WireError: the file ended, or the frame is too large or not a message.
@@ -43,15 +39,15 @@ def read_frame(file: BufferedReader, decoder: msgspec.msgpack.Decoder[Any]) -> A
 
 
 class Frames:
-    """Splits the bytes of a connection into messages."""
+    """Splits the bytes of a connection into messages, as they arrive."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        """Decode each body with `decoder`."""
+        """Decode the body of each message with `decoder`."""
         self._decoder = decoder
         self._received = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Take the next bytes, and yield the messages that they complete.
+        """Add received bytes, and yield the messages that are now complete.
 
         Raises:
             WireError: a frame is too large or not a message.

@@ -22,7 +22,7 @@ _MAC_BYTES: Final = 32
 
 
 def admit(sock: socket.socket, secret: bytes, sides: Sides) -> None:
-    """Do the handshake as the process that listens.
+    """Do the handshake as the listening process: check that the other process knows the secret.
 
     Raises:
         PermissionError: the process that connected does not know the secret.
@@ -38,7 +38,7 @@ def admit(sock: socket.socket, secret: bytes, sides: Sides) -> None:
 
 
 def introduce(sock: socket.socket, secret: bytes, sides: Sides) -> None:
-    """Do the handshake as the process that connected.
+    """Do the handshake as the connecting process: check that the listener knows the secret.
 
     Raises:
         PermissionError: the process that listens does not know the secret.
@@ -53,7 +53,7 @@ def introduce(sock: socket.socket, secret: bytes, sides: Sides) -> None:
 
 
 def receive_exactly(sock: socket.socket, count: int) -> bytes:
-    """Return the next `count` bytes of a socket; OSError if they do not arrive in time.
+    """Return the next `count` bytes of a socket; raise OSError if they do not arrive in time.
 
     The socket's timeout is for all bytes together, so that a peer cannot send one byte now and then
     for ever.
