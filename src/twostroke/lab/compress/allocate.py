@@ -23,10 +23,10 @@ _NUM_BINS: Final = 20_000  # of a budget; rounding up of hundreds of matrices lo
 
 
 class Goal(Frozen):
-    """The goal of a file; one field is set.
+    """The goal of a quantized file: a number of bits, a size, or a divergence; one field is set.
 
-    `bits` is the average per weight of the layers, `num_bytes` the size of the file, and `kl` the
-    mean KL divergence in nats.
+    `bits` is the average number of bits per weight of the layers, `num_bytes` the size of the file,
+    and `kl` the mean KL divergence from the source model in nats.
     """
 
     bits: float | None = None
@@ -34,7 +34,7 @@ class Goal(Frozen):
     kl: float | None = None
 
     def describe(self) -> str:
-        """Return the goal as text."""
+        """Return the goal of a quantized file as text, such as "KL 0.01" or "4.5 bits"."""
         if self.kl is not None:
             return f"KL {self.kl:g}"
         if self.bits is not None:
@@ -45,7 +45,9 @@ class Goal(Frozen):
 def within_size(
     kl: Measure, num_values: Mapping[str, int], goal: Goal, other_bytes: int
 ) -> dict[str, str]:
-    """Return the formats with the lowest divergence; `other_bytes` of the file are not matrices.
+    """Return the format of each matrix, so that the file has the goal's size and least divergence.
+
+    `other_bytes` is the size of everything in the file except matrices.
 
     Raises:
         UsageError: no choice of formats is small enough.
@@ -60,7 +62,10 @@ def size_limit(
     goal: Goal,
     other_bytes: int,
 ) -> float:
-    """Return the bytes that all matrices together may have; `formats` are allowed by matrix.
+    """Return how many bytes all matrices of a file together may have to reach a goal.
+
+    `formats` are the allowed formats of each matrix; `other_bytes` is the size of everything else
+    in the file.
 
     Raises:
         UsageError: no choice of formats is small enough.
@@ -80,7 +85,9 @@ def size_limit(
 
 
 def within_kl(kl: Measure, num_values: Mapping[str, int], limit: float) -> dict[str, str]:
-    """Return the formats of smallest size whose divergences sum to at most `limit`.
+    """Return the format of each matrix, so that the file is smallest within a divergence.
+
+    The divergences that the formats add sum to at most `limit`.
 
     Raises:
         UsageError: no choice of formats has so low a divergence.
@@ -100,7 +107,10 @@ def _sizes(formats: Mapping[str, Iterable[str]], num_values: Mapping[str, int]) 
 
 
 def _solve(minimized: Measure, limited: Measure, limit: float) -> dict[str, str]:
-    """Return the formats that minimize one measure, while the other sums to at most `limit`."""
+    """Return the format of each matrix that minimizes the sum of one measure.
+
+    The other measure, such as bytes, sums to at most `limit`.
+    """
     items: list[list[KnapsackItem]] = []
     floors = 0.0
     for name, values in limited.items():

@@ -30,7 +30,7 @@ _TEMPERATURES: Final = (0.7, 1.0)  # alternating
 
 
 def text_pieces(source: LoadedModel, text: str, num_tokens: int) -> list[list[int]]:
-    """Return the first `num_tokens` tokens of a user's text as sequences.
+    """Return the first `num_tokens` tokens of a user's calibration text, as sequences.
 
     Raises:
         UsageError: the text is too short, or contains parts of the held-out text.
@@ -50,10 +50,10 @@ def text_pieces(source: LoadedModel, text: str, num_tokens: int) -> list[list[in
 
 
 def generated_pieces(source: LoadedModel, num_tokens: int) -> list[list[int]]:
-    """Return prompts with the model's answers, and some of Python's documentation, as sequences.
+    """Return calibration text: prompts with the model's answers, and some Python documentation.
 
-    Most tokens are answers, because their moments predict other text better than documentation.
-    The same model gives the same sequences.
+    The result is token sequences. Most tokens are answers, because their moments predict other text
+    better than documentation does. The same model gives the same sequences.
     """
     documents = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
     path = str(source.path)

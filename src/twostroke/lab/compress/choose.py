@@ -32,7 +32,7 @@ _TARGET_KL_RATIO: Final = 0.9  # ratio to the requested divergence that the next
 
 
 class CalibrationText:
-    """The text that a model is calibrated on: a user's text, or the model's own answers.
+    """The text on which a quantized model is calibrated: a user's text, or the model's answers.
 
     The text is made when it is first needed. `saved_work` has the results of earlier commands.
     """
@@ -40,7 +40,7 @@ class CalibrationText:
     def __init__(
         self, source: LoadedModel, text: str | None, num_tokens: int, notice: Notice
     ) -> None:
-        """Use a user's `text`, or `num_tokens` tokens of the model's answers without one."""
+        """Use a user's `text`; without one, use `num_tokens` tokens of the model's own answers."""
         self._source = source
         self._text = text
         self._num_tokens = num_tokens
@@ -50,7 +50,7 @@ class CalibrationText:
 
     @cached_property
     def pieces(self) -> list[list[int]]:
-        """The text as token sequences."""
+        """The calibration text as token sequences."""
         text = self._text
         if text is None:
             pieces = self.saved_work.pieces(self._num_tokens, self._generate)
@@ -72,7 +72,7 @@ def round_matrices(
     calibration: CalibrationText,
     notice: Notice,
 ) -> dict[str, QuantTensor]:
-    """Round matrices to `formats` and return them by name.
+    """Round a model's matrices to `formats`, and return the rounded matrices by name.
 
     Matrices that an interrupted command has rounded are loaded.
     """
@@ -92,7 +92,7 @@ def round_matrices(
 def check_size(
     tensors: Mapping[str, QuantTensor], names: Iterable[str], goal: Goal, other_bytes: int
 ) -> float:
-    """Return an upper bound for the bytes of these matrices, before hours of work.
+    """Return an upper bound for the bytes of the matrices `names`, before hours of work.
 
     Raises:
         UsageError: no mix of formats is small enough for the goal.
@@ -108,7 +108,10 @@ def check_size(
 
 
 class FormatChooser:
-    """Chooses the formats that reach a goal, by the measured sensitivity of each matrix."""
+    """Chooses the format of each matrix so that a quantized file reaches a goal.
+
+    The choice uses the measured sensitivity of the model's output to each matrix.
+    """
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class FormatChooser:
         calibration: CalibrationText,
         notice: Notice,
     ) -> None:
-        """Load the model's sensitivity, or measure it.
+        """Load the model's sensitivity to its matrices, or measure it.
 
         `tensors` are the source's tensors, some of them already in their final format. `names` are
         the matrices whose formats are chosen.
@@ -141,7 +144,7 @@ class FormatChooser:
         self._sizes = {name: tensors[name].num_values for name in names}
 
     def reach(self, goal: Goal, other_bytes: int) -> dict[str, QuantTensor]:
-        """Round the matrices so that the file reaches `goal`; return them by name.
+        """Round the matrices to formats with which the file reaches `goal`; return them by name.
 
         `other_bytes` is the size of the file without these matrices.
 

@@ -57,7 +57,10 @@ class _KeptLayers(msgspec.Struct, frozen=True):
 
 
 class Student(Frozen):
-    """A model to be trained: metadata and fixed tensors of its file, and its first weights."""
+    """A model to be trained by distillation.
+
+    It has the metadata and the fixed tensors of its file, and its first weights.
+    """
 
     metadata: dict[str, Value]
     fixed: dict[str, QuantTensor]
@@ -139,7 +142,7 @@ def distill(
 
 
 class _DistillRun(Frozen):
-    """A student in training, and the folder of its files."""
+    """One distillation: a student in training, and the folder of its files."""
 
     student: Student
     folder: Path
@@ -156,7 +159,7 @@ class _DistillRun(Frozen):
         examples: list[Example],
         options: DistillOptions,
     ) -> _DistillRun:
-        """Prepare the student's weights and optimizer for training."""
+        """Prepare a student's weights and optimizer for distillation."""
         model = TorchModel(build_program(student.spec), student.tensors)
         for weight in model.weights.values():
             weight.requires_grad_()
@@ -173,11 +176,14 @@ class _DistillRun(Frozen):
 
     @property
     def path(self) -> Path:
-        """Path of the student's file."""
+        """The path of the student's GGUF file."""
         return self.folder / FILE_NAME
 
     def save(self) -> str:
-        """Write a checkpoint, and the student's file if it passes; return a line of progress."""
+        """Write a checkpoint, and the student's file if the student writes no garbage.
+
+        Return a line of progress.
+        """
         imitator, descent = self.imitator, self.imitator.descent
         text = _describe(imitator.test(), is_same=imitator.teacher is not None)
         arrays = descent.arrays()
@@ -191,7 +197,7 @@ class _DistillRun(Frozen):
         return f"{text}; the student so far is in {self.path}"
 
     def write(self) -> None:
-        """Write the student's file; QualityError without a file if it would write garbage."""
+        """Write the student's file; raise QualityError, and write no file, if it writes garbage."""
         student = self.student
         tensors = dict(student.fixed)
         for name, weight in self.imitator.model.weights.items():
@@ -217,7 +223,10 @@ def _check_smaller(base: LoadedModel, teacher: LoadedModel) -> None:
 
 @contextmanager
 def _locked_folder(folder: Path, about: dict[str, Any]) -> Iterator[None]:
-    """Lock a folder, and record its purpose; UsageError if it belongs to other training."""
+    """Lock the folder of a distillation during the block, and record its purpose there.
+
+    `about` identifies the training. Raises UsageError if the folder belongs to other training.
+    """
     path, lock = folder / _ABOUT_FILE, folder / ".lock"
     with ExitStack() as stack:
         try:
@@ -236,7 +245,7 @@ def _locked_folder(folder: Path, about: dict[str, Any]) -> Iterator[None]:
 
 
 def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | None:
-    """Return the translation of the teacher's tokens to the student's; None if they are equal."""
+    """Return the translation of a teacher's tokens to its student's; None if they are equal."""
     teacher_tokenizer, student_tokenizer = build_tokenizer(teacher), build_tokenizer(student)
     if has_same_tokens(student_tokenizer, teacher_tokenizer):
         return None
@@ -252,7 +261,10 @@ def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | No
 def _cut_student(
     student: Student, shape: StudentShape, examples: list[Example], folder: Path, report: Report
 ) -> Student:
-    """Return the part of a teacher that has a shape; the selection is saved in `folder`."""
+    """Return a student that is a part of its teacher with the requested shape.
+
+    The selection of layers, heads and channels is saved in `folder`.
+    """
     texts = [
         [int(token) for token in example.tokens[-_SELECTION_TOKENS:]]
         for example in training_examples(examples)[:_NUM_SELECTION_ANSWERS]
@@ -284,7 +296,7 @@ def _cut_student(
 
 
 def _read(path: Path, kind: type[T], folder: Path) -> T:
-    """Return the selection of an earlier run; UsageError if its file is damaged."""
+    """Return the saved selection of the teacher's parts; UsageError if its file is damaged."""
     try:
         return msgspec.convert(read_checked_json(path), kind)
     except (ModelFormatError, msgspec.ValidationError) as error:

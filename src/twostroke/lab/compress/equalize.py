@@ -1,10 +1,6 @@
-"""Moves factors between matrices so that channels of a group have similar sizes (arXiv:2306.00978).
+"""Moves factors between matrices before rounding, so that channels have similar sizes.
 
-The weights of a group share a scale that the largest weight determines. If channels differ, small
-weights with large inputs get large errors. Dividing an input by a factor and multiplying its
-weights by it changes no product. The factor is moved into the operation that computes the input: a
-norm, the up projection of a gated feed-forward, or the values of attention. Several factors are
-tried on a few outputs, rounded like the final matrices.
+The method is AWQ's (arXiv:2306.00978).
 """
 
 from __future__ import annotations
@@ -37,13 +33,15 @@ _UNIT: Final = np.float32(1)
 
 
 class ChannelEqualizer:
-    """Chooses factors for the products of a Program; `round_weight` rounds their matrices.
+    """Divides inputs of matrix products by factors per channel, so that rounding changes less.
 
-    Factors are saved in `store`. `changed` has the weights that factors were moved out of.
+    The factors are multiplied into the matrices, and taken out of the operation that computes the
+    inputs, so that the model computes the same. `round_weight` rounds the matrices to measure the
+    error. Factors are saved in `store`. `changed` has the weights that factors were moved out of.
     """
 
     def __init__(self, program: Program, round_weight: Rounder, store: Matrices) -> None:
-        """Index the operations by the value that they compute, and by the values they read."""
+        """Index a Program's operations by the value they compute and the values they read."""
         self._op_by_output = {op.output: op for op in program.ops}
         self._readers: dict[str, list[Op]] = {}
         for op in program.ops:
@@ -54,18 +52,18 @@ class ChannelEqualizer:
         self.changed: dict[str, QuantTensor] = {}
 
     def products(self, x: str) -> list[str]:
-        """Return the names of the matrices that multiply `x`."""
+        """Return the names of the matrices that multiply the value `x`."""
         return [op.weight for op in self._readers[x] if isinstance(op, ops.Linear)]
 
     def load(self, x: str, width: int) -> Floats | None:
-        """Return the saved factors (width,) for `x`; None if they are missing or damaged."""
+        """Return the saved factors (width,) of the value `x`; None if missing or damaged."""
         tensor = self._store.get(f"{x}.factors", (1, width), FORMATS["F32"])
         factors = None if tensor is None else tensor.dequantize()[0]
         is_valid = factors is not None and bool((np.isfinite(factors) & (factors > 0)).all())
         return factors if is_valid else None
 
     def choose(self, x: str, moments: Moments, tensors: Tensors) -> Floats:
-        """Choose the factors that divide `x` by the error of its products, and save them.
+        """Choose and save the factors that divide the value `x` so that its products change least.
 
         Return the factors: (width,).
         """
@@ -103,7 +101,7 @@ class ChannelEqualizer:
         return best
 
     def move(self, x: str, factors: Floats, tensors: Tensors) -> dict[str, QuantTensor]:
-        """Return the weights that change when `x` is divided by factors, by name."""
+        """Return the weights, by name, that change when the value `x` is divided by factors."""
         source = self._source(x)
         if source is None or (factors == 1).all():
             return {}
@@ -120,7 +118,10 @@ class ChannelEqualizer:
         return {**changed, **floats}
 
     def _source(self, x: str) -> Source | None:
-        """Return the operation that computes `x`, if factors can be moved into it."""
+        """Return the operation that computes the value `x`, if factors can be moved into it.
+
+        Otherwise return None.
+        """
         op = self._op_by_output[x]
         if not all(isinstance(reader, ops.Linear) for reader in self._readers[x]):
             return None
@@ -174,7 +175,7 @@ class ChannelEqualizer:
 
 
 def divided_moments(moments: Moments, factors: Floats) -> Moments:
-    """Return the moments of inputs divided by factors."""
+    """Return the second moments of a product's inputs after the inputs are divided by factors."""
     damped = moments.damped / factors / factors[:, None]
     return Moments(damped, moments.factor * factors[:, None])
 
@@ -190,7 +191,10 @@ def _norm_weight(norm: ops.RMSNorm) -> str:
 
 
 def has_own_values(op: ops.Attention, operations: Collection[Op]) -> bool:
-    """Whether an attention's values are the output of a product that no other attention reads."""
+    """Whether an attention layer's values come from a matrix product that only this layer reads.
+
+    Then factors can be moved into the product's matrix.
+    """
     readers = [op for op in operations if isinstance(op, ops.Attention)]
     is_only_reader = [reader.layer for reader in readers].count(op.layer) == 1
     return is_only_reader and any(

@@ -52,7 +52,9 @@ _CODES_PER_WORD: Final = 8  # of 4 bits
 def write_folder(
     source: LoadedModel, target: str, part: Path, calibration: CalibrationText, notice: Notice
 ) -> FileReport:
-    """Write `source` into the folder `part` as `target`, one of FOLDER_TARGETS.
+    """Write a model as a quantized compressed-tensors folder.
+
+    The folder is `part`, and `target` is one of FOLDER_TARGETS.
 
     Raises:
         TwostrokeError: the model's family cannot be written.
@@ -118,7 +120,7 @@ def write_folder(
 
 
 def published_names(source: LoadedModel) -> dict[str, str]:
-    """Return the published name of each tensor.
+    """Return the name of each tensor in Hugging Face folders of the model's family.
 
     Raises:
         TwostrokeError: the model has stacked weights.
@@ -130,7 +132,7 @@ def published_names(source: LoadedModel) -> dict[str, str]:
 
 
 def undo_rope_order(source: LoadedModel, key: str, tensor: QuantTensor) -> QuantTensor:
-    """Undo the row order that GGUF files have for RoPE in adjacent pairs."""
+    """Undo the row order that GGUF files give queries and keys for RoPE in adjacent pairs."""
     kind = key.split(".")[-2]
     if not source.spec.rope.interleaved or kind not in {"attn_q", "attn_k"}:
         return tensor
@@ -143,7 +145,7 @@ def undo_rope_order(source: LoadedModel, key: str, tensor: QuantTensor) -> Quant
 def _stored_parts(
     name: str, tensor: QuantTensor, dtype: str
 ) -> dict[str, QuantTensor | StoredArray]:
-    """Return the tensors that represent a quantized matrix, by published name."""
+    """Return the tensors by which compressed-tensors folders store a quantized matrix, by name."""
     module = name.removesuffix(".weight")
     rows = tensor.shape[0]
     blocks = tensor.data.reshape(rows, -1, tensor.format.block_bytes)
@@ -164,7 +166,10 @@ def _stored_parts(
 
 
 def _quantization(bits: int, group: int, float_weights: list[str]) -> dict[str, Any]:
-    """Return the quantization_config; `float_weights` are the matrices in floats."""
+    """Return the `quantization_config` of a compressed-tensors folder.
+
+    `float_weights` are the matrices that stay in floats.
+    """
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -185,7 +190,7 @@ def _quantization(bits: int, group: int, float_weights: list[str]) -> dict[str, 
 
 
 def _check(folder: Path, tensors: Mapping[str, QuantTensor]) -> None:
-    """Check that loading the folder gives the same tensors, bit for bit."""
+    """Check that the written folder loads as the same tensors, bit for bit."""
     read = load(str(folder)).tensors
     for key, tensor in tensors.items():
         if key not in read or not np.array_equal(read[key].dequantize(), tensor.dequantize()):

@@ -1,4 +1,4 @@
-"""Block formats as grids: levels, scales, and packing into bytes."""
+"""Block formats for rounding: the levels and scales of values, and packing into bytes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 
 class RoundedGroups(Frozen, eq=False):
-    """A rounded matrix as groups.
+    """A matrix rounded to a block format, as groups of values that share a scale.
 
     Attributes:
-        levels: int8 (groups, values); indices if the format has a table.
+        levels: the rounded values in units of the scale, int8 (groups, values); indices of
+            levels if the format has a table.
         scales: (groups, 1); multiples of `tops` in formats with super-blocks.
-        smallest: smallest value (groups, 1); multiples of `bottoms` in formats with super-blocks.
+        smallest: smallest value (groups, 1); multiples of `bottoms` in formats with super-
+            blocks.
         tops: scale of each super-block's scales (super-blocks, 1).
         bottoms: scale of each super-block's smallest values (super-blocks, 1).
     """
@@ -43,27 +45,31 @@ class RoundedGroups(Frozen, eq=False):
 
     @property
     def shares(self) -> Floats:
-        """Scales in units of their tops: (super-blocks, groups)."""
+        """The groups' scales as whole multiples of `tops`: (super-blocks, groups)."""
         return _shares(self.scales, self.tops)
 
     @property
     def depths(self) -> Floats:
-        """Negated smallest values in units of their bottoms: (super-blocks, groups)."""
+        """Groups' negated smallest values as multiples of `bottoms`: (super-blocks, groups)."""
         return _shares(-self.smallest, self.bottoms)
 
 
 class BlockGrid(Frozen):
-    """A block format: a value is scale times level, plus the group's smallest value if any.
+    """The values that a block format can store, for rounding a matrix.
+
+    A value is its group's scale times a level, plus the group's smallest value in formats that
+    store one.
 
     Attributes:
         pack: converts a rounded matrix to bytes (blocks, block_bytes).
         low, high: range of levels that are whole numbers.
         peaks: levels that the value farthest from zero may get; each gives a candidate for the
             scale. Empty for formats with a smallest value.
-        table: levels; empty for whole numbers.
-        group: values that share a scale.
-        num_groups: groups of a super-block.
-        shares: range of the whole numbers that scales of groups are, times a float16.
+        table: the levels of a format with uneven levels; empty if levels are whole numbers.
+        group: how many values share a scale.
+        num_groups: how many groups a super-block has.
+        shares: range of the whole numbers that store the groups' scales in a super-block, each
+            times a float16.
         has_bfloat_scales: scales are bfloat16 instead of float16.
         has_whole_zeros: smallest values are whole multiples of the scale.
     """
@@ -126,7 +132,7 @@ def _groups_of_16(half: int, pack: Packer, peaks: tuple[float, ...], max_share: 
 
 
 def group_grid(bits: int, group: int, dtype: str) -> BlockGrid:
-    """Return the grid of the groups in compressed-tensors folders; scales are F16 or BF16.
+    """Return the grid of the groups in compressed-tensors folders, with scales in F16 or BF16.
 
     Groups of 4 bits have zero points, groups of 8 bits have none.
     """

@@ -176,7 +176,7 @@ def _tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bos_post_processor(token: str, id_: int) -> dict[str, Any]:
-    """Return the post-processor that prepends a token to each text."""
+    """Return the tokenizer.json post-processor that prepends a token to each text."""
     bos = {"SpecialToken": {"id": token, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {

@@ -1,4 +1,4 @@
-"""The mixes of formats that `--to` names, as other programs expect them in GGUF files."""
+"""The mixes of number formats that `quantize --to` names, as other programs expect them in GGUF."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class FormatMix(Frozen):
-    """Formats by kind of matrix.
+    """The formats of a GGUF file's matrices, by kind of matrix (such as Q4_K_M).
 
     Attributes:
         file_type: number of the mix in GGUF files.
         layers: format of the matrices of layers.
         tables: format of embeddings and logits.
-        finer: formats of some kinds of matrices in layers for which `is_finer(layer, num_layers)`
-            is true.
+        finer: formats of some kinds of matrices in layers for which `is_finer(layer,
+            num_layers)` is true.
         is_finer: chooses these layers.
     """
 
@@ -43,7 +43,10 @@ def _first_eighth(layer: int, count: int) -> bool:
 
 
 def _ends_and_each_third(layer: int, count: int) -> bool:
-    """Whether a layer is in the first or last eighth, or every third layer between them."""
+    """Whether a layer gets the finer format in mixes that use it for some layers.
+
+    These are the first and last eighth of the layers, and every third layer between.
+    """
     eighth = count // 8
     return layer < eighth or layer >= 7 * count // 8 or (layer - eighth) % 3 == 2
 
@@ -82,7 +85,10 @@ FALLBACKS = {"Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1
 def formats_of(
     program: Program, tensors: Mapping[str, QuantTensor], mix: FormatMix
 ) -> dict[str, str]:
-    """Return the format of each matrix; it is a float format if blocks do not fill the rows."""
+    """Return the format of each matrix in a mix.
+
+    A matrix whose rows do not fill whole blocks gets a float format.
+    """
     num_layers = 1 + max((layer_of(key) for key in tensors if key.startswith("blk.")), default=0)
     formats: dict[str, str] = {}
     for op in program.ops:
@@ -102,7 +108,10 @@ def formats_of(
 
 
 def float_format(tensor: QuantTensor) -> str:
-    """Return the format of a matrix that is not rounded: 16 bits, or 32 if values overflow."""
+    """Return the float format of a matrix that is not rounded.
+
+    It has 16 bits, or 32 if values overflow.
+    """
     if tensor.format.name in {"F16", "BF16"}:
         return tensor.format.name
     return "F16" if np.abs(tensor.dequantize()).max() <= np.finfo(np.float16).max else "F32"
@@ -142,17 +151,20 @@ def format_for_width(name: str, width: int) -> str:
 
 
 def layer_of(key: str) -> int:
-    """Return the number of a matrix's layer."""
+    """Return the number of the layer to which a matrix belongs, by the matrix's name."""
     return int(key.split(".")[1])
 
 
 def is_rounded(key: str, name: str) -> bool:
-    """Whether a matrix is rounded with calibration: a matrix of a layer, in a format of GRIDS."""
+    """Whether a matrix is rounded with calibration.
+
+    It must belong to a layer, and its format must be one of GRIDS.
+    """
     return key.startswith("blk.") and name in GRIDS
 
 
 def file_type_of(tensors: Iterable[QuantTensor]) -> int:
-    """Return the file type of the mix named after the format with the most values."""
+    """Return the GGUF file type that is named after the format with the most values."""
     counts: dict[str, int] = {}
     for tensor in tensors:
         counts[tensor.format.name] = counts.get(tensor.format.name, 0) + tensor.num_values

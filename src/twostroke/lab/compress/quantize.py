@@ -69,7 +69,7 @@ def quantize(
     *,
     tuning_minutes: float = 0.0,
 ) -> FileReport:
-    """Quantize a model, write it to `out`, and return the report that is also in the file.
+    """Quantize a model, write it to `out`, and return the report that is stored in the file.
 
     If anything fails, nothing is written, and the same call later continues from saved work.
 
@@ -84,8 +84,8 @@ def quantize(
             answers; needs PyTorch.
 
     Raises:
-        UsageError: the text is too short, or contains parts of the held-out text; no mix reaches
-            the goal.
+        UsageError: the text is too short, or contains parts of the held-out text; no mix
+            reaches the goal.
         QualityError: the model or the written file writes garbage.
         TwostrokeError: the model is not a GGUF file of plain layers, or the disk is full.
     """
@@ -132,7 +132,7 @@ def _write(
     notice: Notice,
     tuning_minutes: float,
 ) -> FileReport:
-    """Write the GGUF file `part`, first without and then with its report."""
+    """Quantize a model and write its GGUF file `part`, first without and then with its report."""
     metadata, fixed = gguf_contents(source)
     program = build_program(source.spec)
     mix = MIXES[target if isinstance(target, str) else _DEFAULT_MIX]
@@ -191,9 +191,10 @@ def _tuned_tensors(
     folder: Path,
     notice: Notice,
 ) -> dict[str, QuantTensor]:
-    """Train scales and norms for `minutes` on answers of `source`; return the changed tensors.
+    """Train the scales and norms of quantized tensors for `minutes`; return the changed tensors.
 
-    Work that an interrupted call saved in `folder` is used. Needs PyTorch; raises as `tune` does.
+    They are trained on answers of `source`. Work that an interrupted call saved in `folder` is
+    used. Needs PyTorch; raises as `tune` does.
     """
     from twostroke.lab.train.tune import tune
 
@@ -203,7 +204,7 @@ def _tuned_tensors(
 
 
 def _warn_if_larger(source: LoadedModel, num_bytes: float, notice: Notice) -> None:
-    """Warn before the work starts if the file will not be smaller than its source."""
+    """Warn, before the work starts, if the quantized file will not be smaller than its source."""
     if num_bytes >= source.file_bytes:
         notice(
             f"The source has {megabytes(source.file_bytes)}, the result will have some "
@@ -222,7 +223,7 @@ def _bytes_of_others(
     fixed: Mapping[str, QuantTensor],
     rounded: Collection[str],
 ) -> int:
-    """Return an upper bound for the bytes of a file without its rounded matrices."""
+    """Return an upper bound for the bytes of a quantized file without its rounded matrices."""
     all_tensors = (*source.tensors.values(), *fixed.values())
     header_bytes = source.file_bytes - sum(tensor.num_bytes for tensor in all_tensors)
     others = [tensors[key] for key in tensors.keys() - set(rounded)] + list(fixed.values())
@@ -232,7 +233,7 @@ def _bytes_of_others(
 
 
 def gguf_contents(source: LoadedModel) -> tuple[dict[str, Value], dict[str, QuantTensor]]:
-    """Return the metadata of a model's GGUF file, and the tensors that are copied unchanged.
+    """Return the metadata of a model's GGUF file, and its tensors that quantizing does not change.
 
     Raises:
         TwostrokeError: the model is not a GGUF file, or has stacked weights.
@@ -258,7 +259,7 @@ def gguf_contents(source: LoadedModel) -> tuple[dict[str, Value], dict[str, Quan
 def _warn_if_not_fewer_bits(
     tensors: Mapping[str, QuantTensor], formats: Mapping[str, str], notice: Notice
 ) -> None:
-    """Warn if the source's layers have no more bits per weight than the result."""
+    """Warn if the quantized layers have no fewer bits per weight than the source's layers."""
     products = {key: tensors[key] for key in formats if key.startswith("blk.")}
     num_values = sum(tensor.num_values for tensor in products.values())
     source_bits = bits_per_value(products)

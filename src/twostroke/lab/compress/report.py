@@ -1,4 +1,4 @@
-"""The report in a written model's file: divergence from its source, sizes, speed and canary."""
+"""The quality report in a quantized model's file: divergence from its source, sizes and speed."""
 
 from __future__ import annotations
 
@@ -45,19 +45,22 @@ _STORED_TOKENS = 1024  # whose keys and values count as memory
 
 
 class TextFacts(Frozen):
-    """SHA-256 of a text in UTF-8, and the number of its tokens that were used."""
+    """A text used for a report: its SHA-256 in UTF-8, and how many of its tokens were used."""
 
     sha256: str
     num_tokens: int
 
     @classmethod
     def of(cls, text: str, pieces: list[list[int]]) -> TextFacts:
-        """Return the facts of a text; `pieces` are the token sequences that were used."""
+        """Return the digest and the token count of a text; `pieces` are its token sequences."""
         return cls(hashlib.sha256(text.encode()).hexdigest(), sum(map(len, pieces)))
 
 
 class MatrixReport(Frozen):
-    """All matrices of one kind, such as `ffn_down`: formats, bits per value, and bytes."""
+    """A report's line about all matrices of one kind, such as `ffn_down`.
+
+    It has their formats, bits per value, and bytes.
+    """
 
     name: str
     formats: str
@@ -66,10 +69,10 @@ class MatrixReport(Frozen):
 
 
 class _FileMeasurement(Frozen):
-    """Measurements of a written file.
+    """Measurements of a quantized model's file.
 
     `memory_bytes` counts the weights, and keys and values of 1,024 tokens. `tokens_per_s` is for
-    one stream on `machine`. `choices` are its answers to the questions.
+    one stream on `machine`. `choices` are the model's answers to the multiple-choice questions.
     """
 
     canary: Canary
@@ -80,10 +83,11 @@ class _FileMeasurement(Frozen):
 
 
 class FileReport(Frozen):
-    """The report in a written model's file.
+    """The quality report that a quantized model's file contains.
 
     Attributes:
-        source, source_sha256, source_bits: name, digest, and bits per layer weight of the source.
+        source, source_sha256, source_bits: name, digest, and bits per layer weight of the
+            source.
         target: the requested format or goal.
         bits: bits per weight of the layers, with scales.
         kinds: formats by kind of matrix.
@@ -119,7 +123,10 @@ class FileReport(Frozen):
 
     @property
     def doubt(self) -> str | None:
-        """Why the comparison says nothing about the original model; None if it does."""
+        """A sentence that says why the comparison tells nothing about the original model.
+
+        It is None if the comparison does.
+        """
         if self.source_bits > self.bits:
             return None
         return (
@@ -128,14 +135,14 @@ class FileReport(Frozen):
         )
 
     def encode(self) -> str:
-        """Return the report as JSON."""
+        """Return the quality report as JSON."""
         return encode_json(self).decode()
 
 
 def make_report(
     source: LoadedModel, path: Path, target: str, calibration: TextFacts | None
 ) -> FileReport:
-    """Load the file at `path`, and compare it with its source on held-out text.
+    """Load a quantized model's file, and return the report of how it differs from its source.
 
     Raises:
         QualityError: the file writes garbage.
@@ -205,7 +212,7 @@ def load_report(model: str) -> FileReport:
 
 
 def bits_per_value(tensors: Mapping[str, QuantTensor]) -> float:
-    """Return the average number of bits per value."""
+    """Return the average number of bits per value of some tensors."""
     values = sum(tensor.num_values for tensor in tensors.values())
     return 8 * sum(tensor.num_bytes for tensor in tensors.values()) / values
 
@@ -234,7 +241,7 @@ def scoring_backend(loaded: LoadedModel) -> CpuBackend:
 
 
 def _shape(program: Program) -> Shape:
-    """Return the shape of the timed step."""
+    """Return the shape of the decode step that is timed for a report."""
     return Shape.decode(1, min(_CONTEXT_TOKENS, program.context_length - NUM_CYCLES - 2))
 
 
@@ -253,7 +260,7 @@ def _step_s(backend: CpuBackend, program: Program, shape: Shape) -> float:
 
 
 def _kinds(tensors: Mapping[str, QuantTensor]) -> tuple[MatrixReport, ...]:
-    """Return a report for each kind of matrix, in the order of `tensors`."""
+    """Return a report's line for each kind of matrix, in the order of `tensors`."""
     groups: dict[str, dict[str, QuantTensor]] = {}
     for key, tensor in tensors.items():
         if len(tensor.shape) == 2:
@@ -271,7 +278,7 @@ def _kinds(tensors: Mapping[str, QuantTensor]) -> tuple[MatrixReport, ...]:
 
 
 def _layers(tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
-    """Return the matrices of the layers."""
+    """Return the tensors that are matrices of layers, by name."""
     return {k: t for k, t in tensors.items() if k.startswith("blk.") and len(t.shape) == 2}
 
 

@@ -1,13 +1,4 @@
-"""Rounds a matrix to a block format so that its products change least.
-
-Columns are rounded in order. Later columns compensate the error of each column where inputs are
-correlated (GPTQ, arXiv:2210.17323). The scale of a block is fitted when the block is reached. Then
-a second pass rounds each block again, with scales near the best for its codes, given the remaining
-error of all other blocks (block coordinate descent, as QuantEase, arXiv:2309.01885). Scales of
-groups in a super-block are fitted the same way; the super-block's scale when it is reached.
-
-`native/compress` implements this; tests/support/plain_rounding.py defines it in NumPy.
-"""
+"""Rounds a matrix to a block format so that its products with typical inputs change least."""
 
 from __future__ import annotations
 
@@ -43,22 +34,28 @@ _FLOATS = ctypes.POINTER(c_float)
 
 
 class Moments(Frozen, eq=False):
-    """Damped second moments of a product's inputs, and their `inverse_factors`: (width, width)."""
+    """The damped second moments of a matrix product's inputs, (width, width).
+
+    `inverse_factors` are the triangular factors of their inverse, of the same shape.
+    """
 
     damped: Floats
     factor: Floats
 
 
 def outer_products(inputs: Floats) -> Floats:
-    """Return the sum of outer products of inputs (rows, width): (width, width)."""
+    """Return the sum of the outer products of a product's input rows: (width, width).
+
+    `inputs` is (rows, width).
+    """
     return inputs.T @ inputs
 
 
 def damped_moments(parts: Iterable[Floats], run: Run = map) -> Moments:
-    """Return the moments for sums of outer products (width, width) of several parts of the text.
+    """Return the moments of a product's inputs, from sums of outer products of parts of the text.
 
-    Moments are shrunk towards their diagonal and damped, so that rounding does not rely on
-    correlations that only these few rows have. `run` may use threads.
+    Each sum is (width, width). Moments are shrunk towards their diagonal and damped, so that
+    rounding does not rely on correlations that only these few rows have. `run` may use threads.
     """
     rest = iter(parts)
     damped = next(rest).copy()
@@ -84,10 +81,10 @@ def inverse_factors(moments: Floats, run: Run = map) -> Floats:
 
 
 def _factor_by_halves(moments: Floats, run: Run) -> Floats:
-    """Return the factor of moments [[A, B.T], [B, D]]; only the lower triangle is read.
+    """Return the factor of a matrix of moments, [[A, B.T], [B, D]], by dividing it into halves.
 
-    The factor is [[V, 0], [-W @ X @ V, W]] with W the factor of D, X = W.T @ B, and V the factor of
-    A - X.T @ X. Zeros of triangles are skipped, band by band.
+    Only the lower triangle is read. The factor is [[V, 0], [-W @ X @ V, W]] with W the factor of D,
+    X = W.T @ B, and V the factor of A - X.T @ X. Zeros of triangles are skipped, band by band.
     """
     half = len(moments) // 2
     factor = np.zeros_like(moments)
@@ -126,7 +123,7 @@ def _bands(count: int) -> list[slice]:
 def round_matrix(
     weight: Floats, moments: Moments, name: str, num_threads: int | None = None
 ) -> QuantTensor:
-    """Return a matrix (outputs, inputs) in the format `name`, one of GRIDS.
+    """Return a matrix (outputs, inputs) rounded to the block format `name`, one of GRIDS.
 
     Rows must fill whole blocks. The result does not depend on the number of threads.
     """
@@ -136,7 +133,7 @@ def round_matrix(
 def round_to(
     weight: Floats, moments: Moments, grid: BlockGrid, fmt: Format, num_threads: int | None = None
 ) -> QuantTensor:
-    """Return a matrix (outputs, inputs) rounded to a format with the grid `grid`."""
+    """Return a matrix (outputs, inputs) rounded to a format with the levels of `grid`."""
     data = grid.pack(round_groups(weight, moments, grid, num_threads))
     return QuantTensor(fmt, weight.shape, data.reshape(len(weight), -1))
 
@@ -144,7 +141,7 @@ def round_to(
 def round_groups(
     weight: Floats, moments: Moments, grid: BlockGrid, num_threads: int | None = None
 ) -> RoundedGroups:
-    """Return a matrix (outputs, inputs) as rounded groups, row by row."""
+    """Return a matrix (outputs, inputs) rounded to a grid, as groups in the order of its rows."""
     num_outputs, num_inputs = weight.shape
     num_groups = num_inputs // grid.group
     blocks = moments.damped.reshape(num_groups, grid.group, num_groups, grid.group)
@@ -173,7 +170,7 @@ def round_groups(
 
 
 class _GridRecord(ctypes.Structure):
-    """The grid, as in native/compress/round.h."""
+    """The C struct of a grid, as in native/compress/round.h."""
 
     _fields_ = (
         ("peaks", _FLOATS),
@@ -191,7 +188,7 @@ class _GridRecord(ctypes.Structure):
 
 
 class _RoundRecord(ctypes.Structure):
-    """Inputs and outputs of a call, as in native/compress/round.h."""
+    """The C struct of the inputs and outputs of rounding, as in native/compress/round.h."""
 
     _fields_ = (
         *((name, _FLOATS) for name in ("weight", "moments", "factor")),

@@ -36,10 +36,10 @@ _MAX_AGE_S: Final = 7 * 24 * 3600  # older work of interrupted commands is remov
 
 
 class SavedWork:
-    """Saved results for one model."""
+    """Saved results of quantizing one model, by which an interrupted command continues."""
 
     def __init__(self, source: LoadedModel) -> None:
-        """Find the folder for `source`, and remove old work of interrupted commands."""
+        """Find the folder of saved results for `source`; remove interrupted commands' old work."""
         self._identity = weights_identity(source.tensors)[:24]
         self._root = env.cache_dir() / "quantize"
         self._used: set[Path] = set()
@@ -49,7 +49,7 @@ class SavedWork:
                     shutil.rmtree(folder)
 
     def pieces(self, num_tokens: int, make: Callable[[], list[list[int]]]) -> list[list[int]]:
-        """Return the model's saved calibration text, or else save and return `make()`."""
+        """Return the model's saved calibration text; if there is none, save and return `make()`."""
         path = (
             env.cache_dir()
             / "calibration"
@@ -66,7 +66,7 @@ class SavedWork:
     def matrices(
         self, tensors: Mapping[str, QuantTensor], formats: object, pieces: Pieces
     ) -> Matrices:
-        """Return the store of matrices that are rounded to `formats` on these `pieces`.
+        """Return the saved matrices that are rounded to `formats` on the calibration text `pieces`.
 
         `tensors` are all tensors of the model; tensors that are not rounded have final formats.
         """
@@ -75,27 +75,27 @@ class SavedWork:
         return Matrices(folder)
 
     def folder(self, *description: object) -> Path:
-        """Return the folder for work that the values of `description` determine."""
+        """Return the folder for saved work that the values of `description` determine."""
         digest = hashlib.sha256(repr((_METHOD_VERSION, *description)).encode()).hexdigest()
         folder = self._root / f"{self._identity}-{digest[:16]}"
         self._used.add(folder)
         return folder
 
     def drop(self) -> None:
-        """Remove all folders that this command used, because it is done."""
+        """Remove all folders of saved work that this command used, because the command is done."""
         for folder in self._used:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 class Matrices:
-    """Rounded matrices, each in its own file."""
+    """Saved rounded matrices, each in its own file of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Use the files in `folder`."""
+        """Use the files of rounded matrices in `folder`."""
         self._folder = folder
 
     def get(self, name: str, shape: tuple[int, ...], fmt: Format) -> QuantTensor | None:
-        """Return a saved matrix; None if there is none, or its file is damaged."""
+        """Return a saved rounded matrix; None if it is not saved, or its file is damaged."""
         try:
             content = read_regular_file(self._path(name))
         except OSError:
@@ -107,7 +107,7 @@ class Matrices:
         return QuantTensor(fmt, shape, np.frombuffer(codes, np.uint8).reshape(shape[0], -1))
 
     def all_of(self, matrices: Iterable[tuple[str, QuantTensor]]) -> dict[str, QuantTensor]:
-        """Save each matrix when it arrives, and return all by name."""
+        """Save each rounded matrix when it arrives, and return all matrices by name."""
         tensors = {}
         for name, tensor in matrices:
             tensors[name] = tensor
@@ -116,7 +116,7 @@ class Matrices:
         return tensors
 
     def add(self, name: str, tensor: QuantTensor) -> None:
-        """Save a matrix; errors such as a full disk are ignored."""
+        """Save a rounded matrix; errors such as a full disk are ignored."""
         path = self._path(name)
         part = path.with_suffix(".part")
         with suppress(OSError):
@@ -130,7 +130,7 @@ class Matrices:
 
 
 def _digest(name: str, codes: bytes, shape: tuple[int, ...], fmt: Format) -> bytes:
-    """Return the digest that follows a matrix in its file, to detect damage."""
+    """Return the digest that follows a rounded matrix in its file, to detect damage."""
     hashed = hashlib.blake2b(codes, digest_size=_DIGEST_BYTES)
     hashed.update(repr((name, shape, fmt.name)).encode())
     return hashed.digest()

@@ -51,13 +51,14 @@ _NUM_TOKENS: Final = 512  # of the validation text
 
 
 class Sensitivity(Frozen):
-    """Measured sensitivity of a model, as stored.
+    """How much errors of each matrix change a model's output, as measured and stored.
 
     Attributes:
         identity: identifies weights and calibration text.
         kl: by matrix and format, the KL divergence that this format of the matrix adds.
-        trials: divergence by part: its first matrix and its number of matrices.
-        method: version of the method.
+        trials: the measured divergence of each part of the model; a part's key has its first
+            matrix and its number of matrices.
+        method: version of the measuring method.
     """
 
     identity: str
@@ -74,10 +75,10 @@ def sensitivity_of(
     trials: Trials,
     notice: Notice,
 ) -> Sensitivity:
-    """Return the sensitivity to the matrices `names`; measure it unless it is stored.
+    """Return how sensitive a model's output is to errors of the matrices `names`.
 
-    It is stored in the cache folder by the identity of the weights and the calibration text.
-    Trials of an interrupted command are not repeated.
+    The sensitivity is measured unless it is stored: in the cache folder, by the identity of the
+    weights and the calibration text. Trials of an interrupted command are not repeated.
     """
     text = hashlib.sha256(repr([list(piece) for piece in pieces]).encode()).hexdigest()
     identity = f"{weights_identity(tensors)[:24]}-{text[:8]}"
@@ -121,10 +122,10 @@ def sensitivity_of(
 
 
 class Trials:
-    """The model's expected logits on the validation text, and divergence of changed weights."""
+    """Measures how much changed weights change a model's logits on the validation text."""
 
     def __init__(self, program: Program, tensors: Mapping[str, QuantTensor], path: str) -> None:
-        """Compute the expected logits of the model at `path`."""
+        """Compute the expected logits of the model at `path`, with unchanged weights."""
         self._program, self._tensors = program, tensors
         self._pieces = pieces_of(choosing_text(), [path], _PIECE_TOKENS, _NUM_TOKENS)
         self._expected = ExpectedLogits(self._logits({}))
@@ -146,7 +147,10 @@ class Trials:
 
 
 def _losses_by_format(weight: Floats, moments: Moments) -> dict[str, float]:
-    """Return the squared error of a matrix's outputs in each possible format, by sampling."""
+    """Return the squared error of a matrix's outputs in each possible format.
+
+    The error is estimated from some of the rows.
+    """
     count = min(_NUM_SAMPLED_OUTPUTS, len(weight))
     rows = np.linspace(0, len(weight) - 1, count).astype(np.int64)
     sample = weight[rows]
@@ -173,7 +177,11 @@ def formats_for(width: int) -> list[str]:
 def _tree(
     names: Collection[str], measure: Callable[[Sequence[str]], float]
 ) -> list[tuple[list[str], float]]:
-    """Divide a model into parts, and return each part's matrices and divergence."""
+    """Divide a model's matrices into parts; return the matrices and the divergence of each part.
+
+    Each step divides the part with the largest divergence. `measure` returns the divergence when
+    all matrices of a part are rounded.
+    """
     kinds: dict[str, list[str]] = {}
     for name in sorted(names, key=layer_of):
         kinds.setdefault(name.split(".", 2)[2], []).append(name)

@@ -30,7 +30,10 @@ _FUNCTION_NAMES = tuple(
 
 @contextmanager
 def own_threads() -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of as many threads as the environment allows; BLAS uses one thread meanwhile."""
+    """Yield a pool of compute threads; NumPy's BLAS library uses one thread meanwhile.
+
+    The pool has as many threads as the environment allows.
+    """
     libraries = [functions for path in _library_paths() if (functions := _thread_functions(path))]
     previous_counts = [get_count() for get_count, _ in libraries]
     try:
@@ -51,9 +54,9 @@ def _library_paths() -> list[str]:
 
 
 def _thread_functions(path: str) -> tuple[Any, Any] | None:
-    """Return the functions of a library that get and set its number of threads.
+    """Return the functions of an OpenBLAS library that get and set its number of threads.
 
-    None: the library has no function of these names.
+    The result is None if the library has no such functions.
     """
     library = ctypes.CDLL(path)
     for name in _FUNCTION_NAMES:

@@ -1,10 +1,4 @@
-"""Off-grid twins: models that compute the same function with weights on no quantization grid.
-
-Quantizing an already quantized file to the same grid loses nothing, so such a file says nothing
-about a quantizer. In a twin, random factors are moved between each matrix and the operation before
-it: a norm, the up projection of a gated feed-forward, or values of attention. Products and outlier
-channels stay almost the same.
-"""
+"""Off-grid twins of models: they compute the same, with weights on no quantization grid."""
 
 from __future__ import annotations
 
@@ -28,7 +22,10 @@ _MAX_FACTOR = 2.0  # the smallest factor is its inverse
 def twin_of(
     program: Program, tensors: Mapping[str, QuantTensor], seed: int = 0
 ) -> dict[str, QuantTensor]:
-    """Return the weights of the twin in float32, by name."""
+    """Return the weights of a model's off-grid twin in float32, by name.
+
+    The twin computes the same function, with random factors moved between its matrices.
+    """
     rng = np.random.default_rng(seed)
     weights = {name: tensors[name].dequantize() for name in program.weight_shapes}
     written = {op.output: op for op in program.ops}
@@ -47,7 +44,7 @@ def _move(
     weights: dict[str, Floats],
     rng: np.random.Generator,
 ) -> None:
-    """Move factors from the matrices of `products` into the operation `op` before them."""
+    """Move random factors from the matrices of `products` into the operation `op` before them."""
     match op:
         case ops.RMSNorm(num_groups=1, weight=str(weight)):
             factors = moved = _factors(op.width, rng)

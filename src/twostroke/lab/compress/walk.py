@@ -43,7 +43,7 @@ def round_products(
     *,
     equalizer: ChannelEqualizer | None = None,
 ) -> Iterator[tuple[str, QuantTensor]]:
-    """Yield the rounded weight of each Linear in `names`, in the order of the Program.
+    """Yield the rounded weight of each matrix product in `names`, in the order of the Program.
 
     Args:
         program: the model.
@@ -99,7 +99,7 @@ def round_products(
 def with_progress(
     matrices: Iterable[tuple[str, QuantTensor]], total: int, notice: Callable[[str], None]
 ) -> Iterator[tuple[str, QuantTensor]]:
-    """Yield the matrices unchanged, and report the progress from time to time."""
+    """Yield rounded matrices unchanged, and report the progress from time to time."""
     start_s = time.perf_counter()
     for count, matrix in enumerate(matrices, start=1):
         yield matrix
@@ -109,7 +109,7 @@ def with_progress(
 
 
 class Stream:
-    """Token sequences on their way through the model; each has its own KV page."""
+    """Calibration sequences on their way through the model; each has its own KV page."""
 
     def __init__(self, program: Program, pieces: Sequence[Sequence[int]]) -> None:
         num_groups, length = len(program.cache_groups), max(map(len, pieces))
@@ -126,7 +126,7 @@ class Stream:
         self.values: dict[str, Floats] = {}
 
     def run(self, op: Op, weights: Mapping[str, Floats]) -> None:
-        """Compute `op` for all sequences, and drop values that no later operation reads."""
+        """Compute the operation `op` for all sequences; drop values that are no longer read."""
         sampled = np.arange(len(self._tokens))
         step = ReferenceStepState(
             tokens=self._tokens,

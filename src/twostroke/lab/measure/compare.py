@@ -51,7 +51,7 @@ _MAX_PIECE_TOKENS = 1024
 
 
 class Subject(Frozen):
-    """A model and the options with which it is loaded."""
+    """A model to compare, and the options with which it is loaded."""
 
     model: str
     compute: ComputeOptions
@@ -60,11 +60,12 @@ class Subject(Frozen):
 
 
 class ComparisonReport(Frozen):
-    """Comparison of one subject with the expected logits.
+    """The difference of one subject's logits from the expected logits.
 
     `drift[i]` is the root mean square difference of the hidden states after layer i, divided by the
     root mean square of the expected states; () if layers have other shapes. `rows_per_s` is the
-    speed of scoring. `generated`: rows were computed as decode steps, not as a prompt.
+    speed of scoring. `generated` is true if rows were computed as decode steps, and not as a
+    prompt.
     """
 
     name: str
@@ -75,7 +76,7 @@ class ComparisonReport(Frozen):
 
     @property
     def is_within_limits(self) -> bool:
-        """Whether KL, agreement and perplexity are within the limits of this module."""
+        """Whether KL divergence, agreement and perplexity are within the limits of this module."""
         comparison = self.comparison
         return (
             comparison.mean_kl < MAX_MEAN_KL
@@ -144,7 +145,7 @@ def compare_subjects(
 
 
 class _ExpectedResults(Frozen):
-    """Expected logits of each sequence, and the hidden states of the first sequence by layer."""
+    """Expected logits of each token sequence, and hidden states of the first sequence by layer."""
 
     logits: list[Array]
     hidden: list[Array]
@@ -217,7 +218,7 @@ def _compare_pieces(
     *,
     generated: bool,
 ) -> tuple[LogitsComparison, float]:
-    """Score all sequences; return the comparison and the seconds that scoring took."""
+    """Score all token sequences with a backend; return the comparison and the seconds it took."""
     seconds = 0.0
 
     def score(piece: list[int]) -> Array:

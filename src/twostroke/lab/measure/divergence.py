@@ -21,7 +21,7 @@ _HIGH_QUANTILE = 0.999
 
 
 class LogitsComparison(Frozen):
-    """Logits of a subject compared with the expected ("right") logits, as stored in reports.
+    """How much a model's logits differ from the expected ("right") logits of the same text.
 
     Attributes:
         num_rows: number of rows.
@@ -30,8 +30,8 @@ class LogitsComparison(Frozen):
         top1_agreement: share of rows with the same most likely token.
         perplexity, right_perplexity: perplexity of the text by both sets of logits.
         high_kl: divergence that one row in a thousand exceeds.
-        mean_logprob_change, max_logprob_change: absolute difference of the log-probabilities of the
-            text's tokens, in nats.
+        mean_logprob_change, max_logprob_change: absolute difference of the log-probabilities of
+            the text's tokens, in nats.
     """
 
     num_rows: int
@@ -46,11 +46,14 @@ class LogitsComparison(Frozen):
 
     @property
     def perplexity_change(self) -> float:
-        """Relative difference of the perplexities."""
+        """Relative difference of the perplexity from the expected perplexity."""
         return abs(self.perplexity / self.right_perplexity - 1)
 
     def cells(self) -> tuple[str, ...]:
-        """Return mean and largest KL, agreement, perplexity and its change, as table cells."""
+        """Return the comparison's figures as table cells.
+
+        They are mean and largest KL divergence, agreement, perplexity, and the perplexity's change.
+        """
         return (
             f"{self.mean_kl:.1e}",
             f"{self.max_kl:.1e}",
@@ -61,11 +64,11 @@ class LogitsComparison(Frozen):
 
 
 def compare(pieces: Iterable[tuple[Array, Array, Sequence[int]]]) -> LogitsComparison:
-    """Compare logits of several sequences; at least one sequence must have two tokens.
+    """Compare logits with the expected logits of several token sequences.
 
-    Each item is (expected logits, other logits, tokens); logits are (len(tokens), vocab_size). Row
-    i predicts token i + 1, so the last row of a sequence counts for KL and agreement, but not for
-    the perplexity.
+    At least one sequence must have two tokens. Each item is (expected logits, other logits,
+    tokens); logits are (len(tokens), vocab_size). Row i predicts token i + 1, so the last row of a
+    sequence counts for KL and agreement, but not for the perplexity.
     """
     num_rows = num_predicted = agreeing = 0
     right_nats = other_nats = 0.0
@@ -102,7 +105,7 @@ def compare(pieces: Iterable[tuple[Array, Array, Sequence[int]]]) -> LogitsCompa
 
 
 def log_softmax(logits: Array) -> NDArray[np.float64]:
-    """Return natural log-probabilities along the last axis, in float64."""
+    """Return the natural log-probabilities of logits along the last axis, in float64."""
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=-1, keepdims=True)
     result: NDArray[np.float64] = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))

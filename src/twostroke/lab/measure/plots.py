@@ -26,7 +26,7 @@ _MIN_FLOPS_SHARE: Final = 1e-4  # of the step's FLOPs: operations below it are n
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in inches.
+    """Return an empty matplotlib figure of this size in inches.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -62,10 +62,10 @@ def svg_element(figure: Figure, name: str) -> str:
 
 
 def roofline(title: str, profiles: Sequence[StepProfile]) -> Figure:
-    """Return the machine's roofline with the operations of each step (Williams et al., 2009).
+    """Return a roofline plot of the machine with the operations of each step.
 
-    Both axes are logarithmic: FLOPs per byte, and FLOPs per second. Each step has a colour; the
-    area of a circle is the operation's share of its step.
+    Both axes are logarithmic: FLOPs per byte, and FLOPs per second (Williams et al., 2009). Each
+    step has a colour; the area of a circle is the operation's share of its step.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -114,7 +114,10 @@ def roofline(title: str, profiles: Sequence[StepProfile]) -> Figure:
 
 
 def _points(profile: StepProfile) -> list[Point]:
-    """Return label, FLOPs per byte, FLOPs per second and share of each computing operation."""
+    """Return a roofline's points: label, FLOPs per byte, FLOPs per second and share of the step.
+
+    Only operations that compute are included.
+    """
     points = []
     for operation in profile.operations:
         figures = profile.figures(operation)

@@ -56,7 +56,7 @@ MAX_STEPS: Final = 200
 
 
 class ProfileOptions(Frozen):
-    """Shapes and options of a profile.
+    """Shapes of steps, and options, for `twostroke profile`.
 
     Attributes:
         shapes: steps to measure.
@@ -80,12 +80,12 @@ class ProfileOptions(Frozen):
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a step, including steps that fill contexts."""
+        """The most rows of a measured step, including the steps that fill the contexts."""
         return max(FILL_ROWS, *(shape.batch.num_rows for shape in self.shapes))
 
 
 class Spread(Frozen):
-    """Median, minimum and maximum of several measurements."""
+    """Median, minimum and maximum of several measurements of the same time."""
 
     median: float
     low: float
@@ -99,16 +99,16 @@ class Spread(Frozen):
 
 
 class OperationProfile(Frozen):
-    """All fused operations of one label in a step.
+    """The measured times of all fused operations with one label in a step.
 
     Attributes:
-        label: name, and layer if layers are measured separately.
-        calls: number of operations.
-        time_s: time per step.
-        waiting_s: time in which threads waited for each other, as a mean over threads.
-        cost: work per step.
-        floor_s: minimum time on this machine: for each call, the longer of its memory traffic at
-            the measured bandwidth and its arithmetic at the measured peak.
+        label: name of the operations, and their layer if layers are measured separately.
+        calls: number of operations with this label in a step.
+        time_s: seconds of all these operations per step.
+        waiting_s: seconds in which threads waited for each other, as a mean over threads.
+        cost: bytes and arithmetic of the operations per step.
+        floor_s: minimum time on this machine: for each call, the longer of its memory traffic
+            at the measured bandwidth and its arithmetic at the measured peak.
     """
 
     label: Label
@@ -120,12 +120,15 @@ class OperationProfile(Frozen):
 
     @property
     def above_s(self) -> float:
-        """Seconds above the minimum time; 0 if processor caches made it faster."""
+        """Seconds by which the operations exceed the machine's minimum time.
+
+        It is 0 if processor caches made them faster than the minimum.
+        """
         return max(0.0, self.time_s.median - self.floor_s)
 
 
 class StepProfile(Frozen):
-    """Times of one shape's step.
+    """The measured times of a step of one shape, by operation.
 
     Attributes:
         shape: the step.
@@ -151,26 +154,26 @@ class StepProfile(Frozen):
 
     @property
     def step_s(self) -> float:
-        """Seconds from one step to the next, by medians."""
+        """Seconds from one step to the next, computed from medians."""
         return self.run_s.median + self.scheduler_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens computed per second."""
+        """Tokens that the step computes per second."""
         return self.shape.batch.num_rows / self.step_s
 
     @property
     def cost(self) -> Cost:
-        """Cost of all operations."""
+        """Bytes and arithmetic of all operations of the step together."""
         return sum((operation.cost for operation in self.operations), Cost(0, 0, 0))
 
     @property
     def worst(self) -> OperationProfile:
-        """The operation with the most time above its minimum."""
+        """The operation with the most time above the machine's minimum time."""
         return max(self.operations, key=lambda operation: operation.above_s)
 
     def figures(self, operation: OperationProfile | None = None) -> dict[str, float | None]:
-        """Return times and rates of an operation, or of the whole step by default.
+        """Return the times and rates of an operation, or of the whole step by default.
 
         A rate is None if its divisor is 0. The minimum time of the step is the sum over its
         operations.
@@ -242,7 +245,7 @@ def profile(
 
 
 def _hardware(compute: ComputeOptions, stream_bytes: int) -> Hardware:
-    """Measure the limits of the machine or GPU."""
+    """Measure the limits of the machine or GPU on which the profile runs."""
     if compute.backend == "gpu":
         from twostroke.backends.gpu.limits import measure
 
@@ -254,7 +257,7 @@ def _hardware(compute: ComputeOptions, stream_bytes: int) -> Hardware:
 def _size(
     loaded: LoadedModel, program: Program, options: ProfileOptions, kv_format: str
 ) -> CacheSize:
-    """Return a cache with the pages that the largest shape needs."""
+    """Return the size of a KV cache with the pages that the largest shape needs."""
     page_size = options.cache.tokens_in_page
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
     for shape in options.shapes:
@@ -298,7 +301,7 @@ def _profile(
     ]
 
     def operation(label: Label, indices: Sequence[int]) -> OperationProfile:
-        """Return the operations with these indices as one."""
+        """Return the profile of the operations with these indices, as one entry."""
         op_costs = [costs[index] for index in indices]
         return OperationProfile(
             label=label,
@@ -330,7 +333,7 @@ def _profile(
 def _measure(
     backend: TimedBackend, single: SingleStep, options: ProfileOptions
 ) -> tuple[list[float], list[list[MeasuredOpTime]]]:
-    """Compute the step once to warm up, then as often as the options say.
+    """Compute a step once to warm up, then as often as the options say.
 
     Return, for each step, the seconds of the whole call and the times of its operations.
     """

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class Flips(Frozen):
-    """How often a model's answers differ from its source's, and how many answers are right.
+    """How often a model's multiple-choice answers differ from its source's answers.
 
-    A model with as many right answers as its source can still answer many questions differently.
+    It also has how many answers are right. A model with as many right answers as its source can
+    still answer many questions differently.
     """
 
     num_questions: int
@@ -29,20 +30,20 @@ class Flips(Frozen):
 
     @classmethod
     def between(cls, source: Sequence[int], other: Sequence[int]) -> Flips:
-        """Compare the choices of two models; choice 0 is right."""
+        """Compare the answers of two models to the same questions; answer 0 is right."""
         num_flipped = sum(a != b for a, b in zip(source, other, strict=True))
         return cls(len(source), num_flipped, num_right=other.count(0), source_right=source.count(0))
 
 
 def questions() -> list[tuple[str, list[str]]]:
-    """Return questions with four answers each; the first answer is right."""
+    """Return multiple-choice questions with four answers each; the first answer is right."""
     text = resources.files("twostroke.lab.measure").joinpath("questions.txt").read_text("utf-8")
     split = [[part.strip() for part in line.split("|")] for line in text.splitlines()]
     return [(question, answers) for question, *answers in split]
 
 
 def choices(backend: Backend, tokenizer: Tokenizer) -> list[int]:
-    """Return the index of the answer that a model considers most likely, for each question."""
+    """Return, for each multiple-choice question, the index of the model's likeliest answer."""
     preferred = []
     for question, answers in questions():
         prompt = f"Question: {question}\nAnswer:"
@@ -55,7 +56,7 @@ def choices(backend: Backend, tokenizer: Tokenizer) -> list[int]:
 
 
 def _answer_nats(backend: Backend, prompt: Sequence[int], sequence: Sequence[int]) -> float:
-    """Return the negative log-probability of the tokens that follow the shared prompt, in nats."""
+    """Return the negative log-probability, in nats, of an answer's tokens after the prompt."""
     pairs = enumerate(zip(prompt, sequence, strict=False))
     num_shared = next((i for i, (a, b) in pairs if a != b), len(prompt))
     logits = backend.score(sequence)[num_shared - 1 : -1].astype(np.float64)

@@ -53,7 +53,7 @@ _LINK_MEASUREMENT_S: Final = 0.5
 
 
 class RankTime(Frozen):
-    """Mean times of all operations of one label on a rank in a step.
+    """A rank's mean time in a step for all operations with one label.
 
     `waiting_s` is the part spent waiting for other ranks, and for other threads of the rank.
     """
@@ -64,7 +64,7 @@ class RankTime(Frozen):
 
 
 class RanksProfile(Frozen):
-    """Times of one shape's step on several ranks.
+    """The measured times of a step of one shape on several ranks.
 
     Attributes:
         shape: the step.
@@ -72,8 +72,8 @@ class RanksProfile(Frozen):
         num_ranks: number of ranks.
         num_steps: number of measured steps.
         operations: by label and rank, the times of operations.
-        run_s: time of rank 0's whole call.
-        start_s: time that rank 0 waits until all ranks have started.
+        run_s: seconds of rank 0's whole step.
+        start_s: seconds that rank 0 waits until all ranks have started the step.
         link: measured speed of the link between ranks.
         measured: shares of the step that rank 0 spends in collectives.
         predicted: the shares that the engine predicts from `link` and the speed of rank 0.
@@ -94,7 +94,7 @@ class RanksProfile(Frozen):
 def profile_ranks(
     model: str, options: ProfileOptions, parallel: ParallelOptions, notice: Callable[[str], None]
 ) -> Iterator[RanksProfile]:
-    """Yield a profile of each shape; arguments and errors are as for `profile`.
+    """Yield a profile of each shape of step on several ranks; arguments and errors as `profile`.
 
     Raises:
         BackendError: the ranks cannot be started, or one is lost.
@@ -137,7 +137,7 @@ def profile_ranks(
 
 
 def _with_pages_for(shapes: Sequence[Shape], program: Program, size: CacheSize) -> CacheSize:
-    """Return a cache size with pages for the largest shape, even if they exceed the context."""
+    """Return a KV cache size with pages for the largest shape, even beyond the model's context."""
     groups = PageGroups(size.page_size, tuple(group.window for group in program.cache_groups))
     largest = max(shapes, key=lambda shape: shape.num_pages(groups))
     num_pages = max(size.num_pages, largest.num_pages(groups))
@@ -153,9 +153,10 @@ def _with_pages_for(shapes: Sequence[Shape], program: Program, size: CacheSize) 
 
 
 def with_rates(divided: Divided, backend: ParallelBackend, mesh: Mesh, shape: Shape) -> Divided:
-    """Return a prediction with the measured speed of rank 0 for the operations of a shape's step.
+    """Return a prediction of times on several ranks, with the measured speed of rank 0.
 
-    Steps use the backend's first pages; their contents are lost.
+    The operations of a step of this shape are timed. The steps use the backend's first pages, whose
+    contents are lost.
     """
     fused_by_rank = _fused(divided.cost.program, mesh)
     single = SingleStep(backend, divided.cost.program, shape)
@@ -170,7 +171,7 @@ def with_rates(divided: Divided, backend: ParallelBackend, mesh: Mesh, shape: Sh
 def _with_measured_rates(
     divided: Divided, fused: Sequence[tuple[Op, ...]], steps: Sequence[OpTimes], shape: Shape
 ) -> Divided:
-    """Return the prediction with the median times of rank 0's operations, without collectives."""
+    """Return a prediction with the median times of rank 0's operations, except for collectives."""
     medians = [
         statistics.median(step[index][0] - step[index][1] for step in steps)
         for index in range(len(fused))
@@ -240,7 +241,7 @@ def _profile(
 
 
 def _fused(program: Program, mesh: Mesh) -> list[list[tuple[Op, ...]]]:
-    """Return the fused operations of each rank, as its kernels run them."""
+    """Return the fused operations that the kernels of each rank run."""
     taps = [last_hidden(program)]  # the value that rank 0 keeps of each step
     parts = shard(program, mesh, taps)
     return [list(lower_rank(parts, rank, taps).parts) for rank in range(len(parts))]
@@ -249,9 +250,9 @@ def _fused(program: Program, mesh: Mesh) -> list[list[tuple[Op, ...]]]:
 def _moving_s(
     fused_by_rank: Sequence[Sequence[tuple[Op, ...]]], step: Sequence[OpTimes]
 ) -> Mapping[tuple[int, int], float]:
-    """Return the time of each collective without waiting, by rank and operation index.
+    """Return the transfer seconds of each collective, by rank and index of the operation.
 
-    The last rank to arrive does not wait, so its time is the time of the transfer.
+    The last rank to arrive at a collective does not wait, so its time is the time of the transfer.
     """
     members_by_exchange: dict[str, list[tuple[int, int]]] = {}
     for rank, fused in enumerate(fused_by_rank):
@@ -269,7 +270,10 @@ def _moving_s(
 def _measure(
     backend: ParallelBackend, single: SingleStep, num_steps: int | None
 ) -> tuple[list[float], list[list[OpTimes]], list[float]]:
-    """Return for each step: seconds of the call, times by rank, and seconds in collectives."""
+    """Run a step repeatedly on all ranks, and time it.
+
+    Return for each step: seconds of the call, times by rank, and seconds in collectives.
+    """
     single.run()
     backend.times()
     runs_s: list[float] = []

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 def format_number(value: float) -> str:
-    """Return a number with at least three significant digits and one decimal, such as 0.0123."""
+    """Return a number as text with at least three significant digits, such as 0.0123."""
     if not value:
         return "0"
     return f"{value:,.{max(1, 2 - floor(log10(abs(value))))}f}"
 
 
 def format_ms(seconds: float) -> str:
-    """Return a time in milliseconds, without the unit."""
+    """Return a time as text in milliseconds, without the unit."""
     return format_number(seconds * 1e3)
 
 
 class Label(Frozen):
-    """Name and layer of a fused operation, such as "norm attn_q,k,v rope" and 0.
+    """The name and the layer of a fused operation, such as "norm attn_q,k,v rope" and 0.
 
     `layer` counts from 0. It is None for operations outside layers, and for sums over all layers.
     """
@@ -35,12 +35,12 @@ class Label(Frozen):
     layer: int | None = None
 
     def __str__(self) -> str:
-        """Return the name, with the layer in brackets if there is one."""
+        """Return the operation's name, with the layer in brackets if there is one."""
         return self.name if self.layer is None else f"{self.name} [{self.layer}]"
 
 
 def labels(program: Program, fused_ops: Sequence[tuple[Op, ...]]) -> Iterator[Label]:
-    """Yield a label for each fused operation, in order."""
+    """Yield a label for each fused operation of a Program, in order."""
     layer_by_output: dict[str, int] = {}
     layer = 0
     for op in program.ops:
@@ -53,9 +53,9 @@ def labels(program: Program, fused_ops: Sequence[tuple[Op, ...]]) -> Iterator[La
 
 
 def _joined_name(ops: Sequence[Op]) -> str:
-    """Join the labels of operations; from the first matrix on, group them by their prefix.
+    """Return the name of fused operations; names of matrices are grouped by their prefix.
 
-    The prefix of `attn_q` is `attn`: the group of attn_q, attn_k and attn_v is "attn_q,k,v".
+    The prefix of `attn_q` is `attn`: attn_q, attn_k and attn_v become "attn_q,k,v".
     """
     matrix_indices = [
         index for index, op in enumerate(ops) if any(weight.is_divided for weight in op.weights)

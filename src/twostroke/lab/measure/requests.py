@@ -27,7 +27,7 @@ _MIN_P99_SAMPLES: Final = 500
 
 
 class RequestLog(Frozen):
-    """One request of a run; times are in seconds since the start of the run.
+    """One request of a benchmark or simulation; times are in seconds since the start of the run.
 
     Attributes:
         timings: `arrival_s` is the scheduled time, so that delays of the client count.
@@ -46,7 +46,7 @@ class RequestLog(Frozen):
 
     @property
     def latencies(self) -> dict[str, float | None]:
-        """Latencies by name (`LATENCIES`); None if unknown or not applicable."""
+        """The request's latencies by name (`LATENCIES`); None if unknown or not applicable."""
         timings = self.timings
         return {
             "queue": timings.queue_s if timings.started_s else None,
@@ -63,15 +63,15 @@ class Objectives(Frozen):
     tpot_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges; raises UsageError with the field."""
+        """Raise UsageError, with the field, if an objective is out of range."""
         check_range(self, "ttft_s", "tpot_s", high=1e9)
 
     def __bool__(self) -> bool:
-        """Whether there is an objective."""
+        """Whether there is any latency objective."""
         return self.ttft_s is not None or self.tpot_s is not None
 
     def are_met(self, log: RequestLog) -> bool:
-        """Whether a request meets all objectives; only completed requests can."""
+        """Whether a request meets all latency objectives; only completed requests can."""
         if log.outcome != COMPLETED:
             return False
         latencies, limits = log.latencies, {"ttft": self.ttft_s, "tpot": self.tpot_s}
@@ -81,7 +81,7 @@ class Objectives(Frozen):
 
 
 class Percentile(Frozen):
-    """A percentile of a sample, with its 95% confidence interval by order statistics."""
+    """A percentile of measured values, with its 95% confidence interval by order statistics."""
 
     value: float
     low: float
@@ -89,7 +89,10 @@ class Percentile(Frozen):
 
 
 class Latency(Frozen):
-    """Statistics of a latency in seconds; percentiles by name, p99 only with 500 samples."""
+    """Statistics of one latency over all requests, in seconds.
+
+    Percentiles are by name; p99 is included only with at least 500 samples.
+    """
 
     count: int
     mean: float
@@ -97,7 +100,7 @@ class Latency(Frozen):
 
 
 class RunReport(Frozen):
-    """Latencies and rates of a run.
+    """Latencies and rates of a benchmark or simulation of many requests.
 
     Rates are counted in a window from one tenth of the arrivals' duration to the last arrival.
 
@@ -112,8 +115,8 @@ class RunReport(Frozen):
         hit_rate: share of prompt tokens from the prefix cache.
         lateness_p99_s: 99th percentile of the client's delay in sending requests.
         latencies: statistics by name.
-        good_share, good_per_s: requests that meet the objectives, as a share and per second; None
-            without objectives.
+        good_share, good_per_s: requests that meet the objectives, as a share and per second;
+            None without objectives.
     """
 
     num_requests: int
@@ -135,12 +138,12 @@ class RunReport(Frozen):
 
     @property
     def output_per_user(self) -> float:
-        """Output tokens per second of each request in progress."""
+        """Output tokens per second of each request in progress, on average."""
         return self.output_per_s / self.concurrency if self.concurrency else 0.0
 
 
 def make_report(logs: Sequence[RequestLog], objectives: Objectives) -> RunReport:
-    """Return the report of at least one request."""
+    """Return the latencies and rates of a run of at least one request."""
     completed = [log for log in logs if log.outcome == COMPLETED]
     scheduled = np.array([log.timings.arrival_s for log in logs])
     first_s, last_s = float(scheduled.min()), float(scheduled.max())
@@ -175,7 +178,7 @@ def make_report(logs: Sequence[RequestLog], objectives: Objectives) -> RunReport
 
 
 def latency_rows(report: RunReport) -> list[tuple[str, ...]]:
-    """Return a table of the latencies in milliseconds, with its headings."""
+    """Return the rows of a table of a run's latencies in milliseconds, with its headings."""
     rows = [("", "MEAN MS", *(f"P{number}" for number in PERCENTILES))]
     for name, latency in report.latencies.items():
         percentiles = [latency.percentiles.get(f"p{number}") for number in PERCENTILES]
@@ -185,7 +188,7 @@ def latency_rows(report: RunReport) -> list[tuple[str, ...]]:
 
 
 class _Window:
-    """Counts tokens and ends of requests between two times.
+    """Counts tokens and ends of requests between two times of a run.
 
     Tokens after a request's first are assumed to be spread evenly over time.
     """
@@ -212,11 +215,14 @@ class _Window:
 
     @property
     def is_growing(self) -> bool:
-        """Whether requests in progress grow much from the first to the last third."""
+        """Whether many more requests are in progress in the last third than in the first."""
         return self.concurrency(2 / 3, 1.0) > _MIN_GROWTH_RATIO * self.concurrency(0.0, 1 / 3)
 
     def concurrency(self, first: float = 0.0, last: float = 1.0) -> float:
-        """Return the mean number of requests in progress between two shares of the window."""
+        """Return the mean number of requests in progress in a part of the window.
+
+        `first` and `last` are the begin and end of the part, as shares of the window.
+        """
         begin_s = self.begin_s + first * self.seconds
         end_s = self.begin_s + last * self.seconds
         busy_s = _overlap_s(self._sent, self._last, begin_s, end_s).sum()
@@ -227,7 +233,7 @@ class _Window:
 
 
 def _overlap_s(first: np.ndarray, last: np.ndarray, begin_s: float, end_s: float) -> np.ndarray:
-    """Return for each interval from `first` to `last` the seconds between `begin_s` and `end_s`."""
+    """Return, for each interval from `first` to `last`, its seconds within `begin_s` to `end_s`."""
     seconds: np.ndarray = np.minimum(last, end_s) - np.maximum(first, begin_s)
     return seconds.clip(0.0)
 

@@ -1,4 +1,4 @@
-"""A single step of a chosen shape: planned by the real scheduler, computed repeatedly."""
+"""Runs a single step of a chosen shape: the real scheduler plans it, and it runs repeatedly."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ _MAX_COMPUTED_CONTEXT: Final = 512  # tokens of a context that are computed
 
 
 class Shape(Frozen):
-    """Shape of a step: `num_streams` requests that each decode a row after `context` tokens.
+    """The shape of a measured step: its streams and context, or its prompt.
 
-    With a `num_prompt` above 0: the first `num_prompt` tokens of one request.
+    In a decode step, `num_streams` requests each compute a row after `context` tokens. With a
+    `num_prompt` above 0, the step computes the first `num_prompt` tokens of one request.
     """
 
     num_streams: int = 1
@@ -43,7 +44,7 @@ class Shape(Frozen):
 
     @classmethod
     def decode(cls, num_streams: int, context: int) -> Shape:
-        """Return the shape of a decode step."""
+        """Return the shape of a decode step of several streams."""
         return cls(num_streams, context)
 
     @classmethod
@@ -53,21 +54,21 @@ class Shape(Frozen):
 
     @property
     def batch(self) -> BatchShape:
-        """The shape for the cost model."""
+        """The shape of the step as the cost model describes it."""
         if self.num_prompt:
             return BatchShape.prefill(self.num_prompt)
         return BatchShape.decode((self.context,) * self.num_streams)
 
     @property
     def name(self) -> str:
-        """Readable name, such as "decode, 16 streams after 512 tokens"."""
+        """A name of the step for people, such as "decode, 16 streams after 512 tokens"."""
         if self.num_prompt:
             return f"prefill, {self.num_prompt:,} tokens"
         streams = "1 stream" if self.num_streams == 1 else f"{self.num_streams} streams"
         return f"decode, {streams} after {self.context:,} tokens"
 
     def check(self, program: Program) -> None:
-        """Raise UsageError if a request would be longer than the model's context."""
+        """Raise UsageError if a request of the step would exceed the model's context."""
         if self.num_tokens > program.context_length:
             request, option = (
                 (f"a prompt of {self.num_prompt:,}", "--prefill")
@@ -81,34 +82,34 @@ class Shape(Frozen):
             )
 
     def num_pages(self, groups: PageGroups) -> int:
-        """Return the pages that the requests need, with pages that the scheduler reserves.
+        """Return how many KV pages the step's requests need, including the scheduler's reserve.
 
-        A window frees no page before the end of the step that fills the contexts.
+        A sliding window frees no page before the end of the step that fills the contexts.
         """
         pages_per_request = -(-self.num_tokens // groups.page_size) + 1
         return self.num_streams * len(groups.windows) * pages_per_request
 
     @property
     def num_written(self) -> int:
-        """Tokens that each request generates: the first token, and one per step."""
+        """The number of tokens that each request generates: the first token, and one per step."""
         return 1 if self.num_prompt else 2 + NUM_CYCLES
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of each request at its end."""
+        """The number of tokens of each request at its end."""
         return (self.num_prompt or self.context) + self.num_written
 
 
 class SingleStep:
-    """Runs a step of a shape on a backend, which serves nothing else until `close`.
+    """Runs a step of a chosen shape on a backend, which serves nothing else until `close`.
 
-    The beginning of the context is computed for one stream, and its pages are copied for the rest
-    of the context and for other streams, because times do not depend on these values. New tokens
+    The beginning of the context is computed for one stream. Its KV pages are copied for the rest of
+    the context and for other streams, because times do not depend on these values. New tokens
     differ, so that steps use different experts.
     """
 
     def __init__(self, backend: PagedBackend, program: Program, shape: Shape) -> None:
-        """Fill the contexts and plan the step; the backend must have enough pages."""
+        """Fill the requests' contexts and plan the step; the backend must have enough KV pages."""
         facts = backend.facts
         pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
         num_tokens = shape.num_prompt or shape.context
@@ -141,9 +142,9 @@ class SingleStep:
         return self._backend.run(self.plan)
 
     def scheduler_times(self) -> list[float]:
-        """Commit the step, and return the scheduler's seconds for each of a few further steps.
+        """Commit the step, and return the seconds that the scheduler takes for each of a few more.
 
-        These steps are also computed, so that processor caches are as during serving.
+        The further steps are also computed, so that processor caches are as during serving.
         """
         self._scheduler.commit(self.plan, self._result(self._shape.num_streams))
         times_s = []
@@ -161,7 +162,7 @@ class SingleStep:
         return times_s
 
     def close(self) -> None:
-        """Make the backend forget the requests."""
+        """Make the backend forget the requests of the step."""
         for request in self._requests:
             self._backend.forget(request)
 
@@ -179,7 +180,7 @@ class SingleStep:
         return plan
 
     def _fill(self, plan: StepPlan) -> None:
-        """Fill the contexts: compute the beginning of the first request, and copy its pages."""
+        """Fill the contexts: compute the beginning of the first request, and copy its KV pages."""
         first, page_size = plan.slices[0], self._backend.facts.page_size
         num_rows = min(first.count, max(_MAX_COMPUTED_CONTEXT, page_size))
         for start in range(first.start, num_rows, FILL_ROWS):
@@ -196,7 +197,7 @@ class SingleStep:
                         self._backend.copy_page(source, target)
 
     def _result(self, num_tokens: int) -> StepResult:
-        """Return a result with random tokens, because greedy tokens repeat themselves."""
+        """Return a step result with random tokens, because greedy tokens repeat themselves."""
         return StepResult(self._tokens(num_tokens), [None] * num_tokens)
 
     def _tokens(self, count: int) -> list[int]:
