@@ -31,7 +31,10 @@ _CHUNK_ROWS: Final = 32
 
 
 def choosing_text() -> str:
-    """Return the text on which errors are measured; it is not the held-out text."""
+    """Return the text on which the errors of fewer activation bits are measured.
+
+    It differs from the held-out text of evaluations.
+    """
     return (
         resources.files("twostroke.backends.activation_bits")
         .joinpath("choosing.txt")
@@ -40,7 +43,10 @@ def choosing_text() -> str:
 
 
 def checking_text() -> str:
-    """Return the text that checks a choice: longer, because few rows cause most of the error."""
+    """Return the text on which a choice of activation bits is checked.
+
+    It is longer than the choosing text, because few rows cause most of the error.
+    """
     return (
         resources.files("twostroke.backends.activation_bits")
         .joinpath("checking.txt")
@@ -51,7 +57,7 @@ def checking_text() -> str:
 def choose(
     products: Sequence[Product], score: Score, check: Check, model_id: str
 ) -> ActivationBits:
-    """Choose bits for the products of a model.
+    """Choose the number of activation bits of each matrix product of a model.
 
     `bits` maps names of matrices to bits; a missing name means 15. `score(bits)` returns the logits
     (rows, vocab_size) of the choosing text. `check(bits)` returns the mean KL on the checking text.
@@ -85,10 +91,10 @@ def choose(
 
 
 class ExpectedLogits:
-    """The logits of the model with full precision, to compare others with."""
+    """The logits of the model with full precision, with which other logits are compared."""
 
     def __init__(self, logits: Array) -> None:
-        """Take the logits (rows, vocab_size) of the model with full precision."""
+        """Set the logits (rows, vocab_size) of the model with full precision."""
         self._logits = logits
         self._shares = np.empty_like(logits)
         for chunk in _chunks(logits):
@@ -96,10 +102,12 @@ class ExpectedLogits:
             self._shares[chunk] = shares / shares.sum(axis=1, keepdims=True)
 
     def divergence(self, logits: Array) -> float:
-        """Return the mean of KL(expected || other) over rows; infinite if it is not a number.
+        """Return the mean KL divergence of `logits` from the expected logits over rows.
 
-        With d = other - expected, this is log(sum p e^d) - sum p d, where d is small and few
-        digits of float32 are lost.
+        Infinite if it is not a number.
+
+        With d = other - expected, this is log(sum p e^d) - sum p d, where d is small and few digits
+        of float32 are lost.
         """
         total = 0.0
         for chunk in _chunks(logits):

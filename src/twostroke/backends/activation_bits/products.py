@@ -23,7 +23,7 @@ _LOGITS_SHARE: Final = 0.5  # prompts need the logits of one row only
 
 
 class Product(Frozen):
-    """Products that read the same value, and so use the same number of bits.
+    """Matrix products that read the same value, and so use the same number of activation bits.
 
     `kind`: a name that the corresponding products of all layers share. `costs`: the cost of the
     products by number of bits, for the numbers that make a difference.
@@ -36,7 +36,7 @@ class Product(Frozen):
 
 
 def products_of(program: Program, tensors: Mapping[str, QuantTensor]) -> list[Product]:
-    """Return the products of a Program, in its order.
+    """Return the products of a Program whose number of activation bits may be chosen, in order.
 
     Products with float weights are left out, and in models with routers all products whose results
     routers read, because these stay precise.

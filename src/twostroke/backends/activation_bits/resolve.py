@@ -62,7 +62,7 @@ def resolve_activation_bits(
     max_weights: float = math.inf,
     check: Check = lambda _: None,
 ) -> ComputeOptions:
-    """Return options in which "auto" activation bits are replaced by the choice for the model.
+    """Replace "auto" activation bits in compute options by the choice for the model.
 
     The choice comes from the package or the cache folder; else it is measured now and cached. If
     the products have more than `max_weights` weights, nothing is measured and they keep 15 bits.
@@ -117,7 +117,7 @@ def _choose(
     model_id: str,
     check_backend: Check,
 ) -> ActivationBits:
-    """Measure the errors of the model with fewer bits, and choose bits within the limit."""
+    """Measure the model's errors with fewer activation bits, and choose bits within the limit."""
     tokenizer = build_tokenizer(loaded)
     length = min(_NUM_TOKENS, program.context_length)
     prefix = list(tokenizer.prefix_ids)
@@ -157,7 +157,7 @@ def _choose(
 
 
 def _shipped(model_id: str) -> ActivationBits | None:
-    """Return the choice that the package has for a model, or None."""
+    """Return the activation bits that the package ships for a model, or None."""
     file = resources.files("twostroke.backends.activation_bits").joinpath("shipped.json")
     choices = msgspec.json.decode(file.read_bytes(), type=list[ActivationBits])
     current = (choice for choice in choices if choice.version == METHOD)

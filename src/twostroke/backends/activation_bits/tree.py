@@ -23,13 +23,13 @@ _MIN_ERROR_RATIO: Final = 0.02
 
 
 class ProductGroup(Frozen):
-    """Products that get the same number of bits, and the error of each number of bits."""
+    """Matrix products with the same number of activation bits, and each number's error."""
 
     products: tuple[Product, ...]
     errors: dict[int, float]
 
     def items(self) -> list[tuple[int, KnapsackItem]]:
-        """Return each number of bits, with its cost and error."""
+        """Return each possible number of activation bits, with its cost and error."""
         costs = {
             bits: sum(product.costs.get(bits, product.costs[15]) for product in self.products)
             for bits in (15, *self.errors)
@@ -42,7 +42,7 @@ class ProductGroup(Frozen):
 def measure_kinds(
     products: Sequence[Product], measure: Callable[[dict[str, int]], float]
 ) -> list[ProductGroup]:
-    """Return a group for each kind of product, with its measured errors with 9 and 8 bits."""
+    """Group a model's products by kind, and measure each group's error with 9 and 8 bits."""
     kinds: dict[str, list[Product]] = {}
     for product in products:
         kinds.setdefault(product.kind, []).append(product)
@@ -57,7 +57,7 @@ def measure_kinds(
 def split_groups(
     groups: list[ProductGroup], measure: Callable[[dict[str, int]], float]
 ) -> list[ProductGroup]:
-    """Split the group with the largest error into halves of the depth, `_NUM_SPLITS` times.
+    """Split the product group with the largest error by layers in two, `_NUM_SPLITS` times.
 
     The errors of groups nearly add up, so only one half is measured, with 8 bits; the other half
     gets the rest of the group's error.
@@ -83,7 +83,7 @@ def split_groups(
 
 
 def cheapest(groups: Sequence[ProductGroup], budget: float) -> dict[str, int]:
-    """Return the cheapest bits of each matrix whose errors sum to at most `budget`.
+    """Return the cheapest activation bits of each matrix whose errors sum to at most `budget`.
 
     Matrices with 15 bits are left out.
     """
@@ -98,7 +98,7 @@ def cheapest(groups: Sequence[ProductGroup], budget: float) -> dict[str, int]:
 
 
 def bits_of(products: Iterable[Product], bits: int) -> dict[str, int]:
-    """Return `bits` by matrix name, for the products that can have this number of bits."""
+    """Return `bits` by matrix name, for products that can have so few activation bits."""
     return {
         name: bits for product in products if bits in product.costs for name in product.matrices
     }
@@ -108,7 +108,7 @@ _NUM_BINS: Final = 4000  # the budget is divided into these; errors are rounded 
 
 
 class KnapsackItem(Frozen):
-    """An alternative for one part, with its cost and its error."""
+    """An alternative for one part of a knapsack problem: its cost and its error."""
 
     cost: float
     error: float
@@ -117,7 +117,7 @@ class KnapsackItem(Frozen):
 def allocate(
     parts: Sequence[Sequence[KnapsackItem]], budget: float, num_bins: int = _NUM_BINS
 ) -> list[int]:
-    """Solve a multiple-choice knapsack: return the index of the item to take for each part.
+    """Solve a multiple-choice knapsack problem: return the index of each part's chosen item.
 
     The sum of costs is minimal among all choices whose errors sum to at most `budget`. Each part
     needs an item without error. The budget is divided into `num_bins` bins, and errors are rounded
@@ -145,7 +145,10 @@ def allocate(
 
 
 def _bins(error: float, budget: float, num_bins: int) -> int:
-    """Return an error in bins; num_bins + 1 if the error exceeds the budget or is not a number."""
+    """Return a knapsack item's error in bins of the budget, rounded up.
+
+    `num_bins` + 1 if the error exceeds the budget or is not a number.
+    """
     if error <= 0:
         return 0
     return int(np.ceil(error / budget * num_bins)) if error <= budget else num_bins + 1

@@ -133,25 +133,25 @@ class CpuBackend:
 
     @property
     def pages(self) -> PageMemory | None:
-        """The bytes of the pages; None if other ranks have parts of them."""
+        """Return access to the bytes of the KV pages; None if other ranks have parts of them."""
         return self._plan.page_memory() if self._weight_shard is None else None
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's rows and draw one token for each slice that samples."""
+        """Compute one step, and draw a token for each slice that samples."""
         self.fill(plan)
         return self.compute(plan)
 
     def fill(self, plan: StepPlan) -> None:
-        """Write a step's arrays; the next call of `compute` computes the step."""
+        """Write a step's input arrays; the next call of `compute` computes the step."""
         self._start_s = time.perf_counter()
         self._sampled = self._steps.fill(plan)
 
     def encode_step(self) -> bytes:
-        """Return the filled step as a message for the other ranks; call it once for each step."""
+        """Return the step that `fill` wrote as a message to other ranks; call it once a step."""
         return self._steps.encode_step()
 
     def compute(self, plan: StepPlan) -> StepResult:
-        """Compute the step that `fill` wrote for this plan, and draw its tokens."""
+        """Compute the step that `fill` wrote, and draw the step's tokens."""
         sampled, step = self._sampled, self._steps.record
         self._plan.run(step)
         tokens, logprobs, hidden, scores = self._steps.results(plan, sampled)
@@ -175,18 +175,24 @@ class CpuBackend:
         )
 
     def follow(self, frame: StepFrame) -> float:
-        """Compute this rank's part of a step from rank 0; return the seconds in collectives."""
+        """Compute this rank's part of a step that rank 0 sent.
+
+        Returns the seconds that the rank spent in collectives.
+        """
         step = record_of(frame)
         self._plan.run(step)
         return float(step.collective_s)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
-        """Return the logits of a sequence; see `Backend.score`."""
+        """Return the logits of a token sequence; see `Backend.score`."""
         logits = self._program.ops[-1].output
         return self.trace(tokens, [logits], generated=generated)[logits]
 
     def score_with(self, bits: Bits, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Return the logits of a sequence as generated rows, with these activation bits."""
+        """Return the logits of a token sequence if products have `bits` bits of activations.
+
+        The rows are computed as decode steps compute them. Used to choose activation bits.
+        """
         logits = np.empty((len(tokens), self._program.vocab_size), np.float32)
         lowered = lower(self._program, activation_bits=bits)
         self._plan.evaluate(lowered, tokens, logits, [], generated=True)
@@ -195,7 +201,7 @@ class CpuBackend:
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, NDArray[np.float32]]:
-        """Return values of the Program for a sequence; see `Backend.trace`."""
+        """Return intermediate values of the model for a token sequence; see `Backend.trace`."""
         widths, logits = self._program.value_widths, self._program.ops[-1].output
         arrays = {name: np.empty((len(tokens), widths[name]), np.float32) for name in values}
         taps = [name for name in arrays if name != logits]
@@ -210,7 +216,7 @@ class CpuBackend:
 
     @property
     def fused(self) -> tuple[tuple[Op, ...], ...]:
-        """The Program's operations, grouped as native records run them."""
+        """Return the Program's operations in groups: the kernels compute each group as one."""
         return self._lowered.parts
 
     def times(self) -> list[MeasuredOpTime]:
@@ -218,9 +224,9 @@ class CpuBackend:
         return self._plan.times()
 
     def measure_collectives(self, test: CollectiveTest) -> tuple[list[float], list[float]]:
-        """Measure collectives: return this rank's seconds before, and in, each of them.
+        """Time collectives between ranks; return this rank's seconds before, and in, each one.
 
-        All ranks must call it at the same time.
+        All ranks must call this at the same time.
 
         Raises:
             RanksLostError: another rank ended, or the link to it broke.
@@ -239,15 +245,15 @@ class CpuBackend:
         return list(computing_s), list(collective_s)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy a page's keys and values to another page; must not be called while a step runs."""
+        """Copy a KV page to another page; must not be called while a step runs."""
         self._plan.copy_page(source, target)
 
     def forget(self, request: Request) -> None:
-        """Drop the state of a finished request."""
+        """Drop the backend's state of a finished request, such as its row of the page tables."""
         self._steps.forget(request)
 
     def close(self) -> None:
-        """Free memory and threads; may be called twice."""
+        """Free the backend's memory and threads; may be called twice."""
         self._opened.close()
 
     def _facts_of(
@@ -257,7 +263,7 @@ class CpuBackend:
         activation_bits: int | ActivationBits,
         pages: PlanPages,
     ) -> BackendFacts:
-        """Return the facts without the sizes of weights and pages."""
+        """Return the backend's facts; the sizes of weights and pages are still 0."""
         library = load_library(level)
         return BackendFacts(
             name="cpu",
@@ -315,9 +321,10 @@ def _own_part(
 def _last_norm(
     program: Program, tensors: Mapping[str, QuantTensor]
 ) -> partial[NDArray[np.float32]]:
-    """Return the final norm as a function of `x` (rows, width), for embeddings.
+    """Return the model's final norm as a function of hidden states `x` (rows, width).
 
-    The logits' kernel computes this norm itself, and does not return its result.
+    Embeddings need the norm's result. The kernel of the logits computes the norm as well, but does
+    not return its result.
     """
     norm = next(op for op in program.ops if op.output == program.last_states)
     assert isinstance(norm, ops.RMSNorm), "logits are computed from a norm"

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class Buffer(Frozen):
-    """Columns of a memory. `is_part`: it holds only this rank's part of a gathered value."""
+    """Columns of a row memory, in which a step's intermediate value is stored.
+
+    `is_part`: they hold only this rank's part of a gathered value.
+    """
 
     memory: int
     first_column: int
@@ -29,10 +32,10 @@ class Buffer(Frozen):
 
 @dataclass(slots=True)
 class RowMemory:
-    """Memory with one row for each row of a step, reused by one value after another.
+    """Memory for intermediate values with one row for each row of a step, reused during the step.
 
-    `num_rows`: a fixed number of rows; 0: the rows of the step. `num_values`: the values that it
-    holds at the moment.
+    `num_rows`: a fixed number of rows; 0: the rows of the step. `num_values`: the values that the
+    memory holds at the moment.
 
     Ranks may share the memory of gathered values. `gathers` are the gathers whose outputs it holds,
     one after another. Barriers of the team divide a step into numbered intervals: `writes` are the
@@ -50,11 +53,14 @@ class RowMemory:
 
     @property
     def team(self) -> tuple[int, ...]:
-        """The ranks that share this memory."""
+        """Return the ranks that share this memory."""
         return self.gathers[0].team
 
     def join(self, others: Iterable[RowMemory]) -> RowMemory:
-        """Return a memory with the gathers and intervals of this one and the others."""
+        """Return a memory with the gathers and intervals of this and the other memories.
+
+        The memories are the same shared memory, as described by several ranks.
+        """
         joined = RowMemory(
             self.width,
             self.num_rows,
@@ -73,7 +79,7 @@ class RowMemory:
 
 @dataclass(slots=True)
 class Buffers:
-    """The buffer of each value; a buffer is reused after the last read of its value.
+    """Assigns a step's intermediate values to buffers, which are reused after a value's last read.
 
     A buffer is only reused for values of the same width, so that rows stay dense. `gather_of` has
     the gather of each value that is a part of a gathered value: such a part is written directly to
@@ -90,7 +96,7 @@ class Buffers:
     _intervals: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     def write(self, name: str, width: int) -> int:
-        """Assign a buffer to a new value; return its index."""
+        """Assign a buffer to a new intermediate value; return the buffer's index."""
         if gather := self.gather_of.get(name):
             memory = self._shared_memory(gather)
             return self._assign(name, Buffer(memory, _first_column(gather), width, is_part=True))
@@ -101,7 +107,10 @@ class Buffers:
         return self._assign(name, Buffer(len(self.memories) - 1, 0, width))
 
     def view(self, name: str, x: str, first: int, width: int) -> int:
-        """Make a new value a view of columns of an earlier value; return its buffer's index."""
+        """Make a new value a view of columns of an earlier value.
+
+        Return the view's buffer index.
+        """
         source = self.all[self.buffer_of_value[x]]
         memory = self.memories[source.memory]
         own_columns = memory.gathers and _own_columns(memory.gathers[-1])
@@ -110,7 +119,7 @@ class Buffers:
         return self._assign(name, Buffer(source.memory, column, width, is_part))
 
     def take_over(self, name: str, earlier: str) -> bool:
-        """Let a new value replace an earlier one in the same buffer; return whether it may.
+        """Let a new value overwrite an earlier value in the same buffer; return whether it may.
 
         It may not if the memory holds other values, or if other ranks may still read the buffer.
         """
@@ -133,14 +142,20 @@ class Buffers:
         return True
 
     def gather(self, gather: AllGather, num_rows: int = 0) -> tuple[int, bool]:
-        """Assign a buffer to a gathered value; return it, and whether this rank's part is there."""
+        """Assign a buffer to a value gathered from all ranks.
+
+        Returns the buffer's index, and whether this rank's part is already in the buffer.
+        """
         memory = self._shared_memory(gather, num_rows)
         part_index = self.buffer_of_value.get(gather.x or "", NONE)
         is_there = gather.x is None or self.all[part_index].memory == memory
         return self._assign(gather.output, Buffer(memory, 0, gather.width)), is_there
 
     def note(self, record: OpRecord, gather: AllGather | None = None) -> None:
-        """Note which shared memories a record reads and writes, and the barrier of its gather."""
+        """Note which shared memories an operation record reads and writes in the present interval.
+
+        `gather`: the gather that the record computes, whose barrier starts the next interval.
+        """
         outputs = [output.buffer for output in record.outputs[: record.num_outputs]]
         if gather and record.x == NONE:
             outputs = []
@@ -162,7 +177,7 @@ class Buffers:
             memory.uses.add(self._intervals[gather.team])
 
     def done(self, names: Iterable[str]) -> None:
-        """Count the reads of values; free the buffers of values that are not read again."""
+        """Count reads of intermediate values; free the buffers of values without more reads."""
         for name in names:
             self.reads_left[name] -= 1
             if self.reads_left[name] <= 0 and name in self.buffer_of_value:
@@ -188,7 +203,7 @@ class Buffers:
         return self._shared[gather.output]
 
     def _full_buffer(self, memory: int) -> int:
-        """Return the buffer that has all columns of a memory."""
+        """Return the index of the buffer that covers all columns of a memory."""
         return next(i for i, b in enumerate(self.all) if b.memory == memory)
 
 
@@ -198,14 +213,20 @@ def _first_column(gather: AllGather) -> int:
 
 
 def _own_columns(gather: AllGather) -> tuple[int, int] | None:
-    """Return this rank's columns of a gathered value, (first, end); None if rows are divided."""
+    """Return the columns (first, end) of a gathered value that this rank computes.
+
+    None if the ranks divide the value's rows.
+    """
     if not isinstance(gather.parts, ColumnParts):
         return None
     return gather.parts.cuts[gather.team_index], gather.parts.cuts[gather.team_index + 1]
 
 
 def parts_in_place(program: Program) -> dict[str, AllGather]:
-    """Return the gathers whose parts can be written directly to the gathered value, by part."""
+    """Return the gathers whose parts ranks can write directly to the gathered value.
+
+    The keys are the names of the parts.
+    """
     gathers: dict[str, AllGather] = {}
     writers = {op.output: op for op in program.ops}
     for op in program.ops:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def fuse(program: Program, kept_values: Collection[str] = ()) -> list[tuple[Op, ...]]:
-    """Return runs of operations, in the Program's order; each operation is in exactly one run.
+    """Group a Program's operations into runs; one native record computes each run.
 
     A run is a single operation, or one of:
 
@@ -40,7 +40,10 @@ def fuse(program: Program, kept_values: Collection[str] = ()) -> list[tuple[Op, 
 
 
 def _with_columns_first(operations: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Move each TakeColumns before the operation whose output is added to its columns."""
+    """Move each TakeColumns before the operation whose output is added to the taken columns.
+
+    The operation and the Add are then neighbours, and can be fused.
+    """
     operations_in_order = list(operations)
     for i in range(1, len(operations_in_order) - 1):
         before, take, after = operations_in_order[i - 1 : i + 2]
@@ -55,7 +58,7 @@ def _with_columns_first(operations: tuple[Op, ...]) -> tuple[Op, ...]:
 
 
 def _run_length(rest: tuple[Op, ...], uses: Counter[str], last_reader: Mapping[str, Op]) -> int:
-    """Return the length of the longest run at the beginning of `rest`."""
+    """Return how many of the first operations of `rest` one native record can compute."""
     first, *following = rest
     if isinstance(first, ops.RMSNorm) and first.num_groups == 1:
         linears = _linears(first, following)
@@ -67,7 +70,7 @@ def _run_length(rest: tuple[Op, ...], uses: Counter[str], last_reader: Mapping[s
 
 
 def _linears(norm: ops.RMSNorm, following: list[Op]) -> list[ops.Linear]:
-    """Return the products right after `norm` that read its output."""
+    """Return the matrix products right after a norm that read the norm's output."""
     linears: list[ops.Linear] = []
     for op in following:
         if not isinstance(op, ops.Linear) or op.x != norm.output:
@@ -77,7 +80,10 @@ def _linears(norm: ops.RMSNorm, following: list[Op]) -> list[ops.Linear]:
 
 
 def _ends_in_gate(linears: list[ops.Linear], rest: list[Op], uses: Counter[str]) -> bool:
-    """Whether the products are a gate's two, without biases, and nothing else reads them."""
+    """Return whether two products can be fused with the gated activation after them.
+
+    They must be its gate and up projections without biases, and have no other reader.
+    """
     follower = rest[0] if rest else None
     return (
         isinstance(follower, ops.GatedActivation)
@@ -87,7 +93,10 @@ def _ends_in_gate(linears: list[ops.Linear], rest: list[Op], uses: Counter[str])
 
 
 def _is_pair(first: Op, second: Op, last_reader: Mapping[str, Op]) -> bool:
-    """Whether one kernel computes both; `second` is the only reader of `first`'s output."""
+    """Return whether one kernel can compute both operations of a pair.
+
+    `second` must be the only reader of `first`'s output.
+    """
     match first, second:
         case (
             (ops.Linear(bias=None) | ops.RMSNorm() | ops.MixtureOfExperts() | ops.SumTerms()),

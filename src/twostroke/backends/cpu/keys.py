@@ -34,7 +34,9 @@ _MIN_SQUARE: Final = 1e-30  # if all weights are 0
 def balances(
     program: Program, tensors: Mapping[str, QuantTensor], kv_format: str = "int8"
 ) -> dict[int, Array]:
-    """Return, by layer, (3, width of keys): means of keys, factors of keys, factors of queries.
+    """Return, for each layer, how keys are balanced before they are quantized.
+
+    A layer's balance is (3, width of keys): means of keys, factors of keys, factors of queries.
 
     For "int8": keys lose their mean, unless the layer has a soft cap. The mean of a key is the mean
     of its rotated bias over positions. Each pair of channels of keys is then multiplied by
@@ -79,12 +81,12 @@ def balances(
 def _balance_of_latents(
     origin: QkProjections, latents: Projection, tensors: Mapping[str, QuantTensor], kv_format: str
 ) -> Array:
-    """Return the balance of latent attention, where rotated keys and latents share a scale.
+    """Return the key balance of a layer with latent attention (MLA), in the form of `balances`.
 
-    Only rotated keys are scaled, to about the size of the latent vectors. Latent vectors keep their
-    size, because they are also values. With int16 the queries of both share a scale as well: with
-    equal contributions to scores, they differ by the square root of the ratio of their widths. Half
-    of that factor is then given to the keys.
+    Rotated keys and latent vectors share a scale. Only rotated keys are scaled, to about the size
+    of the latent vectors. Latent vectors keep their size, because they are also values. With int16
+    the queries of both share a scale as well: with equal contributions to scores, they differ by
+    the square root of the ratio of their widths. Half of that factor is then given to the keys.
     """
     rotated, others = _mean_squares(origin.keys, tensors), _mean_squares(latents, tensors)
     ratio = max(others.max(), _MIN_SQUARE) / max(rotated.max(), _MIN_SQUARE)
@@ -96,7 +98,7 @@ def _balance_of_latents(
 
 
 def _mean_squares(projection: Projection, tensors: Mapping[str, QuantTensor]) -> Doubles:
-    """Return the mean square of each channel of a projection before rotation.
+    """Return the mean square of each channel of a query or key projection before rotation.
 
     For a weight of one dimension, which is a norm of heads, the result has one head.
     """
@@ -111,7 +113,7 @@ def _mean_squares(projection: Projection, tensors: Mapping[str, QuantTensor]) ->
 
 
 def _means(rope: Rope, bias: Array) -> Array:
-    """Return the mean of rotated biases (heads, head_dim) over positions."""
+    """Return the mean over positions of a bias (heads, head_dim) that RoPE rotates."""
     cosine, sine = _mean_rotation(rope.inverse_frequencies)
     first, second = _pairs(bias, rope)
     rotated = first * cosine - second * sine, first * sine + second * cosine
@@ -129,7 +131,7 @@ def _mean_rotation(frequencies: tuple[float, ...]) -> tuple[Doubles, Doubles]:
 
 
 def _pairs(x: NDArray[Any], rope: Rope) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return views of the two values of each rotated pair, (heads, pairs) each."""
+    """Return views of the two values of each pair that RoPE rotates, (heads, pairs) each."""
     count = len(rope.inverse_frequencies)
     if rope.interleaved:
         return x[:, 0 : 2 * count : 2], x[:, 1 : 2 * count : 2]
@@ -137,7 +139,7 @@ def _pairs(x: NDArray[Any], rope: Rope) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _pair_means(squares: Doubles, rope: Rope) -> Doubles:
-    """Return (heads, head_dim) with each rotated pair replaced by its mean."""
+    """Return channels (heads, head_dim) with both values of each rotated pair set to their mean."""
     even = squares.copy()
     mean = sum(_pairs(squares, rope)) / 2
     for half in _pairs(even, rope):
@@ -146,7 +148,10 @@ def _pair_means(squares: Doubles, rope: Rope) -> Doubles:
 
 
 def _factors(keys: Doubles, queries: Doubles) -> Doubles:
-    """Return the factors of keys, from mean squares (heads, head_dim)."""
+    """Return the factors that scale keys before quantization, as powers of two.
+
+    `keys`, `queries`: mean squares of channels (heads, head_dim).
+    """
     keys, queries = (
         np.maximum(x, _MIN_SQUARE_RATIO * x.max() + _MIN_SQUARE) for x in (keys, queries)
     )

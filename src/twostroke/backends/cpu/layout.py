@@ -27,7 +27,10 @@ ChannelKey = tuple[int, int, int]  # sender, receiver, and index among the value
 
 
 class RankChannel(Frozen):
-    """A channel to or from rank `peer`, for value `number` of those sent between the two."""
+    """A pipeline channel in shared memory that sends a value to, or from, rank `peer`.
+
+    `number`: index among the values that the two ranks send in this direction.
+    """
 
     is_sent: bool
     peer: int
@@ -35,14 +38,17 @@ class RankChannel(Frozen):
     width: int
 
     def key(self, rank: int) -> ChannelKey:
-        """Return the key of the channel, which is the same on both ranks."""
+        """Return (sender, receiver, number), which both ranks of the channel agree on.
+
+        `rank`: the rank that has this object.
+        """
         return (rank, self.peer, self.number) if self.is_sent else (self.peer, rank, self.number)
 
 
 class SharedSlot(Frozen):
-    """Rows of shared memory, reused by gathered values of one width.
+    """Rows of the ranks' shared memory, reused by several gathered values of one width.
 
-    `num_rows` is 0 for the rows of a step.
+    `num_rows` is 0 for as many rows as the step has.
     """
 
     width: int
@@ -50,7 +56,7 @@ class SharedSlot(Frozen):
 
 
 class SharedPreparation(Frozen):
-    """Products whose input rows the ranks of a team prepare together.
+    """Matrix products whose input rows the ranks of a team quantize together, in shared memory.
 
     `products`: the names of the weights of each product. `width`: the largest width of the rows.
     """
@@ -60,7 +66,7 @@ class SharedPreparation(Frozen):
 
 
 class SharedOffsets(Frozen):
-    """Offsets in shared memory, in bytes.
+    """Byte offsets of the parts of the ranks' shared memory.
 
     `slots` and `channels` have an offset for each slot and channel. `prepared` (prepared rows) and
     `tiles` (of attention) have an offset for each team, and the size of one of its two buffers.
@@ -75,7 +81,7 @@ class SharedOffsets(Frozen):
 
 
 class SharedLayout(Frozen):
-    """The shared memory of the ranks of a Program: slots for gathered values, barriers, channels.
+    """The layout of the ranks' shared memory: slots for gathered values, barriers, channels.
 
     `slot_of`, `barriers` and `channels` have the index of each gathered value, team and channel.
     """
@@ -89,7 +95,7 @@ class SharedLayout(Frozen):
     tile_bytes: dict[Team, int]
 
     def offsets(self, max_rows: int) -> SharedOffsets:
-        """Return the offsets for steps of up to `max_rows` rows."""
+        """Return the byte offsets in shared memory, for steps of up to `max_rows` rows."""
         end = LINK_HEAD_BYTES
 
         def reserve(size: int) -> int:
@@ -108,10 +114,9 @@ class SharedLayout(Frozen):
 
 
 def tile_bytes(split_kv_ops: Iterable[SplitKvAttention]) -> dict[Team, int]:
-    """Return the size of each team's tiles, in bytes.
+    """Return the bytes of the attention tiles that each team of ranks exchanges.
 
-    A tile holds the keys and values of one piece of tokens of each rank, or a row's partial
-    attention.
+    A tile holds the keys and values of one KV split of each rank, or a row's partial attention.
     """
     sizes: dict[Team, int] = {}
     for op in split_kv_ops:

@@ -81,14 +81,16 @@ _SIGNATURES = {
 
 
 class LevelChoice(Frozen):
-    """The chosen instruction-set level, and the reason for the choice."""
+    """The chosen instruction-set level of the kernels, and the reason for the choice."""
 
     level: str
     reason: str
 
 
 def choose_level(requested: str | None) -> LevelChoice:
-    """Return the level to use: the requested one, else the environment's, else the best.
+    """Return the instruction-set level of the kernels to use on this machine.
+
+    The requested level, else the environment variable's, else the best that runs here.
 
     Raises:
         UsageError: the level does not exist.
@@ -120,18 +122,18 @@ def choose_level(requested: str | None) -> LevelChoice:
 
 
 def usual_kv_format(level: str) -> str:
-    """Return the KV format that is fastest on a level, a name in `FORMATS`."""
+    """Return the fastest KV cache format on an instruction-set level, a name in `FORMATS`."""
     return "int16" if level in _FAST_INT16_LEVELS else DEFAULT_FORMAT
 
 
 def level_reports() -> dict[str, str]:
-    """Return a text for each level: that it runs here, or why it does not."""
+    """Return a text for each instruction-set level: that it runs here, or why it does not."""
     return {name: _obstacle(name) or f"runs (needs {need})" for name, (_, need) in _LEVELS.items()}
 
 
 @cache
 def load_library(level: str) -> ctypes.CDLL:
-    """Return a level's library, with the types of its functions declared.
+    """Load the native kernels of an instruction-set level, with the types of their functions.
 
     Raises:
         BackendError: the library is missing, cannot be opened, or is of another version.
@@ -159,7 +161,7 @@ def load_library(level: str) -> ctypes.CDLL:
 
 @cache
 def _obstacle(level: str) -> str | None:
-    """Return why a level cannot be used here; None if it can be used."""
+    """Return why an instruction-set level cannot be used on this machine; None if it can."""
     bit, need = (_LEVELS | _EMULATED)[level]
     if bit and _find("portable") and not load_library("portable").ts_probe() & bit:
         return f"the processor or the operating system lacks {need}"
@@ -176,7 +178,10 @@ def _find(level: str) -> Path | None:
 
 
 def _folders() -> list[Path]:
-    """Return the folders to search: TWOSTROKE_NATIVE_DIR alone, or package and build folder."""
+    """Return the folders to search for native libraries.
+
+    `TWOSTROKE_NATIVE_DIR` alone if it is set, else the package's folder and the build folder.
+    """
     if (forced := env.native_dir()) is not None:
         return [forced]
     package_folder = Path(__file__).resolve().parent

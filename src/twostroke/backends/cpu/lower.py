@@ -52,11 +52,12 @@ def lower(
     activation_bits: Bits = DEFAULT_ACTIVATION_BITS,
     has_routers: bool | None = None,
 ) -> CpuLowered:
-    """Lower a Program; a step also returns the values named in `taps`.
+    """Lower a Program to the records that the native executor runs.
 
-    `activation_bits`: bits of the inputs of products with quantized weights, for all products or by
-    name of the matrix; inputs whose products routers depend on stay precise. `has_routers`: whether
-    the undivided Program has routers, if `program` is a rank's part.
+    `taps`: names of values that each step also returns. `activation_bits`: bits of the inputs of
+    products with quantized weights, for all products or by name of the matrix; inputs whose
+    products routers depend on stay precise. `has_routers`: whether the undivided Program has
+    routers, if `program` is a rank's part.
 
     Raises:
         BackendError: a shape that the kernels cannot run.
@@ -68,7 +69,7 @@ def lower(
 
 
 class _CpuLowering:
-    """The state of lowering one Program, in a single pass over its fused runs."""
+    """Lowers one Program to native records, in a single pass over its fused operations."""
 
     def __init__(
         self, program: Program, taps: Sequence[str], bits: Bits, *, has_routers: bool
@@ -212,7 +213,7 @@ class _CpuLowering:
         rope: int = NONE,
         **fields: Any,
     ) -> None:
-        """Append a record with one output: the output of the run's last operation.
+        """Append a native record that writes one value: the output of the last operation of `run`.
 
         A sum at the end of a run is written to the buffer of the earlier value.
         """
@@ -238,7 +239,7 @@ class _CpuLowering:
         gather: ops.AllGather | None = None,
         **fields: Any,
     ) -> None:
-        """Append a record that computes the operations `run` from the values `reads`."""
+        """Append a native record that computes the operations `run` from the values `reads`."""
         buffers = [self._buffers.buffer_of_value[name] for name in reads]
         record = OpRecord(kind=kind, norm=NONE, layer=NONE, num_groups=1, team=NONE, first_cut=NONE)
         record.x, record.y, record.z = (*buffers, NONE, NONE, NONE)[:3]
@@ -259,14 +260,17 @@ class _CpuLowering:
     def _output(
         self, buffer: int, width: int, weight: str | None = None, rope: int = NONE
     ) -> OutputRecord:
-        """Return an output record without bias or norm."""
+        """Return the part of a native record for one output, without bias or norm."""
         index = NONE if weight is None else _index_in(self._matrices, weight)
         return OutputRecord(
             weight=index, bias=NONE, buffer=buffer, width=width, norm=NONE, rope=rope
         )
 
     def _linears(self, run: tuple[Op, ...]) -> None:
-        """Append products of one input, each with the norm, rotation and store that follow it."""
+        """Append a record of matrix products of one input.
+
+        It also computes the norm of heads, the rotation and the KV store that follow a product.
+        """
         parts: list[Op] = []
         outputs: list[OutputRecord] = []
         layer = NONE
@@ -298,13 +302,16 @@ class _CpuLowering:
         self._append(OpKind.LINEAR, tuple(parts), run[0].inputs, outputs, layer=layer)
 
     def _absorb(self, op: ops.RMSNorm | ops.Rope, parts: list[Op]) -> tuple[str, Op | None]:
-        """Include `op` in a product's record; return its output, and the output's only reader."""
+        """Include a norm or rotation in the record of the matrix product before it.
+
+        Returns the name of its output, and the output's only reader, or None.
+        """
         self._absorbed.add(op.output)
         parts.append(op)
         return op.output, self._only_reader(op.output)
 
     def _is_of_heads(self, norm: ops.RMSNorm) -> bool:
-        """Whether a norm's groups are heads, which are small enough for one thread each."""
+        """Return whether a norm works on attention heads, which one thread can norm."""
         dim = norm.width // norm.num_groups
         reader = self._only_reader(norm.output)
         return isinstance(reader, ops.Rope | ops.Attention) and reader.head_dim == dim
@@ -328,14 +335,17 @@ class _CpuLowering:
         self._emit(kind, *run, first_expert=first, **fields)
 
     def _head_products(self, op: ops.HeadLinear) -> None:
-        """Append the products of heads, whose matrices have consecutive indices."""
+        """Append a record of products with one matrix for each head.
+
+        Their indices are consecutive.
+        """
         first = len(self._matrices)
         indices = [_index_in(self._matrices, name) for name in op.matrices]
         assert indices == list(range(first, first + len(indices)))
         self._emit(OpKind.HEAD_PRODUCTS, op, weight=op.matrices[0], **fields_of_heads(op))
 
     def _join(self, op: ops.Join) -> None:
-        """Append a Join, with the rotation that follows it."""
+        """Append a record that joins two values head by head, and rotates the result for RoPE."""
         reader, rope = self._only_reader(op.output), NONE
         run: tuple[Op, ...] = (op,)
         if isinstance(reader, ops.Rope):
@@ -344,7 +354,10 @@ class _CpuLowering:
         self._emit(OpKind.JOIN, *run, rope=rope, **fields_of_join(op))
 
     def _logits(self, op: ops.Logits, run: tuple[Op, ...]) -> None:
-        """Append logits; logits of a part of the vocabulary are also gathered on rank 0."""
+        """Append a record that computes logits.
+
+        If this rank has a part of the vocabulary, the record also gathers the logits on rank 0.
+        """
         fields: dict[str, Any] = {"soft_cap": op.soft_cap or 0}
         buffer = NONE
         if gather := self._gather_of_part(op):
@@ -358,7 +371,10 @@ class _CpuLowering:
         self._append(OpKind.LOGITS, run, run[0].inputs, [output], **fields)
 
     def _gather(self, op: ops.AllGather) -> None:
-        """Append a gather; this rank's part is copied, unless it was written in place."""
+        """Append a record that gathers a value from all ranks of a team.
+
+        This rank's part is copied, unless it was written in place.
+        """
         if op.root is not None:  # of logits, and this rank has no part of the vocabulary
             buffer, _ = self._buffers.gather(op, num_rows=2 * LOGIT_ROWS)
             self._append(OpKind.LOGITS, (op,), (), [], **self._collectives.fields(op))
@@ -377,7 +393,10 @@ class _CpuLowering:
             self._buffers.done(op.inputs)
 
     def _gather_of_part(self, op: Op) -> ops.AllGather | None:
-        """Return the gather that reads the output of `op`, unless rows are divided; or None."""
+        """Return the gather to which the output of `op` is this rank's part; None if there is none.
+
+        Gathers of divided rows are left out.
+        """
         for reader in self._readers.get(op.output, []):
             if isinstance(reader, ops.AllGather) and not isinstance(reader.parts, RowParts):
                 return reader
@@ -387,7 +406,7 @@ class _CpuLowering:
         return self._buffers.all[self._buffers.buffer_of_value[name]].width
 
     def _rope(self, op: ops.Rope) -> int:
-        """Return the index of a rotation; equal rotations share their angles."""
+        """Return the index of a rotary embedding; equal embeddings share their table of angles."""
         return _index_in(self._ropes, replace(op, output="", x="", num_heads=1))
 
     def _only_reader(self, name: str) -> Op | None:
@@ -396,5 +415,5 @@ class _CpuLowering:
 
 
 def _index_in(table: dict[T, int], item: T) -> int:
-    """Return the index of an item in a table; a new item gets the next index."""
+    """Return the index of an item in a table; a new item is added with the next index."""
     return table.setdefault(item, len(table))

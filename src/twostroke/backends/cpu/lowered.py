@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Vector(Frozen):
-    """A weight of one dimension as the kernels read it: float32, with `offset` added.
+    """A one-dimensional weight, such as a norm or bias, in float32 with `offset` added.
 
     `name` None stands for `width` zeros.
     """
@@ -32,19 +32,19 @@ class Vector(Frozen):
 
     @classmethod
     def of(cls, norm: ops.RMSNorm) -> Vector:
-        """Return the weight of a norm as a vector."""
+        """Return the weight of an RMSNorm as a vector."""
         if norm.weight is None:
             return cls(None, 1.0, norm.width // norm.num_groups)
         return cls(norm.weight, norm.offset)
 
     def values(self, tensors: Mapping[str, QuantTensor]) -> NDArray[np.float32]:
-        """Return the vector's values."""
+        """Return the vector's values in float32, dequantized from the model's tensors."""
         numbers = np.zeros(self.width) if self.name is None else tensors[self.name].dequantize()
         return numbers.reshape(-1).astype(np.float32) + np.float32(self.offset)
 
 
 class CpuLowered(Frozen):
-    """A Program for the native executor.
+    """A Program lowered for the native executor: records, and the tables to which they refer.
 
     `records` refer to weights, vectors, ropes, experts, buffers, teams, cuts and channels by their
     index in the tuples below. `parts[i]` are the Program's operations that record i computes; each

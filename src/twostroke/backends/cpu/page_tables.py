@@ -16,7 +16,7 @@ _NEW = -1  # the `num_moves` of a request that has no row yet
 
 
 class PageTables:
-    """An array with the page ids of each request and cache group: (rows, groups, pages).
+    """Page tables of all requests for native kernels, an array (rows, groups, pages) of page ids.
 
     The ids of row r and group g start at `address + 4 * (r * num_groups + g) * stride`. Only new
     pages of a request are copied to its row: the scheduler appends pages, clears entries before a
@@ -42,22 +42,25 @@ class PageTables:
         self._changes: list[tuple[int, int, int]] | None = None
 
     def limit(self, max_rows: int) -> None:
-        """Limit the table to `max_rows` rows: the requests and branches of the largest step.
+        """Limit the page tables to `max_rows` rows: the requests and branches of the largest step.
 
-        When all rows are taken, requests that are not in the step lose theirs.
+        When all rows are taken, requests that are not in the step lose their rows.
         """
         self._max_rows = max_rows
 
     def note_changes(self) -> None:
-        """Record changes from now on, for `take_changes`."""
+        """Begin to record changes of page ids, which `take_changes` returns for the other ranks."""
         self._changes = []
 
     def note_all(self) -> None:
-        """Make `take_changes` return all entries, because earlier changes were lost."""
+        """Make `take_changes` return all entries, because other ranks lost earlier changes."""
         self._changes = [(row, 0, self.stride) for row in range(len(self.array))]
 
     def take_changes(self) -> NDArray[np.int32]:
-        """Return (index in `array.reshape(-1)`, page id) of changes since the last call."""
+        """Return the entries changed since the last call, to send them to the other ranks.
+
+        Each is (index in `array.reshape(-1)`, page id).
+        """
         changes, self._changes = self._changes or [], []
         _, num_groups, stride = self.array.shape
         if not changes:
@@ -73,7 +76,7 @@ class PageTables:
         return np.stack([indices, self.array.reshape(-1)[indices]], axis=1).astype(np.int32)
 
     def rows(self, requests: list[Request], reached: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the row of each request, up to date for its first `reached` tokens."""
+        """Return the row of each request, after copying the pages of its first `reached` tokens."""
         requests_and_moves = (requests, [request.num_moves for request in requests])
         self._current = requests
         if requests_and_moves == self._last:  # most steps only add a few pages
@@ -86,7 +89,11 @@ class PageTables:
         return self._last_rows
 
     def branch(self, index: int, request_row: int, branch: DraftBranch) -> int:
-        """Return the row of the step's branch `index`: the request's first pages, then its own."""
+        """Write the page table of a draft branch: the request's first pages, then the branch's.
+
+        Returns the table's row. `index`: of the branch in the step. `request_row`: the row of the
+        request.
+        """
         if index == len(self._branches):
             self._branches.append(self._take_row())
         row = self._branches[index]
@@ -98,13 +105,13 @@ class PageTables:
         return row
 
     def forget(self, request: Request) -> None:
-        """Free a request's row, if it has one."""
+        """Free the row of a finished request, if it has one."""
         if entry := self._entries.pop(request, None):
             self._free.append(entry[0])
             self._last = None
 
     def _update(self, request: Request) -> int:
-        """Copy a request's new pages, or all if some were replaced; return its row."""
+        """Copy a request's new page ids, or all if some were replaced; return the request's row."""
         row, num_moves = self._entries.get(request) or (self._take_row(), _NEW)
         num_pages = len(request.pages[0])
         num_copied = int(self._reach[row]) // self._page_size
@@ -139,7 +146,10 @@ class PageTables:
         return self._free.pop()
 
     def _reclaim_row(self) -> int:
-        """Return a row to reuse: of a request that is not in the step, else of an old branch."""
+        """Take away a row from a request that is not in the step, else from an old draft branch.
+
+        Returns the row.
+        """
         current = set(self._current)
         for request in self._entries:
             if request not in current:

@@ -48,7 +48,7 @@ _RANK_LOST = 3
 
 
 class PlanPages(Frozen):
-    """The pages of a plan: number, tokens of each, and KV format.
+    """The KV pages of a native plan: their number, the tokens of each, and the KV format.
 
     `balances`: by layer, how keys are balanced before they are quantized (`keys.balances`).
     """
@@ -60,21 +60,21 @@ class PlanPages(Frozen):
 
 
 class PlanLink(Frozen):
-    """The link of a rank to the others; a step may have at most `max_rows` rows."""
+    """A rank's link to the other ranks, and the largest number of rows of a step."""
 
     record: LinkRecord
     max_rows: int
 
 
 class MeasuredOpTime(Frozen):
-    """The seconds that a fused operation took, and the mean seconds that its threads waited."""
+    """Seconds that an operation group took, and mean seconds that its threads waited."""
 
     elapsed_s: float
     waiting_s: float
 
 
 class NativePlan:
-    """Runs steps of a Program over its own KV pages."""
+    """A lowered Program with its own KV pages in the native executor, which runs its steps."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class NativePlan:
         *,
         link: PlanLink | None = None,
     ) -> None:
-        """Create the native plan and its pages; `pool`, `weights` and `link` must outlive it.
+        """Create the native plan and its KV pages; `pool`, `weights` and `link` must outlive it.
 
-        `link`: only for a rank of several.
+        `link`: only if this process is one of several ranks.
 
         Raises:
             MemoryLimitError: there is no room for the pages.
@@ -133,7 +133,7 @@ class NativePlan:
             raise MemoryLimitError(f"{message}; lower --context-length or --kv-memory.")
 
     def run(self, step: StepRecord) -> None:
-        """Compute one step.
+        """Compute one step; its results are written to the arrays of `step`.
 
         Raises:
             MemoryLimitError: no memory for the rows of the step.
@@ -159,11 +159,12 @@ class NativePlan:
         generated: bool,
         has_logits: bool | None = None,
     ) -> None:
-        """Compute a sequence on separate pages, as prompt rows or as `generated` rows.
+        """Compute a token sequence on separate pages, to evaluate the model.
 
-        `lowered` is a lowering of the same Program. Writes `logits` (len(tokens), vocab_size), and
-        the values of `lowered`'s taps to `taps`, (len(tokens), width) each. All ranks must call it;
-        `has_logits`: whether rank 0 needs logits, if this rank has no `logits`.
+        `lowered` is a lowering of the same Program. The rows are computed as prompt rows, or as
+        `generated` rows. Writes `logits` (len(tokens), vocab_size), and the values of `lowered`'s
+        taps to `taps`, (len(tokens), width) each. All ranks must call it; `has_logits`: whether
+        rank 0 needs logits, if this rank has no `logits`.
         """
         has_logits = logits is not None if has_logits is None else has_logits
         self._open_plan()
@@ -204,26 +205,26 @@ class NativePlan:
                 )
 
     def times(self) -> list[MeasuredOpTime]:
-        """Return the time of each operation since the last call, summed over steps."""
+        """Return the time of each operation record since the last call, summed over steps."""
         pairs = (c_double * (2 * self._num_ops))()
         self._library.ts_plan_times(self._open_plan(), pairs)
         return [MeasuredOpTime(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy a page's bytes to another page."""
+        """Copy the bytes of KV page `source` to page `target`."""
         assert 0 <= source < self._pages.num_pages
         assert 0 <= target < self._pages.num_pages
         self._library.ts_plan_copy_page(self._open_plan(), source, target)
 
     def page_memory(self) -> MappedPages:
-        """Return access to the bytes of all pages, which must not be used after `close`."""
+        """Return access to the bytes of all KV pages, which must not be used after `close`."""
         num_bytes = c_int64()
         address = self._library.ts_plan_pages(self._open_plan(), byref(num_bytes))
         memory = memoryview((ctypes.c_ubyte * num_bytes.value).from_address(address))
         return MappedPages(memory.cast("B"), self._pages.num_pages)
 
     def close(self) -> None:
-        """Free the pages and buffers."""
+        """Free the plan's KV pages and buffers."""
         if self._plan is not None:
             self._library.ts_plan_destroy(self._plan)
             self._plan = None
@@ -258,7 +259,7 @@ def _layer_records(program: Program, balances: Mapping[int, Array]) -> list[Laye
 def _shared_arrays(
     lowered: CpuLowered, max_rows: int
 ) -> tuple[tuple[str, Any, Sequence[Any]], ...]:
-    """Return the arrays of a plan record for memories, teams and channels."""
+    """Return the arrays of a `PlanRecord` for memories, teams and channels that ranks share."""
     layout = lowered.layout
     memories = [(-1, memory.width, memory.num_rows) for memory in lowered.memories]
     if layout is None:

@@ -30,7 +30,7 @@ _MAX_HEAD_DIM: Final = 576
 
 
 def check_heads(program: Program) -> None:
-    """Raise BackendError if the kernels do not support the size of the Program's heads."""
+    """Raise BackendError if the cpu kernels do not support a model's head size."""
     for op in program.ops:
         if isinstance(op, ops.Attention | ops.SplitKvAttention | ops.Rope) and (
             op.head_dim % _HEAD_UNIT or op.head_dim > _MAX_HEAD_DIM
@@ -40,7 +40,7 @@ def check_heads(program: Program) -> None:
 
 
 def fields_of_attention(op: ops.Attention | ops.SplitKvAttention) -> Fields:
-    """Return the fields of attention, or of a rank's part of attention."""
+    """Return the native record's fields for an attention operation, or a rank's part of it."""
     return {
         "layer": op.layer,
         "num_heads": op.num_heads,
@@ -52,19 +52,19 @@ def fields_of_attention(op: ops.Attention | ops.SplitKvAttention) -> Fields:
 
 
 def fields_of_heads(op: ops.HeadLinear) -> Fields:
-    """Return the fields of a product with a matrix for each head."""
+    """Return the native record's fields for a product with a separate matrix for each head."""
     sizes = {"x_head": op.x_head, "x_first": op.first, "x_width": op.in_width}
     return sizes | {"num_heads": op.num_heads}
 
 
 def fields_of_join(op: ops.Join) -> Fields:
-    """Return the fields of a Join."""
+    """Return the native record's fields for a Join, which concatenates two values head by head."""
     sizes = {"x_head": op.a_head, "x_first": op.first, "x_width": op.a_width}
     return sizes | {"num_heads": op.num_heads}
 
 
 def fields_of_route(op: ops.Route) -> Fields:
-    """Return the fields of routing to experts."""
+    """Return the native record's fields for the routing of rows to experts."""
     return {
         "num_experts": op.width,
         "num_used": op.num_used,
@@ -78,7 +78,7 @@ def fields_of_route(op: ops.Route) -> Fields:
 
 
 def shares_of(op: ops.MixtureOfExperts | ops.SumTerms) -> ExpertShareKind:
-    """Return how the weights of the chosen experts follow from their scores."""
+    """Return how a mixture's expert weights are computed from router scores, as a native code."""
     if op.are_shares:
         return ExpertShareKind.SCORES
     return ExpertShareKind.CHOSEN_SCORES if op.normalize else ExpertShareKind.ALL_SCORES
@@ -94,9 +94,9 @@ _PARTS = {
 
 @dataclass(slots=True)
 class Collectives:
-    """The teams, channels and cuts that records refer to by index.
+    """Tables of a Program's teams of ranks, channels and cuts, which native records refer to.
 
-    A team is stored with this rank's index in it.
+    Each entry of `teams` is a team with this rank's index in it.
     """
 
     teams: dict[tuple[Team, int], int] = field(default_factory=dict)
@@ -105,7 +105,10 @@ class Collectives:
     _cuts_indices: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def fields(self, gather: AllGather | None) -> dict[str, Any]:
-        """Return the fields of a record that gathers, or that computes a part for a gather."""
+        """Return the native record's fields for a gather, or for computing a part of a gather.
+
+        `gather` None: no fields.
+        """
         if gather is None:
             return {}
         team = self._team_index(gather.team, gather.team_index)
@@ -115,7 +118,7 @@ class Collectives:
         return fields
 
     def fields_of_split_kv(self, op: SplitKvAttention) -> dict[str, Any]:
-        """Return the fields of attention whose KV tokens are split over ranks."""
+        """Return the native record's fields for attention whose KV tokens are split over ranks."""
         return {
             "team": self._team_index(op.team, op.team_index),
             "first_cut": self._cuts_index(op.head_cuts),
@@ -123,7 +126,7 @@ class Collectives:
         }
 
     def channel(self, op: Send | Receive) -> int:
-        """Add the channel for an operation's value; return its index."""
+        """Add the channel of a send or receive operation; return the channel's index."""
         is_sent = isinstance(op, Send)
         peer = op.to if isinstance(op, Send) else op.sender
         number = sum((c.is_sent, c.peer) == (is_sent, peer) for c in self.channels)
@@ -154,7 +157,7 @@ _PRECISIONS: Final = dict(
 
 
 def precision_of(kind: OpKind, run: Sequence[Op], bits: Bits, *, has_routers: bool) -> Precision:
-    """Return the precision of the inputs of a record that computes the operations `run`.
+    """Return the precision to which a native record rounds the inputs of its products.
 
     Before routers inputs are precise, because the smallest difference can change the choice of
     experts. The products of a record share prepared inputs, so the largest number of bits decides.

@@ -16,7 +16,7 @@ MAX_OUTPUTS = 4
 
 
 class OpKind(IntEnum):
-    """The native kernel that computes an operation record."""
+    """Number of the native kernel that computes an operation record."""
 
     EMBED = 0
     NORM = 1
@@ -48,7 +48,7 @@ ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 
 
 class Precision(IntEnum):
-    """How precisely the inputs of an operation's products are represented."""
+    """How precisely the inputs of an operation's matrix products are represented."""
 
     PLAIN = 0
     PRECISE = 1
@@ -57,7 +57,7 @@ class Precision(IntEnum):
 
 
 class PartsKind(IntEnum):
-    """How a gathered value is divided over the ranks of a team."""
+    """How a value that ranks gather is divided over them."""
 
     COLUMNS = 0
     ROWS = 1
@@ -66,7 +66,7 @@ class PartsKind(IntEnum):
 
 
 class KvTarget(IntEnum):
-    """Whether a product is stored in KV pages, as keys or as values."""
+    """Whether a matrix product is stored in KV pages, as keys or as values."""
 
     NOTHING = 0
     KEYS = 1
@@ -74,9 +74,9 @@ class KvTarget(IntEnum):
 
 
 class ExpertShareKind(IntEnum):
-    """How the weights of chosen experts are computed from scores.
+    """How the weights of a row's chosen experts are computed from the router's scores.
 
-    `ALL_SCORES`: normalized over all experts. `CHOSEN_SCORES`: normalized over the chosen ones.
+    `ALL_SCORES`: normalized over all experts. `CHOSEN_SCORES`: normalized over the chosen experts.
     `SCORES`: the scores are the weights.
     """
 
@@ -86,7 +86,7 @@ class ExpertShareKind(IntEnum):
 
 
 class CacheFormatCode(IntEnum):
-    """The number format of KV pages."""
+    """Number of the KV cache format in native code."""
 
     F16 = 0
     BF16 = 1
@@ -95,7 +95,7 @@ class CacheFormatCode(IntEnum):
 
 
 class OutputRecord(ctypes.Structure):
-    """One matrix product of an operation, or the output of an operation without products."""
+    """C struct: one matrix product of an operation, or the output of other operations."""
 
     _fields_ = (
         ("weight", c_int32),
@@ -111,7 +111,7 @@ class OutputRecord(ctypes.Structure):
 
 
 class OpRecord(ctypes.Structure):
-    """A record of fused operations; which fields are used depends on the kind."""
+    """C struct: a group of fused operations; which fields are used depends on `kind`."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -158,13 +158,13 @@ class OpRecord(ctypes.Structure):
 
 
 class ExpertRecord(ctypes.Structure):
-    """The matrices of an expert, as indices of weights."""
+    """C struct: the three matrices of an expert, as indices of weights."""
 
     _fields_ = (("gate", c_int32), ("up", c_int32), ("down", c_int32))
 
 
 class RopeRecord(ctypes.Structure):
-    """The angles of a rotary position embedding."""
+    """C struct: the frequencies of a rotary position embedding."""
 
     _fields_ = (
         ("inverse_frequencies", POINTER(c_double)),
@@ -177,7 +177,7 @@ class RopeRecord(ctypes.Structure):
 
 
 class LayerRecord(ctypes.Structure):
-    """The shape of an attention layer's keys and values, and their place in the mesh."""
+    """C struct: the shape of an attention layer's keys and values, and the rank's index."""
 
     _fields_ = (
         ("num_kv_heads", c_int32),
@@ -191,7 +191,7 @@ class LayerRecord(ctypes.Structure):
 
 
 class WeightRecord(ctypes.Structure):
-    """A packed matrix (`PackedWeight`)."""
+    """C struct: a packed weight matrix (`PackedWeight` in native code)."""
 
     _fields_ = (
         ("type", c_int32),
@@ -203,19 +203,19 @@ class WeightRecord(ctypes.Structure):
 
 
 class MemoryRecord(ctypes.Structure):
-    """A memory of rows, which ranks may share."""
+    """C struct: a memory of rows for intermediate values, which ranks may share."""
 
     _fields_ = (("offset", c_int64), ("width", c_int32), ("num_rows", c_int32))
 
 
 class BufferRecord(ctypes.Structure):
-    """Columns of a memory."""
+    """C struct: columns of a memory, for one intermediate value."""
 
     _fields_ = (("memory", c_int32), ("first_column", c_int32))
 
 
 class TeamRecord(ctypes.Structure):
-    """A team of ranks that gather values."""
+    """C struct: a team of ranks that gather values."""
 
     _fields_ = (
         ("first_rank", c_int32),
@@ -230,7 +230,7 @@ class TeamRecord(ctypes.Structure):
 
 
 class ChannelRecord(ctypes.Structure):
-    """A channel from one rank to another."""
+    """C struct: a channel by which one rank sends values to another."""
 
     _fields_ = (("offset", c_int64), ("peer", c_int32), ("number", c_int32))
 
@@ -246,7 +246,10 @@ ReceiveFunction = SendFunction
 
 
 class LinkRecord(ctypes.Structure):
-    """How ranks reach each other: shared memory, or functions; as in native/executor/link.h."""
+    """C struct: how ranks reach each other, by shared memory or functions.
+
+    As in native/executor/link.h.
+    """
 
     _fields_ = (
         ("context", c_void_p),
@@ -266,7 +269,7 @@ MAX_TEAMS, MAX_CHANNELS = 255, 256
 
 
 class PlanRecord(ctypes.Structure):
-    """A lowered Program, with all tables that its records refer to."""
+    """C struct: a lowered Program, with all tables to which its records refer."""
 
     _fields_ = (
         ("ops", POINTER(OpRecord)),
@@ -305,7 +308,7 @@ class PlanRecord(ctypes.Structure):
 
 
 class NodeRecord(ctypes.Structure):
-    """A NUMA node, and the number of threads that run on its cores; as in native/nodes.h."""
+    """C struct: a NUMA node and the number of threads on its cores, as in native/nodes.h."""
 
     _fields_ = (
         ("cores", POINTER(c_int32)),
@@ -323,7 +326,7 @@ COPY = np.dtype([(name, np.int32) for name in ("source", "target")])
 
 
 class StepRecord(ctypes.Structure):
-    """The input and output of a step: addresses of arrays that the caller keeps alive."""
+    """C struct: input and output of a step, as addresses of arrays that the caller keeps alive."""
 
     _fields_ = (
         ("tokens", c_void_p),

@@ -35,7 +35,7 @@ def lower_rank(
     *,
     activation_bits: Bits = DEFAULT_ACTIVATION_BITS,
 ) -> CpuLowered:
-    """Lower the part of rank `rank`; see `lower`.
+    """Lower one rank's part of a Program for the native executor; see `lower`.
 
     `ranks`: the parts of all ranks. `taps`: values that steps return on rank 0; all ranks must get
     the same names.
@@ -62,15 +62,16 @@ def lower_rank(
 
 
 def shared_bytes(ranks: Sequence[RankProgram], max_rows: int) -> int:
-    """Return the bytes of memory that ranks of a host share, for steps of up to `max_rows` rows.
+    """Return the bytes of shared memory that the ranks of a machine need for a step.
 
-    The memory must be zero at first. Pages that are not touched take no physical memory.
+    `max_rows`: the largest number of rows of a step. The memory must be zero at first. Pages that
+    are not touched take no physical memory.
     """
     return shared_layout(ranks).offsets(max_rows).end
 
 
 def shared_layout(ranks: Sequence[RankProgram], taps: Sequence[str] = ()) -> SharedLayout:
-    """Return the layout of shared memory, which is the same on each rank.
+    """Return the layout of the ranks' shared memory, which is the same on each rank.
 
     `taps` of rank 0 only change which rows are prepared together: a tap between two products
     separates them into two records on rank 0, but not on the other ranks.
@@ -121,9 +122,10 @@ def shared_layout(ranks: Sequence[RankProgram], taps: Sequence[str] = ()) -> Sha
 
 
 def _shared_preparations(lowered_ranks: Sequence[CpuLowered]) -> dict[Team, SharedPreparation]:
-    """Return the products that all ranks of a team compute parts of, by team.
+    """Return, by team, the products whose inputs the ranks of the team quantize together.
 
-    Only teams that divide columns are included.
+    All ranks of the team must compute a part of the product. Only teams that divide columns are
+    included.
     """
     preparations: dict[Team, SharedPreparation] = {}
     for lowered in lowered_ranks:
@@ -147,12 +149,12 @@ def _shared_preparations(lowered_ranks: Sequence[CpuLowered]) -> dict[Team, Shar
 
 
 def _weights_of(parts: Sequence[Op]) -> tuple[str, ...]:
-    """Return the names of the matrices of a record's products."""
+    """Return the names of the matrices that a native record multiplies."""
     return tuple(op.weight for op in parts if isinstance(op, ops.Linear))
 
 
 def _joined(lowered_ranks: Sequence[CpuLowered]) -> list[RowMemory]:
-    """Return the shared memories, each with the uses of all ranks.
+    """Return the memories that ranks share, each with the reads and writes of all ranks.
 
     If one rank writes a value to the memory of another value, both values have one memory on all
     ranks.

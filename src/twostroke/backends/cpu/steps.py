@@ -32,7 +32,10 @@ _UNKNOWN_TOKEN = (0,)  # stands for a token that a step in flight will draw
 
 
 class StepArrays:
-    """Flattens plans into arrays; values that stay the same between steps are not written again."""
+    """Writes step plans to the flat arrays that the native executor reads.
+
+    Values that stay the same between steps are not written again.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,10 @@ class StepArrays:
         self.record = StepRecord()
 
     def fill(self, plan: StepPlan) -> tuple[Slice, ...]:
-        """Write the plan to `record`; return the slices with logits, in the order of rows."""
+        """Write a step plan to `record`.
+
+        Return the slices that have logits, in the order of rows.
+        """
         plan, num_generated = self._in_order(plan)
         slices_of_step, record, has_drafts = plan.slices, self.record, plan.has_drafts
         counts = [slice_.num_rows for slice_ in slices_of_step] if has_drafts else plan.counts
@@ -98,12 +104,15 @@ class StepArrays:
         return sampling
 
     def encode_step(self) -> bytes:
-        """Return the step in `record` as a message; call it once for each step, in order."""
+        """Return the step in `record` as a message to other ranks.
+
+        Call it once a step, in order.
+        """
         return encode(self.frame, self.tables.take_changes())
 
     @property
     def frame(self) -> StepFrame:
-        """The step in `record`, until the next one."""
+        """Return the step in `record` as sent to other ranks, valid until the next step."""
         record = self.record
         return StepFrame(
             tokens=self._tokens[: record.num_rows],
@@ -119,11 +128,11 @@ class StepArrays:
 
     @property
     def samples(self) -> Rows:
-        """The rows of the sampler for the step in `record`, until the next one."""
+        """Return the sampler's parameters of each row with logits, valid until the next step."""
         return self._samples
 
     def _fill_plain(self, plan: StepPlan) -> None:
-        """Write a decode step: one row for each request, its newest token, which draws the next."""
+        """Write a decode step without drafts: the newest token of each request, one row each."""
         count = len(plan.slices)
         self._reserve(count, count, count)
         if self._num_plain < count:
@@ -139,7 +148,10 @@ class StepArrays:
         self._pooled, self._has_scores = {}, False
 
     def _fill_mixed(self, plan: StepPlan, counts: Sequence[int]) -> tuple[Slice, ...]:
-        """Write slices of `counts` rows each, including drafts; return the slices with logits."""
+        """Write a step with prompt chunks or draft tokens; return the slices that have logits.
+
+        `counts`: the rows of each slice, with its draft tokens.
+        """
         slices_of_step, requests = plan.slices, plan.requests
         self._num_plain = 0
         self._reserve(
@@ -179,7 +191,7 @@ class StepArrays:
         return sampling
 
     def _lay_out(self, slices_of_step: Sequence[Slice]) -> None:
-        """Divide slices with branches into runs of rows, each with its own page tables."""
+        """Split slices with draft trees into runs of rows, each with its own page table."""
         rows_of_slices = self._slices[: len(slices_of_step)].tolist()
         runs: list[list[int]] = []
         stores: list[tuple[int, int]] = []
@@ -213,7 +225,10 @@ class StepArrays:
         record.copies, record.num_copies = self._copies.ctypes.data, len(copies)
 
     def results(self, plan: StepPlan, sampled: tuple[Slice, ...]) -> StepOutputs:
-        """Return tokens, log-probabilities, tapped values and scores, in the plan's order."""
+        """Return a step's drawn tokens, log-probabilities, tapped values and prompt scores.
+
+        All are in the order of the plan.
+        """
         num_sampled = self.record.num_sampled
         results, rows_drawn = self._results[:num_sampled], self._sampled[:num_sampled]
         rows = self._samples
@@ -242,22 +257,22 @@ class StepArrays:
         return tokens, logprobs, hidden, scores
 
     def states(self, plan: StepPlan) -> list[NDArray[np.float32]]:
-        """Return the tapped rows of each pooled slice, as views that the next step overwrites."""
+        """Return the hidden states of slices to embed, as views that the next step overwrites."""
         if not self._pooled:
             return []
         ends = [(self._pooled[p.request], p.num_pooled) for p in plan.slices if p.num_pooled]
         return [self._tapped[end - num_rows : end] for end, num_rows in ends]
 
     def forget(self, request: Request) -> None:
-        """Drop the state of a request."""
+        """Drop the arrays' state of a finished request."""
         self.tables.forget(request)
         self._sampling.forget(request)
 
     def _in_order(self, plan: StepPlan) -> tuple[StepPlan, int]:
-        """Return the plan with generated rows first, and the number of slices of generated rows.
+        """Return the plan with generated rows before prompt rows, and the number of its slices.
 
-        If prompt rows are computed in the same way, all rows count as generated and keep their
-        order.
+        The number counts slices of generated rows. If prompt rows are computed in the same way, all
+        rows count as generated and keep their order.
         """
         if self._one_arithmetic:
             return plan, len(plan.slices)
@@ -278,7 +293,7 @@ class StepArrays:
         return StepPlan((*generated, *prompt), external=plan.external), len(generated)
 
     def _reserve(self, num_tokens: int, num_slices: int, num_sampled: int) -> None:
-        """Replace each array that is too small by one of twice the needed size."""
+        """Enlarge step arrays that are too small, to twice the needed size."""
         enough = num_slices <= len(self._slices) and num_sampled <= self._sampled.size
         if enough and num_tokens <= self._tokens.size:
             return
@@ -302,9 +317,9 @@ class StepArrays:
 
 
 def record_of(frame: StepFrame) -> StepRecord:
-    """Return the record of a received step, which draws no tokens.
+    """Return the native record of a step that rank 0 sent; such a step draws no tokens.
 
-    It refers to the frame's arrays, so the frame must stay alive.
+    The record refers to the frame's arrays, so the frame must stay alive.
     """
     tables = frame.page_tables
     record = StepRecord(
@@ -331,6 +346,6 @@ def record_of(frame: StepFrame) -> StepRecord:
 
 
 def _address(array: NDArray[Any]) -> int:
-    """Return the address of an array; `array.ctypes.data` takes several times as long."""
+    """Return the address of an array's data; `array.ctypes.data` takes several times as long."""
     address: int = array.__array_interface__["data"][0]
     return address

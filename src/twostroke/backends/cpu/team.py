@@ -22,7 +22,9 @@ _logger = logging.getLogger("twostroke.engine")
 
 @contextmanager
 def thread_pool(library: ctypes.CDLL, num_threads: int) -> Iterator[int]:
-    """Yield the address of a thread pool; with several NUMA nodes, threads stay on their node.
+    """Yield the address of a native thread pool, which ends with the context.
+
+    With several NUMA nodes, each thread stays on its node.
 
     Raises:
         BackendError: the operating system refuses the number of threads.
@@ -44,20 +46,20 @@ def thread_pool(library: ctypes.CDLL, num_threads: int) -> Iterator[int]:
 
 
 class ActiveThreads:
-    """Watches for steps with fewer than all threads, and logs once if that lasts.
+    """Watches for steps in which some threads pause, because other programs keep cores busy.
 
-    If other programs keep cores busy, threads that wait for each other take many times as long.
-    `Crowding` of native/pool.h then uses fewer threads.
+    Threads that wait for each other then take many times as long. `Crowding` of native/pool.h uses
+    fewer threads, which is logged once if it lasts.
     """
 
     def __init__(self, library: ctypes.CDLL, pool: int, num_threads: int) -> None:
-        """Watch a pool of `num_threads` threads."""
+        """Watch a native pool of `num_threads` threads."""
         self._library, self._pool, self._num_threads = library, pool, num_threads
         self._crowded_s = 0.0
         self._was_logged = False
 
     def after_step(self, elapsed_s: float) -> bool:
-        """Return whether the last step, which took `elapsed_s`, had fewer threads."""
+        """Return whether the last step, which took `elapsed_s`, was computed by fewer threads."""
         num_active = self._library.ts_pool_num_active(self._pool)
         if num_active >= self._num_threads:
             return False
@@ -75,7 +77,7 @@ class ActiveThreads:
 
 
 def measure_bandwidth(level: str, num_threads: int, num_bytes: int) -> float:
-    """Return the bytes/s at which `num_threads` threads read `num_bytes` of memory.
+    """Measure the bytes/s at which `num_threads` threads read `num_bytes` of memory.
 
     The result is the best of several passes, with huge pages and prefetching, within about 0.3 s.
     """
@@ -85,7 +87,10 @@ def measure_bandwidth(level: str, num_threads: int, num_bytes: int) -> float:
 
 
 def measure_peak(level: str, num_threads: int) -> tuple[float, str]:
-    """Return the peak FLOP/s of a level's fastest arithmetic, and the name of that arithmetic."""
+    """Measure the peak FLOP/s of an instruction-set level.
+
+    Return it with its kind of arithmetic.
+    """
     library = load_library(level)
     with thread_pool(library, num_threads) as pool:
         return float(library.ts_measure_peak(pool)), library.ts_peak_kind().decode()

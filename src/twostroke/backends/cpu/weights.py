@@ -27,7 +27,7 @@ _CONVERTED_VALUES = 1 << 18  # converted at once, so that intermediate arrays fi
 
 
 class PackedWeights:
-    """Matrices packed for one level, in one block of memory, and vectors as float32.
+    """A model's weights for native kernels: packed matrices in one memory block, float32 vectors.
 
     `records` has the address and sizes of each matrix, by name; `vectors` the values of each
     vector. All together take `num_bytes`.
@@ -40,7 +40,7 @@ class PackedWeights:
         matrices: Sequence[str],
         vectors: Sequence[Vector],
     ) -> None:
-        """Reserve the memory; `pack` fills it.
+        """Reserve memory for the packed weights; `pack` fills it.
 
         Raises:
             BackendError: a format that the kernels do not support.
@@ -78,7 +78,7 @@ class PackedWeights:
         }
 
     def pack(self, pool: int, release: Release | None, progress: Progress | None) -> None:
-        """Pack all matrices with the pool's threads.
+        """Pack all weight matrices for the kernels, with the threads of a pool.
 
         `release(tensors)` is called with tensors that will not be read again, `progress(done,
         total)` after each tensor with numbers of bytes.
@@ -106,14 +106,14 @@ class PackedWeights:
         self._tensors = {}
 
     def close(self) -> None:
-        """Free the memory; may be called twice."""
+        """Free the memory of the packed weights; may be called twice."""
         if self._memory is not None:
             self._library.ts_unmap_memory(self._memory, self._size)
             self._memory = None
 
 
 def kernel_rows(tensor: QuantTensor) -> NDArray[np.uint8]:
-    """Return a tensor's rows, in bytes, in the format that native packing reads."""
+    """Return a weight tensor's rows as bytes in the format that native packing reads."""
     to_kernel, data = tensor.format.to_kernel, tensor.data
     if to_kernel is None:
         return np.ascontiguousarray(data)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceBackend:
-    """Runs a Program in float32 on dequantized weights."""
+    """Runs a Program in NumPy, in float32 on dequantized weights: slow, but the definition."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ReferenceBackend:
         mesh: Mesh = ONE_RANK,
         splits_sums: bool = False,
     ) -> None:
-        """Dequantize the Program's weights and reserve its pages.
+        """Dequantize the Program's weights and reserve memory for its KV pages.
 
         `tapped_value`: the value that steps return for the rows that draw. `splits_sums`: whether
         the ranks of `mesh` split sums (see `model.program.sums.split_sums`).
@@ -83,11 +83,11 @@ class ReferenceBackend:
 
     @property
     def pages(self) -> PageMemory | None:
-        """The bytes of the pages; None with several ranks."""
+        """Return access to the bytes of the KV pages; None with several ranks."""
         return self._caches[0].bytes if len(self._caches) == 1 else None
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's rows and draw one token for each slice that samples."""
+        """Compute one step, and draw a token for each slice that samples."""
         start_s = time.perf_counter()
         tokens, positions, spans, sampled = flatten(plan.slices)
         states = [
@@ -122,13 +122,13 @@ class ReferenceBackend:
         )
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
-        """Return the logits of a sequence; see `Backend.score`."""
+        """Return the logits of a token sequence; see `Backend.score`."""
         return self.trace(tokens, (self._logits,), generated=generated)[self._logits]
 
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, NDArray[np.float32]]:
-        """Return values of the Program for a sequence; see `Backend.trace`."""
+        """Return intermediate values of the model for a token sequence; see `Backend.trace`."""
         del generated  # all rows are computed in the same way
         count, num_groups, page_size = len(tokens), len(self.facts.windows), self.facts.page_size
         table = np.arange(num_groups * -(-count // page_size)).reshape(num_groups, -1)
@@ -150,8 +150,8 @@ class ReferenceBackend:
         return {name: results[name] for name in values}
 
     def forget(self, request: Request) -> None:
-        """Do nothing: this backend has no state of requests."""
+        """Do nothing, because this backend keeps no state of requests."""
 
     def close(self) -> None:
-        """Free the weights."""
+        """Free the model's weights."""
         self._weights = []

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class ReferenceStepState(Frozen):
-    """The inputs of a step's operations, apart from the values of other operations."""
+    """The inputs of a step's operations: tokens, positions, weights, KV cache and the like.
+
+    Values that other operations have computed are passed separately.
+    """
 
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -38,7 +41,10 @@ class ReferenceStepState(Frozen):
 def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
     op: LocalOp, values: Mapping[str, Array], state: ReferenceStepState
 ) -> Array:
-    """Return the output of `op`, (rows, width), given the values computed so far."""
+    """Compute one operation of a Program; return its output, (rows, width).
+
+    `values`: the outputs of earlier operations, by name.
+    """
     match op:
         case ops.Embed():
             return _embed(op, state)
@@ -95,7 +101,7 @@ def _embed(op: ops.Embed, state: ReferenceStepState) -> Array:
 
 
 def rms_norm(op: ops.RMSNorm, x: Array, weight: Array | None) -> Array:
-    """Return the RMS norm of x (rows, width); a row's result does not depend on other rows."""
+    """Apply RMSNorm to x (rows, width); a row's result does not depend on other rows."""
     grouped = x.reshape(len(x), op.num_groups, -1)
     mean_square = np.mean(grouped * grouped, axis=-1, keepdims=True, dtype=np.float32)
     normed = grouped / np.sqrt(mean_square + np.float32(op.epsilon))
@@ -117,7 +123,7 @@ def _join(op: ops.Join, a: Array, b: Array) -> Array:
 
 
 def rotate(op: ops.Rope, x: Array, positions: NDArray[np.int64]) -> Array:
-    """Return x (rows, width) with each head rotated by its row's position."""
+    """Apply RoPE: return x (rows, width) with each head rotated by its row's position."""
     angles = positions[:, None] * np.array(op.inverse_frequencies)  # (rows, pairs), float64
     cosine = (np.cos(angles) * op.magnitude).astype(np.float32)[:, None, :]
     sine = (np.sin(angles) * op.magnitude).astype(np.float32)[:, None, :]
@@ -161,7 +167,7 @@ def attention_scores(
     query_positions: NDArray[np.int64],
     key_positions: NDArray[np.int64],
 ) -> Array:
-    """Return attention scores, (rows, heads, keys); minus infinity for keys a row does not see.
+    """Return attention scores (rows, heads, keys); minus infinity for keys that a row cannot see.
 
     q is (rows, heads, head_dim), and k is (keys, kv_heads, head_dim).
     """
@@ -192,7 +198,7 @@ def _activate(activation: Activation, x: Array) -> Array:
 
 
 def choose_experts(scores: Array, num_used: int) -> NDArray[np.int64]:
-    """Return the experts of each row with the largest scores, (rows, num_used), best first."""
+    """Return the experts with the largest scores for each row, (rows, num_used), best first."""
     return np.argsort(-scores, axis=1, kind="stable")[:, :num_used]
 
 
@@ -256,28 +262,28 @@ def _soft_cap(x: Array, cap: float) -> Array:
 
 
 class PagedCache:
-    """The keys and values of all layers, in pages of float32 numbers."""
+    """The reference backend's KV cache: keys and values of all layers in float32 pages."""
 
     def __init__(self, program: Program, num_pages: int, page_size: int) -> None:
-        """Reserve `num_pages` pages, each for `page_size` tokens of one cache group."""
+        """Reserve `num_pages` KV pages, each for `page_size` tokens of one cache group."""
         self._map = PageMap(program, page_size)
         self._memory = np.zeros((num_pages * self._map.page_slots, self._map.width), np.float32)
         self._num_pages = num_pages
 
     @property
     def bytes(self) -> MappedPages:
-        """Access to the bytes of all pages."""
+        """Return access to the bytes of all KV pages."""
         return MappedPages(memoryview(self._memory.data).cast("B"), self._num_pages)
 
     def copy_pages(self, spans: Sequence[RowSpan]) -> None:
-        """Copy the pages that branches begin with from their requests' pages."""
+        """Copy the KV pages with which draft branches begin from the pages of their requests."""
         targets, sources = self._map.copies(spans)
         self._memory[targets] = self._memory[sources]
 
     def store(
         self, span: RowSpan, layer: int, positions: NDArray[np.int64], k: Array, v: Array
     ) -> None:
-        """Write a span's keys `k` and values `v` (positions, width) to the slots of `positions`."""
+        """Write keys `k` and values `v` (positions, width) of a row span to its KV pages."""
         slots = self._map.slots(span, layer, positions)
         keys, values = self._map.columns(layer)
         self._memory[slots, keys] = k
@@ -286,7 +292,10 @@ class PagedCache:
     def load(
         self, span: RowSpan, op: ops.Attention | ops.SplitKvAttention, positions: NDArray[np.int64]
     ) -> tuple[Array, Array]:
-        """Return the keys and values of these positions, (positions, kv_heads, head_dim) each."""
+        """Read keys and values at these positions from the KV pages of a row span.
+
+        Both are (positions, kv_heads, head_dim).
+        """
         slots = self._map.slots(span, op.layer, positions)
         shape = (len(slots), op.num_kv_heads, op.head_dim)
         keys, values = self._map.columns(op.layer)

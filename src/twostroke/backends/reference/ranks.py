@@ -30,7 +30,10 @@ def run_ranks(
     states: Sequence[ReferenceStepState],
     returned_names: Collection[str],
 ) -> Values:
-    """Run all ranks; return rank 0's named values, and its values that no operation reads."""
+    """Compute a step on all ranks, one after another in this process.
+
+    Returns rank 0's values in `returned_names`, and its values that no operation reads.
+    """
     exchange = _Exchange()
     first: Values = {}
     walks = [
@@ -53,7 +56,7 @@ def run_ranks(
 
 
 class _Exchange:
-    """The values that ranks send to each other in a step."""
+    """The values that simulated ranks send to each other in a step."""
 
     def __init__(self) -> None:
         self.num_done = 0  # operations of all ranks
@@ -63,7 +66,10 @@ class _Exchange:
     def meet(
         self, op: ops.AllGather | ops.AllReduce | ops.SplitKvAttention
     ) -> Generator[bool, None, list[Any]]:
-        """Return the contributions of a team's ranks; yield True while some are missing."""
+        """Return the contribution of each rank of a team to a collective.
+
+        Yields True while contributions of some ranks are missing.
+        """
         while any((op.exchange_name, member) not in self.contributions for member in op.team):
             yield True
         return [self.contributions[op.exchange_name, member] for member in op.team]
@@ -77,7 +83,7 @@ def _walk(
     values: Values,
     returned_names: Collection[str],
 ) -> Iterator[bool]:
-    """Compute a rank's values; yield True while other ranks must compute first."""
+    """Compute a rank's values of a step; yield True while other ranks must compute first."""
     last_use = {name: op for op in rank.program.ops for name in op.inputs}
     for op in rank.program.ops:
         match op:
@@ -111,7 +117,7 @@ def _walk(
 
 
 def _own_rows(rank: RankProgram, value: Array) -> Array:
-    """Return a value with NaN in the rows of other ranks."""
+    """Return a copy of a value with NaN in the rows that other ranks compute."""
     if rank.num_row_parts == 1:
         return value
     masked = np.full_like(value, np.nan)
@@ -130,7 +136,7 @@ def _combine_parts(
     values: Values,
     state: ReferenceStepState,
 ) -> Array:
-    """Return the undivided value, from the `parts` of a team's ranks."""
+    """Compute the result of a collective from the parts of a team's ranks."""
     present = [part for part in parts if part is not None]
     if isinstance(op, ops.AllReduce):
         return sum(present[1:], present[0])

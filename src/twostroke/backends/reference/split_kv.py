@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class PartialAttention(Frozen):
-    """The attention of a span's rows to one KV split; `peak` is -inf if a row sees no token."""
+    """Attention of a span's rows to one KV split, before the results of all splits are merged.
+
+    `peak`: the largest score of each row and head; -inf if the row sees no token of the split.
+    """
 
     peak: Array  # (rows, heads)
     sum: Array  # (rows, heads)
@@ -40,7 +43,7 @@ PartialAttentions = dict[tuple[int, int], PartialAttention]  # by span and split
 def partial_attentions(
     op: SplitKvAttention, values: Mapping[str, Array], state: ReferenceStepState
 ) -> PartialAttentions:
-    """Store this rank's keys and values of a step; return the attention to its KV splits."""
+    """Store this rank's keys and values of a step, and attend to the KV splits of this rank."""
     q = values[op.q]
     partials: PartialAttentions = {}
     for number, span in enumerate(state.spans):
@@ -60,7 +63,7 @@ def partial_attentions(
 def merge_partials(
     op: SplitKvAttention, team: Sequence[PartialAttentions], state: ReferenceStepState
 ) -> Array:
-    """Merge the partial attention of all ranks, for this rank's heads: (rows, width)."""
+    """Merge the partial attention of all ranks, for the heads of this rank: (rows, width)."""
     heads = slice(op.first_head, op.end_head)
     output = np.empty((len(state.tokens), op.width), np.float32)
     for number, span in enumerate(state.spans):
@@ -78,7 +81,7 @@ def merge_partials(
 
 
 def _pieces(op: SplitKvAttention, span: RowSpan) -> range:
-    """Return the KV splits with tokens that the rows of a span see, in order."""
+    """Return the indices of the KV splits with tokens that a span's rows see, in order."""
     first = 0 if op.window is None else max(0, span.start + 1 - op.window)
     return range(first // KV_SPLIT_TOKENS, -(-span.end // KV_SPLIT_TOKENS))
 
@@ -86,7 +89,7 @@ def _pieces(op: SplitKvAttention, span: RowSpan) -> range:
 def _partial_attention(
     op: SplitKvAttention, q: Array, span: RowSpan, piece: int, state: ReferenceStepState
 ) -> PartialAttention:
-    """Return the attention of queries q (rows, heads, head_dim) of a span to one KV split."""
+    """Compute the attention of queries q (rows, heads, head_dim) of a span to one KV split."""
     first = piece * KV_SPLIT_TOKENS
     positions = np.arange(first, min(span.end, first + KV_SPLIT_TOKENS))
     if op.window is not None:  # pages before the window may have been freed
@@ -102,5 +105,5 @@ def _partial_attention(
 
 
 def _weight(score: Array, peak: Array) -> Array:
-    """Return exp(score - peak); 0 for scores of minus infinity."""
+    """Return the softmax weight exp(score - peak); 0 for scores of minus infinity."""
     return np.where(np.isneginf(score), np.float32(0), np.exp(score - peak))

@@ -61,9 +61,10 @@ _overflow_is_infinite = np.errstate(over="ignore")  # as in IEEE arithmetic and 
 def draw_all(
     plan: StepPlan, logits: NDArray[np.float32]
 ) -> tuple[list[tuple[int, TokenLogprobs | None]], list[TokenLogprobs | None]]:
-    """Draw all tokens of a step; return (token, log-probabilities) pairs, and prompt scores.
+    """Draw all tokens of a step from logits; also score prompt tokens if requests ask for it.
 
-    `logits` (rows, vocab_size): the rows with logits, in the plan's order.
+    `logits` (rows, vocab_size): the rows with logits, in the plan's order. Returns a pair (token,
+    log-probabilities) for each drawn token, and the log-probabilities of prompt tokens.
     """
     draws: list[tuple[int, TokenLogprobs | None]] = []
     scores: list[TokenLogprobs | None] = []
@@ -79,7 +80,10 @@ def draw_all(
 
 
 def _masks(slice_: Slice) -> Sequence[NDArray[np.uint32] | None]:
-    """Return a mask for each token to draw; None for each if the request has no constraint."""
+    """Return the mask of allowed tokens for each token that a slice draws.
+
+    All are None if the request has no constraint, such as a JSON schema.
+    """
     matcher = slice_.request.matcher
     if matcher is None or not slice_.samples:
         return [None] * slice_.num_drawn
@@ -89,7 +93,7 @@ def _masks(slice_: Slice) -> Sequence[NDArray[np.uint32] | None]:
 
 
 def _drafts_before(slice_: Slice) -> list[list[int]]:
-    """Return, for each token to draw, the draft tokens before it."""
+    """Return, for each token that a slice draws, the draft tokens between it and known tokens."""
     parents = parents_of(len(slice_.drafts), slice_.branches)
     indices = range(ROOT, slice_.num_drawn + ROOT)  # of the draft before each drawn token
     return [[slice_.drafts[i] for i in path_to(draft, parents)] for draft in indices]
@@ -101,11 +105,11 @@ def draw(
     drafts: Sequence[int] = (),
     mask: NDArray[np.uint32] | None = None,
 ) -> tuple[int, TokenLogprobs | None]:
-    """Draw the token after a request's newest token and the `drafts` that follow it.
+    """Draw the token that follows a request's tokens and these draft tokens, from its logits.
 
     `logits` (vocab_size,) are not changed. `mask`: the tokens that a constraint allows
-    (`core.constraint.Matcher`). Returns the token and, if the request asks for them, its
-    log-probabilities; (`NO_TOKEN`, None) if no token may be drawn.
+    (`core.constraint.Matcher`). Returns the token and, if the request asks for them, its log-
+    probabilities; (`NO_TOKEN`, None) if no token may be drawn.
     """
     logits = np.where(np.isnan(logits), np.float32(-np.inf), logits)
     adjusted = adjust(request, logits, drafts, mask)
@@ -120,7 +124,7 @@ def draw(
 
 
 def score(request: Request, logits: NDArray[np.float32], token: int) -> TokenLogprobs | None:
-    """Return the log-probabilities of a prompt's `token`, if the request asks for them.
+    """Return the log-probabilities of a prompt token, if the request asks for them.
 
     None if the request does not, or if no logit is above minus infinity.
     """
@@ -138,7 +142,7 @@ def adjust(
     drafts: Sequence[int] = (),
     mask: NDArray[np.uint32] | None = None,
 ) -> NDArray[np.float32]:
-    """Return a copy of `logits` with bias, penalties, `min_tokens` and the mask applied.
+    """Return a request's logits with bias, penalties, `min_tokens` and constraint mask applied.
 
     The `drafts` count as the end of the request's output. Before `min_tokens`, end tokens are
     excluded, unless the mask allows nothing else.
@@ -176,7 +180,9 @@ def adjust(
 def weights(
     logits: NDArray[np.float32], top: np.float32, temperature: float
 ) -> NDArray[np.float32]:
-    """Return `exp((logits - top) / temperature) * UNIT`, rounded to integers, as float32.
+    """Return each token's sampling weight: `exp((logits - top) / temperature) * UNIT`, rounded.
+
+    The weights are integers in float32.
 
     Uses float32 operations in a fixed order, without fused multiply-add, so that every machine gets
     the same bits. `top` is the largest logit and finite.
@@ -196,7 +202,7 @@ def weights(
 def distribution(
     params: SamplingParams, logits: NDArray[np.float32]
 ) -> tuple[NDArray[np.intp], NDArray[np.uint64]]:
-    """Return the ids that may be drawn, ascending, and their integer weights.
+    """Return the ids of tokens that may be drawn, ascending, and their integer weights.
 
     `logits` are adjusted and free of NaN; the temperature is above 0. Top-k keeps the k likeliest
     tokens; then min-p keeps weights of at least `min_p` times the largest; then top-p keeps the
@@ -224,7 +230,10 @@ def distribution(
 
 
 def pick(ids: NDArray[np.intp], weight: NDArray[np.uint64], bits: int) -> int:
-    """Return the first id at which the sum of weights exceeds `bits` / 2^64 of the total."""
+    """Draw a token: return the first id whose cumulative weight exceeds a random share.
+
+    The share is `bits` / 2^64 of the sum of weights.
+    """
     if not ids.size:
         return NO_TOKEN
     running = np.cumsum(weight)
@@ -309,7 +318,7 @@ def random_bits(seed: int, counter: int) -> int:
 def fill_masks(request: Request, slice_: Slice | None, out: NDArray[np.uint32]) -> None:
     """Write the constraint's mask for each token that a request draws in a step to `out`.
 
-    `slice_`: the request's slice, which may have drafts; None: one token without drafts.
+    `slice_`: the request's slice, which may have draft tokens; None: one token without drafts.
     """
     assert request.matcher is not None
     drafts, branches = (slice_.drafts, slice_.branches) if slice_ is not None else ((), ())
@@ -317,7 +326,7 @@ def fill_masks(request: Request, slice_: Slice | None, out: NDArray[np.uint32]) 
 
 
 def allows_only(mask: NDArray[np.uint32], ids: Iterable[int]) -> bool:
-    """Return whether every token that a mask allows is in `ids`."""
+    """Return whether all tokens that a constraint's mask allows are in `ids`."""
     rest = mask.copy()
     for token in ids:
         if token // 32 < rest.size:
@@ -326,6 +335,6 @@ def allows_only(mask: NDArray[np.uint32], ids: Iterable[int]) -> bool:
 
 
 def as_flags(mask: NDArray[np.uint32], vocab_size: int) -> NDArray[np.bool_]:
-    """Return a mask as booleans, (vocab_size,)."""
+    """Return a constraint's bit mask as one boolean for each token, (vocab_size,)."""
     bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")
     return bits[:vocab_size].astype(bool)

@@ -67,14 +67,17 @@ RESULT = np.dtype(
 
 @dataclass(slots=True)
 class _History:
-    """The prompt and output of a request, `num_tokens` together, and drafts after them."""
+    """The tokens of a request with penalties, as the native sampler reads them.
+
+    `num_tokens` of prompt and output, followed by draft tokens of the step.
+    """
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
     num_tokens: int = 0
 
 
 class RowTable:
-    """The sampler's rows of all requests of a backend, kept from step to step.
+    """A table with the sampling parameters of all requests, kept from step to step.
 
     A request's parameters are written once. A step copies its rows out of the table, unless its
     requests are the same as in the previous step, without penalties. For requests with penalties,
@@ -107,11 +110,13 @@ class RowTable:
         slices: Sequence[Slice] | None = None,
         num_tokens: NDArray[Any] | None = None,
     ) -> Rows:
-        """Return an array of `ROW`, one for each request's next token, in the requests' order.
+        """Return the sampler's parameters for each token to draw, an array of `ROW`.
+
+        The rows are in the order of the requests: one for each request's next token.
 
         `slices[i]`: the slice of `requests[i]`; each of its drafts has a row, too, for the token
-        after it, and rows of scored tokens come before these. `num_tokens`: the number of tokens
-        of each request, if the caller knows it. The array and its pointers are valid until the next
+        after it, and rows of scored tokens come before these. `num_tokens`: the number of tokens of
+        each request, if the caller knows it. The array and its pointers are valid until the next
         call, or until a request is forgotten.
         """
         if self._histories or requests != self._last:
@@ -156,7 +161,7 @@ class RowTable:
         self._has_minimum = bool(self._min_tokens[self._last_indices].any())
 
     def forget(self, request: Request) -> None:
-        """Drop a request's row, if the request has one."""
+        """Drop a request's sampling parameters, if the table has them."""
         if request in self._row_by_request:
             self._last = None
             self._free.append(self._row_by_request.pop(request))
@@ -205,7 +210,7 @@ class RowTable:
         self._num_ends = np.concatenate([self._num_ends, np.zeros(num_new, dtype=np.int32)])
 
     def _write_history(self, request: Request, drafts: Sequence[int] = ()) -> None:
-        """Append new tokens and drafts to a request's history, if it has one."""
+        """Append new tokens and draft tokens to the history of a request with penalties."""
         history = self._histories.get(request)
         if history is None:
             return
@@ -219,7 +224,7 @@ class RowTable:
     def _branch(
         self, slices: Sequence[Slice], firsts: NDArray[Any], rows: Rows, num_tokens: NDArray[Any]
     ) -> None:
-        """Set the number of tokens, and the histories, of the rows of draft trees' branches."""
+        """Set the number of tokens, and the histories, for rows of a draft tree's branches."""
         self._branched = []
         for slice_, first in zip(slices, firsts.tolist(), strict=True):
             if not slice_.branches:
@@ -239,7 +244,7 @@ class RowTable:
     def _mask(
         self, requests: Sequence[Request], slices: Sequence[Slice] | None, rows: Rows
     ) -> None:
-        """Compute the masks of requests with a constraint, and point their rows to them."""
+        """Compute the constraint masks of requests, and point the requests' rows to them."""
         slices_or_none: Sequence[Slice | None] = slices or [None] * len(requests)
         counts = [1 if slice_ is None else slice_.num_drawn for slice_ in slices_or_none]
         next_row = 0
@@ -263,9 +268,9 @@ class RowTable:
 
 
 def only_best(rows: Rows) -> NDArray[np.int32]:
-    """Return 1 for each `ROW` that needs only the largest logit: greedy, and nothing reported.
+    """Return 1 for each row that needs only the largest logit, and 0 for rows that need all.
 
-    Other rows need all logits.
+    Greedy requests without penalties, constraint and log-probabilities need only the largest.
     """
     neutral = (
         ("temperature", 0), ("repetition_penalty", 1), ("frequency_penalty", 0),
@@ -279,7 +284,10 @@ def only_best(rows: Rows) -> NDArray[np.int32]:
 
 
 def _set_scored_tokens(slices: Sequence[Slice], firsts: NDArray[Any], rows: Rows) -> None:
-    """Make scored rows report on prompt tokens; `firsts` are the rows after each slice's."""
+    """Make the sampler report log-probabilities of prompt tokens, for requests that ask for them.
+
+    `firsts`: the first row after each slice's scored rows.
+    """
     for slice_, first in zip(slices, firsts.tolist(), strict=True):
         if slice_.num_scored:
             scored_rows = rows[first - slice_.num_scored : first]
@@ -288,7 +296,7 @@ def _set_scored_tokens(slices: Sequence[Slice], firsts: NDArray[Any], rows: Rows
 
 
 def read_results(results: Rows, rows: Rows) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Return the tokens and log-probabilities of a step, from the `RESULT` of each `ROW`."""
+    """Return a step's drawn tokens and log-probabilities from the sampler's results."""
     tokens: list[int] = results["token"].tolist()
     num_logprobs: list[int] = rows["num_logprobs"].tolist()
     if max(num_logprobs, default=-1) < 0:
@@ -301,7 +309,7 @@ def read_results(results: Rows, rows: Rows) -> tuple[list[int], list[TokenLogpro
 
 
 def read_scores(results: Rows) -> list[TokenLogprobs | None]:
-    """Return the log-probabilities of scored rows, from an array of `RESULT`.
+    """Return the log-probabilities of prompt tokens from the sampler's results.
 
     None for a row whose logits are all NaN or minus infinity.
     """

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class TorchBackend:
-    """Runs a Program in float32 with PyTorch."""
+    """Runs a Program in float32 with PyTorch, one operation after another."""
 
     def __init__(  # noqa: PLR0913 - each is a fact that only the caller knows
         self,
@@ -55,7 +55,7 @@ class TorchBackend:
         tapped_value: str | None = None,
         weight_shard: WeightShard | None = None,
     ) -> None:
-        """Dequantize the Program's weights onto `device`, and reserve its pages there.
+        """Dequantize the Program's weights onto `device`, and reserve KV pages there.
 
         `num_threads`: None leaves the choice to PyTorch. `tapped_value`: the value that steps
         return for the rows that draw. `weight_shard`: this backend is one rank of several, which
@@ -95,21 +95,21 @@ class TorchBackend:
             self._steps.tables.note_changes()
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's rows and draw one token for each slice that samples."""
+        """Compute one step, and draw a token for each slice that samples."""
         return self.compute(plan)
 
     def fill(self, plan: StepPlan) -> None:
-        """Write a step's arrays for the other ranks; see `RankBackend`."""
+        """Write a step's arrays to send to the other ranks; see `RankBackend`."""
         assert self._steps is not None
         self._steps.fill(plan)
 
     def encode_step(self) -> bytes:
-        """Return the step that `fill` wrote as a message."""
+        """Return the step that `fill` wrote, as a message to the other ranks."""
         assert self._steps is not None
         return self._steps.encode_step()
 
     def compute(self, plan: StepPlan) -> StepResult:
-        """Compute this rank's part of a step, and draw its tokens."""
+        """Compute this rank's part of a step, and draw the step's tokens."""
         start_s = time.perf_counter()
         rows = flatten(plan.slices)
         values = self._compute(rows, plan.external)
@@ -135,19 +135,25 @@ class TorchBackend:
         )
 
     def follow(self, frame: StepFrame) -> float:
-        """Compute this rank's part of a step from rank 0; return 0.0: collectives are not timed."""
+        """Compute this rank's part of a step that rank 0 sent.
+
+        Returns 0.0, because the seconds in collectives are not measured.
+        """
         self._compute(unpack(frame), frame.external)
         return 0.0
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
-        """Return the logits of a sequence, empty on ranks other than 0; see `Backend.score`."""
+        """Return the logits of a token sequence, empty on ranks other than 0.
+
+        See `Backend.score`.
+        """
         values = self.trace(tokens, [self.logits], generated=generated)
         return values.get(self.logits, np.empty((0, 0), np.float32))
 
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, Array]:
-        """Return values of the Program for a sequence; see `Backend.trace`."""
+        """Return intermediate values of the model for a token sequence; see `Backend.trace`."""
         del generated  # all rows are computed in the same way
         all_rows = torch.arange(len(tokens))
         with torch.inference_mode():
@@ -159,20 +165,20 @@ class TorchBackend:
 
     @property
     def pages(self) -> None:
-        """None, because the pages may be in a GPU's memory."""
+        """Return None: the bytes of KV pages are not accessible, because a GPU may hold them."""
 
     def forget(self, request: Request) -> None:
-        """Drop the state of a finished request, which other ranks need."""
+        """Drop the state of a finished request, which only backends of several ranks have."""
         if self._steps is not None:
             self._steps.forget(request)
 
     def close(self) -> None:
-        """Free weights and pages."""
+        """Free the backend's weights and KV pages."""
         self._model.weights = {}
         self._pages.memory = torch.empty(0)
 
     def _compute(self, rows: Rows, external: Array | None) -> dict[str, Tensor]:
-        """Run a step; return the values `_returned` by name."""
+        """Compute a step; return the values in `_returned` by name."""
         tokens, positions, spans, sampled = rows
         with torch.inference_mode():
             state = self._state(
@@ -206,11 +212,11 @@ class TorchBackend:
         )
 
     def _rank_program(self, kept_values: Collection[str]) -> RankProgram:
-        """Return this rank's part of the Program; rank 0 has `kept_values` undivided."""
+        """Return this rank's part of the Program; rank 0 has the values `kept_values` in full."""
         if self._weight_shard is None:
             return shard(self._program, ONE_RANK)[0]
         return self._weight_shard.parts(self._program, kept_values)[self._weight_shard.rank]
 
     def _names_here(self, values: Collection[str]) -> Collection[str]:
-        """Return the names of the values that this rank returns: all on rank 0, else none."""
+        """Return the names of the values that this rank returns: all on rank 0, none elsewhere."""
         return values if self._weight_shard is None or self._weight_shard.rank == 0 else ()

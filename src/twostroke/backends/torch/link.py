@@ -30,13 +30,16 @@ _TIMEOUT: Final = timedelta(seconds=20)  # for failures that heartbeats do not f
 
 
 class TorchLink:
-    """One rank's end of a process group of all ranks; a `Link` (backends/parallel/link.py)."""
+    """One rank's end of a link by torch.distributed: NCCL on GPUs, Gloo on CPUs. A `Link`."""
 
     kind = "torch"
     files = ()
 
     def __init__(self, rank: int, num_ranks: int, host: str = _LOOPBACK) -> None:
-        """Prepare the link, without a group yet; other ranks reach rank 0 at `host`."""
+        """Set this rank's number; the process group is created later.
+
+        `host`: the address at which other ranks reach rank 0.
+        """
         self._rank, self._num_ranks, self._host = rank, num_ranks, host
         self._store: dist.Store | None = None  # only on rank 0
         self._address: tuple[str, int] | None = None
@@ -45,11 +48,11 @@ class TorchLink:
 
     @property
     def record(self) -> TorchLink:
-        """The link itself, whose `apply` the backend calls."""
+        """Return the link itself, whose `apply` the torch backend calls for collectives."""
         return self
 
     def renew(self) -> str:
-        """Open a store at which ranks meet; return its address."""
+        """Open the store in which ranks find each other, on rank 0; return the store's address."""
         # Without a socket of ours, the store would listen at all addresses of the machine.
         server = socket.create_server((self._host if self._host == _LOOPBACK else "", 0))
         port: int = server.getsockname()[1]
@@ -64,17 +67,20 @@ class TorchLink:
         return f"{self._host}:{port}"
 
     def join(self, link: str) -> None:
-        """Note the address; the ranks meet in the first collective, and may be lost until then."""
+        """Note the address of rank 0's store; the ranks connect in the first collective.
+
+        A rank that is lost before is only noticed then.
+        """
         with self._busy:
             self._leave()
             host, _, port = link.rpartition(":")
             self._address = host, int(port)
 
     def begin(self) -> None:
-        """Do nothing: the first collective waits for all ranks."""
+        """Do nothing, because the first collective waits for all ranks."""
 
     def abort(self) -> None:
-        """Leave the group, which ends the waits of other ranks, unless this rank waits itself."""
+        """Leave the process group, which ends waits of other ranks; not while this rank waits."""
         if self._busy.acquire(blocking=False):
             try:
                 self._leave()
@@ -82,19 +88,20 @@ class TorchLink:
                 self._busy.release()
 
     def progress(self) -> int:
-        """Return 0, because collectives have their own timeout."""
+        """Return 0, because the collectives of torch.distributed have their own timeout."""
         return 0
 
     def close(self) -> None:
-        """Leave the group, and close the store."""
+        """Leave the process group, and close the store in which ranks find each other."""
         self.abort()
         self._store = None
 
     def apply(self, op: Collective, x: Tensor | None, tokens: Tensor, own_rows: slice) -> Tensor:
-        """Return the output of `op`, given this rank's part `x` of its input.
+        """Run a collective operation; return its output.
 
-        `tokens`: of all rows of the step. `own_rows`: the rows that this rank computes. In `x`,
-        rows and terms of other ranks are zeros. An output that this rank does not need has no rows.
+        `x`: this rank's part of the input; rows and terms of other ranks are zeros. `tokens`: of
+        all rows of the step. `own_rows`: the rows that this rank computes. An output that this rank
+        does not need has no rows.
         """
         num_rows, device = own_rows.stop - own_rows.start, tokens.device
         with self._calling():
@@ -123,7 +130,10 @@ class TorchLink:
                     return total
 
     def _join_parts(self, op: ops.AllGather, x: Tensor, cuts: Sequence[int]) -> Tensor:
-        """Gather rows that ranks have between `cuts`; they are sent padded to the same size."""
+        """Gather rows from all ranks of a team; rank i has the rows from `cuts[i]` on.
+
+        Parts are padded to the same size to send them.
+        """
         counts = [end - start for start, end in pairwise(cuts)]
         padded = functional.pad(x, (0, 0, 0, max(counts) - len(x))).contiguous()
         reads = op.root is None or op.root == self._rank
@@ -137,14 +147,14 @@ class TorchLink:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def _team(self, team: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the process group of a team, which its ranks create at first use."""
+        """Return the process group of a team of ranks, created at its first use."""
         if team not in self._teams:
             assert list(team) == sorted(team), "a group's members are in the order of their ranks"
             self._teams[team] = dist.new_group(list(team), use_local_synchronization=True)
         return self._teams[team]
 
     def _meet(self) -> None:
-        """Create the group of all ranks, unless there is one already."""
+        """Create the process group of all ranks, unless it exists already."""
         if dist.is_initialized():
             return
         if self._address is None:
@@ -165,7 +175,7 @@ class TorchLink:
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Run collectives in the block; raise RanksLostError if torch.distributed fails."""
+        """Run collectives in a `with` block; raise RanksLostError if torch.distributed fails."""
         with self._busy:
             try:
                 self._meet()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TorchModel:
-    """Interprets a Program in float32.
+    """A model in PyTorch for training and research: computes logits, with gradients, in float32.
 
     `weights`: tensors by the Program's names. Set `requires_grad` to train a weight.
     """
@@ -49,7 +49,10 @@ class TorchModel:
             ) from None
 
     def values(self, tokens: Tensor, names: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the named values of a sequence of tokens (int64), and its logits, by name."""
+        """Compute a sequence of tokens (int64).
+
+        Return its logits and other named values, by name.
+        """
         all_rows = torch.arange(len(tokens), device=self.device)
         keeper = WholeSequences([len(tokens)], self.program.ops)
         state = TorchStepState(tokens.to(self.device), all_rows, all_rows, self.weights, keeper)
@@ -58,7 +61,10 @@ class TorchModel:
     def run(
         self, state: TorchStepState, names: Collection[str], program: Program | None = None
     ) -> dict[str, Tensor]:
-        """Run the Program, or a `program` on the same weights; return the named values."""
+        """Run the model's Program, or another `program` on the same weights.
+
+        Return named values.
+        """
         operations = (program or self.program).ops
         last_use = {name: op for op in operations for name in op.inputs}
         values: dict[str, Tensor] = {}
@@ -71,7 +77,7 @@ class TorchModel:
 
 
 def _own_rows(op: Op, values: dict[str, Tensor], state: TorchStepState) -> Mapping[str, Tensor]:
-    """Return the inputs of an operation, cut to this rank's rows unless it reads all rows."""
+    """Return an operation's inputs, cut to this rank's rows unless the operation reads all rows."""
     num_rows, own_rows = len(state.tokens), state.own_rows
     if own_rows == slice(0, num_rows) or not isinstance(op, ops.LocalOp):
         return values
@@ -84,7 +90,7 @@ def _own_rows(op: Op, values: dict[str, Tensor], state: TorchStepState) -> Mappi
 
 
 def choose_device(device: str, local_rank: int | None = None) -> str:
-    """Resolve a device name; "auto" is a GPU if PyTorch sees one.
+    """Resolve the name of a PyTorch device; "auto" is a GPU if PyTorch sees one.
 
     `local_rank`: the number of this rank on the machine, and of its GPU.
 

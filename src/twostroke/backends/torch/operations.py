@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class TorchStepState(Frozen):
-    """The inputs of a step's operations, apart from the values of other operations.
+    """The inputs of a step's operations: tokens, positions, weights, keys and values.
+
+    Values that other operations have computed are passed separately.
 
     `tokens`, `positions` (rows) and `sampled` (the rows with logits) are int64 on the weights'
     device. `keeper` stores the step's keys and values, and returns the ones its rows see. With
@@ -40,7 +42,7 @@ class TorchStepState(Frozen):
 
     @property
     def own_rows(self) -> slice:
-        """The rows that this rank computes."""
+        """Return the rows of the step that this rank computes."""
         count, part, parts = len(self.tokens), self.row_part, self.num_row_parts
         return slice(count * part // parts, count * (part + 1) // parts)
 
@@ -48,9 +50,10 @@ class TorchStepState(Frozen):
 def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
     op: Op, values: Mapping[str, Tensor], state: TorchStepState
 ) -> Tensor:
-    """Return the output of `op`, (rows, width), given the values computed so far.
+    """Compute one operation of a Program; return its output, (rows, width).
 
-    Values have the step's rows that this rank computes, or all rows.
+    `values`: the outputs of earlier operations, by name. They have the step's rows that this rank
+    computes, or all rows.
     """
     weights = state.weights
     match op:
@@ -100,7 +103,7 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a product in the weight's type; autocast may compute it in another type."""
+    """Return `x @ weight.T + bias` in the weight's type; autocast may use another type."""
     return functional.linear(x, weight, bias).to(weight.dtype)
 
 
@@ -109,14 +112,14 @@ def _exchange(
     values: Mapping[str, Tensor],
     state: TorchStepState,
 ) -> Tensor:
-    """Exchange a value with other ranks, and return the result."""
+    """Run a collective operation over the link to the other ranks; return its output."""
     assert state.link is not None, "a divided Program needs the other ranks"
     x = values[op.inputs[0]] if op.inputs else None
     return state.link.apply(op, x, state.tokens, state.own_rows)
 
 
 def _embed(op: ops.Embed, tokens: Tensor, table: Tensor) -> Tensor:
-    """Return the rows of a table; zeros for tokens that are not in it."""
+    """Return the embedding of tokens; zeros for tokens that are not in this rank's table."""
     ids = tokens - op.first_id
     is_missing = (ids < 0) | (ids >= op.num_ids)
     rows = functional.embedding(ids.masked_fill(is_missing, 0), table)
@@ -180,7 +183,10 @@ def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: TorchStep
 
 
 def _attend(op: ops.Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Return (rows, width) for q (rows, heads, head_dim), k and v (context, kv_heads, head_dim)."""
+    """Compute attention: (rows, width) for q (rows, heads, head_dim).
+
+    k and v are (context, kv_heads, head_dim). `seen`: which keys each row sees.
+    """
     heads = torch.arange(op.first_head, op.first_head + op.num_heads, device=q.device)
     k, v = (x.index_select(1, heads // op.group_size) for x in (k, v))
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
@@ -209,7 +215,7 @@ def _activate(activation: Activation, x: Tensor) -> Tensor:
 def _expert_terms(
     op: ops.ExpertTerms, values: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return the terms of each row's experts; zeros for experts of other ranks."""
+    """Return the weighted outputs of each row's experts; zeros for experts of other ranks."""
     x, experts = values[op.x], _experts_of_rows(op, values[op.scores])
     terms = x.new_zeros(*experts.shape, op.hidden)
     for index, expert in enumerate(op.experts, op.first_expert):
@@ -249,10 +255,10 @@ def _route(op: ops.Route, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def _experts_of_rows(op: ops.ExpertTerms | ops.SumTerms, scores: Tensor) -> Tensor:
-    """Return the experts of each row with the largest scores, (rows, num_used), best first."""
+    """Return the experts with the largest scores for each row, (rows, num_used), best first."""
     return _largest(scores, op.num_used)
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Return the indices of the largest scores of each row; among equal scores, the first."""
+    """Return the indices of the `count` largest scores of each row; of equal scores, the first."""
     return scores.argsort(dim=-1, descending=True, stable=True)[:, :count]

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class KvKeeper(Protocol):
-    """Stores a step's keys and values, and returns the context of each span of rows."""
+    """Interface that stores a step's keys and values, and returns each sequence's context."""
 
     def spans(self, op: ops.Attention, step_kv: tuple[Tensor, ...]) -> Iterator[Seen]:
-        """Yield (rows, keys, values, position of the first key) for each span of rows.
+        """Yield (rows, keys, values, position of the first key) for each sequence of the step.
 
         `step_kv`: keys and values of the step, (rows, width); empty if an earlier operation has
         stored them. The yielded keys and values are (context, kv_heads, head_dim).
@@ -33,19 +33,22 @@ class KvKeeper(Protocol):
 
 
 class WholeSequences:
-    """Whole sequences, one after another, without pages: nothing outlives the step.
+    """Keeps keys and values of whole sequences during one step, without KV pages, for training.
 
     Gradients flow through keys and values.
     """
 
     def __init__(self, lengths: Sequence[int], operations: Sequence[Op]) -> None:
-        """Take the `lengths` of the sequences; `operations` show which layers' KV is shared."""
+        """Set the lengths of the step's sequences.
+
+        `operations`: the Program's operations, which show the layers that share keys and values.
+        """
         self._lengths = lengths
         self._shared_layers = {op.layer for op in operations if isinstance(op, SharedKvAttention)}
         self._stored: dict[int, tuple[Tensor, ...]] = {}
 
     def spans(self, op: ops.Attention, step_kv: tuple[Tensor, ...]) -> Iterator[Seen]:
-        """Yield a span for each sequence."""
+        """Yield the rows, keys and values of each sequence; see `KvKeeper.spans`."""
         start = 0
         if op.stores and op.layer in self._shared_layers:
             self._stored[op.layer] = step_kv
@@ -57,21 +60,21 @@ class WholeSequences:
 
 
 class TorchKvPages:
-    """The keys and values of all layers, in pages of float32 numbers."""
+    """The torch backend's KV cache: keys and values of all layers in float32 pages."""
 
     def __init__(
         self, program: Program, num_pages: int, page_size: int, device: torch.device
     ) -> None:
-        """Reserve `num_pages` pages, each for `page_size` tokens of one cache group."""
+        """Reserve `num_pages` KV pages, each for `page_size` tokens of one cache group."""
         self.map = PageMap(program, page_size)
         self.memory = torch.zeros((num_pages * page_size, self.map.width), device=device)
 
 
 class PagedStep:
-    """A keeper for one step, which stores keys and values in pages before they are read."""
+    """Stores a step's keys and values in KV pages, and reads contexts from them; a `KvKeeper`."""
 
     def __init__(self, pages: TorchKvPages, spans: Sequence[RowSpan]) -> None:
-        """Take the spans of the step, in the order of rows, and copy pages of branches."""
+        """Set the row spans of the step, in order, and copy the first pages of draft branches."""
         self._pages = pages
         self._spans = spans
         if any(span.copies for span in spans):
@@ -81,7 +84,7 @@ class PagedStep:
             pages.memory[targets] = pages.memory[sources]
 
     def spans(self, op: ops.Attention, step_kv: tuple[Tensor, ...]) -> Iterator[Seen]:
-        """Store the step's keys and values; yield the keys and values that each span sees."""
+        """Store the step's keys and values in pages; yield the context of each row span."""
         memory, columns = self._pages.memory, self._pages.map.columns(op.layer)
         for span in self._spans:
             rows = torch.from_numpy(span.stored_rows).to(memory.device)
