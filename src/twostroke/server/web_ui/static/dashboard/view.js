@@ -3,7 +3,7 @@
 import { h } from "../shared/dom.js";
 import { count, counted, duration, isKnown, percent, quantity, rate } from "../shared/format.js";
 import { Chart } from "./chart.js";
-import { Guesses } from "./guesses.js";
+import { Drafts } from "./drafts.js";
 import { History } from "./history.js";
 import { Latency } from "./latency.js";
 import { Models } from "./models.js";
@@ -38,7 +38,7 @@ export class Dashboard {
   #map = new PageMap();
   #roofline = new Roofline();
   #latency = new Latency();
-  #guesses = new Guesses();
+  #drafts = new Drafts();
   #models = new Models((name) => this.#poller.choose(name));
   #ranks = new Ranks();
   #requests = new Requests((place) => this.#map.single(place));
@@ -49,7 +49,7 @@ export class Dashboard {
     const tiles = h("dl.tiles", {}, Object.values(this.#tiles).map((tile) => tile.element));
     const charts = h("div.cards.three", {}, this.#batch.element, this.#flow.element, this.#steps.element);
     const maps = h("div.cards.two", {}, this.#map.element, this.#roofline.element);
-    const tables = h("div.cards.two", {}, this.#latency.element, this.#guesses.element);
+    const tables = h("div.cards.two", {}, this.#latency.element, this.#drafts.element);
     place.append(h("div.dashboard", {}, head, this.#trouble, this.#models.element, tiles, charts, maps, this.#requests.element, this.#ranks.element, tables));
     new ResizeObserver(() => this.#draw()).observe(place);
     window.addEventListener("themechange", () => this.#draw());
@@ -82,7 +82,7 @@ export class Dashboard {
     this.#map.show(state.pages, state.requests.running);
     this.#roofline.show(state.hardware, window.strokes);
     this.#latency.show(window, state.objectives ?? []);
-    this.#guesses.show(window.speculation, state.engine);
+    this.#drafts.show(window.speculation, state.engine);
     this.#requests.show(state.requests);
     this.#ranks.show(state.ranks ?? [], state.totals);
   }
@@ -165,10 +165,10 @@ function ofPrompts(tiers) {
 
 /** Say what prefill engines have read for this engine, or this one for others. */
 function elsewhere(handover) {
-  if (handover?.lender) return `; ${counted(handover.lender.num_prompts, "prompt")} read for others`;
+  if (handover?.lender) return `; ${counted(handover.lender.num_prompts, "prompt")} prefilled for others`;
   const { decisions = {}, peers = [] } = handover?.borrower ?? {};
   const up = peers.filter(({ state }) => state === "up").length;
-  return handover ? `; ${counted(decisions.there ?? 0, "prompt")} read by ${counted(up, "prefill engine")}` : "";
+  return handover ? `; ${counted(decisions.there ?? 0, "prompt")} prefilled by ${counted(up, "prefill engine")}` : "";
 }
 
 function tail(found) {

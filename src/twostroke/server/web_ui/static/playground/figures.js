@@ -27,7 +27,7 @@ function main(choice, figures) {
   if (isKnown(speed)) parts.push([`${rate(speed)} tokens/s`]);
   if (isKnown(figures.completion_tokens)) parts.push([counted(figures.completion_tokens, "token"), figures.numChoices > 1 ? ` in ${figures.numChoices} answers` : ""]);
   if (figures.cached_tokens > 0) parts.push([`${count(figures.cached_tokens)} of ${count(figures.prompt_tokens)} prompt tokens cached`]);
-  if (figures.accepted > 0) parts.push([`${count(figures.accepted)} of ${count(figures.accepted + figures.rejected)} guesses right`]);
+  if (figures.accepted > 0) parts.push([`${count(figures.accepted)} of ${count(figures.accepted + figures.rejected)} drafts accepted`]);
   if (figures.form) parts.push([figures.form]);
   parts.push([choice.isEdited ? "edited by you" : (ENDS[choice.finish] ?? choice.finish)]);
   return parts.filter((part) => part[0]);
