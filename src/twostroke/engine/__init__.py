@@ -38,7 +38,10 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name at its first use: the engine's child process needs few of them."""
+    """Import a public name of this package at its first use, so that importing the package is fast.
+
+    The engine's child process needs few of these names.
+    """
     if name not in _MODULES:
         raise AttributeError(f"module 'twostroke.engine' has no attribute '{name}'")
     import importlib
@@ -47,5 +50,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, imported or not."""
+    """Return all public names of this package, whether they are imported yet or not."""
     return sorted(__all__)

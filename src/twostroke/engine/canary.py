@@ -62,11 +62,11 @@ _logger = logging.getLogger("twostroke.engine")
 
 
 class Canary(Frozen):
-    """A model's scores of the canary.
+    """A model's scores of the canary, a short text that a working model predicts well.
 
     Attributes:
-        nats: the negative log-probability of each token but the first.
-        likeliest: the likeliest token at each of these positions.
+        nats: the negative log-probability of each token of the text but the first.
+        likeliest: the model's likeliest token at each of these positions.
         version: the version of the text.
     """
 
@@ -76,26 +76,26 @@ class Canary(Frozen):
 
     @property
     def easy_nats(self) -> float:
-        """The mean over the tokens that a working model predicts well."""
+        """The mean negative log-probability over the tokens that a working model predicts well."""
         easy = self.nats[-_NUM_EASY_TOKENS:]
         return sum(easy) / len(easy)
 
     @property
     def is_finite(self) -> bool:
-        """Whether all logits were finite."""
+        """Whether all logits of the canary's tokens were finite."""
         return bool(self.nats)
 
     def drift(self, recorded: Canary) -> float:
-        """Return the difference from recorded log-probabilities (root mean square, in nats).
+        """Return how far these log-probabilities are from recorded log-probabilities, in nats.
 
-        Infinity if the text has other tokens than the recorded one.
+        The root mean square of the differences; infinity if the recorded canary has other tokens.
         """
         if len(self.nats) != len(recorded.nats) or not self.nats:
             return math.inf
         return math.dist(self.nats, recorded.nats) / math.sqrt(len(self.nats))
 
     def fault(self) -> str | None:
-        """Describe why the scores show a damaged model; None if they are plausible."""
+        """Describe why the canary's scores show a damaged model; None if they are plausible."""
         if not self.is_finite:
             return "its logits are not finite numbers"
         if len(self.nats) > _NUM_EASY_TOKENS and len(set(self.likeliest[-_NUM_EASY_TOKENS:])) == 1:
@@ -108,17 +108,17 @@ class Canary(Frozen):
 
 
 def measure_canary(backend: Backend, tokenizer: Tokenizer, context_length: int) -> Canary:
-    """Score the canary with a backend; no request may be running."""
+    """Score the canary text with a model's backend; no request may be running."""
     return score_canary(backend, canary_tokens(tokenizer, context_length))
 
 
 def canary_tokens(tokenizer: Tokenizer, context_length: int) -> list[int]:
-    """Return the first tokens of the canary's text, up to the context length."""
+    """Return the first token ids of the canary text, up to the model's context length."""
     return tokenizer.encode(_TEXT, add_special=True)[: min(_NUM_TOKENS, context_length)]
 
 
 def score_canary(backend: Backend, tokens: Sequence[int]) -> Canary:
-    """Score the tokens of `canary_tokens` with a backend."""
+    """Run the canary's token ids, from `canary_tokens`, through a backend; return the scores."""
     logits = backend.score(tokens)
     if not np.isfinite(logits).all():
         return Canary((), ())
@@ -127,21 +127,23 @@ def score_canary(backend: Backend, tokens: Sequence[int]) -> Canary:
 
 
 def _nats(logits: NDArray[np.float32], token: int) -> float:
-    """Return the negative log-probability of a token."""
+    """Return a token's negative log-probability, in nats, under one row of logits."""
     highest = logits.max()
     return round(float(np.log(np.exp(logits - highest).sum()) + highest - logits[token]), 4)
 
 
 class FirstLoad(Frozen):
-    """The check at a model's first load, prepared before its tensors are read.
+    """The check of a model at its first load, which refuses a damaged model.
+
+    It is prepared before the model's tensors are read.
 
     Attributes:
         name: the model's name.
         identity: identifies the model's files and the arithmetic on them.
-        tokens: the canary's tokens.
-        recorded: the canary in the report of the model's files, if any.
+        tokens: the token ids of the canary text.
+        recorded: the canary's scores in the quality report of the model's files, if any.
         is_judged: whether the perplexity is checked. For models that are small or made for
-            embeddings, only finite logits and the drift from a recorded canary are.
+            embeddings, only finite logits and the drift from a recorded canary are checked.
         accepts: whether to use a damaged model with a warning.
         max_drift: the largest allowed drift from the recorded canary, in nats.
     """
@@ -162,7 +164,7 @@ class FirstLoad(Frozen):
         program: Program,
         options: EngineOptions,
     ) -> FirstLoad:
-        """Return the check for a model that is loaded with these options."""
+        """Prepare the first-load check for a model that is loaded with these options."""
         size = sum(
             math.prod(shape) for key, shape in program.weight_shapes.items() if key[:4] == "blk."
         )
@@ -179,9 +181,9 @@ class FirstLoad(Frozen):
         )
 
     def check(self, backend: Backend) -> None:
-        """Score the canary, unless this file has passed the check before.
+        """Score the canary with the loaded model, unless its files have passed the check before.
 
-        Models that are not judged are scored at each load: the result is not stored.
+        Models whose perplexity is not checked are scored at each load: the result is not stored.
 
         Raises:
             QualityError: the model generates garbage, or differs from the scores in its report.
@@ -211,7 +213,7 @@ class FirstLoad(Frozen):
             )
 
     def fault(self, canary: Canary) -> str | None:
-        """Describe why the model is damaged; None if its scores are plausible."""
+        """Describe why a canary's scores show a damaged model; None if they are plausible."""
         fault = canary.fault() if self.is_judged or not canary.is_finite else None
         if fault is not None or self.recorded is None or self.recorded.version != VERSION:
             return fault
@@ -245,13 +247,13 @@ def _recorded(loaded: LoadedModel) -> Canary | None:
 
 
 class _HasCanary(Frozen):
-    """The part of a quality report that is read at a load."""
+    """The canary's scores in a model's quality report; other fields of the report are not read."""
 
     canary: Canary | None = None
 
 
 def _identity(loaded: LoadedModel, options: EngineOptions) -> str:
-    """Return a hash that changes with the model's files, and with the arithmetic on them."""
+    """Return a hash that changes with the model's files, the backend and the number formats."""
     source = loaded.tokenizer_source
     compute = options.compute
     paths = [mapping.path for mapping in loaded.mappings]

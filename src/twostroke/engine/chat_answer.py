@@ -39,9 +39,9 @@ class ChatOptions(TypedDict, total=False):
     `tools` are functions in OpenAI's form, with a JSON schema of their `parameters`. `tool_choice`
     is "auto", "none", "required", or the name of the function to call. `chat_template_kwargs` are
     variables for the model's chat template, such as `enable_thinking`. With
-    `continue_final_message` the answer continues the last message, an assistant's. `speculate`
-    names the speculation method, and `prediction` is the text of the expected answer: both change
-    the speed and never the answers.
+    `continue_final_message` the answer continues the last message, which an assistant wrote.
+    `speculate` names the speculation method, and `prediction` is the text of the expected answer:
+    both change the speed and never the answers.
     """
 
     tools: Sequence[Mapping[str, Any]]
@@ -64,10 +64,10 @@ def check_options(options: Mapping[str, object]) -> None:
 def encode_conversation(
     card: ModelCard, messages: Sequence[Message], params: SamplingParams, options: ChatOptions
 ) -> tuple[list[int], SamplingParams, Hints, AnswerFormat, tuple[Function, ...]]:
-    """Encode a conversation.
+    """Encode the messages of a conversation as a prompt.
 
-    Returns its token ids, the parameters and the hints of its answer, the format in which the
-    answer is read, and the functions that the answer may call.
+    Returns the prompt's token ids, the parameters and the hints of the answer, the format in which
+    the answer is read, and the functions that the answer may call.
 
     Raises:
         RequestError: the model has no chat template, the template refuses the messages, or an
@@ -104,7 +104,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]], choice: str = "auto") -> Tool
     """Return the tools that an answer may call, or None if it may call none.
 
     Raises:
-        RequestError: a tool has another form, or the choice names none of them.
+        RequestError: a tool is not in OpenAI's form, or `choice` names no tool of the list.
     """
     if isinstance(tools, (str, Mapping)) or not hasattr(tools, "__len__"):
         raise RequestError("must be a list of functions.", field="tools")
@@ -138,7 +138,10 @@ def read_tools(tools: Sequence[Mapping[str, Any]], choice: str = "auto") -> Tool
 
 
 def _function_of(tool: object, where: str) -> dict[str, Any]:
-    """Return a tool's name, description and parameters; the tool may be wrapped as OpenAI's are."""
+    """Return a tool's name, description and parameters, also if wrapped as OpenAI's tools are.
+
+    `where` is the tool's place in the request, for errors.
+    """
     inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(inner, Mapping):
         raise RequestError("must be an object with a function's name.", field=where)
@@ -155,16 +158,16 @@ def _function_of(tool: object, where: str) -> dict[str, Any]:
 
 
 class ChunkReader:
-    """Turns the outputs of a conversation's answers into chunks."""
+    """Turns engine outputs for a conversation into chunks of text, reasoning and tool calls."""
 
     def __init__(self, reading: AnswerFormat, tokenizer: Tokenizer) -> None:
-        """Read answers in the form that `reading` describes."""
+        """Read answers that are written in the format `reading`."""
         self._reading = reading
         self._tokenizer = tokenizer
         self._answers: dict[int, CallCollector] = {}  # by choice
 
     def read(self, output: Output) -> AnswerChunk:
-        """Return the chunk of an output."""
+        """Return the chunk of text, reasoning and complete tool calls in one engine output."""
         text, reasoning, calls = output.text, "", tuple[AnswerCall, ...]()
         if not self._reading.is_plain:
             if output.index not in self._answers:
@@ -189,7 +192,7 @@ class ChunkReader:
 
 
 def read_completion(answer: Completion, reading: AnswerFormat, tokenizer: Tokenizer) -> Completion:
-    """Return a whole answer, with reasoning and calls separated from the text."""
+    """Return a complete answer with its reasoning and its tool calls separated from the text."""
     if reading.is_plain:
         return answer
     text, reasoning, calls = CallCollector(reading.reader(tokenizer)).take(answer)
@@ -197,23 +200,23 @@ def read_completion(answer: Completion, reading: AnswerFormat, tokenizer: Tokeni
 
 
 class WrittenCall(NamedTuple):
-    """A call as the model wrote it; the arguments may be incomplete if the answer was cut."""
+    """A tool call as the model wrote it; the arguments may be incomplete if the answer was cut."""
 
     name: str
     arguments: str
 
 
 class CallCollector:
-    """Splits one answer into text, reasoning and calls, and returns each call when it ends."""
+    """Splits one answer into text, reasoning and tool calls, and returns each call when it ends."""
 
     def __init__(self, reader: AnswerReader) -> None:
-        """Read an answer with `reader`."""
+        """Split an answer into pieces with `reader`."""
         self._reader = reader
         self._name = ""
         self._arguments: list[str] = []
 
     def take(self, output: Output | Completion) -> tuple[str, str, list[WrittenCall]]:
-        """Return the text, the reasoning and the calls that a part of the answer completes."""
+        """Return the text, the reasoning and the complete tool calls that an engine output adds."""
         text, reasoning, calls = "", "", list[WrittenCall]()
         for piece in self._reader.take(output):
             text += piece.text if isinstance(piece, TextPiece) else ""
@@ -224,7 +227,7 @@ class CallCollector:
         return text, reasoning, calls
 
     def _calls_before(self, piece: Piece | None) -> list[WrittenCall]:
-        """Read a piece of a call, or the end of the answer; return the calls that it completes."""
+        """Read a piece of the answer, or its end (None); return the tool calls that end there."""
         if isinstance(piece, ArgumentsPiece):
             self._arguments.append(piece.text)
         if piece is not None and not isinstance(piece, CallBegin):
@@ -235,7 +238,7 @@ class CallCollector:
 
 
 def _to_calls(written_calls: list[WrittenCall]) -> tuple[AnswerCall, ...]:
-    """Return calls with parsed arguments; drop a call that the end of the answer cut off."""
+    """Parse the arguments of tool calls; drop a call whose JSON is not complete."""
     calls: list[AnswerCall] = []
     for written in written_calls:
         with suppress(ValueError):

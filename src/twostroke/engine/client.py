@@ -31,13 +31,13 @@ _MAX_QUOTED_CHARS: Final = 40  # of a wrong value, in an error
 
 
 class Caller(Frozen):
-    """The sender of requests: their priority, tenant and deadlines.
+    """The sender of requests: their priority, tenant, service tier and deadlines.
 
     Attributes:
         priority: requests with a lower number start first.
         tenant: tenants do not share cached prefixes.
-        prompt_field: the name of the prompt in errors: "prompt", "messages" for a conversation,
-            or "input" for texts to embed.
+        prompt_field: the name of the prompt in errors: "prompt", "messages" for a conversation, or
+            "input" for texts to embed.
         service: the service tier under which requests are counted, one of `SERVICE_TIERS`.
         names_class: whether the request names its service tier.
         cuts_limit: whether a `max_tokens` that does not fit into the context is lowered instead of
@@ -69,7 +69,7 @@ class Client:
     """Submits requests to the engine in this process."""
 
     def __init__(self, card: ModelCard, loop: EngineLoop) -> None:
-        """Submit to `loop`, which runs the model of `card`."""
+        """Submit requests to `loop`, the engine loop that runs the model of `card`."""
         self.card = card
         self.loop = loop
         # Set by `engine/disaggregation`: returns its counts.
@@ -77,7 +77,7 @@ class Client:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The grammar compiler of this model; imported with the first constraint."""
+        """The compiler of constraints on this model's answers; imported when first used."""
         from twostroke.engine.structured_output.grammar import Grammars
 
         return Grammars(self.card.tokenizer, self._vocab_size)
@@ -228,7 +228,7 @@ class Client:
         hints: Hints,
         grammar: GrammarMatcher | None,
     ) -> Iterator[Request]:
-        """Yield the `n` requests of one prompt."""
+        """Yield the requests of one prompt, one for each of its `n` choices."""
         first_seed = secrets.randbits(64) if params.seed is None else params.seed
         constraint = params.constraint
         end_ids = frozenset() if params.ignore_eos else self.card.tokenizer.eos_ids
@@ -289,7 +289,7 @@ class Client:
 def new_request(
     tokens: Sequence[int], params: SamplingParams, caller: Caller, pooling: Pooling | None = None
 ) -> Request:
-    """Return a new request for a prompt, or with `pooling` for a text to embed."""
+    """Return a new request to continue a prompt, or to embed a text if `pooling` is given."""
     return Request(
         id=f"r{next(_request_numbers)}",
         tokens=list(tokens),

@@ -45,11 +45,11 @@ BOUNDS: Final = {"seconds": TIME_BOUNDS_S, "rows": ROW_BOUNDS}
 
 
 class Distribution(Frozen):
-    """The distribution of some values over buckets.
+    """How many of some measured values fall into each bucket of a histogram.
 
     Attributes:
         unit: a name in `BOUNDS`, which has the upper bounds of the buckets.
-        counts: the values in each bucket; the last bucket has no upper bound.
+        counts: the number of values in each bucket; the last bucket has no upper bound.
         sum: the sum of all values.
     """
 
@@ -59,7 +59,7 @@ class Distribution(Frozen):
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """The upper bounds of the buckets, inclusive; the last bucket has none."""
+        """The inclusive upper bounds of the histogram's buckets; the last bucket has no bound."""
         return BOUNDS[self.unit]
 
     def __sub__(self, earlier: Distribution) -> Distribution:
@@ -70,19 +70,19 @@ class Distribution(Frozen):
 
     @property
     def count(self) -> int:
-        """The number of values."""
+        """The number of values in all buckets."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float | None:
-        """The mean of the values; None without values."""
+        """The mean of the values; None if no value was counted."""
         count = self.count
         return self.sum / count if count else None
 
     def percentile(self, fraction: float) -> float | None:
-        """Return an estimate of a percentile, such as the median for 0.5; None without values.
+        """Return an estimate of a percentile of the values, such as the median for 0.5.
 
-        The estimate interpolates linearly within a bucket.
+        The estimate interpolates linearly within a bucket. None if no value was counted.
         """
         cumulative = list(accumulate(self.counts))
         if not cumulative[-1]:
@@ -95,19 +95,22 @@ class Distribution(Frozen):
         return low + (high - low) * (rank - num_below) / self.counts[bucket]
 
     def cumulative(self, bounds: Sequence[float]) -> Iterator[tuple[float, int]]:
-        """Yield each of `bounds` with the number of values up to it; `bounds` are own bounds."""
+        """Yield each of `bounds` with the number of values up to it.
+
+        Each of `bounds` must be an upper bound of one of the buckets.
+        """
         cumulative = list(accumulate(self.counts))
         for bound in bounds:
             yield bound, cumulative[bisect_left(self.bounds, bound)]
 
 
 class Histogram:
-    """Counts values into buckets. Not thread-safe."""
+    """Counts measured values in buckets. Not thread-safe."""
 
     __slots__ = ("_bounds", "_counts", "_read", "_sum", "_unit")
 
     def __init__(self, unit: str = "seconds") -> None:
-        """Start with empty buckets: one up to each of the unit's `BOUNDS`, and one above."""
+        """Start with empty buckets: one up to each of the `BOUNDS` of `unit`, and one above."""
         self._unit = unit
         self._bounds = BOUNDS[unit]
         self._counts = [0] * (len(self._bounds) + 1)
@@ -121,7 +124,10 @@ class Histogram:
         self._read = None
 
     def read(self) -> Distribution:
-        """Return the distribution so far; the same object until another value is added."""
+        """Return the distribution of all values so far.
+
+        The same object is returned until another value is added.
+        """
         if self._read is None:
             self._read = Distribution(self._unit, tuple(self._counts), self._sum)
         return self._read
@@ -133,7 +139,7 @@ MAX_SECONDS: Final = 130  # that a history remembers
 
 
 class TimeSpan(Frozen, Generic[T]):
-    """The sums at the beginning (`first`) and at the end (`last`) of a span of whole seconds."""
+    """Growing sums at the start (`first`) and at the end (`last`) of a span of whole seconds."""
 
     first: T
     last: T
@@ -141,10 +147,13 @@ class TimeSpan(Frozen, Generic[T]):
 
 
 class SumHistory(Generic[T]):
-    """Remembers growing sums as they were at the beginning of each second. Not thread-safe."""
+    """Remembers growing sums, such as tokens, as they were at the beginning of each second.
+
+    Not thread-safe.
+    """
 
     def __init__(self, read: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
-        """Get the sums from `read`, which returns immutable values."""
+        """Record the sums that `read` returns; their values must be immutable."""
         self._read = read
         self._clock = clock
         self._start_s = clock()
@@ -158,16 +167,16 @@ class SumHistory(Generic[T]):
             self._marks.append((second, self._read()))
 
     def span(self, seconds: int, ago_s: int = 0) -> TimeSpan[T]:
-        """Return the sums at both ends of a span that ended `ago_s` ago.
+        """Return the sums at both ends of a span of `seconds` that ended `ago_s` seconds ago.
 
-        The span is shorter than `seconds` if the history is.
+        The span is shorter than `seconds` if the history is shorter.
         """
         last = max(0, int(self._clock() - self._start_s) - ago_s)
         first = max(0, last - seconds)
         return TimeSpan(self._at(first), self._at(last), last - first)
 
     def _at(self, second: int) -> T:
-        """Return the sums at the beginning of a second: they are the same until the next mark."""
+        """Return the recorded sums as they were at the beginning of a second."""
         for marked_second, sums in self._marks:
             if marked_second >= second:
                 return sums
@@ -200,25 +209,25 @@ class PhaseTotals(Frozen):
 
     @property
     def flops_per_s(self) -> float:
-        """FLOPs a second while steps ran."""
+        """Floating-point operations a second, over the time in which steps of this phase ran."""
         return self.flops / self.time_s if self.time_s else 0.0
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes of memory traffic a second while steps ran."""
+        """Bytes of memory traffic a second, over the time in which steps of this phase ran."""
         return self.bytes / self.time_s if self.time_s else 0.0
 
     def mfu(self, hardware: Hardware) -> float:
-        """Return the model FLOPs utilization: FLOPs a second over the machine's peak."""
+        """Return the phase's model FLOPs utilization: FLOPs a second over the machine's peak."""
         return self.flops_per_s / hardware.peak
 
     def mbu(self, hardware: Hardware) -> float:
-        """Return the model bandwidth utilization: bytes a second over the machine's bandwidth."""
+        """Return the phase's model bandwidth utilization: memory traffic over the peak."""
         return self.bytes_per_s / hardware.bandwidth
 
 
 class PrefillDecodeTotals(Frozen):
-    """Sums over prefill steps (most of their rows are prompt tokens) and over decode steps."""
+    """Sums over prefill steps, in which most rows are prompt tokens, and over decode steps."""
 
     prefill: PhaseTotals = PhaseTotals()
     decode: PhaseTotals = PhaseTotals()
@@ -229,12 +238,12 @@ class PrefillDecodeTotals(Frozen):
 
     @property
     def max_bytes_per_s(self) -> float:
-        """The memory traffic of the faster phase, in bytes a second."""
+        """The memory traffic, in bytes a second, of prefill or decode, whichever has more."""
         return max(self.prefill.bytes_per_s, self.decode.bytes_per_s)
 
     @property
     def max_flops_per_s(self) -> float:
-        """The arithmetic of the faster phase, in FLOPs a second."""
+        """The arithmetic, in FLOPs a second, of prefill or decode, whichever has more."""
         return max(self.prefill.flops_per_s, self.decode.flops_per_s)
 
 
@@ -284,7 +293,7 @@ class TimedRows(NamedTuple):
 
 
 class ServiceTotals(Frozen):
-    """Sums for one service tier.
+    """Counts and latencies of the requests of one service tier.
 
     Prompts are counted at their first token, and `completion_tokens` as they are generated. `ends`
     counts answers by finish reason. `latencies` are in seconds, by the names in `LATENCIES`. Texts
@@ -301,12 +310,12 @@ class ServiceTotals(Frozen):
 
     @property
     def answers(self) -> int:
-        """The number of completed answers."""
+        """The number of completed answers of this service tier."""
         return sum(self.ends.get(reason, 0) for reason in COMPLETED)
 
 
 class SpeculationTotals(Frozen):
-    """Counts of draft tokens.
+    """Counts of the draft tokens of speculative decoding.
 
     Attributes:
         proposed, accepted: draft tokens by proposer.
@@ -354,10 +363,10 @@ class Snapshot(Frozen):
 
 
 class ServiceCounter:
-    """Counts for one service tier. Callers hold the engine loop's lock."""
+    """Counts the requests of one service tier. Callers hold the engine loop's lock."""
 
     def __init__(self) -> None:
-        """Count from 0."""
+        """Start with all counts of the service tier at 0."""
         self.gaps: list[float] = []  # times of the tokens before this step's tokens
         self.num_tokens = 0
         self._latencies = {name: Histogram() for name in LATENCIES}
@@ -368,14 +377,14 @@ class ServiceCounter:
         self._ends: Counter[FinishReason] = Counter()
 
     def begin(self, request: Request, now_s: float) -> None:
-        """Count a request at its first token."""
+        """Count a request of this service tier at its first token."""
         self._num_prompt += request.num_prompt
         self._num_cached += request.num_cached
         self._latencies["queue"].observe(request.started_s - request.arrival_s)
         self._latencies["ttft"].observe(now_s - request.arrival_s)
 
     def count_gaps(self, now_s: float) -> None:
-        """Count the time between each token of this step and the token before it."""
+        """Count the inter-token latency of each token that the current step returned."""
         gaps = self.gaps
         if not gaps:
             return
@@ -387,7 +396,7 @@ class ServiceCounter:
         gaps.clear()
 
     def end(self, request: Request, last: Output) -> None:
-        """Count a request with its last output; a text to embed only if it succeeded."""
+        """Count an ended request, with its last output; a text to embed only if it succeeded."""
         reason = last.finish_reason
         timings = last.timings
         usage = last.usage
@@ -408,7 +417,7 @@ class ServiceCounter:
             self._latencies["tpot"].observe(tpot_s)
 
     def read(self) -> ServiceTotals:
-        """Return the sums so far."""
+        """Return the counts and latencies of this service tier so far."""
         return ServiceTotals(
             prompt_tokens=self._num_prompt,
             cached_tokens=self._num_cached,
@@ -421,7 +430,7 @@ class ServiceCounter:
 
 
 class Counters:
-    """All counts of an engine. Callers hold the engine loop's lock."""
+    """All counts of an engine, from which metrics are made. Callers hold the engine loop's lock."""
 
     def __init__(
         self,
@@ -432,7 +441,7 @@ class Counters:
         tiers: Callable[[], tuple[TierTotals, ...]] = tuple,
         step_limit: StepLimit | None = None,
     ) -> None:
-        """Compute the work of steps with `cost`; include the other counts in snapshots."""
+        """Count the work of steps with `cost`; the other arguments give counts for snapshots."""
         self._tiers = tiers
         self._step_limit = step_limit
         self.services = {service: ServiceCounter() for service in SERVICE_TIERS}
@@ -486,12 +495,12 @@ class Counters:
         )
 
     def count_gaps(self, now_s: float) -> None:
-        """Count the time between each token of this step and the token before it."""
+        """Count the inter-token latency of each token that the current step returned."""
         for service in self.services.values():
             service.count_gaps(now_s)
 
     def snapshot(self) -> Snapshot:
-        """Return all counts as of now."""
+        """Return all counts of the engine at this moment."""
         drafts = self._speculation
         step_limit = self._step_limit
         return Snapshot(

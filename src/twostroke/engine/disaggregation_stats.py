@@ -16,10 +16,10 @@ class PrefillSideStats(Frozen):
     Attributes:
         port: the port on which decode engines connect.
         num_peers: connected decode engines.
-        num_prefilling: prompts being prefilled for them now.
-        num_prompts: prompts prefilled for them since the start.
-        num_leased_pages: pages offered to them since the start.
-        num_expired_leases: offers that were not fetched in time.
+        num_prefilling: prompts that are being prefilled for decode engines now.
+        num_prompts: prompts prefilled for decode engines since the start.
+        num_leased_pages: KV pages offered to decode engines since the start.
+        num_expired_leases: offers whose pages were not fetched in time.
     """
 
     port: int
@@ -36,8 +36,8 @@ class PrefillPeerStats(Frozen):
     Attributes:
         state: "up", "down" or "refused".
         link: the `title` of the connection's transfer method; "" without a connection.
-        num_open: KV transfers from it that have not ended.
-        queue_flops: the work that its queue has, in FLOPs.
+        num_open: KV transfers from the prefill engine that have not ended.
+        queue_flops: the work in the prefill engine's queue, in FLOPs.
         overhead_s: mean time of a transfer besides the queue, the computation and the copying.
     """
 
@@ -75,7 +75,7 @@ class DecodeSideStats(Frozen):
 
 
 class DisaggregationStats(Frozen):
-    """An engine's role in disaggregation, and the statistics of each of its sides."""
+    """An engine's role in disaggregation, with the statistics of its prefill and decode sides."""
 
     role: str
     prefill_side: PrefillSideStats | None = msgspec.field(name="lender", default=None)

@@ -59,7 +59,7 @@ _logger = logging.getLogger("twostroke.engine")
 
 
 class Draft(Frozen):
-    """A draft model that fits its target. Its files are mapped, and its weights are not read yet.
+    """A draft model that fits its target model. Its files are mapped; no weights are read yet.
 
     Attributes:
         loaded: the draft model's files.
@@ -131,10 +131,10 @@ class Draft(Frozen):
     def build(
         self, options: EngineOptions, target: ModelCard, backend: Backend, hardware: Hardware | None
     ) -> DraftModel | None:
-        """Read the weights and return the draft model, which shares the threads of `backend`.
+        """Read the draft model's weights and return the model.
 
-        Close the draft model before `backend`. Returns None if the draft model is optional and
-        cannot be built.
+        The draft model shares the threads of `backend`: close it before `backend`. Returns None if
+        it is optional and cannot be built.
 
         Raises:
             MemoryLimitError: the draft model does not fit into memory with its target.
@@ -175,7 +175,7 @@ class Draft(Frozen):
     def _size(
         self, program: Program, length: int, options: EngineOptions, backend: Backend
     ) -> CacheSize:
-        """Return the size of the draft model's KV cache: room for the target's tokens at most."""
+        """Return the size of the draft model's KV cache: at most the target's number of tokens."""
         size = size_kv_cache(
             program,
             replace(options.cache, context_length=length, memory_bytes=None),
@@ -195,7 +195,7 @@ class Draft(Frozen):
 
 
 class DraftHeads(Frozen):
-    """Heads that fit their target. Their files are mapped, and their weights are not read yet.
+    """Trained draft heads that fit their target model. Files are mapped; no weights are read yet.
 
     `table` is the target's embedding table, which an EAGLE head reads.
     """
@@ -205,12 +205,15 @@ class DraftHeads(Frozen):
 
     @classmethod
     def from_options(cls, options: SpeculationOptions, target: LoadedModel) -> Self | None:
-        """Open the heads that the options name; None if they name none. Raises as `of`."""
+        """Open the draft heads in the folder that the options name; None if they name none.
+
+        Raises as `of`.
+        """
         return cls.of(options.heads, options.method, target) if options.heads else None
 
     @classmethod
     def of(cls, folder: str, method: str, target: LoadedModel) -> Self:
-        """Open the heads in `folder` for `method`, which may be "auto".
+        """Open the draft heads in `folder` for a speculation method, which may be "auto".
 
         Raises:
             UsageError: the heads are of another method, or were trained for another model.
@@ -236,7 +239,7 @@ class DraftHeads(Frozen):
     def build(
         self, options: EngineOptions, backend: Backend, hardware: Hardware | None
     ) -> EagleHeads | MedusaHeads:
-        """Read the weights and return the heads, which share the threads of `backend`.
+        """Read the draft heads' weights and return the heads, which share the threads of `backend`.
 
         Close the heads before `backend`.
 
@@ -285,7 +288,7 @@ class DraftHeads(Frozen):
         )
 
     def _tensors(self, *, packed: bool) -> Mapping[str, QuantTensor]:
-        """Return the weights of the heads; with `packed`, matrices in the format Q8_0."""
+        """Return the weights of the draft heads; with `packed`, matrices in the format Q8_0."""
         tensors = {TABLE: self.table, NUMBERS: numbers_table(self.loaded.facts.spec.depth)}
         for name, tensor in self.loaded.tensors.items():
             fits = len(tensor.shape) == 2 and tensor.shape[1] % _PACKED.block_size == 0
@@ -303,7 +306,7 @@ def _warn_unused(name: str, error: TwostrokeError) -> None:
 def has_same_tokens(ours: Tokenizer, theirs: Tokenizer) -> bool:
     """Whether each token id stands for the same text in both tokenizers.
 
-    Ids after the last token with a text, which pad a vocabulary, are not compared.
+    Ids that pad a vocabulary, after the last token with a text, are not compared.
     """
     size = min(ours.vocab_size, theirs.vocab_size)
     return max(ours.num_text_ids, theirs.num_text_ids) <= size and all(

@@ -34,7 +34,7 @@ class Embedding(Frozen, eq=False):
     """The embedding of one text.
 
     Attributes:
-        index: the number of the text.
+        index: the text's index in the request.
         vector: (width,), a vector of length 1; with the pooling "none" (tokens, width), a vector
             for each token.
     """
@@ -45,7 +45,7 @@ class Embedding(Frozen, eq=False):
     timings: Timings
 
     def __repr__(self) -> str:
-        """Show the vector's size and its first values."""
+        """Show the embedding's size and its first values."""
         if self.vector.ndim > 1:
             return f"Embedding(index={self.index}, {len(self.vector)} vectors, one for each token)"
         first = ", ".join(f"{value:.3f}" for value in self.vector[:3])
@@ -67,7 +67,7 @@ class Embedding(Frozen, eq=False):
 
 
 def in_order(outputs: Iterable[Output]) -> Iterator[Embedding]:
-    """Yield embeddings in the order of their texts, as soon as all before are ready."""
+    """Yield embeddings in the order of their texts, each when all earlier texts are ready."""
     ready: dict[int, Embedding] = {}
     index = 0
     for output in outputs:
@@ -81,9 +81,9 @@ MAX_TOKEN_VALUES: Final = 1 << 24  # in the token vectors of a text, with the po
 
 
 class Embedder(RequestListener):
-    """Sums the hidden states of a text, or keeps all of them with the pooling "none".
+    """Pools a text's hidden states: sums them, or keeps all of them with the pooling "none".
 
-    The rows are added in float64, in the order of the text. The sum so does not depend on the steps
+    The rows are added in float64, in the order of the text. So the sum does not depend on the steps
     that computed the rows, or on rows that were computed twice.
     """
 
@@ -95,7 +95,10 @@ class Embedder(RequestListener):
         dimensions: int | None = None,
         service: str = DEFAULT_SERVICE_TIER,
     ) -> None:
-        """Truncate vectors to `dimensions`; the other arguments are as in `RequestListener`."""
+        """Truncate the text's vectors to `dimensions` values; None keeps all of them.
+
+        The other arguments are as in `RequestListener`.
+        """
         super().__init__(request, index, mailbox, service)
         self._dimensions = dimensions
         self._num_added = 0  # rows of the text
@@ -103,7 +106,7 @@ class Embedder(RequestListener):
         self._rows: list[Vector] = []  # of all tokens, without pooling
 
     def take(self, delta: RequestDelta, now_s: float) -> Output | None:
-        """Return an output with the vector once the whole text is computed."""
+        """Add a step's hidden states; after the text's last token, return the vector's output."""
         if delta.states is not None:
             self._add(delta.states)
         reason = self.request.finish_reason

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Frozen):
-    """A running engine.
+    """A running engine for one model. Use it in a `with` block, or call `close`.
 
     Attributes:
         client: takes requests and returns their outputs.
@@ -104,7 +104,7 @@ class Engine(Frozen):
         return self.client.card
 
     def describe_gain(self) -> str:
-        """Return a sentence with the predicted speed of this engine's ranks, and of one process."""
+        """Return a sentence that compares the predicted speeds of all ranks and of one process."""
         # Imported here: an engine of one process needs no module of `parallel`.
         from twostroke.backends.parallel.predicted_speed import describe_gain
 
@@ -121,11 +121,11 @@ class Engine(Frozen):
         self.client.loop.close(drain_s)
 
     def __enter__(self) -> Self:
-        """Use the engine in a `with` block, which closes it."""
+        """Return the engine; the `with` block closes it at its end."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the engine."""
+        """Close the engine at the end of a `with` block."""
         self.close()
 
 
@@ -211,7 +211,7 @@ def build(
 
 
 class _DraftSources(NamedTuple):
-    """The models that draft tokens, before their weights are read; and the watcher of steps."""
+    """The draft model and draft heads, before their weights are read; and the watcher of steps."""
 
     draft: Draft | None
     heads: DraftHeads | None
@@ -269,9 +269,9 @@ def _close_on_failure(
 def _with_known_bits(
     options: EngineOptions, loaded: LoadedModel, program: Program, say: Callable[[str], None]
 ) -> EngineOptions:
-    """Return options in which `activation_bits` is chosen, where it was "auto".
+    """Return engine options in which `activation_bits` is chosen, where it was "auto".
 
-    The choice can take minutes, so a model that generates garbage is refused before it.
+    The choice can take minutes, so a model that generates garbage is refused before the choice.
 
     Raises:
         QualityError: the model generates garbage.
@@ -289,7 +289,7 @@ def _with_known_bits(
 
 
 def _draws_ahead(facts: BackendFacts, options: SpeculationOptions, *proposers: object) -> bool:
-    """Whether steps start before the tokens of the previous step are known on the host.
+    """Whether a step may start before the host knows the tokens that the previous step sampled.
 
     Speculation is not possible then. The method "auto" prefers such steps to speculation.
     """
@@ -306,7 +306,7 @@ def build_speculator(
     model_proposers: Sequence[Proposer] = (),
     watchers: Sequence[Watcher] = (),
 ) -> Speculator:
-    """Return the speculator for steps of this cost on a machine with these limits.
+    """Return the speculator for steps with the costs `cost` on a machine with these limits.
 
     `rows_together` is as in `BackendFacts`. `model_proposers` are a draft model or trained heads;
     proposers without a model are added as the options say.
@@ -325,7 +325,7 @@ def build_speculator(
 def _other_ranks(
     model: str, loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOptions
 ) -> RankGroup | None:
-    """Start the other ranks in their processes; None if the model runs in one process."""
+    """Start a process for each rank but this one; return None if the model has a single rank."""
     if mesh.num_ranks == 1 or options.compute.backend == "reference":
         return None
     from twostroke.backends.parallel.rank_group import RankGroup  # not needed in one process
@@ -373,7 +373,7 @@ def _kv_cache_size(
 def _limits(
     compute: ComputeOptions, num_weight_bytes: int, say: Callable[[str], None] = note
 ) -> MachineLimits:
-    """Return the machine's bandwidth and peak for steps that read all weights.
+    """Return the machine's memory bandwidth and arithmetic peak for steps that read all weights.
 
     Limits that are not stored yet are measured here, before the weights fill the memory. A GPU
     without memory for the measurement has no limits, and `say` gets a line that tells so.
@@ -446,7 +446,7 @@ def make_card(
     identity: str,
     sampling: SamplingDefaults,
 ) -> ModelCard:
-    """Return the card of a model whose files are mapped."""
+    """Return the model card, the facts for servers and commands, of a model with mapped files."""
     formats = {tensor.format.name for tensor in loaded.tensors.values() if len(tensor.shape) > 1}
     return ModelCard(
         name=loaded.name,

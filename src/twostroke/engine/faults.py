@@ -39,13 +39,13 @@ FATAL: Final = RanksLostError, DeviceLostError
 
 
 class StepLimit:
-    """Limits the tokens of a step while the memory is too short for larger steps.
+    """Limits the number of tokens in a step while memory is too short for larger steps.
 
     After some steps without a shortage the limit doubles. Each shortage doubles the number of these
     steps, so that failing steps are rare.
 
     Attributes:
-        max_tokens: the limit.
+        max_tokens: the most tokens that a step may compute now.
         num_shortages: steps that failed because the memory was too short.
     """
 
@@ -57,10 +57,10 @@ class StepLimit:
         self._num_successes = 0  # steps since the last change of the limit
 
     def lower(self, plan: StepPlan, error: Exception) -> bool:
-        """Lower the limit after a failed step, if the step was too large for the memory.
+        """Lower the limit on a step's tokens if a failed step was too large for the memory.
 
-        Returns False if the step failed for another reason, or cannot be smaller because it had
-        one token of each request.
+        Returns False if the step failed for another reason, or cannot be smaller because it had one
+        token of each request.
         """
         num_rows = sum(slice_.num_rows for slice_ in plan.slices)
         if not isinstance(error, MemoryLimitError):
@@ -75,7 +75,7 @@ class StepLimit:
         return True
 
     def count_success(self) -> None:
-        """Count a step that succeeded; raise the limit after enough of them."""
+        """Count a step that succeeded; raise the limit on a step's tokens after enough of them."""
         if self.max_tokens == self._budget:
             return
         self._num_successes += 1
@@ -113,7 +113,7 @@ def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResu
 
 
 def find_unusable(plan: StepPlan, result: StepResult) -> Iterator[tuple[Request, TwostrokeError]]:
-    """Yield each request with an unusable result, and its error.
+    """Yield each request whose result in a step is unusable, with the request's error.
 
     A result is unusable if it has NaN or infinite values, or if no next token could be sampled.
     Rows after a rejected draft, or after the request's end, are not checked.
@@ -143,7 +143,7 @@ def find_unusable(plan: StepPlan, result: StepResult) -> Iterator[tuple[Request,
 
 
 def _no_token_error(request: Request, new_tokens: Sequence[int]) -> TwostrokeError:
-    """Return the error of a request that has no next token after its output and `new_tokens`.
+    """Return the error for a request after whose output and `new_tokens` no token can be sampled.
 
     If the constraint and the request's other rules together allow no token, the error names the
     rules. Otherwise the model's logits are at fault.
@@ -171,7 +171,7 @@ def _no_token_error(request: Request, new_tokens: Sequence[int]) -> TwostrokeErr
 
 
 def _failed(slice_: Slice, error: Exception, fail: Fail) -> StepResult:
-    """End a request that cannot be computed, and return an empty result for its slice."""
+    """End a request whose slice of a step failed; return an empty result for the slice."""
     if not isinstance(error, RequestError):  # a RequestError describes the request's mistake
         error = _failure(f"{type(error).__name__}: {error}")
     fail(slice_.request, error)

@@ -25,10 +25,13 @@ _RETRY_INTERVAL_S: Final = 0.02
 
 
 class Outputs:
-    """Submits the requests of one call and tracks their outputs; the two readers below share it."""
+    """Submits the requests of one call and tracks their outputs.
+
+    `Generation` reads the outputs in a blocking way, `AsyncGeneration` in an event loop.
+    """
 
     def __init__(self, loop: EngineLoop, mailbox: Mailbox) -> None:
-        """Start without requests; outputs go to `mailbox`."""
+        """Start without requests; the outputs of requests submitted to `loop` go to `mailbox`."""
         self.mailbox = mailbox
         self.request_ids: list[str] = []
         self._loop = loop
@@ -41,7 +44,7 @@ class Outputs:
         self._submit(listeners)
 
     def submit_gradually(self, listeners: Iterable[RequestListener]) -> None:
-        """Submit requests as the queue has room; the rest follow while outputs are read.
+        """Submit requests as the queue has room; later requests follow while outputs are read.
 
         Raises:
             OverloadedError: the queue has no room for the first request.
@@ -52,12 +55,12 @@ class Outputs:
 
     @property
     def num_open(self) -> int:
-        """Submitted requests whose last output has not been read."""
+        """The number of submitted requests whose last output has not been read."""
         return len(self.request_ids) - self._num_ended
 
     @property
     def is_open(self) -> bool:
-        """Whether more outputs will come."""
+        """Whether any request of the call has outputs that were not read yet."""
         return bool(self.num_open or self._waiting)
 
     def cancel(self) -> None:
@@ -68,19 +71,19 @@ class Outputs:
         deliver([(listener.mailbox, listener.cut(FinishReason.CANCEL)) for listener in waiting])
 
     def count_output(self, output: Output) -> None:
-        """Count a request as ended if this is its last output."""
+        """Count a request as ended if `output` is its last output."""
         self._num_ended += output.finish_reason is not None
 
     @property
     def has_waiting(self) -> bool:
-        """Whether some requests are not submitted yet."""
+        """Whether some requests of the call are not submitted to the engine yet."""
         return bool(self._waiting)
 
     def submit_waiting(self) -> None:
-        """Submit waiting requests while the queue has room.
+        """Submit requests of the call that wait for room in the engine's queue, while it has room.
 
         Raises:
-            OverloadedError: the queue is full, and no request was submitted before either.
+            OverloadedError: the queue is full, and no request of the call was submitted before.
         """
         try:
             while self._waiting and self.num_open < _MAX_OPEN_REQUESTS:
@@ -91,7 +94,7 @@ class Outputs:
         self._loop.flush()  # no policy needs to wait for more requests to fill a batch
 
     def _submit_first(self) -> None:
-        """Submit the first waiting request."""
+        """Submit the first request of the call that waits for room in the engine's queue."""
         # Counted as open first: the engine may end the request within `submit`.
         self.request_ids.append(self._waiting[0].request.id)
         listener = self._waiting.popleft()
@@ -115,10 +118,10 @@ class Outputs:
 
 
 class Generation(Outputs):
-    """Outputs of requests as a blocking iterator."""
+    """Outputs of the requests of one call as a blocking iterator."""
 
     def __init__(self, loop: EngineLoop) -> None:
-        """Read outputs of `loop`."""
+        """Read the outputs of requests that are submitted to the engine loop `loop`."""
         self._queue: queue.SimpleQueue[Output] = queue.SimpleQueue()
         super().__init__(loop, Mailbox(self._queue.put))
 
@@ -151,10 +154,10 @@ class Generation(Outputs):
 
 
 class AsyncGeneration(Outputs):
-    """Outputs of requests as an asynchronous iterator."""
+    """Outputs of the requests of one call as an asynchronous iterator."""
 
     def __init__(self, loop: EngineLoop) -> None:
-        """Read outputs of `loop` in the running event loop."""
+        """Read the outputs of requests to the engine loop `loop`, in the running event loop."""
         from asyncio import Queue, get_running_loop  # blocking callers need no asyncio
 
         self._queue: asyncio.Queue[Output] = Queue()
@@ -185,7 +188,7 @@ class AsyncGeneration(Outputs):
 
     @property
     def num_unread(self) -> int:
-        """Outputs that have arrived and were not read yet."""
+        """The number of outputs that have arrived and were not read yet."""
         return self._queue.qsize()
 
 

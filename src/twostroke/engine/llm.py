@@ -61,7 +61,7 @@ class LLM(AbstractContextManager["LLM"]):
         progress: bool | None = None,
         **fields: Any,
     ) -> None:
-        """Load `model`: a path, a short name or hf:owner/repo. A missing model is downloaded first.
+        """Load `model`: a path, a short name or hf:owner/repo. A missing model is downloaded.
 
         Pass options as `options`, or by field name, such as `num_threads=2` or
         `context_length=4096`. `progress` says whether to show a bar during a download; None shows
@@ -73,7 +73,7 @@ class LLM(AbstractContextManager["LLM"]):
         self.engine: Engine = _fetch_and_build(model, options, fields, progress=progress)
 
     def __repr__(self) -> str:
-        """Show the model, its size, and the backend that runs it."""
+        """Show the model's name, its size, and the backend that runs it."""
         return _describe("LLM", self.engine)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -257,7 +257,7 @@ class LLM(AbstractContextManager["LLM"]):
         return list(self.engine.client.embed(tokens, params, _EMBEDDING_CALLER))
 
     def close(self) -> None:
-        """Stop the engine and free its memory."""
+        """Stop the engine and free the model's memory."""
         self.engine.close()
 
     def __exit__(self, *exception: object) -> None:
@@ -267,7 +267,7 @@ class LLM(AbstractContextManager["LLM"]):
     def _answer(
         self, prompts: list[EncodedPrompt], *, progress: bool | None = None
     ) -> list[list[Completion]]:
-        """Submit all prompts as the queue has room, and return their answers in order."""
+        """Submit all prompts as the engine's queue has room; return their answers in order."""
         client = self.engine.client
         tokenizer = self.engine.card.tokenizer
         running: deque[tuple[EncodedPrompt, Generation]] = deque()
@@ -357,7 +357,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         return cls(await to_thread(_fetch_and_build, model, options, fields, progress=progress))
 
     def __repr__(self) -> str:
-        """Show the model, its size, and the backend that runs it."""
+        """Show the model's name, its size, and the backend that runs it."""
         return _describe("AsyncLLM", self.engine)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -426,7 +426,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         return sorted(embeddings, key=lambda embedding: embedding.index)
 
     async def close(self) -> None:
-        """Stop the engine and free its memory."""
+        """Stop the engine and free the model's memory."""
         from asyncio import to_thread
 
         await to_thread(self.engine.close)
@@ -436,7 +436,10 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         await self.close()
 
     async def _outputs(self, prompt: EncodedPrompt) -> AsyncGenerator[Output]:
-        """Yield the outputs of a prompt, checked against its schema where the grammar is wider."""
+        """Yield the outputs that answer a prompt.
+
+        If the grammar allows more than the JSON schema, answers are checked and generated again.
+        """
         from asyncio import to_thread
 
         client = self.engine.client
@@ -477,7 +480,7 @@ def _encode_completion(
     hints: Hints,
     parse_special: bool,
 ) -> EncodedPrompt:
-    """Return a prompt to continue, or with a `suffix` a gap to fill, as token ids."""
+    """Encode a prompt to continue, or with a `suffix` a fill-in-the-middle prompt."""
     params = _check_params(params)
     if suffix:
         tokens = encode_gap(card, prompt, suffix)
@@ -512,7 +515,7 @@ def _encode_chat(
 
 
 def _are_conversations(messages: Sequence[object]) -> bool:
-    """Whether a list has conversations, not messages."""
+    """Whether the argument of `chat` is a list of conversations, not a list of messages."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__getitem__"):
         return False
     return bool(messages) and all(

@@ -64,7 +64,7 @@ class EngineLoop:
     def __init__(
         self, backend: Runner, scheduler: Scheduler, speculator: Speculator, cost: StepCost
     ) -> None:
-        """Start the thread. `cost` gives the work of a step, for the counters."""
+        """Start the loop's thread. `cost` gives the work of a step, for the counters."""
         self._backend = backend
         self._ranks = cast("RankRunner", backend)  # used only if the backend has ranks
         self._starter = cast("StartRunner", backend)  # used only if `steps_ahead` > 0
@@ -136,28 +136,28 @@ class EngineLoop:
             self._condition.notify()
 
     def flush(self) -> None:
-        """Start a batch that is not full: no more requests come now."""
+        """Start a static or dynamic batch that is not full, since no more requests come now."""
         with self._condition:
             self._scheduler.flush()
             self._condition.notify()
 
     def snapshot(self) -> Snapshot:
-        """Return all counts of the engine, as of now."""
+        """Return all counts of the engine at this moment."""
         with self._condition:
             return self._counters.snapshot()
 
     def span(self, seconds: int, ago_s: int = 0) -> TimeSpan[Snapshot]:
-        """Return the counts at both ends of a span of whole seconds that ended `ago_s` ago."""
+        """Return the engine's counts at both ends of a span of seconds that ended `ago_s` ago."""
         with self._condition:
             return self._counters.history.span(seconds, ago_s)
 
     def view(self) -> RunningRequests:
-        """Return the running requests and the state of all pages, as of now."""
+        """Return the running requests and the state of all KV pages at this moment."""
         with self._condition:
             return view_running(self._scheduler.view(), self._listeners)
 
     def ranks(self) -> Sequence[RankState]:
-        """Return the state of each rank; nothing if the model runs in one process."""
+        """Return the state of each rank; an empty list if the model runs in one process."""
         return self._ranks.states() if self.facts.ranks else ()
 
     @property
@@ -167,17 +167,17 @@ class EngineLoop:
 
     @property
     def facts(self) -> BackendFacts:
-        """The backend's properties."""
+        """The properties of the backend that runs the model."""
         return self._backend.facts
 
     @property
     def backend(self) -> Runner:
-        """The backend; call its methods only while there are no requests."""
+        """The backend that runs the model; call its methods only while there are no requests."""
         return self._backend
 
     @property
     def config(self) -> SchedulerConfig:
-        """The scheduler's limits."""
+        """The limits of the loop's scheduler."""
         return self._scheduler.config
 
     @property
@@ -188,7 +188,7 @@ class EngineLoop:
         return self._heartbeat.health
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Stop the engine: wait up to `drain_s` seconds for running requests, then end the rest."""
+        """Stop the engine: wait up to `drain_s` seconds for running requests, then end all."""
         deadline = time.monotonic() + drain_s
         self.flush()
         while time.monotonic() < deadline and self._listeners and self._thread.is_alive():
@@ -222,13 +222,16 @@ class EngineLoop:
         deliver([(listener.mailbox, output)])
 
     def _end(self, listener: RequestListener, output: Output) -> None:
-        """Remove the request of a last output, and count it."""
+        """Remove a request whose last output is `output`, and count the request as ended."""
         assert output.finish_reason is not None
         self._forget(listener, output.finish_reason)
         listener.counter.end(listener.request, output)
 
     def _forget(self, listener: RequestListener, reason: FinishReason) -> None:
-        """Remove a request; the backend forgets it once no step in flight computes it."""
+        """Remove a request from the loop and the scheduler.
+
+        The backend frees its state of the request after the last step in flight that computes it.
+        """
         self._listeners.pop(listener.request.id, None)
         if not listener.request.is_finished:
             self._scheduler.finish(listener.request, reason)
@@ -281,7 +284,10 @@ class EngineLoop:
 
     @property
     def _idle_s(self) -> float | None:
-        """Seconds to wait for a request before the next check of the queue and of the ranks."""
+        """The most seconds to sleep without a request until the queue or the ranks need a check.
+
+        None means to sleep until a request arrives.
+        """
         wait_s = self._scheduler.wait_s
         if not self.facts.ranks:
             return wait_s
@@ -289,11 +295,11 @@ class EngineLoop:
 
     @property
     def _may_start(self) -> bool:
-        """Whether another step may be started."""
+        """Whether another step may be started now."""
         return len(self._steps) <= self.config.steps_ahead
 
     def _release_ended(self) -> None:
-        """Let the backend and the proposers free their state of requests that have ended."""
+        """Let the backend and the draft proposers free their state of requests that have ended."""
         ended_requests, self._ended_requests = self._ended_requests, []
         for request in ended_requests:
             if request.is_in_flight:
@@ -303,7 +309,10 @@ class EngineLoop:
                 self.speculator.finish(request)
 
     def _start(self, plan: StepPlan) -> None:
-        """Start a step. A backend without steps in flight computes it in `_finish`."""
+        """Start a planned step, and let proposers add draft tokens to it.
+
+        A backend without steps in flight computes the step in `_finish`.
+        """
         self._heartbeat.begin()
         if self.on_step is not None:
             self.on_step(plan)
@@ -364,12 +373,12 @@ class EngineLoop:
         return None
 
     def _recall(self) -> None:
-        """Undo the newest planned step in the scheduler."""
+        """Undo the newest planned step in the scheduler, as if it had not been planned."""
         with self._condition:
             self._scheduler.undo_newest_step()
 
     def _recover(self, error: RanksLostError) -> None:
-        """Replace lost ranks; running requests are preempted, so they are computed again."""
+        """Replace ranks that died; preempt running requests, so that they are computed again."""
         _logger.warning("%s Running requests wait until lost ranks are replaced.", error)
         self._num_rank_losses += bool(self._steps)  # losses without a running step do not count
         if self._num_rank_losses > _MAX_RANK_LOSSES:
@@ -418,7 +427,7 @@ class EngineLoop:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step in flight; `error` is set if the backend could not start it."""
+    """A planned step that is not finished; `error` is set if the backend could not start it."""
 
     plan: StepPlan
     drafts: StepDrafts
@@ -428,7 +437,7 @@ class StepInFlight:
 def _undo_later_steps(
     steps: deque[StepInFlight], runner: StartRunner, recall: Callable[[], None]
 ) -> None:
-    """Undo all steps in flight but the oldest, because they depend on rows that failed."""
+    """Undo all steps in flight but the oldest, since they depend on rows of a step that failed."""
     while len(steps) > 1:
         step = steps.pop()
         if step.error is None:

@@ -55,11 +55,11 @@ class ModelCard(Frozen):
 
     @property
     def num_parameters(self) -> int:
-        """The number of values in all weights."""
+        """The number of values in all weights of the model."""
         return sum(map(prod, self.cost.program.weight_shapes.values()))
 
     @property
     def embedding_width(self) -> int:
-        """The number of values in an embedding."""
+        """The number of values in one of the model's embedding vectors."""
         program = self.cost.program
         return program.value_widths[program.last_states]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Usage(Frozen):
-    """Token counts of a choice.
+    """Token counts of one choice (answer) of a request.
 
     `cached_tokens` are prompt tokens that the prefix cache had. `accepted_tokens` and
     `rejected_tokens` are draft tokens; accepted ones are part of `completion_tokens`.
@@ -37,7 +37,7 @@ class Usage(Frozen):
 
 
 class Timings(Frozen):
-    """Times of a choice, in seconds on the engine's clock.
+    """Times of one choice (answer) of a request, in seconds on the engine's clock.
 
     `started_s` is when the request left the queue. An embedding is ready at `last_token_s`, and its
     `first_token_s` is 0.
@@ -50,28 +50,28 @@ class Timings(Frozen):
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token, queueing included."""
+        """The request's time to first token in seconds, queueing included."""
         return self.first_token_s - self.arrival_s
 
     @property
     def queue_s(self) -> float:
-        """Time in the queue."""
+        """Seconds that the request waited in the queue."""
         return self.started_s - self.arrival_s
 
     @property
     def e2e_s(self) -> float:
-        """Time from arrival to the last token."""
+        """Seconds from the request's arrival to its last token."""
         return self.last_token_s - self.arrival_s
 
     def tpot_s(self, num_output: int) -> float | None:
-        """Time per output token after the first; None with fewer than two tokens."""
+        """Seconds per output token after the first; None with fewer than two output tokens."""
         if num_output < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (num_output - 1)
 
 
 class Output(Struct, array_like=True, gc=False, repr_omit_defaults=True):
-    """The tokens and text that one step adds to one choice.
+    """The tokens and text that one step adds to one choice (answer) of a request.
 
     Attributes:
         index: the number of the choice.
@@ -115,7 +115,7 @@ class AnswerCall(Frozen):
     arguments: dict[str, Any]
 
     def as_part(self) -> dict[str, Any]:
-        """Return the call in the form of an assistant message's `tool_calls`."""
+        """Return the tool call as an entry of `tool_calls` in an assistant message of OpenAI."""
         arguments = json.dumps(self.arguments, ensure_ascii=False)
         function = {"name": self.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
@@ -191,7 +191,7 @@ class Completion(Frozen):
 
 
 def join(outputs: list[Output]) -> Completion:
-    """Join all outputs of one choice into its complete answer."""
+    """Join all outputs of one choice (answer) of a request into the complete answer."""
     last = outputs[-1]
     assert last.finish_reason is not None
     assert last.usage is not None
@@ -233,7 +233,7 @@ class Mailbox(Frozen):
 
 
 def deliver(outputs: Addressed) -> None:
-    """Put outputs into their mailboxes; wake each event loop once, not once for each output."""
+    """Put outputs into their mailboxes; wake each reader's event loop only once for all outputs."""
     scheduled: defaultdict[Any, Addressed] = defaultdict(list)
     for addressed in outputs:
         mailbox, output = addressed

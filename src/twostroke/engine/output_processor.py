@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OutputProcessor(RequestListener):
-    """Turns a request's tokens into outputs with text."""
+    """Turns the tokens of one request into outputs with text, up to a stop string."""
 
     def __init__(
         self,
@@ -27,7 +27,10 @@ class OutputProcessor(RequestListener):
         tokenizer: Tokenizer,
         service: str = DEFAULT_SERVICE_TIER,
     ) -> None:
-        """Decode with `tokenizer`; the other arguments are as in `RequestListener`."""
+        """Decode the request's tokens with `tokenizer`.
+
+        The other arguments are as in `RequestListener`.
+        """
         super().__init__(request, index, mailbox, service)
         params = request.params
         self._decoder = StreamDecoder(
@@ -41,7 +44,7 @@ class OutputProcessor(RequestListener):
         )
 
     def take(self, delta: RequestDelta, now_s: float) -> Output:
-        """Return a step's tokens and their text.
+        """Return an output with the tokens that a step sampled for the request, and their text.
 
         An output with a stop string is the request's last, although the scheduler has not ended the
         request yet: the loop does so when it sees the finish reason.
@@ -86,7 +89,7 @@ class OutputProcessor(RequestListener):
         return output
 
     def _with_progress(self, output: Output) -> Output:
-        """Add the progress of the prefill to an output without tokens, if requested."""
+        """Add the number of prefilled tokens to an output before the first token, if requested."""
         request = self.request
         if request.hints.shows_progress and not self.first_token_s:
             output.usage = self._usage()
@@ -94,7 +97,7 @@ class OutputProcessor(RequestListener):
         return output
 
     def _read(self, tokens: tuple[int, ...]) -> tuple[str, int]:
-        """Return the text of tokens up to a stop string, and the number of tokens read."""
+        """Decode new tokens up to a stop string; return their text and how many were decoded."""
         text = ""
         for count, token in enumerate(tokens, 1):
             text += self._decoder.feed(token)

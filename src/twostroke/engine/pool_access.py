@@ -51,7 +51,10 @@ class PoolAccess:
     def __init__(
         self, scheduler: Scheduler, memory: PageMemory | None, changed: threading.Condition
     ) -> None:
-        """Use `changed`, the loop's lock, and notify it when a request may start."""
+        """Give threads access to the scheduler's page pool, and to the pages' bytes in `memory`.
+
+        `changed` is the loop's lock; it is notified when a request may start.
+        """
         self.memory = memory
         self.on_submit: list[Callable[[RequestState], bool]] = []
         self.on_end: list[Callable[[Request], None]] = []
@@ -65,19 +68,19 @@ class PoolAccess:
 
     @property
     def max_held_pages(self) -> int:
-        """Most pages that all transfers and leases hold together; 0 without page transfers."""
+        """The most KV pages that all transfers and leases hold together; 0 without transfers."""
         return self._transfers.max_held_pages if self.memory is not None else 0
 
     def totals(self) -> tuple[TierTotals, ...]:
-        """Return the counts of the KV offload tiers."""
+        """Return the counts of the KV offload tiers, an entry for each tier."""
         return self.count()
 
     def on_request_queued(
         self, state: RequestState, after: Callable[[RequestState], bool] | None = None
     ) -> None:
-        """Call the functions in `on_submit` until one starts a transfer for a waiting request.
+        """Call the functions in `on_submit` for a queued request until one starts a KV transfer.
 
-        With `after`, only the functions behind it are called.
+        With `after`, only the functions that follow `after` in `on_submit` are called.
         """
         first = 0 if after is None else self.on_submit.index(after) + 1
         for start_transfer in self.on_submit[first:]:
@@ -90,59 +93,62 @@ class PoolAccess:
             end_transfer(request)
 
     def close(self) -> bool:
-        """End all transfers and leases. Return False if a peer may still access their pages."""
+        """End all transfers and leases of KV pages.
+
+        Returns False if another engine or a tier may still access the pages.
+        """
         have_ended = [end_all() for end_all in self.on_close]
         return all(have_ended)
 
     def begin(self, state: RequestState, within_s: float = math.inf) -> Transfer | None:
-        """Begin a transfer; see `Transfers.begin`."""
+        """Begin a KV transfer for a queued request; see `Transfers.begin`."""
         with self._changed:
             return self._transfers.begin(state, within_s)
 
     def select_missing(
         self, transfer: Transfer, exists: Callable[[PageKey], bool]
     ) -> list[PageKey]:
-        """Return the keys of the pages to fetch; see `Transfers.select_missing`."""
+        """Return the keys of the KV pages to fetch; see `Transfers.select_missing`."""
         with self._changed:
             keys = self._transfers.select_missing(transfer, exists)
             self._changed.notify_all()
         return keys
 
     def allocate(self, transfer: Transfer, keys: Sequence[PageKey]) -> list[int]:
-        """Allocate the pages that are free now for some keys; see `Transfers.allocate`."""
+        """Allocate the KV pages that are free now for some keys; see `Transfers.allocate`."""
         with self._changed:
             return self._transfers.allocate(transfer, keys)
 
     def add_arrived(self, transfer: Transfer, keys: Sequence[PageKey]) -> None:
-        """Publish pages that were written; see `Transfers.add_arrived`."""
+        """Publish KV pages that a transfer has written; see `Transfers.add_arrived`."""
         with self._changed:
             self._transfers.add_arrived(transfer, keys)
             self._changed.notify_all()
 
     def drop(self, transfer: Transfer) -> None:
-        """Let requests compute the missing pages; see `Transfers.drop`."""
+        """Let requests compute the KV pages that a transfer lacks; see `Transfers.drop`."""
         with self._changed:
             self._transfers.drop(transfer)
             self._changed.notify_all()
 
     def end(self, transfer: Transfer) -> None:
-        """End a transfer; see `Transfers.end`."""
+        """End a KV transfer and release its pages; see `Transfers.end`."""
         with self._changed:
             self._transfers.end(transfer)
             self._changed.notify_all()
 
     def touch(self, keys: list[bytes]) -> None:
-        """Mark cached pages as just used; see `Transfers.touch`."""
+        """Mark cached KV pages as just used; see `Transfers.touch`."""
         with self._changed:
             self._transfers.touch(keys)
 
     def lease(self, keys: Iterable[PageKey]) -> Lease:
-        """Keep cached pages from eviction while they are read; see `Transfers.lease`."""
+        """Keep cached KV pages from eviction while they are read; see `Transfers.lease`."""
         with self._changed:
             return self._transfers.lease(keys)
 
     def release(self, lease: Lease) -> None:
-        """End a lease; see `Transfers.release`."""
+        """End a lease on cached KV pages; see `Transfers.release`."""
         with self._changed:
             self._transfers.release(lease)
             self._changed.notify_all()

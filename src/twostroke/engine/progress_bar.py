@@ -15,10 +15,13 @@ _SHOW_AFTER_S: Final = 0.5  # shorter work shows no bar
 
 
 class ProgressBar:
-    """A bar on standard error, or in a notebook."""
+    """A progress bar on standard error, or in a notebook."""
 
     def __init__(self, *, is_on: bool | None = None, is_bytes: bool = False) -> None:
-        """Show a bar if `is_on`; None shows one on a terminal or in a notebook only."""
+        """Show a bar if `is_on`; None shows one on a terminal or in a notebook only.
+
+        With `is_bytes` the bar counts bytes.
+        """
         self._is_on = _is_watched() if is_on is None else is_on
         self._show_after_s = 0.0 if is_on else _SHOW_AFTER_S
         self._is_bytes = is_bytes
@@ -27,11 +30,11 @@ class ProgressBar:
         self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
-        """Show the bar while the block runs."""
+        """Return the progress bar, which the `with` block stops at its end."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop the bar; its last state stays on the screen."""
+        """Stop the progress bar; its last state stays on the screen."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -46,14 +49,14 @@ class ProgressBar:
         self._bar.update(self._task, description=label, completed=done, total=total, note=note)
 
     def show_fetch(self, progress: DownloadProgress) -> None:
-        """Show the progress of a download."""
+        """Show the progress of a model's download."""
         if progress.phase != "choose":
             label = f"{progress.phase.capitalize()} model"
             self.show(label, progress.done_bytes, progress.total_bytes)
 
 
 def _is_watched() -> bool:
-    """Whether standard error is a terminal, or this is a notebook."""
+    """Whether a person can see the bar: standard error is a terminal, or this is a notebook."""
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     return is_terminal or "ipykernel" in sys.modules
 

@@ -86,7 +86,7 @@ def encode_parts(
     add_special: bool = True,
     parse_special: bool | None = None,
 ) -> list[int]:
-    """Return the token ids of a sequence of texts and token ids.
+    """Return the token ids of a prompt that is a sequence of texts and token ids.
 
     The options are as in `encode_text`.
 
@@ -112,9 +112,9 @@ def encode_parts(
 
 
 def encode_gap(card: ModelCard, prefix: str | Sequence[int], suffix: str) -> list[int]:
-    """Return a fill-in-the-middle prompt, whose answer comes between `prefix` and `suffix`.
+    """Return the token ids of a fill-in-the-middle prompt.
 
-    `prefix` is a text or token ids.
+    The answer comes between `prefix`, a text or token ids, and the text `suffix`.
 
     Raises:
         RequestError: the model has no tokens for filling in the middle.
@@ -137,7 +137,9 @@ def encode_rendered(card: ModelCard, prompt: Prompt, field: str = "messages") ->
 
 
 def ending_gaps(card: ModelCard, params: SamplingParams) -> SamplingParams:
-    """Return `params` with the further end tokens of fill-in-the-middle answers.
+    """Return `params` with the tokens that end the answer to a fill-in-the-middle prompt.
+
+    Unchanged with `ignore_eos`.
 
     Raises:
         RequestError: the model has no tokens for filling in the middle.
@@ -147,7 +149,9 @@ def ending_gaps(card: ModelCard, params: SamplingParams) -> SamplingParams:
 
 
 def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
-    """Return the hints of a request; `prediction` is the text of the expected answer.
+    """Return the speculation hints of a request.
+
+    `speculate` names the method; `prediction` is the text of the expected answer.
 
     Raises:
         RequestError: the prediction has more tokens than the context.
@@ -166,7 +170,7 @@ def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
 
 
 def encode_chat(card: ModelCard, messages: Sequence[Mapping[str, object]]) -> list[int]:
-    """Return the token ids of a conversation, up to the beginning of the answer.
+    """Return the token ids of a conversation, up to where the model's answer begins.
 
     Raises:
         RequestError: the model has no chat template, or the template refuses the messages.
@@ -178,7 +182,7 @@ def encode_chat(card: ModelCard, messages: Sequence[Mapping[str, object]]) -> li
 def encode_turn(
     card: ModelCard, messages: Sequence[Mapping[str, object]], params: SamplingParams
 ) -> tuple[list[int], SamplingParams]:
-    """Return the token ids of a conversation, and the parameters of its answer.
+    """Return the token ids of a conversation, and the sampling parameters of its answer.
 
     The returned parameters have the constraint that the model's reasoning needs.
 

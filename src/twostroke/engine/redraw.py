@@ -53,7 +53,7 @@ _logger = logging.getLogger("twostroke.engine")
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
-    """Return parameters with a seed, so that an answer can be generated again."""
+    """Return sampling parameters that have a seed, so that an answer can be generated again."""
     if params.seed is not None:
         return params
     return replace(params, seed=secrets.randbits(_SEED_BITS))
@@ -77,13 +77,17 @@ class EncodedPrompt(Frozen):
     functions: tuple[Function, ...] = ()
 
     def submit(self, client: Client) -> Generation:
-        """Submit the prompt, and return its outputs, not settled; raises as `Client.generate`."""
+        """Submit the prompt; return its outputs, which are not yet checked against a JSON schema.
+
+        Raises as `Client.generate`.
+        """
         return client.generate(self.tokens, self.params, self.caller, self.hints)
 
     def redrawer(self, client: Client, grammar: GrammarMatcher | None = None) -> Redrawer | None:
-        """Return the object that settles answers; None if the grammar enforces the whole schema.
+        """Return the object that checks answers against their JSON schema and generates them again.
 
-        The constraint is compiled here without `grammar`, its compiled form.
+        Returns None if the grammar enforces the whole schema. `grammar` is the compiled constraint
+        of the parameters; without it, the constraint is compiled here.
 
         Raises:
             RequestError: the constraint cannot be used.
@@ -95,7 +99,9 @@ class EncodedPrompt(Frozen):
         return Redrawer(client, self, gaps) if gaps else None
 
     def settle(self, client: Client, answers: list[Completion]) -> list[Completion]:
-        """Settle answers. An answer that still breaks its schema has the rule in `schema_miss`.
+        """Check answers against their JSON schema, and generate wrong answers again.
+
+        An answer that still breaks its schema has the broken rule in `schema_miss`.
 
         Raises:
             SchemaMissError: an answer still breaks a strict schema.
@@ -104,9 +110,9 @@ class EncodedPrompt(Frozen):
         return answers if redrawer is None else [redrawer.settle(answer) for answer in answers]
 
     def stream(self, client: Client) -> Iterator[Output]:
-        """Yield the outputs of the answers; a reader that stops early cancels them.
+        """Yield the outputs of the answers to this prompt; a reader that stops early cancels them.
 
-        Outputs that may change are held back until their answer is settled.
+        Outputs are held back while their answer may be generated again because of its JSON schema.
 
         Raises:
             SchemaMissError: an answer still breaks a strict schema.
@@ -126,17 +132,20 @@ class EncodedPrompt(Frozen):
 
 
 class _PartRule(NamedTuple):
-    """The JSON schema of a part of the answer, and whether breaking it is an error."""
+    """The JSON schema of an answer's text or of a call, and whether breaking it is an error."""
 
     schema: str
     is_strict: bool
 
 
 class Redrawer:
-    """Settles the answers to one prompt: checks them, and generates wrong answers again."""
+    """Checks the answers to one prompt against their JSON schema; generates wrong answers again."""
 
     def __init__(self, client: Client, prompt: EncodedPrompt, gaps: tuple[str, ...]) -> None:
-        """Settle answers to `prompt`, whose parameters have a seed; `gaps` are the grammar's."""
+        """Check answers to `prompt`, whose parameters have a seed.
+
+        `gaps` are the rules of the JSON schema that the grammar does not enforce.
+        """
         form = prompt.params.constraint
         assert form is not None
         self._client = client
@@ -158,15 +167,16 @@ class Redrawer:
                 self._held_paths = checked_places(gaps, form.text)
 
     def new_sent_part(self) -> SentPart:
-        """Return a record, still empty, of the outputs that a stream sends of one answer."""
+        """Return an empty record of the outputs of one answer that a stream has sent."""
         preface = None if self._preface is None else PrefaceCutter(self._preface)
         return SentPart(HeldBack(self._held_paths), preface)
 
     def settle(self, answer: Completion, sent: SentPart | None = None) -> Completion:
-        """Settle an answer. An answer that still breaks its schema has the rule in `schema_miss`.
+        """Check an answer against its JSON schema; generate it again while it breaks the schema.
 
-        `sent` is the part of the answer that a stream has sent, which must not change. This blocks
-        while the answer is generated again.
+        An answer that still breaks its schema has the broken rule in `schema_miss`. `sent` is the
+        part of the answer that a stream has sent, which must not change. This blocks while the
+        answer is generated again.
 
         Raises:
             SchemaMissError: the answer still breaks a strict schema.
@@ -192,7 +202,7 @@ class Redrawer:
         return replace(settled.answer, schema_miss=str(settled.miss.fault))
 
     def _draw(self, work: DrawAgain) -> Completion:
-        """Generate another answer."""
+        """Generate another answer in place of an answer that breaks its JSON schema."""
         params = redrawn_params(self._prompt.params, work)
         hints = replace(self._prompt.hints, prediction=work.answer.token_ids, shows_progress=False)
         generation = self._client.generate(self._prompt.tokens, params, self._prompt.caller, hints)
@@ -201,7 +211,10 @@ class Redrawer:
         return replace_answer(work.answer, other)
 
     def _check(self, part: CheckedPart) -> SchemaViolation | None:
-        """Return the rule that a part breaks; None if it is valid, or cannot be checked."""
+        """Return the JSON schema's rule that a part of an answer breaks.
+
+        Returns None if the part is valid, or cannot be checked.
+        """
         try:
             return self._client.grammars.verifier.fault(part.schema, part.text)
         except UncheckedError as error:
@@ -209,7 +222,7 @@ class Redrawer:
             return None
 
     def _parts(self, answer: Completion) -> list[CheckedPart]:
-        """Return the parts of an answer that have a schema: its calls, or else its text."""
+        """Return the parts of an answer that have a JSON schema: its calls, or else its text."""
         calls: list[WrittenCall] = []
         if self._prompt.reading.is_plain:
             text = answer.text
@@ -239,7 +252,7 @@ class SentPart:
         self._num_sent = 0  # outputs
 
     def release(self, output: Output) -> list[Output]:
-        """Add an output; return the outputs that can be sent now."""
+        """Add an engine output; return the outputs of the answer that the stream can send now."""
         self.outputs.append(output)
         text = output.text
         if self._preface is not None:
@@ -257,27 +270,30 @@ class SentPart:
 
     @property
     def text(self) -> str:
-        """The text that was sent."""
+        """The text of the answer that the stream has sent."""
         return "".join(output.text for output in self.outputs[: self._num_sent])
 
     def may_change(self, part: CheckedPart, start: int) -> bool:
-        """Return True; `is_continued_by` finds answers that change sent text."""
+        """Return True: every part of the answer may be generated again.
+
+        `is_continued_by` finds new answers that would change text that the stream has sent.
+        """
         del part, start
         return True
 
     def num_shown(self, miss: Miss) -> int:
-        """Return the number of characters that were sent."""
+        """Return the number of characters of the answer that the stream has sent."""
         del miss
         return len(self.text)
 
     def is_continued_by(self, answer: Completion) -> bool:
-        """Whether an answer begins with everything that was sent."""
+        """Whether a new answer begins with the tokens and the text that the stream has sent."""
         sent = self.outputs[: self._num_sent]
         tokens = tuple(token for output in sent for token in output.token_ids)
         return answer.token_ids[: len(tokens)] == tokens and answer.text.startswith(self.text)
 
     def rest(self, settled: Completion) -> Output:
-        """Return the last output: the part of the settled answer that was not sent."""
+        """Return the answer's last output, with the part of the final answer that was not sent."""
         sent = self.outputs[: self._num_sent]
         num_scores = sum(len(output.prompt_logprobs) for output in sent)
         num_tokens = sum(len(output.token_ids) for output in sent)
@@ -296,23 +312,23 @@ class SentPart:
 
 
 class SettledStream:
-    """Holds back the outputs of a prompt's answers that may still change."""
+    """Holds back outputs of a prompt's answers that may change because of their JSON schema."""
 
     def __init__(self, redrawer: Redrawer) -> None:
         self._redrawer = redrawer
         self._sent: dict[int, SentPart] = {}  # by choice
 
     def read(self, output: Output) -> list[Output]:
-        """Add an output; return the outputs that can be sent now."""
+        """Add an engine output; return the outputs that the stream can send now."""
         if output.index not in self._sent:
             self._sent[output.index] = self._redrawer.new_sent_part()
         return self._sent[output.index].release(output)
 
     def last_outputs(self) -> Iterator[Callable[[], Output]]:
-        """Yield a function for each answer, after all answers have ended.
+        """Yield, for each answer, a function that returns the answer's last output.
 
-        The function settles the answer, which can block, and returns its last output. It raises as
-        `Redrawer.settle`.
+        Call this after all answers have ended. The function checks the answer against its JSON
+        schema, can block to generate it again, and raises as `Redrawer.settle`.
         """
         for sent in self._sent.values():
             yield lambda sent=sent: sent.rest(  # type: ignore[misc]

@@ -34,7 +34,10 @@ class RequestListener(ABC):
     def __init__(
         self, request: Request, index: int, mailbox: Mailbox, service: str = DEFAULT_SERVICE_TIER
     ) -> None:
-        """Make outputs with `index` for `mailbox`. `service` is as in `Caller`."""
+        """Make the outputs of choice `index` of a request, for the reader of `mailbox`.
+
+        `service` is as in `Caller`.
+        """
         self.request = request
         self.index = index
         self.mailbox = mailbox
@@ -46,20 +49,20 @@ class RequestListener(ABC):
 
     @abstractmethod
     def take(self, delta: RequestDelta, now_s: float) -> Output | None:
-        """Return the output that a step's `delta` of this request gives, or None."""
+        """Return the output for the caller after a step with the result `delta`; None for none."""
 
     def cut(self, reason: FinishReason, error: TwostrokeError | None = None) -> Output:
-        """End the request without another step, and return its last output."""
+        """End the request without another step (cancelled or failed); return its last output."""
         return self._complete(Output(self.index, self._rest(), (), error=error), reason)
 
     def _rest(self) -> str:
-        """Return the text that was held back; nothing is held back by default."""
+        """Return text that a subclass held back because of a stop string; empty by default."""
         return ""
 
     def _complete(
         self, output: Output, reason: FinishReason, stop: str | int | None = None
     ) -> Output:
-        """Complete the last output with its finish reason, usage and timings."""
+        """Add the finish reason, token counts and timings to the request's last output."""
         request = self.request
         output.finish_reason = reason
         output.stop = stop

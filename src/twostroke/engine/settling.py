@@ -48,7 +48,7 @@ _VALUE_ENDS: Final = ("}", "]", '"', "true", "false", "null")  # of complete val
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckedPart:
-    """A part of an answer that has a schema: its text, or the arguments of a call.
+    """A part of an answer that has a JSON schema: its text, or the arguments of a call.
 
     Attributes:
         text: the part as the model wrote it.
@@ -66,7 +66,10 @@ class CheckedPart:
 
 
 class Miss(NamedTuple):
-    """A rule that a part of an answer breaks; `num_before` characters are before the part."""
+    """A rule of a JSON schema that a part of an answer breaks.
+
+    `num_before` is the number of the answer's characters before the part.
+    """
 
     part: CheckedPart
     fault: SchemaViolation
@@ -74,16 +77,20 @@ class Miss(NamedTuple):
 
 
 class CheckPart(NamedTuple):
-    """A request for a check. The result is the `SchemaViolation` of the part, or None."""
+    """An event that asks the caller to check a part of an answer against its JSON schema.
+
+    The caller sends back the `SchemaViolation` of the part, or None.
+    """
 
     part: CheckedPart
 
 
 class DrawAgain(NamedTuple):
-    """A request for another answer in place of `answer`, without the excluded texts.
+    """An event that asks the caller to generate another answer, without the excluded texts.
 
-    The caller throws a RequestError if no other text fits the constraint, and a DeadlineError or an
-    OverloadedError if there is no time or no room for another answer.
+    The new answer replaces `answer`, which breaks its JSON schema. The caller throws a RequestError
+    if no other text fits the constraint, and a DeadlineError or an OverloadedError if there is no
+    time or no room for another answer.
     """
 
     answer: Completion
@@ -91,23 +98,23 @@ class DrawAgain(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """The final answer, and the rule that it still breaks, if any."""
+    """The final answer, and the rule of its JSON schema that it still breaks, if any."""
 
     answer: Completion
     miss: Miss | None
 
 
 class SentText(Protocol):
-    """The part of an answer that a stream has sent, and that must not change."""
+    """The part of an answer that a stream has sent, and that a new answer must not change."""
 
     def may_change(self, part: CheckedPart, start: int) -> bool:
-        """Whether the text of a part from the offset `start` has not been sent."""
+        """Whether the text of a part from the offset `start` has not been sent by the stream."""
 
     def num_shown(self, miss: Miss) -> int:
-        """Return the number of characters of the answer that were sent."""
+        """Return the number of characters of the answer that the stream has sent."""
 
     def is_continued_by(self, answer: Completion) -> bool:
-        """Whether a new answer begins with everything that was sent."""
+        """Whether a new answer begins with everything that the stream has sent."""
 
 
 def settling(
@@ -116,10 +123,11 @@ def settling(
     tokenizer: Tokenizer,
     sent: SentText | None = None,
 ) -> Generator[CheckPart | DrawAgain, Any, Settled]:
-    """Yield the checks and new answers that an answer needs; return the final answer.
+    """Yield the checks and new answers that an answer needs to fit its JSON schema.
 
-    `read_parts` returns the parts of an answer that have a schema. The number of new answers and of
-    their tokens is bounded, so that the result does not depend on the speed of the machine.
+    The generator returns the final answer. `read_parts` returns the parts of an answer that have a
+    schema. The number of new answers and of their tokens is bounded, so that the result does not
+    depend on the speed of the machine.
     """
     excluded: list[Excluded] = []
     num_left = max(MIN_REDRAWN_TOKENS, MAX_REDRAWN_RATIO * len(answer.token_ids))
@@ -163,7 +171,7 @@ def _find_miss(
     read_parts: Callable[[Completion], Sequence[CheckedPart]],
     tokenizer: Tokenizer,
 ) -> Generator[CheckPart | DrawAgain, Any, Miss | None]:
-    """Return the first rule that an answer breaks.
+    """Return the first rule of its JSON schema that an answer breaks; None if it breaks none.
 
     If the answer was cut by its token limit or a stop string, only its complete parts are checked.
     """
@@ -195,7 +203,7 @@ def is_complete_json(text: str) -> bool:
 
 
 def miss_error(fault: SchemaViolation) -> SchemaMissError:
-    """Return the error of an answer that breaks a strict schema."""
+    """Return the error for an answer that breaks its strict JSON schema."""
     return SchemaMissError(
         f"The answer breaks the rule {fault} of its schema, even after it was generated again "
         f"(up to {MAX_REDRAWS} times). Describe the rule in the prompt, or relax it."
@@ -213,7 +221,11 @@ def text_of_tokens(answer: Completion, tokenizer: Tokenizer) -> str | None:
 
 
 def exclusions(written: str | None, miss: Miss, level: int) -> Iterator[Excluded]:
-    """Yield the texts to exclude: the wrong value at level 0, its prefixes at higher levels."""
+    """Yield the texts that the next answer must not contain, after an answer broke its schema.
+
+    At level 0 this is the text up to the end of the wrong value; at higher levels it ends with a
+    shorter beginning of the value.
+    """
     part = miss.part.text
     start, end = wrong_span(part, miss.fault)
     begin = miss.num_before + start
@@ -234,7 +246,7 @@ def exclusions(written: str | None, miss: Miss, level: int) -> Iterator[Excluded
 
 
 def redrawn_params(params: SamplingParams, work: DrawAgain) -> SamplingParams:
-    """Return the parameters for a new answer without the excluded texts."""
+    """Return the sampling parameters for a new answer without the excluded texts."""
     assert params.constraint is not None
     assert params.seed is not None
     return replace(

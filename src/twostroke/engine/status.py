@@ -58,7 +58,7 @@ class LoopHeartbeat:
     """
 
     def __init__(self) -> None:
-        """Begin with no step."""
+        """Begin with no step started."""
         self.num_steps = 0
         self.busy_since_s: float | None = None
         self.is_recovering = False
@@ -66,17 +66,20 @@ class LoopHeartbeat:
         self._step_end_s: float | None = None  # end of the last step; None after a pause
 
     def pause(self, condition: Condition, timeout_s: float | None) -> None:
-        """Wait for a request, because there are none."""
+        """Sleep while there are no requests, until `condition` is notified or the time is over."""
         self._step_end_s = None
         condition.wait(timeout=timeout_s)
 
     def begin(self) -> None:
-        """Record the start of a step."""
+        """Record the start of an engine step."""
         if self.busy_since_s is None:
             self.busy_since_s = time.monotonic()
 
     def finish(self, now_s: float, *, is_last: bool) -> float:
-        """Record the end of a step, and return its seconds. `is_last`: no step is in flight now."""
+        """Record the end of an engine step, and return its duration in seconds.
+
+        `is_last` means that no step is in flight now.
+        """
         assert self.busy_since_s is not None
         step_s = now_s - self.busy_since_s
         self.num_steps += 1
@@ -87,7 +90,7 @@ class LoopHeartbeat:
 
     @property
     def progress(self) -> StepProgress:
-        """The progress, as of now."""
+        """The engine's progress at this moment."""
         start_s = self.busy_since_s
         step_s = 0.0 if start_s is None else time.monotonic() - start_s
         return StepProgress(self.num_steps, step_s, self.is_recovering)
@@ -124,7 +127,7 @@ class RequestView:
 
 
 class RunningRequests(Frozen):
-    """Running requests, by priority; the other fields are as in `SchedulerView`."""
+    """The running requests, sorted by priority; the other fields are as in `SchedulerView`."""
 
     stats: SchedulerStats
     running: tuple[RequestView, ...]
