@@ -23,14 +23,14 @@ _CONTEXT_LENGTH_TEXT: Final = (
 
 
 class SchedulerConfig(Frozen):
-    """The limits of one scheduler.
+    """The limits of one scheduler: request length, running requests, tokens a step, queue.
 
     Attributes:
         context_length: maximum number of tokens of a request, prompt and output together.
         max_running: maximum number of requests that hold pages at once.
-        token_budget: maximum number of tokens that one step computes. Decoding requests
-            come first and prompts get the rest, so it also bounds the duration of a step and with
-            it the time between two tokens.
+        token_budget: maximum number of tokens that one step computes. Decoding requests come first
+            and prompts get the rest, so it also bounds the duration of a step and with it the time
+            between two tokens.
         max_scored_rows: maximum number of rows in a step that report log-probabilities of prompts;
             bounds the memory for logits.
         max_waiting_requests: a request is refused if this many requests wait before it. Waiting
@@ -41,8 +41,8 @@ class SchedulerConfig(Frozen):
             which they are more urgent, so that urgent requests cannot starve the others.
         steps_ahead: how many steps may be in flight when another step is planned. Together they
             compute at most `token_budget` tokens, each an equal share.
-        samples_ahead: whether a step may compute tokens that steps in flight sample. Then each
-            step has the whole budget, and there are no drafts.
+        samples_ahead: whether a step may compute tokens that steps in flight sample. Then each step
+            has the whole budget, and there are no drafts.
 
     Raises:
         UsageError: the budget is smaller than the number of running requests.
@@ -67,7 +67,7 @@ class SchedulerConfig(Frozen):
         steps_ahead: int = 0,
         samples_ahead: bool = False,
     ) -> Self:
-        """Return the limits that the options of an engine set."""
+        """Return the scheduler's limits that the options of an engine set."""
         return cls(
             context_length=context_length,
             max_running=batch.effective_max_running,
@@ -80,7 +80,7 @@ class SchedulerConfig(Frozen):
 
     @property
     def step_budget(self) -> int:
-        """The maximum number of tokens that one of the steps in flight computes."""
+        """The maximum number of tokens that one step computes while other steps are in flight."""
         if self.samples_ahead:
             return self.token_budget
         return -(-self.token_budget // self._num_steps)
@@ -94,8 +94,8 @@ class SchedulerConfig(Frozen):
     def max_batch_rows(self) -> int:
         """The maximum number of rows of batch requests in a step with other requests.
 
-        It is small, since each of these rows delays the others' next tokens, and large enough for
-        most of the throughput of a batch.
+        It is small, since each of these rows delays the next tokens of the other requests, and
+        large enough for most of the throughput of a batch.
         """
         return max(1, self.step_budget // 8)
 
@@ -104,14 +104,14 @@ class SchedulerConfig(Frozen):
         return 1 + self.steps_ahead
 
     def __post_init__(self) -> None:
-        """Refuse limits under which a running request would get no row."""
+        """Refuse limits under which a running request would get no row in a step."""
         if self.token_budget < self.max_running:
             reason = f"must be at least {{other}} ({self.max_running}), got {self.token_budget}."
             raise UsageError(reason, field="token_budget", other=Field("max_running"))
 
 
 class SchedulerStats(Frozen):
-    """Requests and pages by state now, and counts since the start.
+    """A scheduler's requests and pages by state now, and counts since the start.
 
     Attributes:
         num_running, num_waiting: requests.
@@ -140,7 +140,7 @@ class SchedulerStats(Frozen):
 
 
 class SchedulerView(Frozen):
-    """A copy of the running requests, by priority key, and of the state of all pages.
+    """A copy of the running requests, by priority key, and of the state of all KV pages.
 
     Attributes:
         stats: the counts of the same moment.
@@ -220,7 +220,7 @@ def prompt_too_long(
 
 
 class QueueEstimate(Frozen):
-    """The waiting time that a request would meet in the queue; None without measurements.
+    """The waiting time that a new request would meet in the queue; None without measurements.
 
     Attributes:
         wait_s: seconds until the request would start.
@@ -239,7 +239,7 @@ def check_queue(
     num_new_tokens: int,
     estimate: QueueEstimate,
 ) -> None:
-    """Refuse a request if too much waits before it.
+    """Refuse a request if too many requests or tokens wait before it in the queue.
 
     `num_requests` and `num_tokens` wait before the request, which has `num_new_tokens`. The error
     advises to come back when half of the queue has started: there is room then, and work left.
@@ -264,7 +264,7 @@ def check_queue(
 
 
 def check_deadline(request: Request, waited_s: float, estimate: QueueEstimate) -> None:
-    """Refuse a request that would not start before its deadline.
+    """Refuse a request that would wait in the queue past its deadline to start.
 
     Raises:
         OverloadedError: the requests before it take too long.

@@ -39,11 +39,12 @@ class DraftPages:
         max_depth: int,
         num_running: int,
     ) -> Sequence[int]:
-        """Add the drafts that fit to a slice; return the indices of the added drafts.
+        """Add draft tokens to a request's slice while there are pages for them.
 
-        The indices are in the order of the rows. Without `parents` the drafts are a chain.
-        Otherwise `parents[i]` is the index of the draft before draft i, or `ROOT`; of drafts with
-        the same parent, the likeliest comes first. Paths are cut after `max_depth` drafts.
+        Returns the indices of the added drafts, in the order of their rows. Without `parents` the
+        drafts are a chain. Otherwise `parents[i]` is the index of the draft before draft i, or
+        `ROOT`; of drafts with the same parent, the likeliest comes first. Paths are cut after
+        `max_depth` drafts.
 
         Every running request can still get one more page afterwards. If that leaves too few pages,
         branches are dropped first, the last one first, and then the end of the main chain.
@@ -64,7 +65,10 @@ class DraftPages:
         return order
 
     def settle(self, slice_: Slice, last_accepted: int) -> None:
-        """Give the request the pages up to draft `last_accepted` (or `ROOT`), release the rest."""
+        """Keep the KV pages of a request's accepted drafts; release the pages of other drafts.
+
+        `last_accepted` is the index of the last accepted draft, or `ROOT` if none was accepted.
+        """
         request, branches = slice_.request, slice_.branches
         if not branches:
             return
@@ -81,7 +85,10 @@ class DraftPages:
         self._pool.release(released)
 
     def _grow(self, slice_: Slice, num_drafts: int, num_running: int) -> int:
-        """Allocate pages for drafts after a slice; return for how many drafts there is room."""
+        """Allocate pages for the drafts after a request's slice.
+
+        Returns the number of drafts for which there is room.
+        """
         request, page_size = slice_.request, self._page_size
         room = len(request.pages[0]) * page_size - slice_.start - slice_.count
         if room < num_drafts:
@@ -93,7 +100,10 @@ class DraftPages:
     def _branches(
         self, slice_: Slice, parents: Sequence[int], bounds: Sequence[int], num_running: int
     ) -> list[DraftBranch]:
-        """Return branches of the drafts between neighbouring `bounds`, until pages run out."""
+        """Allocate KV pages for the branches of a draft tree, until pages run out.
+
+        Returns the branches that have pages. Each has the drafts between two neighbouring `bounds`.
+        """
         page_size, request = self._page_size, slice_.request
         assert slice_.count == 1, "only a slice of one row may have a draft tree"
         first_page = (slice_.start + slice_.count) // page_size  # the first that may differ
@@ -135,7 +145,7 @@ class DraftPages:
 
 
 def depth_first(parents: Sequence[int], max_depth: int) -> tuple[list[int], list[int]]:
-    """Return the nodes of a tree in depth-first order, and their parents in the new numbering.
+    """Return a draft tree's nodes in depth-first order, and their parents in the new numbering.
 
     Each node is directly followed by its first child. Nodes deeper than `max_depth` are dropped.
     """

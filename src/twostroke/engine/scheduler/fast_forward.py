@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def num_fast_forward_steps(running: Sequence[RequestState], pool: PagePool, max_steps: int) -> int:
-    """Return how many of the next steps, at most `max_steps`, can be fast-forwarded.
+    """Return how many of the next decode steps a simulation can perform at once.
 
-    In these steps no running request prefills, samples its first token, ends, or fails to get a
-    page. The caller guarantees that no request waits, and adds or finishes no request meanwhile.
+    At most `max_steps`. In these steps no running request prefills, samples its first token, ends,
+    or fails to get a page. The caller guarantees that no request waits, and adds or finishes no
+    request meanwhile.
     """
     page_size = pool.page_size
     num_groups = len(pool.groups.windows)
@@ -53,7 +54,7 @@ def fast_forward(
     allocate_page: Callable[[RequestState], object],
     update_pages: Callable[[RequestState], None],
 ) -> None:
-    """Perform decode steps whose sampled `tokens`, shaped (requests, steps), are known.
+    """Perform several decode steps at once, with `tokens`, shaped (requests, steps), known.
 
     `num_fast_forward_steps` must have allowed this number of steps. Pages are allocated and
     published in the order of the steps and, within a step, of the running requests.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class KvCacheManager:
-    """Allocates and releases the pages of running requests in every cache group."""
+    """Allocates and releases the KV pages of running requests in every cache group."""
 
     def __init__(self, pool: PagePool, token_budget: int) -> None:
         """Manage pages of `pool` for steps that compute at most `token_budget` tokens."""
@@ -37,25 +37,31 @@ class KvCacheManager:
 
     @property
     def can_grow(self) -> bool:
-        """Whether every page list of a request could get another page."""
+        """Whether the pool has a KV page for each cache group, so that a request can grow."""
         return self._pool.num_available >= self._num_groups
 
     def grow(self, request: Request, num_pages: int) -> int:
-        """Append up to `num_pages` new pages to each page list; return the number appended."""
+        """Append up to `num_pages` new KV pages to each of a request's page lists.
+
+        Returns the number of pages appended to each list.
+        """
         num_pages = min(num_pages, self._pool.num_available // self._num_groups)
         for pages in request.pages:
             pages.extend(self._pool.allocate(num_pages))
         return num_pages
 
     def num_spare(self, num_running: int) -> int:
-        """Return how many pages a list may get if each running request can still grow by one."""
+        """Return how many KV pages a page list can get beyond the needs of running requests.
+
+        Each running request can then still grow by a page in each list.
+        """
         return max(0, self._pool.num_available // self._num_groups - num_running)
 
     def release_out_of_window(self, state: RequestState) -> None:
-        """Release pages that no later row reads, and note when the next ones may be released.
+        """Release the KV pages that a request's sliding windows have passed.
 
-        Pages that a request with the same prompt would look up age as usual. The others are the
-        first to be evicted.
+        No later row reads these pages. Pages that a request with the same prompt would look up age
+        as usual. Other pages are the first to be evicted.
         """
         request, groups = state.request, self._groups
         first_needed = groups.first_seen(request.num_settled)
@@ -73,7 +79,7 @@ class KvCacheManager:
         state.update_at = min(state.update_at, groups.next_passed(request.num_settled))
 
     def release(self, request: Request) -> None:
-        """Release all pages of a request; its last pages will be evicted first."""
+        """Release all KV pages of a request; the pages at its end will be evicted first."""
         page_lists = request.pages
         pages = page_lists[0]
         if len(page_lists) > 1 or self._groups.has_windows:
@@ -83,13 +89,13 @@ class KvCacheManager:
         request.pages = []
 
     def num_reserved(self, request: Request) -> int:
-        """Return how many pages a running request may still take before it samples a token."""
+        """Return how many KV pages a running request may still take before it samples a token."""
         return self._groups.num_missing(
             len(request.pages[0]), request.num_computed, len(request.tokens), self._token_budget
         )
 
     def total_reserved(self, running: Sequence[RequestState]) -> int:
-        """Return how many pages running requests may still take before they sample a token."""
+        """Return how many KV pages running requests may still take before they sample a token."""
         return sum([self.num_reserved(state.request) for state in running])
 
     def num_victims(
@@ -103,10 +109,10 @@ class KvCacheManager:
     ) -> int | None:
         """Return how many of the last running requests to preempt so that a request can start.
 
-        Only less urgent requests are preempted; None if that does not free enough pages. The
-        running requests keep `num_reserved` pages in all: the pages that their tokens still need,
-        and one in each group to grow into. Starting a request that is soon preempted would compute
-        its tokens twice. When nothing runs, every request that the scheduler accepted fits.
+        Returns None if preempting all less urgent requests does not free enough pages. The running
+        requests keep `num_reserved` pages in all: the pages that their tokens still need, and one
+        in each group to grow into. Starting a request that is soon preempted would compute its
+        tokens twice. When nothing runs, every request that the scheduler accepted fits.
         """
         num_needed = self._num_needed(state.request, hit) + num_reserved
         num_left_over = self._pool.num_available - num_needed
@@ -123,7 +129,7 @@ class KvCacheManager:
         return None
 
     def _num_needed(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many available pages a new request would take, with its prefix hit."""
+        """Return how many available KV pages a new request would take, after its cached prefix."""
         pool, num_pages = self._pool, hit.num_pages
         num_shared = sum(not pool.num_references(page) for page in all_pages(hit.pages))
         return num_shared + self._groups.num_missing(
@@ -131,29 +137,35 @@ class KvCacheManager:
         )
 
     def _num_freed(self, victim: Request, hit: PrefixHit) -> int:
-        """Return how many pages preempting a request frees, without pages of the prefix hit."""
+        """Return how many KV pages preempting a request frees.
+
+        Pages of another request's prefix `hit` do not count, since that request will use them.
+        """
         pool = self._pool
         unshared = {page for page in all_pages(victim.pages) if pool.num_references(page) == 1}
         return len(unshared) - sum(page in unshared for page in all_pages(hit.pages))
 
 
 def all_pages(pages: list[list[int]]) -> list[int]:
-    """Return the pages of all cache groups in one list, without `NO_PAGE`."""
+    """Return a request's KV pages of all cache groups in one list, without `NO_PAGE`."""
     return [page for group in pages for page in group if page != NO_PAGE]
 
 
 class PageWatcher(Protocol):
-    """Is told which pages are used. Its methods must be quick, because steps wait for them."""
+    """Is told which KV pages requests use or compute, for KV offload.
+
+    Its methods must be quick, because steps wait for them.
+    """
 
     def on_prefix_hit(self, state: RequestState, num_pages: int) -> None:
-        """Take note that a request starts with its first `num_pages` pages from the cache."""
+        """Take note that a request starts with its first `num_pages` KV pages from the cache."""
 
     def on_computed(self, state: RequestState, first: int, end: int) -> None:
-        """Take note that a request has computed its pages from index `first` up to `end`."""
+        """Take note that a request has computed its KV pages from index `first` up to `end`."""
 
 
 class PrefixCache:
-    """The prefix index, and claims on missing pages that are about to be computed.
+    """The index of cached prefixes, and claims on KV pages that are about to be computed.
 
     A running request claims the pages that it will compute. A waiting request whose next missing
     page is claimed by a more urgent running request waits for that page, so that it is not computed
@@ -176,7 +188,7 @@ class PrefixCache:
         return self._index.chain(salt) if self._index is not None else None
 
     def match(self, state: RequestState) -> PrefixHit | None:
-        """Return the cached pages of a waiting request, or None if it should wait for more.
+        """Return the cached KV pages of a waiting request; None if it should wait for more pages.
 
         The hit is empty for a request that reports values for its prompt's rows: it must compute
         all of them.
@@ -194,8 +206,8 @@ class PrefixCache:
     def wait_s(self, waiting: WaitingQueue) -> float | None:
         """Return the seconds until a waiting request may start if none runs; None for never.
 
-        A request that the policy has made ready then waits only for a transfer. A page that arrives
-        sooner wakes the caller by another way.
+        If every ready request waits for a KV transfer, this is the time until the first transfer
+        expires. A page that arrives sooner wakes the caller by another way.
         """
         ready = waiting.ready
         owners = [self._claims.get(state.awaited_key or b"") for state in ready]
@@ -205,14 +217,14 @@ class PrefixCache:
         return self.transfers.seconds_until(min(expiries_s))
 
     def num_cached_tokens(self, request: Request, chain: PrefixChain) -> int:
-        """Return how many tokens of a new request the index has, and extend its `chain`."""
+        """Return how many of a new request's tokens have cached KV pages; extend its `chain`."""
         if self._index is None:
             return 0
         hit = self._index.match(chain, request.tokens, request.num_prompt)
         return hit.num_pages * self._page_size
 
     def receive(self, request: Request, chain: PrefixChain) -> bool:
-        """Index new pages for tokens that another engine computed; return False without room.
+        """Index new KV pages for tokens that another engine computed; return False without room.
 
         The request is about to be added and will find these pages when it starts. It computes its
         last page again unless that is full. The caller fills the pages. Extends `chain`.
@@ -231,7 +243,7 @@ class PrefixCache:
         return fits
 
     def start(self, state: RequestState) -> None:
-        """Claim the pages that a request will compute, after the pages that `match` returned."""
+        """Claim the KV pages that a request will compute, after its cached pages from `match`."""
         if state.chain is None:
             state.publish_at = sys.maxsize
             return
@@ -243,7 +255,7 @@ class PrefixCache:
             self._claims.setdefault(key, state)
 
     def publish(self, state: RequestState) -> None:
-        """Index the pages of a request that have become full."""
+        """Index KV pages of a request that have become full, so that other requests share them."""
         if self._index is None or state.chain is None:
             return
         request = state.request
@@ -260,15 +272,16 @@ class PrefixCache:
         state.publish_at = (request.num_settled // self._page_size + 1) * self._page_size
 
     def stop(self, state: RequestState) -> None:
-        """Drop the claims of a request that stops running."""
+        """Drop a request's claims on KV pages, because it stops running."""
         if state.chain is not None:
             self._drop_claims(state.chain.keys[state.num_published :], state)
 
     def _next_awaited(self, keys: Sequence[bytes], hit: PrefixHit) -> bytes | None:
-        """Return the key of the next missing page, or of a later page that a transfer brings.
+        """Return the key of a request's next missing KV page, for which it may wait.
 
-        A transfer does not bring pages that lie before a sliding window. Such a page is missing,
-        but only with the later pages could the request start after any of them.
+        If a transfer brings a later page, return the later page's key: a transfer brings no pages
+        that lie before a sliding window, and the request can start only after the later pages. None
+        if no page is missing.
         """
         missing = keys[hit.num_pages :]
         if self._pool.groups.has_windows:
@@ -280,7 +293,7 @@ class PrefixCache:
         return missing[0] if missing else None
 
     def _is_claimed(self, state: RequestState, key: bytes | None) -> bool:
-        """Whether a request should wait for the owner of a claim on a page."""
+        """Whether a request should wait for a KV page that a request or transfer has claimed."""
         owner = self._claims.get(key) if key is not None else None
         if isinstance(owner, Transfer):
             return not self.transfers.has_expired(owner)
@@ -293,7 +306,7 @@ class PrefixCache:
 
 
 class InFlightSteps:
-    """Steps between plan and commit, and the pages of ended requests that these steps use.
+    """Steps between plan and commit, and the KV pages of ended requests that these steps use.
 
     Attributes:
         steps: the plan of each step with the owners of its slices, the oldest first.
@@ -310,30 +323,39 @@ class InFlightSteps:
         return len(self.steps)
 
     def may_preempt(self) -> bool:
-        """Whether requests may lose their pages now; if not, drain the steps in flight first."""
+        """Whether requests may be preempted now: no step in flight uses their pages.
+
+        If not, `must_drain` asks to commit the steps in flight first.
+        """
         self._must_drain = bool(self.steps)
         return not self._must_drain
 
     def must_drain(self) -> bool:
-        """Whether all steps in flight must be committed before another step is planned."""
+        """Whether all steps in flight must be committed before another step is planned.
+
+        They must if a request waits to preempt another.
+        """
         self._must_drain = self._must_drain and bool(self.steps)
         return self._must_drain
 
     def pop_oldest(self, plan: StepPlan) -> list[RequestState]:
-        """Remove the oldest step, which must have this plan; return the owners of its slices."""
+        """Remove the oldest step in flight, whose plan must be `plan`.
+
+        Returns the request states to which the step's slices belong.
+        """
         oldest, owners = self.steps.popleft()
         assert plan.slices is oldest.slices, "steps are committed in the order of their plans"
         return owners
 
     def release(self, state: RequestState) -> None:
-        """Release the pages of a request that stops running, after the last step that uses them."""
+        """Release the KV pages of a request that stops running, after the steps that use them."""
         if state.request.is_in_flight:
             self.ended_requests.append(state)
         else:
             self._kv_cache.release(state.request)
 
     def release_ended(self) -> None:
-        """Release the pages of ended requests that no step in flight uses any more."""
+        """Release the KV pages of ended requests that no step in flight uses any more."""
         for state in [state for state in self.ended_requests if not state.request.is_in_flight]:
             self.ended_requests.remove(state)
             self._kv_cache.release(state.request)

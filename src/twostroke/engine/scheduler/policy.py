@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class QueueState(Frozen):
-    """The state of the queue from which a policy decides.
+    """The state of the queue from which a batching policy decides whether requests start.
 
     Attributes:
         num_waiting: requests that the policy has not started yet, at least one.
@@ -38,11 +38,11 @@ class Continuous(Frozen):
 
     @property
     def size(self) -> int | None:
-        """The maximum number of requests that start together; None for no limit."""
+        """The maximum number of requests that start together: None, since there is no limit."""
         return None
 
     def wait_s(self, queue: QueueState) -> float | None:  # noqa: ARG002 - the same interface
-        """Return the seconds until requests may start; None for never."""
+        """Return the seconds until waiting requests may start under this policy; None for never."""
         return 0.0
 
 
@@ -57,7 +57,7 @@ class Batched(Frozen):
     max_wait_s: float | None = None
 
     def wait_s(self, queue: QueueState) -> float | None:
-        """Return the seconds until a batch may start if only time changes; None for never."""
+        """Return the seconds until the batch may start if no request arrives; None for never."""
         if queue.num_active:
             return None
         if queue.num_waiting >= self.size or queue.is_flushed:
@@ -71,7 +71,7 @@ Policy = Continuous | Batched
 
 
 def make_policy(options: BatchOptions) -> Policy:
-    """Return the policy that `options.policy` names."""
+    """Return the batching policy that `options.policy` names."""
     policies: dict[str, Policy] = {
         "continuous": Continuous(),
         "dynamic": Batched(options.batch_size, options.max_wait_s),

@@ -36,7 +36,7 @@ _MIN_TOKENS_PER_S: Final = 1e-9
 
 
 class WaitingQueue:
-    """Requests without pages. The policy decides which of them are `ready` to start.
+    """Requests that wait to run. The batching policy decides which are `ready` to start.
 
     Attributes:
         order: assigns the priority keys.
@@ -66,7 +66,7 @@ class WaitingQueue:
 
     @property
     def num_tokens(self) -> int:
-        """The number of waiting tokens."""
+        """The number of tokens of all waiting requests."""
         return sum(self.tokens.values())
 
     def check(self, request: Request) -> PriorityKey:
@@ -100,19 +100,19 @@ class WaitingQueue:
         return key
 
     def add(self, state: RequestState) -> None:
-        """Queue a new request."""
+        """Queue a new request until it starts."""
         self._not_ready[state.request.id] = state
         if self.order.add(state):
             self.ready.sort(key=priority_key)
         self.tokens[state.request.priority] += len(state.request.tokens)
 
     def put_back(self, state: RequestState) -> None:
-        """Queue a preempted request again."""
+        """Queue a preempted request again; it may start at once, without the batching policy."""
         insort(self.ready, state, key=priority_key)
         self.tokens[state.request.priority] += len(state.request.tokens)
 
     def remove(self, state: RequestState) -> None:
-        """Remove a request that starts or has ended."""
+        """Remove a waiting request that starts or has ended."""
         priority = state.request.priority
         self.tokens[priority] -= len(state.request.tokens)
         if not self.tokens[priority]:
@@ -121,11 +121,11 @@ class WaitingQueue:
             del self.ready[bisect_left(self.ready, state.priority_key, key=priority_key)]
 
     def flush(self) -> None:
-        """Let the policy start the requests that wait now without waiting for more."""
+        """Let the batching policy start the requests that wait now without waiting for more."""
         self._is_flushed = bool(self._not_ready)
 
     def make_ready(self, num_running: int) -> None:
-        """Move the requests that the policy lets start in the next step to `ready`."""
+        """Move the requests that the batching policy lets start in the next step to `ready`."""
         self.start_rate.begin_step(self.tokens)
         if not self._not_ready or self._policy_wait_s(num_running) != 0:
             return
@@ -136,7 +136,10 @@ class WaitingQueue:
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds until a request may start if none runs and only time changes; None for never."""
+        """Seconds until a waiting request may start if none runs and only time changes.
+
+        None for never.
+        """
         if self.ready:
             return 0.0
         return self._policy_wait_s(0) if self._not_ready else None
@@ -171,7 +174,7 @@ class FairOrder:
         return self._levels[request.priority].next_key(request, self._num_arrived)
 
     def add(self, state: RequestState) -> bool:
-        """Add a request and charge its tenant the expected cost.
+        """Add a new request to its tenant's requests, and charge the tenant the expected cost.
 
         The tenant's waiting requests of the same priority exchange their priority keys so that the
         earliest deadline goes first. Returns whether any did.
@@ -287,9 +290,10 @@ class _PriorityLevel:
             self._virtual_time = self._all_paid_at  # an idle engine owes nothing to any tenant
 
     def _insert_by_deadline(self, waiting: list[RequestState], state: RequestState) -> bool:
-        """Insert a new request before requests with later deadlines, which move back by one key.
+        """Insert a new request before its tenant's waiting requests with later deadlines.
 
-        No request is moved back more than `max_overtakes` times. Returns whether any was.
+        The later requests move back by one priority key, each at most `max_overtakes` times.
+        Returns whether any moved.
         """
         index, deadline_s = len(waiting), state.request.start_by_s
         while index and waiting[index - 1].request.start_by_s > deadline_s:
@@ -307,18 +311,18 @@ class _PriorityLevel:
     def _charge_estimate(
         self, state: RequestState, account: _TenantAccount, num_prompt: int
     ) -> None:
-        """Charge for `num_prompt` prompt tokens and an output of the tenant's average length."""
+        """Charge a tenant for a request: `num_prompt` tokens and an output of average length."""
         max_output = state.max_len - state.request.num_prompt
         self._charge(state, account, num_prompt + min(max_output, account.mean_output))
 
     def _charge(self, state: RequestState, account: _TenantAccount, cost: float) -> None:
-        """Replace the charge for a request by `cost` tokens."""
+        """Replace the tokens that a tenant is charged for a request by `cost`."""
         account.paid_until += (cost - state.charged_tokens) / state.request.weight
         state.charged_tokens = cost
         self._all_paid_at = max(self._all_paid_at, account.paid_until)
 
     def _forget_idle_tenants(self) -> None:
-        """Forget tenants without requests if there are too many, starting with the least debt."""
+        """Drop the accounts of tenants without requests if there are too many, least debt first."""
         if len(self._accounts) < len(self._unfinished) + _MAX_IDLE_TENANTS:
             return
         idle = [
@@ -351,14 +355,14 @@ class Deadlines:
         return self._timeouts.next_s
 
     def add(self, state: RequestState, num_unfinished: int) -> None:
-        """Watch a request; `num_unfinished` counts all requests that have not ended."""
+        """Watch a request's deadlines; `num_unfinished` counts all requests that have not ended."""
         request = state.request
         self._timeouts.add(request.end_by_s, state, num_unfinished)
         if request.start_within_s < request.remaining_s:
             self._start_deadlines.add(request.start_by_s, state, num_unfinished)
 
     def pop(self, now_s: float) -> list[tuple[Request, DeadlineError]]:
-        """Return the requests whose time is over, each with its error, before a step is planned.
+        """Return requests past their deadline, each with its error, before a step is planned.
 
         The errors have a fact `is_unrun`: whether nothing was computed for the request.
         """
@@ -429,7 +433,7 @@ class StartRate:
         self._started[priority] += num_tokens
 
     def begin_step(self, waiting: Mapping[int, int]) -> None:
-        """Record, before a step is planned, the number of waiting tokens by priority."""
+        """Record the number of waiting tokens by priority, before a step is planned."""
         now_s = self._clock()
         took_s = now_s - self._step_began_s
         self._step_began_s = now_s
@@ -443,9 +447,10 @@ class StartRate:
         self._started.clear()
 
     def wait_s(self, tokens: Mapping[int, int]) -> float | None:
-        """Return the seconds until tokens (by priority) have started; None without measurements.
+        """Return the seconds until these waiting tokens (by priority) have all started.
 
-        A priority that has not waited yet is assumed to have the best rate of the others.
+        A priority that has not waited yet is assumed to have the best rate of all priorities. None
+        without measurements.
         """
         rates = {
             priority: num_tokens / seconds

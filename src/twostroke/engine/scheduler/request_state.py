@@ -69,12 +69,12 @@ class RequestState:
 
     @property
     def samples_ahead(self) -> bool:
-        """Whether the next row computes a token that a step in flight has yet to sample."""
+        """Whether the request's next row needs a token that a step in flight has yet to sample."""
         num_planned = self.request.num_planned
         can_follow = len(self.request.tokens) <= num_planned < self.max_len - 1
         return self.may_sample_ahead and can_follow
 
 
 def priority_key(state: RequestState) -> PriorityKey:
-    """Return the key by which all queues are sorted."""
+    """Return a request's priority key, by which all queues are sorted."""
     return state.priority_key

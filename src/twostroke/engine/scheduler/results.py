@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ResultReader:
-    """Hands out a step's result to its slices, in the order of the slices.
+    """Applies a step's result to the step's slices, in the order of the slices.
 
     Attributes:
         has_ends: whether the result has ended any request.
@@ -41,10 +41,11 @@ class ResultReader:
         slices: Sequence[Slice],
         update_pages: Callable[[RequestState], None],
     ) -> list[RequestDelta]:
-        """Apply the result to all slices; return a delta for each with tokens, reports or an end.
+        """Apply a step's result to all requests of the step.
 
-        `owners` are the request states of the slices. `update_pages` is called for each running
-        request that has pages to publish or to release.
+        Returns a delta for each request with tokens, reports or an end. `owners` are the request
+        states of the slices. `update_pages` is called for each running request that has pages to
+        publish or to release.
         """
         deltas: list[RequestDelta] = []
         sampled = self._sampled
@@ -75,9 +76,10 @@ class ResultReader:
         return deltas
 
     def _apply_slice(self, state: RequestState, slice_: Slice) -> RequestDelta | None:
-        """Apply the result to a slice of any kind; return a delta if it has tokens or reports.
+        """Apply the step's result to one request's slice; return a delta if there is something new.
 
-        If the request ended while the step was in flight, the slice's results are dropped.
+        New are tokens, reported values, or an end. If the request ended while the step was in
+        flight, the slice's results are dropped.
         """
         request = slice_.request
         delta = pooled = None
@@ -110,7 +112,7 @@ class ResultReader:
         return delta
 
     def check_consumed(self) -> None:
-        """Assert that the slices took the whole result."""
+        """Assert that the slices of the step have used the whole result."""
         assert next(self._sampled, None) is None, "more tokens than slices that sample"
         assert next(self._scores, None) is None, "more scores than scored rows"
         assert next(self._states, None) is None, "more states than pooled slices"
@@ -119,7 +121,7 @@ class ResultReader:
 def _accept(
     state: RequestState, slice_: Slice, sampled: Sequence[tuple[int, TokenLogprobs | None]]
 ) -> tuple[RequestDelta, int]:
-    """Append the sampled token after each accepted draft, until a token ends the request.
+    """Append the sampled token after each accepted draft to a request, until a token ends it.
 
     `sampled[0]` follows the request's newest token, and `sampled[1 + i]` follows draft i. Returns
     the delta, and the index of the last draft that became one of the request's tokens, or `ROOT`.

@@ -70,7 +70,7 @@ class Scheduler:
         policy: Policy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Schedule on the pages of `pool`; without an `index` there is no prefix cache."""
+        """Schedule requests on the KV pages of `pool`; without `index` there is no prefix cache."""
         if policy.size is not None and policy.size > config.max_running:
             reason = f"A batch of {policy.size} exceeds {{field}} ({config.max_running})."
             raise UsageError(reason, field="max_running")
@@ -128,7 +128,10 @@ class Scheduler:
         return state
 
     def pop_overdue(self) -> list[tuple[Request, DeadlineError]]:
-        """Return requests whose time is over, each once, with their errors; `finish` them now."""
+        """Return each request whose deadline has passed, once, with its error.
+
+        The caller must call `finish` for each of them.
+        """
         return self._deadlines.pop(self._clock())
 
     def max_len(self, request: Request) -> int:
@@ -136,7 +139,7 @@ class Scheduler:
         return max_len(request, self.config.context_length, self._max_tokens)
 
     def flush(self) -> None:
-        """Let waiting requests start without waiting for more, because no more will come."""
+        """Let waiting requests start without waiting for a full batch, as no more will come."""
         self._waiting.flush()
 
     def plan(self, budget: int | None = None) -> StepPlan | None:
@@ -209,7 +212,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
         """Apply the result of the oldest step: sampled tokens, full pages, ended requests.
 
-        Returns a delta for each request that got something or ended, in the plan's order.
+        Returns a delta for each request that got tokens or reports, or ended, in the plan's order.
         """
         owners = self._in_flight.pop_oldest(plan)
         reader = ResultReader(result, self._draft_pages)
@@ -251,7 +254,7 @@ class Scheduler:
         self._in_flight.release_ended()
 
     def preempt_all(self) -> None:
-        """Undo all steps and evict all pages, because their content is lost.
+        """Undo all steps in flight and evict all KV pages, because their content is lost.
 
         The running requests wait and will be computed again.
         """
@@ -274,7 +277,7 @@ class Scheduler:
         request.num_computed = request.num_planned = min(request.num_computed, num_kept)
 
     def fast_forward_steps(self, max_steps: int) -> tuple[list[Request], int]:
-        """Return the running requests and for how many next steps `fast_forward` may be called."""
+        """Return the running requests and how many next decode steps `fast_forward` may perform."""
         if self._in_flight or self.config.steps_ahead or len(self._waiting):
             return [], 0
         num_steps = num_fast_forward_steps(self._running, self._pool, max_steps)
@@ -282,7 +285,7 @@ class Scheduler:
         return requests, num_steps
 
     def fast_forward(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Perform decode steps with known `tokens`, shaped (requests, steps).
+        """Perform several decode steps at once with known `tokens`, shaped (requests, steps).
 
         The requests are in the order in which `fast_forward_steps` returned them.
         """
@@ -312,7 +315,7 @@ class Scheduler:
         )
 
     def backlog(self) -> tuple[int, list[int]]:
-        """Return the number of prompt tokens to prefill, and the maximum of output tokens to come.
+        """Return the number of prompt tokens to prefill, and the most output tokens still to come.
 
         The second value has an entry for each running request that is decoding.
         """
@@ -327,7 +330,7 @@ class Scheduler:
         return num_prefill, max_outputs
 
     def view(self) -> SchedulerView:
-        """Return a copy of the running requests and of the state of all pages."""
+        """Return a copy of the running requests and of the state of all KV pages."""
         reference_counts, cached_pages = self._pool.contents()
         running = tuple(
             [state.request for state in (*self._running, *self._in_flight.ended_requests)]
@@ -357,7 +360,10 @@ class Scheduler:
             builder.add_slice(state, count)
 
     def _start_waiting(self, builder: StepBuilder, before: RequestState | None) -> None:
-        """Start ready requests that go before a running one, until budget or pages are spent."""
+        """Start ready requests that go before the running request `before`, while there is room.
+
+        None for `before` means all ready requests. Room is the step's budget, and pages.
+        """
         index = 0
         ready = self._waiting.ready
         while index < len(ready) and builder.budget:
@@ -390,13 +396,13 @@ class Scheduler:
             builder.num_reserved += self._kv_cache.num_reserved(state.request)
 
     def _num_reserved(self, builder: StepBuilder) -> int:
-        """Return how many pages the running requests may still need soon."""
+        """Return how many KV pages the running requests may still need soon."""
         if builder.num_reserved is None:
             builder.num_reserved = self._kv_cache.total_reserved(self._running)
         return builder.num_reserved
 
     def _allocate_pages(self, state: RequestState, num_tokens: int, builder: StepBuilder) -> int:
-        """Allocate pages for a request's next tokens; return for how many tokens there is room.
+        """Allocate KV pages for a request's next tokens; return for how many tokens there is room.
 
         Preempts less urgent requests only if there is no room for a single token.
         """
@@ -411,7 +417,7 @@ class Scheduler:
         return min(room, num_tokens)
 
     def _start(self, state: RequestState, hit: PrefixHit) -> None:
-        """Start a waiting request with its cached pages."""
+        """Start a waiting request with its cached KV pages, the prefix `hit`."""
         request = state.request
         self._pool.share(all_pages(hit.pages))
         request.pages = hit.pages
@@ -430,7 +436,7 @@ class Scheduler:
         insort(self._running, state, key=priority_key)
 
     def _preempt_last(self) -> RequestState:
-        """Preempt the least urgent running request: release its pages and queue it again."""
+        """Preempt the least urgent running request: release its KV pages and queue it again."""
         victim = self._running.pop()
         victim.request.num_computed = victim.request.num_planned = 0
         victim.request.num_preemptions += 1
@@ -441,13 +447,13 @@ class Scheduler:
         return victim
 
     def _stop_running(self, state: RequestState) -> None:
-        """Release the pages of a request that stops running, after the steps in flight."""
+        """Release the KV pages of a request that stops running, after the steps in flight."""
         state.is_running = False
         self.prefix_cache.stop(state)
         self._in_flight.release(state)
 
     def _update_pages(self, state: RequestState) -> None:
-        """Publish full pages and release pages out of windows; note when this is due again."""
+        """Publish a request's full KV pages; release pages that its sliding windows have passed."""
         self.prefix_cache.publish(state)
         state.update_at = state.publish_at
         if self._pool.groups.has_windows:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StepBuilder:
-    """The slices of a step so far, and the rest of its limits.
+    """The slices of the step that is being planned, and how many rows may be added.
 
     Attributes:
         budget: number of rows that may still be added.
@@ -67,7 +67,10 @@ class StepBuilder:
         self._has_prefill = False
 
     def max_rows(self, request: Request, num_rows: int) -> int:
-        """Return how many of the next `num_rows` rows the limit on scored rows allows."""
+        """Return how many of a request's next rows the limit on scored rows allows in this step.
+
+        Scored rows report log-probabilities of the prompt. At most `num_rows` is returned.
+        """
         if request.num_unscored <= self.scored_rows_left:
             return num_rows
         start = request.num_planned
@@ -95,7 +98,7 @@ class StepBuilder:
         self._count_rows(state, count)
 
     def remove_preempted(self, state: RequestState) -> None:
-        """Remove the slice of a request that has just lost its pages."""
+        """Remove the slice of a preempted request, which has just lost its pages, from the step."""
         self.preempted.append(state.request)
         self.num_reserved = None
         if state in self.owners:
@@ -105,7 +108,7 @@ class StepBuilder:
             del self.slices[index], self.owners[index]
 
     def is_paused(self, state: RequestState) -> bool:
-        """Whether a request is a batch request that gets no row in this step."""
+        """Whether a request is a batch request that must get no row in this step."""
         if not is_batch_request(state) or state is self._first_running:
             return False
         if self.batch_rows_left == 0:
@@ -153,7 +156,10 @@ class StepBuilder:
                 self._append(slice_, state)
 
     def resume_batch_requests(self) -> bool:
-        """Add the paused slices again if no prompt could be prefilled; return whether they were."""
+        """Add the paused batch requests' slices again if no prompt could be prefilled.
+
+        Returns whether slices may have been added.
+        """
         if self.urgent is None or self._has_prefill:
             return False
         self.urgent = None
@@ -181,14 +187,14 @@ def is_batch_request(state: RequestState) -> bool:
 
 
 def schedulable(running: list[RequestState], config: SchedulerConfig) -> Iterable[RequestState]:
-    """Return the running requests that may be in the next step, in the order given.
+    """Return the running requests that may be in the next step, in the order of `running`.
 
     Without steps in flight these are all. Otherwise each step in flight gets an equal share of the
     decoding requests, so that consecutive steps of a pipeline take the same time.
 
-    With `samples_ahead`, requests that sample ahead are in every step. The others wait until their
-    sampled tokens are known and then continue together, since a step with few rows takes about as
-    long as a step with many.
+    With `samples_ahead`, requests that sample ahead are in every step. Other requests wait until
+    their sampled tokens are known and then continue together, since a step with few rows takes
+    about as long as a step with many.
     """
     steps_ahead = config.steps_ahead
     if not steps_ahead:
@@ -215,7 +221,7 @@ def _awaits_token(state: RequestState) -> bool:
 
 
 def _is_ready(state: RequestState, *, others_are_out: bool) -> bool:
-    """Whether a request has tokens to compute now.
+    """Whether a running request has tokens to compute in the next step.
 
     While `others_are_out`, a single pending token of a request that cannot sample ahead waits, so
     that these requests continue together.
@@ -225,7 +231,7 @@ def _is_ready(state: RequestState, *, others_are_out: bool) -> bool:
 
 
 def _num_scored(request: Request, count: int) -> int:
-    """Return how many of a request's next `count` rows report the prompt's next token.
+    """Return how many of a request's next `count` rows report a prompt token's log-probability.
 
     Rows that were scored before a preemption are not scored again, and rows in flight will be. The
     last row of the prompt samples a token instead.
@@ -238,9 +244,9 @@ def _num_scored(request: Request, count: int) -> int:
 
 
 def _num_pooled(request: Request, count: int) -> int:
-    """Return how many of a request's next `count` rows, the last ones, report hidden states.
+    """Return how many of a request's next `count` rows report hidden states, for an embedding.
 
-    Rows that are computed again after a preemption report again.
+    They are the last of these rows. Rows that are computed again after a preemption report again.
     """
     match request.pooling:
         case None:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Missing pages of a waiting request that are on their way to the pool; see `Transfers`.
+    """Missing KV pages of a waiting request that a tier or another engine sends.
+
+    See `Transfers`.
 
     Attributes:
         previous_keys: keys of the request's pages before the missing ones.
@@ -43,19 +45,22 @@ class Transfer:
 
     @property
     def first_page(self) -> int:
-        """The index, in the request's page lists, of the page of the first key."""
+        """The index, in the request's page lists, of the first KV page that the transfer brings."""
         return len(self.previous_keys)
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Pages that are read from outside; they keep their content until the lease is released."""
+    """KV pages that another thread or engine reads.
+
+    The pages keep their content until the lease is released.
+    """
 
     pages: dict[PageKey, int]
 
 
 class Transfers:
-    """The transfers into a page pool and the leases on its pages. The owner's lock guards it.
+    """The KV transfers into a page pool and the leases on its pages. The owner's lock guards it.
 
     A transfer claims page keys as a running request does, but has no priority key: every request
     that misses such a page waits until the page arrives or the claim is dropped. A claim is dropped
@@ -80,13 +85,16 @@ class Transfers:
         self._clock: Callable[[], float] = time.monotonic
 
     def limit(self, max_tokens: int, token_budget: int, clock: Callable[[], float]) -> None:
-        """Leave the pages that one request of `max_tokens` needs, and use this clock."""
+        """Limit the pages held by transfers and leases, so that the longest request always fits.
+
+        The longest request has `max_tokens` tokens. `clock` gives the time for expiries.
+        """
         num_needed = self._pool.groups.num_needed(max_tokens, token_budget)
         self.max_held_pages = max(0, self._pool.num_pages - num_needed)
         self._clock = clock
 
     def begin(self, state: RequestState, within_s: float = math.inf) -> Transfer | None:
-        """Claim the pages of a waiting request that are neither indexed nor claimed already.
+        """Claim the KV pages of a waiting request that are neither cached nor claimed already.
 
         The claims expire after `within_s` seconds. Returns None if there are no such pages.
         """
@@ -112,7 +120,7 @@ class Transfers:
     def select_missing(
         self, transfer: Transfer, exists: Callable[[PageKey], bool]
     ) -> list[PageKey]:
-        """Return the pages to bring, in order, and drop the claims on other pages.
+        """Return the keys of the KV pages to fetch, in order, and drop the claims on other pages.
 
         They are the pages of the longest prefix that a request could start after, where `exists`
         says whether a page is available elsewhere. Pages that the index has, in groups with a
@@ -133,10 +141,11 @@ class Transfers:
         return [page_key for page_key in candidates if page_key in transfer.missing]
 
     def allocate(self, transfer: Transfer, page_keys: Sequence[PageKey]) -> list[int]:
-        """Return sorted pages for the first of the `page_keys`, until there is no more room.
+        """Allocate KV pages of the pool for the first of the `page_keys`, until there is no room.
 
-        Only the transfer may write to them until it ends. If it helps, pages that have arrived are
-        released first: requests find them through the index unless they are evicted.
+        Returns the page indices, sorted. Only the transfer may write to them until it ends. If it
+        helps, pages that have arrived are released first: requests find them through the index
+        unless they are evicted.
         """
         if len(page_keys) > self.max_held_pages - self.num_held_pages:
             arrived = [key for key in transfer.pages if key not in transfer.missing]
@@ -148,7 +157,10 @@ class Transfers:
         return pages
 
     def add_arrived(self, transfer: Transfer, arrived: Sequence[PageKey]) -> None:
-        """Index allocated pages that have been written, and drop claims that are fulfilled."""
+        """Index KV pages that a transfer has written, so that requests find them.
+
+        Drops the claims that are fulfilled.
+        """
         for group, key in arrived:
             self._index.insert(group, [key], [transfer.pages[group, key]])
         transfer.missing.difference_update(arrived)
@@ -156,14 +168,17 @@ class Transfers:
         self._drop_claims([key for _, key in arrived if key not in missing], transfer)
 
     def drop(self, transfer: Transfer) -> None:
-        """Let requests compute the pages that have not arrived; the transfer keeps its pages."""
+        """Drop a transfer's claims: requests compute the KV pages that have not arrived.
+
+        The transfer keeps its pages, because it may still write to them.
+        """
         self._drop_claims(transfer.keys, transfer)
         transfer.is_dropped = True
         if transfer in self._claiming:
             self._claiming.remove(transfer)
 
     def has_expired(self, transfer: Transfer) -> bool:
-        """Whether a transfer's time is over; if so, drop its claims."""
+        """Whether a KV transfer's time is over; if so, drop its claims on pages."""
         if transfer.expires_at_s > self._clock():
             return False
         self.drop(transfer)
@@ -174,14 +189,14 @@ class Transfers:
         return None if expires_at_s == math.inf else max(0.0, expires_at_s - self._clock())
 
     def end(self, transfer: Transfer) -> None:
-        """Release all pages of a transfer that has stopped writing, and drop its claims."""
+        """Release all KV pages of a transfer that has stopped writing, and drop its claims."""
         self.drop(transfer)
         if transfer.pages:
             self._release_pages(transfer, list(transfer.pages))
             self.touch([*transfer.previous_keys, *transfer.keys])
 
     def lease(self, page_keys: Iterable[PageKey]) -> Lease:
-        """Return a lease on the pages that the index has, until there is no more room."""
+        """Return a lease on the KV pages with these keys that are cached, until room runs out."""
         lease = Lease({})
         for key in page_keys:
             page = self._index.find(key)
@@ -192,14 +207,14 @@ class Transfers:
         return lease
 
     def release(self, lease: Lease) -> None:
-        """End a lease, after the last read of its pages."""
+        """End a lease on KV pages, after the last read of its pages."""
         pages = list(lease.pages.values())
         lease.pages = {}
         self.num_held_pages -= len(pages)
         self._pool.release(pages)
 
     def touch(self, keys: list[bytes]) -> None:
-        """Mark the indexed prefix of a sequence as used now; its first page is evicted last."""
+        """Mark a sequence's cached KV pages as used now; its first page is evicted last."""
         columns = zip(*self._index.hit(keys).pages, strict=True)
         pages = [page for column in columns for page in column if page != NO_PAGE]
         self._pool.share(pages)
