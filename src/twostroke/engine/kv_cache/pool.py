@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PagePool:
-    """Reference-counted ids of `num_pages` pages that hold `page_size` tokens each.
+    """The ids of the `num_pages` KV pages of an engine, with their reference counts.
 
     A page serves any of the model's cache groups. It is in exactly one of three states:
 
@@ -52,42 +52,45 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """The number of free pages."""
+        """The number of free pages: their content means nothing."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """The number of cached pages."""
+        """The number of cached pages: they have no references, but the prefix index has them."""
         return len(self._cached)
 
     @property
     def num_referenced(self) -> int:
-        """The number of referenced pages."""
+        """The number of KV pages that at least one request reads or writes."""
         return self.num_pages - len(self._free) - len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """The number of pages that `allocate` could return now."""
+        """The number of KV pages that `allocate` could return now: free pages and cached pages."""
         return len(self._free) + len(self._cached)
 
     @property
     def horizon_s(self) -> float | None:
-        """How many seconds ago the page evicted last was last used; None if none was evicted.
+        """How many seconds ago the KV page evicted last was last used; None if none was evicted.
 
         Pages are evicted by age, so every page used since then is still cached.
         """
         return None if self._evicted_s is None else self._clock() - self._evicted_s
 
     def num_references(self, page: int) -> int:
-        """Return the number of references to `page`."""
+        """Return the number of references to a KV page."""
         return self._counts[page]
 
     def contents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return copies of the reference counts of all pages and of the cached pages."""
+        """Return copies of the reference counts of all KV pages, and the cached pages."""
         return tuple(self._counts), tuple(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` pages, at most `num_available`, with one reference each."""
+        """Allocate `count` KV pages, at most `num_available`, with one reference each.
+
+        Cached pages are evicted if too few pages are free.
+        """
         assert count <= self.num_available, "more pages requested than available"
         free, counts = self._free, self._counts
         num_evicted = max(0, count - len(free))
@@ -99,7 +102,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add a reference to each of `pages`, all of them referenced or cached."""
+        """Add a reference to each of `pages`, which are all referenced or cached."""
         for page in pages:
             if self._counts[page] == 0:
                 del self._cached[page]
@@ -108,7 +111,8 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> None:
         """Drop a reference to each of `pages`, given in the order of their sequence.
 
-        The last page is evicted first: no prefix reaches it without the pages before it.
+        The last page of the sequence is evicted first: no prefix reaches it without the pages
+        before it.
         """
         counts, is_kept, now_s = self._counts, self._is_kept, self._clock()
         for page in reversed(pages):
@@ -134,18 +138,18 @@ class PagePool:
                 self._cached.move_to_end(page, last=False)
 
     def evict_all(self) -> None:
-        """Evict all cached pages, because their content is lost."""
+        """Evict all cached KV pages, because their content is lost."""
         self._free += self._evict(len(self._cached))
 
     def keep(self, pages: Iterable[int]) -> None:
-        """Cache referenced pages after their last reference, until they are evicted."""
+        """Let referenced KV pages stay cached after their last reference until evicted."""
         counts, is_kept = self._counts, self._is_kept
         for page in pages:
             assert counts[page] > 0, "only a referenced page has content worth keeping"
             is_kept[page] = True
 
     def _evict(self, count: int) -> list[int]:
-        """Evict the `count` least recently used cached pages, and return them."""
+        """Evict the `count` least recently used cached KV pages, and return them."""
         cached, is_kept = self._cached, self._is_kept
         pages: list[int] = []
         for _ in range(count):

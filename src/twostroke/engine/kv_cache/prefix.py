@@ -18,7 +18,7 @@ PageKey = tuple[int, bytes]  # the cache group, and the hash of the sequence up 
 
 
 class PrefixChain:
-    """The keys of one sequence's full pages; each is hashed once, as the sequence grows.
+    """The hash keys of one sequence's full KV pages; each is hashed once, as the sequence grows.
 
     `keys[i] = sha256(keys[i - 1] + tokens of page i)`, and the first page follows a hash of the
     salt. So equal keys mean equal tokens from the first token on, and equal salts.
@@ -32,7 +32,7 @@ class PrefixChain:
         self._root = sha256(b"twostroke prefix " + salt).digest()
 
     def extend(self, tokens: Sequence[int], num_pages: int) -> None:
-        """Add the keys of the first `num_pages` pages of `tokens`, which must be full."""
+        """Add the hash keys of the first `num_pages` pages of `tokens`, which must be full."""
         keys = self.keys
         first = len(keys)
         if first >= num_pages:
@@ -47,7 +47,7 @@ class PrefixChain:
 
 
 class PrefixHit(Frozen):
-    """The cached pages of a sequence's beginning.
+    """The cached KV pages that hold a sequence's beginning.
 
     Attributes:
         pages: a list for each cache group, as in `Request.pages`.
@@ -60,12 +60,12 @@ class PrefixHit(Frozen):
 
     @property
     def num_pages(self) -> int:
-        """The length of the prefix, in pages of one cache group."""
+        """The length of the cached prefix, in pages of one cache group."""
         return len(self.pages[0])
 
 
 class PrefixIndex:
-    """Finds the pages of the longest cached prefix in each cache group.
+    """Finds the KV pages of a prompt's longest cached prefix, in each cache group.
 
     The row after the prefix must find all that it reads: every page in a group with full attention,
     and the last few pages in a group with a sliding window.
@@ -89,20 +89,21 @@ class PrefixIndex:
         return len(self._keys)
 
     def chain(self, salt: bytes) -> PrefixChain:
-        """Return an empty chain of page keys for a sequence under `salt`."""
+        """Return an empty chain of page keys for a sequence; `salt` separates tenants."""
         return PrefixChain(self._pool.page_size, salt)
 
     def num_reusable(self, num_tokens: int, num_prompt: int) -> int:
-        """Return how many full pages of a sequence may be indexed.
+        """Return how many full KV pages of a sequence the index may have.
 
-        Of its `num_tokens`, the first `num_prompt` are the prompt.
+        The sequence has `num_tokens` tokens, of which the first `num_prompt` are the prompt. In the
+        strict mode pages with generated tokens do not count.
         """
         if not self.reuse_generated and num_prompt < num_tokens:
             num_tokens = num_prompt
         return num_tokens // self._pool.page_size
 
     def match(self, chain: PrefixChain, tokens: Sequence[int], num_prompt: int) -> PrefixHit:
-        """Return the pages of the longest cached prefix of `tokens`, and extend their `chain`.
+        """Return the KV pages of the longest cached prefix of `tokens`, and extend their `chain`.
 
         The prefix leaves at least one token, which must be computed for its logits. The caller must
         share the pages before it allocates any.
@@ -112,7 +113,7 @@ class PrefixIndex:
         return self.hit(chain.keys[:num_pages])
 
     def hit(self, keys: list[bytes]) -> PrefixHit:
-        """Return the pages of the longest cached prefix of the pages with these keys."""
+        """Return the longest cached prefix of a sequence whose KV pages have these hash keys."""
         groups = self._pool.groups
         full_attention_pages = [
             _leading_pages(indexed, keys)
@@ -132,27 +133,28 @@ class PrefixIndex:
 
     @property
     def num_groups(self) -> int:
-        """The number of cache groups."""
+        """The number of the model's cache groups."""
         return len(self._pages)
 
     def contains(self, page_key: PageKey) -> bool:
-        """Whether the page with this key is indexed."""
+        """Whether the KV page with this key is indexed."""
         group, key = page_key
         return key in self._pages[group]
 
     def find(self, page_key: PageKey) -> int:
-        """Return the page with this key, or `NO_PAGE`."""
+        """Return the index in the pool of the KV page with this key, or `NO_PAGE`."""
         group, key = page_key
         return self._pages[group].get(key, NO_PAGE)
 
     def reachable(
         self, keys: Sequence[bytes], first: int, exists: Callable[[PageKey], bool]
     ) -> tuple[int, list[int]]:
-        """Return how many of the `keys` a request could start after, with pages from elsewhere.
+        """Return how many pages of a request could be reused if pages from elsewhere were fetched.
 
         `keys` belong to the request's pages from index `first` on; its earlier pages are cached.
-        `exists` says whether a page is available elsewhere. The second value is, for each cache
-        group, the index of the first page that the request then reads.
+        `exists` says whether a tier or another engine has a page. The first value counts the keys
+        of the longest prefix after which the request could start. The second value is, for each
+        cache group, the index of the first page that the request then reads.
         """
         groups, page_size = self._pool.groups, self._pool.page_size
         num_keys = len(keys)
@@ -177,7 +179,10 @@ class PrefixIndex:
         return num_reachable, first_read
 
     def insert(self, group: int, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Index full, computed, referenced pages of a group; keys that are indexed stay as is."""
+        """Index KV pages of a cache group, which are full, computed and referenced.
+
+        Keys that are indexed already keep their page.
+        """
         indexed = self._pages[group]
         added = [
             (key, page)
@@ -189,7 +194,10 @@ class PrefixIndex:
         self._pool.keep([page for _, page in added])
 
     def _num_reachable(self, keys: list[bytes], num_pages: int) -> int:
-        """Return the longest prefix, up to `num_pages`, whose pages in windows are all indexed."""
+        """Return the length of the longest cached prefix, in pages, up to `num_pages`.
+
+        All pages in the sliding windows at its end are indexed.
+        """
         groups = self._pool.groups
         sliding = [group for group, window in enumerate(groups.windows) if window is not None]
         first = groups.first_seen(num_pages * groups.page_size)
@@ -202,14 +210,14 @@ class PrefixIndex:
         return num_pages
 
     def _remove(self, pages: Sequence[int]) -> None:
-        """Remove pages that the pool evicts."""
+        """Remove KV pages from the index, because the pool evicts them."""
         for page in pages:
             group, key = self._keys.pop(page)
             del self._pages[group][key]
 
 
 def _leading_pages(indexed: dict[bytes, int], keys: list[bytes]) -> list[int]:
-    """Return the pages of the first keys, up to the first key that is not indexed."""
+    """Return the KV pages of the first keys, up to the first key that is not indexed."""
     pages = []
     for key in keys:
         page = indexed.get(key)

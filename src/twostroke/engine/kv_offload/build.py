@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def start_offload(
     client: Client, spec: KvCacheSpec, model_digest: str, options: OffloadOptions
 ) -> None:
-    """Let an engine's requests find pages in tiers, until the engine's loop ends.
+    """Let an engine's requests load KV pages from disk or Redis, until the engine's loop ends.
 
     `model_digest` covers every byte of the weights, unlike the model's identity.
 
@@ -48,7 +48,7 @@ def start_offload(
         )
 
     def prefill_s(start: int, end: int) -> float:
-        """Return the seconds to prefill tokens[start:end] of a prompt."""
+        """Return the predicted seconds to prefill tokens[start:end] of a prompt."""
         chunks = [
             BatchShape.prefill(min(budget, end - chunk_start), chunk_start)
             for chunk_start in range(start, end, budget)
@@ -67,7 +67,7 @@ def start_offload(
 
 
 def check_tiers(options: OffloadOptions) -> None:
-    """Refuse, before a model is loaded, options with which no tier could be opened.
+    """Refuse, before a model is loaded, options whose KV offload tiers could not be opened.
 
     Raises:
         UsageError: as `start_offload`.
@@ -77,9 +77,10 @@ def check_tiers(options: OffloadOptions) -> None:
 
 
 def weights_digest(loaded: LoadedModel) -> str:
-    """Return the SHA-256 of all weights, from a cache file if the model's files have not changed.
+    """Return the SHA-256 of all weights of a model.
 
-    Unlike `weights_identity` it covers every byte.
+    The digest comes from a cache file if the model's files have not changed. Unlike
+    `weights_identity` it covers every byte.
     """
     stamps = [
         (str(mapping.path), mapping.size, mapping.path.stat().st_mtime_ns)

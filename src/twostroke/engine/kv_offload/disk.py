@@ -44,17 +44,19 @@ ABOUT: Final = "about.json"
 
 
 class DiskTier:
-    """Implements `OffloadTier` with files `FOLDER/SPEC/ab/cd...`, named as their pages.
+    """Stores KV pages on disk: the `OffloadTier` with files `FOLDER/SPEC/ab/cd...`.
 
-    Several servers may share a folder: a file's name stands for its content, and files appear by
-    renaming and vanish by unlinking. Each server keeps the pages of all specs together below
-    `max_bytes`.
+    A file is named as its page. Several servers may share a folder: a file's name stands for its
+    content, and files appear by renaming and vanish by unlinking. Each server keeps the pages of
+    all specs together below `max_bytes`.
     """
 
     title = "disk"
 
     def __init__(self, folder: Path, spec: KvCacheSpec, max_bytes: int, model: str) -> None:
-        """Use a folder, and create it if necessary; `model` is the model's name for people.
+        """Store KV pages in a folder, which is created if necessary.
+
+        `model` is the model's name, for people.
 
         Raises:
             UsageError: the folder cannot be created or read.
@@ -80,15 +82,15 @@ class DiskTier:
 
     @property
     def is_writable(self) -> bool:
-        """Whether offered pages are written now."""
+        """Whether offered KV pages are written now: no write to the disk has failed recently."""
         return time.time() >= self._write_again_s
 
     def find(self, names: Sequence[bytes]) -> set[bytes]:
-        """Return the names that have a file."""
+        """Return the names of KV pages that have a file in the folder."""
         return {name for name in names if self._path(name).exists()}
 
     def fetch(self, name: bytes, page: memoryview[Any]) -> bool:
-        """Fill a page from its file; remove the file if it is damaged."""
+        """Fill a KV page from its file, and return whether that worked; remove a damaged file."""
         path = self._path(name)
         try:
             fault = read_page(path, name, page)
@@ -105,7 +107,10 @@ class DiskTier:
         return False
 
     def offer(self, name: bytes, page: memoryview[Any], value: PageValue) -> bool:
-        """Write a page that is not stored, unless a write has failed recently."""
+        """Write a KV page that is not stored, unless a write to the disk has failed recently.
+
+        Returns whether the page was written.
+        """
         keep_until_s = value.keep_until_s
         if not self.is_writable:
             return False
@@ -140,7 +145,10 @@ class DiskTier:
         return True
 
     def probe(self) -> float:
-        """Read some pages from the disk, not the system's cache; return the shortest time."""
+        """Read some stored pages from the disk, and return the shortest time in seconds.
+
+        The system's page cache is avoided. 0 if nothing could be read.
+        """
         page = memoryview(bytearray(self._page_bytes))
         times = []
         with suppress(OSError):
@@ -153,12 +161,12 @@ class DiskTier:
         return min(times, default=0.0)
 
     def size(self) -> tuple[int, int]:
-        """Return the number of pages of all specs, and of their bytes."""
+        """Return the number of stored KV pages of all specs, and the number of their bytes."""
         with self._lock:
             return len(self._index.entries), self._index.num_bytes
 
     def wait(self) -> None:
-        """Wait until the folder has been scanned."""
+        """Wait until the scan of the folder, which began at the start, has ended."""
         self._scanner.join()
 
     def close(self) -> None:
@@ -197,7 +205,7 @@ class DiskTier:
             raise
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove the least valuable pages if `num_bytes` more would exceed the limit."""
+        """Remove the least valuable pages' files if `num_bytes` more would exceed the limit."""
         if time.monotonic() - self._scanned_s > _RESCAN_S:
             self._scan()
         with self._lock:
@@ -213,7 +221,7 @@ class DiskTier:
                 (spec_folder / text[:2] / text[2:]).unlink(missing_ok=True)
 
     def _scan(self) -> None:
-        """Read the headers of all pages in the folder, also of other servers and models."""
+        """Read the headers of all page files in the folder, also of other servers and models."""
         self._scanned_s = time.monotonic()
         names: set[bytes] = set()
         with suppress(OSError):
@@ -240,7 +248,7 @@ class DiskTier:
 
 
 def header_of(name: bytes, page: memoryview[Any], value: PageValue) -> bytes:
-    """Return the header of a page's file."""
+    """Return the header of a stored KV page's file."""
     previous = value.previous_name[:PREFIX_BYTES]
     header = _HEADER.pack(_MAGIC, name, len(page), value.saved_s, value.index, previous, 0)
     checked = header[:_CHECKED_BYTES]
@@ -248,7 +256,9 @@ def header_of(name: bytes, page: memoryview[Any], value: PageValue) -> bytes:
 
 
 def read_page(path: Path, name: bytes, page: memoryview[Any]) -> str | None:
-    """Fill a page from its file; return a sentence's end about damage of the file, or None.
+    """Fill a KV page from its file, and check the file.
+
+    Returns None, or a description of the damage of the file that ends a sentence.
 
     Raises:
         OSError: the file cannot be read.
@@ -269,7 +279,10 @@ def read_page(path: Path, name: bytes, page: memoryview[Any]) -> str | None:
 
 
 def entry_of(path: Path) -> Entry | None:
-    """Return the entry of a page's file from its header; None if the file cannot be read."""
+    """Return the index entry of a stored KV page from its file's header.
+
+    None if the file cannot be read.
+    """
     try:
         with open_regular_file(path, follows_links=False) as file:
             header = file.read(_HEADER.size)
@@ -289,7 +302,7 @@ def entry_of(path: Path) -> Entry | None:
 
 
 def stored_pages(root: Path) -> Iterator[Path]:
-    """Yield the files of pages; remove files whose writing was never finished."""
+    """Yield the files of KV pages in a folder; remove files whose writing was never finished."""
     for path in root.glob("*/??/*"):
         if path.name.endswith(_PART_SUFFIX):
             with suppress(OSError):

@@ -11,7 +11,7 @@ _MIN_AGE_S: Final = 60.0  # added to every age, since the order of the last minu
 
 @dataclass(slots=True)
 class Entry:
-    """A stored page. Times are seconds since 1970.
+    """A KV page stored on disk. Times are seconds since 1970.
 
     Attributes:
         num_bytes: size of the file.
@@ -19,7 +19,8 @@ class Entry:
         index: index of the page in its sequence.
         used_s: last use, or the time until which the page must stay, if that is later.
         num_uses: uses since the page was written.
-        previous: first bytes of the name of the page before it; empty if there is none.
+        previous: first bytes of the name of the previous page of the sequence; empty if there is
+            none.
     """
 
     num_bytes: int
@@ -30,7 +31,7 @@ class Entry:
     previous: bytes = b""
 
     def score(self, now_s: float) -> float:
-        """Return the seconds saved for each byte and each second since the last use.
+        """Return the page's value for eviction: seconds saved for each byte and each unused second.
 
         Hyperbolic caching (Blankstein et al., USENIX ATC 2017) with a cost and a size.
         """
@@ -39,7 +40,7 @@ class Entry:
 
 
 class _ScoredPage(NamedTuple):
-    """A page with the best score and the latest time of itself and of the pages after it."""
+    """A stored page with the best score and the latest keep time of itself and of later pages."""
 
     name: bytes
     entry: Entry
@@ -66,25 +67,28 @@ class DiskIndex:
         self.entries: dict[bytes, Entry] = {}
 
     def add(self, name: bytes, entry: Entry) -> None:
-        """Add a page, and replace an entry of the same name."""
+        """Add a stored page to the index, and replace an entry of the same name."""
         self.remove(name)
         self.entries[name] = entry
         self.num_bytes += entry.num_bytes
 
     def remove(self, name: bytes) -> None:
-        """Remove a page if it is there."""
+        """Remove a stored page from the index if it is there."""
         if (entry := self.entries.pop(name, None)) is not None:
             self.num_bytes -= entry.num_bytes
 
     def use(self, name: bytes, saved_s: float, keep_until_s: float) -> None:
-        """Record a use of a stored page, which must stay until `keep_until_s`."""
+        """Record a use of a stored page, which must stay on disk until `keep_until_s`.
+
+        `saved_s` is the time in seconds to compute the page.
+        """
         entry = self.entries[name]
         entry.num_uses += 1
         entry.saved_s = max(entry.saved_s, saved_s)
         entry.used_s = max(entry.used_s, keep_until_s)
 
     def surplus(self, now_s: float, room: int) -> list[bytes]:
-        """Return the names of pages to evict for `room` more bytes, the least valuable first.
+        """Return the names of pages to evict from disk for `room` more bytes, least valuable first.
 
         Of pages with equal scores, the later page of a sequence goes first.
         """
@@ -103,7 +107,10 @@ class DiskIndex:
         return evicted
 
     def _scored_pages(self, now_s: float) -> list[_ScoredPage]:
-        """Return all pages, each with at least the score and time of the pages that follow it."""
+        """Return all stored pages with their scores and the times until which they must stay.
+
+        Each page has at least the score and the time of the pages that follow it in its sequence.
+        """
         pages: list[_ScoredPage] = []
         minimums: dict[bytes, tuple[float, float]] = {}  # score and time by first bytes of names
         for name, entry in sorted(self.entries.items(), key=lambda item: -item[1].index):
@@ -120,7 +127,10 @@ class DiskIndex:
         return pages
 
     def _protected_names(self, pages: list[_ScoredPage], now_s: float) -> set[bytes]:
-        """Return the pages that must be kept longest, up to half of `max_bytes`."""
+        """Return the names of pages that eviction must spare, up to half of `max_bytes`.
+
+        They are the pages that must stay longest.
+        """
         candidates = [page for page in pages if page.keep_until_s > now_s]
         candidates.sort(key=lambda page: (-page.keep_until_s, page.entry.index))
         room = self.max_bytes // 2

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class StoredPages(Frozen):
-    """The stored pages of one `KvCacheSpec`. Times are seconds since 1970; 0.0 if there is none.
+    """The pages of one `KvCacheSpec` on disk. Times are seconds since 1970; 0.0 if there is none.
 
     Attributes:
-        folder: the name of their folder.
+        folder: the name of the pages' folder.
         model: the name of the model.
         kv_format, arithmetic, page_size: fields of the spec.
-        num_pages, num_bytes: number and size.
+        num_pages, num_bytes: number of the pages, and of their bytes.
         saved_s: seconds of prefill that all pages together save.
         num_kept: pages that must be kept at present.
         used_s: the last use of any page.
@@ -46,7 +46,7 @@ class StoredPages(Frozen):
 
 
 def read_folder(root: Path, now_s: float) -> list[StoredPages]:
-    """Return the pages in the folder of a page cache, by spec.
+    """Return the stored KV pages in the folder of a page cache, by spec.
 
     Raises:
         UsageError: `root` is not the folder of a page cache.
@@ -57,7 +57,7 @@ def read_folder(root: Path, now_s: float) -> list[StoredPages]:
 
 
 def verify(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Read all pages; remove damaged files and yield each with its fault.
+    """Read all stored KV pages; remove damaged files and yield each with its fault.
 
     The last text says why a file could not be removed; it is empty if it was removed.
 
@@ -82,7 +82,7 @@ def verify(root: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def clean(root: Path, model: str | None, before_s: float) -> tuple[int, int, str]:
-    """Remove pages last used before a time, of one model or of all models.
+    """Remove stored KV pages last used before a time, of one model or of all models.
 
     Returns the number of removed pages and bytes, and why a page could not be removed (empty if all
     were). A page that must be kept until later counts as used then.

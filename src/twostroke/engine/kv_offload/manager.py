@@ -44,13 +44,13 @@ _CLOSE_TIMEOUT_S: Final = 1.0  # for a tier that does not answer
 
 
 class OffloadManager:
-    """Moves pages between an engine's pool and its tiers; implements `PageWatcher`.
+    """Moves KV pages between an engine's pool and its tiers on disk or in Redis.
 
     A request with a long prefill waits for pages that a tier has, if they are expected in half of
     the time that computing them takes, and the first page in half of the time that may be lost. The
     wait ends as soon as it has cost more than the pages that have arrived save, plus a small part
     of the prefill time. Pages are written when they are used or computed a second time, and at once
-    for requests with `keep_s`.
+    for requests with `keep_s`. The scheduler reports used pages by the methods of `PageWatcher`.
     """
 
     def __init__(
@@ -62,9 +62,10 @@ class OffloadManager:
         prefill_s: PrefillSeconds,
         is_measured: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Start the threads; closing `pages` ends them.
+        """Start the threads that load and write KV pages; closing `pages` ends them.
 
-        Until `is_measured` returns True, prefill takes longer than `prefill_s` says.
+        `prefill_s` predicts the seconds of a prefill. Until `is_measured` returns True, prefill
+        takes longer than predicted.
         """
         self._pages = pages
         self._spec = spec
@@ -94,11 +95,14 @@ class OffloadManager:
         pages.scheduler.prefix_cache.watcher = self
 
     def totals(self) -> tuple[TierTotals, ...]:
-        """Return the counts of each tier. Any thread may call this."""
+        """Return the counts of each KV offload tier. Any thread may call this."""
         return tuple(tier.totals() for tier in self._tiers)
 
     def flush(self, within_s: float) -> bool:
-        """Wait until all offered pages are written; return False if that fails or takes longer."""
+        """Wait until all offered KV pages are written to the tiers.
+
+        Returns False if a write fails or `within_s` seconds are over.
+        """
         deadline_s = time.monotonic() + within_s
         while self._offers or self._has_offers.is_set():
             if time.monotonic() > deadline_s:
@@ -107,7 +111,7 @@ class OffloadManager:
         return all(tier.tier.is_writable for tier in self._tiers)
 
     def close(self) -> bool:
-        """Write offered pages, for a few seconds at most, and end all transfers.
+        """Write offered KV pages, for a few seconds at most, and end all loads.
 
         Returns False if a tier does not answer, which may then still use the pool's pages.
         """
@@ -130,7 +134,7 @@ class OffloadManager:
     # The caller of these methods holds the loop's lock.
 
     def on_prefix_hit(self, state: RequestState, num_pages: int) -> None:
-        """Offer the pages with which a request starts, unless that was done recently."""
+        """Offer the cached pages with which a request starts to the tiers, if not done recently."""
         chain, keep_s = state.chain, state.request.hints.keep_s
         if chain is None:
             return
@@ -144,7 +148,10 @@ class OffloadManager:
         self._offer(chain.keys[:num_pages], 0, num_pages, keep_s)
 
     def on_computed(self, state: RequestState, first: int, end: int) -> None:
-        """Offer pages that a request has computed, if for the second time or with `keep_s`."""
+        """Offer KV pages that a request has computed to the tiers.
+
+        Only pages computed for the second time, or of requests with `keep_s`, are offered.
+        """
         chain, request = state.chain, state.request
         if chain is None:
             return
@@ -171,7 +178,10 @@ class OffloadManager:
         self._has_offers.set()
 
     def _on_submit(self, state: RequestState) -> bool:
-        """Let a queued request wait for pages if its prefill is long; return whether it waits."""
+        """Start loading a queued request's KV pages from disk or Redis if its prefill is long.
+
+        Returns whether the request waits for the pages.
+        """
         prefill_s = self._prefill_s(0, len(state.request.tokens))
         is_hanging = any(transfer.is_dropped for transfer in self._transfers)
         if (prefill_s < _MIN_PREFILL_S and self._is_measured()) or is_hanging or self._is_closing:
@@ -202,7 +212,10 @@ class OffloadManager:
                     self._pages.on_request_queued(load.state, self._on_submit)
 
     def _fetch(self, transfer: Transfer, began_s: float, slack_s: float) -> None:
-        """Fetch the missing pages of a transfer, in order, as long as that saves time."""
+        """Load the KV pages that a waiting request misses, in order, while that saves time.
+
+        `slack_s` is the time that may be lost if loading turns out to be slower than prefill.
+        """
         if transfer.is_dropped or self._is_closing:
             return
         tier_by_key = self._find(transfer)
@@ -242,7 +255,10 @@ class OffloadManager:
             tier.add(saved_s=(saved_s - took_s) / len(tiers), slow=int(transfer.is_dropped))
 
     def _find(self, transfer: Transfer) -> dict[PageKey, _MeasuredTier]:
-        """Return the pages of a transfer that tiers have, each with the first tier that has it."""
+        """Find a request's missing KV pages in the tiers.
+
+        Returns the pages that are stored, each with the first tier that has the page.
+        """
         key_by_name = {
             self._spec.name((group, key)): (group, key)
             for key in transfer.keys
@@ -262,7 +278,7 @@ class OffloadManager:
         window: Sequence[PageKey],
         tier_by_key: dict[PageKey, _MeasuredTier],
     ) -> int:
-        """Fetch some pages, in order, until one fails; return the number fetched."""
+        """Load some KV pages from their tiers, in order, until one fails; return the number."""
         memory, count = self._pages.memory, 0
         assert memory is not None
         pages = self._pages.allocate(transfer, window)
@@ -299,7 +315,7 @@ class OffloadManager:
                 _logger.exception("Pages could not be written.")
 
     def _write(self, offer: _Offer) -> None:
-        """Write offered pages that are still in the pool to all tiers."""
+        """Write offered KV pages that are still in the pool to all tiers."""
         memory = self._pages.memory
         assert memory is not None
         with self._pages.lock:  # after the step that has computed the pages, and was measured
@@ -343,7 +359,7 @@ class OffloadManager:
 
 
 class _MeasuredTier:
-    """A tier with its counts and the time that it takes to read a page."""
+    """A KV offload tier with its counts and the time that it takes to read a page."""
 
     def __init__(self, tier: OffloadTier) -> None:
         self.tier = tier
@@ -353,13 +369,13 @@ class _MeasuredTier:
         self._measured_until_s = 0.0  # when the measurement is too old
 
     def add(self, **counts: float) -> None:
-        """Add to counts by name."""
+        """Add numbers to the tier's counts; each argument is named as its count."""
         with self._lock:
             for name, count in counts.items():
                 self.counts[name] = self.counts.get(name, 0) + count
 
     def record_read(self, read_s: float) -> None:
-        """Take in the time of a page that was read; 0 is no measurement."""
+        """Take in the measured time of reading a page from the tier; 0 is no measurement."""
         if not read_s:
             return
         with self._lock:
@@ -369,11 +385,11 @@ class _MeasuredTier:
             self._measured_until_s = time.monotonic() + _READ_TIME_AGE_S
 
     def page_s(self) -> float:
-        """Return the seconds to read a page; 0 without a recent measurement."""
+        """Return the seconds to read a page from the tier; 0 without a recent measurement."""
         return self._page_s if time.monotonic() < self._measured_until_s else 0.0
 
     def totals(self) -> TierTotals:
-        """Return the counts, for metrics."""
+        """Return the tier's counts, for metrics."""
         num_pages, num_bytes = self.tier.size() or (None, None)
         with self._lock:
             counts = {
@@ -389,14 +405,14 @@ class _MeasuredTier:
 
 
 class _Offer(Frozen):
-    """Pages to write.
+    """KV pages of a sequence to write to the tiers.
 
     Attributes:
         keys: keys of the sequence up to the last page to write.
         first: index of the first page to write.
         num_pages: pages of the sequence that `keep_s` concerns.
         used_s: time of the use, in seconds since 1970.
-        keep_s: how long the pages must stay after it.
+        keep_s: how many seconds after the use the pages must stay.
     """
 
     keys: list[bytes]
@@ -407,7 +423,10 @@ class _Offer(Frozen):
 
 
 class _PageLoad(Frozen):
-    """A transfer to carry out: its request, its begin, and the seconds that it may lose."""
+    """A load of KV pages from tiers to carry out, with the request that waits for the pages.
+
+    `slack_s` is the number of seconds that the load may lose against computing the pages.
+    """
 
     state: RequestState
     transfer: Transfer

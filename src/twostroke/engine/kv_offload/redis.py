@@ -40,7 +40,7 @@ _NUM_PROBES: Final = 4
 
 
 class RedisTier:
-    """Implements `OffloadTier` with an entry of a Redis server for each page.
+    """Stores KV pages in a Redis server: the `OffloadTier` with an entry for each page.
 
     Entries are encrypted and authenticated with AES-GCM together with the page's name, so an entry
     that was moved to another name cannot be decrypted. The key of an entry is a keyed hash of the
@@ -50,7 +50,7 @@ class RedisTier:
     title = "store"
 
     def __init__(self, url: str, spec: KvCacheSpec) -> None:
-        """Connect; a server that does not answer is tried again later.
+        """Connect to the Redis server; a server that does not answer is tried again later.
 
         Raises:
             UsageError: the URL or the secret is not valid, or the server refuses the password.
@@ -76,11 +76,11 @@ class RedisTier:
 
     @property
     def is_writable(self) -> bool:
-        """Whether offered pages are written now."""
+        """Whether offered KV pages are written now: no call or write has failed recently."""
         return time.monotonic() >= max(self._retry_s, self._retry_write_s)
 
     def find(self, names: Sequence[bytes]) -> set[bytes]:
-        """Return the names that have an entry."""
+        """Return the names of KV pages that have an entry in Redis."""
 
         def count_entries() -> list[int]:
             pipe = self._redis.pipeline(transaction=False)
@@ -93,7 +93,10 @@ class RedisTier:
         return {name for name, count in zip(names, counts, strict=True) if count}
 
     def fetch(self, name: bytes, page: memoryview[Any]) -> bool:
-        """Read and decrypt an entry; remove it if it cannot be decrypted."""
+        """Fill a KV page from its encrypted entry in Redis, and return whether that worked.
+
+        An entry that cannot be decrypted is removed.
+        """
         key = self._key(name)
 
         def read() -> bytes:
@@ -113,7 +116,10 @@ class RedisTier:
         return False
 
     def offer(self, name: bytes, page: memoryview[Any], value: PageValue) -> bool:
-        """Write a page that is not stored, unless a write has failed recently."""
+        """Write a KV page that is not stored, unless a write to Redis has failed recently.
+
+        Returns whether the page was written.
+        """
         key = self._key(name)
         expiry_s = max(_EXPIRY_S, int(value.keep_until_s - time.time()))
         if time.monotonic() < self._retry_write_s:
@@ -133,7 +139,7 @@ class RedisTier:
         return not is_known and self._call(write, otherwise=False, writes=True)
 
     def probe(self) -> float:
-        """Write an entry that soon expires; return the shortest time to read it, in seconds."""
+        """Write a short-lived entry to Redis; return the shortest time to read it, in seconds."""
         name = os.urandom(32)
         times = []
         page = memoryview(bytearray(self._entry_bytes - _NONCE_BYTES - _TAG_BYTES))
@@ -150,10 +156,10 @@ class RedisTier:
         return min(times, default=0.0)
 
     def size(self) -> None:
-        """Return None: the store may have other entries, too."""
+        """Return None for the number of stored pages: the server may have other entries, too."""
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections to the Redis server."""
         with suppress(*self._failures):
             self._redis.close()
 
@@ -175,7 +181,7 @@ class RedisTier:
             raise UsageError(text + end, field="page_store") from None
 
     def _call(self, operation: Callable[[], T], *, otherwise: T, writes: bool = False) -> T:
-        """Call the store; return `otherwise` if that fails now or has failed recently."""
+        """Call the Redis server; return `otherwise` if that fails now or has failed recently."""
         if time.monotonic() < self._retry_s:
             return otherwise
         try:
@@ -192,7 +198,10 @@ class RedisTier:
         return answer
 
     def _fail(self, error: Exception, *, writes: bool) -> None:
-        """Pause all calls of the store, or only writes, and log the begin of a pause."""
+        """Pause all calls of the Redis server, or only writes, after an error.
+
+        The beginning of a pause is logged.
+        """
         from redis.exceptions import ResponseError
 
         # A server that answers with an error may be full, or a replica that is read-only.
@@ -218,7 +227,7 @@ class RedisTier:
 
 
 def check_store(url: str) -> None:
-    """Check the options of the store without connecting, before a model is loaded.
+    """Check the options for a Redis server without connecting, before a model is loaded.
 
     Raises:
         UsageError: the extra is not installed, or the URL or the secret is not valid.
@@ -257,7 +266,7 @@ def _client(url: str) -> Redis:
 
 
 def _address(url: str) -> str:
-    """Return the part of a URL without the password."""
+    """Return a Redis URL without its password, for logs."""
     parts = urlsplit(url)
     return parts.netloc.rpartition("@")[2] or parts.path
 

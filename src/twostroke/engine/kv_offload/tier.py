@@ -24,9 +24,9 @@ _ARITHMETIC_LEVELS = {"avx2": "vector", "avx512": "vector"}  # kernels that agre
 
 
 class KvCacheSpec(Frozen):
-    """What determines the bytes of a page, besides the tokens and the salt, which its key covers.
+    """All facts that determine the bytes of a KV page, besides its tokens and its salt.
 
-    Engines with equal specs can use each other's pages.
+    The page's key covers tokens and salt. Engines with equal specs can use each other's pages.
 
     Attributes:
         model: a digest of weights and Program.
@@ -50,7 +50,7 @@ class KvCacheSpec(Frozen):
 
     @property
     def digest(self) -> bytes:
-        """A digest of 32 bytes, of a text that does not change when classes are renamed."""
+        """The spec's digest of 32 bytes, which stays the same when classes are renamed."""
         groups = f"PageGroups(page_size={self.groups.page_size}, windows={self.groups.windows})"
         text = (
             f"PageKind(model={self.model!r}, kv_format={self.kv_format!r}, "
@@ -60,14 +60,14 @@ class KvCacheSpec(Frozen):
         return blake2b(text.encode(), digest_size=32).digest()
 
     def name(self, key: PageKey) -> bytes:
-        """Return the name of a page in tiers, `NAME_BYTES` long."""
+        """Return the name under which tiers store a KV page, `NAME_BYTES` long."""
         group, chain_key = key
         data = self.digest + group.to_bytes(4, "little") + chain_key
         return blake2b(data, digest_size=NAME_BYTES, person=b"twostroke page").digest()
 
 
 class PageValue(Frozen):
-    """The value of a page, by which tiers choose pages to evict.
+    """The value of a stored KV page, by which tiers choose pages to evict.
 
     Attributes:
         saved_s: seconds to compute the page's sequence, divided by the number of its pages.
@@ -86,44 +86,53 @@ class PageValue(Frozen):
 
     @property
     def keep_until_s(self) -> float:
-        """The time until which the page must stay; its last use if it need not."""
+        """The time until which the page must stay, in seconds since 1970.
+
+        It is the last use if the page need not stay.
+        """
         return self.used_s + self.keep_s
 
 
 class OffloadTier(Protocol):
-    """Stores pages by name. Any thread may call it. Failures are logged and never raised."""
+    """Stores KV pages by name, on disk or in Redis. Any thread may call it.
+
+    Failures are logged and never raised.
+    """
 
     @property
     def title(self) -> str:
-        """The name in metrics."""
+        """The tier's name in metrics."""
 
     @property
     def is_writable(self) -> bool:
-        """Whether pages are written now: no recent write has failed."""
+        """Whether KV pages are written now: no recent write has failed."""
 
     def find(self, names: Sequence[bytes]) -> set[bytes]:
-        """Return the names whose pages the tier probably has."""
+        """Return the names whose KV pages the tier probably has."""
 
     def fetch(self, name: bytes, page: memoryview[Any]) -> bool:
-        """Fill a page; return False, with undefined content, if it is missing or damaged."""
+        """Fill a KV page from the tier; return False, with undefined content, if that fails.
+
+        It fails if the stored page is missing or damaged.
+        """
 
     def offer(self, name: bytes, page: memoryview[Any], value: PageValue) -> bool:
-        """Store a page, or note another use if it is stored; return whether it was written."""
+        """Store a KV page, or note another use if it is stored; return whether it was written."""
 
     def probe(self) -> float:
-        """Return the shortest measured time to read a page, in seconds; 0 without measurements."""
+        """Return the shortest measured time to read a stored page, in seconds; 0 if unknown."""
 
     def size(self) -> tuple[int, int] | None:
-        """Return the number of stored pages and of their bytes; None if they are not known."""
+        """Return the number of stored KV pages and of their bytes; None if they are not known."""
 
     def close(self) -> None:
-        """Close files and connections."""
+        """Close the tier's files and connections."""
 
 
 def kv_cache_spec(
     card: ModelCard, options: EngineOptions, size: CacheSize, backend: Backend
 ) -> KvCacheSpec:
-    """Return the spec of a backend's pages.
+    """Return the spec of the KV pages of a model on a backend.
 
     Raises:
         UsageError: the pages are not in this process's memory.
