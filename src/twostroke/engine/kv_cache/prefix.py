@@ -95,8 +95,8 @@ class PrefixIndex:
     def num_reusable(self, num_tokens: int, num_prompt: int) -> int:
         """Return how many full KV pages of a sequence the index may have.
 
-        The sequence has `num_tokens` tokens, of which the first `num_prompt` are the prompt. In the
-        strict mode pages with generated tokens do not count.
+        The sequence has `num_tokens` tokens; the first `num_prompt` are the prompt. In the strict
+        mode pages with generated tokens do not count.
         """
         if not self.reuse_generated and num_prompt < num_tokens:
             num_tokens = num_prompt
