@@ -27,7 +27,7 @@ def start_disaggregation(
 ) -> None:
     """Listen as a prefill engine or connect as a decode engine, before the first request.
 
-    `spec` says whose pages the engine can use.
+    `spec` describes the KV pages that this engine can exchange.
 
     Raises:
         UsageError: the secret is empty, or `--peer-link` needs NIXL, which is not installed.
@@ -65,7 +65,7 @@ def start_disaggregation(
 
 
 def _page_file(options: DisaggregationOptions, backend: Backend) -> int | None:
-    """Return the open file of a decode engine's pages, for NIXL; None if NIXL is not used.
+    """Return the open file of a decode engine's KV pages, for NIXL; None if NIXL is not used.
 
     Prefill engines on this machine share their memory, so they need no NIXL.
     """

@@ -45,22 +45,24 @@ _LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 
 
 class PeerLostError(BackendError):
-    """The other engine is gone, or sent an invalid message."""
+    """The other engine of a KV transfer is gone, or sent an invalid message."""
 
 
 class RefusedError(PeerLostError):
-    """The engines cannot exchange pages."""
+    """A prefill engine and a decode engine cannot exchange KV pages."""
 
 
 class PeerConnection:
-    """Sends and receives messages. Any thread may send; one thread receives.
+    """Sends and receives messages between a prefill and a decode engine.
+
+    Any thread may send; one thread receives.
 
     Attributes:
         is_local: whether the other engine is on this machine, connected by a Unix socket.
     """
 
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        """Take over a connected socket after the handshake."""
+        """Take over a connected socket after the handshake between the engines."""
         sock.settimeout(None)
         sock.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0)
@@ -74,7 +76,7 @@ class PeerConnection:
         self._lock = threading.Lock()
 
     def send(self, message: Question | Answer, pages: Iterable[memoryview[Any]] = ()) -> None:
-        """Send a message and the bytes of pages after it; `pages` is consumed step by step.
+        """Send a message and the bytes of KV pages after it; `pages` is consumed step by step.
 
         Raises:
             PeerLostError: the other engine is gone, or has not read for too long.
@@ -94,7 +96,7 @@ class PeerConnection:
             raise PeerLostError(f"The connection ended: {error}.") from None
 
     def receive(self) -> Any:
-        """Return the next message.
+        """Return the next message of the other engine.
 
         Raises:
             PeerLostError: the other engine is gone, or sent an invalid message.
@@ -107,7 +109,7 @@ class PeerConnection:
             raise PeerLostError(f"The connection ended: {error}.") from None
 
     def receive_into(self, view: memoryview[Any]) -> None:
-        """Fill a page with the next bytes after a message; errors as `receive`."""
+        """Fill a KV page with the next bytes after a message; errors as `receive`."""
         try:
             count = self._file.readinto(view)
         except (OSError, ValueError) as error:
@@ -116,19 +118,19 @@ class PeerConnection:
             raise PeerLostError("The connection ended.")
 
     def cut(self) -> None:
-        """End the connection, for both engines and all threads."""
+        """End the connection between the engines, for all threads; any thread may call this."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection, after the receiving thread has ended."""
+        """Close the socket, after the receiving thread has ended."""
         self.cut()
         self._file.close()
         self._socket.close()
 
 
 class PeerListener:
-    """Accepts connections of decode engines.
+    """Accepts connections of decode engines to a prefill engine.
 
     Attributes:
         is_open: whether connections are accepted.
@@ -143,7 +145,7 @@ class PeerListener:
         page_file: int | None,
         serve: Callable[[PeerConnection], None],
     ) -> None:
-        """Listen, and call `serve` in a new thread for each engine after its handshake.
+        """Listen, and call `serve` in a new thread for each decode engine after its handshake.
 
         Engines of this machine and user get the open file of the pages. Without a secret no other
         engines are admitted. Port 0 takes a free port.
@@ -179,7 +181,7 @@ class PeerListener:
             ).start()
 
     def close(self) -> None:
-        """Stop accepting connections."""
+        """Stop accepting connections of decode engines."""
         self.is_open = False
         for sock in self._sockets:
             with suppress(OSError):
@@ -220,7 +222,7 @@ class PeerListener:
 
 
 def connect(address: tuple[str, int], secret: bytes) -> tuple[PeerConnection, int | None]:
-    """Connect to a prefill engine; return also the open file of its pages, if they are shared.
+    """Connect to a prefill engine; return also the open file of its KV pages, if shared.
 
     Raises:
         PeerLostError: the engine does not answer, or has another secret.
@@ -247,7 +249,7 @@ def connect(address: tuple[str, int], secret: bytes) -> tuple[PeerConnection, in
 
 
 def check_spec(connection: PeerConnection, spec: messages.KvCacheSpecMessage) -> int:
-    """Check that a prefill engine has the same spec, and return the number of its pages.
+    """Check that a prefill engine's KV pages have the same spec; return how many it has.
 
     Raises:
         RefusedError: the engine has another spec or version.

@@ -42,7 +42,7 @@ class DecodeSide:
     ) -> None:
         """Connect to the prefill engines of `options`, now or as soon as they are there.
 
-        `page_file` is the open file of this engine's pages, if NIXL may move them.
+        `page_file` is the open file of this engine's KV pages, if NIXL may move them.
         """
         self._page_file = page_file
         self._loop = client.loop
@@ -73,7 +73,7 @@ class DecodeSide:
         self._pages.on_close.append(self.close)
 
     def close(self) -> bool:
-        """End all transfers and connections; always returns True."""
+        """End all KV transfers and all connections to prefill engines; always returns True."""
         for peer in self.peers:
             peer.close()
         if self._page_file is not None:
@@ -82,7 +82,7 @@ class DecodeSide:
         return True
 
     def stats(self) -> DecodeSideStats:
-        """Return the state of each prefill engine, and sums over all of them."""
+        """Return the state of each prefill engine, and sums of KV transfers over all of them."""
         with self._pages.lock:
             outcomes: Counter[str] = Counter()
             for peer in self.peers:
@@ -101,7 +101,10 @@ class DecodeSide:
     # The caller of these methods holds the loop's lock.
 
     def _consider(self, state: RequestState) -> bool:
-        """Begin a KV transfer for a waiting request if that is faster; return whether it was."""
+        """Let a prefill engine compute a queued request's prompt if that is faster.
+
+        Returns whether a KV transfer was begun.
+        """
         connected = [peer for peer in self.peers if peer.is_up]
         remote_requests = [
             transfer.request for peer in self.peers for transfer in peer.transfers.values()
@@ -124,7 +127,7 @@ class DecodeSide:
             peer.request_ended(request)
 
     def _measured_speed(self) -> float:
-        """Return the recent speed of this engine's prefills in FLOP/s; 0 without measurements."""
+        """Return the recent speed of this engine's own prefills in FLOP/s; 0 if unknown."""
         now_s = time.monotonic()
         if now_s - self._measured_s > _SPEED_AGE_S:
             self._measured_s = now_s

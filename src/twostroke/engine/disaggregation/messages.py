@@ -37,7 +37,7 @@ _DIFFERENCES: Final = {
 
 
 class KvCacheSpecMessage(Frozen, array_like=True):
-    """The fields of `KvCacheSpec`, which must be equal for engines to exchange pages."""
+    """The `KvCacheSpec` as a message: engines exchange KV pages only if all fields are equal."""
 
     model: str
     kv_format: str
@@ -50,7 +50,7 @@ class KvCacheSpecMessage(Frozen, array_like=True):
 
     @classmethod
     def of(cls, spec: KvCacheSpec) -> KvCacheSpecMessage:
-        """Return the message for a spec."""
+        """Return the message for a spec of KV pages."""
         return cls(
             model=spec.model,
             kv_format=spec.kv_format,
@@ -63,7 +63,7 @@ class KvCacheSpecMessage(Frozen, array_like=True):
         )
 
     def difference(self, other: KvCacheSpecMessage) -> str | None:
-        """Return a phrase for the first field in which `other` differs; None if it is equal."""
+        """Return a phrase for the first field in which the spec `other` differs; None if equal."""
         for name, phrase in _DIFFERENCES.items():
             if getattr(self, name) != getattr(other, name):
                 return phrase
@@ -71,7 +71,7 @@ class KvCacheSpecMessage(Frozen, array_like=True):
 
 
 class NixlAddress(Frozen, array_like=True):
-    """How a peer reaches an engine's pages by NIXL.
+    """How another engine reaches an engine's KV pages by NIXL.
 
     Attributes:
         metadata: NIXL's description of the agent.
@@ -88,14 +88,14 @@ class NixlAddress(Frozen, array_like=True):
 
 
 class PeerHello(Frozen, array_like=True, tag=1):
-    """The first message of a connection."""
+    """The first message of a connection, from the decode engine to the prefill engine."""
 
     version: int
     spec: KvCacheSpecMessage
 
 
 class PrefillPrompt(Frozen, array_like=True, tag=2):
-    """Prefill a prompt, and offer its full pages as they are computed.
+    """A decode engine's message: prefill a prompt, and offer its full pages when computed.
 
     Attributes:
         id: the number of the prompt.
@@ -113,7 +113,7 @@ class PrefillPrompt(Frozen, array_like=True, tag=2):
 
 
 class Fetch(Frozen, array_like=True, tag=3):
-    """The answer to an `Offer`: fetch some of its pages.
+    """The decode engine's answer to an `Offer`: fetch some of its KV pages.
 
     Attributes:
         number: the number of this fetch, in ascending order.
@@ -136,19 +136,25 @@ class Fetch(Frozen, array_like=True, tag=3):
 
 
 class Abort(Frozen, array_like=True, tag=4):
-    """Stop prefilling the prompt, whose pages are not needed any more."""
+    """A decode engine's message: stop prefilling a prompt, whose pages are not needed any more."""
 
     id: int
 
 
 class NixlJoin(Frozen, array_like=True, tag=5):
-    """Set up NIXL if both engines can use it; has the decode engine's address."""
+    """A decode engine's message: set up NIXL if both engines can use it.
+
+    It has the NIXL address of the decode engine.
+    """
 
     address: NixlAddress
 
 
 class NixlProbe(Frozen, array_like=True, tag=6):
-    """Transfer `nixl.PROBE_BYTES` unused bytes in a mode, to measure it. `Content` answers."""
+    """A decode engine's message: transfer `nixl.PROBE_BYTES` unused bytes to measure a mode.
+
+    `Content` answers.
+    """
 
     number: int
     mode: str
@@ -160,7 +166,7 @@ Question = PeerHello | PrefillPrompt | Fetch | Abort | NixlJoin | NixlProbe
 
 
 class Welcome(Frozen, array_like=True, tag=1):
-    """The answer to `PeerHello`, with the number of the prefill engine's pages."""
+    """The prefill engine's answer to `PeerHello`, with the number of its KV pages."""
 
     version: int
     spec: KvCacheSpecMessage
@@ -168,13 +174,13 @@ class Welcome(Frozen, array_like=True, tag=1):
 
 
 class Refused(Frozen, array_like=True, tag=2):
-    """The answer to the `PeerHello` of an engine that cannot use the pages."""
+    """The prefill engine's answer to the `PeerHello` of an engine that cannot use its pages."""
 
     reason: str
 
 
 class Offer(Frozen, array_like=True, tag=3):
-    """Computed pages, leased to the decode engine.
+    """A prefill engine's message: computed KV pages, leased to the decode engine.
 
     Attributes:
         id: the number of the prompt.
@@ -188,9 +194,10 @@ class Offer(Frozen, array_like=True, tag=3):
 
 
 class Content(Frozen, array_like=True, tag=4):
-    """The answer to `Fetch` or `NixlProbe`; `num_bytes` bytes of pages follow its frame.
+    """The prefill engine's answer to `Fetch` or `NixlProbe`.
 
-    It is not valid if the lease has ended or NIXL has failed.
+    `num_bytes` bytes of KV pages follow its frame. It is not valid if the lease has ended or NIXL
+    has failed.
     """
 
     number: int
@@ -199,14 +206,17 @@ class Content(Frozen, array_like=True, tag=4):
 
 
 class PrefillFinished(Frozen, array_like=True, tag=5):
-    """No more pages of a prompt will be offered; `fault` says why its prefill failed, if it did."""
+    """A prefill engine's message: no more pages of a prompt will be offered.
+
+    `fault` says why the prefill failed, if it did.
+    """
 
     id: int
     fault: str | None = None
 
 
 class PrefillLoad(Frozen, array_like=True, tag=6):
-    """The load of the prefill engine, sent twice a second.
+    """The load of the prefill engine, sent to decode engines twice a second.
 
     Attributes:
         queue_flops: work of all prompts that wait or are prefilled, in FLOPs.
@@ -220,7 +230,7 @@ class PrefillLoad(Frozen, array_like=True, tag=6):
 
 
 class NixlJoined(Frozen, array_like=True, tag=7):
-    """The answer to `NixlJoin`: the prefill engine's address, or the reason why it has none."""
+    """The answer to `NixlJoin`: the prefill engine's NIXL address, or why it has none."""
 
     address: NixlAddress | None
     reason: str = ""

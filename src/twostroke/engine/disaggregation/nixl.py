@@ -39,13 +39,13 @@ _ENVIRONMENT: Final = {"UCX_TLS": "^shm", "UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_
 
 
 class Meet(Frozen, array_like=True, tag=1):
-    """Exchange pages with the NIXL process of another engine from now on."""
+    """A message to a NIXL process: exchange KV pages with another engine's NIXL process."""
 
     address: NixlAddress
 
 
 class Move(Frozen, array_like=True, tag=2):
-    """Write own pages to pages of the other engine, or read from these.
+    """A message to a NIXL process: write own KV pages to another engine, or read its pages.
 
     Without pages, the memory for probes is moved.
     """
@@ -59,13 +59,13 @@ class Move(Frozen, array_like=True, tag=2):
 
 
 class AgentOpened(Frozen, array_like=True, tag=1):
-    """The first message: NIXL has started, and can be reached at this address."""
+    """The first message of a NIXL process: it has started, and can be reached at this address."""
 
     address: NixlAddress
 
 
 class Done(Frozen, array_like=True, tag=2):
-    """A message has been carried out, or failed for the reason `fault`."""
+    """A NIXL process's answer: a message has been carried out, or failed because of `fault`."""
 
     fault: str | None = None
 
@@ -78,21 +78,21 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 def pack(message: Meet | Move | AgentOpened | Done) -> bytes:
-    """Return a message as a frame."""
+    """Return a message between an engine and its NIXL process as a frame."""
     return frame(_encoder.encode(message))
 
 
 def obstacle() -> str | None:
-    """Return why NIXL cannot be used here; None if it can."""
+    """Return why NIXL cannot be used on this machine; None if it can."""
     return None if find_spec(PACKAGE) else INSTALL
 
 
 class NixlProcessError(PeerLostError):
-    """NIXL failed to move pages, and its process has ended."""
+    """NIXL failed to move KV pages, and its process has ended."""
 
 
 class NixlProcess:
-    """A process that moves pages between this engine and another one.
+    """A process that moves KV pages between this engine and another engine by NIXL.
 
     After an error the process has ended: nothing reads or writes the pages any more.
 
@@ -101,7 +101,7 @@ class NixlProcess:
     """
 
     def __init__(self, page_file: int, num_pages: int, page_bytes: int) -> None:
-        """Start the process; `page_file` is the open file of the engine's pages.
+        """Start the NIXL process; `page_file` is the open file of the engine's KV pages.
 
         Raises:
             NixlProcessError: NIXL does not work here.
@@ -137,7 +137,7 @@ class NixlProcess:
         self.address = answer.address
 
     def meet(self, address: NixlAddress, within_s: float) -> None:
-        """Exchange pages with the NIXL process at `address` from now on; errors as `move`."""
+        """Exchange KV pages with the NIXL process at `address` from now on; errors as `move`."""
         self._request(Meet(address), within_s)
 
     def move(
@@ -148,7 +148,7 @@ class NixlProcess:
         *,
         is_write: bool,
     ) -> None:
-        """Write own pages to the other engine's pages, or read from these, and wait for the end.
+        """Write own KV pages to the other engine's pages, or read them; wait for the end.
 
         Raises:
             NixlProcessError: the move failed or took longer than `within_s`.
@@ -156,17 +156,20 @@ class NixlProcess:
         self._request(Move(is_write, list(own_pages), list(peer_pages)), within_s)
 
     def probe(self, within_s: float, *, is_write: bool) -> None:
-        """Move the memory for probes; errors as `move`."""
+        """Move the memory for probes between the engines, to measure NIXL; errors as `move`."""
         self._request(Move(is_write, [], []), within_s)
 
     def end(self) -> None:
-        """Kill the process; a thread that waits for it gets an error. Any thread may call this."""
+        """Kill the NIXL process; a thread that waits for it gets an error.
+
+        Any thread may call this.
+        """
         with self._lock:
             if not self._has_ended:
                 self._process.kill()
 
     def close(self) -> None:
-        """Kill the process, and wait until it has ended."""
+        """Kill the NIXL process, and wait until it has ended."""
         self.end()
         with self._lock:
             if not self._has_ended:

@@ -41,7 +41,7 @@ _MAX_CALL_S: Final = 60  # after which the system kills a process that hangs in 
 
 
 def main() -> None:
-    """Carry out the engine's messages until the engine ends."""
+    """Carry out the messages of the engine that started this NIXL process, until it ends."""
     socket_file, page_file, num_pages, page_bytes = map(int, sys.argv[1:])
     sock = socket.socket(fileno=socket_file)
     file = sock.makefile("rb")
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _carry_out(agent: _Agent, question: Meet | Move, sock: socket.socket) -> None:
-    """Carry out a message; exit if the engine ends meanwhile."""
+    """Carry out an engine's message and answer it; exit if the engine ends meanwhile."""
     if isinstance(question, Meet):
         agent.meet(question.address)
         return
@@ -82,7 +82,7 @@ def _carry_out(agent: _Agent, question: Meet | Move, sock: socket.socket) -> Non
 
 
 class _Agent:
-    """NIXL with the UCX backend, and the memory that it may move.
+    """A NIXL agent with the UCX backend, and the engine's memory that it may move.
 
     Attributes:
         address: where other agents reach this one.
@@ -111,14 +111,14 @@ class _Agent:
         self._peer_name = ""
 
     def meet(self, address: NixlAddress) -> None:
-        """Connect to another agent."""
+        """Connect to the NIXL agent of another engine."""
         name = self._agent.loadRemoteMD(address.metadata)
         self._peer_name = name.decode() if isinstance(name, bytes) else name
         self._peer_address = address
         self._agent.makeConnection(self._peer_name, self._backends)
 
     def begin(self, move: Move) -> int:
-        """Begin to move pages or the memory for probes; return the request."""
+        """Begin to move KV pages, or the memory for probes; return NIXL's number of the request."""
         operation = self._nixl.NIXL_WRITE if move.is_write else self._nixl.NIXL_READ
         is_probe = not move.own_pages
         request: int = self._agent.createXferReq(
@@ -133,14 +133,14 @@ class _Agent:
         return request
 
     def has_ended(self, request: int) -> bool:
-        """Whether a request is complete; raises NIXL's error if it failed."""
+        """Whether a NIXL request is complete; raises NIXL's error if it failed."""
         if self._agent.getXferStatus(request) == self._nixl.NIXL_IN_PROG:
             return False
         self._agent.releaseXferReq(request)
         return True
 
     def _descriptors(self, address: NixlAddress, pages: list[int], *, is_probe: bool) -> Any:
-        """Return NIXL's list of the memory of pages, or of the memory for probes."""
+        """Return NIXL's list of the memory of KV pages, or of the memory for probes."""
         descriptors = self._nixl.nixlXferDList(self._nixl.DRAM_SEG)
         if is_probe:
             descriptors.append((address.probe, PROBE_BYTES, 0))

@@ -38,14 +38,14 @@ _TYPICAL_PROMPT_TOKENS: Final = 1024  # length of prompts whose lengths are not 
 
 
 class MissingPrefill(Frozen):
-    """The missing part of a prompt: FLOPs to compute it, or bytes to fetch it."""
+    """The part of a prompt without cached KV pages: FLOPs to compute, or bytes to fetch."""
 
     flops: float
     num_bytes: int
 
 
 class LocalPrefill(Frozen):
-    """The load of this engine, and the effect of prefilling a prompt here.
+    """The load of the decode engine, and the effect of prefilling a prompt there.
 
     Attributes:
         queue_flops: work of prompts that wait or are prefilled.
@@ -62,7 +62,7 @@ class LocalPrefill(Frozen):
 
 
 class PrefillEngineState(Frozen):
-    """The load of a prefill engine.
+    """The load and the speeds of a prefill engine.
 
     Attributes:
         queue_flops: work of prompts that wait or are prefilled.
@@ -78,7 +78,7 @@ class PrefillEngineState(Frozen):
 
 
 class RemotePrefill(Frozen):
-    """A transfer that has begun.
+    """A KV transfer that has begun: a prefill engine computes a request's prompt.
 
     Attributes:
         engine_index: index of the prefill engine.
@@ -96,7 +96,9 @@ class RemotePrefill(Frozen):
 
 
 class PrefillPlacement:
-    """Decides where prompts are prefilled. Callers hold the lock of the scheduler's owner.
+    """Decides whether a prefill engine or this decode engine prefills a prompt.
+
+    Callers hold the lock of the scheduler's owner.
 
     Attributes:
         rule: a word of `DISAGGREGATE`.
@@ -130,7 +132,9 @@ class PrefillPlacement:
         num_held_pages: int,
         flops_per_s: float,
     ) -> RemotePrefill | None:
-        """Begin a transfer for a waiting request if that is faster; return None if it is not.
+        """Let a prefill engine compute a waiting request's prompt, if that is faster.
+
+        Returns the KV transfer that has begun, or None to prefill the prompt in this engine.
 
         Args:
             state: the request.
@@ -174,7 +178,7 @@ class PrefillPlacement:
         return remote_prefill
 
     def flops(self, first: int, end: int) -> float:
-        """Return the work of prefilling a prompt's tokens from index `first` to `end`."""
+        """Return the FLOPs of prefilling a prompt's tokens from index `first` to `end`."""
         return self._cost.of(BatchShape.prefill(end - first, first)).flops if end > first else 0.0
 
     def _local_prefill(
@@ -185,7 +189,10 @@ class PrefillPlacement:
         num_missing: int,
         flops_per_s: float,
     ) -> LocalPrefill:
-        """Return the load of this engine, without the request and remote prompts in the queue."""
+        """Return the load of this engine, without the request itself.
+
+        Prompts in the queue that prefill engines compute are left out, too.
+        """
         num_queued, max_outputs = self._scheduler.backlog()
         num_queued -= sum(len(other.tokens) for other in (request, *remote_requests))
         # Remote requests will soon decode here, too.
@@ -203,7 +210,10 @@ class PrefillPlacement:
 def choose_engine(
     rule: str, work: MissingPrefill, local: LocalPrefill, engines: Sequence[PrefillEngineState]
 ) -> tuple[int | None, float]:
-    """Return the index of the engine to prefill a prompt, and its seconds; None for this engine."""
+    """Return the index of the prefill engine for a prompt, and the expected seconds.
+
+    The index is None if this engine should prefill the prompt.
+    """
     speeds = [local.flops_per_s, *(engine.flops_per_s for engine in engines)]
     default_flops_per_s = max(speeds) or _DEFAULT_FLOPS_PER_S  # for engines without measurements
     seconds = [remote_prefill_s(work, engine, default_flops_per_s) for engine in engines]
@@ -235,7 +245,7 @@ def remote_prefill_s(
     engine: PrefillEngineState,
     default_flops_per_s: float = _DEFAULT_FLOPS_PER_S,
 ) -> float:
-    """Return the seconds until the pages of a prompt have come from a prefill engine.
+    """Return the seconds until a prefill engine has computed a prompt and sent its KV pages.
 
     Pages are fetched while later pages are computed.
     """
@@ -245,7 +255,7 @@ def remote_prefill_s(
 
 
 class TransferOverhead:
-    """The time of transfers from one engine beyond queueing, computing and fetching.
+    """The time of KV transfers from one engine beyond queueing, computing and fetching.
 
     Measurements lose weight with time. Otherwise an engine that was slow once would get no prompt
     again.
@@ -256,12 +266,12 @@ class TransferOverhead:
         self._measured_s = 0.0
 
     def seconds(self, now_s: float) -> float:
-        """Return the expected overhead of the next transfer."""
+        """Return the expected overhead of the next KV transfer, in seconds."""
         remaining: float = 0.5 ** ((now_s - self._measured_s) / _HALF_LIFE_S)
         return TRANSFER_OVERHEAD_S + self._extra_s * remaining
 
     def learn(self, expected_s: float, took_s: float, now_s: float) -> None:
-        """Take in the duration of a transfer for which `remote_prefill_s` returned `expected_s`."""
+        """Learn from a KV transfer's duration, for which `remote_prefill_s` gave `expected_s`."""
         seconds = self.seconds(now_s) + _NEW_WEIGHT * (took_s - expected_s)
         self._extra_s = max(0.0, seconds) - TRANSFER_OVERHEAD_S
         self._measured_s = now_s

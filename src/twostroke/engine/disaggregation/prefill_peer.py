@@ -58,7 +58,7 @@ _SCRATCH_BYTES: Final = 1 << 16
 
 @dataclass(slots=True, frozen=True)
 class OfferedPage:
-    """A page of an offer: its index in the offer, its key, and its number in the other pool."""
+    """A KV page of an offer: its index in the offer, its key, and its number in the peer's pool."""
 
     index: int
     key: PageKey
@@ -111,7 +111,7 @@ class KvTransfer:
     def begin(
         cls, id_: int, request: Request, remote_prefill: RemotePrefill, *, num_groups: int
     ) -> KvTransfer:
-        """Return a transfer that begins now; `num_groups` is the number of cache groups."""
+        """Return a KV transfer that begins now; `num_groups` is the number of cache groups."""
         transfer = remote_prefill.transfer
         index_by_key = {key: index for index, key in enumerate(transfer.keys, transfer.first_page)}
         keys = {(group, index_by_key[key]): (group, key) for group, key in remote_prefill.page_keys}
@@ -134,7 +134,7 @@ class KvTransfer:
         )
 
     def select(self, offer: messages.Offer) -> list[OfferedPage]:
-        """Return the offered pages to fetch, sorted by page so that neighbours are adjacent.
+        """Return the offered KV pages to fetch, sorted so that neighbours in memory are adjacent.
 
         Each page is requested once, however often it is offered.
         """
@@ -149,7 +149,7 @@ class KvTransfer:
 
 @dataclass(slots=True)
 class PageFetch:
-    """A fetch without an answer.
+    """A fetch of KV pages that the prefill engine has not answered.
 
     Attributes:
         transfer: the transfer to which the pages belong.
@@ -169,12 +169,12 @@ class PageFetch:
 
     @property
     def is_written(self) -> bool:
-        """Whether the prefill engine writes the pages, until its answer comes."""
+        """Whether the prefill engine writes the pages into this engine, until its answer comes."""
         return self.mode == messages.WRITTEN
 
 
 class PrefillPeer:
-    """The connection to one prefill engine, and its transfers.
+    """A decode engine's connection to one prefill engine, and its KV transfers.
 
     The loop's lock guards the state. One thread receives, another one sends.
 
@@ -196,7 +196,10 @@ class PrefillPeer:
         nixl_memory: NixlMemory,
         link: str,
     ) -> None:
-        """Connect, and reconnect until `close`; `link` is a word of `PEER_LINKS`."""
+        """Connect to a prefill engine, and reconnect until `close`.
+
+        `link` is a word of `PEER_LINKS`.
+        """
         assert loop.pages.memory is not None
         self.transfers: dict[int, KvTransfer] = {}
         self.outcomes: Counter[str] = Counter()
@@ -235,11 +238,11 @@ class PrefillPeer:
 
     @property
     def is_up(self) -> bool:
-        """Whether prompts can be sent to the engine."""
+        """Whether prompts can be sent to the prefill engine."""
         return self._state == "up"
 
     def close(self) -> None:
-        """End all transfers and the connection."""
+        """End all KV transfers and the connection to the prefill engine."""
         self._closing.set()
         self._cut()
         if (method := self._method) is not None:
@@ -251,7 +254,7 @@ class PrefillPeer:
                 self._pages.end(transfer.transfer)
 
     def stats(self) -> PrefillPeerStats:
-        """Return the state of the connection, and measured speeds."""
+        """Return the state of the connection to the prefill engine, and measured speeds."""
         host, port = self._address
         return PrefillPeerStats(
             address=f"{host}:{port}",
@@ -267,7 +270,7 @@ class PrefillPeer:
     # The caller of these methods holds the loop's lock.
 
     def load(self) -> PrefillEngineState:
-        """Return the engine's load, with prompts that its last report did not include."""
+        """Return the prefill engine's load, with prompts that its last report did not include."""
         unreported_flops = sum(
             transfer.flops
             for transfer in self.transfers.values()
@@ -281,7 +284,7 @@ class PrefillPeer:
         )
 
     def begin(self, request: Request, remote_prefill: RemotePrefill) -> None:
-        """Send the prompt of a request to the engine, and begin the transfer of its pages."""
+        """Send a request's prompt to the prefill engine, and begin the transfer of its KV pages."""
         transfer = KvTransfer.begin(
             next(self._ids), request, remote_prefill, num_groups=len(self._spec.windows)
         )
@@ -298,7 +301,7 @@ class PrefillPeer:
         )
 
     def request_ended(self, request: Request) -> None:
-        """Abort the transfer of a request that has ended."""
+        """Abort the KV transfer of a request that has ended."""
         for transfer in list(self.transfers.values()):
             if transfer.request is request:
                 self._end(transfer, CANCELLED)
@@ -306,13 +309,13 @@ class PrefillPeer:
 
     @property
     def num_held_pages(self) -> int:
-        """The number of pages that all transfers hold or will hold."""
+        """The number of this engine's KV pages that all transfers hold or will hold."""
         return sum(
             len(transfer.keys) for transfer in (*self.transfers.values(), *self._ended_transfers)
         )
 
     def _end(self, transfer: KvTransfer, outcome: str) -> None:
-        """End a transfer: requests compute the missing pages, and unused pages are released."""
+        """End a KV transfer: requests compute the missing pages, and unused pages are released."""
         del self.transfers[transfer.id]
         self._fetches = {
             number: fetch
@@ -334,7 +337,7 @@ class PrefillPeer:
         self._release_pages()
 
     def _release_pages(self) -> None:
-        """Release pages of ended transfers to which nothing writes.
+        """Release KV pages of ended transfers to which nothing writes any more.
 
         They are held until their request has started or ended, so that it finds them.
         """
@@ -370,7 +373,10 @@ class PrefillPeer:
             attempt += 1
 
     def _connect(self) -> None:
-        """Connect, check that the engines can exchange pages, and choose the transfer method."""
+        """Connect to the prefill engine, check that both have the same kind of KV pages.
+
+        Then choose the transfer method.
+        """
         connection, shared_file = connect(self._address, self._secret)
         self._connection = connection
         if self._closing.is_set():
@@ -408,7 +414,10 @@ class PrefillPeer:
         return answer
 
     def _disconnected(self, error: TwostrokeError, *, is_first: bool) -> None:
-        """End all transfers after the connection was lost, or could not be made."""
+        """End all KV transfers, because the connection was lost or could not be made.
+
+        `is_first` says that no connection was tried before; the error is logged then.
+        """
         with self._pages.lock:
             was_up = self.is_up
             self._state = "refused" if isinstance(error, RefusedError) else "down"
@@ -472,7 +481,7 @@ class PrefillPeer:
         self._fetch(transfer, offer.number, selected)
 
     def _fetch(self, transfer: KvTransfer, offer: int, selected: list[OfferedPage]) -> None:
-        """Fetch the selected pages for which there is room; the others follow after these."""
+        """Fetch the selected KV pages for which there is room; fetch the other pages afterwards."""
         method = self._method
         assert method is not None
         is_written = method.mode == messages.WRITTEN
@@ -516,7 +525,7 @@ class PrefillPeer:
         )
 
     def _handle_content(self, content: messages.Content) -> None:
-        """Take in the answer to a fetch: index its pages, and fetch the next ones of the offer."""
+        """Take in the answer to a fetch: index its KV pages, and fetch the offer's next pages."""
         with self._pages.lock:
             fetch = self._fetches.pop(content.number, None)
             if fetch is not None:
@@ -572,7 +581,7 @@ class PrefillPeer:
         self._heard_s = time.monotonic()
 
     def _skip(self, num_bytes: int) -> None:
-        """Receive and drop the pages of a transfer that has ended."""
+        """Receive and drop the KV pages of a transfer that has ended."""
         scratch = memoryview(bytearray(_SCRATCH_BYTES))
         for start in range(0, num_bytes, len(scratch)):
             self._receive_into(scratch[: num_bytes - start])
@@ -580,7 +589,7 @@ class PrefillPeer:
     # The sending thread.
 
     def _run_sender(self) -> None:
-        """Send queued messages and end late transfers, until the peer is closed."""
+        """Send queued messages to the prefill engine and end late transfers, until closed."""
         while not self._closing.is_set():
             question = None
             to_send = self._to_send

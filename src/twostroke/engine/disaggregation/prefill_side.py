@@ -50,7 +50,7 @@ _request_numbers = itertools.count(1)
 
 
 class PrefillSide:
-    """Serves all decode engines that connect.
+    """Prefills prompts for all decode engines that connect, and leases them the KV pages.
 
     Attributes:
         client, loop, pages: of the engine.
@@ -70,9 +70,9 @@ class PrefillSide:
         page_file: int | None,
         link: str = "auto",
     ) -> None:
-        """Listen at `address`.
+        """Listen at `address` for decode engines.
 
-        `page_file` is the open file of the pages, if other processes can map them. `link` is a
+        `page_file` is the open file of the KV pages, if other processes can map them. `link` is a
         word of `PEER_LINKS`.
         """
         self.client = client
@@ -90,7 +90,7 @@ class PrefillSide:
         self.pages.on_close.append(self.close)
 
     def close(self) -> bool:
-        """End all connections and leases; always returns True."""
+        """End all connections to decode engines and all leases; always returns True."""
         self._listener.close()
         for decode_peer in list(self._decode_peers):
             decode_peer.cut()
@@ -100,7 +100,7 @@ class PrefillSide:
         return True
 
     def stats(self) -> PrefillSideStats:
-        """Return the number of connections and prompts now, and counts since the start."""
+        """Return the number of decode engines and their prompts now, and counts since the start."""
         with self.pages.lock:
             return PrefillSideStats(
                 port=self._listener.port,
@@ -112,7 +112,7 @@ class PrefillSide:
             )
 
     def load(self) -> tuple[float, float]:
-        """Return the FLOPs of prompts that wait or are prefilled, and the speed in FLOP/s."""
+        """Return the FLOPs of unfinished prompts, queued ones included, and the speed in FLOP/s."""
         span = self.loop.span(_SPEED_WINDOW_S)
         recent = (span.last.phases - span.first.phases).prefill
         flops_per_s = recent.flops_per_s or self.loop.snapshot().phases.prefill.flops_per_s
@@ -127,7 +127,7 @@ class PrefillSide:
         return sum(self._prefill_flops(first, end) for first, end in spans), flops_per_s
 
     def open_nixl(self) -> NixlProcess:
-        """Start a NIXL process for this engine's pages.
+        """Start a NIXL process that moves this engine's KV pages.
 
         Raises:
             NixlProcessError: NIXL is switched off, or does not work here.
@@ -139,7 +139,7 @@ class PrefillSide:
         return NixlProcess(self._page_file, self.loop.facts.num_pages, self.spec.page_bytes)
 
     def _prefill_flops(self, first: int, end: int) -> float:
-        """Return the work of prefilling a prompt's tokens from index `first` to `end`."""
+        """Return the FLOPs of prefilling a prompt's tokens from index `first` to `end`."""
         return self._cost.of(BatchShape.prefill(end - first, first)).flops if end > first else 0.0
 
     def _serve(self, connection: PeerConnection) -> None:
@@ -154,7 +154,7 @@ class PrefillSide:
 
 
 class DecodePeer:
-    """The connection to one decode engine. The loop's lock guards its state.
+    """A prefill engine's connection to one decode engine. The loop's lock guards its state.
 
     Leases end in any order. Each lease has references to its pages, so no page is reused while a
     decode engine may read it: a reply that is being sent keeps the lease, and `Content` tells a
@@ -199,14 +199,18 @@ class DecodePeer:
             self._connection.close()
 
     def cut(self) -> None:
-        """End the connection, so that `serve` returns."""
+        """End the connection to the decode engine, so that `serve` returns."""
         self._is_open = False
         self._connection.cut()
         if (nixl_process := self._nixl_process) is not None:
             nixl_process.end()
 
     def offer(self, prompt: _PeerPrompt, num_pages: int | None = None) -> None:
-        """Offer cached pages among the first `num_pages`, or all that the request has computed."""
+        """Offer a prompt's KV pages to the decode engine.
+
+        These are the cached pages among the first `num_pages`, or without `num_pages` all pages
+        that the request has computed.
+        """
         with self._pages.lock:
             if not self._is_open or prompt.id not in self.prompts:
                 return
@@ -237,7 +241,7 @@ class DecodePeer:
             self._send(messages.Offer(prompt.id, number, pages))
 
     def finish_if_done(self, prompt: _PeerPrompt) -> None:
-        """Tell the decode engine that no more pages come, once all that exist were offered."""
+        """Tell the decode engine that no more pages of a prompt come, once all were offered."""
         with self._pages.lock:
             if not prompt.has_ended or self.prompts.get(prompt.id) is not prompt:
                 return
@@ -250,7 +254,7 @@ class DecodePeer:
     # The receiving thread.
 
     def _welcome(self) -> bool:
-        """Answer the first message; return whether the engines can exchange pages."""
+        """Answer the decode engine's first message; return whether both can exchange KV pages."""
         hello = self._connection.receive()
         own_spec = self._prefill_side.spec
         if not isinstance(hello, messages.PeerHello) or hello.version != messages.VERSION:
@@ -282,7 +286,7 @@ class DecodePeer:
                 pass  # a duplicate
 
     def _prefill(self, question: messages.PrefillPrompt) -> None:
-        """Offer the cached pages of a prompt, and prefill it unless these are all."""
+        """Offer the cached KV pages of a prompt; prefill the prompt unless these are all."""
         if question.id <= self._newest_id:
             return  # a duplicate
         self._newest_id = question.id
@@ -322,7 +326,7 @@ class DecodePeer:
             self._send(messages.PrefillFinished(question.id, str(error)))
 
     def _check(self, question: messages.PrefillPrompt) -> None:
-        """Refuse a prompt that no decode engine with the same spec sends."""
+        """Refuse a message about a prompt that a decode engine with the same spec never sends."""
         tokens, spec = question.tokens, self._prefill_side.spec
         vocab_size = self._prefill_side.client.card.cost.program.vocab_size
         has_full_pages = tokens and not len(tokens) % spec.page_size
@@ -371,7 +375,7 @@ class DecodePeer:
         self._send(messages.NixlJoined(nixl_process.address))
 
     def _close_nixl(self) -> None:
-        """End the NIXL process, so that nothing outside reads the pages any more."""
+        """End the NIXL process, so that it reads no KV pages of this engine any more."""
         if self._nixl_process is not None:
             self._nixl_process.close()
             self._nixl_process = None
@@ -396,7 +400,7 @@ class DecodePeer:
         self._prefill_side.loop.cancel([prompt.request.id])
 
     def _release_if_ended(self, number: int) -> None:
-        """Release the pages of an offer if its lease has ended and no reply still reads them."""
+        """Release the KV pages of an offer if its lease has ended and no reply still reads them."""
         leased = self._leased[number]
         if leased.has_ended and not leased.num_replies:
             prompt = leased.prompt
@@ -414,7 +418,10 @@ class DecodePeer:
     # The sending thread.
 
     def _run_sender(self) -> None:
-        """Send replies and the load, and end expired leases, until the connection ends."""
+        """Send replies and the load to the decode engine, until the connection ends.
+
+        Expired leases are ended, too.
+        """
         reported_s = 0.0
         try:
             while True:
@@ -442,7 +449,7 @@ class DecodePeer:
             self.cut()
 
     def _write(self, reply: _PageReply, nixl_write: _NixlWrite) -> messages.Answer:
-        """Write pages to the decode engine by NIXL, and return the message to send afterwards."""
+        """Write KV pages to the decode engine by NIXL; return the message to send afterwards."""
         leased = self._leased.get(reply.offer)
         if leased is not None and self.prompts.get(leased.prompt.id) is not leased.prompt:
             return replace(reply.message, is_valid=False)  # the prompt was aborted
@@ -474,7 +481,7 @@ class DecodePeer:
                 self._release_if_ended(number)
 
     def _release_all(self) -> None:
-        """Release all pages and cancel all prompts after the connection has ended."""
+        """Release all leased KV pages and cancel all prompts, after the connection has ended."""
         with self._pages.lock:
             prompts = list(self.prompts.values())
             self.prompts = {}
@@ -486,7 +493,7 @@ class DecodePeer:
 
 
 class _PeerPrompt(RequestListener):
-    """A prompt of a decode engine.
+    """A prompt that a prefill engine computes for a decode engine.
 
     Attributes:
         id: the number of the prompt in the connection.
@@ -510,7 +517,7 @@ class _PeerPrompt(RequestListener):
         self._decode_peer = decode_peer
 
     def take(self, delta: RequestDelta, now_s: float) -> Output | None:
-        """Offer the pages that a step has completed."""
+        """Offer the KV pages that a step has completed to the decode engine."""
         del delta  # its token is dropped
         reason = self.request.finish_reason
         self._decode_peer.offer(self)
@@ -529,7 +536,7 @@ class _PeerPrompt(RequestListener):
 
 @dataclass(slots=True, eq=False)
 class _LeasedPages:
-    """The pages of an offer, and their lease.
+    """The KV pages of an offer to a decode engine, and their lease.
 
     Attributes:
         prompt: the prompt to which the pages belong.
@@ -549,14 +556,17 @@ class _LeasedPages:
 
 
 class _NixlWrite(Frozen):
-    """Own pages to write, and the decode engine's pages to write to; no pages for a probe."""
+    """The prefill engine's pages to write, and the decode engine's pages to overwrite, by NIXL.
+
+    There are no pages for a probe.
+    """
 
     pages: list[int]
     targets: list[int]
 
 
 class _PageReply(Frozen):
-    """A message to send.
+    """A message to send to a decode engine, perhaps with KV pages.
 
     Attributes:
         message: the message.

@@ -52,7 +52,7 @@ _MAX_PROBE_S: Final = 0.25  # after which a mode is not measured again
 
 
 class NixlMemory(Frozen):
-    """A decode engine's pages for NIXL: their open file, None if there is none, and their size."""
+    """A decode engine's KV pages for NIXL: their open file, None if there is none, and size."""
 
     page_file: int | None
     num_pages: int
@@ -60,7 +60,7 @@ class NixlMemory(Frozen):
 
 
 class TransferMethod:
-    """One way of fetching pages.
+    """One way of fetching KV pages from a prefill engine.
 
     Attributes:
         mode: a word of `messages`.
@@ -74,7 +74,7 @@ class TransferMethod:
         shared_pages: SharedPages | None = None,
         nixl_process: NixlProcess | None = None,
     ) -> None:
-        """Use shared memory, or a NIXL process; without both the socket sends the pages."""
+        """Fetch KV pages by shared memory or a NIXL process; without both, by the socket."""
         self.mode = mode
         self.title = "shared memory" if shared_pages is not None else _TITLES[mode]
         self.is_nixl = nixl_process is not None
@@ -82,11 +82,13 @@ class TransferMethod:
         self._nixl_process = nixl_process
 
     def max_pages(self, page_bytes: int) -> int | None:
-        """Return the maximum number of pages of one fetch; None for no limit."""
+        """Return the maximum number of KV pages of one fetch; None for no limit."""
         return max(1, _MAX_MOVE_BYTES // page_bytes) if self.is_nixl else None
 
     def copy(self, pages: Sequence[int], memory: PageMemory, targets: Sequence[int]) -> None:
-        """Copy the other engine's `pages` to pages `targets` of `memory`, if the mode is `COPIED`.
+        """Copy KV pages of the prefill engine to pages `targets` of `memory`, in mode `COPIED`.
+
+        In other modes nothing is copied here.
 
         Raises:
             NixlProcessError: NIXL failed; nothing writes to the targets any more.
@@ -97,12 +99,15 @@ class TransferMethod:
             self._nixl_process.move(targets, pages, MOVE_S, is_write=False)
 
     def end(self) -> None:
-        """Make a running copy fail. Any thread may call this."""
+        """Make a running copy of KV pages fail. Any thread may call this."""
         if self._nixl_process is not None:
             self._nixl_process.end()
 
     def close(self) -> None:
-        """End the method; nothing writes to this engine's pages afterwards."""
+        """Release shared memory or the NIXL process.
+
+        Nothing writes to this engine's KV pages afterwards.
+        """
         if self._shared_pages is not None:
             self._shared_pages.close()
         if self._nixl_process is not None:
@@ -117,7 +122,7 @@ def choose_transfer_method(
     nixl_memory: NixlMemory,
     link: str,
 ) -> TransferMethod:
-    """Return the fastest transfer method that `link` allows, by measurement.
+    """Return the fastest method of fetching KV pages that `link` allows, by measurement.
 
     A prefill engine on this machine has sent the open `shared_file` of its `num_pages` pages; then
     shared memory is used without measuring.
@@ -175,7 +180,10 @@ def _join(connection: PeerConnection, nixl_memory: NixlMemory) -> NixlProcess:
 def _fastest_method(
     connection: PeerConnection, nixl_process: NixlProcess | None, allowed_modes: Sequence[str]
 ) -> TransferMethod:
-    """Measure the allowed modes and return the fastest; the socket without a NIXL process."""
+    """Measure the allowed modes of fetching KV pages, and return the fastest.
+
+    Without a NIXL process the socket is used.
+    """
     if nixl_process is None:
         return TransferMethod(SENT)
     scratch = memoryview(bytearray(PROBE_BYTES))
@@ -205,7 +213,10 @@ def _fastest_method(
 
 
 def _min_seconds(probe: Callable[[], None]) -> float:
-    """Return the duration of the fastest of several probes; the first may have to connect."""
+    """Return the seconds of the fastest of several probes of a transfer method.
+
+    The first probe may be slower because it has to connect.
+    """
     min_seconds = float("inf")
     began_s = time.monotonic()
     for _ in range(_MAX_PROBES):
@@ -219,7 +230,10 @@ def _min_seconds(probe: Callable[[], None]) -> float:
 
 
 def _receive_type(connection: PeerConnection, message_type: type[Any]) -> Any:
-    """Return the next message of a type; skips reports of the load, which may come before it."""
+    """Return the next message of a type from a prefill engine.
+
+    Reports of its load, which may come before the message, are skipped.
+    """
     while not isinstance(answer := connection.receive(), message_type):
         pass
     return answer
@@ -242,10 +256,10 @@ _libc.mmap.argtypes = (
 
 
 def share(memory: PageMemory) -> int | None:
-    """Back unused page memory by a file that other processes can map; return the open file.
+    """Back unused memory of KV pages by a file that other processes can map.
 
-    Returns None if the memory does not consist of whole pages of the system, or the system refuses.
-    Pages are then sent by the socket.
+    Returns the open file. None if the memory does not consist of whole pages of the system, or the
+    system refuses. The socket then sends KV pages.
     """
     if memory.mapped is None:
         return None
@@ -272,10 +286,10 @@ def share(memory: PageMemory) -> int | None:
 
 
 class SharedPages:
-    """Read access to the page memory of another engine on this machine."""
+    """Read access to the KV pages of a prefill engine on this machine."""
 
     def __init__(self, file: int, num_pages: int, page_bytes: int) -> None:
-        """Map an open file, and close the descriptor.
+        """Map the open file of a prefill engine's KV pages, and close the descriptor.
 
         Raises:
             OSError: the file is not page memory of that size.
@@ -291,7 +305,7 @@ class SharedPages:
         self._pages = np.frombuffer(self._map, np.uint8).reshape(num_pages, page_bytes)
 
     def copy(self, pages: Sequence[int], memory: PageMemory, targets: Sequence[int]) -> None:
-        """Copy the other engine's `pages` to pages `targets` of `memory`, without Python's GIL.
+        """Copy a prefill engine's KV pages to pages `targets` of `memory`, without Python's GIL.
 
         Neighbouring pages are copied together, since copies of up to half a megabyte pass through
         the processor's cache at a quarter of the speed.
@@ -307,6 +321,6 @@ class SharedPages:
                 first = end
 
     def close(self) -> None:
-        """Unmap the memory."""
+        """Unmap the prefill engine's KV pages."""
         del self._pages
         self._map.close()

@@ -22,10 +22,10 @@ _READ_BYTES: Final = 1 << 16  # malloc maps larger buffers anew for each read, i
 
 
 class EngineProcess:
-    """A process that runs an engine; the server owns it."""
+    """The server's handle of a process that runs an engine."""
 
     def __init__(self, load: wire.LoadModel, launched: LaunchedProcess | None = None) -> None:
-        """Send `load` to the launched process, or to a new one.
+        """Send the message `load` to a launched engine process, or to a new process.
 
         Raises:
             BackendError: the operating system refuses a process.
@@ -39,11 +39,13 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The process id of the engine process."""
         return self._process.pid
 
     def wait_ready(self, progress: Callable[[int, int], None]) -> wire.EngineReady:
-        """Wait until the engine takes requests; call `progress(done, total)` with bytes loaded.
+        """Wait until the engine process takes requests.
+
+        `progress(done, total)` is called with bytes of weights loaded.
 
         Raises:
             EngineStoppedError: the process died.
@@ -65,7 +67,9 @@ class EngineProcess:
                         log(message)
 
     def receive(self) -> Iterator[wire.EngineMessage] | None:
-        """Return the messages that have arrived; None if the process has closed the connection.
+        """Return the messages of the engine process that have arrived.
+
+        None if the process has closed the connection.
 
         Raises:
             WireError: the received bytes are not messages.
@@ -79,11 +83,11 @@ class EngineProcess:
         return self.frames.feed(data) if data else None
 
     def kill(self) -> None:
-        """Kill the process; it may be dead already."""
+        """Kill the engine process, which may be dead already."""
         self._process.kill()
 
     def describe_end(self) -> str:
-        """Wait up to a second for the process to end, else kill it; describe how it ended."""
+        """Describe how the engine process ended; kill it if it does not end within a second."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         self.kill()
@@ -97,7 +101,7 @@ class EngineProcess:
         return f"its process was ended by {name}"
 
     def close(self) -> None:
-        """Ask the process to end, and kill it after some seconds."""
+        """Ask the engine process to end, and kill it after some seconds."""
         with suppress(OSError):
             self.socket.settimeout(1.0)
             self.socket.sendall(wire.pack(wire.Close()))
@@ -109,5 +113,5 @@ class EngineProcess:
 
 
 def log(message: wire.Log) -> None:
-    """Write the engine's log record into this process's log."""
+    """Write a log record of the engine process into this process's log."""
     logging.getLogger(message.logger).log(message.level, "%s", message.text)

@@ -24,7 +24,7 @@ class LaunchedProcess:
     """
 
     def __init__(self) -> None:
-        """Start the process in a session of its own, so that Ctrl-C does not reach it.
+        """Start the engine process in its own session, so that Ctrl-C does not reach it.
 
         Raises:
             BackendError: the operating system refuses a process.
@@ -50,7 +50,7 @@ class LaunchedProcess:
             child_socket.close()
 
     def close(self) -> None:
-        """Kill the process, and close the connection."""
+        """Kill the engine process, and close the connection to it."""
         self.process.kill()
         self.process.wait()
         self.socket.close()

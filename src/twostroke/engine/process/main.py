@@ -51,10 +51,10 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Wire:
-    """The connection to the server. Any thread may send; one thread receives."""
+    """The engine process's connection to the server. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Take over a connected socket."""
+        """Take over a socket that is connected to the server."""
         self._socket = sock
         self._poll = select.poll()  # `select` takes no descriptor above 1023
         self._poll.register(sock, select.POLLIN)
@@ -62,7 +62,7 @@ class Wire:
         self._lock = threading.Lock()
 
     def send(self, message: wire.EngineMessage) -> None:
-        """Send a message; end the process if the server has closed the connection."""
+        """Send a message to the server; end this process if the server closed the connection."""
         frame = wire.pack(message)
         try:
             with self._lock:
@@ -71,7 +71,7 @@ class Wire:
             os._exit(0)
 
     def receive(self, timeout_s: float) -> list[wire.ServerMessage]:
-        """Return the messages that arrive within the timeout.
+        """Return the server's messages that arrive within the timeout.
 
         Ends the process if the server has closed the connection.
         """
@@ -87,7 +87,7 @@ class Wire:
 
 
 class _ServerLogHandler(logging.Handler):
-    """Sends log records to the server, which writes them to its log."""
+    """Sends the engine process's log records to the server, which writes them to its log."""
 
     def __init__(self, wire_: Wire) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _ServerLogHandler(logging.Handler):
 
 
 class _OpenCall(Outputs):
-    """The requests of one `Generate` or `EmbedTexts` message; `id` is the message's."""
+    """The unfinished requests of one `Generate` or `EmbedTexts` message; `id` is the message's."""
 
     is_cancelled = False  # the server may cancel a call while its constraint is compiled
 
@@ -122,13 +122,13 @@ class _OpenCall(Outputs):
 
 
 class RequestHandler:
-    """Handles the server's messages with an engine, and sends its replies and outputs.
+    """Handles the server's messages in the engine process, and sends replies and outputs.
 
     `call_by_request` has the call id of each request that no step has started yet.
     """
 
     def __init__(self, engine: Engine, wire_: Wire) -> None:
-        """Serve `engine`."""
+        """Handle messages for `engine` that arrive on the connection `wire_`."""
         self.loop = engine.client.loop
         self.call_by_request: dict[str, int] = {}
         self._client = engine.client
@@ -143,7 +143,7 @@ class RequestHandler:
         self.loop.on_step = self._on_step
 
     def run(self) -> None:
-        """Serve until the server closes the engine, or the engine stops.
+        """Handle the server's messages until the server closes the engine, or the engine stops.
 
         Raises:
             TwostrokeError: the engine stopped by itself.
@@ -207,7 +207,7 @@ class RequestHandler:
     ) -> None:
         """Submit the requests of a call, and tell the server whether they were accepted.
 
-        A `constraint` is compiled first; `grammar` is a compiled one.
+        A `constraint` is compiled first; `grammar` is a constraint that was compiled before.
         """
         call = self._open[message.id]
         try:
@@ -253,14 +253,17 @@ class RequestHandler:
     def _compile_grammar(
         self, id_: int, constraint: Constraint, limit_s: float = math.inf
     ) -> GrammarMatcher:
-        """Compile a constraint; tell the server before, because this may kill the process."""
+        """Compile a request's constraint within `limit_s` seconds.
+
+        The server is told before, because compiling may kill the process.
+        """
         self._wire.send(wire.RequestsStarted([id_]))
         return self._client.grammars.compile(constraint, limit_s)
 
     # The engine's thread, or a thread that cancels, calls the methods below.
 
     def put(self, id_: int, output: Output) -> None:
-        """Take an output of the call `id_`, for `send_outputs` to send."""
+        """Queue an output of the call `id_`, until `send_outputs` sends it to the server."""
         call = self._open.get(id_)
         if isinstance(output.error, EngineStoppedError):
             self._failure = output.error
@@ -275,7 +278,7 @@ class RequestHandler:
                 self.call_by_request.pop(request_id, None)
 
     def send_outputs(self, put_all: Callable[[Addressed], None], outputs: Addressed) -> None:
-        """Send the outputs of a step in one message."""
+        """Send the outputs of a step to the server in one message."""
         with self._outputs_lock:
             put_all(outputs)
             outputs_to_send, self._outputs = self._outputs, []
@@ -283,7 +286,7 @@ class RequestHandler:
             self._wire.send(wire.OutputBatch(outputs_to_send))
 
     def _on_step(self, plan: StepPlan) -> None:
-        """Tell the server which calls this step is the first to compute.
+        """Tell the server about the calls whose first step begins now.
 
         If the step kills this process, the server holds these calls responsible.
         """
@@ -334,7 +337,10 @@ def _fail(link: Wire, error: TwostrokeError) -> int:
 
 
 def _to_wire_error(error: BaseException) -> TwostrokeError:
-    """Return an error that can be sent to the server; log other errors than `TwostrokeError`."""
+    """Return an error in a form that can be sent to the server.
+
+    An error that is not a `TwostrokeError` is logged, and a `BackendError` is returned for it.
+    """
     if isinstance(error, TwostrokeError):
         return error
     logging.getLogger("twostroke.engine").error("A request could not begin.", exc_info=error)
@@ -342,7 +348,7 @@ def _to_wire_error(error: BaseException) -> TwostrokeError:
 
 
 def _receive_load(link: Wire) -> wire.LoadModel:
-    """Wait for the first message, which says what to load."""
+    """Wait for the server's first message, which says what model to load."""
     messages: list[wire.ServerMessage] = []
     while not messages:
         messages = link.receive(60.0)
@@ -355,7 +361,7 @@ def _receive_load(link: Wire) -> wire.LoadModel:
 
 
 def _build(load: wire.LoadModel, link: Wire) -> Engine:
-    """Build the engine, and report the progress to the server."""
+    """Build the engine in this process, and report the progress to the server."""
     reported_s = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -373,7 +379,7 @@ def _build(load: wire.LoadModel, link: Wire) -> Engine:
 
 
 def _ready(engine: Engine) -> wire.EngineReady:
-    """Return the message that the engine takes requests, with the facts about it."""
+    """Return the message that tells the server that the engine takes requests, with its facts."""
     client, card = engine.client, engine.card
     hardware = engine.limits.hardware()
     config = client.loop.config
@@ -392,7 +398,7 @@ def _ready(engine: Engine) -> wire.EngineReady:
 
 
 def _die_with_parent() -> None:
-    """Have the operating system kill this process when its parent dies, even during a step."""
+    """Have the operating system kill this process when the server dies, even during a step."""
     parent = os.getppid()
     with suppress(OSError, AttributeError):  # not on every system
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -51,7 +51,7 @@ class EngineCard(Frozen):
 
 
 class LoadModel(Frozen, array_like=True, tag=1):
-    """The first message: load this model with these options."""
+    """The server's first message: load this model with these options."""
 
     version: int
     model: str
@@ -60,7 +60,10 @@ class LoadModel(Frozen, array_like=True, tag=1):
 
 
 class Generate(Frozen, array_like=True, tag=2):
-    """Answer prompts. Their requests have waited `waited_s` seconds in the server."""
+    """The server asks the engine to answer prompts.
+
+    Their requests have waited `waited_s` seconds in the server.
+    """
 
     id: int
     prompts: list[list[int]]
@@ -71,7 +74,10 @@ class Generate(Frozen, array_like=True, tag=2):
 
 
 class EmbedTexts(Frozen, array_like=True, tag=3):
-    """Embed texts. Their requests have waited `waited_s` seconds in the server."""
+    """The server asks the engine to embed texts.
+
+    Their requests have waited `waited_s` seconds in the server.
+    """
 
     id: int
     texts: list[list[int]]
@@ -81,13 +87,16 @@ class EmbedTexts(Frozen, array_like=True, tag=3):
 
 
 class Cancel(Frozen, array_like=True, tag=4):
-    """Cancel the requests of a call."""
+    """The server cancels the requests of a call."""
 
     id: int
 
 
 class Compile(Frozen, array_like=True, tag=5):
-    """Compile a constraint within `limit_s` seconds, and cache it for later requests."""
+    """The server asks to compile a constraint within `limit_s` seconds.
+
+    The compiled constraint is cached for later requests.
+    """
 
     id: int
     constraint: Constraint
@@ -95,18 +104,21 @@ class Compile(Frozen, array_like=True, tag=5):
 
 
 class GetStatus(Frozen, array_like=True, tag=6):
-    """Send an `EngineStatus`. Each span is a length in seconds, and the seconds since its end."""
+    """The server asks for an `EngineStatus`.
+
+    Each span is a length in seconds, and the seconds since its end.
+    """
 
     id: int
     spans: list[tuple[int, int]]
 
 
 class Flush(Frozen, array_like=True, tag=7):
-    """Start a batch that is not full: no more requests come now."""
+    """The server says that no more requests come now: start a batch that is not full."""
 
 
 class Close(Frozen, array_like=True, tag=8):
-    """End the process."""
+    """The server asks the engine process to end."""
 
 
 ServerMessage = LoadModel | Generate | EmbedTexts | Cancel | Compile | GetStatus | Flush | Close
@@ -115,14 +127,14 @@ ServerMessage = LoadModel | Generate | EmbedTexts | Cancel | Compile | GetStatus
 
 
 class Loading(Frozen, array_like=True, tag=1):
-    """Progress of loading: `done` of `total` bytes of weights are ready."""
+    """The engine process reports that `done` of `total` bytes of weights are ready."""
 
     done: int
     total: int
 
 
 class Log(Frozen, array_like=True, tag=2):
-    """Write a line to the server's log."""
+    """The engine process asks to write a line to the server's log."""
 
     logger: str
     level: int
@@ -130,7 +142,7 @@ class Log(Frozen, array_like=True, tag=2):
 
 
 class EngineReady(Frozen, array_like=True, tag=3):
-    """The engine takes requests."""
+    """The engine process reports that it takes requests, with facts about the engine."""
 
     card: EngineCard
     facts: EngineFacts
@@ -138,13 +150,13 @@ class EngineReady(Frozen, array_like=True, tag=3):
 
 
 class EngineFailed(Frozen, array_like=True, tag=4):
-    """The last message: the engine could not start, or has stopped."""
+    """The engine process's last message: the engine could not start, or has stopped."""
 
     error: TwostrokeError
 
 
 class Accepted(Frozen, array_like=True, tag=5):
-    """The requests of a call were queued, or refused with `error`."""
+    """The engine process reports that a call's requests were queued, or refused with `error`."""
 
     id: int
     error: TwostrokeError | None = None
@@ -160,13 +172,16 @@ class RequestsStarted(Frozen, array_like=True, tag=6):
 
 
 class OutputBatch(Frozen, array_like=True, tag=7):
-    """The outputs of a step, each with the id of its call."""
+    """The outputs of a step of the engine, each with the id of its call."""
 
     outputs: list[tuple[int, Output]]
 
 
 class Compiled(Frozen, array_like=True, tag=8):
-    """A constraint was compiled, or refused with `error`. `gaps` are as in `GrammarMatcher`."""
+    """The engine process reports that a constraint was compiled, or refused with `error`.
+
+    `gaps` are as in `GrammarMatcher`.
+    """
 
     id: int
     gaps: tuple[str, ...] = ()
@@ -174,14 +189,17 @@ class Compiled(Frozen, array_like=True, tag=8):
 
 
 class StatusReply(Frozen, array_like=True, tag=9):
-    """The answer to `GetStatus`."""
+    """The engine process's answer to `GetStatus`."""
 
     id: int
     status: EngineStatus
 
 
 class Heartbeat(Frozen, array_like=True, tag=10):
-    """The process is alive; `num_pages_leased` pages were leased to decode engines so far."""
+    """The engine process reports that it is alive.
+
+    `num_pages_leased` pages were leased to decode engines so far.
+    """
 
     progress: StepProgress
     num_pages_leased: int = 0
@@ -276,10 +294,10 @@ engine_messages: Final[msgspec.msgpack.Decoder[EngineMessage]] = msgspec.msgpack
 
 
 def encode(value: object) -> bytes:
-    """Encode a message, or a part of a message, as MessagePack."""
+    """Encode a message, or a part of a message, between server and engine as MessagePack."""
     return _encoder.encode(value)
 
 
 def pack(message: ServerMessage | EngineMessage) -> bytes:
-    """Return the frame of a message, ready to be sent."""
+    """Return the frame of a message between server and engine, ready to be sent."""
     return frame(encode(message))

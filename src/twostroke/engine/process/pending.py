@@ -33,7 +33,7 @@ _TIMEOUT_GRACE_S: Final = 0.25  # in which the engine ends a timed-out request i
 
 
 class RemoteOutputs:
-    """The outputs of one call, read in the event loop.
+    """The outputs of one call to an engine process, read in the event loop.
 
     Attributes:
         message: the message of the call.
@@ -51,7 +51,10 @@ class RemoteOutputs:
         num_open: int,
         cancel: Callable[[RemoteOutputs], None],
     ) -> None:
-        """Read outputs in the running event loop; `cancel(self)` cancels the call."""
+        """Read outputs in the running event loop; `cancel(self)` cancels the call.
+
+        `num_open` is the number of answers that the call has.
+        """
         self.message = message
         self.received_s = time.monotonic()
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -85,15 +88,15 @@ class RemoteOutputs:
 
     @property
     def num_unread(self) -> int:
-        """Outputs that have arrived and were not read yet."""
+        """The number of outputs that have arrived and were not read yet."""
         return self._unread.qsize()
 
     def cancel(self) -> None:
-        """Cancel the answers that have not ended."""
+        """Cancel the call's answers that have not ended."""
         self._cancel(self)
 
     def put(self, output: Output) -> None:
-        """Add an output of the engine."""
+        """Add an output that the engine process has sent for this call."""
         self.has_started = True
         if not self.accepted.done():  # the output of a quick step can arrive before `Accepted`
             self.accepted.set_result(None)
@@ -101,14 +104,14 @@ class RemoteOutputs:
         self._unread.put_nowait(output)
 
     def fail(self, error: TwostrokeError) -> None:
-        """End the call with an error."""
+        """End the call with an error, which its reader gets."""
         if self.accepted.done():
             self.end(FinishReason.ERROR, error)
         else:
             self.accepted.set_exception(error)
 
     def end(self, reason: FinishReason, error: TwostrokeError | None = None) -> None:
-        """End the answers that have not ended, with this reason."""
+        """End the call's unfinished answers, with this finish reason and error."""
         usage = Usage(0, 0, 0)
         while self.num_open:
             self.put(Output(0, "", (), finish_reason=reason, usage=usage, error=error))
@@ -121,11 +124,11 @@ class FullQueue:
     """
 
     def __init__(self) -> None:
-        """Start without a refusal."""
+        """Start without a recent refusal by the engine."""
         self._refused: dict[tuple[str, int], tuple[float, str, dict[str, Any]]] = {}
 
     def record_error(self, caller: Caller, error: TwostrokeError) -> None:
-        """Remember an error of the engine, if it says that the queue is full."""
+        """Remember that the engine refused a caller's request, if its queue was full."""
         if isinstance(error, OverloadedError) and error.facts.get("is_full"):
             if len(self._refused) >= _MAX_REFUSALS:
                 self._refused.clear()
@@ -133,7 +136,11 @@ class FullQueue:
             self._refused[caller.tenant, caller.priority] = refusal
 
     def check(self, caller: Caller) -> None:
-        """Repeat an OverloadedError that the engine gave this tenant and priority just now."""
+        """Refuse a request if the engine's queue was full for this tenant and priority just now.
+
+        Raises:
+            OverloadedError: the error that the engine gave then.
+        """
         refusal = self._refused.get((caller.tenant, caller.priority))
         if refusal is None:
             return
@@ -143,7 +150,7 @@ class FullQueue:
 
 
 class PendingCalls:
-    """The open calls of an engine, in the order of their arrival.
+    """The open calls of an engine process, in the order of their arrival.
 
     Attributes:
         open: calls that have not ended, by message id.
@@ -153,7 +160,7 @@ class PendingCalls:
     """
 
     def __init__(self, send: Callable[[wire.ServerMessage], None]) -> None:
-        """Call `send` with messages for the process, while `is_up`."""
+        """Call `send` with messages for the engine process, while `is_up`."""
         self.open: dict[int, RemoteOutputs] = {}
         self.unsent: dict[int, RemoteOutputs] = {}
         self.crash_history = CrashHistory()
@@ -163,10 +170,11 @@ class PendingCalls:
         self._running_alone: RemoteOutputs | None = None
 
     def check_room(self, new: RemoteOutputs, config: SchedulerConfig, room_s: float) -> None:
-        """Refuse a call if too many calls wait for the process; it may be sent again in `room_s`.
+        """Refuse a call if too many calls wait for the engine process.
 
-        The limits are the same as in the scheduler's queue. Calls of the same tenant that would run
-        before the new call must fit into one queue, and all waiting calls into two.
+        The error says that the call may be sent again in `room_s` seconds. The limits are the same
+        as in the scheduler's queue. Calls of the same tenant that would run before the new call
+        must fit into one queue, and all waiting calls into two.
 
         Raises:
             OverloadedError: too many requests or tokens wait.
@@ -191,7 +199,7 @@ class PendingCalls:
                 raise OverloadedError(reason, room_s=room_s)
 
     def add(self, outputs: RemoteOutputs) -> None:
-        """Add a call, and send it as soon as it may run."""
+        """Add a call, and send it to the engine process as soon as it may run."""
         id_ = outputs.message.id
         self.open[id_] = outputs
         self.unsent[id_] = outputs
@@ -205,16 +213,21 @@ class PendingCalls:
         self.on_output(outputs)
 
     def on_output(self, outputs: RemoteOutputs) -> None:
-        """Send calls that waited for the first output, or the end, of a suspected call."""
+        """Send calls that waited because a suspected call ran alone.
+
+        Call this at the first output of a call, or at its end. A suspected call may have killed
+        engine processes.
+        """
         if outputs is self._running_alone:
             self._running_alone = None
         if self.unsent:
             self.send_waiting()
 
     def send_waiting(self) -> None:
-        """Send the calls that may run now.
+        """Send the calls that may run now to the engine process.
 
-        A suspected call is sent when no other call runs. Other calls wait for its first output.
+        A suspected call, during which engine processes died, is sent when no other call runs. Other
+        calls wait for its first output.
         """
         while self.unsent and self.is_up and self._running_alone is None:
             id_, outputs = next(iter(self.unsent.items()))
@@ -226,7 +239,7 @@ class PendingCalls:
             self._send(replace(outputs.message, waited_s=time.monotonic() - outputs.received_s))
 
     def end_started(self, error: TwostrokeError, compiled: Sequence[wire.Compile]) -> bool:
-        """After the death of the process, fail the calls that it had started.
+        """Fail the calls that the engine process had started, after its death.
 
         The other calls wait for the next process. `compiled` are the constraints that the process
         was compiling. Returns whether any call had started or any constraint was being compiled.
@@ -247,7 +260,7 @@ class PendingCalls:
         return bool(running)
 
     def end_timed_out(self) -> None:
-        """Fail calls after their timeout, if the engine has not ended them itself."""
+        """Fail calls after their timeout, if the engine process has not ended them itself."""
         limit_s = time.monotonic() - _TIMEOUT_GRACE_S
         for id_, outputs in list(self.open.items()):
             caller = outputs.message.caller
@@ -260,7 +273,7 @@ class PendingCalls:
                 outputs.fail(error)
 
     def end_all(self, error: TwostrokeError) -> None:
-        """Fail all calls: no other process will be started."""
+        """Fail all calls, because no other engine process will be started."""
         for outputs in self.open.values():
             outputs.fail(error)
         self.open.clear()
@@ -287,12 +300,12 @@ class CrashHistory:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start without a death."""
+        """Start without a death of an engine process."""
         self._clock = clock
         self._records: OrderedDict[bytes, _CrashRecord] = OrderedDict()  # the latest death last
 
     def record_death(self, running: Sequence[wire.ServerMessage]) -> None:
-        """Count a death for the requests that were running."""
+        """Count a death of the engine process for the requests that were running."""
         keys = set(map(_content_hash, running))  # several calls may have the same content
         for key in keys:
             record = self._recent_record(key) or _CrashRecord()
@@ -305,21 +318,21 @@ class CrashHistory:
             self._records.popitem(last=False)
 
     def clear(self, message: wire.ServerMessage) -> None:
-        """Forget the deaths of a request that was answered: it does not kill engines."""
+        """Forget the deaths counted for a request that was answered: it does not kill engines."""
         if self._records:
             self._records.pop(_content_hash(message), None)
 
     def num_deaths(self, message: wire.ServerMessage) -> int:
-        """Return the number of deaths at which a request was running."""
+        """Return how often an engine process died while a request with this content was running."""
         record = self._recent_record(_content_hash(message)) if self._records else None
         return record.num_deaths if record is not None else 0
 
     def must_run_alone(self, message: wire.ServerMessage) -> bool:
-        """Whether no other request may run at the same time as this request."""
+        """Whether a request must run alone in the engine, because engine processes died of it."""
         return self.num_deaths(message) >= _DEATHS_TO_SUSPECT
 
     def is_refused(self, message: wire.ServerMessage) -> bool:
-        """Whether a request is refused, because engines died of it."""
+        """Whether a request is refused, because engine processes died of it."""
         deaths = self.num_deaths(message)
         if deaths <= _DEATHS_TO_SUSPECT:
             return False

@@ -58,7 +58,7 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class RemoteEngine:
-    """A `ServedEngine` in its own process, which is started again when it dies."""
+    """A `ServedEngine` in an engine process, which is started again when it dies."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class RemoteEngine:
     ) -> None:
         """Serve the model of `card` with `process`, which has loaded `load` and sent `ready`.
 
-        Without a process, `ready` has the facts before the first load. An `observer` is called by
-        the supervisor in place of this engine, to which it passes the calls on.
+        Without a process, `ready` has the facts before the first load. The supervisor calls an
+        `observer` in place of this engine; the observer passes the calls on to this engine.
         """
         self.card = card
         self.update_facts(ready)
@@ -135,7 +135,7 @@ class RemoteEngine:
             raise
 
     def update_facts(self, ready: wire.EngineReady) -> None:
-        """Take the facts that a process has sent when it was ready."""
+        """Replace the engine's facts by the facts that a new engine process has sent."""
         self.facts: EngineFacts = ready.facts
         self.draft = ready.card.draft
         self.limits = (
@@ -144,26 +144,29 @@ class RemoteEngine:
         self._last_status: EngineStatus = ready.status
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Start to serve in the running event loop; call `on_end` if the engine ends for good."""
+        """Start to serve calls in the running event loop.
+
+        `on_end` is called if the engine ends for good.
+        """
         self._on_end = on_end
         self._supervisor.attach()
 
     def close(self) -> None:
-        """End the process; call this after the event loop has ended."""
+        """End the engine process; call this after the event loop has ended."""
         self._stop_reason = self._stop_reason or "The engine is shutting down."
         self._supervisor.close()
 
     def __enter__(self) -> Self:
-        """Use the engine in a `with` block, which closes it."""
+        """Return the engine; the `with` block closes it at its end."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the engine."""
+        """Close the engine at the end of a `with` block."""
         self.close()
 
     @property
     def health(self) -> Health:
-        """Whether the engine can answer requests."""
+        """Whether the engine process can answer requests."""
         if self._stop_reason is not None:
             return Health.STOPPED
         is_recovering = not self._supervisor.is_up or self.progress.is_recovering
@@ -171,22 +174,22 @@ class RemoteEngine:
 
     @property
     def progress(self) -> StepProgress:
-        """The progress of the engine's steps."""
+        """The progress of the engine process's steps, from its last heartbeat."""
         return self._supervisor.progress
 
     @property
     def num_deaths(self) -> int:
-        """How often the engine process has died."""
+        """The number of times that the engine process has died."""
         return self._supervisor.num_deaths
 
     @property
     def supervisor(self) -> Supervisor:
-        """The supervisor that starts the process again."""
+        """The supervisor that starts the engine process again."""
         return self._supervisor
 
     @property
     def pending(self) -> PendingCalls:
-        """The calls that have not ended."""
+        """The calls to the engine that have not ended."""
         return self._pending
 
     @property
@@ -201,30 +204,33 @@ class RemoteEngine:
 
     @property
     def process_memory_bytes(self) -> int:
-        """Memory of the engine's process at its last status."""
+        """Bytes of memory of the engine process at its last status."""
         return self._last_status.memory_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the engine's process at its last status, and of this process now."""
+        """Bytes of memory of the engine process (at its last status) and of this process now."""
         return self._last_status.memory_bytes + memory_used()
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> RemoteOutputs:
-        """Submit prompts, all or none."""
+        """Submit prompts to the engine process, all or none; raises as `open_call`."""
         message = self.generate_message(prompts, params, caller, hints)
         return await self.submit(message, num_answers=len(prompts) * params.n)
 
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> RemoteOutputs:
-        """Submit texts to embed."""
+        """Submit texts to embed to the engine process; raises as `open_call`."""
         message = self.embed_message(texts, params, caller)
         return await self.submit(message, num_answers=len(texts))
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile and cache a constraint in the engine's process; return its `gaps`."""
+        """Compile and cache a constraint in the engine process.
+
+        Returns `gaps`, the rules of its JSON schema that the grammar does not enforce.
+        """
         message = wire.Compile(next(self._ids), constraint, limit_s)
         self._check_no_killer(message)
         gaps: tuple[str, ...] = await self._inquire(message)
@@ -251,12 +257,12 @@ class RemoteEngine:
         return replace(self._last_status, spans=(empty_span,) * len(spans))
 
     def flush(self) -> None:
-        """Start a batch that is not full."""
+        """Tell the engine process to start a batch that is not full."""
         if self._supervisor.is_up:
             self._supervisor.send(wire.Flush())
 
     def cancel(self, outputs: RemoteOutputs) -> None:
-        """Cancel the call of `outputs`, unless it has ended."""
+        """Cancel the call of `outputs` in the engine process, unless it has ended."""
         id_ = outputs.message.id
         if id_ in self._pending.unsent:
             self._pending.remove(outputs)
@@ -291,7 +297,7 @@ class RemoteEngine:
     async def submit(
         self, message: wire.Generate | wire.EmbedTexts, num_answers: int
     ) -> RemoteOutputs:
-        """Open a call, and wait until the engine has accepted it."""
+        """Open a call, and wait until the engine process has accepted it."""
         outputs = self.open_call(message, num_answers)
         try:
             await outputs.accepted
@@ -303,11 +309,11 @@ class RemoteEngine:
     def open_call(
         self, message: wire.Generate | wire.EmbedTexts, num_answers: int
     ) -> RemoteOutputs:
-        """Add a call to the pending calls, which are sent once the engine takes requests.
+        """Open a call, which is sent to the engine process once it takes requests.
 
         Raises:
-            EngineStoppedError, EngineKillerError, OverloadedError, RequestError: the server
-                refuses the call; the engine may refuse it later.
+            EngineStoppedError, EngineKillerError, OverloadedError, RequestError: the server refuses
+                the call; the engine may refuse it later.
         """
         self._check_running()
         self._check_no_killer(message)
@@ -319,7 +325,7 @@ class RemoteEngine:
         return outputs
 
     async def _inquire(self, message: wire.Compile | wire.GetStatus) -> Any:
-        """Send a message, and wait for the reply to it."""
+        """Send a message to the engine process, and wait for the reply to it."""
         self._check_running()
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._inquiries[message.id] = (message, reply)
@@ -332,7 +338,7 @@ class RemoteEngine:
             self._compiling.discard(message.id)
 
     def _check_no_killer(self, message: wire.Generate | wire.EmbedTexts | wire.Compile) -> None:
-        """Refuse a request that engines died of."""
+        """Refuse a request if engine processes died while they ran requests with this content."""
         if self._pending.crash_history.is_refused(message):
             raise EngineKillerError(
                 "The engine died each time that it computed this request, so it is refused for "
@@ -346,7 +352,7 @@ class RemoteEngine:
     # The methods below implement `ProcessObserver`: the supervisor calls them.
 
     def on_message(self, message: wire.EngineMessage) -> None:
-        """Handle a message of the process."""
+        """Handle a message of the engine process."""
         match message:
             case wire.OutputBatch():
                 for id_, output in message.outputs:
@@ -365,7 +371,7 @@ class RemoteEngine:
                 self._reply(message.id, message.status)
 
     def on_death(self) -> bool:
-        """Fail the calls that the process had started; return whether there were any."""
+        """Fail the calls that the dead engine process had started; return whether it had any."""
         error = EngineDiedError(
             f"{EngineDiedError.SENTENCE}, and is starting again: send the request again.",
             room_s=self._supervisor.restart_in_s,
@@ -381,11 +387,11 @@ class RemoteEngine:
         return was_busy
 
     def on_tick(self) -> None:
-        """Fail calls after their timeout."""
+        """Fail calls after their timeout; the supervisor calls this several times a second."""
         self._pending.end_timed_out()
 
     def on_restart(self, ready: wire.EngineReady) -> None:
-        """Send the waiting calls to the new process, in the order of their arrival."""
+        """Send the waiting calls to the new engine process, in the order of their arrival."""
         self.facts = ready.facts
         count = len(self._pending.open)
         noun = "request" if count == 1 else "requests"
@@ -394,23 +400,23 @@ class RemoteEngine:
         self.send_waiting()
 
     def send_waiting(self) -> None:
-        """Send the waiting calls, unless they are held back, and all inquiries."""
+        """Send the waiting calls that may run now, and all inquiries, to the engine process."""
         self._pending.send_waiting()
         for message, _ in self._inquiries.values():
             self._supervisor.send(message)
 
     def on_load_failure(self, error: TwostrokeError) -> bool:  # noqa: ARG002
-        """Return False: the supervisor starts another process."""
+        """Return False after an engine process failed to load: the supervisor starts another."""
         return False
 
     def on_give_up(self, reason: str) -> None:
-        """Fail all calls: no other process will be started."""
+        """Fail all calls, because no other engine process will be started."""
         self._stop_reason = reason
         self.fail_all(EngineStoppedError(reason))
         self._on_end()
 
     def fail_all(self, error: TwostrokeError) -> None:
-        """Fail all calls and inquiries."""
+        """Fail all calls and all inquiries (compilations and status requests) with an error."""
         self._pending.end_all(error)
         for id_ in list(self._inquiries):
             self._reply(id_, None, error)
@@ -439,12 +445,12 @@ class RemoteEngine:
             outputs.accepted.set_result(None)
 
     def _check_reply(self, id_: int, message_type: type[wire.ServerMessage]) -> None:
-        """Raise WireError if a reply has the id of a message of another type."""
+        """Raise WireError if a reply of the process has the id of another type of message."""
         if id_ in self._inquiries and not isinstance(self._inquiries[id_][0], message_type):
             raise WireError("The engine's reply has the id of a message of another type.")
 
     def _reply(self, id_: int, value: object, error: TwostrokeError | None = None) -> None:
-        """Give an inquiry its result or error, unless it has one or was cancelled."""
+        """Give a waiting inquiry its result or error, unless it has one or was cancelled."""
         _, reply = self._inquiries.get(id_, (None, None))
         if reply is None or reply.done():
             return
@@ -455,7 +461,7 @@ class RemoteEngine:
 
 
 def _check_integers(message: wire.Generate | wire.EmbedTexts) -> None:
-    """Refuse a message with an integer that MessagePack cannot hold."""
+    """Refuse a call with an integer that a MessagePack message cannot hold."""
     try:
         wire.encode(message)
     except OverflowError:

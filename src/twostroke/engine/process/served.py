@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class EngineFacts(Frozen):
     """Facts about an engine that do not change while it runs.
 
-    `methods` are the names of its speculation methods. `keeps_pages` says whether it has KV
-    offload.
+    `methods` are the names of the engine's speculation methods. `keeps_pages` says whether it has
+    KV offload.
     """
 
     backend: BackendFacts
@@ -56,21 +56,24 @@ class EngineStatus(Frozen):
 
 
 class ServedOutputs(Protocol):
-    """The outputs of one call, to read in the running event loop."""
+    """The outputs of one call to an engine, to read in the running event loop."""
 
     def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield outputs and raise errors as `AsyncGeneration` does."""
+        """Yield the call's outputs and raise errors as `AsyncGeneration` does."""
 
     def cancel(self) -> None:
-        """Cancel all unfinished requests; their last outputs have the finish reason `CANCEL`."""
+        """Cancel all unfinished requests of the call.
+
+        Their last outputs have the finish reason `CANCEL`.
+        """
 
     @property
     def num_unread(self) -> int:
-        """Outputs that have arrived and were not read yet."""
+        """The number of outputs that have arrived and were not read yet."""
 
 
 class ServedEngine(Protocol):
-    """The engine interface that a server uses."""
+    """The engine interface that a server uses, for an engine in this or in another process."""
 
     card: ModelCard
 
@@ -88,11 +91,11 @@ class ServedEngine(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the engine's process at its last status, and of the server's process now."""
+        """Bytes of memory of the engine's process (at its last status) and of the server's now."""
 
     @property
     def num_deaths(self) -> int:
-        """How often the engine process has died."""
+        """The number of times that the engine process has died."""
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
@@ -105,7 +108,9 @@ class ServedEngine(Protocol):
         """Submit texts to embed; errors are as in `Client.embed_async`."""
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile and cache a constraint for later requests; return its `gaps`.
+        """Compile and cache a constraint for later requests.
+
+        Returns `gaps`, the rules of its JSON schema that the grammar does not enforce.
 
         Raises:
             RequestError: the constraint cannot be used, or takes longer than `limit_s` to compile.
@@ -120,17 +125,20 @@ class ServedEngine(Protocol):
         """
 
     def flush(self) -> None:
-        """Start a batch that is not full: no more requests come now."""
+        """Start a waiting batch that is not full, since no more requests come now."""
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Start to serve in the running event loop; call `on_end` if the engine ends for good."""
+        """Start to serve calls in the running event loop.
+
+        `on_end` is called if the engine ends for good.
+        """
 
 
 class LocalEngine:
     """An engine in the server's process: a crash of the engine ends the server, too."""
 
     def __init__(self, client: Client) -> None:
-        """Serve through `client`."""
+        """Serve the engine of `client`."""
         self.card = client.card
         self._facts = engine_facts(client)
         self._client = client
@@ -139,7 +147,7 @@ class LocalEngine:
 
     @property
     def facts(self) -> EngineFacts:
-        """Facts about the backend, the scheduler and the speculator."""
+        """Facts about the engine's backend, scheduler and speculator."""
         return self._facts
 
     @property
@@ -154,18 +162,18 @@ class LocalEngine:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of this process."""
+        """Bytes of memory of this process, in which the engine runs."""
         return memory_used()
 
     @property
     def num_deaths(self) -> int:
-        """Always 0: this process would have died, too."""
+        """Always 0: a crash of the engine would have ended this process, too."""
         return 0
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> ServedOutputs:
-        """Submit prompts, all or none."""
+        """Submit prompts to the engine in this process, all or none."""
         grammar = None
         if params.constraint is not None:
             grammar = self._client.grammars.cached(params.constraint)
@@ -177,23 +185,26 @@ class LocalEngine:
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> ServedOutputs:
-        """Submit texts to embed."""
+        """Submit texts to embed to the engine in this process."""
         return self._client.embed_async(texts, params, caller)
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile a constraint in the compiler's thread, one at a time; return its `gaps`."""
+        """Compile a constraint in the compiler's thread, one at a time.
+
+        Returns `gaps`, the rules of its JSON schema that the grammar does not enforce.
+        """
         return (await self._matcher(constraint, limit_s)).gaps
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
-        """Return the engine's status, as of now."""
+        """Return the engine's status at this moment."""
         return read_status(self._client, spans)
 
     def flush(self) -> None:
-        """Start a batch that is not full."""
+        """Start a waiting batch that is not full."""
         self._loop.flush()
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Do nothing: the engine loop has its own thread."""
+        """Do nothing: the engine loop has its own thread, and needs no event loop."""
 
     async def _matcher(self, constraint: Constraint, limit_s: float = math.inf) -> GrammarMatcher:
         compile_ = self._client.grammars.compile
@@ -202,7 +213,7 @@ class LocalEngine:
         )
 
     def close(self) -> None:
-        """End the compiler's thread after its present constraint."""
+        """End the thread that compiles constraints, after its present constraint."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
 
@@ -215,7 +226,7 @@ def engine_facts(client: Client) -> EngineFacts:
 
 
 def read_status(client: Client, spans: Sequence[tuple[int, int]]) -> EngineStatus:
-    """Return the status of an engine in this process, as of now."""
+    """Return the status of an engine in this process at this moment."""
     loop = client.loop
     return EngineStatus(
         snapshot=loop.snapshot(),

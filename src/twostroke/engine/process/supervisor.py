@@ -37,25 +37,31 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class ProcessObserver(Protocol):
-    """The user of a supervised process. All methods are called in the event loop."""
+    """Is told what happens to a supervised engine process.
+
+    All methods are called in the event loop.
+    """
 
     def on_message(self, message: wire.EngineMessage) -> None:
-        """Handle a message of the process."""
+        """Handle a message of the engine process."""
 
     def on_death(self) -> bool:
-        """The process has died; return whether a request may have killed it."""
+        """Handle the death of the engine process; return whether a request may have killed it."""
 
     def on_tick(self) -> None:
-        """Called several times a second."""
+        """Do regular work: this is called several times a second."""
 
     def on_restart(self, ready: wire.EngineReady) -> None:
-        """A new process takes requests."""
+        """Use the new engine process, which takes requests now."""
 
     def on_load_failure(self, error: TwostrokeError) -> bool:
-        """The process could not load; return True to start no other process until `wake`."""
+        """Handle that the engine process could not load its model.
+
+        Returns True to start no other process until `wake`.
+        """
 
     def on_give_up(self, reason: str) -> None:
-        """No other process will be started."""
+        """Handle that no other engine process will be started."""
 
 
 class Supervisor:
@@ -75,7 +81,7 @@ class Supervisor:
         ready: wire.EngineReady,
         observer: ProcessObserver,
     ) -> None:
-        """Own a process that has loaded `load`, or rest without one; call `attach` next."""
+        """Own an engine process that has loaded `load`, or rest without one; call `attach` next."""
         self.is_resting = process is None
         self.num_deaths = 0
         self.load_s = 0.0
@@ -100,19 +106,25 @@ class Supervisor:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The process id of the engine process."""
         return self._process.pid
 
     @property
     def progress(self) -> StepProgress:
-        """The progress at the last heartbeat; a step's time includes the silence since then."""
+        """The engine's progress at its last heartbeat.
+
+        The current step's time includes the silence since then.
+        """
         return (
             self._watchdog.progress_at(time.monotonic()) if self.is_up else self._watchdog.progress
         )
 
     @property
     def restart_in_s(self) -> float:
-        """Expected seconds until a process takes requests: rest of the pause and of the load."""
+        """Expected seconds until an engine process takes requests.
+
+        They are the remaining pause before a restart, and the remaining load.
+        """
         if self.is_up:
             return 0.0
         passed_s = time.monotonic() - self._changed_s
@@ -123,13 +135,13 @@ class Supervisor:
         return BACK_OFF_S[min(max(self._num_failures, 1), len(BACK_OFF_S)) - 1]
 
     def attach(self) -> None:
-        """Start to watch and to receive in the running event loop."""
+        """Start to watch the engine process and receive its messages in the running event loop."""
         if not self.is_resting:
             self._listen()
         self._spawn(self._watch_process())
 
     def wake(self) -> None:
-        """Start a process; it takes requests once it has loaded.
+        """Start an engine process; it takes requests once it has loaded.
 
         Raises:
             BackendError: the operating system refuses a process.
@@ -143,23 +155,23 @@ class Supervisor:
         self._listen()
 
     def retire(self) -> None:
-        """Stop to receive from the idle process; call `rest` next."""
+        """Stop to receive from the idle engine process; call `rest` next."""
         self._stop_listening()
         self.is_up = False
 
     async def rest(self) -> None:
-        """End the retired process; return once its memory is free."""
+        """End the retired engine process; return once its memory is free."""
         self.is_resting = True
         await asyncio.to_thread(self._process.close)
 
     def refuse(self, error: TwostrokeError) -> None:
-        """Kill the process, because it has loaded the wrong model."""
+        """Kill the engine process, because it has loaded the wrong model."""
         self.is_up = False
         self._failure = error
         self._process.kill()
 
     def close(self) -> None:
-        """End the process; call this after the event loop has ended."""
+        """End the engine process; call this after the event loop has ended."""
         self._has_ended = True
         if self.is_resting:
             return
@@ -168,7 +180,10 @@ class Supervisor:
         self._process.close()
 
     def send(self, message: wire.ServerMessage) -> None:
-        """Send a message; bytes for which the socket has no room are sent later."""
+        """Send a message to the engine process.
+
+        Bytes for which the socket has no room are sent later.
+        """
         frame = wire.pack(message)
         if not self._unsent:
             try:
@@ -193,7 +208,7 @@ class Supervisor:
             asyncio.get_running_loop().remove_writer(self._process.socket)
 
     def _on_ready(self, ready: wire.EngineReady) -> None:
-        """Note that a process takes requests."""
+        """Note that the engine process takes requests."""
         self.is_up = True
         self._num_pages_leased = 0
         self._ready_s = self._changed_s = time.monotonic()
@@ -243,7 +258,10 @@ class Supervisor:
                 self._observer.on_message(message)
 
     async def _watch_process(self) -> None:
-        """Kill a process that makes no progress. An error in a check does not end the watch."""
+        """Kill an engine process that makes no progress.
+
+        An error in a check does not end the watch.
+        """
         last_error = ""
         while not self._has_ended:
             await asyncio.sleep(_CHECK_INTERVAL_S)
@@ -259,7 +277,7 @@ class Supervisor:
                 last_error = repr(error)
 
     def _on_death(self) -> None:
-        """Tell the observer that the process has died, and start the next one."""
+        """Tell the observer that the engine process has died, and start the next one."""
         if self._has_ended:
             return
         self._stop_listening()
@@ -281,7 +299,10 @@ class Supervisor:
         self._unsent.clear()
 
     async def _restart(self, *, had_loaded: bool) -> None:
-        """Start the next process, unless too many have died in a row."""
+        """Start the next engine process, unless too many have died in a row.
+
+        `had_loaded` says whether the dead process had loaded its model.
+        """
         end = await asyncio.to_thread(self._process.describe_end)
         if self._has_ended:
             return
@@ -334,9 +355,9 @@ class ProgressWatchdog:
     """
 
     def __init__(self, predicted_s: float, now_s: float, min_limit_s: float = 0.0) -> None:
-        """Allow steps some multiple of `predicted_s`, the predicted time of the largest step.
+        """Limit the time of steps to some multiple of `predicted_s`, and to `min_limit_s` at least.
 
-        Steps and silence may last at least `min_limit_s`.
+        `predicted_s` is the predicted time of the largest step. The limit is also for silence.
         """
         self.progress = StepProgress(0, 0.0)
         self._predicted_s = predicted_s
@@ -348,7 +369,7 @@ class ProgressWatchdog:
 
     @property
     def limit_s(self) -> float:
-        """Seconds that a step, or silence, may last."""
+        """The most seconds that an engine's step, or its silence, may last."""
         return max(
             _MIN_STEP_LIMIT_S,
             self._min_limit_s,
@@ -357,7 +378,7 @@ class ProgressWatchdog:
         )
 
     def on_message(self, now_s: float, progress: StepProgress | None = None) -> None:
-        """Note a message; a heartbeat has the engine's `progress`."""
+        """Note that the engine process sent a message; a heartbeat has the engine's `progress`."""
         self._last_message_s = now_s
         if progress is None:
             return
@@ -366,9 +387,10 @@ class ProgressWatchdog:
             self._longest_s = max(self._longest_s, before.step_s)
 
     def progress_at(self, now_s: float) -> StepProgress:
-        """Return the last progress; add the silence to its step if heartbeats are missing.
+        """Return the engine's last reported progress.
 
-        Silence counts as a step, too: a stopped process may have no step and sends no heartbeat.
+        If heartbeats are missing, the silence is added to the current step's time. Silence counts
+        as a step, too: a stopped process may have no step and sends no heartbeat.
         """
         progress = self.progress
         silent_s = self._silent_s(now_s)
@@ -377,7 +399,10 @@ class ProgressWatchdog:
         return replace(progress, step_s=progress.step_s + silent_s)
 
     def fault(self, now_s: float) -> str | None:
-        """Return why the process must be killed, or None; call this several times a second."""
+        """Return why the engine process must be killed, or None.
+
+        Call this several times a second.
+        """
         paused_s = now_s - self._last_check_s
         self._last_check_s = now_s
         if paused_s > 1.0:  # this process was paused, and perhaps the whole machine

@@ -17,9 +17,10 @@ _RECOVERY_WEIGHT = 0.002  # of the prior, each time that no draft was made
 
 
 class AcceptanceRate:
-    """The probability that a draft of a kind is right if the drafts before it are.
+    """The probability that a draft token of a kind is right if the drafts before it are.
 
-    The rate of one request (`for_request`) starts with the shared rate of all requests, and
+    The kind of a draft is a small number, such as a range of the draft model's probability. The
+    rate of one request (`for_request`) starts with the shared rate of all requests, and
     measurements update both. Drafts that are not made are not measured either; so a rate that
     prevents drafts moves back towards its prior.
 
@@ -31,7 +32,10 @@ class AcceptanceRate:
     def __init__(
         self, prior: Sequence[float], first: float = 0.5, shared: AcceptanceRate | None = None
     ) -> None:
-        """Start with `prior[kind]` for each kind, and `first` for first drafts."""
+        """Start with `prior[kind]` for drafts of each kind, and `first` for first drafts.
+
+        Measurements also update `shared`, the rate of all requests.
+        """
         self.first: float = first if shared is None else shared.first
         self.num_kinds = len(prior)
         self._prior = prior
@@ -41,24 +45,24 @@ class AcceptanceRate:
         self._num_tried = [0.0] * len(prior)
 
     def for_request(self) -> AcceptanceRate:
-        """Return the rate of one request, which shares this one."""
+        """Return a new rate for one request, which starts with this rate of all requests."""
         return AcceptanceRate(self._prior, self._first_prior, self)
 
     def of(self, kind: int) -> float:
-        """Return the probability that a draft of this kind is right."""
+        """Return the probability that a draft token of this kind is right."""
         prior = self._prior[kind] if self._shared is None else self._shared.of(kind)
         num_right = self._num_right[kind] + _PRIOR_WEIGHT * prior
         return num_right / (self._num_tried[kind] + _PRIOR_WEIGHT)
 
     def pays(self, min_chance: float) -> bool:
-        """Return whether first drafts are right with at least `min_chance`."""
+        """Return whether first draft tokens are right with a chance of `min_chance` or more."""
         if self.first >= min_chance:
             return True
         self.recover()
         return False
 
     def learn(self, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Take in the outcome of a proposal, also in the shared rate."""
+        """Learn from which draft tokens of a proposal were right, also in the shared rate."""
         if self._shared is not None:
             self._shared.learn(proposal, outcome)
         for draft, is_right in outcome.trials(proposal):
@@ -73,7 +77,7 @@ class AcceptanceRate:
             self._scale(proposal.kinds[0], _FADE_FACTOR)
 
     def fade(self, kind: int) -> None:
-        """Reduce the weight of measurements a little, so that the kind will be tried again."""
+        """Reduce the weight of a kind's measurements a little, so that the kind is tried again."""
         if self._shared is not None:
             self._shared.fade(kind)
         self._scale(kind, _FADE_FACTOR)

@@ -60,7 +60,7 @@ _STRIDE_TOKENS = 2048  # of a prompt that are translated at once, so that no ste
 
 
 class DraftModel(ModelProposer["DraftFollower"]):
-    """Proposes the drafts of a second, smaller model.
+    """Proposes draft tokens that a second, smaller model samples.
 
     The draft model samples with the request's parameters, its seed and the token's index. So two
     models that agree on a distribution agree on the token, at any temperature. A draft model with
@@ -103,7 +103,10 @@ class DraftModel(ModelProposer["DraftFollower"]):
         self._mean_answer_length = 100.0
 
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
-        """Return drafts for each request, which has one pending token; None for no drafts."""
+        """Let the draft model make draft tokens for each request; None for no drafts.
+
+        Each request has one pending token.
+        """
         min_chance = self._sequences.min_chance(len(requests), cost)
         followers = [self._follow(request, cost, min_chance) for request in requests]
         drafting = [follower for follower in followers if follower is not None]
@@ -114,7 +117,7 @@ class DraftModel(ModelProposer["DraftFollower"]):
         ]
 
     def finish(self, request: Request) -> None:
-        """Drop the sequence of a request that has ended."""
+        """Drop the draft model's sequence for a request that has ended."""
         if request.num_output:
             self._mean_answer_length += _LENGTH_WEIGHT * (
                 request.num_output - self._mean_answer_length
@@ -123,7 +126,10 @@ class DraftModel(ModelProposer["DraftFollower"]):
         super().finish(request)
 
     def _follow(self, request: Request, cost: DraftCost, min_chance: float) -> DraftFollower | None:
-        """Return the request's sequence with all its tokens; None if it should make no drafts."""
+        """Bring the draft model's sequence for a request up to date, and return the sequence.
+
+        Returns None if the request should get no drafts.
+        """
         if request in self._declined:
             return None
         follower = self._followers.get(request)
@@ -200,7 +206,7 @@ class DraftModel(ModelProposer["DraftFollower"]):
 
 @dataclass(slots=True, eq=False)
 class DraftFollower(DraftSequence):
-    """A request's sequence in the draft model.
+    """The draft model's sequence for one request, with the draft tokens at its end.
 
     Attributes:
         end_ids: tokens after which no draft follows.
@@ -211,11 +217,11 @@ class DraftFollower(DraftSequence):
     draft_tokens: DraftTokens | None = None
 
     def take(self, token: int, logprobs: TokenLogprobs | None, hidden: State | None = None) -> bool:
-        """Add a sampled token to the drafts; return whether another draft may follow."""
+        """Add a token that the draft model sampled; return whether another draft may follow."""
         return DraftSequence.take(self, token, logprobs, hidden) and token not in self.end_ids
 
     def proposal(self, source: str, max_drafts: int) -> Proposal | None:
-        """Return up to `max_drafts` drafts in the target's tokens."""
+        """Return a proposal of up to `max_drafts` draft tokens, in the target's vocabulary."""
         if self.draft_tokens is None:
             return DraftSequence.proposal(self, source, max_drafts)
         tokens, kinds = self._translated(self.draft_tokens.translator.to_target)
@@ -226,10 +232,10 @@ class DraftFollower(DraftSequence):
         return Proposal(source, tuple(tokens), chances, tuple(kinds))
 
     def _translated(self, translation: Translation) -> tuple[list[int], list[int]]:
-        """Return the target's tokens for the drafts, and their kinds.
+        """Translate the draft tokens into the target's tokens; return the tokens and their kinds.
 
-        The probability of a token is the product over the drafts that reach into it, and not into
-        a token before it.
+        The probability of a target token is the product over the drafts that reach into it, and not
+        into a token before it.
         """
         translated = translation.translate(self.tokens)
         ends = translation.end_offsets(self.tokens)
@@ -246,13 +252,13 @@ class DraftFollower(DraftSequence):
 
 
 class TokenTranslator(Frozen):
-    """Translates the target's tokens into the draft model's tokens, and back."""
+    """Translates the target model's tokens into the draft model's tokens, and back."""
 
     to_draft: Translation
     to_target: Translation
 
     def missing_prefix(self, request: Request) -> list[int]:
-        """Return the draft model's prefix tokens, such as BOS, if the text lacks them."""
+        """Return the draft model's prefix tokens, such as BOS, if a request's text lacks them."""
         prefix = self.to_draft.target.prefix_ids
         translated = self.to_draft.translate(request.tokens[: len(prefix)]).tokens
         return [] if translated == prefix else prefix
@@ -285,7 +291,7 @@ class DraftTokens:
     _span: int = 0  # tokens beyond `stride` that must be translated at once
 
     def follow(self, request: Request) -> None:
-        """Translate the next tokens of a request, up to a stride."""
+        """Translate a request's next tokens, at most `stride`, into the draft model's tokens."""
         if not self.tokens:
             self.tokens += self.translator.missing_prefix(request)
             self.num_settled = len(self.tokens)
@@ -304,9 +310,10 @@ class DraftTokens:
         self.is_ready = ends_whole and not self.is_behind and bool(self.tokens)
 
     def _translate(self, new: list[int]) -> tuple[list[int], bool]:
-        """Return the draft model's tokens, and whether the text ends with a whole character.
+        """Translate new tokens of a request into the draft model's tokens.
 
-        Settles all tokens but the last ones.
+        Also returns whether the text ends with a whole character. Settles all tokens but the last
+        ones.
         """
         translation = self.translator.to_draft
         translated = translation.translate(new)
@@ -320,10 +327,10 @@ class DraftTokens:
 
 
 def _saved_part(chance: float, draft_cost: float, max_drafts: int) -> float:
-    """Return the part of the time that the best number of drafts up to `max_drafts` saves.
+    """Return the part of the time that drafting saves with the best number of drafts.
 
-    Each draft is right with probability `chance` if the drafts before it are, and costs as much
-    time as `draft_cost` tokens.
+    The number is at most `max_drafts`. Each draft is right with probability `chance` if the drafts
+    before it are, and costs as much time as `draft_cost` tokens.
     """
     expected = accumulate(chance**count for count in range(max_drafts + 1))  # tokens of a step
     return max(1 - (1 + count * draft_cost) / tokens for count, tokens in enumerate(expected))

@@ -48,14 +48,14 @@ ANY_VOCABULARY: Final[dict[str, Any]] = {
 
 @dataclass(slots=True, eq=False)
 class DraftSequence:
-    """A request's copy in a draft model, and a chain of drafts.
+    """A request's copy in a draft model, and a chain of draft tokens after it.
 
     Attributes:
         sequence: the draft model's own request.
         rate: the acceptance rate of the request.
         num_kinds: the number of kinds of drafts: equal ranges of the draft model's probability.
         token_ids: the target's ids of the draft model's tokens.
-        tokens: the drafts.
+        tokens: the draft tokens.
         probabilities: the draft model's probability of each draft.
         alternatives: for each draft, likely tokens in its place, each with its kind.
         chance: the probability that all drafts are right.
@@ -73,7 +73,7 @@ class DraftSequence:
     num_expected: float = 0.0
 
     def clear(self) -> None:
-        """Drop the drafts."""
+        """Remove the draft tokens; the request's own tokens stay in the sequence."""
         self.tokens = []
         self.probabilities = []
         self.alternatives = []
@@ -81,7 +81,7 @@ class DraftSequence:
         self.num_expected = 0.0
 
     def take(self, token: int, logprobs: TokenLogprobs | None, hidden: State | None = None) -> bool:
-        """Add a sampled token to the drafts; return whether another draft may follow.
+        """Add a token that the draft model sampled; return whether another draft may follow.
 
         `hidden` is the hidden state from which it was sampled, if the model reports it.
         """
@@ -104,16 +104,22 @@ class DraftSequence:
         return True
 
     def inputs(self, count: int) -> list[State]:
-        """Return hidden states that the model reads with the next `count` tokens; empty if none."""
+        """Return hidden states that the draft model reads with the next `count` tokens.
+
+        Empty for models that read tokens only.
+        """
         del count
         return []
 
     def end_round(self) -> int:
-        """Return how many tokens of the sequence stay computed for the next drafts."""
+        """End a round of drafts; return how many tokens of the sequence stay computed."""
         return self.sequence.num_computed
 
     def proposal(self, source: str, max_drafts: int) -> Proposal | None:
-        """Return up to `max_drafts` drafts: the chain, and alternatives as leaves beside it."""
+        """Return a proposal of up to `max_drafts` draft tokens.
+
+        The proposal is the chain of drafts, with alternatives as leaves beside it.
+        """
         if not self.tokens:
             return None
         count = min(len(self.tokens), max_drafts)
@@ -132,7 +138,7 @@ class DraftSequence:
         return tree.best_first()
 
     def kind(self, probability: float) -> int:
-        """Return the kind of a draft to which the model gave this probability."""
+        """Return the kind of a draft: the range of the draft model's `probability` for it."""
         return min(int(probability * self.num_kinds), self.num_kinds - 1)
 
 
@@ -151,7 +157,7 @@ class TimedRunner:
     _is_warm: bool = False
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute a step, and learn its time."""
+        """Compute a step of the draft model, and learn how long it takes."""
         began_s = time.monotonic()
         result = self.runner.run(plan)
         if self._is_warm:
@@ -160,9 +166,10 @@ class TimedRunner:
         return result
 
     def min_chance(self, num_requests: int, cost: DraftCost, step_s: float) -> float:
-        """Return the probability from which first drafts pay, if one step of `step_s` makes all.
+        """Return the probability of being right from which making first draft tokens pays.
 
-        It is 0 until the time of steps is known, since a step that never runs is never measured.
+        One step of `step_s` seconds makes a draft for each request. The result is 0 until the time
+        of steps is known, since a step that never runs is never measured.
         """
         if self.step_time.num_steps < _MIN_TIMED_STEPS:
             return 0.0
@@ -173,29 +180,32 @@ class ModelProposer(Generic[F]):
     """The base of proposers with a draft model or heads; subclasses implement `propose`."""
 
     def __init__(self, name: str, runner: TimedRunner, forget: Callable[[Request], None]) -> None:
-        """Use `runner`; `forget` drops the sequence of a request that has ended."""
+        """Run the draft model or heads with `runner`.
+
+        `forget` drops the draft sequence of a request that has ended.
+        """
         self.name = name
         self._runner = runner
         self._forget = forget
         self._followers: dict[Request, F] = {}
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Take in the outcome of a proposal."""
+        """Learn from which draft tokens of a request's proposal were right."""
         if follower := self._followers.get(request):
             follower.rate.learn(proposal, outcome)
 
     def finish(self, request: Request) -> None:
-        """Drop the sequence of a request that has ended."""
+        """Drop the draft sequence of a request that has ended."""
         if follower := self._followers.pop(request, None):
             self._forget(follower.sequence)
 
     def close(self) -> None:
-        """Release memory and threads."""
+        """Release the memory and the threads of the draft model or heads."""
         self._runner.runner.close()
 
 
 class Sequences(Generic[F]):
-    """Sequences of a draft model that run ahead of requests.
+    """The draft model's sequences, which run ahead of requests to make draft tokens.
 
     A sequence is a request of the draft model's own scheduler. When its computed tokens have caught
     up with the target's, the next sampled token is a draft, and the draft is the next token to
@@ -212,7 +222,10 @@ class Sequences(Generic[F]):
         return sequence in self._followers
 
     def rewrite(self, follower: F, num_kept: int, tokens: list[int]) -> None:
-        """Replace a sequence's tokens after the first `num_kept`; add the sequence if it is new."""
+        """Replace a draft sequence's tokens after the first `num_kept`.
+
+        A new sequence is added to the draft model's scheduler.
+        """
         sequence = follower.sequence
         if sequence in self._followers:
             self._scheduler.replace_tokens(sequence, num_kept, tokens)
@@ -222,19 +235,22 @@ class Sequences(Generic[F]):
         self._followers[sequence] = follower
 
     def forget(self, sequence: Request) -> None:
-        """Drop a sequence if it exists."""
+        """Drop a draft sequence if it exists."""
         if self._followers.pop(sequence, None):
             self._scheduler.finish(sequence, FinishReason.CANCEL)
         self._runner.runner.forget(sequence)
 
     def min_chance(self, num_requests: int, cost: DraftCost) -> float:
-        """Return the probability from which first drafts pay, one for each request."""
+        """Return the probability of being right from which making a first draft for each pays.
+
+        `num_requests` requests get a draft in one step of the draft model.
+        """
         return self._runner.min_chance(num_requests, cost, self._step_s(num_requests, 1))
 
     def make_drafts(self, followers: Sequence[F], num_requests: int, cost: DraftCost) -> None:
-        """Let sequences make the drafts that may pay, one per step for all of them together.
+        """Let draft sequences make the draft tokens that may pay, a step for one token of each.
 
-        Other sequences are dropped if these wait for pages.
+        Other draft sequences are dropped if these wait for pages.
         """
         for follower in followers:
             follower.clear()
@@ -263,7 +279,10 @@ class Sequences(Generic[F]):
             self._end_round(follower)
 
     def _step(self, drafting: Sequence[F], budget: int | None = None) -> list[F]:
-        """Compute a step; return the `drafting` sequences with a new draft that can continue."""
+        """Compute a step of the draft model.
+
+        Returns the sequences of `drafting` that got a new draft token and can continue.
+        """
         plan = self._scheduler.plan(budget)
         if plan is None:
             return []
@@ -288,10 +307,10 @@ class Sequences(Generic[F]):
         return [follower for follower in with_draft if not follower.sequence.is_finished]
 
     def _end_round(self, follower: F) -> None:
-        """Leave a sequence without pending tokens, so that it waits for the next round."""
+        """Remove a draft sequence's pending tokens; it waits for the next round of drafts."""
         if not follower.sequence.is_finished:
             self._scheduler.replace_tokens(follower.sequence, follower.end_round(), [])
 
     def _step_s(self, num_requests: int, start: int) -> float:
-        """Return the predicted time of a step with one token per request at position `start`."""
+        """Return the predicted seconds of a draft step, with one token per request at `start`."""
         return self._runner.step_time.seconds(BatchShape.decode((start,) * max(1, num_requests)))

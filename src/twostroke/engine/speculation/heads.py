@@ -43,7 +43,7 @@ MAX_WAITING_STATES = 32  # of a request without drafts; after more, its sequence
 
 @dataclass(slots=True, eq=False)
 class EagleFollower(DraftSequence):
-    """A request's sequence in an EAGLE head.
+    """An EAGLE head's sequence for one request, with the draft tokens at its end.
 
     Token i of the sequence is the request's token base + 1 + i. It is computed together with the
     hidden state from which it was sampled.
@@ -60,11 +60,14 @@ class EagleFollower(DraftSequence):
 
     @property
     def newest(self) -> int:
-        """The position of the newest token."""
+        """The position of the request's newest token."""
         return self.base + len(self.text)
 
     def take(self, token: int, logprobs: TokenLogprobs | None, hidden: State | None = None) -> bool:
-        """Add a sampled token to the drafts, and keep the hidden state for the next step."""
+        """Add a token that the head sampled, and keep its hidden state for the head's next step.
+
+        Returns whether another draft may follow.
+        """
         assert hidden is not None
         self.states = [hidden]
         is_added = DraftSequence.take(self, token, logprobs)
@@ -73,18 +76,24 @@ class EagleFollower(DraftSequence):
         return is_added
 
     def inputs(self, count: int) -> list[State]:
-        """Return the hidden states of the next `count` tokens, and drop them."""
+        """Return the hidden states that the head reads with the next `count` tokens.
+
+        They are dropped here.
+        """
         states, self.states = self.states[:count], self.states[count:]
         return states
 
     def end_round(self) -> int:
-        """Keep only the request's tokens, since drafts were computed with the head's own states."""
+        """Keep only the request's tokens, since drafts were computed with the head's own states.
+
+        Returns how many tokens of the sequence stay computed.
+        """
         self.states.clear()
         return len(self.text)
 
 
 class EagleHeads(ModelProposer[EagleFollower]):
-    """Proposes the drafts of an EAGLE head.
+    """Proposes draft tokens that an EAGLE head samples from the target's hidden states.
 
     A sequence begins where the request's first token is sampled, because that row's hidden state
     represents the prompt. In the next round, the keys and values of drafts are overwritten by the
@@ -101,7 +110,7 @@ class EagleHeads(ModelProposer[EagleFollower]):
         context_length: int,
         token_budget: int,
     ) -> None:
-        """Run the head with `runner`, up to `token_budget` rows per step.
+        """Run the EAGLE head with `runner`, up to `token_budget` rows per step.
 
         `token_ids[i]` is the target's id of the head's token i. `rate` has the acceptance rates on
         held-out text, by equal ranges of the head's probability. After `context_length` tokens of a
@@ -117,7 +126,7 @@ class EagleHeads(ModelProposer[EagleFollower]):
         self._token_ids = tuple(token_ids)
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Keep the hidden states from which requests' tokens were sampled."""
+        """Keep the target's hidden states from which a step sampled the requests' tokens."""
         for slice_, rows in sampled_rows(plan, result):
             request, position = slice_.request, slice_.start + slice_.count - 1
             rows_with_token = rows[: len(request.tokens) - 1 - position]
@@ -127,7 +136,10 @@ class EagleHeads(ModelProposer[EagleFollower]):
                 self._keep(request, position, result.hidden[rows_with_token])
 
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
-        """Return drafts for each request, which has one pending token; None for no drafts."""
+        """Let the EAGLE head make draft tokens for each request; None for no drafts.
+
+        Each request has one pending token.
+        """
         min_chance = self._sequences.min_chance(len(requests), cost)
         followers = [self._follow(request, cost, min_chance) for request in requests]
         drafting = [follower for follower in followers if follower is not None]
@@ -138,7 +150,10 @@ class EagleHeads(ModelProposer[EagleFollower]):
         ]
 
     def _keep(self, request: Request, position: int, states: State) -> None:
-        """Add the tokens that were sampled from `states`; the first state is at `position`."""
+        """Add the tokens that the target sampled from `states` to the head's sequence.
+
+        The first state is at `position` of the request.
+        """
         follower = self._followers.get(request)
         if follower is None or follower.newest != position or follower.sequence.is_finished:
             follower = self._begin(request, position)
@@ -150,7 +165,10 @@ class EagleHeads(ModelProposer[EagleFollower]):
         follower.states += list(states)
 
     def _begin(self, request: Request, position: int) -> EagleFollower:
-        """Start a request's sequence at a position, perhaps again; its acceptance rate stays."""
+        """Start the head's sequence for a request at `position`, perhaps again.
+
+        The request's acceptance rate stays.
+        """
         old = self._followers.get(request)
         rate = old.rate if old else self._rate.for_request()
         self.finish(request)
@@ -162,7 +180,10 @@ class EagleHeads(ModelProposer[EagleFollower]):
         return follower
 
     def _follow(self, request: Request, cost: DraftCost, min_chance: float) -> EagleFollower | None:
-        """Return the request's sequence with all its tokens; None if it should make no drafts."""
+        """Bring the head's sequence for a request up to date, and return the sequence.
+
+        Returns None if the request should get no drafts.
+        """
         follower, newest = self._followers.get(request), len(request.tokens) - 1
         if follower is None or follower.sequence.is_finished or not follower.states:
             return None
@@ -180,14 +201,14 @@ class EagleHeads(ModelProposer[EagleFollower]):
 
 @dataclass(slots=True, eq=False)
 class MedusaFollower(DraftSequence):
-    """A request's sequence in Medusa heads.
+    """The Medusa heads' sequence for one request, with the draft tokens.
 
     The sequence's tokens only count the request's output tokens. Rows of the heads use one page
     that is never written.
 
     Attributes:
         hidden: the hidden state from which the request's newest token was sampled.
-        num_tokens: the number of the request's tokens then.
+        num_tokens: the number of the request's tokens when it was sampled.
     """
 
     hidden: State | None = None
@@ -195,7 +216,7 @@ class MedusaFollower(DraftSequence):
 
 
 class MedusaHeads(ModelProposer[MedusaFollower]):
-    """Proposes the drafts of Medusa heads: several tokens of all requests in one step."""
+    """Proposes draft tokens of Medusa heads: several tokens of all requests in one step."""
 
     def __init__(
         self,
@@ -205,7 +226,7 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
         token_ids: Sequence[int],
         depth: int,
     ) -> None:
-        """Make `depth` drafts for each request.
+        """Make `depth` draft tokens for each request, one with each Medusa head.
 
         `token_ids[i]` is the target's id of the heads' token i. `rate` has the acceptance rates on
         held-out text, as for `EagleHeads`.
@@ -216,7 +237,7 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
         self._token_ids = tuple(token_ids)
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Keep the hidden states from which requests' newest tokens were sampled."""
+        """Keep the target's hidden states from which a step sampled the newest tokens."""
         for slice_, rows in sampled_rows(plan, result):
             request = slice_.request
             has_all_tokens = len(request.tokens) == slice_.start + slice_.count + len(rows)
@@ -230,7 +251,10 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
                 tokens += [0] * (request.num_output - len(tokens))
 
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
-        """Return drafts for each request, which has one pending token; None for no drafts."""
+        """Let the Medusa heads make draft tokens for each request; None for no drafts.
+
+        Each request has one pending token.
+        """
         depth = min(self._depth, cost.max_drafts)
         num_rows = depth * max(1, len(requests))
         step_s = self._runner.step_time.seconds(BatchShape((0,), (num_rows,), num_rows))
@@ -252,7 +276,7 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
         return follower
 
     def _follow(self, request: Request, min_chance: float) -> MedusaFollower | None:
-        """Return the sequence of a request; None if there is none, or drafts do not pay."""
+        """Return the heads' sequence for a request; None if there is none, or drafts do not pay."""
         follower = self._followers.get(request)
         if follower is None or follower.num_tokens != len(request.tokens):
             return None
@@ -260,7 +284,7 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
         return follower if follower.rate.pays(min_chance) else None
 
     def _make_drafts(self, followers: Sequence[MedusaFollower], depth: int) -> None:
-        """Compute one step with a row of each head for each sequence, and take its tokens."""
+        """Make `depth` draft tokens for each sequence in one step, a row for each head."""
         later_heads = tuple(range(1, depth))
         slices = [
             Slice(follower.sequence, 0, 1, samples=True, drafts=later_heads)

@@ -33,7 +33,7 @@ _MIN_ROW_VALUE = 0.01  # of the window's rows
 
 
 class _DraftRow(NamedTuple):
-    """A draft with the fields of `Proposal`."""
+    """A draft token of lookahead decoding, with the fields of `Proposal`."""
 
     token: int
     chance: float
@@ -59,7 +59,11 @@ class Lookahead:
     name = "lookahead"
 
     def __init__(self, num_columns: int = 3, length: int = 3, max_ngrams: int = 2) -> None:
-        """Start without n-grams."""
+        """Start without n-grams.
+
+        The window has `num_columns` columns; n-grams have `length` tokens. At most `max_ngrams` are
+        proposed for a request.
+        """
         assert num_columns >= 1
         assert length >= 3, "n-grams of two tokens need no window"
         self.num_columns = num_columns
@@ -69,11 +73,17 @@ class Lookahead:
         self._requests: dict[Request, _Search] = {}
 
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
-        """Return drafts for each request, which has one pending token; None for no drafts."""
+        """Return n-grams and window cells as draft tokens for each request; None for no drafts.
+
+        Each request has one pending token.
+        """
         return [self._propose(request, cost) for request in requests]
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Collect the tokens sampled after the window, and learn which drafts were right."""
+        """Collect n-grams from the tokens sampled after the window's cells.
+
+        Also learns which draft tokens were right.
+        """
         search = self._requests.get(request)
         if search is None:
             return
@@ -82,11 +92,11 @@ class Lookahead:
         search.advance(len(outcome.accepted), request.tokens)
 
     def finish(self, request: Request) -> None:
-        """Drop the data of a request that has ended."""
+        """Drop the window and the n-grams of a request that has ended."""
         self._requests.pop(request, None)
 
     def close(self) -> None:
-        """Do nothing, since there are no threads and little memory."""
+        """Do nothing: lookahead decoding has no threads and little memory to release."""
 
     def _propose(self, request: Request, cost: DraftCost) -> Proposal | None:
         search = self._requests.get(request)
@@ -107,7 +117,7 @@ class Lookahead:
 
 @dataclass(slots=True)
 class _Search:
-    """One request's window and pool.
+    """One request's window and pool of n-grams in lookahead decoding.
 
     Attributes:
         length: the length of n-grams.
@@ -126,7 +136,7 @@ class _Search:
     pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
 
     def ngram_rows(self) -> list[_DraftRow]:
-        """Return the n-grams after the newest token as a tree, the latest n-gram first."""
+        """Return n-grams after the newest token as a draft tree, the latest n-gram first."""
         rows: list[_DraftRow] = []
         row_index: dict[tuple[int, int], int] = {}  # by parent and token
         for age, ngram in enumerate(reversed(self.pool.get(self.newest, {}))):
@@ -141,7 +151,11 @@ class _Search:
         return rows
 
     def add_window(self, rows: list[_DraftRow], value: float) -> None:
-        """Add the cells of the window, column by column; the kind of a cell is its number."""
+        """Add the window's cells to the draft rows, column by column.
+
+        The kind of a cell's draft is the cell's number. `value` is the worth of each row, in
+        tokens.
+        """
         trunk = ROOT
         for number, column in enumerate(self.window):
             first_kind = _NUM_NGRAM_KINDS + number * (self.length - 1)
@@ -154,7 +168,7 @@ class _Search:
                     trunk = parent
 
     def collect(self, proposal: Proposal, outcome: DraftOutcome, max_ngrams: int) -> None:
-        """Complete n-grams with the tokens that were sampled after the last cells of columns."""
+        """Complete n-grams with the tokens that were sampled after the columns' last cells."""
         for draft, token in zip(outcome.tried, outcome.sampled[1:], strict=True):
             number, level = divmod(proposal.kinds[draft] - _NUM_NGRAM_KINDS, self.length - 1)
             if number < 0 or level < self.length - 2 or token == NO_TOKEN:
@@ -169,6 +183,6 @@ class _Search:
                 del ngrams[next(iter(ngrams))]
 
     def advance(self, count: int, tokens: Sequence[int]) -> None:
-        """Drop the first columns, and add new ones with random tokens of the request."""
+        """Drop the window's first `count` columns, and add columns of random `tokens`."""
         new = [self.rng.choices(tokens, k=self.length - 1) for _ in range(count)]
         self.window = (self.window + new)[count:] if self.window else new

@@ -44,7 +44,7 @@ _LOOKUP_WEIGHT = 0.05  # of a new measurement in the average
 
 @dataclass(slots=True)
 class _References:
-    """The references of one request.
+    """The texts in which the drafts of one request are looked up, and what was learned of them.
 
     Attributes:
         context: the request's tokens.
@@ -62,18 +62,18 @@ class _References:
 
 
 class NgramProposer:
-    """Finds the longest suffix of a request's tokens in the references, and proposes what followed.
+    """Proposes the tokens that followed the same text before, in a request's references.
 
-    If the longest match has several occurrences, each next token is the most frequent one after
-    them. A lookup takes microseconds. If there are many requests in short steps, lookups take turns
-    so that they fit into half a percent of the step. Requests whose last draft was right are always
-    looked up.
+    The longest suffix of the request's tokens is looked up. If the longest match has several
+    occurrences, each next token is the most frequent one after them. A lookup takes microseconds.
+    If there are many requests in short steps, lookups take turns so that they fit into half a
+    percent of the step. Requests whose last draft was right are always looked up.
     """
 
     name = "ngram"
 
     def __init__(self) -> None:
-        """Start without earlier answers."""
+        """Start without earlier answers to look up."""
         self._memory = AnswerMemory()
         self._rates = {source: AcceptanceRate(prior) for source, prior in _PRIORS.items()}
         self._requests: dict[Request, _References] = {}
@@ -81,7 +81,10 @@ class NgramProposer:
         self._next_turn = 0
 
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
-        """Return drafts for each request, which has one pending token; None for no drafts."""
+        """Look up draft tokens for each request; None for no drafts.
+
+        Each request has one pending token.
+        """
         began_s = time.perf_counter()
         indices = self._select(requests, cost)
         proposals: list[Proposal | None] = [None] * len(requests)
@@ -92,21 +95,21 @@ class NgramProposer:
         return proposals
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Take in the outcome of a proposal."""
+        """Learn from which draft tokens of a request's proposal were right."""
         if references := self._requests.get(request):
             references.rates[proposal.source].learn(proposal, outcome)
             references.was_right = bool(outcome.accepted)
 
     def finish(self, request: Request) -> None:
-        """Store the answer of a request for later requests of its tenant."""
+        """Store the answer of an ended request, for lookups by later requests of its tenant."""
         self._requests.pop(request, None)
         self._memory.add(request)
 
     def close(self) -> None:
-        """Do nothing, since there are no threads."""
+        """Do nothing: n-gram lookup has no threads to end."""
 
     def _select(self, requests: Sequence[Request], cost: DraftCost) -> Sequence[int]:
-        """Return the indices of the requests for which a step has time."""
+        """Return the indices of the requests for which a step has time to look up drafts."""
         count = room = len(requests)
         if cost.tokens_per_s:
             room = max(1, int(_MAX_LOOKUP_RATIO * count / (cost.tokens_per_s * self._lookup_s)))
@@ -162,7 +165,10 @@ class NgramProposer:
     def _matches(
         self, request: Request, references: _References
     ) -> Iterator[tuple[str, Match, TokenIndex]]:
-        """Yield the source, the longest match and the index of each reference with a match."""
+        """Yield each reference in which a request's last tokens occur.
+
+        Yields the name of the source, the longest match, and the reference's index of n-grams.
+        """
         if match := references.context.match(request.tokens):
             yield "context", match, references.context
         if len(references.prediction):
@@ -187,7 +193,10 @@ def _paying_part(
     agreements: Sequence[float],
     cost: DraftCost,
 ) -> Proposal | None:
-    """Return the first tokens whose rows may pay; None if the first one does not."""
+    """Return a proposal of the first draft tokens whose rows may pay for their time.
+
+    None if the first token does not pay.
+    """
     rate, value = references.rates[source], 1.0
     chances: list[float] = []
     for kind, agreement in zip(kinds, agreements, strict=True):
@@ -205,7 +214,7 @@ def _paying_part(
 
 
 def _num_predicted(request: Request, references: _References) -> int:
-    """Return how many of the answer's first tokens are equal to the prediction."""
+    """Return how many of the answer's first tokens are equal to the caller's prediction."""
     tokens, prediction, start = request.tokens, references.prediction.tokens, request.num_prompt
     count, end = references.num_predicted, min(len(prediction), request.num_output)
     while count < end and tokens[start + count] == prediction[count]:
@@ -217,7 +226,7 @@ def _num_predicted(request: Request, references: _References) -> int:
 def _next_tokens(
     tokens: list[int], ends: Sequence[int], max_tokens: int
 ) -> tuple[list[int], list[float]]:
-    """Return the most frequent next tokens after occurrences that end at `ends`.
+    """Return the most frequent next tokens after occurrences that end at `ends`, as drafts.
 
     Also returns, for each token, the part of the occurrences (which agreed so far) that has it.
     """
@@ -243,5 +252,5 @@ def _next_tokens(
 
 
 def _until_end(tokens: list[int]) -> list[int]:
-    """Return the tokens before the end of an answer."""
+    """Return the first tokens, up to the mark at which a stored answer ends."""
     return tokens[: tokens.index(END_OF_ANSWER)] if END_OF_ANSWER in tokens else tokens

@@ -37,7 +37,7 @@ _MAX_REST_ROUNDS = 1024
 def budgets(
     step_time: StepTimeModel, count: int | None
 ) -> Callable[[BatchShape], Always | WhilePaying]:
-    """Return a function from a step to its budget.
+    """Return a function that computes the budget of draft tokens for a step.
 
     The budget is `count` drafts for each request or, if that is None, the drafts that pay.
     """
@@ -45,16 +45,16 @@ def budgets(
 
 
 class Always(Frozen):
-    """A budget of `count` drafts of every proposal, whatever they cost."""
+    """A budget of `count` draft tokens of every proposal, whatever their time."""
 
     count: int
 
     def cost(self, max_rows: int) -> DraftCost | None:
-        """Return a cost of zero for up to `max_rows` drafts; None if there is no room."""
+        """Return a cost of zero for up to `max_rows` draft tokens; None if there is no room."""
         return DraftCost(0.0, 0.0, min(self.count, max_rows)) if max_rows else None
 
     def counts(self, max_rows: int, proposals: Sequence[Proposal]) -> list[int]:
-        """Return how many of the first drafts of each proposal to use, `max_rows` in all."""
+        """Return how many of the first drafts of each proposal to use: `max_rows` in all."""
         counts: list[int] = []
         for proposal in proposals:
             count = min(self.count, len(proposal.tokens), max_rows)
@@ -64,7 +64,7 @@ class Always(Frozen):
 
 
 class WhilePaying:
-    """A budget of the drafts with the most expected tokens per second, over the whole batch.
+    """A budget of the draft tokens with the most expected tokens per second, over the batch.
 
     Drafts are added in the order of their values, and each makes the step longer, as `step_time`
     predicts. No drafts are used unless the best number brings 8% more tokens per second. Now and
@@ -74,7 +74,7 @@ class WhilePaying:
     """
 
     def __init__(self, step_time: StepTimeModel, batch: BatchShape) -> None:
-        """Compute the budget of steps like `batch`."""
+        """Compute the budget of draft tokens for steps like `batch`."""
         self._step_time = step_time
         self._num_rows = batch.num_rows
         self._num_tokens = batch.num_sampled
@@ -82,11 +82,14 @@ class WhilePaying:
         self._cached_cost = cache(self._compute_cost)
 
     def cost(self, max_rows: int) -> DraftCost | None:
-        """Return the cost of up to `max_rows` drafts; None if none can pay."""
+        """Return the cost of up to `max_rows` draft tokens in a step; None if none can pay."""
         return self._cached_cost(min(MAX_DRAFTS, max_rows))
 
     def _compute_cost(self, max_drafts: int) -> DraftCost | None:
-        """Return the cost per draft at the number of drafts that is cheapest for each draft."""
+        """Return the cost of a draft token, at the number of drafts that is cheapest per draft.
+
+        None if no draft can pay.
+        """
         seconds = self._seconds
         plain_s = seconds(0, 0)
         probes = cheap_numbers(self._num_rows, min(max_drafts, _MAX_PROBED_DRAFTS))
@@ -129,7 +132,7 @@ class WhilePaying:
 
 
 def cheap_numbers(num_rows: int, max_drafts: int) -> set[int]:
-    """Return numbers of drafts; one of them has (nearly) the lowest cost per draft.
+    """Return numbers of draft tokens, of which one has (nearly) the lowest cost per draft.
 
     Kernels are fastest with powers of two. So these are the powers of two up to `max_drafts`, and
     the numbers that complete the `num_rows` other rows to a power of two.
@@ -141,7 +144,7 @@ def cheap_numbers(num_rows: int, max_drafts: int) -> set[int]:
 
 @dataclass(slots=True)
 class ProposerGain:
-    """The steps that a proposer's drafts have saved, less the steps that they have cost.
+    """Measures the steps that a proposer's drafts have saved, less the steps that they cost.
 
     Acceptance rates and predicted times may be wrong together; this measures the result. A proposer
     with a negative balance rests, and each time twice as long if it loses again at once.
@@ -155,7 +158,10 @@ class ProposerGain:
     _next_rest: int = _FIRST_REST_ROUNDS
 
     def may_ask(self) -> bool:
-        """Return whether to ask the proposer in this round."""
+        """Return whether to ask the proposer for drafts in this round, or to let it rest.
+
+        Call this once in each round, since it counts the rounds of a rest.
+        """
         if self._rest:
             self._rest -= 1
         return not self._rest

@@ -19,7 +19,7 @@ _PROBED_DRAFTS = (1, 2, 3, 4)  # numbers of further drafts; the lowest cost per 
 
 
 class Proposal(Frozen):
-    """Drafts of a request's next tokens, at least one.
+    """Draft tokens for the next tokens of a request, at least one.
 
     Any beginning of a proposal is a proposal.
 
@@ -30,8 +30,8 @@ class Proposal(Frozen):
         kinds: the kind of each draft, by which its acceptance rate is learned.
         parents: index of the draft that each draft follows, or `ROOT` for the request's newest
             token; empty for a chain.
-        values: the expected number of tokens that a row for each draft brings, in falling order.
-            By default the probability that the draft and all drafts before it are right.
+        values: the expected number of tokens that a row for each draft brings, in falling order. By
+            default the probability that the draft and all drafts before it are right.
     """
 
     source: str
@@ -42,7 +42,7 @@ class Proposal(Frozen):
     values: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Compute the values if they were not given."""
+        """Compute the expected value of each draft if `values` was not given."""
         if not self.values:
             values: list[float] = []
             for chance, parent in zip(self.chances, self.parent_indices, strict=True):
@@ -56,7 +56,7 @@ class Proposal(Frozen):
 
     @property
     def forks(self) -> Sequence[bool]:
-        """Whether each draft has the same parent as an earlier draft."""
+        """Whether each draft begins another path: an earlier draft has the same parent."""
         if not self.parents:
             return (False,) * len(self.tokens)
         return [parent in self.parents[:index] for index, parent in enumerate(self.parents)]
@@ -66,7 +66,7 @@ class Proposal(Frozen):
         return self if count >= len(self.tokens) else self._pick(range(count))
 
     def best_first(self) -> Proposal:
-        """Return the same tree with the drafts sorted by falling value."""
+        """Return the same tree of drafts, sorted by falling value."""
         return self._pick(sorted(range(len(self.tokens)), key=lambda index: -self.values[index]))
 
     def _pick(self, order: Sequence[int]) -> Proposal:
@@ -86,7 +86,7 @@ class Proposal(Frozen):
 
 
 class DraftOutcome(Frozen):
-    """The outcome of a proposal.
+    """Which draft tokens of a proposal a step computed, and which were right.
 
     Attributes:
         tried: indices of the drafts that were computed, in the order of their rows.
@@ -99,16 +99,16 @@ class DraftOutcome(Frozen):
     sampled: Sequence[int]
 
     def trials(self, proposal: Proposal) -> list[tuple[int, bool]]:
-        """Return the tried drafts that follow accepted ones, and whether they were right.
+        """Return the computed drafts that follow right drafts, and whether each was right.
 
-        Drafts after a wrong one are left out, since they were made for another text.
+        Drafts after a wrong draft are left out, since they were made for another text.
         """
         parents, accepted = proposal.parent_indices, {ROOT, *self.accepted}
         return [(draft, draft in accepted) for draft in self.tried if parents[draft] in accepted]
 
 
 class DraftCost(Frozen):
-    """The cost of drafts in the step that is being planned.
+    """What draft tokens cost in the step that is being planned.
 
     Attributes:
         row_chance: the probability of being right from which a draft pays for its row.
@@ -123,18 +123,18 @@ class DraftCost(Frozen):
     seconds: Callable[[int], float] | None = None
 
     def min_chance(self, seconds: float) -> float:
-        """Return the probability from which a draft pays that takes `seconds` to make."""
+        """Return the probability of being right from which a draft pays for `seconds` of making."""
         return self.row_chance + self.tokens_per_s * seconds
 
     def min_next_chance(
         self, num_drafts: int, num_tokens: float, spent_s: float, next_s: float
     ) -> float:
-        """Return the probability from which one more draft pays that takes `next_s` to make.
+        """Return the probability of being right from which one more draft pays for its making.
 
-        The present `num_drafts` took `spent_s` to make, and the step is expected to bring
-        `num_tokens` with them. If another draft brings fewer tokens for its time, the rate falls.
-        Kernels compute some rows together, so the cost of a draft's row is the lowest cost per
-        row over some numbers of further rows.
+        The present `num_drafts` took `spent_s` to make, another takes `next_s`, and the step is
+        expected to bring `num_tokens` with the present drafts. If another draft brings fewer tokens
+        for its time, the rate falls. Kernels compute some rows together, so the cost of a draft's
+        row is the lowest cost per row over some numbers of further rows.
         """
         if self.seconds is None:
             return self.min_chance(next_s)
@@ -147,17 +147,20 @@ class DraftCost(Frozen):
 
 
 class Watcher(Protocol):
-    """Is shown the result of every step, with or without drafts."""
+    """Is shown the result of every step of the target model, with or without drafts."""
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Take in the result of a step, whose tokens the requests already have."""
+        """Take in the result of a step, for example the hidden states.
+
+        The requests have the step's tokens already.
+        """
 
     def finish(self, request: Request) -> None:
-        """Take note that a request has ended."""
+        """Drop what was kept for a request, because it has ended."""
 
 
 class Proposer(Protocol):
-    """Proposes drafts.
+    """Proposes draft tokens for requests, which the target model verifies.
 
     Attributes:
         name: the name of the method, which requests may ask for.
@@ -166,20 +169,23 @@ class Proposer(Protocol):
     name: str
 
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
-        """Return drafts for each request, which has one pending token; None for no drafts."""
+        """Return draft tokens for each request; None for no drafts.
+
+        Each request has one pending token.
+        """
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Take in the outcome of a proposal."""
+        """Learn from which draft tokens of a request's proposal were right."""
 
     def finish(self, request: Request) -> None:
-        """Drop the data of a request that has ended."""
+        """Drop the proposer's data of a request that has ended."""
 
     def close(self) -> None:
-        """Release memory and threads."""
+        """Release the proposer's memory and threads."""
 
 
 def sampled_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[Slice, list[int]]]:
-    """Yield each slice that samples, and the sampled rows whose tokens its request keeps.
+    """Yield each slice of a step that samples, and the sampled rows that its request keeps.
 
     Rows are counted over all sampled rows of the step. A request that ended may have kept fewer.
     """

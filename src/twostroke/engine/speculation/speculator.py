@@ -37,15 +37,15 @@ _NUM_RECENT_STEPS = 1024
 
 
 class TimedStep(Frozen):
-    """A measured step.
+    """The rows, tokens and time of one step, with or without drafts.
 
     Attributes:
         num_rows: all rows, drafts included.
         num_drafts: rows of drafts.
         num_plain: tokens that the step would have brought without drafts.
-        num_tokens: tokens that it brought.
-        step_s: its time.
-        asking_s: the time that proposers took before it.
+        num_tokens: tokens that the step brought.
+        step_s: the step's time, in seconds.
+        asking_s: the seconds that proposers took before the step.
     """
 
     num_rows: int
@@ -58,7 +58,7 @@ class TimedStep(Frozen):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counts since the start.
+    """Counts of draft tokens since the start.
 
     Attributes:
         proposed: drafts that were computed, by source.
@@ -80,7 +80,7 @@ class SpeculationStats:
 
 @dataclass(slots=True)
 class _SliceDraft:
-    """The proposal for a slice, and the indices of its drafts that are tried."""
+    """The proposal for one slice of a step, and the indices of the drafts that are computed."""
 
     slice_: Slice
     proposer: Proposer
@@ -89,13 +89,13 @@ class _SliceDraft:
 
     @property
     def num_expected(self) -> float:
-        """The expected number of tokens that all drafts bring."""
+        """The expected number of tokens that all drafts of the proposal bring."""
         return sum(self.proposal.values)
 
 
 @dataclass(slots=True)
 class StepDrafts:
-    """The drafts of one step.
+    """The draft proposals of one step.
 
     Attributes:
         by_slice: the proposals by the identity (`id`) of their slices.
@@ -125,11 +125,12 @@ class Speculator:
         watchers: Sequence[Watcher] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Ask `proposers` in order, later ones where earlier ones expect few tokens.
+        """Ask `proposers` for draft tokens, in order.
 
-        Proposers `on_request` are asked only about requests that name them. All steps are shown to
-        the `watchers`, which may be proposers, too. `budget_of` returns the budget of a step; it is
-        used for some steps of the same size.
+        Later proposers are asked where earlier ones expect few tokens. Proposers `on_request` are
+        asked only about requests that name them. All steps are shown to the `watchers`, which may
+        be proposers, too. `budget_of` returns the budget of a step; it is used for some steps of
+        the same size.
         """
         self.stats = SpeculationStats()
         self.methods = tuple(proposer.name for proposer in (*proposers, *on_request))
@@ -150,7 +151,10 @@ class Speculator:
         self._pause_slices = 0  # the pause ends if a step has fewer slices
 
     def extend(self, plan: StepPlan, add_drafts: AddDrafts) -> StepDrafts:
-        """Add the drafts that pay to the slices of a plan, by `Scheduler.add_drafts`."""
+        """Ask proposers for draft tokens, and add the drafts that pay to the slices of a plan.
+
+        `add_drafts` is `Scheduler.add_drafts`.
+        """
         began_s = self._clock()
         step_drafts = StepDrafts()
         self._extend(plan, step_drafts, add_drafts)
@@ -165,9 +169,10 @@ class Speculator:
         result: StepResult,
         elapsed_s: float,
     ) -> None:
-        """Take in the result of a step, and its time with all work that was done meanwhile.
+        """Learn from a step's result which drafts were right, and how long such steps take.
 
-        The time of proposers is charged to the proposers, and not to steps of this size.
+        `elapsed_s` includes all work that was done meanwhile. The time of proposers is charged to
+        the proposers, and not to steps of this size.
         """
         for watcher in self._watchers:
             with self._dropping_failed(watcher):
@@ -247,7 +252,10 @@ class Speculator:
                 draft.tried = add_drafts(draft.slice_, tokens, parents)
 
     def _current_budget(self, plan: StepPlan) -> DraftBudget:
-        """Return the budget of a step; it changes slowly, so it is reused for some steps."""
+        """Return the budget of draft tokens for a step.
+
+        It changes slowly, so it is reused for some steps.
+        """
         size = len(plan.slices), sum(plan.counts), _num_sampling(plan)
         budget = self._budget
         if budget is None or size != self._budget_size or self._budget_age >= _BUDGET_STEPS:
@@ -264,7 +272,10 @@ class Speculator:
         cost: DraftCost,
         step_drafts: StepDrafts,
     ) -> None:
-        """Ask a proposer about slices with few expected tokens, and keep better proposals."""
+        """Ask a proposer for drafts of slices for which few tokens are expected so far.
+
+        A proposal replaces an earlier one if it is expected to bring more tokens.
+        """
         by_slice, names = step_drafts.by_slice, {proposer.name}
         if proposer.name in self._default_names:
             names.add("auto")
@@ -293,7 +304,10 @@ class Speculator:
     def _apply_outcomes(
         self, plan: StepPlan, step_drafts: StepDrafts, result: StepResult
     ) -> tuple[Counter[str], Counter[str]]:
-        """Tell proposers the outcomes; return the numbers of tried and accepted drafts by name."""
+        """Tell proposers which of their drafts were right.
+
+        Returns the numbers of computed and accepted drafts, by the name of their source.
+        """
         num_tried, num_accepted = Counter[str](), Counter[str]()
         if not step_drafts.by_slice:
             return num_tried, num_accepted
@@ -320,7 +334,7 @@ class Speculator:
 
     @contextmanager
     def _dropping_failed(self, observer: Proposer | Watcher) -> Iterator[None]:
-        """Drop a proposer or watcher that fails in this context: no answer depends on it."""
+        """Drop a proposer or watcher that raises an error in this context; answers need none."""
         try:
             yield
         except Exception:  # a fault of speculation must not cost an answer
@@ -335,7 +349,7 @@ class Speculator:
             )
 
     def _gain(self, name: str, plan: StepPlan) -> ProposerGain:
-        """Return the gain of a proposer in steps with about as many slices as the plan."""
+        """Return a proposer's measured gain in steps with about as many slices as the plan."""
         return self._gains[name, len(plan.slices).bit_length()]
 
 
@@ -347,7 +361,10 @@ def _num_sampling(plan: StepPlan) -> int:
 
 
 def _allowed_part(proposal: Proposal | None, request: Request) -> Proposal | None:
-    """Return the beginning of a chain that the request's constraint allows; None if it is empty."""
+    """Return the beginning of a chain of drafts that the request's constraint allows.
+
+    None if that is empty.
+    """
     if proposal is None or request.matcher is None or proposal.parents:
         return proposal
     count = request.matcher.count_allowed(request.output, proposal.tokens)

@@ -30,7 +30,10 @@ _MAX_SIZE_DISTANCE = 4  # between neighbouring size classes
 
 @dataclass(slots=True)
 class _Ratio:
-    """Measured over fitted time, from `count` steps; the last was step number `step`."""
+    """Measured over fitted time of steps of one size, from `count` steps.
+
+    The last of them was step number `step`.
+    """
 
     value: float
     count: int
@@ -39,7 +42,7 @@ class _Ratio:
 
 @dataclass(slots=True)
 class StepTimeModel:
-    """Predicts the seconds of a step.
+    """Predicts the seconds of a step from its rows, and learns from measured steps.
 
     It learns three things. Over all steps: how much longer memory traffic and arithmetic take than
     at the machine's limits. For each size: how long steps take compared with that (`_ratios`). And
@@ -66,7 +69,7 @@ class StepTimeModel:
     _last_size: int = 0
 
     def seconds(self, batch: BatchShape) -> float:
-        """Return the predicted time of a step."""
+        """Return the predicted seconds of a step."""
         fitted_s = self._fitted_s(*self._padded_s(batch))
         return fitted_s * self._ratio(_size_class(batch.num_rows)) * self.slowdown
 
@@ -101,7 +104,7 @@ class StepTimeModel:
         return seconds
 
     def learn(self, batch: BatchShape, elapsed_s: float) -> None:
-        """Take in the measured time of a step."""
+        """Learn from the measured seconds of a step."""
         memory_s, arithmetic_s = self._padded_s(batch)
         size = _size_class(batch.num_rows)
         if not memory_s + arithmetic_s or not elapsed_s:
@@ -116,11 +119,17 @@ class StepTimeModel:
             self.slowdown = (self.slowdown * surprise**_SLOWDOWN_WEIGHT) ** _SLOWDOWN_DECAY
 
     def _fitted_s(self, memory_s: float, arithmetic_s: float) -> float:
-        """Return the sum of both times: they overlap, but it grows with the rows as steps do."""
+        """Return the fitted seconds of a step from the times of its memory traffic and arithmetic.
+
+        They are added: the times overlap, but the sum grows with the rows as steps do.
+        """
         return self.memory * memory_s + self.arithmetic * arithmetic_s
 
     def _fit(self, memory_s: float, arithmetic_s: float, elapsed_s: float) -> None:
-        """Move both factors towards a measured step (normalized least mean squares)."""
+        """Move the factors of memory and arithmetic towards a measured step.
+
+        The method is normalized least mean squares.
+        """
         fitted_s = self._fitted_s(memory_s, arithmetic_s)
         error_s = elapsed_s - fitted_s
         if self.num_steps > _NUM_TRUSTED_STEPS:
@@ -131,7 +140,10 @@ class StepTimeModel:
         self.arithmetic = max(_MIN_FACTOR, self.arithmetic + step * arithmetic_s)
 
     def _ratio(self, size: int) -> float:
-        """Return measured over fitted time; old measurements fade into the neighbours' ratio."""
+        """Return measured over fitted time of steps of a size class.
+
+        Old measurements fade into the ratio of the neighbouring sizes.
+        """
         measured = self._ratios.get(size)
         if measured is None:
             return self._neighbours_ratio(size)
@@ -140,7 +152,7 @@ class StepTimeModel:
         return measured.value + (1 - trust) * (self._neighbours_ratio(size) - measured.value)
 
     def _neighbours_ratio(self, size: int) -> float:
-        """Return the mean ratio of the next measured sizes, if they are near; otherwise 1."""
+        """Return the mean ratio of the next measured size classes; 1 if none is near."""
         below = max((other for other in self._ratios if other < size), default=None)
         above = min((other for other in self._ratios if other > size), default=None)
         neighbours = [
@@ -152,7 +164,7 @@ class StepTimeModel:
         return product ** (1 / max(1, len(neighbours)))
 
     def _learn_ratio(self, size: int, value: float) -> _Ratio:
-        """Take in a measured ratio of a size, and return the ratio of that size."""
+        """Take in a measured over fitted time for a size class; return the class's new ratio."""
         ratio = self._ratios.get(size)
         if ratio is None:  # a single measurement may be far off
             mean = math.sqrt(value * self._neighbours_ratio(size))
@@ -170,13 +182,16 @@ class StepTimeModel:
         return ratio
 
     def _padded_s(self, batch: BatchShape) -> tuple[float, float]:
-        """Return the times at the machine's limits, for the number of rows that kernels compute."""
+        """Return the seconds of memory traffic and of arithmetic at the machine's limits.
+
+        They are for the number of rows that kernels compute.
+        """
         memory_s, arithmetic_s = self._min_s(batch)
         num_rows = batch.num_rows
         return memory_s, arithmetic_s * num_padded(num_rows, self.rows_together) / max(1, num_rows)
 
     def _min_s(self, batch: BatchShape) -> tuple[float, float]:
-        """Return the times of memory traffic and of arithmetic at the machine's limits."""
+        """Return the seconds of a step's memory traffic and arithmetic at the machine's limits."""
         cost, hardware = self.cost.of(batch), self.hardware
         if hardware is None:  # any limits do, because the learned factors correct them
             return cost.bytes / 10e9, cost.flops / 100e9
@@ -184,12 +199,18 @@ class StepTimeModel:
 
 
 def num_padded(num_rows: int, rows_together: int) -> int:
-    """Return how many rows kernels compute: a power of two, up to `rows_together` rows."""
+    """Return how many rows kernels compute for `num_rows` rows of a step.
+
+    It is a power of two, up to `rows_together` rows.
+    """
     return 1 << (num_rows - 1).bit_length() if 0 < num_rows <= rows_together else num_rows
 
 
 def _size_class(num_rows: int) -> int:
-    """Return the size class of a number of rows: each number up to 8, then four per doubling."""
+    """Return the size class of a step's number of rows.
+
+    Each number up to 8 is a class; then there are four for each doubling.
+    """
     if num_rows <= 8:
         return num_rows
     return math.ceil(4 * math.log2(num_rows / 8)) + 8

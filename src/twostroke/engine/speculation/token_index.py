@@ -29,7 +29,7 @@ END_OF_ANSWER = 2**31 - 1  # separates answers; no vocabulary has this token
 
 
 class Match(Frozen):
-    """Occurrences of the longest suffix of a context.
+    """Where the longest suffix of a request's tokens occurs in an indexed text.
 
     Attributes:
         length: the length of the suffix; 32 means 32 or more.
@@ -51,7 +51,7 @@ class TokenIndex:
     __slots__ = ("_ends", "_keys", "_later", "_num_indexed", "tokens")
 
     def __init__(self, tokens: list[int]) -> None:
-        """Index a list; after appending to it, call `catch_up`."""
+        """Index a list of tokens; after appending to the list, call `catch_up`."""
         self.tokens = tokens
         array = np.array(tokens, np.uint64)
         size = max(0, len(array) - MIN_MATCH_TOKENS)  # no token follows the last n-gram yet
@@ -69,14 +69,14 @@ class TokenIndex:
         return len(self.tokens)
 
     def catch_up(self) -> None:
-        """Index the tokens that were appended to the list."""
+        """Index the tokens that were appended to the list since the last call."""
         tokens = self.tokens
         for end in range(self._num_indexed, len(tokens)):
             self._later.setdefault(_key_at(tokens, end), []).append(end)
         self._num_indexed = max(self._num_indexed, len(tokens))
 
     def match(self, context: Sequence[int]) -> Match | None:
-        """Return the occurrences of the longest suffix of `context`; None below 3 equal tokens."""
+        """Return where the longest suffix of `context` occurs; None below 3 equal tokens."""
         if len(context) < MIN_MATCH_TOKENS:
             return None
         key = _key_at(context, len(context))
@@ -97,7 +97,7 @@ class TokenIndex:
         return Match(longest, tuple(end for end, length in pairs if length == longest))
 
     def _num_equal(self, end: int, reversed_context: list[int]) -> int:
-        """Return how many tokens before `end` equal the last tokens of a context."""
+        """Return how many indexed tokens before `end` equal the last tokens of a context."""
         tokens, count = self.tokens, 0
         for token in reversed_context[:end]:
             if tokens[end - 1 - count] != token:
@@ -107,7 +107,7 @@ class TokenIndex:
 
 
 class AnswerMemory:
-    """The last answers of each tenant, in two generations of 65,536 tokens.
+    """The last answers to each tenant, for n-gram lookups, in two generations of 65,536 tokens.
 
     Each salt of the prefix cache has its own answers, so tenants never see each other's tokens. The
     tenant whose last answer is oldest is forgotten if there are more than 64 tenants, or more than
@@ -118,7 +118,7 @@ class AnswerMemory:
         self._tenants: OrderedDict[bytes, list[TokenIndex]] = OrderedDict()
 
     def add(self, request: Request) -> None:
-        """Add the answer of a request that has ended."""
+        """Add the answer of an ended request to its tenant's answers."""
         if request.num_output <= 1:
             return
         answer = request.tokens[max(0, request.num_prompt - MIN_MATCH_TOKENS) :]
@@ -133,7 +133,7 @@ class AnswerMemory:
             self._tenants.popitem(last=False)
 
     def of(self, request: Request) -> Iterator[TokenIndex]:
-        """Yield the answers to the request's tenant, the latest generation first."""
+        """Yield the indexed answers to the request's tenant, the latest generation first."""
         return reversed(self._tenants.get(request.salt, []))
 
     def _num_tokens(self) -> int:
@@ -141,7 +141,7 @@ class AnswerMemory:
 
 
 def _key_at(tokens: Sequence[int], end: int) -> int:
-    """Return the hash of the 3 tokens before `end`."""
+    """Return the hash of the 3 tokens before `end`, the key of a lookup."""
     first, second, third = tokens[end - 3], tokens[end - 2], tokens[end - 1]
     return (
         first * _HASH_FACTORS[0] + second * _HASH_FACTORS[1] + third * _HASH_FACTORS[2]
