@@ -226,7 +226,7 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
         token_ids: Sequence[int],
         depth: int,
     ) -> None:
-        """Make `depth` draft tokens for each request, one with each Medusa head.
+        """Make `depth` draft tokens for each request: each Medusa head makes a token.
 
         `token_ids[i]` is the target's id of the heads' token i. `rate` has the acceptance rates on
         held-out text, as for `EagleHeads`.

@@ -44,7 +44,7 @@ _LOOKUP_WEIGHT = 0.05  # of a new measurement in the average
 
 @dataclass(slots=True)
 class _References:
-    """The texts in which the drafts of one request are looked up, and what was learned of them.
+    """The texts in which the drafts of one request are looked up, and their acceptance rates.
 
     Attributes:
         context: the request's tokens.

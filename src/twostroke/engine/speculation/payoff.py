@@ -132,7 +132,7 @@ class WhilePaying:
 
 
 def cheap_numbers(num_rows: int, max_drafts: int) -> set[int]:
-    """Return numbers of draft tokens, of which one has (nearly) the lowest cost per draft.
+    """Return numbers of draft tokens to try: one has (nearly) the lowest cost per draft.
 
     Kernels are fastest with powers of two. So these are the powers of two up to `max_drafts`, and
     the numbers that complete the `num_rows` other rows to a power of two.

@@ -156,7 +156,7 @@ class Watcher(Protocol):
         """
 
     def finish(self, request: Request) -> None:
-        """Drop what was kept for a request, because it has ended."""
+        """Drop all data about a request, because it has ended."""
 
 
 class Proposer(Protocol):

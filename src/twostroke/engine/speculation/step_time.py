@@ -152,7 +152,7 @@ class StepTimeModel:
         return measured.value + (1 - trust) * (self._neighbours_ratio(size) - measured.value)
 
     def _neighbours_ratio(self, size: int) -> float:
-        """Return the mean ratio of the next measured size classes; 1 if none is near."""
+        """Return the mean ratio of the next measured size classes, or 1 without near sizes."""
         below = max((other for other in self._ratios if other < size), default=None)
         above = min((other for other in self._ratios if other > size), default=None)
         neighbours = [
