@@ -155,7 +155,7 @@ class TokenCount(msgspec.Struct, frozen=True):
 
 
 def read(request: MessagesRequest, tenant: Tenant) -> Job:
-    """Return the job of a request.
+    """Translate a request to `/v1/messages` to a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -190,7 +190,10 @@ def read(request: MessagesRequest, tenant: Tenant) -> Job:
 
 
 def _cache_marks(request: MessagesRequest) -> Iterator[CacheControlField | None]:
-    """Yield `cache_control` of a request, and of each of its tools and content blocks."""
+    """Yield each `cache_control` of a request, or None where it is not set.
+
+    The request, its tools and its content blocks may have one.
+    """
     yield request.cache_control
     parts: list[Any] = [
         request.system,
@@ -205,7 +208,7 @@ def _cache_marks(request: MessagesRequest) -> Iterator[CacheControlField | None]
 
 
 def count(request: CountRequest, card: ModelCard) -> TokenCount:
-    """Return the number of tokens in a request's prompt.
+    """Return the number of tokens in the prompt of a request.
 
     Raises:
         RequestError: a field is not supported, or the messages do not suit the chat template.
@@ -215,10 +218,11 @@ def count(request: CountRequest, card: ModelCard) -> TokenCount:
 
 
 def _conversation(request: CountRequest, tools: Tools | None) -> Conversation:
-    """Return the system prompt and the messages as a conversation for the chat template.
+    """Return a request's system prompt and messages as a conversation for the chat template.
 
     Raises:
-        RequestError: a block does not suit its message, or the last message cannot be continued.
+        RequestError: a block does not suit its message, or the last message cannot be
+            continued.
     """
     template_messages: list[dict[str, Any]] = []
     call_ids = set[str]()
@@ -245,7 +249,9 @@ def _conversation(request: CountRequest, tools: Tools | None) -> Conversation:
 
 
 def _check_blocks(message: AnthropicMessage, path: str, call_ids: set[str]) -> None:
-    """Check that the blocks of the message at `path` suit its role and the earlier calls.
+    """Check that a message's content blocks suit its role and the earlier tool calls.
+
+    `path` is the path of the message's content, for errors.
 
     Raises:
         RequestError: the role cannot have a block, or a result is of a call not in `call_ids`.
@@ -262,7 +268,10 @@ def _check_blocks(message: AnthropicMessage, path: str, call_ids: set[str]) -> N
 
 
 def _template_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """Return a message as messages for a chat template; each tool result becomes a message."""
+    """Return an Anthropic message as messages for a chat template.
+
+    Each tool result in the message becomes a message of its own.
+    """
     template_message: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
     results = []
     reasoning_texts = []
@@ -282,7 +291,7 @@ def _template_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
 
 
 def _constraint(request: MessagesRequest) -> Constraint | None:
-    """Return the constraint of the answer's format, or None for free text."""
+    """Return the constraint that a request sets on the answer's format; None for free text."""
     config = request.output_config
     if config is not None and config.format is not None:
         return to_schema(config.format.schema, "output_config.format.schema", is_strict=True)
@@ -292,5 +301,5 @@ def _constraint(request: MessagesRequest) -> Constraint | None:
 
 
 def names(_request: CountRequest) -> Mapping[str, str]:
-    """Return the protocol's names of the engine's fields, for errors."""
+    """Return Anthropic's names of the engine's fields, so that errors use them."""
     return {"stop": "stop_sequences", "tools[].parameters": "tools[].input_schema"}

@@ -39,20 +39,20 @@ class MessageUsage(msgspec.Struct, frozen=True):
 
 
 class TextBody(msgspec.Struct, tag_field="type", tag="text"):
-    """A block of text."""
+    """A content block of text."""
 
     text: str
 
 
 class ThinkingBody(msgspec.Struct, tag_field="type", tag="thinking"):
-    """A block of reasoning, with a signature that clients expect and that is never checked."""
+    """A content block of reasoning, with a signature that clients expect; it is never checked."""
 
     thinking: str
     signature: str
 
 
 class ToolUseBody(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A tool call; in a stream, its input follows in deltas."""
+    """A content block with a tool call; in a stream, its input follows in deltas."""
 
     id: str
     name: str
@@ -159,17 +159,17 @@ _DELTAS: Final[dict[events.BlockKind, type[TextDelta | ThinkingDelta | InputDelt
 
 
 class MessageEncoder:
-    """Writes the events of one message."""
+    """Writes an Anthropic message as named server-sent events, or complete."""
 
     def __init__(self, info: ResponseInfo) -> None:
-        """Write the response that `info` describes."""
+        """Write the message that `info` describes."""
         self._info = info
         self._stop = StopBody("end_turn", None)
         self._timings: TimingsBody | UnsetType = UNSET
         self._schema_miss: SchemaMiss = UNSET
 
     def write(self, event: events.Event) -> bytes:
-        """Return the named server-sent events of an event."""
+        """Return Anthropic's server-sent events for an event of the answer; may be empty."""
         match event:
             case events.ContentAdded(block=block):
                 if self._is_omitted(block):
@@ -201,7 +201,7 @@ class MessageEncoder:
         return b""
 
     def whole_response(self, stream: Iterable[events.Event]) -> MessageBody:
-        """Return the response that is not streamed."""
+        """Return the complete message from all events, for a request without a stream."""
         content: list[BlockBody] = []
         for event in stream:
             match event:
@@ -222,12 +222,15 @@ class MessageEncoder:
         return message
 
     def _is_omitted(self, block: events.ContentBlock) -> bool:
-        """Whether a block is sent without its text, as `thinking.display` may request."""
+        """Whether a content block is sent without its text.
+
+        This is so for reasoning if the request sets `thinking.display` to "omitted".
+        """
         is_reasoning = block.kind is events.BlockKind.REASONING
         return is_reasoning and self._info.job.omits_reasoning
 
     def _message(self, content: list[BlockBody], usage: Usage) -> MessageBody:
-        """Return the message with this content and no stop reason."""
+        """Return the message's JSON body with these content blocks and no stop reason."""
         return MessageBody(
             id=self._info.id,
             role="assistant",
@@ -239,7 +242,7 @@ class MessageEncoder:
         )
 
     def _end(self, event: events.ChoiceEnded, *, has_calls: bool) -> None:
-        """Note the stop reason and the durations of the answer."""
+        """Note why the answer ended and how long it took, for the end of the message."""
         self._schema_miss = event.schema_miss or UNSET
         if event.reason is FinishReason.LENGTH:
             self._stop = StopBody("max_tokens", None)
@@ -254,7 +257,7 @@ class MessageEncoder:
 
 
 def _empty_block(block: events.ContentBlock) -> BlockBody:
-    """Return the body of a block that has no content yet."""
+    """Return the JSON body of a content block that has no content yet."""
     match block.kind:
         case events.BlockKind.TEXT:
             return TextBody("")
@@ -265,7 +268,10 @@ def _empty_block(block: events.ContentBlock) -> BlockBody:
 
 
 def _complete_block(block: events.ContentBlock) -> BlockBody | None:
-    """Return the body of a complete block; None for a call whose JSON was cut off."""
+    """Return the JSON body of a complete content block.
+
+    Returns None for a tool call whose JSON was cut off.
+    """
     body = _empty_block(block)
     text = block.text
     match body:

@@ -44,21 +44,21 @@ class ChoiceFields(field.TaggedObject):
 
 
 class AutoChoice(ChoiceFields, tag="auto"):
-    """A tool choice that allows text and calls."""
+    """A tool choice that lets the model answer with text, with tool calls, or with both."""
 
 
 class AnyChoice(ChoiceFields, tag="any"):
-    """A tool choice that requires at least one call."""
+    """A tool choice that requires at least one call of any tool."""
 
 
 class OneChoice(ChoiceFields, tag="tool", kw_only=True):
-    """A tool choice that requires a call of this tool."""
+    """A tool choice that requires a call of the named tool."""
 
     name: str
 
 
 class NoChoice(ChoiceFields, tag="none"):
-    """A tool choice that allows no calls."""
+    """A tool choice that allows no tool calls."""
 
 
 Choice = AutoChoice | AnyChoice | OneChoice | NoChoice
@@ -66,7 +66,7 @@ _MODES: Final[dict[type, str]] = {AnyChoice: "required", NoChoice: "none"}  # Op
 
 
 class TextBlock(field.TaggedObject, tag="text"):
-    """A block of text."""
+    """A content block of text."""
 
     other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
 
@@ -97,7 +97,7 @@ class TextSource(field.TaggedObject, tag="text"):
 
     @property
     def text(self) -> str:
-        """The text."""
+        """The text of the document."""
         return self.data
 
 
@@ -108,7 +108,7 @@ class ContentSource(field.TaggedObject, tag="content"):
 
     @property
     def text(self) -> str:
-        """The text."""
+        """The text of the document; text blocks are joined by newlines."""
         return text_of(self.content)
 
 
@@ -123,7 +123,7 @@ class DocumentBlock(field.TaggedObject, tag="document"):
 
     @property
     def text(self) -> str:
-        """The title, the context and the source, on lines of their own."""
+        """The document's title, context and text, joined by newlines, as the model reads them."""
         return "\n".join(filter(None, (self.title, self.context, self.source.text)))
 
 
@@ -138,7 +138,7 @@ class SearchResultBlock(field.TaggedObject, tag="search_result"):
 
     @property
     def text(self) -> str:
-        """The title, the source and the content, on lines of their own."""
+        """The result's title, source and text, joined by newlines, as the model reads them."""
         return "\n".join(filter(None, (self.title, self.source, text_of(self.content))))
 
 
@@ -181,7 +181,10 @@ _TEXT_BLOCKS: Final = (TextBlock, DocumentBlock, SearchResultBlock)
 
 
 def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | None:
-    """Return the tools that the answer may call, or None for none. Raises as `to_tools`."""
+    """Return the tools that the answer to an Anthropic request may call; None for none.
+
+    Raises RequestError as `to_tools` does.
+    """
     functions = [
         FunctionBody(
             tool.name,
@@ -200,7 +203,10 @@ def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | N
 
 
 def text_of(content: str | Sequence[Block] | None) -> str:
-    """Return the text of a message's or a result's content, its text blocks joined by newlines."""
+    """Return the text in the content of a message or of a tool result.
+
+    The texts of the content blocks are joined by newlines.
+    """
     if isinstance(content, str):
         return content
     return "\n".join(block.text for block in content or () if isinstance(block, _TEXT_BLOCKS))

@@ -21,7 +21,7 @@ _MAX_VALUES_PER_CHUNK: Final = 4096
 
 
 def split_inputs(value: str | list[Any], field_name: str) -> tuple[str | list[int | str], ...]:
-    """Return the inputs to embed, from a field that takes one input or a list of inputs.
+    """Return the inputs to embed, from a request field with one input or a list of inputs.
 
     An input is a text, or a list of token ids and texts that are joined. So a list that contains a
     token id is one input, and a list of texts has several. `field_name` is for errors.
@@ -42,7 +42,7 @@ def split_inputs(value: str | list[Any], field_name: str) -> tuple[str | list[in
 
 
 def encode_vectors(vectors: NDArray[np.float32]) -> msgspec.Raw:
-    """Return a vector (width,), or a list of vectors (count, width), as JSON numbers.
+    """Encode an embedding as JSON numbers: a vector (width,) or several (count, width).
 
     Long vectors are encoded in chunks, so that other threads run in between.
     """
@@ -52,7 +52,7 @@ def encode_vectors(vectors: NDArray[np.float32]) -> msgspec.Raw:
 
 
 def _encode_vector(vector: NDArray[np.float32]) -> bytes:
-    """Return a vector (width,) as a JSON list."""
+    """Encode an embedding's vector (width,) as a JSON list."""
     chunks = []
     for start in range(0, len(vector), _MAX_VALUES_PER_CHUNK):
         values = vector[start : start + _MAX_VALUES_PER_CHUNK].tolist()

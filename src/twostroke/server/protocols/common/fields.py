@@ -100,7 +100,7 @@ Retention = Annotated[
 
 
 class StreamOptions(field.RequestObject):
-    """Options for the events of a stream."""
+    """Options for a streamed response, such as whether it ends with the usage."""
 
     include_usage: Annotated[bool | None, field.doc("End the stream with the usage.")] = None
     continuous_usage_stats: Annotated[
@@ -111,7 +111,7 @@ class StreamOptions(field.RequestObject):
 
 
 class PredictionPart(field.TaggedObject, tag="text"):
-    """A part of a prediction's content."""
+    """A text part of the predicted answer in the field `prediction`."""
 
     text: str
 
@@ -123,7 +123,7 @@ class Prediction(field.TaggedObject, tag="content"):
 
 
 class ServiceFields(field.RequestObject):
-    """The fields of OpenAI's requests that run the model: for texts and for embeddings."""
+    """The fields that OpenAI's requests for texts and for embeddings have in common."""
 
     model: field.ModelName = None
     priority: Annotated[
@@ -163,7 +163,7 @@ else:
 
 
 class CommonFields(SamplingFields):
-    """The fields that requests for text have in common; null is the same as leaving a field out."""
+    """The fields that requests for text share; null is the same as leaving a field out."""
 
     stream: field.Stream = None
     stream_options: Annotated[StreamOptions | None, field.doc("Needs `stream`.")] = None
@@ -283,9 +283,10 @@ _LLAMA_NAMES: Final = {"max_tokens": "n_predict", "repetition_penalty": "repeat_
 
 
 def llama_server_aliases(request: CommonFields) -> dict[str, str]:
-    """Return the fields that a request sends by llama-server's names, by the engine's names.
+    """Return the llama-server names of fields that a request uses, by the engine's names.
 
-    Errors about a value then name the field that the client has sent.
+    For example, `n_predict` is llama-server's name of `max_tokens`. Errors about a value then name
+    the field that the client has sent.
     """
     return {
         name: llama_name
@@ -295,7 +296,7 @@ def llama_server_aliases(request: CommonFields) -> dict[str, str]:
 
 
 def check_combinations(request: CommonFields) -> None:
-    """Check that the fields of a request can be combined.
+    """Check that the fields of a chat or completion request can be combined.
 
     Raises:
         UnsupportedFieldError: a field cannot be combined with another field.
@@ -308,7 +309,10 @@ def check_combinations(request: CommonFields) -> None:
 
 
 def ignored_fields(request: CommonFields) -> tuple[Ignored, ...]:
-    """Return the fields that have no effect because of their values or of other fields."""
+    """Return the request fields that have no effect because of their values or other fields.
+
+    An example is `stream_options` without `stream`.
+    """
     ignored: list[Ignored] = []
     if request.stream_options is not None and not request.stream:
         error = RequestError("may only be set when stream is true.", field="stream_options")
@@ -320,9 +324,10 @@ def ignored_fields(request: CommonFields) -> tuple[Ignored, ...]:
 
 
 def to_params(request: CommonFields, **overrides: Any) -> SamplingParams:
-    """Return the sampling parameters of a request.
+    """Return the engine's sampling parameters for a chat or completion request.
 
-    `overrides` are values by the engine's names, for fields that one protocol names differently.
+    `overrides` replaces values, by the engine's names, for fields that the protocol names or
+    interprets differently.
 
     Raises:
         RequestError: a value is out of its bounds.
@@ -360,7 +365,7 @@ def to_limit(requested: int | None, minimum: int = 1) -> int | None:
 
 
 def to_caller(request: ServiceFields, prompt_field: str, tenant: Tenant) -> Caller:
-    """Return the caller of a request: its tenant, service tier and priority.
+    """Return who sent a request, for the engine: the tenant, service tier and priority.
 
     The request's `priority` overrides the priority of its service tier. `prompt_field` is the name
     of the field with the prompt, for errors.
@@ -378,7 +383,10 @@ def to_caller(request: ServiceFields, prompt_field: str, tenant: Tenant) -> Call
 
 
 def to_job(request: CommonFields, prompts: tuple[Prompt, ...], **other_fields: Any) -> Job:
-    """Return the job of a chat or completion request; `other_fields` are fields of `Job`."""
+    """Translate the common fields of a chat or completion request to a `Job` for the engine.
+
+    `other_fields` are further fields of the job, which depend on the protocol.
+    """
     options = request.stream_options
     return Job(
         model=request.model,
@@ -404,7 +412,7 @@ def to_job(request: CommonFields, prompts: tuple[Prompt, ...], **other_fields: A
 
 
 def to_prediction(request: CommonFields) -> str:
-    """Return the predicted text of the answer; empty without a prediction."""
+    """Return the predicted answer of a request as text; empty without a prediction."""
     if request.prediction is None:
         return ""
     content = request.prediction.content
@@ -412,10 +420,16 @@ def to_prediction(request: CommonFields) -> str:
 
 
 def cache_control_s(marks: Iterable[CacheControlField | None]) -> float:
-    """Return for how many seconds to cache the prompt: the longest time of the marks."""
+    """Return for how many seconds to cache a request's prompt: its longest `cache_control`.
+
+    Returns 0 if there is none.
+    """
     return max((_CACHE_CONTROL_S[mark.ttl] for mark in marks if mark is not None), default=0.0)
 
 
 def retention_s(retention: str | None) -> float:
-    """Return the seconds that `prompt_cache_retention` stands for; 0 for in-memory only."""
+    """Return how many seconds to keep a prompt's KV pages for `prompt_cache_retention`.
+
+    Returns 0 if the pages need only stay in memory as long as there is room.
+    """
     return _RETENTION_S.get(retention or "", 0.0)

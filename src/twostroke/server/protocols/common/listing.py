@@ -31,7 +31,7 @@ INCLUDABLE: Final = (
 
 
 class ItemList(msgspec.Struct, kw_only=True, frozen=True):
-    """A part of a list of items, in OpenAI's form."""
+    """A part of a list of items, in the form that OpenAI's list endpoints return."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
@@ -41,7 +41,9 @@ class ItemList(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def read_query(request: Request, known_names: tuple[str, ...]) -> dict[str, str]:
-    """Return the fields of a request's query string, without `include` and `beta`.
+    """Return the query parameters of a request to a list endpoint.
+
+    `include` is checked, and like `beta` not returned.
 
     Raises:
         RequestError: a field is not in `known_names`, or `include` has an unknown value.
@@ -63,7 +65,7 @@ def read_query(request: Request, known_names: tuple[str, ...]) -> dict[str, str]
 
 
 def unknown_includes(include: Iterable[str]) -> Iterator[UnsupportedFieldError]:
-    """Yield an error for each value of `include` that is unknown, with its index."""
+    """Yield an error for each unknown value of a request's field `include`."""
     for index, name in enumerate(include):
         if name not in INCLUDABLE:
             shortened_name = name[:MAX_NAME_LENGTH]
@@ -72,12 +74,12 @@ def unknown_includes(include: Iterable[str]) -> Iterator[UnsupportedFieldError]:
 
 
 def list_page(items: list[dict[str, Any]], query: dict[str, str], order: str = "desc") -> ItemList:
-    """Return the part of a list for which a query asks.
+    """Return the part of a list that a request to a list endpoint asks for.
 
     Args:
-        items: the whole list, the oldest item first; it may be changed.
-        query: its fields `order`, `limit` and `after` are used.
-        order: the order if the query has none.
+        items: the complete list, the oldest item first; its order may be changed.
+        query: the query parameters. `order`, `limit` and `after` (an item's id) are used.
+        order: "asc" or "desc", if the query has no `order`.
 
     Raises:
         RequestError: a field of the query has a wrong value.

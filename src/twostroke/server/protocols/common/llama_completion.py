@@ -45,19 +45,19 @@ class LikelyToken(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ScoredToken(LikelyToken, kw_only=True, frozen=True):
-    """A token of the answer, with the likeliest tokens in its place."""
+    """A token of the answer, with the likeliest alternatives to it."""
 
     top_logprobs: list[LikelyToken] | UnsetType = UNSET
     top_probs: list[LikelyToken] | UnsetType = UNSET
 
 
 def _always(value: object) -> Meta:
-    """Annotate a field that has the same value in every response."""
+    """Annotate a response field whose value never changes."""
     return Meta(extra_json_schema={"const": value})
 
 
 class GenerationSettings(msgspec.Struct, kw_only=True, frozen=True):
-    """The settings of an answer. Samplers that this server lacks are reported as off."""
+    """The settings of an answer; samplers that this server lacks are reported as off."""
 
     n_predict: int
     max_tokens: int
@@ -117,19 +117,22 @@ class LlamaCompletion(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Verbose:
-    """Makes the `__verbose` field of each answer, if the request has `verbose`."""
+    """Builds the `__verbose` field of OpenAI's responses: the answer in llama-server's form."""
 
     def __init__(self, info: ResponseInfo) -> None:
-        """Describe the answers of the response that `info` describes."""
+        """Prepare for the answers of the response that `info` describes."""
         self._info = info
         self._tokens: dict[int, list[int]] = {}  # by choice
 
     def begin(self, event: ChoiceStarted) -> None:
-        """Note that a choice has started."""
+        """Note that the engine has started an answer, whose tokens `event` holds."""
         self._tokens[event.choice] = event.tokens
 
     def body(self, event: ChoiceEnded) -> LlamaCompletion | UnsetType:
-        """Return a complete answer with its prompt and special tokens; UNSET if not requested."""
+        """Return a complete answer in llama-server's form, with its prompt and special tokens.
+
+        Returns UNSET if the request does not set `verbose`.
+        """
         info = self._info
         job = info.job
         if not job.is_verbose:
@@ -180,7 +183,7 @@ def settings_of(
     timings_per_token: bool,
     post_sampling_probs: bool = False,
 ) -> GenerationSettings:
-    """Return the settings of an answer.
+    """Return the settings of an answer, as llama-server's responses report them.
 
     Args:
         params: the sampling parameters.

@@ -28,7 +28,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """One token of a chat answer."""
+    """One token of a chat answer, with its log-probability and the likeliest tokens."""
 
     token: str
     logprob: float
@@ -44,9 +44,10 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """The log-probabilities of a completion; `text_offset` counts characters from its start.
+    """The log-probabilities of a completion's tokens.
 
-    The first token of an echoed prompt has no log-probability.
+    `text_offset` has the offset of each token in the completion's text, in characters. The first
+    token of an echoed prompt has no log-probability.
     """
 
     tokens: list[str]
@@ -58,7 +59,10 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 def chat_logprobs(
     tokenizer: Tokenizer, scored: Scores, *, as_ids: bool = False
 ) -> list[TokenLogprob]:
-    """Return scored tokens in chat's form; with `as_ids`, tokens are written as `token_id:ID`."""
+    """Return tokens and their log-probabilities in the form of OpenAI's chat protocol.
+
+    With `as_ids`, tokens are written as `token_id:ID` instead of their text.
+    """
     name_of = partial(_token_name, tokenizer, as_ids=as_ids)
     content = []
     for token, scores in scored:
@@ -76,12 +80,12 @@ def chat_logprobs(
 
 
 class CompletionScorer:
-    """Collects the log-probabilities of one completion, chunk by chunk."""
+    """Collects the log-probabilities of one completion's tokens, chunk by chunk."""
 
     def __init__(
         self, tokenizer: Tokenizer, echoed: Sequence[int], text: str, *, as_ids: bool = False
     ) -> None:
-        """Begin a completion.
+        """Begin a completion without log-probabilities.
 
         Args:
             tokenizer: the model's tokenizer.
@@ -100,28 +104,31 @@ class CompletionScorer:
             self._add(token, None, self._prompt)
 
     def add_prompt(self, logprobs: Iterable[TokenLogprobs | None]) -> None:
-        """Add the next tokens of the echoed prompt; None for a token without a score."""
+        """Add log-probabilities of the echoed prompt's next tokens.
+
+        None stands for a token without a log-probability.
+        """
         for scores in logprobs:
             self._add(next(self._echoed), scores, self._prompt)
 
     def add(self, scored: Scores) -> None:
-        """Add tokens of the answer."""
+        """Add tokens of the answer, with their log-probabilities."""
         for token, scores in scored:
             self._add(token, scores, self._answer)
 
     def take(self) -> CompletionLogprobs:
-        """Return the log-probabilities added since the last call, and remove them."""
+        """Return the log-probabilities of tokens added since the last call, for one chunk."""
         body = self._body
         self._body = _no_logprobs()
         return body
 
     @property
     def has_news(self) -> bool:
-        """Whether tokens were added since the last `take`."""
+        """Whether tokens were added since the last call of `take`."""
         return bool(self._body.tokens)
 
     def _add(self, token: int, scores: TokenLogprobs | None, offsets: TextOffsets) -> None:
-        """Add a token; `scores` is None for a token without log-probabilities."""
+        """Add one token; `scores` is None if its log-probability is unknown."""
         body = self._body
         data = self._tokenizer.token_bytes(token)
         name = self._name_of(token)
@@ -144,7 +151,7 @@ def _no_logprobs() -> CompletionLogprobs:
 
 
 class TextOffsets:
-    """Finds the character offset at which each token of an answer or a prompt begins.
+    """Computes the offset in characters at which each token begins in its text.
 
     A token that begins inside a character has the offset of that character.
     """
@@ -152,14 +159,14 @@ class TextOffsets:
     def __init__(
         self, tokenizer: Tokenizer, start: int = 0, prompt: str = "", *, begins: bool = True
     ) -> None:
-        """Begin at the offset `start`.
+        """Begin with the first token, at the offset `start`.
 
         Args:
             tokenizer: the model's tokenizer.
             start: the offset of the first token.
             prompt: the text of the tokens, if special tokens may be written in it.
-            begins: whether the first token begins a text, so that the tokenizer may have added a
-                space that the text does not have.
+            begins: whether the first token begins a text, so that the tokenizer may have added
+                a space that the text does not have.
         """
         self._prompt = prompt
         self._decoder = _UTF8("replace")
@@ -168,7 +175,10 @@ class TextOffsets:
         self._offset = start
 
     def advance(self, token: int, data: bytes) -> int:
-        """Return the offset of the next token, whose bytes are `data`, and move past it."""
+        """Return the offset of the next token in the text, in characters.
+
+        `data` has the token's bytes.
+        """
         offset = self._offset
         if token in self._special_ids:
             special_text = data.decode(errors="replace")
@@ -188,7 +198,10 @@ def _token_name(tokenizer: Tokenizer, token: int, *, as_ids: bool, prefix: str =
 
 
 def _printable(data: bytes, prefix: str = "") -> str:
-    """Return a token's text; bytes that are not UTF-8 are escaped in hexadecimal after `prefix`."""
+    """Return a token's bytes as text.
+
+    Bytes that are not UTF-8 are written in hexadecimal, after `prefix`.
+    """
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -42,27 +42,27 @@ class RefusalPart(field.TaggedObject, tag="refusal"):
 
     @property
     def text(self) -> str:
-        """The text of the refusal."""
+        """The refusal, as the text of this part of the message."""
         return self.refusal
 
 
 class InputTextPart(TextPart, tag="input_text"):
-    """A text part, by the type that `/v1/responses` has for input."""
+    """A text part of a message, with the type that `/v1/responses` gives to input."""
 
 
 class OutputTextPart(TextPart, tag="output_text"):
-    """A text part, by the type that `/v1/responses` has for output."""
+    """A text part of a message, with the type that `/v1/responses` gives to output."""
 
 
 class CalledFunction(msgspec.Struct):
-    """A called function, with its arguments as JSON text or as an object; null for none."""
+    """A function that the model called, with its arguments as JSON text or as an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class CalledCustom(msgspec.Struct):
-    """A called custom tool, with its input."""
+    """A custom tool that the model called, with its input, a text."""
 
     name: str
     input: str
@@ -81,12 +81,15 @@ class ToolCall(msgspec.Struct):
 
     @property
     def is_known(self) -> bool:
-        """Whether this server knows the call's type, so that the model sees the call."""
+        """Whether the call is of a function or of a custom tool.
+
+        Other calls are not shown to the model.
+        """
         return self.type in {"function", "custom"}
 
 
 class ChatMessage(field.RequestObject):
-    """A message; it may have the fields of this server's answers, which SDKs send back."""
+    """A chat message; it may have the fields of this server's answers, which SDKs send back."""
 
     role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: Annotated[
@@ -130,7 +133,7 @@ ContinuesLast = Annotated[bool | None, field.doc("Continue the last message.")]
 
 
 class ConversationFields(Protocol):
-    """The fields of a conversation that several requests have."""
+    """The fields of requests with chat messages that decide how the prompt ends."""
 
     messages: list[ChatMessage]
     add_generation_prompt: bool | None
@@ -145,13 +148,13 @@ def to_conversation(
     continues: bool | None,
     thinking: Thinking = AS_IT_IS,
 ) -> Conversation:
-    """Return a conversation for the chat template.
+    """Check the chat messages of a request, and return a conversation for the chat template.
 
     Args:
         messages: the messages of the request.
-        tools: the tools of the request.
-        opens_turn: the field `add_generation_prompt`.
-        continues: the field `continue_final_message`.
+        tools: the tools that the answer may call; None for none.
+        opens_turn: the field `add_generation_prompt`; true if not set.
+        continues: the field `continue_final_message`; false if not set.
         thinking: the options for the model's reasoning.
 
     Raises:
@@ -184,14 +187,17 @@ def to_conversation(
 
 
 def to_thinking(variables: dict[str, Any] | None, effort: str | None = None) -> Thinking:
-    """Return the request's options for the model's reasoning."""
+    """Return a request's options for the model's reasoning.
+
+    `variables` are variables for the chat template, `effort` is `reasoning_effort`.
+    """
     if not variables and effort is None:
         return AS_IT_IS
     return Thinking(effort=effort, param="reasoning_effort", variables=variables or {})
 
 
 def continues_in_llama_server(request: ConversationFields) -> bool | None:
-    """Return whether the answer continues the last message, by llama-server's rules.
+    """Return whether the answer continues the last chat message, by llama-server's rules.
 
     Without `add_generation_prompt` and `continue_final_message`, an answer continues a last message
     that is an assistant's text.
@@ -210,7 +216,7 @@ def continues_in_llama_server(request: ConversationFields) -> bool | None:
 
 
 def _with_newer_names(message: ChatMessage) -> ChatMessage:
-    """Return a message with `function_call` and the role `function` replaced by their new names."""
+    """Return a chat message with OpenAI's old fields for calls translated to the new ones."""
     if message.function_call is not None and not message.tool_calls:
         calls = [ToolCall(message.function_call)]
         return replace(message, function_call=None, tool_calls=calls)
@@ -218,7 +224,7 @@ def _with_newer_names(message: ChatMessage) -> ChatMessage:
 
 
 def _check_tool_results(messages: list[ChatMessage]) -> None:
-    """Check that each tool's result has the id of an earlier call.
+    """Check that each tool result among the chat messages has the id of an earlier call.
 
     A result without an id is valid after any call, since some clients send no ids at all.
 
@@ -235,7 +241,7 @@ def _check_tool_results(messages: list[ChatMessage]) -> None:
 
 
 def _to_template_message(message_index: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message in the form that chat templates read.
+    """Return a chat message in the form that chat templates read.
 
     Raises:
         RequestError: a field does not suit the message's role, or a required field is missing.
@@ -273,7 +279,10 @@ def _to_template_message(message_index: int, message: ChatMessage) -> dict[str, 
 
 
 def _to_template_call(call: ToolCall, path: str) -> dict[str, Any]:
-    """Return a call in the form that chat templates read; custom tools appear as functions."""
+    """Return a tool call in the form that chat templates read.
+
+    A call of a custom tool becomes a function call. `path` is the path of the call, for errors.
+    """
     function = call.function
     if call.custom is not None:
         function = CalledFunction(call.custom.name, custom_arguments(call.custom.input))
@@ -287,7 +296,7 @@ def _to_template_call(call: ToolCall, path: str) -> dict[str, Any]:
 def split_prompts(
     value: str | list[str | int | list[int]], field_name: str
 ) -> tuple[str | list[int], ...]:
-    """Return the prompts of a field that takes one prompt or a list of prompts.
+    """Return the prompts of a request field that takes one prompt or a list of prompts.
 
     A prompt is a text or a list of token ids. `field_name` is for errors.
 
@@ -307,13 +316,19 @@ def split_prompts(
 
 
 class Mixed(Frozen):
-    """A prompt of texts and token ids that are joined; `parse_special` as in `Job`."""
+    """A prompt whose parts, texts and token ids, are joined.
+
+    `parse_special` tells whether special tokens spelled out in texts become tokens; None for the
+    server's default.
+    """
 
     parts: tuple[int | str, ...]
     parse_special: bool | None = None
 
     def encode(self, card: ModelCard) -> list[int]:
-        """Return the token ids; a text at the beginning gets the model's begin token.
+        """Return the token ids of the joined parts.
+
+        A text at the beginning gets the model's begin-of-sequence token.
 
         Raises:
             ContextLengthError: there are more tokens than the context can hold.

@@ -49,7 +49,7 @@ GrammarForm = Annotated[
 
 
 class JsonObject(field.TaggedObject, tag="json_object"):
-    """A JSON object, which llama-server's `schema` may restrict."""
+    """An answer format: a JSON object, which llama-server's `schema` may restrict."""
 
     schema: dict[str, Any] | None = None
 
@@ -64,7 +64,10 @@ class NamedSchema(field.RequestObject):
 
 
 class JsonSchema(field.TaggedObject, tag="json_schema"):
-    """JSON that fits a schema, which is in `json_schema`, or in `schema` as llama-server has it."""
+    """An answer format: JSON that fits a schema.
+
+    OpenAI's clients send the schema in `json_schema`, llama-server's clients in `schema`.
+    """
 
     json_schema: NamedSchema | None = None
     schema: dict[str, Any] | None = None
@@ -84,7 +87,7 @@ class StructuredOutputs(field.RequestObject):
 
 
 class FormFields(Protocol):
-    """The fields of a request that `to_constraint` reads."""
+    """The fields of a request that set the format of its answers."""
 
     response_format: ResponseFormat | None
     structured_outputs: StructuredOutputs | None
@@ -98,7 +101,9 @@ class FormFields(Protocol):
 
 
 def to_constraint(request: FormFields) -> Constraint | None:
-    """Return the constraint that a request's fields set, or None for free text.
+    """Return the constraint that a request sets on the format of its answers.
+
+    Returns None for free text.
 
     Raises:
         RequestError: more than one field sets a format, or a format is not valid.
@@ -112,7 +117,9 @@ def to_constraint(request: FormFields) -> Constraint | None:
 
 
 def single_constraint(formats: Iterable[NotatedFormat]) -> Constraint | None:
-    """Return the only format that is not None, as a constraint; None if there is none.
+    """Return the only answer format that a request sets, as a constraint; None without one.
+
+    `formats` has an entry for each field of the request that could set a format.
 
     Raises:
         RequestError: several formats are set, or the format is not valid.
@@ -129,12 +136,22 @@ def single_constraint(formats: Iterable[NotatedFormat]) -> Constraint | None:
 
 
 def to_schema(schema: str | dict[str, Any], param: str, *, is_strict: bool = False) -> Constraint:
-    """Return the constraint of a JSON schema; `param` is the name of its field in the request."""
+    """Return the constraint that an answer fits a JSON schema.
+
+    `param` is the name of the schema's field in the request. With `is_strict`, an answer that
+    breaks a rule of the schema is refused.
+    """
     return replace(_make_constraint("json_schema", schema, param), is_strict=is_strict)
 
 
 def _requested_formats(request: FormFields) -> Iterator[NotatedFormat]:
-    """Yield the format of each field that can set one."""
+    """Yield an entry for each field of a request that may set the answer's format.
+
+    An entry has the notation, the format or None, and the name of the field.
+
+    Raises:
+        RequestError: a field for formats has none.
+    """
     response_format = request.response_format
     if isinstance(response_format, JsonObject):
         param = "response_format.schema" if response_format.schema else "response_format"
@@ -165,7 +182,7 @@ def _requested_formats(request: FormFields) -> Iterator[NotatedFormat]:
 
 
 def _grammar_of_tokens(ids: list[int]) -> str:
-    """Return a grammar in Lark's notation that allows any sequence of these tokens.
+    """Return a Lark grammar that allows any sequence of these token ids.
 
     Raises:
         RequestError: there are no ids, or an id is negative.

@@ -33,7 +33,7 @@ class LlamaTimings(msgspec.Struct, frozen=True):
 
 
 class PromptProgress(msgspec.Struct, frozen=True):
-    """How many tokens of a prompt are prefilled; `cache` of them were found in the cache."""
+    """How many tokens of a prompt are prefilled; `cache` tokens were found in the cache."""
 
     total: int
     cache: int
@@ -42,7 +42,10 @@ class PromptProgress(msgspec.Struct, frozen=True):
 
 
 def to_progress(event: PrefillAdvanced, elapsed_s: float) -> PromptProgress:
-    """Return the progress of a prompt that is being prefilled."""
+    """Return the progress of a prompt's prefill, in llama-server's form.
+
+    `elapsed_s` is the time since the request started.
+    """
     return PromptProgress(
         total=event.usage.prompt_tokens,
         cache=event.usage.cached_tokens,
@@ -52,7 +55,10 @@ def to_progress(event: PrefillAdvanced, elapsed_s: float) -> PromptProgress:
 
 
 def llama_timings(usage: Usage, prompt_s: float, answer_s: float) -> LlamaTimings:
-    """Return the durations of an answer so far; `answer_s` begins with its first token."""
+    """Return the durations of an answer so far, in llama-server's form.
+
+    `prompt_s` is the time of prefill; `answer_s` begins with the first token.
+    """
     num_prefilled = usage.prompt_tokens - usage.cached_tokens
     num_drafted = usage.accepted_tokens + usage.rejected_tokens
     return LlamaTimings(
@@ -71,7 +77,7 @@ def llama_timings(usage: Usage, prompt_s: float, answer_s: float) -> LlamaTiming
 
 
 def final_timings(usage: Usage, timings: Timings) -> LlamaTimings:
-    """Return the durations of a complete answer."""
+    """Return the durations of a complete answer, in llama-server's form."""
     return llama_timings(
         usage,
         prompt_s=timings.first_token_s - timings.started_s,

@@ -62,7 +62,7 @@ class FreeText(Frozen):
     param: str = ""
 
     def function(self) -> FunctionBody:
-        """Return the function that models see in place of the tool."""
+        """Return the function that the model sees in place of this custom tool."""
         text: dict[str, Any] = {"type": "string"}
         described = [self.description or "A tool whose input is a text."]
         if self.syntax:
@@ -80,19 +80,22 @@ class FreeText(Frozen):
 
 
 def arguments_text(arguments: str | Mapping[str, Any] | None) -> str:
-    """Return a call's arguments as JSON text; None stands for no arguments."""
+    """Return a tool call's arguments as JSON text; None stands for no arguments."""
     if arguments is None:
         return "{}"
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def custom_arguments(text: str) -> str:
-    """Return the JSON arguments of a call of a custom tool with the input `text`."""
+    """Return a custom tool call's input as JSON arguments.
+
+    The model sees a custom tool as a function with the argument `input`.
+    """
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 class GrammarDefinition(field.RequestObject):
-    """A grammar: a regular expression is enforced, a Lark grammar is only shown to the model."""
+    """A grammar: a regular expression is enforced, Lark is only shown to the model."""
 
     syntax: Annotated[Literal["lark", "regex"], field.hint("regex")]
     definition: str
@@ -105,7 +108,7 @@ class ChatGrammar(field.TaggedObject, tag="grammar"):
 
 
 class Text(field.TaggedObject, tag="text"):
-    """The format of free text."""
+    """The format of free text, for an answer or for a custom tool's input."""
 
 
 class CustomBody(field.RequestObject):
@@ -117,22 +120,22 @@ class CustomBody(field.RequestObject):
 
 
 class ToolBody(field.TaggedObject, tag="function"):
-    """A function that the model may call."""
+    """A function that the model may call, as an entry of the request's `tools`."""
 
     function: FunctionBody
 
     def offered(self) -> FunctionBody:
-        """Return the function that is offered to the model."""
+        """Return this tool's function, which is shown to the model."""
         return self.function
 
 
 class CustomToolBody(field.TaggedObject, tag="custom"):
-    """A custom tool that the model may call."""
+    """A custom tool that the model may call, as an entry of the request's `tools`."""
 
     custom: CustomBody
 
     def offered(self) -> FreeText:
-        """Return the tool in the form that all protocols share."""
+        """Return this custom tool in the form that all protocols share."""
         custom = self.custom
         if not isinstance(custom.format, ChatGrammar):
             return FreeText(custom.name, custom.description)
@@ -151,7 +154,7 @@ FUNCTIONS_ONLY: Final = {"*": "Only functions and custom tools can be called her
 
 
 class NamedFunction(field.RequestObject):
-    """The name of a function."""
+    """The name of a function, in a tool choice."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
     kind: ClassVar[str] = "function"
@@ -160,7 +163,7 @@ class NamedFunction(field.RequestObject):
 
 
 class NamedCustom(NamedFunction):
-    """The name of a custom tool."""
+    """The name of a custom tool, in a tool choice."""
 
     kind: ClassVar[str] = "custom"
 
@@ -174,7 +177,7 @@ class NamedChoice(field.TaggedObject, tag="function"):
 
     @property
     def named(self) -> NamedFunction:
-        """The function's name."""
+        """The name of the function that the answer must call."""
         return self.function
 
 
@@ -185,12 +188,12 @@ class NamedCustomChoice(field.TaggedObject, tag="custom"):
 
     @property
     def named(self) -> NamedCustom:
-        """The custom tool's name."""
+        """The name of the custom tool that the answer must call."""
         return self.custom
 
 
 class AllowedTools(field.RequestObject):
-    """The tools that may be called, and whether one of them must be called."""
+    """The tools that an answer may call, and whether it must call one of them."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
 
@@ -226,18 +229,20 @@ def to_tools(
     parallel: bool | None,
     tool_fields: Sequence[str] = (),
 ) -> Tools | None:
-    """Return the tools that the answer may call, or None if it may call none.
+    """Check a request's tools and tool choice; return the tools that the answer may call.
+
+    Returns None if the answer may call no tool.
 
     Args:
         tools: the functions and custom tools of the request.
         choice: "none", "auto", "required", or the tool that must be called.
         parallel: whether an answer may have several calls; None allows them.
-        tool_fields: the path of each tool in the request, if the tools are not a plain list; then
-            the names are already checked.
+        tool_fields: the path of each tool in the request, if the tools are not a plain list;
+            then the names are already checked.
 
     Raises:
-        RequestError: a name is not valid or used twice, the schema of a `strict` function cannot
-            be enforced, or the choice names a function that does not exist.
+        RequestError: a name is not valid or used twice, the schema of a `strict` function
+            cannot be enforced, or the choice names a function that does not exist.
     """
     if not tools:
         if choice is not None and choice not in ("none", "auto"):
@@ -273,7 +278,16 @@ def to_tools(
 
 
 def _to_function(tool: FunctionBody | FreeText, body: FunctionBody, tool_field: str) -> Function:
-    """Return the engine's form of a tool; `body` is the function that the model sees for it."""
+    """Return a request's tool in the form of the engine's tool calls.
+
+    Args:
+        tool: the tool.
+        body: the function that the model sees for the tool.
+        tool_field: the path of the tool in the request.
+
+    Raises:
+        RequestError: a `strict` schema or a custom tool's format cannot be enforced.
+    """
     is_custom = isinstance(tool, FreeText)
     param = f"{tool_field}.{tool.param if isinstance(tool, FreeText) else 'parameters'}"
     function = Function.described(body.name, body.parameters, param, is_strict=bool(body.strict))
@@ -285,7 +299,7 @@ def _to_function(tool: FunctionBody | FreeText, body: FunctionBody, tool_field: 
 
 
 def check_name(name: str, where: str) -> None:
-    """Check the name of the tool at the path `where`; raise RequestError if it is not valid."""
+    """Check a tool's name; raise RequestError if it is wrong. `where` is the tool's path."""
     if not _NAME.fullmatch(name):
         reason = f"must be 1 to {_MAX_NAME} letters, digits, '_', '-', '.', ':' and '/'."
         raise RequestError(reason, field=f"{where}.name")
@@ -299,7 +313,7 @@ def only_allowed(
     where: str,
     name_field: str = "name",
 ) -> Tools | None:
-    """Return `tools` with only the `allowed` ones callable; None if no tool may be called.
+    """Restrict which tools the answer may call; return None if it may call none.
 
     Args:
         tools: all tools of the request; the model sees all of them.
@@ -329,7 +343,10 @@ def only_allowed(
 
 
 def _check_kind(named: NamedFunction, function: Function, where: str) -> None:
-    """Check that a choice names a function as a function, and a custom tool as a custom tool."""
+    """Check that a tool choice names the type of the chosen tool: function or custom.
+
+    Raises a RequestError if it names the other type.
+    """
     kind = "custom" if function.is_custom else "function"
     if named.kind != kind:
         reason = "must be '{kind}', the type of the tool '{name}', got '{got}'."
@@ -338,7 +355,7 @@ def _check_kind(named: NamedFunction, function: Function, where: str) -> None:
 
 
 def _is_fully_enforced(function: Function) -> bool:
-    """Whether the grammar enforces the whole schema of a function's arguments.
+    """Whether a grammar can enforce the whole JSON schema of a function's arguments.
 
     True for a schema that is not valid, which is refused when it is compiled.
     """
@@ -349,7 +366,7 @@ def _is_fully_enforced(function: Function) -> bool:
 
 
 def _function_for_template(function: FunctionBody) -> dict[str, Any]:
-    """Return a function in the form that chat templates read."""
+    """Return a function in the form in which chat templates read `tools`."""
     values = {name: getattr(function, name) for name in ("name", "description", "parameters")}
     present_values = {name: value for name, value in values.items() if value is not None}
     return {"type": "function", "function": present_values}

@@ -44,7 +44,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
 
 class UsageBody(msgspec.Struct, frozen=True):
-    """OpenAI's usage object."""
+    """OpenAI's usage object: the numbers of tokens of the prompts and of the answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -73,26 +73,33 @@ class TimingsBody(msgspec.Struct, frozen=True):
 
 
 class StreamBody(Protocol):
-    """A chunk of a stream, which may have the usage."""
+    """The fields of a chunk of a stream that `finish_stream` fills in."""
 
     choices: list[Any]
     usage: UsageBody | UnsetType | None
 
 
 class UsageSoFar:
-    """The usage of each answer so far, for streams that report it in every chunk."""
+    """Counts the tokens of each answer while it is streamed.
+
+    Chunks report the counts if the request sets `continuous_usage_stats`.
+    """
 
     def __init__(self, job: Job) -> None:
-        """Report the usage if the job's request asks for it."""
+        """Prepare for the answers of a request's job, without any answer yet."""
         self.is_reported = job.include_usage and job.continuous_usage
         self._started: dict[int, ChoiceStarted] = {}  # by choice
 
     def begin(self, event: ChoiceStarted) -> None:
-        """Note that a choice has started."""
+        """Note that the engine has started an answer, whose tokens `event` holds."""
         self._started[event.choice] = event
 
     def body(self, choice: int) -> UsageBody | None:
-        """Return the usage of a choice so far; None if it is unknown or not requested."""
+        """Return the usage of an answer so far.
+
+        Returns None if the request does not ask for it, or the engine has not reported the prompt's
+        usage. `choice` is the index of the answer.
+        """
         started = self._started.get(choice)
         if not self.is_reported or started is None or started.usage is None:
             return None
@@ -100,7 +107,7 @@ class UsageSoFar:
 
 
 def usage_body(usage: Usage, reasoning_tokens: int = 0) -> UsageBody:
-    """Return the usage in OpenAI's form."""
+    """Return the engine's token counts as OpenAI's usage object."""
     return UsageBody(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -115,7 +122,7 @@ def usage_body(usage: Usage, reasoning_tokens: int = 0) -> UsageBody:
 
 
 def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
-    """Return the durations of a complete answer."""
+    """Return a complete answer's durations in seconds, for the field `timings`."""
     tpot_s = timings.tpot_s(usage.completion_tokens)
     return TimingsBody(
         queue_s=timings.queue_s,
@@ -130,19 +137,28 @@ def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
 
 
 def requested_timings(job: Job, event: ChoiceEnded) -> LlamaTimings | UnsetType:
-    """Return the durations in llama-server's form if the request asks for them, else UNSET."""
+    """Return a complete answer's durations in llama-server's form.
+
+    Returns UNSET, which leaves the field out, if the request does not set `timings_per_token`.
+    """
     return final_timings(event.usage, event.timings) if job.llama_timings else UNSET
 
 
 def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> Finish:
-    """Return OpenAI's finish reason."""
+    """Return OpenAI's `finish_reason` for the reason why the engine ended an answer.
+
+    `has_calls` tells whether the answer has tool calls.
+    """
     if reason is FinishReason.LENGTH:
         return "length"
     return "tool_calls" if has_calls else "stop"
 
 
 def finish_stream(chunk: StreamBody, event: AnswerFinished) -> bytes:
-    """Return the last bytes of a stream: a chunk with the usage if `chunk` has it, and [DONE]."""
+    """Return the last bytes of an OpenAI stream: a chunk with the usage, and [DONE].
+
+    The usage is left out if `chunk.usage` is UNSET. `chunk` is changed.
+    """
     if chunk.usage is UNSET:
         return _DONE
     chunk.choices = []
@@ -151,5 +167,5 @@ def finish_stream(chunk: StreamBody, event: AnswerFinished) -> bytes:
 
 
 def fail_stream(event: StreamFailed) -> bytes:
-    """Return the last bytes of a stream that failed: the error, and [DONE]."""
+    """Return the last bytes of an OpenAI stream that failed: the error, and [DONE]."""
     return sse(OPENAI.body(event.error, event.request_id, str)) + _DONE

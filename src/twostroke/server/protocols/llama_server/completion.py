@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PromptObject(field.RequestObject):
-    """A prompt as an object with its text."""
+    """A prompt that is sent as an object with a text."""
 
     prompt_string: str
     multimodal_data: Annotated[Any, field.unsupported([])] = None
@@ -51,7 +51,10 @@ class LlamaJob(Job, kw_only=True):
     request: TextFields
 
     def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
-        """Encode the job as `Job.encode`, with the biases of texts, which need the tokenizer."""
+        """Tokenize the job's prompts as `Job.encode` does, and complete its sampling parameters.
+
+        Biases of texts in `logit_bias` need the tokenizer, so they are only added here.
+        """
         encoded = super().encode(card, splits_reasoning=splits_reasoning)
         if self.request.logit_bias:
             bias = to_bias(self.request.logit_bias, card.tokenizer)
@@ -62,7 +65,7 @@ class LlamaJob(Job, kw_only=True):
 
 
 def read(request: LlamaRequest, tenant: Tenant) -> Job:
-    """Return the job of a request.
+    """Translate a request to `/completion` to a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -80,7 +83,10 @@ def to_job(
     tenant: Tenant,
     job_type: type[LlamaJob] = LlamaJob,
 ) -> Job:
-    """Return the job of a request with these prompts, as a `job_type`. Raises as `read`."""
+    """Return the job of a `/completion` or `/infill` request with these prompts.
+
+    `job_type` is the class of the job. Raises RequestError as `read` does.
+    """
     return job_type(
         model=request.model,
         prompts=tuple(prompts),
@@ -96,7 +102,9 @@ def to_job(
 def _split_prompts(
     value: OnePrompt | list[int | str | list[int | str] | PromptObject],
 ) -> list[Any]:
-    """Return the prompts of a field that takes one or several; a list with a number is one prompt.
+    """Return the prompts of the field `prompt`, which takes one prompt or several.
+
+    A list with a token id is one prompt; other lists are lists of prompts.
 
     Raises:
         RequestError: the list is empty, or mixes token ids with lists or objects.

@@ -54,7 +54,7 @@ class LlamaEmbedding(msgspec.Struct, frozen=True):
 
 
 def read(request: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
-    """Return the job of a request.
+    """Translate a request to `/embeddings` to an embedding job for the engine.
 
     Raises:
         RequestError: there is no input, or an input is empty; the error's `field` names it.
@@ -78,11 +78,11 @@ def read(request: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
 def to_response(
     _model: str, parts: list[msgspec.Raw], _num_tokens: int, _elapsed_s: float
 ) -> list[msgspec.Raw]:
-    """Return the response: the list of encoded embeddings."""
+    """Return the response of `/embeddings`: the list of the embeddings' JSON, `parts`."""
     return parts
 
 
 def _encode(embedding: Embedding) -> msgspec.Raw:
-    """Return one entry of the response as JSON."""
+    """Return an input's embedding as JSON: an entry of the response's list."""
     vectors = cast("list[list[float]]", encode_vectors(np.atleast_2d(embedding.vector)))
     return msgspec.Raw(encode_json(LlamaEmbedding(embedding.index, vectors)))

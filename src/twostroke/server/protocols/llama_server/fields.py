@@ -199,9 +199,10 @@ class TextFields(field.RequestObject, kw_only=True):
 
 
 def to_params(request: TextFields) -> SamplingParams:
-    """Return the sampling parameters of a request, without `logit_bias`, which needs the tokenizer.
+    """Return the engine's sampling parameters for a request, without `logit_bias`.
 
-    Values beyond the range of a sampler become the nearest valid ones, as in llama-server.
+    `logit_bias` needs the tokenizer. Values beyond the range of a sampler become the nearest valid
+    ones, as in llama-server.
 
     Raises:
         RequestError: another value is out of its bounds.
@@ -229,7 +230,10 @@ def to_params(request: TextFields) -> SamplingParams:
 
 
 def names(request: TextFields) -> dict[str, str]:
-    """Return the names by which a request sends the engine's fields, for errors."""
+    """Return llama-server's names of the engine's fields, so that errors use them.
+
+    A field that the request sends by the engine's name is left out.
+    """
     return {
         name: llama_name
         for name, llama_name in _LLAMA_NAMES.items()
@@ -238,7 +242,10 @@ def names(request: TextFields) -> dict[str, str]:
 
 
 def num_predict(request: TextFields) -> int:
-    """Return the maximum number of tokens to generate; -1 for no limit. Raises RequestError."""
+    """Return the maximum number of tokens to generate for a request; -1 for no limit.
+
+    Raises RequestError for a smaller number.
+    """
     first_limit = LLAMA.first_limit(request)
     limit = -1 if first_limit is None else first_limit
     if limit < -1:
@@ -247,13 +254,13 @@ def num_predict(request: TextFields) -> int:
 
 
 def num_answers(request: TextFields) -> int:
-    """Return the number of answers for each prompt."""
+    """Return how many answers to generate for each prompt: `n_cmpl` or `n`, by default 1."""
     num_requested = request.n if request.n_cmpl is None else request.n_cmpl
     return 1 if num_requested is None else num_requested
 
 
 def used_samplers(request: TextFields) -> list[str]:
-    """Return the names of the samplers that are on, in the order in which they are applied."""
+    """Return the names of the samplers that a request uses, in the order of their use."""
     samplers = request.samplers
     if samplers is None:
         return [*SAMPLERS]
@@ -263,7 +270,7 @@ def used_samplers(request: TextFields) -> list[str]:
 
 
 def to_bias(entries: list[Any] | dict[str, Any], tokenizer: Tokenizer) -> dict[int, float]:
-    """Return the bias of each token id, from the field `logit_bias`.
+    """Return a request's `logit_bias`: the number to add to the logit of each token id.
 
     `false` bans a token by the largest negative bias. Ids that the vocabulary lacks are ignored.
 
@@ -292,7 +299,10 @@ def to_bias(entries: list[Any] | dict[str, Any], tokenizer: Tokenizer) -> dict[i
 
 
 def _token_ids(token: int | str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of an entry's token: an id, or a text with all its tokens."""
+    """Return the token ids of an entry of `logit_bias`.
+
+    The entry is a token id, or a text with any number of tokens.
+    """
     if isinstance(token, int):
         return [token] if 0 <= token < tokenizer.vocab_size else []
     if len(token) > MAX_STOP_LENGTH:
@@ -302,13 +312,20 @@ def _token_ids(token: int | str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _requested_formats(request: TextFields) -> Iterator[NotatedFormat]:
-    """Yield the answer formats that a request sets; an empty grammar sets none."""
+    """Yield an entry for each request field that may set the answer's format.
+
+    An entry has the notation, the format or None, and the name of the field. An empty grammar sets
+    no format.
+    """
     yield "grammar", request.grammar or None, "grammar"
     yield "json_schema", request.json_schema, "json_schema"
 
 
 def generation_settings(request: TextFields, params: SamplingParams) -> GenerationSettings:
-    """Return the settings of a request, whose sampling parameters are `params`."""
+    """Return a request's settings, as llama-server's responses repeat them.
+
+    `params` are the request's sampling parameters.
+    """
     return settings_of(
         params,
         limit=num_predict(request),

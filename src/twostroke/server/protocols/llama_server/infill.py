@@ -50,10 +50,13 @@ class InfillRequest(TextFields, kw_only=True):
 
 
 class InfillJob(LlamaJob):
-    """A job whose answers also end at the special token that begins another file."""
+    """A job for the text between a prefix and a suffix.
+
+    Its answers also end at the special token that begins another file.
+    """
 
     def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
-        """Encode the job for a model.
+        """Tokenize the job's prompt, and complete its sampling parameters for the model.
 
         Raises:
             RequestError: the model cannot fill in the middle.
@@ -64,7 +67,7 @@ class InfillJob(LlamaJob):
 
 
 class Gap(Frozen):
-    """A prompt for the text between `prefix` and `suffix`.
+    """The prompt of an infill request: it asks for the text between `prefix` and `suffix`.
 
     Attributes:
         prefix: the text before the gap.
@@ -82,7 +85,7 @@ class Gap(Frozen):
         """Return the prompt's token ids, cut so that the answer fits into the context.
 
         Raises:
-            RequestError: the model has no special tokens for this task.
+            RequestError: the model has no special tokens for filling a gap.
         """
         tokenizer = card.tokenizer
         marks = tokenizer.infill
@@ -107,7 +110,10 @@ class Gap(Frozen):
         return [*start, marks.suffix, *after, marks.middle]
 
     def _extra(self, tokenizer: Tokenizer, marks: InfillTokens, room: int) -> list[int]:
-        """Return the ids of the last files that fit into `room` tokens, each after its name."""
+        """Return the token ids of the other files that fit into `room` tokens.
+
+        Each file follows its name. The most important files are chosen first.
+        """
         if not self.files:
             return []
 
@@ -130,7 +136,7 @@ class Gap(Frozen):
 
 
 def read(request: InfillRequest, tenant: Tenant) -> Job:
-    """Return the job of a request.
+    """Translate a request to `/infill` to a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.

@@ -75,7 +75,7 @@ class NextToken(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct, kw_only=True, frozen=True):
-    """A slot, free or with a running request and the token counts of its prompt."""
+    """A slot, which is free or has a running request, with the token counts of its prompt."""
 
     id: int
     id_task: int | UnsetType = UNSET
@@ -96,11 +96,14 @@ class SlotsOffError(TwostrokeError):
 
 
 def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
-    """Return the routes of this file; `?model=NAME` selects a model (default: the first)."""
+    """Return the routes of /props, /slots and /lora-adapters.
+
+    `?model=NAME` selects a model, by default the first.
+    """
     assignments: dict[str, _SlotAssignment] = defaultdict(_SlotAssignment)
 
     async def props(request: Request) -> Response:
-        """Return the properties of the server and of a model."""
+        """Answer GET /props with the properties of the server and of a model."""
         name, model = models.find(request.query_params.get("model"))
         config = model.engine.facts.config
         card = model.card
@@ -126,7 +129,10 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
         )
 
     async def slots(request: Request) -> Response:
-        """Return all slots of a model, free and busy."""
+        """Answer GET /slots: one slot for each request that a model could run at once.
+
+        Slots are free, or show a running request.
+        """
         if not options.shows_dashboard:
             message = "The slots are not shown: start `twostroke serve` with --dashboard."
             raise SlotsOffError(message)
@@ -155,14 +161,20 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
 
 
 class _SlotAssignment:
-    """Assigns a slot to each running request, which stays the same while the request runs."""
+    """Numbers running requests like llama-server's slots.
+
+    The engine has no slots. A request keeps its slot number while it runs.
+    """
 
     def __init__(self) -> None:
         self._by_request: dict[str, tuple[int, int]] = {}  # by id: the slot and the task
         self._task_ids = count()
 
     def of(self, running: Sequence[RequestView]) -> list[tuple[int, int]]:
-        """Return the slot id and the task id of each running request."""
+        """Return the slot number and the task number of each running request.
+
+        New requests get a free slot and a new task number.
+        """
         self._by_request = {
             request.id: self._by_request[request.id]
             for request in running
@@ -177,7 +189,7 @@ class _SlotAssignment:
 
 
 def _busy_slot(slot: Slot, task_id: int, running: RequestView) -> Slot:
-    """Return a slot with a running request."""
+    """Return a copy of a free slot that shows a running request."""
     return replace(
         slot,
         id_task=task_id,

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 
 def scored_for_sampling(params: SamplingParams, num_reported: int) -> SamplingParams:
-    """Return `params` with the log-probabilities that `sampled_probabilities` needs.
+    """Return sampling parameters with the log-probabilities for `post_sampling_probs`.
+
+    `num_reported` is how many likely tokens the response reports for each token.
 
     Raises:
-        UnsupportedFieldError: the settings allow more tokens than the engine reports
-            log-probabilities for.
+        UnsupportedFieldError: the settings allow more tokens than the engine reports log-
+            probabilities for.
     """
     if params.is_greedy:
         return replace(params, logprobs=num_reported)
@@ -40,9 +42,10 @@ def scored_for_sampling(params: SamplingParams, num_reported: int) -> SamplingPa
 def sampled_probabilities(
     params: SamplingParams, token: int, scores: TokenLogprobs
 ) -> list[tuple[int, float]]:
-    """Return the likeliest tokens with their sampling probabilities, the likeliest first.
+    """Return the likeliest tokens and their probabilities after all samplers.
 
-    `token` is the token that was drawn, `scores` are its log-probabilities before the samplers.
+    The result is sorted, the likeliest token first. `token` is the token that was drawn, `scores`
+    are the log-probabilities before the samplers.
     """
     ids = list(scores.top_ids)
     if params.is_greedy:

@@ -56,7 +56,7 @@ class LlamaPiece(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class _Progress:
-    """The state of one answer: its text so far, and the number of tokens that were sent."""
+    """The state of one answer that is being sent: its text and how many tokens were sent."""
 
     def __init__(self, event: events.ChoiceStarted, started_s: float) -> None:
         self.tokens = event.tokens
@@ -68,23 +68,26 @@ class _Progress:
         self.num_sent = 0
 
     def read(self, event: events.PrefillAdvanced, elapsed_s: float) -> None:
-        """Note how much of the prompt is prefilled."""
+        """Note how much of the answer's prompt is prefilled, and that the answer has not begun."""
         self.usage = event.usage
         self.prompt_s = elapsed_s
         self.answer_started_s = time.monotonic()
 
     def take_tokens(self) -> list[int]:
-        """Return the tokens added since the last call."""
+        """Return the answer's tokens since the last call."""
         tokens = self.tokens[self.num_sent :]
         self.num_sent += len(tokens)
         return tokens
 
 
 class LlamaEncoder:
-    """Writes each answer as chunks of text, and a last event with its settings and counts."""
+    """Writes a response of `/completion` as chunks, or complete.
+
+    The last event of each answer has its settings and counts.
+    """
 
     def __init__(self, info: ResponseInfo) -> None:
-        """Write the response that `info` describes."""
+        """Write the response of `/completion` or `/infill` that `info` describes."""
         assert isinstance(info.job, LlamaJob)
         self._info = info
         self._request = info.job.request
@@ -95,7 +98,7 @@ class LlamaEncoder:
         self._answers: dict[int, _Progress] = {}  # by choice
 
     def write(self, event: events.Event) -> bytes:
-        """Return the chunks of a stream for an event."""
+        """Return the chunks for an event of the answers, as server-sent events."""
         match event:
             case events.ChoiceStarted():
                 self._answers[event.choice] = _Progress(event, self._started_s)
@@ -121,7 +124,10 @@ class LlamaEncoder:
         return b""
 
     def whole_response(self, stream: Iterable[events.Event]) -> Any:
-        """Return the response that is not streamed: one answer, or a list of several answers."""
+        """Return the complete response from all events, for a request without a stream.
+
+        The response is one answer, or a list of several answers.
+        """
         responses = []
         for event in stream:
             match event:
@@ -134,7 +140,7 @@ class LlamaEncoder:
         return responses if self._info.job.num_choices > 1 else responses[0]
 
     def _add(self, event: events.ContentAdded) -> list[ScoredToken]:
-        """Add text and scored tokens to an answer; return the scored tokens."""
+        """Add an event's text and tokens to its answer; return the tokens' probabilities."""
         answer = self._answers[event.block.choice]
         answer.texts.append(event.text)
         scored = [self._scored(token, scores) for token, scores in event.scored]
@@ -142,7 +148,7 @@ class LlamaEncoder:
         return scored
 
     def _scored(self, token: int, scores: TokenLogprobs) -> ScoredToken:
-        """Return a token of the answer with its probability and the likeliest tokens."""
+        """Return a token of an answer with its probability and the likeliest tokens."""
         tokenizer = self._info.tokenizer
         request = self._request
         if request.post_sampling_probs:
@@ -161,7 +167,10 @@ class LlamaEncoder:
         return ScoredToken(**spelled, logprob=scores.logprob, top_logprobs=likely)
 
     def _write_added(self, event: events.ContentAdded, scored: list[ScoredToken]) -> bytes:
-        """Write more text; with log-probabilities, a chunk for each token, as llama-server does."""
+        """Return the chunks with an event's text.
+
+        With log-probabilities, there is a chunk for each token, as llama-server does.
+        """
         choice = event.block.choice
         text = event.text
         tokens = self._answers[choice].take_tokens()
@@ -183,7 +192,7 @@ class LlamaEncoder:
         *,
         progress: PromptProgress | UnsetType = UNSET,
     ) -> bytes:
-        """Return a chunk with more text, more tokens, or the progress of the prompt."""
+        """Return a chunk of an answer with more text or tokens, or the progress of its prompt."""
         answer = self._answers[choice]
         piece = LlamaPiece(
             index=choice,
@@ -199,14 +208,17 @@ class LlamaEncoder:
         return sse(encode_json(piece))
 
     def _timings(self, answer: _Progress) -> LlamaTimings | UnsetType:
-        """Return the durations so far, measured by this process."""
+        """Return an answer's durations so far, measured by the server process.
+
+        Returns UNSET if the engine has not reported the prompt's usage.
+        """
         if answer.usage is None:
             return UNSET
         usage = replace(answer.usage, completion_tokens=len(answer.tokens))
         return llama_timings(usage, answer.prompt_s, time.monotonic() - answer.answer_started_s)
 
     def _end(self, event: events.ChoiceEnded) -> LlamaCompletion:
-        """Return the complete answer of a choice."""
+        """Return a complete answer, from the event that ends it."""
         info = self._info
         answer = self._answers[event.choice]
         usage = event.usage
@@ -241,7 +253,7 @@ class LlamaEncoder:
         )
 
     def _select_fields(self, answer: LlamaCompletion) -> LlamaCompletion | dict[str, Any]:
-        """Return an answer, or only the fields that `response_fields` selects."""
+        """Return an answer, or only the fields that the request's `response_fields` selects."""
         if not self._request.response_fields:
             return answer
         fields: dict[str, Any] = {}

@@ -50,7 +50,7 @@ class OldEmbedRequest(field.RequestObject):
 
 
 class EmbedBody(msgspec.Struct, kw_only=True, frozen=True):
-    """A vector for each text, in order; the durations are in nanoseconds."""
+    """The response of `/api/embed`: a vector for each text, in order, and durations in ns."""
 
     model: str
     embeddings: list[list[float]]
@@ -60,13 +60,13 @@ class EmbedBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class OldEmbedBody(msgspec.Struct, frozen=True):
-    """The vector of a text."""
+    """The response of `/api/embeddings`: the vector of a text."""
 
     embedding: list[float]
 
 
 def read(request: EmbedRequest, tenant: Tenant) -> EmbeddingJob:
-    """Return the job of a request to `/api/embed`.
+    """Translate a request to `/api/embed` to an embedding job for the engine.
 
     Raises:
         RequestError: a value is out of bounds; the error's `field` names it.
@@ -84,7 +84,7 @@ def read(request: EmbedRequest, tenant: Tenant) -> EmbeddingJob:
 
 
 def read_old(request: OldEmbedRequest, tenant: Tenant) -> EmbeddingJob:
-    """Return the job of a request to `/api/embeddings`."""
+    """Translate a request to `/api/embeddings` to an embedding job for the engine."""
     texts = [request.prompt or ""]
     return _job(request.model, texts, EmbeddingParams(), prompt_field="prompt", tenant=tenant)
 
@@ -92,7 +92,14 @@ def read_old(request: OldEmbedRequest, tenant: Tenant) -> EmbeddingJob:
 def to_response(
     model: str, parts: list[msgspec.Raw], num_tokens: int, elapsed_s: float
 ) -> EmbedBody:
-    """Return the response of `/api/embed` with the encoded vectors `parts`."""
+    """Return the response of `/api/embed`.
+
+    Args:
+        model: the model's name.
+        parts: the JSON of each text's vector.
+        num_tokens: the number of tokens in all texts.
+        elapsed_s: the seconds since the request's arrival.
+    """
     return EmbedBody(
         model=model,
         embeddings=cast("list[list[float]]", parts),  # JSON of `_encode`
@@ -104,17 +111,17 @@ def to_response(
 def to_old_response(
     _model: str, parts: list[msgspec.Raw], _num_tokens: int, _elapsed_s: float
 ) -> OldEmbedBody:
-    """Return the response of `/api/embeddings` with the encoded vector in `parts`."""
+    """Return the response of `/api/embeddings`; `parts` has the JSON of one vector."""
     return OldEmbedBody(cast("list[float]", parts[0]))
 
 
 def empty(request: EmbedRequest, model: str) -> EmbedBody | None:
-    """Return the response to a request without texts; None for a request with texts."""
+    """Return the response to an embed request without texts; None if the request has texts."""
     return None if request.input else EmbedBody(model=model, embeddings=[])
 
 
 def empty_old(request: OldEmbedRequest, _model: str) -> OldEmbedBody | None:
-    """Return the response to a request without a text; None for a request with a text."""
+    """Return the response to an embeddings request without a text; None if it has a text."""
     return None if request.prompt else OldEmbedBody([])
 
 
@@ -126,7 +133,11 @@ def _job(
     tenant: Tenant,
     **other_fields: Any,
 ) -> EmbeddingJob:
-    """Return the job of a request; `other_fields` are fields of `EmbeddingJob`."""
+    """Return the embedding job of a request.
+
+    `prompt_field` is the name of the field with the texts, for errors; `other_fields` are further
+    fields of `EmbeddingJob`.
+    """
     return EmbeddingJob(
         model=model,
         texts=tuple(texts),

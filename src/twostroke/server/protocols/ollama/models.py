@@ -65,7 +65,7 @@ class TaggedModel(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TaggedModels(msgspec.Struct, frozen=True):
-    """All models, loaded or not, once for each of their names."""
+    """The response of `/api/tags`: all models, loaded or not, once for each of their names."""
 
     models: list[TaggedModel]
 
@@ -84,7 +84,7 @@ class LoadedModelBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class LoadedModels(msgspec.Struct, frozen=True):
-    """The models in memory, once for each of their names."""
+    """The response of `/api/ps`: the models in memory, once for each of their names."""
 
     models: list[LoadedModelBody]
 
@@ -100,7 +100,7 @@ class ShowRequest(field.RequestObject):
     template: field.Ignored = None
 
     def __post_init__(self) -> None:
-        """Take the model from `name`, the older name of the field."""
+        """Take the model's name from the field `name`, the older name of `model`."""
         self.model = self.model or self.name
 
 
@@ -118,7 +118,7 @@ class ShownModel(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class PullRequest(field.RequestObject):
-    """The body of a request to `/api/pull`; a served model is there already."""
+    """The body of a request to `/api/pull`; every model of the server is there already."""
 
     model: field.ModelName = None
     name: Annotated[str | None, field.doc("The older name of `model`.")] = None
@@ -128,12 +128,12 @@ class PullRequest(field.RequestObject):
     password: field.Ignored = None
 
     def __post_init__(self) -> None:
-        """Take the model from `name`, the older name of the field."""
+        """Take the model's name from the field `name`, the older name of `model`."""
         self.model = self.model or self.name
 
 
 class PullStatus(msgspec.Struct, frozen=True):
-    """The response to `/api/pull`: the model is there."""
+    """The response of `/api/pull`: the model is there."""
 
     status: Literal["success"] = "success"
 
@@ -145,7 +145,7 @@ class VersionBody(msgspec.Struct, frozen=True):
 
 
 def show(_request: ShowRequest, card: ModelCard) -> ShownModel:
-    """Return the description of a model."""
+    """Answer POST /api/show with the description of a model."""
     program = card.cost.program
     family = card.architecture
     return ShownModel(
@@ -169,15 +169,18 @@ def show(_request: ShowRequest, card: ModelCard) -> ShownModel:
 
 
 def pull(_request: PullRequest, _card: ModelCard) -> PullStatus:
-    """Return that the model is there; unknown names were refused before."""
+    """Answer POST /api/pull: the model is there already.
+
+    Requests with unknown model names were refused before.
+    """
     return PullStatus()
 
 
 def ollama_routes(models: ModelRegistry) -> list[Route]:
-    """Return the routes of this file that send lists or errors."""
+    """Return the routes of Ollama's endpoints that list models, and of refused endpoints."""
 
     async def tags(_request: Request) -> Response:
-        """List all models, loaded or not."""
+        """Answer GET /api/tags with all models, loaded or not."""
         tagged_models = [
             TaggedModel(
                 **_common_fields(name, model.card),
@@ -191,7 +194,7 @@ def ollama_routes(models: ModelRegistry) -> list[Route]:
         return to_json(TaggedModels(tagged_models))
 
     async def loaded(_request: Request) -> Response:
-        """List the models in memory."""
+        """Answer GET /api/ps with the models in memory."""
         loaded_models = [
             LoadedModelBody(
                 **_common_fields(name, model.card),
@@ -208,7 +211,7 @@ def ollama_routes(models: ModelRegistry) -> list[Route]:
         return to_json(VersionBody(API_VERSION))
 
     async def refuse(_request: Request) -> NoReturn:
-        """Refuse a request that would change the collection of models."""
+        """Answer 404 to a request that would create, copy, push or delete models."""
         reason = (
             "This server has the models that it was started with: fetch others with "
             "`twostroke pull`, list them with `twostroke models`, and serve them with "
@@ -227,7 +230,10 @@ def ollama_routes(models: ModelRegistry) -> list[Route]:
 
 
 def _common_fields(name: str, card: ModelCard) -> dict[str, Any]:
-    """Return the fields of a model that both lists have; a name without a tag gets `latest`."""
+    """Return the fields of a model in the responses of both /api/tags and /api/ps.
+
+    A name without a tag gets the tag `latest`, as in Ollama.
+    """
     tagged = name if ":" in name else f"{name}:latest"
     identity = f"{card.name} {card.format} {card.file_bytes} {card.num_parameters}"
     return {
@@ -251,7 +257,7 @@ def _details(card: ModelCard) -> ModelDetails:
 
 
 def _capabilities(card: ModelCard) -> list[Capability]:
-    """Return the capabilities of a model by Ollama's names."""
+    """Return a model's capabilities, such as tools or thinking, by Ollama's names."""
     chat = card.chat_template if card.can_chat else None
     is_capable: dict[Capability, bool] = {
         "completion": True,

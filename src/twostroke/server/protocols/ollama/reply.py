@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class CalledBody(msgspec.Struct):
-    """The called function and its arguments."""
+    """The function of a tool call, and its arguments."""
 
     index: int
     name: str
@@ -41,7 +41,7 @@ class CalledBody(msgspec.Struct):
 
 
 class OllamaCallBody(msgspec.Struct):
-    """A complete tool call."""
+    """A complete tool call in an answer."""
 
     id: str
     function: CalledBody
@@ -57,7 +57,7 @@ class OllamaAnswer(msgspec.Struct):
 
 
 class OllamaLine(msgspec.Struct, kw_only=True):
-    """The fields of every line. Only the last line has `done_reason`, durations and counts.
+    """The fields of every line of a response. Only the last line has durations and counts.
 
     Durations are in nanoseconds. `load_duration` is the time in the queue; `prompt_eval_duration`
     ends with the first token.
@@ -78,13 +78,13 @@ class OllamaLine(msgspec.Struct, kw_only=True):
 
 
 class OllamaChatLine(OllamaLine, kw_only=True):
-    """A line of an answer to a conversation, or the complete answer."""
+    """A line of a streamed answer from `/api/chat`, or the complete answer."""
 
     message: OllamaAnswer
 
 
 class OllamaGenerateLine(OllamaLine, kw_only=True):
-    """A line of an answer to a prompt, or the complete answer.
+    """A line of a streamed answer from `/api/generate`, or the complete answer.
 
     `context` has the tokens of prompt and answer, which a later request can continue.
     """
@@ -98,7 +98,10 @@ Line = TypeVar("Line", bound=OllamaLine)
 
 
 def chat_line(model: str, text: str, thinking: str, calls: list[OllamaCallBody]) -> OllamaChatLine:
-    """Return a line with the next part of an answer's message."""
+    """Return a line of `/api/chat` with the next text, reasoning or tool calls.
+
+    `thinking` is the text of reasoning; `model` is the model's name.
+    """
     message = OllamaAnswer(
         role="assistant", content=text, thinking=thinking or UNSET, tool_calls=calls or UNSET
     )
@@ -108,7 +111,10 @@ def chat_line(model: str, text: str, thinking: str, calls: list[OllamaCallBody])
 def generate_line(
     model: str, text: str, thinking: str, _calls: list[OllamaCallBody]
 ) -> OllamaGenerateLine:
-    """Return a line with the next part of an answer to a prompt, which never has tool calls."""
+    """Return a line of `/api/generate` with the next text or reasoning.
+
+    `thinking` is the text of reasoning. These answers never have tool calls.
+    """
     now = datetime.now(UTC)
     return OllamaGenerateLine(
         model=model, created_at=now, response=text, thinking=thinking or UNSET
@@ -116,29 +122,35 @@ def generate_line(
 
 
 def empty_chat(request: OllamaChatRequest, model: str) -> OllamaChatLine | None:
-    """Return the response to a request without messages, which only loads or unloads a model."""
+    """Return the response to a chat request without messages; None if it has messages.
+
+    Such a request only loads or unloads a model.
+    """
     return None if request.messages else _loaded_line(request, chat_line(model, "", "", []))
 
 
 def empty_generate(request: OllamaGenerateRequest, model: str) -> OllamaGenerateLine | None:
-    """Return the response to a request without a prompt, which only loads or unloads a model."""
+    """Return the response to a generate request without a prompt; None if it has a prompt.
+
+    Such a request only loads or unloads a model.
+    """
     return None if request.prompt else _loaded_line(request, generate_line(model, "", "", []))
 
 
 class LineEncoder:
-    """Writes a line for each part of the answer's text, and for each complete tool call."""
+    """Writes an Ollama response: a JSON line for each part of the text and each tool call."""
 
     def __init__(self, info: ResponseInfo, make: MakeLine) -> None:
         """Write the response that `info` describes.
 
-        `make` returns a line for a model's name, a text, a text of reasoning, and tool calls.
+        `make` is `chat_line` or `generate_line`.
         """
         self._info = info
         self._make = make
         self._tokens: list[int] = []  # of the answer so far
 
     def write(self, event: events.Event) -> bytes:
-        """Return the line for an event; empty if the event has none."""
+        """Return the JSON line for an event of the answer; empty if the event has none."""
         match event:
             case events.ChoiceStarted():
                 self._tokens = event.tokens
@@ -161,7 +173,7 @@ class LineEncoder:
         return encode_json(line) + b"\n"
 
     def whole_response(self, stream: Iterable[events.Event]) -> OllamaLine:
-        """Return the response that is not streamed."""
+        """Return the complete response from all events, for a request without a stream."""
         content: dict[str, Any] = {"text": "", "thinking": "", "calls": []}
         scored: list[TokenLogprob] = []
         for event in stream:
@@ -183,7 +195,7 @@ class LineEncoder:
         return self._make(self._info.model, text, thinking, list(calls))
 
     def _end(self, line: OllamaLine, event: events.ChoiceEnded) -> None:
-        """Add the finish reason, the durations and the counts to the last line."""
+        """Add the finish reason, the durations and the token counts to the last line."""
         usage = event.usage
         times = event.timings
         line.done = True
@@ -201,26 +213,32 @@ class LineEncoder:
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return a duration in Ollama's unit."""
+    """Return a duration in nanoseconds, Ollama's unit."""
     return round(seconds * 1e9)
 
 
 def _loaded_line(request: OllamaRequest, line: Line) -> Line:
-    """Return `line` as the response to a request that only loads or unloads a model."""
+    """Mark `line` as the response to a request that only loads or unloads a model."""
     line.done = True
     line.done_reason = "unload" if keep_alive_s(request) == 0 else "load"
     return line
 
 
 def _content(kind: events.BlockKind, text: str) -> dict[str, Any]:
-    """Return the content of a line with a part of a block; calls are sent when complete."""
+    """Return the next text of a content block as arguments for a line.
+
+    Tool calls return nothing, since they are only sent when they are complete.
+    """
     if kind is events.BlockKind.CALL:
         return {}
     return {"thinking" if kind is events.BlockKind.REASONING else "text": text}
 
 
 def _complete_content(block: events.ContentBlock) -> dict[str, Any]:
-    """Return the content of a complete block; empty for a call whose JSON was cut off."""
+    """Return a complete content block as arguments for a line.
+
+    A tool call whose JSON was cut off returns nothing.
+    """
     if block.kind is not events.BlockKind.CALL:
         return _content(block.kind, block.text)
     try:

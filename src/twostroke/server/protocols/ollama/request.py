@@ -47,7 +47,7 @@ NoImages = Annotated[Any, field.unsupported([])]
 
 
 class OllamaOptions(field.RequestObject):
-    """The sampling options; a value that is left out is the model's default, else Ollama's."""
+    """The sampling options. A field that is left out has the model's default, else Ollama's."""
 
     num_predict: Annotated[
         int | None, field.doc("At most this many tokens are generated; 0 or less: all that fit.")
@@ -118,7 +118,7 @@ class OllamaMessage(field.RequestObject):
 
 
 class OllamaRequest(field.RequestObject):
-    """The fields that requests to both paths have."""
+    """The fields that requests to `/api/chat` and to `/api/generate` have."""
 
     model: field.ModelName = None
     stream: Annotated[
@@ -181,7 +181,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 
 
 def read_chat(request: OllamaChatRequest, tenant: Tenant) -> Job:
-    """Return the job of a request to `/api/chat`.
+    """Translate a request to `/api/chat` to a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -200,7 +200,10 @@ def read_chat(request: OllamaChatRequest, tenant: Tenant) -> Job:
 
 
 def read_generate(request: OllamaGenerateRequest, tenant: Tenant) -> Job:
-    """Return the job of a request to `/api/generate`. Raises as `read_chat`."""
+    """Translate a request to `/api/generate` to a job for the engine.
+
+    Raises RequestError as `read_chat` does.
+    """
     text = request.prompt or ""
     if request.parse_special is not None and not request.raw:
         raise RequestError("may only be set where raw is true.", field="parse_special")
@@ -223,7 +226,7 @@ def read_generate(request: OllamaGenerateRequest, tenant: Tenant) -> Job:
 
 
 def names(_request: OllamaRequest) -> Mapping[str, str]:
-    """Return the protocol's names of the engine's fields, for errors."""
+    """Return Ollama's names of the engine's fields, so that errors name the client's fields."""
     return _NAMES
 
 
@@ -244,7 +247,11 @@ _NAMES: Final = {
 def _job(
     request: OllamaRequest, prompt: Prompt, tenant: Tenant, prompt_field: str, **other_fields: Any
 ) -> Job:
-    """Return the job of a request; `other_fields` are fields of `Job`."""
+    """Return the job of a request with one prompt.
+
+    `prompt_field` is the name of the field with the prompt, for errors; `other_fields` are further
+    fields of `Job`.
+    """
     params = _params(request)
     if isinstance(prompt, Conversation) and request.truncate is not False:
         prompt = replace(prompt, drops_oldest=True, reserved_tokens=params.max_tokens)
@@ -260,7 +267,7 @@ def _job(
 
 
 def _params(request: OllamaRequest) -> SamplingParams:
-    """Return the sampling parameters that a request sets."""
+    """Return the engine's sampling parameters for a request; unset options are left out."""
     options = request.options or OllamaOptions()
     limit = OLLAMA.first_limit(options) or 0
     values = {
@@ -281,7 +288,10 @@ def _params(request: OllamaRequest) -> SamplingParams:
 
 
 def _constraint(request: OllamaRequest) -> Constraint | None:
-    """Return the constraint of the answer's format, or None for free text."""
+    """Return the constraint that a request's `format` sets on the answer.
+
+    Returns None for free text. Raises RequestError.
+    """
     format_ = request.format
     if not format_ and not isinstance(format_, dict):
         return None
@@ -294,7 +304,7 @@ def _constraint(request: OllamaRequest) -> Constraint | None:
 
 
 def _thinking(request: OllamaRequest) -> Thinking:
-    """Return the options for the model's reasoning."""
+    """Return the reasoning options that a request's field `think` sets."""
     if request.think is None:
         return AS_IT_IS
     if isinstance(request.think, bool):
@@ -303,7 +313,7 @@ def _thinking(request: OllamaRequest) -> Thinking:
 
 
 def _to_openai_message(message: OllamaMessage) -> ChatMessage:
-    """Return a message in the form of OpenAI's chat protocol."""
+    """Return an Ollama message in the form of OpenAI's chat protocol."""
     calls = [
         ToolCall(CalledFunction(call.function.name, call.function.arguments), call.id)
         for call in message.tool_calls or ()
@@ -340,7 +350,9 @@ _NUMBER: Final = re.compile(r"[+-]?\d{1,12}(\.\d{0,9})?")
 
 
 def keep_alive_s(request: Any) -> float | None:
-    """Return a request's `keep_alive` in seconds; None if it is not set, inf for no limit.
+    """Return how many seconds a model stays loaded after a request: its `keep_alive`.
+
+    None if the request does not set `keep_alive`; infinity for no limit.
 
     Raises:
         RequestError: the value is not a duration.

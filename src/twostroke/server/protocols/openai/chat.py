@@ -110,7 +110,7 @@ class ChatRequest(CommonFields, kw_only=True):
 
 
 def read(request: ChatRequest, tenant: Tenant) -> Job:
-    """Return the job of a request.
+    """Translate a chat completion request to a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -148,7 +148,7 @@ def read(request: ChatRequest, tenant: Tenant) -> Job:
 
 
 def _read_tools(request: ChatRequest) -> Tools | None:
-    """Return the tools that the answer may call, or None if it may call none.
+    """Return the tools that the answer to a chat request may call; None for none.
 
     Raises:
         RequestError: as `to_tools` and `only_allowed`.
@@ -178,20 +178,29 @@ class ChatInputTokens(msgspec.Struct, frozen=True):
 
 
 def count(request: ChatRequest, card: ModelCard, tenant: Tenant) -> ChatInputTokens:
-    """Return the number of tokens in a request's prompt. Raises as `read` does."""
+    """Return the number of tokens in a chat request's prompt.
+
+    Raises RequestError as `read` does.
+    """
     [prompt] = read(request, tenant).encode(card).prompts
     return ChatInputTokens(len(prompt))
 
 
 def _num_alternatives(request: ChatRequest) -> int | None:
-    """Return how many likely tokens to report for each token; None for no log-probabilities."""
+    """Return how many likely tokens to report for each token of a chat answer.
+
+    None reports no log-probabilities. Raises RequestError for `top_logprobs` without `logprobs`.
+    """
     if request.top_logprobs and not request.logprobs:
         raise RequestError("may only be set when logprobs is true.", field="top_logprobs")
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
 def names(request: ChatRequest) -> Mapping[str, str]:
-    """Return the names by which a request sends the engine's fields, for errors."""
+    """Return the request's names of the engine's fields, so that errors use them.
+
+    For example, `max_tokens` may be sent as `max_completion_tokens`.
+    """
     has_newer = request.max_completion_tokens is not None
     newer_name = {"max_tokens": "max_completion_tokens"} if has_newer else {}
     return TOOL_NAMES | newer_name | llama_server_aliases(request)

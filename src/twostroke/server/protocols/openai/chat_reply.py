@@ -74,7 +74,7 @@ class AnswerMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One complete answer."""
+    """One complete answer of a chat completion."""
 
     index: int
     message: AnswerMessage
@@ -86,7 +86,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct):
-    """A response that is not streamed."""
+    """A chat completion that is not streamed."""
 
     id: str
     object: Literal["chat.completion"]
@@ -114,7 +114,7 @@ class ChatDelta(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
-    """One answer's part of a chunk."""
+    """The part of a chunk that belongs to one answer."""
 
     index: int
     delta: ChatDelta
@@ -126,7 +126,7 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
-    """One event of a streamed response."""
+    """One event of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -143,10 +143,16 @@ class ChatChunk(msgspec.Struct):
 
 
 class ChatEncoder:
-    """Writes each answer as chunks: its role, its text, and a last chunk with the finish reason."""
+    """Writes a chat completion as chunks, or complete.
+
+    The chunks of an answer have its role, then its text, and at the end the finish reason.
+    """
 
     def __init__(self, info: ResponseInfo) -> None:
-        """Write the response that `info` describes; one chunk object is reused for all events."""
+        """Write the chat completion that `info` describes.
+
+        One chunk object is reused for all events of a stream, to save time.
+        """
         self._info = info
         self._choice = ChunkChoice(index=0, delta=ChatDelta())
         self._chunk = ChatChunk(
@@ -169,7 +175,7 @@ class ChatEncoder:
         ] = {}  # JSON before and after, by choice
 
     def write(self, event: events.Event) -> bytes:
-        """Return the chunks of a stream for an event."""
+        """Return the chunks for an event of the answers, as server-sent events."""
         match event:
             case events.ContentAdded():
                 if event.scored:
@@ -196,7 +202,7 @@ class ChatEncoder:
         return b""
 
     def whole_response(self, stream: Iterable[events.Event]) -> ChatCompletion:
-        """Return the response that is not streamed."""
+        """Return the complete response from all events, for a request without a stream."""
         info = self._info
         choices: list[ChatChoice] = []
         verbose: LlamaCompletion | UnsetType = UNSET  # of the first answer
@@ -252,11 +258,11 @@ class ChatEncoder:
 
     @property
     def _reports_progress(self) -> bool:
-        """Whether each chunk has the usage so far or token ids, besides text."""
+        """Whether each chunk of the stream has usage or token ids besides text."""
         return self._usage.is_reported or self._ids.is_reported
 
     def _begin(self, event: events.ChoiceStarted | events.PrefillAdvanced) -> bytes:
-        """Write the role, or how much of the prompt is prefilled."""
+        """Return an answer's first chunk, with its role, or a chunk with prefill's progress."""
         if isinstance(event, events.ChoiceStarted):
             self._usage.begin(event)
             self._ids.begin(event)
@@ -269,9 +275,10 @@ class ChatEncoder:
 
     @property
     def _first_delta(self) -> ChatDelta:
-        """The role, with empty content unless the answer may call a tool, as OpenAI sends it.
+        """The message part of an answer's first chunk: the role and empty content.
 
-        Clients such as Vercel's AI SDK show a text for any content that is not null, even if empty.
+        As in OpenAI's streams, the content is null if the answer may call a tool: clients such as
+        Vercel's AI SDK show a text for any content that is not null, even if empty.
         """
         info = self._info
         if info.as_llama_server:
@@ -280,7 +287,10 @@ class ChatEncoder:
         return ChatDelta("assistant", content=None if may_call else "", refusal=None)
 
     def _write_text(self, index: int, text: str) -> bytes:
-        """Write a chunk that has only text; its other fields are encoded once for each choice."""
+        """Return a chunk that only has the next text of the answer `index`.
+
+        The JSON around the text is encoded once for each answer, to save time.
+        """
         around = self._chunk_around_text.get(index)
         if around is None:
             chunk = self._write(index, ChatDelta(content=""))
@@ -290,7 +300,7 @@ class ChatEncoder:
         return encode_json(text).join(around)
 
     def _write(self, index: int, delta: ChatDelta) -> bytes:
-        """Return a chunk with `delta` for the choice `index`, and reset the reused chunk."""
+        """Return a chunk with `delta` for the answer `index`, and reset the reused chunk object."""
         choice = self._choice
         choice.index = index
         choice.delta = delta
@@ -331,7 +341,7 @@ def _delta(block: events.ContentBlock, text: str) -> ChatDelta:
 
 
 def _first_call_piece(block: events.ContentBlock) -> CallBody:
-    """Return the first piece of a tool call, and give the call an id if it has none."""
+    """Return the first piece of a streamed tool call; give the call an id if it has none."""
     call = _call_piece(block, "", block.name)
     block.id = block.id or f"call_{secrets.token_hex(12)}"
     call.id = block.id
@@ -340,14 +350,18 @@ def _first_call_piece(block: events.ContentBlock) -> CallBody:
 
 
 def _call_piece(block: events.ContentBlock, text: str, name: str | UnsetType = UNSET) -> CallBody:
-    """Return the next piece of a tool call: of its arguments, or of a custom tool's input."""
+    """Return the next piece of a streamed tool call.
+
+    The piece has more of a function's arguments or of a custom tool's input. `name` is only set in
+    the first piece.
+    """
     if block.is_custom:
         return CallBody(custom=CustomCallBody(text, name), index=block.call_index)
     return CallBody(FunctionCallBody(text, name), index=block.call_index)
 
 
 def _add_block(message: AnswerMessage, block: events.ContentBlock) -> None:
-    """Add a complete block to its message."""
+    """Add a complete block (text, reasoning or a tool call) to an answer's message."""
     match block.kind:
         case events.BlockKind.TEXT:
             message.content = (message.content or "") + block.text

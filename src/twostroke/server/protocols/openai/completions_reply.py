@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class CompletionChoice(msgspec.Struct):
-    """One answer, or its part in a chunk of a stream."""
+    """One answer of a completion, or its part in a chunk of a stream."""
 
     index: int
     text: str
@@ -53,7 +53,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionBody(msgspec.Struct):
-    """The complete response, or one chunk of a stream."""
+    """A complete text completion, or one chunk of a stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -69,12 +69,15 @@ class CompletionBody(msgspec.Struct):
 
 
 class CompletionEncoder:
-    """Writes each answer as chunks of text, and a last chunk with the finish reason."""
+    """Writes a text completion as chunks, or complete.
+
+    The last chunk of each answer has the finish reason.
+    """
 
     def __init__(self, info: ResponseInfo) -> None:
-        """Write the response that `info` describes.
+        """Write the text completion that `info` describes.
 
-        In a stream, one body object is reused for all events.
+        One body object is reused for all events of a stream, to save time.
         """
         self._info = info
         self._choice = CompletionChoice(index=0, text="")
@@ -98,7 +101,7 @@ class CompletionEncoder:
         ] = {}  # by choice; empty without log-probabilities
 
     def write(self, event: events.Event) -> bytes:
-        """Return the chunks of a stream for an event."""
+        """Return the chunks for an event of the answers, as server-sent events."""
         match event:
             case events.ContentAdded():
                 if event.scored:
@@ -130,7 +133,7 @@ class CompletionEncoder:
         return b""
 
     def whole_response(self, stream: Iterable[events.Event]) -> CompletionBody:
-        """Return the response that is not streamed."""
+        """Return the complete response from all events, for a request without a stream."""
         choices: list[CompletionChoice] = []
         for event in stream:
             match event:
@@ -154,7 +157,10 @@ class CompletionEncoder:
         return self._body
 
     def _begin(self, event: events.ChoiceStarted) -> str:
-        """Begin a choice; return the prompt to echo before its answer, or an empty text."""
+        """Begin an answer, and return the text that precedes it.
+
+        The text is the prompt if the request sets `echo`, else empty.
+        """
         info = self._info
         choice = event.choice
         tokens: list[int] = []
@@ -197,7 +203,7 @@ class CompletionEncoder:
             self._scorers[event.block.choice].add(event.scored)
 
     def _write(self, index: int, text: str) -> bytes:
-        """Return a chunk with more text of the choice `index`."""
+        """Return a chunk with the next text of the answer `index`."""
         choice = self._choice
         choice.index = index
         choice.text = text
@@ -208,7 +214,7 @@ class CompletionEncoder:
         return sse(encode_json(self._body))
 
     def _end(self, event: events.ChoiceEnded) -> bytes:
-        """Return the last chunk of a choice, with its finish reason."""
+        """Return the last chunk of an answer, with its finish reason."""
         choice = self._choice
         scorer = self._scorers.get(event.choice)
         choice.index = event.choice

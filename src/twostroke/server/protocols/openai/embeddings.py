@@ -51,7 +51,7 @@ class EmbeddingRequest(ServiceFields, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True):
-    """The number of tokens in all inputs, by two names."""
+    """The number of tokens in all inputs, by OpenAI's two names."""
 
     prompt_tokens: int
     total_tokens: int
@@ -75,7 +75,7 @@ class EmbeddingList(msgspec.Struct, frozen=True):
 
 
 def read(request: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
-    """Return the job of a request.
+    """Translate an embedding request to an embedding job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -98,13 +98,16 @@ def read(request: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
 def to_response(
     model: str, parts: list[msgspec.Raw], num_tokens: int, _elapsed_s: float
 ) -> EmbeddingList:
-    """Return the response with the encoded vectors `parts`."""
+    """Return the response to an embedding request.
+
+    `parts` has the JSON of each entry of `data`; `num_tokens` counts the tokens of all inputs.
+    """
     data = cast("list[EmbeddingBody]", parts)  # JSON of `_encode`
     return EmbeddingList(data, model, EmbeddingUsage(num_tokens, num_tokens))
 
 
 def _encode(embedding: Embedding, *, in_base64: bool) -> msgspec.Raw:
-    """Return one entry of the response's `data` as JSON."""
+    """Return an input's embedding as JSON: an entry of `data` in the response."""
     vector = embedding.vector
     encoded_vector: msgspec.Raw | str
     if in_base64:

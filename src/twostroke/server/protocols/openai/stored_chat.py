@@ -45,20 +45,20 @@ _METADATA_PREFIX: Final = "metadata["  # of fields in a query
 
 
 class CompletionNotFoundError(TwostrokeError):
-    """The tenant has no stored completion with this id."""
+    """The tenant has no stored chat completion with this id."""
 
     http_status = 404
     code = "completion_not_found"
 
 
 class StoredCompletion(ChatCompletion, kw_only=True):
-    """A stored completion, with the metadata of its request."""
+    """A stored chat completion, with the metadata of its request."""
 
     metadata: dict[str, str]
 
 
 class StoredCompletions(msgspec.Struct, kw_only=True, frozen=True):
-    """A part of the list of stored completions."""
+    """A part of the list of stored chat completions."""
 
     object: Literal["list"] = "list"
     data: list[StoredCompletion]
@@ -68,7 +68,7 @@ class StoredCompletions(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class DeletedCompletion(msgspec.Struct, kw_only=True, frozen=True):
-    """The response to the deletion of a completion."""
+    """The response to the deletion of a stored chat completion."""
 
     id: str
     object: Literal["chat.completion.deleted"] = "chat.completion.deleted"
@@ -76,7 +76,7 @@ class DeletedCompletion(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class MetadataRequest(field.RequestObject):
-    """New metadata of a stored completion."""
+    """New metadata of a stored chat completion."""
 
     metadata: Annotated[
         MetadataPairs | None, field.doc("Replaces the metadata; null removes it.")
@@ -87,22 +87,26 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: MetadataRequest}
 
 
 def read(request: ChatRequest, tenant: Tenant) -> Job:
-    """Return the job of a request; with `store` it stores the answer. Raises as `chat.read`."""
+    """Translate a chat completion request to a job, which stores the answer if `store` is set.
+
+    Raises RequestError as `chat.read` does.
+    """
     job = chat.read(request, tenant)
     return replace(job, store=_keeper(request, tenant)) if request.store else job
 
 
 def read_as_llama_server(request: ChatRequest, tenant: Tenant) -> Job:
-    """Return the job of a request that came by llama-server's path.
+    """Translate a request to `/chat/completions`, llama-server's path, to a job.
 
-    The answer continues a last message of the assistant. Raises as `read`.
+    If the last message is the assistant's, the answer continues it. Raises RequestError as `read`
+    does.
     """
     continues = continues_in_llama_server(request)
     return read(replace(request, continue_final_message=continues), tenant)
 
 
 def _keeper(request: ChatRequest, tenant: Tenant) -> Callable[[ChatCompletion], None]:
-    """Return a function that stores the completion of a request."""
+    """Return a function that stores a request's chat completion for its tenant."""
 
     def keep(completion: ChatCompletion) -> None:
         id_ = completion.id
@@ -122,16 +126,19 @@ def _keeper(request: ChatRequest, tenant: Tenant) -> Callable[[ChatCompletion], 
 
 
 class StoringEncoder:
-    """Writes a completion, and stores the complete one at its end, even if it is streamed."""
+    """Writes a chat completion, streamed or not, and stores it when it is complete."""
 
     def __init__(self, info: ResponseInfo, keep: Callable[[ChatCompletion], None]) -> None:
-        """Write the response that `info` describes, and call `keep` with the completion."""
+        """Write the chat completion that `info` describes; call `keep` to store it."""
         self._inner = ChatEncoder(info)
         self._keep = keep
         self._events: list[events.Event] = []  # from which the complete completion is made
 
     def write(self, event: events.Event) -> bytes:
-        """Return the chunks of a stream for an event."""
+        """Return the chunks for an event of the answers, as server-sent events.
+
+        The last event stores the complete chat completion.
+        """
         data = self._inner.write(event)
         if not isinstance(event, events.ContentAdded) or event.scored:
             self._events.append(event)
@@ -140,14 +147,14 @@ class StoringEncoder:
         return data
 
     def whole_response(self, stream: Iterable[events.Event]) -> ChatCompletion:
-        """Return the response that is not streamed, and store it."""
+        """Return the complete response from all events, and store it."""
         completion = self._inner.whole_response(stream)
         self._keep(completion)
         return completion
 
 
 def encoder(info: ResponseInfo) -> Encoder:
-    """Return the encoder of a chat completion; it stores the completion if the job has `store`."""
+    """Return the encoder of a chat completion, which stores it if the request sets `store`."""
     keep = info.job.store
     return ChatEncoder(info) if keep is None else StoringEncoder(info, keep)
 
@@ -158,7 +165,7 @@ def routes(
     note: Callable[[Iterable[Ignored], ServedRequest], None],
     readers: Readers,
 ) -> list[Route]:
-    """Return the routes that list, read, change and delete stored completions.
+    """Return the routes that list, read, change and delete stored chat completions.
 
     Args:
         tenant_of: returns the sender of a request.
@@ -218,7 +225,10 @@ def routes(
 
 
 def _list_completions(stored: list[StoredResponse], query: dict[str, str]) -> Any:
-    """Return the part of the stored completions that a query selects by model and metadata."""
+    """Return a part of the stored chat completions, as the query parameters ask.
+
+    `model` and `metadata[KEY]` select completions; `after`, `limit` and `order` select the part.
+    """
     labels = {
         name.removeprefix(_METADATA_PREFIX).removesuffix("]"): value
         for name, value in query.items()
@@ -238,18 +248,21 @@ def _list_completions(stored: list[StoredResponse], query: dict[str, str]) -> An
 
 
 def _present_fields(message: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields of a message that have a value."""
+    """Return the fields of a chat message that are not null."""
     fields = msgspec.to_builtins(message)
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _with_metadata(completion: bytes, labels: dict[str, str]) -> bytes:
-    """Return the JSON of a completion with `metadata` added as its last field."""
+    """Add `metadata` to a chat completion's JSON, as its last field."""
     return b"%b,%b" % (completion.removesuffix(b"}"), encode_json({"metadata": labels})[1:])
 
 
 def _choice_of(event: events.Event) -> int:
-    """Return the index of an event's choice; events of all choices sort last."""
+    """Return the index of the answer to which an event belongs.
+
+    Events of all answers get a large number, so that they sort last.
+    """
     match event:
         case events.BlockOpened() | events.ContentAdded() | events.BlockClosed():
             return event.block.choice

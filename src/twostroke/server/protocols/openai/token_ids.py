@@ -29,20 +29,26 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class TokenIds:
-    """The ids of each answer's tokens, for requests with `return_token_ids`."""
+    """Collects the token ids of each answer.
+
+    Chunks and responses report the ids if the request sets `return_token_ids`.
+    """
 
     def __init__(self, job: Job) -> None:
-        """Report ids if the job's request asks for them."""
+        """Prepare for the answers of a request's job, without any answer yet."""
         self.is_reported = job.token_ids
         self._tokens: dict[int, list[int]] = {}  # by choice; they grow with the answers
         self._num_sent: dict[int, int] = {}
 
     def begin(self, event: ChoiceStarted) -> None:
-        """Note that a choice has started."""
+        """Note that the engine has started an answer, whose tokens `event` holds."""
         self._tokens[event.choice] = event.tokens
 
     def take(self, choice: int) -> list[int] | UnsetType:
-        """Return the ids of a choice since the last call; UNSET if ids are not requested."""
+        """Return the token ids of an answer since the last call.
+
+        Returns UNSET, which leaves the field out, if the request does not set `return_token_ids`.
+        """
         if not self.is_reported:
             return UNSET
         start = self._num_sent.get(choice, 0)
@@ -54,9 +60,10 @@ class TokenIds:
 def to_prompt_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprobs | None]
 ) -> PromptLogprobs:
-    """Return a prompt's log-probabilities in vLLM's form.
+    """Return a prompt's log-probabilities in the form of vLLM's `prompt_logprobs`.
 
-    `scores` begin with the second token, since the first token has none.
+    `tokens` are the prompt's token ids. `scores` begin with the second token, since the first token
+    has none.
     """
     reported: PromptLogprobs = [None]
     for token, score in zip(tokens[1:], scores, strict=False):

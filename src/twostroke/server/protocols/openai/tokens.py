@@ -62,7 +62,7 @@ MaxTokens = Annotated[
 
 
 class TemplateFields(field.RequestObject):
-    """The fields that render a conversation as a prompt."""
+    """The request fields that decide how a conversation is rendered as a prompt."""
 
     model: field.ModelName = None
     add_generation_prompt: OpensTurn = None
@@ -101,7 +101,7 @@ class TokenizeRequest(TemplateFields):
     mm_processor_kwargs: Annotated[Any, field.unsupported({})] = None
 
     def __post_init__(self) -> None:
-        """Move a conversation that is sent as `prompt` to `messages`."""
+        """Move chat messages that a client sent as `prompt` to `messages`."""
         if isinstance(self.prompt, list):
             self.messages = self.prompt
             self.prompt = self.add_special_tokens = None
@@ -168,7 +168,10 @@ class TemplateBody(msgspec.Struct, frozen=True):
 
 
 def tokenizer_routes(models: ModelRegistry) -> list[Route]:
-    """Return the route of `/tokenizer_info`; `?model=NAME` selects a model (default: the first)."""
+    """Return the route of GET /tokenizer_info.
+
+    `?model=NAME` selects a model, by default the first.
+    """
 
     async def tokenizer_info(request: Request) -> Response:
         _, model = models.find(request.query_params.get("model"))
@@ -178,7 +181,7 @@ def tokenizer_routes(models: ModelRegistry) -> list[Route]:
 
 
 def describe_tokenizer(card: ModelCard) -> TokenizerInfo:
-    """Return the facts of a model's tokenizer."""
+    """Return the special tokens and sizes of a model's tokenizer, for /tokenizer_info."""
     tokenizer = card.tokenizer
     texts: dict[str, Any] = {
         name: text
@@ -197,11 +200,11 @@ def describe_tokenizer(card: ModelCard) -> TokenizerInfo:
 
 
 def tokenize(request: TokenizeRequest, card: ModelCard) -> TokenizeBody:
-    """Return the token ids of a text or a conversation.
+    """Answer POST /tokenize with the token ids of a text or of chat messages.
 
     Raises:
-        RequestError: not exactly one of `prompt`, `messages` and `content` is set, the vocabulary
-            lacks an id, or the chat template refuses the messages.
+        RequestError: not exactly one of `prompt`, `messages` and `content` is set, the
+            vocabulary lacks an id, or the chat template refuses the messages.
         ContextLengthError: there are more tokens than the request or the context allows.
     """
     tokenizer = card.tokenizer
@@ -222,7 +225,9 @@ def tokenize(request: TokenizeRequest, card: ModelCard) -> TokenizeBody:
 
 
 def detokenize(request: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
-    """Return the text of token ids; bytes that are not UTF-8 become U+FFFD.
+    """Answer POST /detokenize with the text of token ids.
+
+    Bytes that are not UTF-8 become U+FFFD.
 
     Raises:
         RequestError: the vocabulary lacks an id, or there are too many ids.
@@ -240,7 +245,7 @@ def detokenize(request: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
 
 
 def apply_template(request: TemplateRequest, card: ModelCard) -> TemplateBody:
-    """Return the text that the chat template makes of a request's messages.
+    """Answer POST /apply-template with the prompt that the chat template makes of messages.
 
     Raises:
         RequestError: the chat template is missing, or refuses the messages.
@@ -253,7 +258,10 @@ def apply_template(request: TemplateRequest, card: ModelCard) -> TemplateBody:
 def _too_many_tokens(
     request: TokenizeRequest, num_tokens: int, max_tokens: int, card: ModelCard
 ) -> ContextLengthError:
-    """Return the error about a text of `num_tokens` or more tokens, over the limit `max_tokens`."""
+    """Return the error that a text to tokenize has more than `max_tokens` tokens.
+
+    `num_tokens` counts the tokens found before tokenization stopped.
+    """
     input_name = next(
         input_name for input_name in _FIELDS_BY_INPUT if getattr(request, input_name) is not None
     )
@@ -270,7 +278,7 @@ def _too_many_tokens(
 
 
 def _encode(request: TokenizeRequest, card: ModelCard, max_tokens: int) -> list[int]:
-    """Return the token ids of a request's text.
+    """Return the token ids of a tokenize request's text or messages.
 
     Raises:
         RequestError: as `tokenize`.
@@ -323,7 +331,7 @@ def _encode(request: TokenizeRequest, card: ModelCard, max_tokens: int) -> list[
 
 
 def _check_id(id_: int, tokenizer: Tokenizer, field_name: str) -> None:
-    """Check that the vocabulary has a token id; raise RequestError if not."""
+    """Raise a RequestError if the vocabulary has no token `id_`."""
     last = tokenizer.vocab_size - 1
     if not 0 <= id_ <= last or tokenizer.token_text(id_) is None:
         reason = f"is not a token of this model, whose ids go from 0 to {last}."
