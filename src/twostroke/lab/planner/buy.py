@@ -34,7 +34,7 @@ _MAX_MONTHS: Final = 120
 
 
 class Traffic(Frozen):
-    """The requests of a day.
+    """The requests of a day that hosting or an API must serve.
 
     Attributes:
         requests_per_day: mean number of requests.
@@ -49,7 +49,7 @@ class Traffic(Frozen):
     batch: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the ranges; raises UsageError with the field."""
+        """Raise UsageError, with the field, if a number of the traffic is out of range."""
         check_range(self, "requests_per_day", high=_MAX_REQUESTS_PER_DAY)
         if len(self.hours) != 24 or min(self.hours) < 0 or not 0 < sum(self.hours) < 1e12:
             raise UsageError("must be 24 numbers from 0, not all 0.", field="hours")
@@ -58,17 +58,17 @@ class Traffic(Frozen):
 
     @property
     def per_hour(self) -> tuple[float, ...]:
-        """Requests in each hour."""
+        """The number of requests in each hour of the day."""
         return tuple(self.requests_per_day * hour / sum(self.hours) for hour in self.hours)
 
 
 class Hosting(Frozen):
-    """How the model is hosted.
+    """How a model is hosted: the use of replicas, and costs besides devices.
 
     Attributes:
-        utilization: share of its time that a replica may be busy.
-        spare: replicas that run beside the replicas that the load needs.
-        scaled: stop replicas in hours that do not need them.
+        utilization: share of the time that a replica may be busy, from 0 to 1.
+        spare: number of replicas that run in addition to the replicas that the load needs.
+        scaled: whether replicas stop in hours that do not need them.
         engineering_usd: cost of engineering per month.
         setup_usd: one-time cost.
         availability: share of the time that one replica runs.
@@ -82,17 +82,17 @@ class Hosting(Frozen):
     availability: float = 0.99
 
     def __post_init__(self) -> None:
-        """Check the ranges; raises UsageError with the field."""
+        """Raise UsageError, with the field, if a number about hosting is out of range."""
         check_range(self, "utilization", "availability", high=1)
         check_range(self, "spare", low=0, high=1000)
         check_range(self, "engineering_usd", "setup_usd", low=0, high=1e9)
 
 
 class Costs(Frozen):
-    """Costs of hosting per month in $.
+    """The costs of hosting a model per month, in $.
 
-    `replicas` is the number in each hour, with spare replicas. `busy_share` is the share of their
-    time in which they have work.
+    `replicas` is the number of replicas in each hour, with spare replicas. `busy_share` is the
+    share of the replicas' time in which they have work.
     """
 
     devices_usd: float
@@ -102,7 +102,7 @@ class Costs(Frozen):
 
     @property
     def usd(self) -> float:
-        """Total cost per month."""
+        """The total cost of hosting per month, in $."""
         return self.devices_usd + self.engineering_usd
 
 
@@ -111,8 +111,8 @@ class CostComparison(Frozen):
 
     Attributes:
         api: name of the API's model.
-        source_date: date of its price.
-        months_old: age of its price.
+        source_date: date of the API's price.
+        months_old: age of the API's price in months.
         is_stale: the price is so old that it has probably changed.
         usd: cost of the API.
         saving_usd: `usd` minus the cost of hosting.
@@ -131,7 +131,10 @@ class CostComparison(Frozen):
 
 
 class Swing(Frozen):
-    """The saving per month if one input is a fifth lower (`low_usd`), and a fifth higher."""
+    """How one input of a cost comparison changes the saving per month.
+
+    `low_usd` is the saving if the input is a fifth lower, `high_usd` if it is a fifth higher.
+    """
 
     name: str
     low_usd: float
@@ -139,12 +142,12 @@ class Swing(Frozen):
 
     @property
     def spread(self) -> float:
-        """Difference between both savings."""
+        """The difference between the savings with the lower and with the higher input, in $."""
         return abs(self.high_usd - self.low_usd)
 
 
 class Case(Frozen):
-    """All inputs of a comparison; `api_factor` multiplies the API's prices."""
+    """All inputs of a comparison between hosting and APIs; `api_factor` multiplies API prices."""
 
     model: PlannedModel
     device: Device
@@ -155,7 +158,7 @@ class Case(Frozen):
 
 
 class Buy(Frozen):
-    """The result of a comparison.
+    """The result of comparing the cost of hosting a model with the prices of APIs.
 
     Attributes:
         model, device: names.
@@ -180,12 +183,14 @@ class Buy(Frozen):
 
 
 def compare_costs(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
-    """Compare hosting with each API; `today` is a date such as 2026-07.
+    """Compare the cost of hosting a model with the price of each API.
+
+    `today` is a date such as 2026-07.
 
     Raises:
         UsageError: the device has no price, or its memory is unknown.
-        UnreachableError: the model cannot run on the device within its objectives, or its context
-            is too short for the requests.
+        UnreachableError: the model cannot run on the device within its objectives, or its
+            context is too short for the requests.
     """
     context_length = case.model.program.context_length
     if shortfall := context_shortfall(case.model.name, context_length, case.question):
@@ -211,7 +216,7 @@ def compare_costs(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
 
 
 def _hosted_replica(case: Case) -> PlannedReplica:
-    """Return the fastest replica that has all time of its devices; raises as `compare_costs`."""
+    """Return the fastest replica of the model on its own devices; raises as `compare_costs`."""
     device, question = case.device, case.question
     usd = question.price_of(device)
     if usd is None:
@@ -246,7 +251,10 @@ def _hosted_replica(case: Case) -> PlannedReplica:
 
 
 def _hosting_costs(case: Case, replica: PlannedReplica) -> Costs:
-    """Return the costs of hosting per month; batch requests fill hours with free capacity."""
+    """Return the costs of hosting per month.
+
+    Batch requests fill hours in which replicas have free capacity.
+    """
     hosting, traffic = case.hosting, case.traffic
     hourly_capacity = replica.requests_per_s * 3600  # requests per replica
     interactive = [requests * (1 - traffic.batch) for requests in traffic.per_hour]
@@ -273,7 +281,7 @@ def _hosting_costs(case: Case, replica: PlannedReplica) -> Costs:
 
 
 def _api_usd(case: Case, price: ApiPrice) -> float:
-    """Return the cost of the API per month."""
+    """Return the cost of serving the traffic by an API, in $ per month."""
     question, batch = case.question, case.traffic.batch
     daily_usd = sum(
         price.hour_usd(
@@ -306,7 +314,7 @@ def _compare_api(
 
 
 def _saving(case: Case, replica: PlannedReplica, price: ApiPrice, requests_per_day: float) -> float:
-    """Return the saving per month at another load."""
+    """Return how much hosting saves per month, in $, if the day has `requests_per_day`."""
     other = replace(case, traffic=replace(case.traffic, requests_per_day=requests_per_day))
     return _api_usd(other, price) - _hosting_costs(other, replica).usd
 
@@ -314,7 +322,8 @@ def _saving(case: Case, replica: PlannedReplica, price: ApiPrice, requests_per_d
 def _break_even(saving: Callable[[float], float]) -> float | None:
     """Return the requests per day above which hosting is always cheaper; None if there are none.
 
-    Costs rise in steps of whole replicas, so the search starts at the highest load and goes down.
+    `saving` returns the saving at a load. Costs rise in steps of whole replicas, so the search
+    starts at the highest load and goes down.
     """
     low, high, load = 0.0, _MAX_REQUESTS_PER_DAY, _MAX_REQUESTS_PER_DAY
     if saving(load) <= 0:
@@ -332,9 +341,9 @@ def _break_even(saving: Callable[[float], float]) -> float | None:
 
 
 def _months_to_pay_off(case: Case, replica: PlannedReplica, price: ApiPrice) -> int | None:
-    """Return the month in which savings of a growing load have paid for the setup; None if never.
+    """Return the month in which the savings of hosting have paid for its setup; None if never.
 
-    In months without a saving, the API is used.
+    The load grows from month to month. In months without a saving, the API is used.
     """
     balance, load = -case.hosting.setup_usd, case.traffic.requests_per_day
     for month in range(1, _MAX_MONTHS + 1):
@@ -347,7 +356,7 @@ def _months_to_pay_off(case: Case, replica: PlannedReplica, price: ApiPrice) -> 
 
 
 def _swings(case: Case, price: ApiPrice) -> Iterator[Swing]:
-    """Yield the saving per month with each input lowered and raised."""
+    """Yield the saving per month with each input of the comparison lowered and raised."""
 
     def saving(other: Case) -> float:
         return _api_usd(other, price) - _hosting_costs(other, _hosted_replica(other)).usd
@@ -364,7 +373,7 @@ def _swings(case: Case, price: ApiPrice) -> Iterator[Swing]:
 
 
 def _scale_question(field: str) -> Callable[[Case, float], Case]:
-    """Return a function that multiplies a field of the question.
+    """Return a function that multiplies a field of the question in a cost comparison.
 
     Counts stay whole numbers, and shares stay at most 0.99.
     """
@@ -394,7 +403,7 @@ def _scale_traffic(case: Case, factor: float) -> Case:
 
 
 def _scale_hosting(field: str) -> Callable[[Case, float], Case]:
-    """Return a function that multiplies a field of the hosting."""
+    """Return a function that multiplies a field of `Hosting` in a cost comparison."""
 
     def change(case: Case, factor: float) -> Case:
         value = getattr(case.hosting, field) * factor
@@ -418,7 +427,10 @@ _CHANGES: Final[dict[str, Callable[[Case, float], Case]]] = {
 
 
 def _availability(running: int, spare: int, availability: float) -> float:
-    """Return the probability that at most `spare` replicas are down, if they fail independently."""
+    """Return the probability that at most `spare` replicas are down, if they fail independently.
+
+    `availability` is the share of the time that one replica runs.
+    """
     return sum(
         comb(running, down) * (1 - availability) ** down * availability ** (running - down)
         for down in range(min(spare, running) + 1)

@@ -56,11 +56,7 @@ WATCH_S: Final = 30.0
 
 
 class Point(Frozen):
-    """Median times of a measured step: attention, other operations, and the rest.
-
-    The step has `streams` requests with one row each after `context` tokens, or one request with
-    `prompt` rows.
-    """
+    """Median times of a measured step of the engine: attention, other operations, and the rest."""
 
     streams: int
     context: int
@@ -71,7 +67,7 @@ class Point(Frozen):
 
     @classmethod
     def of(cls, profiles: Sequence[StepProfile]) -> Point:
-        """Return the medians of several profiles of one shape."""
+        """Return the medians of several measured profiles of one shape of step."""
         shape = profiles[0].shape
         attention_s, products_s, rest_s = map(
             median, zip(*map(_times_of_parts, profiles), strict=True)
@@ -87,22 +83,22 @@ class Point(Frozen):
 
     @property
     def batch(self) -> BatchShape:
-        """Shape of the step."""
+        """The shape of the measured step."""
         return Shape(self.streams, self.context, self.prompt).batch
 
     @property
     def name(self) -> str:
-        """Readable name of the step."""
+        """A name of the measured step for people."""
         return Shape(self.streams, self.context, self.prompt).name
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of the whole measured step."""
         return self.attention_s + self.products_s + self.rest_s
 
 
 def _times_of_parts(profile: StepProfile) -> tuple[float, float, float]:
-    """Return seconds of attention, of other operations, and of the rest of a step."""
+    """Return a measured step's seconds of attention, of other operations, and of the rest."""
     attention_s = products_s = 0.0
     for op in profile.operations:
         if is_attention(op.label.name):
@@ -113,12 +109,14 @@ def _times_of_parts(profile: StepProfile) -> tuple[float, float, float]:
 
 
 class Calibration(Frozen):
-    """Measured steps of one model on `num_threads` threads, as stored; a `Correction`.
+    """Measured steps of one model on this machine, which correct the times of its plans.
+
+    It is stored for `num_threads` threads, and is a `Correction`.
 
     Attributes:
         points: steps of the engine alone.
         date: day of the last measurement.
-        num_threads: threads of all steps.
+        num_threads: number of threads that computed all steps.
         version: version of the stored file.
         served_steps: steps of a running server. Its loop does more than compute, so these steps
             say by how much a step takes longer than `points` predict.
@@ -132,11 +130,11 @@ class Calibration(Frozen):
 
     @property
     def num_steps(self) -> int:
-        """Number of measured shapes of steps."""
+        """The number of shapes of steps that were measured."""
         return len(self.points) + len(self.served_steps)
 
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
-        """Return the factors for a step of this shape, from measured steps near it.
+        """Return the factors that correct the time of a step, from measured steps near its shape.
 
         Coordinates are logarithms of rows, rows per request and context; a measured step has the
         inverse fourth power of its distance as weight. The context influences only attention.
@@ -164,23 +162,24 @@ class Calibration(Frozen):
         )
 
     def _engine_factors_at(self, roofline: Roofline, position: Sequence[float]) -> Factors:
-        """Return the factors for the engine alone, without a server's loop."""
+        """Return the correction factors at a position for the engine alone, without a server."""
         if not self.points:
             return Factors(attention=1.0, products=1.0, rest_s=0.0, nearest="")
         return factors_at(position, _overhead_ratios(self, roofline))
 
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
-        """Return a key that shapes with nearly equal factors share."""
+        """Return a key that shapes of steps with nearly equal correction factors share."""
         return cell_of(batch)
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
-        """Return the factors at the center of a cell."""
+        """Return the correction factors at the center of a cell of similar shapes."""
         return self._factors_at(roofline, cell_center(cell))
 
     def errors(self, roofline: Roofline) -> list[float]:
-        """Predict each measured step from the other steps; return the relative errors.
+        """Predict each measured step from the other measured steps; return the relative errors.
 
-        With at least two served steps, only served steps are predicted, from each other.
+        With at least two steps of a running server, only these steps are predicted, from each
+        other.
         """
         if len(self.served_steps) < 2:
             return [
@@ -195,11 +194,11 @@ class Calibration(Frozen):
         return errors
 
     def error(self, roofline: Roofline) -> float | None:
-        """Return the median of `errors`; None if only one step was measured."""
+        """Return the median relative error of predicted steps; None if only one was measured."""
         return median(errors) if (errors := self.errors(roofline)) else None
 
     def seconds(self, roofline: Roofline, batch: BatchShape) -> float:
-        """Return the corrected time of a step."""
+        """Return the corrected time of a step of this shape, in seconds."""
         factors = self.factors(roofline, batch)
         min_step = roofline.min_step(batch)
         products_s = factors.products * min_step.products_s
@@ -232,7 +231,10 @@ def _overhead_ratios(calibration: Calibration, roofline: Roofline) -> tuple[Over
 def _server_log_ratios(
     calibration: Calibration, roofline: Roofline
 ) -> tuple[tuple[tuple[float, ...], float], ...]:
-    """Return position and log(measured / predicted by `points`) of each served step."""
+    """Return the position of each measured server step, and how much longer it took than predicted.
+
+    The second value is the logarithm of measured time divided by the time that `points` predict.
+    """
     engine = replace(calibration, served_steps=())
     ratios = []
     for step in calibration.served_steps:
@@ -263,7 +265,7 @@ def calibrate(
 
 
 def calibration_shapes(context_length: int) -> list[Shape]:
-    """Return the shapes of steps that a calibration measures, if they fit into the context."""
+    """Return the shapes of steps that a calibration measures and that fit into the context."""
     decode = [Shape.decode(count, size) for size in _CONTEXTS for count in _STREAMS]
     shapes = [*decode, *map(Shape.prefill, _PROMPTS)]
     return [shape for shape in shapes if shape.num_tokens <= context_length]
@@ -277,7 +279,10 @@ def measure(
     num_steps: int | None = None,
     num_threads: int | None = None,
 ) -> Calibration:
-    """Measure steps of these shapes and store them; `num_steps` as in `ProfileOptions`."""
+    """Measure steps of these shapes, and store them as the model's calibration.
+
+    `num_steps` is as in `ProfileOptions`.
+    """
     num_threads = resolve_num_threads(num_threads)
     points = measured_points(model, shapes, notice, num_steps, num_threads)
     return _store(identity, Calibration(points, _today(), num_threads))
@@ -290,7 +295,10 @@ def measured_points(
     num_steps: int | None = None,
     num_threads: int | None = None,
 ) -> tuple[Point, ...]:
-    """Measure a step of each shape, in several passes over all shapes; see `measure`."""
+    """Measure a step of each shape, in several passes over all shapes; arguments as `measure`.
+
+    Several passes are made so that a short disturbance spoils only one.
+    """
     from twostroke.lab.measure.profile import ProfileOptions, profile  # not needed for plans
 
     compute = ComputeOptions(num_threads=num_threads)
@@ -336,7 +344,7 @@ def _today() -> str:
 
 
 def load_calibration(identity: str, num_threads: int | None = None) -> Calibration | None:
-    """Return the stored steps of a model on this machine; None if there are none.
+    """Return the stored measured steps of a model on this machine; None if there are none.
 
     Only steps on `num_threads` threads count; it defaults to the number that an engine uses.
     """

@@ -17,7 +17,10 @@ _MAX_SAMPLED_CHUNKS: Final = 6  # chunks whose time is computed; the time betwee
 
 
 class PrefillChunk(Frozen):
-    """A chunk of `rows` tokens after `start` tokens of a prompt; it stands for `times` chunks."""
+    """A chunk of a prompt that one step computes: `rows` tokens after `start` tokens.
+
+    It stands for `times` such chunks in a sum over all chunks.
+    """
 
     start: int
     rows: int
@@ -26,10 +29,10 @@ class PrefillChunk(Frozen):
 
 
 def chunks(start: int, end: int, max_tokens: int | None) -> list[PrefillChunk]:
-    """Divide the tokens from `start` to `end` into chunks of at most `max_tokens`.
+    """Divide a prompt's tokens from `start` to `end` into chunks of at most `max_tokens`.
 
-    None for `max_tokens`: a single chunk. If there are many chunks, the result has only a few of
-    them; `times` are the weights with which they interpolate the sum over all.
+    If `max_tokens` is None, there is a single chunk. If there are many chunks, the result has only
+    a few of them; `times` are the weights with which they interpolate the sum over all.
     """
     max_tokens = max_tokens or end - start
     num_full = num_chunks(end - start, max_tokens) - 1
@@ -47,14 +50,14 @@ def chunks(start: int, end: int, max_tokens: int | None) -> list[PrefillChunk]:
 
 
 def num_chunks(num_tokens: int, max_tokens: int | None) -> int:
-    """Return the number of chunks of at most `max_tokens`; 1 if it is None."""
+    """Return the number of prompt chunks of at most `max_tokens` tokens; 1 if that is None."""
     return 1 if max_tokens is None else -(-num_tokens // max_tokens)
 
 
 def sum_of_steps(steps: Sequence[tuple[PlannedStepTime, float]]) -> PlannedStepTime:
-    """Return the sum of steps, each multiplied by its number of occurrences.
+    """Return the sum of planned step times, each multiplied by its number of occurrences.
 
-    The bound of an operation's sum is its bound in the step where it takes longest.
+    An operation's bound (arithmetic or memory) is its bound in the step where it takes longest.
     """
     if len(steps) == 1:
         return steps[0][0]

@@ -1,8 +1,4 @@
-"""Programs for plans, made from a config.json of models that no family here can run.
-
-They consist of the same operations as other Programs. Small operations (rotation, gates of shared
-experts, sinks, biases of experts) are left out.
-"""
+"""Programs of models that the engine cannot run, made from a config.json for plans alone."""
 
 from __future__ import annotations
 
@@ -53,7 +49,9 @@ _WITH_STATES: Final = frozenset(
 
 
 def described_program(file: str, config: Mapping[str, Any], name: str) -> Program | None:
-    """Return the Program of a model that no family runs; None if a family runs it.
+    """Return the Program of a model that the engine cannot run, for plans.
+
+    It is None if a model family runs the model.
 
     Raises:
         ModelFormatError: neither a family nor this file knows the model type.
@@ -74,7 +72,10 @@ def described_program(file: str, config: Mapping[str, Any], name: str) -> Progra
 
 
 def _qwen2_moe(fields: Fields, name: str) -> Program:
-    """Qwen1.5 and Qwen2 with experts (arXiv:2407.10671), one of them shared."""
+    """Return the Program of Qwen1.5 and Qwen2 with experts (arXiv:2407.10671).
+
+    One expert is shared.
+    """
     fields.expect("decoder_sparse_step", 1)
     fields.expect("mlp_only_layers", [])
     fields.expect("use_sliding_window", False)  # noqa: FBT003 - the only value
@@ -84,14 +85,20 @@ def _qwen2_moe(fields: Fields, name: str) -> Program:
 
 
 def _gpt_oss(fields: Fields, name: str) -> Program:
-    """gpt-oss (arXiv:2508.10925): every other layer has a window; all products have biases."""
+    """Return the Program of gpt-oss (arXiv:2508.10925).
+
+    Every other layer has a window, and all products have biases.
+    """
     spec = _spec(fields, name)
     spec = replace(spec, window=config_window(fields, all_but_every(2, spec.num_layers)))
     return _with_experts(fields, spec, attention, "num_local_experts", width=spec.ffn_size)
 
 
 def _hunyuan(fields: Fields, name: str) -> Program:
-    """Hunyuan-Large (arXiv:2411.02265): adjacent layers share keys and values; shared expert."""
+    """Return the Program of Hunyuan-Large (arXiv:2411.02265).
+
+    Adjacent layers share keys and values, and there is a shared expert.
+    """
     spec = _spec(fields, name)
     period = 1
     if fields.flag("use_cla", default=False):
@@ -113,10 +120,11 @@ def _hunyuan(fields: Fields, name: str) -> Program:
 
 
 def _gemma3n(fields: Fields, name: str) -> Program:
-    """Gemma 3n's text model: the last layers use keys and values of earlier layers.
+    """Return the Program of Gemma 3n's text model.
 
-    Each layer has its own embeddings (a row for each token), and a residual of low rank. Before the
-    first layer and after the last, four residual streams are mixed.
+    The last layers use keys and values of earlier layers. Each layer has its own embeddings (a row
+    for each token), and a residual of low rank. Before the first layer and after the last, four
+    residual streams are mixed.
     """
     width = _only(fields, "intermediate_size")
     spec = _spec(Fields(fields.name, {**fields.values, "intermediate_size": width}), name)
@@ -166,7 +174,7 @@ def _with_experts(
     shared_width: int = 0,
     top_k_key: str = "num_experts_per_tok",
 ) -> Program:
-    """Return a decoder whose layers have experts.
+    """Return the Program of a decoder whose layers have experts.
 
     `count` and `top_k_key` are the configuration's keys of the numbers of experts.
     """
@@ -195,7 +203,10 @@ def _with_experts(
 
 
 def _layer(spec: ModelSpec, layer: int, x: str, output: str, parts: tuple[Part, Part]) -> list[Op]:
-    """Return `h = x + attention(norm(x))` and `h + feed_forward(norm(h))`."""
+    """Return the operations of a layer.
+
+    They compute `h = x + attention(norm(x))` and `h + feed_forward(norm(h))`.
+    """
     layer_ops: list[Op] = []
     steps = zip(parts, (x, f"h{layer}"), (f"h{layer}", output), ("attn", "ffn"), strict=True)
     for part, start, end, name in steps:
@@ -231,7 +242,7 @@ def _shared_kv_attention(
 
 
 def _spec(fields: Fields, name: str) -> ModelSpec:
-    """Return the specification that all families share; the base of RoPE has no cost."""
+    """Return the fields that all model families share, for plans; the base of RoPE has no cost."""
     sizes = read_sizes(fields, SIZE_KEYS)
     biased = fields.flag("attention_bias", default=False)
     return ModelSpec(
@@ -248,7 +259,10 @@ def _spec(fields: Fields, name: str) -> ModelSpec:
 
 
 def _only(fields: Fields, key: str) -> Any:
-    """Return a value; from a list with one value per layer, the value that all layers share."""
+    """Return a value of the configuration.
+
+    From a list with one value per layer, it is the value that all layers share.
+    """
     value = fields.value(key)
     if not isinstance(value, list) or not value:
         return value

@@ -58,7 +58,7 @@ class Device(Frozen):
     price_source: str = ""
 
     def arithmetic(self, preferred: str) -> str:
-        """Return the preferred arithmetic if the device has it, else the first in `peaks`."""
+        """Return the preferred arithmetic (such as fp8) if the device has it, else its first."""
         return preferred if preferred in self.peaks else next(iter(self.peaks))
 
 
@@ -79,14 +79,14 @@ class _DeviceRow(Frozen, forbid_unknown_fields=True):
     spec_checked: str = ""
 
     def __post_init__(self) -> None:
-        """Check the ranges of all values; raises UsageError."""
+        """Raise UsageError if a value of the device's row is out of range."""
         if not self.name.strip():
             raise UsageError("must not be empty.", field="name")
         check_range(self, "bandwidth_gb_s", "memory_gb", "link_gb_s", "tdp_w", high=1e9)
         check_range(self, *_PEAK_FIELDS.values(), "usd_per_hour", high=1e9)
 
     def device(self) -> Device:
-        """Return the device of this row, in bytes, operations and seconds."""
+        """Return the device that this row describes, in bytes, operations and seconds."""
         rates = {arithmetic: getattr(self, field) for arithmetic, field in _PEAK_FIELDS.items()}
         return Device(
             name=self.name,
@@ -152,7 +152,7 @@ def this_machine(num_threads: int | None = None) -> Device:
 
 
 def device_of(limits: Hardware) -> Device:
-    """Return a measured machine as a device of plans."""
+    """Return a machine with measured limits as a device for plans."""
     return Device(
         name=limits.name,
         memory_bytes=limits.memory_bytes,

@@ -1,4 +1,4 @@
-"""`/api/plan`: plans of the served model on this machine, or on a device of the table."""
+"""The endpoint `/api/plan`: plans of the served model on this machine, or on another device."""
 
 from __future__ import annotations
 
@@ -142,9 +142,9 @@ _OPERATIONS: Final = {
 
 
 class Plans:
-    """Makes plans of the served model in a thread, one at a time, with fair turns between tenants.
+    """Answers requests for plans of the served model, in a thread and one at a time.
 
-    An `Extension` of the server.
+    Tenants take fair turns. It is an `Extension` of the server.
     """
 
     bodies: ClassVar[Mapping[str, type[msgspec.Struct]]] = {PATH: PlanRequest}
@@ -160,7 +160,10 @@ class Plans:
         self._num_waiting: Counter[str] = Counter()  # by tenant
 
     def routes(self, options: ServeOptions, note_ignored: NoteIgnored) -> list[Route]:
-        """Return the routes; `note_ignored` reports fields of a request that have no effect."""
+        """Return the HTTP routes for plans.
+
+        `note_ignored` reports fields of a request that have no effect.
+        """
         decoder = BodyDecoder(PlanRequest, options.limits.max_json_depth)
 
         async def plan(request: Request) -> Response:
@@ -178,11 +181,11 @@ class Plans:
         return [Route(PATH, plan, methods=["GET", "POST"], name=PATH)]
 
     async def choices(self, tenant: str = "") -> PlanChoices:
-        """Return the devices and formats for plans."""
+        """Return the names of devices and number formats for which plans can be made."""
         return await self._in_turn(tenant, self._choices)
 
     async def plan(self, request: PlanRequest, tenant: str = "") -> Plan:
-        """Return the plan of a request.
+        """Return the plan of the served model that a request asks for.
 
         Raises:
             RequestError: a field has a wrong value.
@@ -192,7 +195,7 @@ class Plans:
         return await self._in_turn(tenant, self._plan, request)
 
     def close(self) -> None:
-        """Drop queued plans, and end the thread after the current plan."""
+        """Drop queued plans, and end the planning thread after the current plan."""
         self._thread.close()
 
     async def _in_turn(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
@@ -292,7 +295,10 @@ class Plans:
 
 
 def _one_of(valid_values: Iterable[str], value: str, name: str) -> str:
-    """Return the value of the field `name`; RequestError unless it is one of `valid_values`."""
+    """Return the value of a plan request's field `name`.
+
+    Raises RequestError unless the value is one of `valid_values`.
+    """
     names = list(valid_values)
     if value not in names:
         reason = f"must be one of {', '.join(names)}, got '{{value}}'.{nearest(value, names)}"

@@ -108,7 +108,10 @@ def _time_formulas(planner: Planner, streams: int) -> Iterator[str]:
 
 
 def _mixed_step_formulas(planner: Planner, streams: int) -> Iterator[str]:
-    """Yield the formulas of prefill that shares steps with `streams - 1` decoding streams."""
+    """Yield the formulas of steps in which a prompt's prefill and other streams' decode share.
+
+    There are `streams - 1` decoding streams.
+    """
     output = planner.question.output
     prompt_s = planner.prompt_s(streams)
     num_chunks = planner.num_chunks(streams)
@@ -170,7 +173,7 @@ def _figure_formulas(planner: Planner, streams: int) -> Iterator[str]:
 def _step_formula(
     name: str, step: PlannedStepTime, *, min_step: PlannedStepTime, roofline: Roofline
 ) -> str:
-    """Return the work of a step, its minimum time, and the corrected time if there is one."""
+    """Return the formula of a step: its work, its minimum time, and the corrected time if any."""
     computing_s = step.flops / roofline.peak
     reading_s = step.bytes / roofline.bandwidth
     text = (

@@ -1,4 +1,4 @@
-"""Plans a fleet: which devices to buy, or which models to place where, for several models."""
+"""Plans a fleet for several models: which devices to buy, or which model to place where."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _MAX_ALTERNATIVES: Final = 3
 
 
 class PlacedReplica(Frozen):
-    """Replicas of one model on a group: `count` replicas on each group. Latencies in seconds."""
+    """Replicas of one model in a fleet's plan: `count` replicas on each device group.
+
+    Latencies are in seconds.
+    """
 
     model: str
     weights: str
@@ -47,7 +50,10 @@ class PlacedReplica(Frozen):
 
 
 class PlacementGroup(Frozen):
-    """`times` equal groups of `count` devices each, with the replicas on each group."""
+    """Equal groups of devices in a fleet's plan, with the replicas on each group.
+
+    There are `times` groups of `count` devices each.
+    """
 
     device: str
     count: int
@@ -72,7 +78,7 @@ class ServedLoad(Frozen):
 
 
 class Alternative(Frozen):
-    """The best fleet without one kind of device: its price, and the share of load it misses."""
+    """The best fleet without one kind of device: its price, and its missing share of load."""
 
     without: str
     usd_per_hour: float
@@ -80,18 +86,18 @@ class Alternative(Frozen):
 
 
 class FleetPlan(Frozen):
-    """The answer to a fleet question.
+    """The answer to a fleet question: which devices to use, and which replicas to run on them.
 
     Attributes:
         objective: "cost" or "performance".
-        mfu, mbu: as in the question.
+        mfu, mbu: the shares of peak arithmetic and bandwidth, as in the question.
         usd_per_hour: price of the fleet.
         least_usd: lower bound for the price of any fleet of these replicas; None for
             "performance".
         groups: devices and their replicas; empty if there is a `verdict`.
-        models: load of each model.
+        models: the load of each model, and how much of it is served.
         binding: sentences about the limits that determine the result.
-        alternatives: fleets without one kind of device.
+        alternatives: the best fleets without one kind of device.
         verdict: why no fleet meets the question; otherwise empty.
         assumed: by model, configuration fields that are missing, as in `Plan`.
     """
@@ -110,7 +116,7 @@ class FleetPlan(Frozen):
 
 
 def make_fleet(question: FleetQuestion) -> FleetPlan:
-    """Return the fleet with the lowest price, or with the highest performance.
+    """Return the plan of the fleet with the lowest price, or with the highest performance.
 
     Raises:
         UsageError: a device is unknown, or has no price where one is needed.
@@ -120,7 +126,7 @@ def make_fleet(question: FleetQuestion) -> FleetPlan:
 
 
 class _FleetPlanner:
-    """The device groups of one question, their possible replicas, and a packer for them."""
+    """Plans the fleet of one question: device groups, their possible replicas, and a packer."""
 
     def __init__(self, question: FleetQuestion) -> None:
         self._question = question
@@ -136,7 +142,7 @@ class _FleetPlanner:
         self._packer = Packer(self._options)
 
     def answer(self) -> FleetPlan:
-        """Return the best fleet, or the reason why there is none."""
+        """Return the plan of the best fleet, or the reason why there is none."""
         shortfalls = [
             replicas.context_shortfall(self._names[index]) for index, replicas in self._replicas
         ]
@@ -193,7 +199,7 @@ class _FleetPlanner:
     def _possible_groups(
         self, devices: Sequence[Device], stock: Mapping[str, int]
     ) -> Iterator[DeviceGroup]:
-        """Yield groups of 1, 2, 4, ... devices of each kind."""
+        """Yield the device groups that a fleet may have: 1, 2, 4, ... devices of each kind."""
         question = self._question
         for device in devices:
             price = self._prices.get(device.name, device.usd_per_hour)
@@ -216,7 +222,7 @@ class _FleetPlanner:
                 )
 
     def _options_on(self, groups: Sequence[DeviceGroup]) -> list[Option]:
-        """Return the possible replicas of all models on each group."""
+        """Return each device group with the possible replicas of all models on it."""
         return [
             (
                 group,
@@ -226,7 +232,7 @@ class _FleetPlanner:
         ]
 
     def _demand(self) -> Demand:
-        """Return the load to pack.
+        """Return the load of all models, with the cost of not serving it.
 
         For "cost", missing load costs far more than serving it. For "performance" it costs its
         value, and prices only decide between fleets that serve the same load.
@@ -256,7 +262,10 @@ class _FleetPlanner:
         )
 
     def _shortfall(self, index: int) -> str:
-        """Explain why a model runs on no group, by how much, and what helps; "" if it runs."""
+        """Explain why a model runs on no device group, by how much, and what helps.
+
+        The text is empty if the model runs on some group. `index` is the model's number.
+        """
         if any(replica.model == index for _, replicas in self._options for replica in replicas):
             return ""
         shortfalls = [
@@ -272,7 +281,7 @@ class _FleetPlanner:
         return f"{self._names[index]}: {_describe(nearest)}"
 
     def _missing_load(self, demand: Demand, packing: PackingResult) -> str:
-        """Explain how much load the best packing misses, and what would serve it."""
+        """Explain how much load the best fleet misses, and which devices would serve it."""
         pairs = list(zip(self._names, packing.missing, self._loads, strict=True))
         shares = [f"{name} {miss / load:.0%}" for name, miss, load in pairs if miss > 1e-6 * load]
         listed = ", ".join(shares[:5]) + (", ..." if len(shares) > 5 else "")
@@ -288,7 +297,7 @@ class _FleetPlanner:
         return f"{text} {self._enough(demand)}"
 
     def _too_small_budget(self) -> str:
-        """Explain by how much the budget is too small for any replica."""
+        """Explain by how much the budget is too small for any replica of the models."""
         min_usd = min(group.usd_per_hour for group, replicas in self._options if replicas)
         times = min_usd / (self._question.budget or min_usd)
         return (
@@ -297,7 +306,7 @@ class _FleetPlanner:
         )
 
     def _enough(self, demand: Demand) -> str:
-        """Return a sentence about the devices that would serve the load beside the stock."""
+        """Return a sentence about the additional devices with which the fleet serves all load."""
         devices = [d for d in known_devices().values() if d.memory_bytes and d.usd_per_hour]
         bought = [replace(group, stock="") for group in self._possible_groups(devices, {})]
         owned = [replace(group, usd_per_hour=0.0) for group in self._groups]
@@ -314,7 +323,7 @@ class _FleetPlanner:
         return f"Enough would be {devices_to_buy} more, for {packing.usd_per_hour:,.2f} $ an hour."
 
     def _placement_groups(self, packing: PackingResult) -> Iterator[PlacementGroup]:
-        """Yield the groups of a packing, the most expensive first."""
+        """Yield the device groups that a packing uses, the most expensive first."""
         for pattern, times in sorted(
             packing.used, key=lambda item: -item[0].group.usd_per_hour * item[1]
         ):
@@ -357,7 +366,7 @@ class _FleetPlanner:
             )
 
     def _binding_limits(self, demand: Demand, packing: PackingResult) -> Iterator[str]:
-        """Yield sentences about used-up stocks, the budget, and full devices."""
+        """Yield sentences about the fleet's limits: used-up stocks, the budget, full devices."""
         unit = "save {:,.2f} $ an hour" if demand.must_serve else "add a value of {:,.3g} a second"
         for name, price in packing.stock_prices.items():
             if price > 1e-9:
@@ -377,7 +386,7 @@ class _FleetPlanner:
             )
 
     def _alternatives(self, demand: Demand, packing: PackingResult) -> Iterator[Alternative]:
-        """Yield the best fleet without each of the kinds of devices with the highest cost."""
+        """Yield the best fleet without each of the most expensive kinds of devices."""
         usd: dict[str, float] = {}
         for pattern, times in packing.used:
             name = pattern.group.device.name
@@ -433,7 +442,10 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _describe(shortfall: Shortfall) -> str:
-    """Return a sentence about the nearest miss of a model, and what helps."""
+    """Return a sentence about a model that fits on no device group.
+
+    It names the nearest miss, and says what helps.
+    """
     if shortfall.figure == "memory":
         return (
             "it fits nowhere: one request with the weights takes "

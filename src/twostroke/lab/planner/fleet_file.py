@@ -48,18 +48,21 @@ class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """Name of the model in answers."""
+        """The name of the model in the fleet's plan."""
         path = Path(self.model)
         stem = path.stem if path.suffix in {".gguf", ".json"} else path.name
         return self.name or (path.parent.name if path.name == "config.json" else stem)
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Weight formats; empty for the format of the model's file."""
+        """The weight formats that replicas may use; empty for the format of the model's file."""
         return (self.weights,) if isinstance(self.weights, str) else self.weights
 
     def question(self, mfu: float, mbu: float, token_budget: int) -> Question:
-        """Return the question of one replica on one device; UsageError if a value is wrong."""
+        """Return the planning question of one replica on one device.
+
+        Raises UsageError if a value is wrong.
+        """
         check_range(self, "requests_per_s", "value", high=1e12)
         check_range(self, "ttft", "tpot", high=1e9)
         for word in self.formats:
@@ -81,12 +84,12 @@ class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """The load of a fleet, and the devices that it may have.
+    """The models and loads of a fleet, and the devices that it may have.
 
     Attributes:
-        models: the models that it serves.
-        objective: "cost" serves all load at the lowest price; "performance" serves the
-            most valuable load that devices and budget allow.
+        models: the models that the fleet serves.
+        objective: "cost" serves all load at the lowest price; "performance" serves the most
+            valuable load that devices and budget allow.
         stock: number of available devices of each kind; empty if devices are bought.
         devices: kinds that may be bought; empty for all kinds of the table with a price.
         prices: $ per hour by device, which replace the prices of the table.
@@ -112,7 +115,7 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
     memory_share: float = 0.9
 
     def __post_init__(self) -> None:
-        """Check the ranges; raises UsageError with the field."""
+        """Raise UsageError, with the field, if a number of the question is out of range."""
         if not self.models:
             raise UsageError("must name at least one model.", field="models")
         check_range(self, "mfu", "mbu", low=MIN_EFFICIENCY, high=1)
@@ -132,17 +135,17 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_fleet(path: Path) -> FleetQuestion:
-    """Return the question in a file; raises as `read_fleet_with_lines`."""
+    """Return the fleet question in a YAML file; raises as `read_fleet_with_lines`."""
     return read_fleet_with_lines(path)[0]
 
 
 def read_fleet_with_lines(path: Path) -> tuple[FleetQuestion, YamlFile]:
-    """Return the question in a file, and the file's lines for later errors.
+    """Return the fleet question in a YAML file, and the file's lines for later errors.
 
     The file is read once, since it may be a pipe.
 
     Raises:
-        UsageError: it is not YAML, or a value is wrong; the message names file and line.
+        UsageError: the file is not YAML, or a value is wrong; the message names file and line.
         ModelFormatError: the file cannot be read.
     """
     file = YamlFile(path, _missing_packages())
@@ -164,7 +167,10 @@ def read_fleet_with_lines(path: Path) -> tuple[FleetQuestion, YamlFile]:
 
 
 def at_line(file: YamlFile, error: TwostrokeError) -> TwostrokeError:
-    """Return an error about a field with the line of the field; other errors unchanged."""
+    """Return an error with the line of the fleet's file that its field is on.
+
+    An error without a field is returned unchanged.
+    """
     if error.field is None:
         return error
     return type(error)(str(file.at(steps(error.field), str(error))))

@@ -45,7 +45,7 @@ _MXFP4_BITS: Final = 4.25  # a scale of 8 bits for 32 weights
 
 
 class PlannedModel(Frozen):
-    """A model as plans see it.
+    """A model as plans see it: its operations and the sizes of its weights.
 
     Attributes:
         name: its name in plans.
@@ -69,17 +69,17 @@ class PlannedModel(Frozen):
 
     @property
     def num_weights(self) -> int:
-        """Number of weights, with all experts."""
+        """The number of the model's weights, with all experts."""
         return sum(map(prod, self.program.weight_shapes.values()))
 
     @property
     def all_bytes(self) -> int:
-        """Bytes of all weights."""
+        """The bytes of all weights of the model."""
         return sum(self.weight_bytes.values())
 
     @property
     def hidden_size(self) -> int:
-        """Width of the values between layers."""
+        """The width of the hidden states between layers."""
         return self.program.value_widths[self.program.layer_outputs[-1]]
 
     def with_weights(self, weights: str) -> PlannedModel:
@@ -109,11 +109,12 @@ class PlannedModel(Frozen):
 
 
 def load_planned_model(model: str) -> PlannedModel:
-    """Return the model called `model`, or the model that a config.json (or its folder) describes.
+    """Return the model called `model` for plans; a config.json or its folder is enough.
 
     Weights have the size that the cpu backend packs them to, mostly their size in the file. A
     configuration without weights says how matrices are quantized; if plans do not know this way of
-    quantizing, they have 16 bits. Of a model of the hub that is not here, only headers are fetched.
+    quantizing, matrices have 16 bits. Of a model on the hub that is not on this machine, only
+    headers are fetched.
 
     Raises:
         ModelNotFoundError, ModelFormatError: as `load`.
@@ -140,7 +141,7 @@ def load_planned_model(model: str) -> PlannedModel:
 
 
 def _from_hub(name: HubName) -> PlannedModel:
-    """Return a model of the hub; only its headers are fetched."""
+    """Return a model of the Hugging Face hub for plans; only its headers are fetched."""
     with TemporaryDirectory(prefix="twostroke-") as folder:
         path = fetch_headers(name, Path(folder), _rope_table_ranges)
         if path.is_dir():
@@ -160,7 +161,7 @@ def _from_hub(name: HubName) -> PlannedModel:
 
 
 def _model_of_configuration(name: str, program: Program, fields: Fields) -> PlannedModel:
-    """Return a model that has only a configuration."""
+    """Return a model for plans that has only a configuration, and no weights."""
     assumed = tuple(key for key in _SIZE_FIELDS if not fields.has(key))
     model = PlannedModel(name, program, {}, "", "", assumed=assumed)
     quantization = fields.part("quantization_config")
@@ -189,7 +190,10 @@ def _model_of_configuration(name: str, program: Program, fields: Fields) -> Plan
 
 
 def _rope_table_ranges(path: Path, name: str) -> list[tuple[int, int]] | None:
-    """Return offset and size of the RoPE tables in a GGUF file; None if its header is cut off."""
+    """Return the offset and size of the RoPE tables in a GGUF file.
+
+    It is None if the file is cut off within its header.
+    """
     try:
         header = read_header(path, name)
     except TruncatedError:

@@ -17,9 +17,10 @@ _CELLS_PER_DOUBLING: Final = 8
 
 
 class OverheadRatio(NamedTuple):
-    """A measured step: its coordinates, its name, and the times of its parts.
+    """How much longer than its minimum time a measured step took, with its coordinates and name.
 
-    `attention` and `products` are ratios to the minimum times; `rest_s` is in seconds.
+    `attention` and `products` are ratios to the minimum times of these operations; `rest_s` is in
+    seconds.
     """
 
     position: tuple[float, ...]
@@ -30,9 +31,9 @@ class OverheadRatio(NamedTuple):
 
 
 def factors_at(position: Sequence[float], steps: Sequence[OverheadRatio]) -> Factors:
-    """Return the factors at a position, as weighted means over measured steps.
+    """Return correction factors for a step at a position, as weighted means over measured steps.
 
-    The context influences only attention.
+    The position is made by `coordinates`. The context influences only attention.
     """
     row_position = position[:_NUM_ROW_COORDINATES]
 
@@ -55,14 +56,17 @@ def factors_at(position: Sequence[float], steps: Sequence[OverheadRatio]) -> Fac
 def weighted_mean(
     position: Sequence[float], values: Sequence[tuple[Sequence[float], float]]
 ) -> float:
-    """Return the mean of values that belong to positions, weighted by their `nearness`."""
+    """Return the mean of measured steps' values, weighted by the `nearness` of their positions."""
     weights = [nearness(position, other) for other, _ in values]
     products = [weight * value for weight, (_, value) in zip(weights, values, strict=True)]
     return sum(products) / sum(weights)
 
 
 def coordinates(batch: BatchShape) -> tuple[float, ...]:
-    """Return the position of a step: logarithms of rows, rows per request, and mean context."""
+    """Return the position of a step among measured steps.
+
+    The coordinates are logarithms of rows, rows per request, and mean context.
+    """
     sizes = (
         batch.num_rows,
         batch.num_rows / len(batch.starts),
@@ -72,15 +76,21 @@ def coordinates(batch: BatchShape) -> tuple[float, ...]:
 
 
 def cell_of(batch: BatchShape) -> tuple[int, ...]:
-    """Return the cell of a step: its coordinates in eighths of a doubling, rounded."""
+    """Return the cell of similar steps that a step is in.
+
+    A cell is the step's coordinates in eighths of a doubling, rounded.
+    """
     return tuple([round(_CELLS_PER_DOUBLING * value) for value in coordinates(batch)])
 
 
 def cell_center(cell: tuple[int, ...]) -> list[float]:
-    """Return the coordinates of a cell's center."""
+    """Return the coordinates of the center of a cell of similar steps."""
     return [index / _CELLS_PER_DOUBLING for index in cell]
 
 
 def nearness(position: Sequence[float], other: Sequence[float]) -> float:
-    """Return the weight of one position for another: the inverse 4th power of the distance."""
+    """Return how much a measured step at position `other` counts at `position`.
+
+    It is the inverse 4th power of the distance.
+    """
     return 1 / (math.dist(position, other) ** 4 + 1e-9)

@@ -1,14 +1,6 @@
-"""Packs replicas onto groups of devices by column generation; the solver HiGHS does the programs.
+"""Packs replicas of models onto groups of devices at the lowest price, by column generation.
 
-A pattern is a set of replicas that fit together on one group, at most one of each model. A linear
-program chooses how often each known pattern is used. Its duals are a price for each model's load,
-and a dynamic program finds the pattern with the highest value at these prices (Gilmore and Gomory,
-1961). When no pattern improves the linear program, its value is a lower bound for every packing.
-An integer program over all patterns then gives the packing.
-
-If all load must be served, a model needs one replica that serves its whole load, or at least two
-replicas. The linear program alone would take 1.2 replicas that each serve five sixths. Extra rows
-demand whole replicas, which brings the bound close to the price of whole replicas.
+The solver HiGHS solves the linear and integer programs.
 """
 
 from __future__ import annotations
@@ -40,14 +32,14 @@ Option: TypeAlias = "tuple[DeviceGroup, Sequence[PlannedReplica]]"  # a group an
 
 
 class PlacementPattern(Frozen):
-    """Replicas that share one group."""
+    """Replicas that share one group of devices."""
 
     group: DeviceGroup
     replicas: tuple[PlannedReplica, ...]
 
 
 class Demand(Frozen):
-    """The load to serve, and the limits.
+    """The load that a packing must serve, and the limits of devices and budget.
 
     Attributes:
         loads: requests per second of each model.
@@ -55,7 +47,8 @@ class Demand(Frozen):
         stock: number of available devices by name of the stock; no entry for no limit.
         budget: most $ per hour.
         must_serve: a packing that leaves load unserved is no solution.
-        usd_weight: multiplies the prices of groups. A small weight makes prices only break ties.
+        usd_weight: multiplies the prices of groups. A small weight makes prices only break
+            ties.
     """
 
     loads: tuple[float, ...]
@@ -67,7 +60,7 @@ class Demand(Frozen):
 
 
 class PackingResult(Frozen):
-    """The patterns of a packing, and what limits it.
+    """The patterns of replicas that a packing uses, and the limits that determine it.
 
     Attributes:
         used: patterns and how often each is used.
@@ -89,20 +82,20 @@ class PackingResult(Frozen):
 
     @property
     def usd_per_hour(self) -> float:
-        """Price of all groups."""
+        """The price of all used device groups, in $ per hour."""
         return sum(pattern.group.usd_per_hour * times for pattern, times in self.used)
 
     def carries(self, demand: Demand) -> bool:
-        """Whether all load is served."""
+        """Whether the packing serves all load of the demand."""
         pairs = zip(self.missing, demand.loads, strict=True)
         return all(missing <= (1 - _SERVED_SHARE) * load for missing, load in pairs)
 
 
 class Packer:
-    """Packs replicas onto groups; patterns of earlier packings are used again."""
+    """Packs replicas onto device groups; patterns that earlier packings found are used again."""
 
     def __init__(self, options: Sequence[Option]) -> None:
-        """Take the possible replicas of each group.
+        """Take the possible replicas of each device group.
 
         Raises:
             UsageError: the solver is not installed.
@@ -119,7 +112,10 @@ class Packer:
         self._patterns: list[PlacementPattern] = []
 
     def pack(self, demand: Demand, without: str = "", time_limit_s: float = 8.0) -> PackingResult:
-        """Return the packing of lowest value, without devices of the kind `without`."""
+        """Return the packing of lowest value (price plus penalties).
+
+        Devices of the kind `without` are not used.
+        """
         group_items = [items for items in self._items if items.group.device.name != without]
         program = _Program(self._highs, demand)
         for pattern in self._patterns:
@@ -144,9 +140,10 @@ class Packer:
 
 
 class _GroupItems:
-    """The possible replicas of a group as arrays, in time units and memory cells.
+    """The possible replicas of a device group as arrays, in time units and memory cells.
 
-    Replicas that another replica of the model beats in rate, time and memory are left out.
+    A replica is left out if another replica of its model has a higher rate, and needs less time and
+    memory.
     """
 
     def __init__(self, group: DeviceGroup, replicas: Sequence[PlannedReplica]) -> None:
@@ -175,7 +172,10 @@ class _GroupItems:
         self._sizes = _TIME_WEIGHTS * time_share + (1 - _TIME_WEIGHTS) * memory_share
 
     def best(self, program: _Program) -> PlacementPattern | None:
-        """Return the pattern that lowers the program's value most; None if none lowers it."""
+        """Return the pattern on this group that lowers the program's value most.
+
+        The result is None if no pattern lowers it.
+        """
         cost = program.cost(self.group)
         values = program.values(self._models, self._rates)
         min_value = cost + _MIN_RELATIVE_GAIN * (1 + abs(cost))
@@ -190,7 +190,7 @@ class _GroupItems:
         return PlacementPattern(self.group, tuple(self._replicas[index] for index in selected))
 
     def _useful(self, values: NDArray[Any], cost: float, min_value: float) -> NDArray[Any]:
-        """Return which replicas can be part of a pattern whose value exceeds `min_value`: (n,).
+        """Return which replicas can be part of a pattern worth more than `min_value`: (n,).
 
         A replica's size is a weighted mean of its shares of time and memory, and sizes of a pattern
         add up to at most 1. At any price per size, a pattern's value is at most the price plus, for
@@ -219,7 +219,10 @@ class _GroupItems:
         return undominated
 
     def _knapsack(self, models: list[list[int]], values: NDArray[Any]) -> tuple[float, list[int]]:
-        """Return the highest value of a pattern, and its replicas: at most one of each model."""
+        """Return the highest value of replicas that fit on the group together, and these replicas.
+
+        There is at most one replica of each model.
+        """
         tables = [np.zeros((TIME_UNITS + 1, _MEMORY_CELLS + 1))]
         for items in models:
             before, after = tables[-1], tables[-1].copy()
@@ -243,13 +246,19 @@ class _GroupItems:
     def _value_with(
         self, table: NDArray[Any], index: int, units: int, cells: int, values: NDArray[Any]
     ) -> float:
-        """Return the value of a replica and of the best pattern of `table` that fits beside it."""
+        """Return the value of a replica together with the best pattern that fits beside it.
+
+        `table` has the values of the patterns.
+        """
         units, cells = units - self._units[index], cells - self._cells[index]
         return float(table[units, cells] + values[index]) if min(units, cells) >= 0 else -np.inf
 
 
 class _Prices(NamedTuple):
-    """Duals: change of the value per request per second, per device of a stock, and per $."""
+    """The dual prices of a packing's linear program.
+
+    They are the change of its value per request per second, per device of a stock, and per $.
+    """
 
     loads: tuple[float, ...]
     stock: dict[str, float]
@@ -257,7 +266,7 @@ class _Prices(NamedTuple):
 
 
 class _Program:
-    """The program over known patterns.
+    """The linear program over the placement patterns that are known so far.
 
     Columns are the missing share of each model's load, then patterns. Rows are served loads,
     numbers of replicas (free until `require_whole_replicas`), stocks, and the budget.
@@ -285,12 +294,15 @@ class _Program:
             self._add_column(penalty * load, upper=1, entries={row: 1.0, num_models + row: 2.0})
 
     def _add_column(self, cost: float, *, upper: float, entries: dict[int, float]) -> None:
-        """Add a column with entries by row; its value is from 0 to `upper`."""
+        """Add a column to the linear program; its value is from 0 to `upper`.
+
+        `entries` are by row.
+        """
         rows, values = list(entries), list(entries.values())
         self._solver.addCol(cost, 0, upper, len(entries), rows, values)
 
     def add(self, pattern: PlacementPattern) -> None:
-        """Add the column of a pattern."""
+        """Add the column of a placement pattern to the linear program."""
         group = pattern.group
         entries = dict[int, float]()
         for replica in pattern.replicas:  # at most one of each model
@@ -328,9 +340,10 @@ class _Program:
         return list(self._solver.getSolution().col_value[: len(self._loads)])
 
     def prices(self) -> _Prices:
-        """Return the prices of the limits.
+        """Return the dual prices of the linear program's limits.
 
-        Call it before `require_whole_replicas`: afterwards replicas have a part of the price.
+        Call this method before `require_whole_replicas`: afterwards replicas have a part of the
+        price.
         """
         return _Prices(
             tuple(map(float, self._duals[: len(self._loads)].clip(0) / self._loads)),
@@ -339,20 +352,23 @@ class _Program:
         )
 
     def values(self, models: NDArray[Any], rates: NDArray[Any]) -> NDArray[Any]:
-        """Return the values of replicas of these models with these requests per second: (n,)."""
+        """Return the values of replicas of these models with these requests per second: (n,).
+
+        The values are at the program's dual prices of load.
+        """
         shares = rates / self._loads[models]
         load_duals, replica_duals = self._duals[: 2 * len(self._loads)].clip(0).reshape(2, -1)
         load_values = load_duals[models] * shares
         return np.asarray(load_values + replica_duals[models] * _replica_count(shares))
 
     def cost(self, group: DeviceGroup) -> float:
-        """Return the cost of a group at the prices of stock and budget."""
+        """Return the cost of a device group at the dual prices of stock and budget."""
         cost = (self._demand.usd_weight - self._duals[self._budget_row]) * group.usd_per_hour
         row = self._stock_rows.get(group.stock)
         return float(cost if row is None else cost - self._duals[row] * group.count)
 
     def packed(self, time_limit_s: float, prices: _Prices) -> PackingResult:
-        """Return the best packing of the known patterns; `prices` become part of the result."""
+        """Return the best packing with the known patterns; `prices` become part of the result."""
         demand, solver = self._demand, self._solver
         bound, num_models = float(solver.getInfo().objective_function_value), len(demand.loads)
         columns = range(num_models, num_models + len(self._columns))
@@ -383,7 +399,10 @@ class _Program:
         )
 
     def _solve_integer(self, max_missing_share: float) -> list[float] | None:
-        """Return the values of the integer program's columns; None if it has no solution."""
+        """Return the values of the integer program's columns; None if it has no solution.
+
+        At most `max_missing_share` of each model's load may be missing.
+        """
         for column in range(len(self._loads)):
             self._solver.changeColBounds(column, 0, max_missing_share)
         self._solver.run()
@@ -392,5 +411,8 @@ class _Program:
 
 
 def _replica_count(share: Any) -> Any:
-    """Return how much a replica counts in the row that demands two: 2 if it serves all load."""
+    """Return how much a replica counts towards the demand for two whole replicas.
+
+    A replica that serves all load counts 2.
+    """
     return 1 + (share >= _SERVED_SHARE)

@@ -1,4 +1,4 @@
-"""Makes plans: memory, speed of prefill and decode, costs, and the effects of changes."""
+"""Makes the plan of a model on a device: memory, speeds, costs, and the effects of changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _DRAFT_COST_RATIO = 0.1
 
 
 class WhatIf(Frozen):
-    """The effect of one change at the plan's number of streams.
+    """The effect of one change of model or device on a plan, at the plan's number of streams.
 
     `change` names the change. `most_streams` is the number of requests that would fit, None if the
     device's memory is unknown.
@@ -54,14 +54,14 @@ class WhatIf(Frozen):
 
 
 class CalibrationAccuracy(Frozen):
-    """How reliable corrected times are.
+    """How reliable a plan's times are, which are corrected by measured steps.
 
     Attributes:
         date: day of the last measurement.
         num_threads: threads of the measured steps.
         num_steps: number of measured shapes of steps.
-        error: median error when each step is predicted from the other steps, as a share; None if
-            only one step was measured.
+        error: median error when each step is predicted from the other steps, as a share; None
+            if only one step was measured.
         nearest: the measured step that corrects the plan's decode step most.
     """
 
@@ -73,13 +73,13 @@ class CalibrationAccuracy(Frozen):
 
 
 class Roof(Frozen):
-    """The limits of the plan's devices together, times MFU and MBU.
+    """The limits of a plan's devices together, multiplied by MFU and MBU.
 
     Attributes:
         peak: operations per second in the plan's arithmetic.
         bandwidth: memory bandwidth in bytes per second.
-        link: bandwidth between devices in bytes per second; None if unknown (exchanges then take
-            no time).
+        link: bandwidth between devices in bytes per second; None if unknown (exchanges then
+            take no time).
         usd_per_hour: price of all devices.
         source: where the figures come from.
         price_source: where the price comes from, with its date.
@@ -94,17 +94,17 @@ class Roof(Frozen):
 
 
 class Plan(Frozen):
-    """The answer to a question.
+    """The answer to a planning question: memory, times, rates and costs of a model on devices.
 
     Attributes:
         arithmetic: the arithmetic of the products, a key of `Device.peaks`.
-        ttft_s: time of the prompt alone.
-        knee: streams from which arithmetic limits decode steps.
+        ttft_s: seconds to the first token of a prompt that is computed alone.
+        knee: number of streams from which arithmetic, and not memory, limits decode steps.
         shown_streams: number of streams of `decode` and of the what-ifs.
         prefill, decode: times of one prompt, and of a decode step.
-        rows: figures by number of streams.
-        chosen_row: figures of the largest number of streams that meets all objectives, or of the
-            given number; None if the question cannot be met.
+        rows: rates, latencies and costs by number of streams.
+        chosen_row: figures of the largest number of streams that meets all objectives, or of
+            the given number; None if the question cannot be met.
         verdict: why the question cannot be met; empty if it can.
         bound: what limits the number of streams, unless the question gives the number.
         prefill_per_decode: prefill devices that keep one decode device busy.
@@ -113,7 +113,8 @@ class Plan(Frozen):
         user_load: figures for the question's users; None without users.
         calibrated: the measured steps that correct times; None without them.
         assumed: configuration fields that are missing, so that transformers' defaults are used.
-        usual: the model and machine of the reference steps that correct times; empty without them.
+        usual: the model and machine of the reference steps that correct times; empty without
+            them.
     """
 
     model: str
@@ -146,7 +147,7 @@ class Plan(Frozen):
 
     @property
     def fits(self) -> bool:
-        """Whether context and memory are large enough for the requests, and steps for streams."""
+        """Whether the model's context, the memory and the token budget suffice for the requests."""
         is_short_enough = self.question.prompt + self.question.output <= self.context_length
         has_memory = self.memory.most_streams != 0
         return is_short_enough and has_memory and self.shown_streams >= (self.question.streams or 1)
@@ -237,9 +238,10 @@ def _calibrated(planner: Planner, streams: int) -> CalibrationAccuracy | None:
 
 
 def _verdict(planner: Planner, memory: MemoryPlan, num_fitting: int, max_streams: int) -> str:
-    """Explain which requirement is missed, by how much, and what would meet it; "" if all are met.
+    """Explain which requirement a plan misses, by how much, and what would meet it.
 
-    `num_fitting` requests fit into memory; `max_streams` of them meet the latency objectives.
+    The text is empty if all requirements are met. `num_fitting` requests fit into memory;
+    `max_streams` of them meet the latency objectives.
     """
     question, name = planner.question, planner.device.name
     context_length = planner.model.program.context_length
@@ -268,7 +270,7 @@ def _verdict(planner: Planner, memory: MemoryPlan, num_fitting: int, max_streams
 
 
 def _missed_objective(planner: Planner, max_streams: int) -> str:
-    """Explain which latency objective is missed, by how much, and what would meet it."""
+    """Explain which latency objective a plan misses, by how much, and what would meet it."""
     question = planner.question
     streams = question.streams or 1
     fewer = f"; at most {max_streams:,} would meet it" if max_streams else ""
@@ -297,7 +299,7 @@ def _missed_objective(planner: Planner, max_streams: int) -> str:
 
 
 def _stream_limit(planner: Planner, memory: MemoryPlan, streams: int) -> str:
-    """Return the limit of the number of streams, in the words of `PlannedReplica.bound`."""
+    """Return the limit of a plan's number of streams, in the words of `PlannedReplica.bound`."""
     question = planner.question
     if question.streams is not None:
         return ""
@@ -312,7 +314,7 @@ def _stream_limit(planner: Planner, memory: MemoryPlan, streams: int) -> str:
 
 
 def _fitting_changes(planner: Planner, memory: MemoryPlan) -> str:
-    """Return a sentence about changes that would make room for one request."""
+    """Return a sentence about changes of model or device that would make room for one request."""
     question, model, usable = planner.question, planner.model, memory.usable or 0
     needed = memory.devices_needed
     changes = [f"{needed} of them are enough" if needed else "no number of them is enough"]
@@ -333,7 +335,10 @@ def _fitting_changes(planner: Planner, memory: MemoryPlan) -> str:
 def _devices_needed(
     planner: Planner, time_s: Callable[[Planner, int], float], limit_s: float
 ) -> str:
-    """Return a clause about the devices that would meet an objective; links take their time."""
+    """Return a clause about the number of devices that would meet a latency objective.
+
+    Transfers over the links between devices are included.
+    """
     streams = planner.question.streams or 1
 
     def is_too_slow(count: int) -> bool:
@@ -345,7 +350,7 @@ def _devices_needed(
 
 
 def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
-    """Return the figures after each of several changes, and of the question unchanged."""
+    """Return a plan's figures after each of several changes, and without a change."""
     results = []
     for change, model, question in _changed_questions(planner):
         if model is planner.model and question.kv_format == planner.question.kv_format:
@@ -363,7 +368,7 @@ def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
 
 
 def _changed_questions(planner: Planner) -> Iterator[tuple[str, PlannedModel, Question]]:
-    """Yield the name of each change, with the changed model and the changed question."""
+    """Yield each change that a plan considers: name, changed model and changed question."""
     question, model, device = planner.question, planner.model, planner.device
     yield "as asked", model, question
     for name in ("fp8", "w4a16"):
@@ -385,7 +390,7 @@ def _changed_questions(planner: Planner) -> Iterator[tuple[str, PlannedModel, Qu
 
 
 def _what_if(change: str, planner: Planner, streams: int, step_s: float) -> WhatIf:
-    """Return the figures of a changed plan whose decode step takes `step_s`."""
+    """Return the figures of a plan after a change; its decode step takes `step_s` seconds."""
     output, usd = planner.question.output, planner.usd_per_hour
     tokens_per_s = output / (planner.prompt_s(streams) + output * step_s / streams)
     return WhatIf(
@@ -398,13 +403,16 @@ def _what_if(change: str, planner: Planner, streams: int, step_s: float) -> What
 
 
 def _shown_stream_counts(limit: int, streams: int) -> list[int]:
-    """Return powers of two up to `limit`, and `streams`, in ascending order."""
+    """Return the numbers of streams that a plan's table shows.
+
+    They are the powers of two up to `limit`, and `streams`, in ascending order.
+    """
     powers = [1 << power for power in range(15)]
     return sorted({count for count in [*powers, streams] if count <= max(1, limit)})
 
 
 def expected_tokens_per_round(acceptance: float, num_drafts: int) -> float:
-    """Return the expected number of tokens that one round of speculation yields.
+    """Return the expected number of tokens from one round of speculative decoding.
 
     `acceptance` is the probability that a draft is accepted after all earlier drafts of the round
     were accepted. Source: Leviathan et al., "Fast Inference from Transformers via Speculative

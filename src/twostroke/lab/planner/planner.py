@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class MemoryPlan(Frozen):
-    """Memory in bytes, summed over all devices.
+    """How a model and its requests use the memory of a plan's devices, in bytes over all devices.
 
     Attributes:
         usable: memory for weights and requests; None if the device's memory is unknown.
@@ -57,7 +57,7 @@ class MemoryPlan(Frozen):
 
 
 class Row(Frozen):
-    """Figures for `streams` requests that always run: when a request ends, the next one starts.
+    """A plan's figures for `streams` requests that always run: when one ends, the next one starts.
 
     `step_s`, `mbu`, `mfu` and `bottleneck` describe a decode step. The other figures include
     prefill on the same devices: `tpot_s` includes the prefill of the other streams' prompts.
@@ -80,7 +80,7 @@ class Row(Frozen):
 
 
 class Planner:
-    """Computes times, memory and costs of a model, a device and a question."""
+    """Computes the times, memory and costs of a model on a device, for a planning question."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Planner:
         self._times_by_streams: dict[int, tuple[float, float, float]] = {}
 
     def on_devices(self, device: Device, count: int) -> Planner:
-        """Return a planner of the same model and load on `count` other devices."""
+        """Return a planner of the same model and load on `count` devices of another kind."""
         other = self._changed(device, replace(self.question, count=count))
         other._work_by_streams = self._work_by_streams  # noqa: SLF001 - a copy of this one
         return other
@@ -106,7 +106,7 @@ class Planner:
     def for_question(self, question: Question) -> Planner:
         """Return a planner of the same model and device for another question.
 
-        The KV format stays, even if the question has another.
+        The number format of the KV cache stays, even if the question has another.
         """
         return self._changed(self.device, question)
 
@@ -122,7 +122,7 @@ class Planner:
     def prefill(self, *, is_limit: bool = False) -> PlannedStepTime:
         """Return the time of a prompt that is computed alone, as the sum of its steps.
 
-        `is_limit`: use minimum times, without correction.
+        With `is_limit`, the result is the minimum time, without correction.
         """
         question, steps = self.question, []
         time_of = self.roofline.min_step if is_limit else self.roofline.step
@@ -132,7 +132,10 @@ class Planner:
         return sum_of_steps(steps)
 
     def decode(self, streams: int, *, is_limit: bool = False) -> PlannedStepTime:
-        """Return the time of a step in which `streams` requests decode; `is_limit` as `prefill`."""
+        """Return the time of a step in which `streams` requests decode.
+
+        With `is_limit`, the result is the minimum time, without correction.
+        """
         batch = self._decode_batch(streams)
         return self.roofline.min_step(batch) if is_limit else self.roofline.step(batch)
 
@@ -172,7 +175,7 @@ class Planner:
         return None
 
     def row(self, streams: int) -> Row:
-        """Return the figures for a number of streams."""
+        """Return the plan's figures for a number of streams."""
         question = self.question
         step = self.decode(streams)
         request_s = self.request_s(streams)
@@ -196,37 +199,47 @@ class Planner:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Price of all devices together; None if it is unknown."""
+        """The price of all devices together in $ per hour; None if it is unknown."""
         price = self.question.price_of(self.device)
         return None if price is None else price * self.question.count
 
     @property
     def price_source(self) -> str:
-        """Source of the price, with its date; empty if there is no price."""
+        """The source of the devices' price, with its date; empty if there is no price."""
         return "as given" if self.question.usd_per_hour else self.device.price_source
 
     def max_streams(self, limit: int) -> int:
         """Return the largest number of streams up to `limit` that meets the latency objectives.
 
-        0 if one stream is too slow. Relies on times that never fall with more streams.
+        The result is 0 if one stream is too slow. The search relies on times that never fall with
+        more streams.
         """
         limit = max_within_limit(self.question.tpot_s, self.tpot_s, limit)
         return max_within_limit(self.question.ttft_s, self.ttft_s, limit)
 
     def step_s(self, streams: int) -> float:
-        """Return the time of a step in which `streams` requests decode."""
+        """Return the seconds of a step in which `streams` requests decode."""
         return self._seconds(streams)[0]
 
     def prompt_s(self, streams: int) -> float:
-        """Return the time that the chunks of a prompt add to decode steps, for `streams` in all."""
+        """Return the seconds that the chunks of a prompt add to the decode steps of other streams.
+
+        `streams` counts the prompt's request and the decoding streams.
+        """
         return self._seconds(streams)[1]
 
     def ttft_s(self, streams: int) -> float:
-        """Return the time from a prompt's first chunk to its first token; other streams decode."""
+        """Return the seconds from a prompt's first chunk to its first token.
+
+        The other streams decode in the same steps.
+        """
         return self._seconds(streams)[2]
 
     def _seconds(self, streams: int) -> tuple[float, float, float]:
-        """Return `step_s`, `prompt_s` and `ttft_s`; they are computed once for each number."""
+        """Return `step_s`, `prompt_s` and `ttft_s` for a number of streams.
+
+        They are computed once for each number.
+        """
         if streams not in self._times_by_streams:
             if self.calibration is not None:
                 batches, counts = self._steps(streams)
@@ -246,7 +259,7 @@ class Planner:
         return self._times_by_streams[streams]
 
     def _steps(self, streams: int) -> tuple[list[BatchShape], NDArray[np.float64]]:
-        """Return the steps that determine the times with `streams` requests.
+        """Return the steps whose times determine the latencies with `streams` requests.
 
         The steps are a decode step of all streams, a decode step without one stream, and mixed
         steps with a chunk of that stream's prompt. The array says how many steps each mixed step
@@ -275,7 +288,7 @@ class Planner:
         return num_chunks(self.question.num_new, self.question.max_chunk(streams - 1))
 
     def request_s(self, streams: int) -> float:
-        """Return the device time that one request takes when `streams` requests share steps."""
+        """Return the device seconds that one request takes when `streams` requests share steps."""
         return self.prompt_s(streams) + self.question.output * self.step_s(streams) / streams
 
     def prefill_per_decode(self, streams: int) -> float:
@@ -283,7 +296,7 @@ class Planner:
         return self.prefill().seconds * streams / (self.step_s(streams) * self.question.output)
 
     def tpot_s(self, streams: int, step_s: float | None = None) -> float:
-        """Return the mean time per output token, with the prefill of other streams' prompts.
+        """Return the mean seconds per output token, with the prefill of other streams' prompts.
 
         `step_s` replaces the time of a decode step.
         """
@@ -292,9 +305,10 @@ class Planner:
 
     @property
     def knee(self) -> float:
-        """Number of streams from which arithmetic, not memory, limits products of decode steps.
+        """The number of streams from which arithmetic limits the matrix products of decode steps.
 
-        With experts it is higher, because more streams read more experts.
+        Below, memory bandwidth limits them. With experts the number is higher, because more streams
+        read more experts.
         """
         knee = 1.0
         for _ in range(_KNEE_ITERATIONS):
@@ -323,9 +337,9 @@ def fitting_context(model: PlannedModel, question: Question, num_bytes: float) -
 
 
 def max_within_limit(limit_s: float | None, time_s: Callable[[int], float], limit: int) -> int:
-    """Return the largest number up to `limit` with `time_s(number) <= limit_s`.
+    """Return the largest number of streams up to `limit` whose time is within a time limit.
 
-    Without a `limit_s` (None) it is `limit`.
+    The condition is `time_s(number) <= limit_s`. If `limit_s` is None, the result is `limit`.
     """
     if limit_s is None:
         return limit

@@ -32,7 +32,7 @@ _MAX_MERGED_RATIO: Final = 1.15  # operations whose coordinates differ by less s
 
 
 class _Mark(Frozen):
-    """Operations of one step that share a point of the roofline plot."""
+    """Operations of one step that share a mark in the roofline plot."""
 
     names: tuple[str, ...]
     intensity: float
@@ -41,13 +41,13 @@ class _Mark(Frozen):
 
     @property
     def label(self) -> str:
-        """The first two names, and the number of further names."""
+        """The label of the mark: its first two operations, and the number of further ones."""
         num_further = len(self.names) - 2
         return ", ".join(self.names[:2]) + (f" and {num_further} more" if num_further > 0 else "")
 
 
 def draw(plan: Plan) -> Figure:
-    """Return a figure with both plots, one beside the other.
+    """Return a figure with a plan's roofline and its latency plot, one beside the other.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -63,7 +63,7 @@ def draw(plan: Plan) -> Figure:
 
 
 def drawings(plan: Plan) -> tuple[str, str]:
-    """Return each plot as the text of an SVG element.
+    """Return a plan's roofline and its latency plot, each as the text of an SVG element.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -72,7 +72,10 @@ def drawings(plan: Plan) -> tuple[str, str]:
 
 
 def _roofline(axes: Axes, plan: Plan) -> None:
-    """Draw the roofline of the devices, and below it both steps and their operations."""
+    """Draw the roofline of a plan's devices, and below it both steps and their operations.
+
+    The steps are the prefill of a prompt and a decode step.
+    """
     peak, bandwidth = plan.roof.peak, plan.roof.bandwidth
     steps = (
         (words.decode_name(plan.shown_streams), plan.decode, DECODE, "s"),
@@ -109,7 +112,7 @@ def _draw_step(
     colour: str,
     shape: str,
 ) -> None:
-    """Draw a step as a star, and its operations as marks with labels that do not overlap."""
+    """Draw a step in the roofline plot: a star for the step, and labelled marks for operations."""
     axes.scatter(
         [mark.intensity for mark in marks],
         [mark.flops_per_s for mark in marks],
@@ -140,7 +143,7 @@ def _draw_step(
 
 
 def _marks(step: PlannedStepTime) -> list[_Mark]:
-    """Return the marks of a step's operations; operations close to each other share a mark."""
+    """Return the roofline marks of a step's operations; nearby operations share a mark."""
     marks: list[_Mark] = []
     ops = sorted(step.ops.items(), key=lambda item: -item[1].seconds)
     for name, op in ops:
@@ -160,7 +163,7 @@ def _marks(step: PlannedStepTime) -> list[_Mark]:
 
 
 def _latency(axes: Axes, plan: Plan) -> None:
-    """Draw TTFT and TPOT by throughput, one point for each number of streams."""
+    """Draw a plan's TTFT and TPOT by throughput, one point for each number of streams."""
     rates = [row.tokens_per_s for row in plan.rows]
     axes.set(
         xscale="log", yscale="log",
@@ -201,13 +204,16 @@ def _latency(axes: Axes, plan: Plan) -> None:
 
 
 def _labelled_rows(plan: Plan) -> list[Row]:
-    """Return every other row, from the last one, without rows close to the chosen row."""
+    """Return the plan's rows whose points get a label in the latency plot.
+
+    It is every other row, from the last one, without rows close to the chosen row.
+    """
     streams = plan.chosen_row.streams if plan.chosen_row is not None else 0
     return [row for row in plan.rows if not streams / 1.4 < row.streams < streams * 1.4][::-2]
 
 
 def _finish(axes: Axes) -> None:
-    """Draw a thin grid, two sides of the frame, and the legend below the plot."""
+    """Finish a plot: draw a thin grid, two sides of the frame, and the legend below."""
     from matplotlib.ticker import LogLocator
 
     for axis in (axes.xaxis, axes.yaxis):

@@ -24,15 +24,16 @@ _HOUR_RANGE: Final = re.compile(r"(\d{1,2})-(\d{1,2})")
 
 
 class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """A vendor's prices in $ per million tokens.
+    """A vendor's prices for an API model, in $ per million tokens.
 
     Attributes:
         model: name of the API's model.
         input_usd_per_1m, output_usd_per_1m: prices of input and output.
         source_date: month or day of the prices, such as 2026-07.
-        cached_input_usd_per_1m: price of input from the prompt cache; None if there is no cache.
-        cache_write_usd_per_1m: price of input that is written to the cache; None for the price of
-            input.
+        cached_input_usd_per_1m: price of input from the prompt cache; None if there is no
+            cache.
+        cache_write_usd_per_1m: price of input that is written to the cache; None for the price
+            of input.
         batch_share: price of batch requests as a share of the usual price.
         tier_tokens: requests with more input have the prices `tier_...`; None without a tier.
         peak_hours_utc: hours such as "1-4 6-10", without the last hour, in which all prices are
@@ -56,7 +57,7 @@ class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Check ranges and formats; raises UsageError with the field."""
+        """Raise UsageError, with the field, if a price or its format is not valid."""
         check_range(self, "input_usd_per_1m", "peak_factor", high=1e6)
         check_range(self, "output_usd_per_1m", "cached_input_usd_per_1m", low=0, high=1e6)
         check_range(self, "tier_input_usd_per_1m", "tier_output_usd_per_1m", high=1e6)
@@ -73,7 +74,7 @@ class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
     def hour_usd(
         self, hour: int, requests: float, *, prompt: int, cached: int, output: int
     ) -> float:
-        """Return the price of the `requests` of one hour of the day.
+        """Return the API's price in $ for the requests of one hour of the day.
 
         `cached` tokens of each prompt are a shared prefix: the first request of the hour writes it
         to the cache, the other requests read it.
@@ -109,23 +110,28 @@ class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
         return {hour for first, end in self._hour_ranges() for hour in range(first, end)}
 
     def _hour_ranges(self) -> list[tuple[int, int]]:
-        """Return first hour and end of each range; (0, 0) for a range that cannot be read."""
+        """Return the first hour and the end of each range of peak hours.
+
+        A range that cannot be read is (0, 0).
+        """
         matches = [_HOUR_RANGE.fullmatch(text) for text in self.peak_hours_utc.split()]
         return [(int(match[1]), int(match[2])) if match else (0, 0) for match in matches]
 
     def months_old(self, today: str) -> int:
-        """Return the number of months from `source_date` to `today` (such as 2026-07)."""
+        """Return the price's age in months, from `source_date` to `today` (such as 2026-07)."""
         year, month = map(int, today.split("-")[:2])
         source_year, source_month = map(int, self.source_date.split("-")[:2])
         return 12 * (year - source_year) + month - source_month
 
     def is_stale(self, today: str) -> bool:
-        """Whether the price is so old that it has probably changed."""
+        """Whether the API's price is so old that it has probably changed."""
         return self.months_old(today) > _MAX_AGE_MONTHS
 
 
 def load_prices(path: Path | None = None) -> dict[str, ApiPrice]:
-    """Return the prices of the table, or of a user's CSV file with the same columns, by model.
+    """Return API prices by model, from the built-in table or a user's CSV file.
+
+    The file has the columns of the table.
 
     Raises:
         UsageError: a line of the file is wrong.
@@ -141,7 +147,7 @@ def load_prices(path: Path | None = None) -> dict[str, ApiPrice]:
 
 
 def find_price(name: str, prices: Mapping[str, ApiPrice]) -> ApiPrice:
-    """Return the price of the model called `name`, in any case; UsageError if there is none."""
+    """Return the price of the API model called `name`, in any case; UsageError if there is none."""
     by_lower_name = {key.lower(): price for key, price in prices.items()}
     if name.lower() not in by_lower_name:
         reason = f"must be one of {', '.join(prices)}; got '{{value}}'.{nearest(name, prices)}"
@@ -191,7 +197,7 @@ def usd_per_million_tokens(usd_per_hour: float, tokens_per_s: float) -> float:
 def cached_prompt_usd(
     *, num_tokens: int, calls: float, usd_per_million: float, read_share: float, write_share: float
 ) -> float:
-    """Return the price of a cached prefix: the first call writes it, the other calls read it.
+    """Return the price in $ of a cached prefix: the first call writes it, the other calls read it.
 
     `read_share` and `write_share` are the prices of a cache read and a cache write, as shares of
     the price of uncached input (`usd_per_million`).

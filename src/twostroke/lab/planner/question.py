@@ -22,7 +22,7 @@ DEFAULT_MAX_STREAMS = 256  # without a TPOT objective: an engine's default limit
 
 
 class Question(Frozen):
-    """A load and how it is run.
+    """The question that a plan answers: a load, how it is run, and its latency objectives.
 
     Attributes:
         prompt: tokens of a request's prompt.
@@ -36,8 +36,8 @@ class Question(Frozen):
         mfu, mbu: shares of the peak arithmetic and bandwidth that an engine reaches. 1 gives
             physical limits.
         usd_per_hour: price of one device; None for the price in the table.
-        token_budget: most tokens that a step computes. Decoding streams take one token each, and
-            the rest goes to chunks of prompts. None: each prompt is computed in one step.
+        token_budget: most tokens that a step computes. Decoding streams take one token each,
+            and the rest goes to chunks of prompts. None: each prompt is computed in one step.
         users: number of users who each send a request, wait for the answer, think, and send the
             next one; None for a plan without users.
         think_s: seconds between an answer and the user's next request.
@@ -59,7 +59,7 @@ class Question(Frozen):
     think_s: float = DEFAULT_THINK_S
 
     def __post_init__(self) -> None:
-        """Check types and ranges; raises UsageError with the field."""
+        """Raise UsageError, with the field, if a value has a wrong type or is out of range."""
         for field in ("prompt", "output", "token_budget", "count", "streams", "users"):
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
@@ -80,17 +80,20 @@ class Question(Frozen):
 
     @property
     def num_cached(self) -> int:
-        """Tokens of the prompt that are not computed; the last token is always computed."""
+        """The number of prompt tokens that are read from the prefix cache.
+
+        The last token of a prompt is always computed.
+        """
         return min(int(self.prompt * self.cached), self.prompt - 1)
 
     @property
     def num_new(self) -> int:
-        """Tokens of the prompt that are computed."""
+        """The number of prompt tokens that are computed."""
         return self.prompt - self.num_cached
 
     @property
     def max_decoding_streams(self) -> int | None:
-        """Streams at which prefill and decode together fill every step's token budget.
+        """The number of streams at which prefill and decode fill every step's token budget.
 
         Each generated token comes with its share of the next request's prompt. None without a
         `token_budget`.
@@ -102,7 +105,7 @@ class Question(Frozen):
     def max_chunk(self, num_others: int) -> int | None:
         """Return the most prompt tokens of a step in which `num_others` streams decode.
 
-        None without a `token_budget`.
+        The result is None without a `token_budget`.
         """
         return None if self.token_budget is None else max(1, self.token_budget - num_others)
 

@@ -25,11 +25,11 @@ _NUM_GRID_POINTS: Final = 24  # numbers of streams to compute; others are interp
 
 
 class LoadLatencies(Frozen):
-    """Mean latencies at a load of `requests_per_s` with random arrivals.
+    """Mean latencies at a load of `requests_per_s` that arrive at random times.
 
     Attributes:
         share: the load as a share of the highest possible load.
-        requests_per_s: the load.
+        requests_per_s: requests that arrive per second.
         at_work: mean number of requests in progress.
         ttft_s: time to first token, with waiting.
         tpot_s: time per output token, with the prefill of other requests.
@@ -63,13 +63,13 @@ class UserLoad(Frozen):
 
 
 def loads(planner: Planner, streams: int) -> tuple[LoadLatencies, ...]:
-    """Return mean latencies at each of `SHARES` of the load that `streams` streams can carry."""
+    """Return mean latencies at each of `SHARES` of the highest load on `streams` streams."""
     times = _times(planner, streams)
     return tuple(_random_arrivals(share, times) for share in SHARES)
 
 
 def user_load(planner: Planner, streams: int) -> UserLoad | None:
-    """Return the load of the question's users on the fewest replicas that meet the objectives.
+    """Return the mean latencies and rates of the question's users, on as few replicas as suffice.
 
     A replica computes at most `streams` requests at once. Without an objective for the first token,
     the replicas are enough for requests not to queue for their turn on average. The load is that on
@@ -110,7 +110,7 @@ def user_load(planner: Planner, streams: int) -> UserLoad | None:
 
 
 def _times(planner: Planner, streams: int) -> _TimesByRunning:
-    """Compute times for 1 to `streams` requests in progress, interpolated between grid points."""
+    """Return times with 1 to `streams` requests in progress, interpolated between grid points."""
     grid = np.unique(np.geomspace(1, streams, _NUM_GRID_POINTS).round().astype(int))
     counts = np.arange(1, streams + 1)
 
@@ -126,7 +126,10 @@ def _times(planner: Planner, streams: int) -> _TimesByRunning:
 
 
 class _TimesByRunning(Frozen):
-    """Times with 1, 2, ... requests in progress, and the number of prefill chunks: (streams,)."""
+    """Times of a replica with 1, 2, ... requests in progress.
+
+    Each array is (streams,). The number of prefill chunks is included.
+    """
 
     num_output: int
     prompt_s: np.ndarray
@@ -146,7 +149,10 @@ class _TimesByRunning(Frozen):
 
 
 def _random_arrivals(share: float, times: _TimesByRunning) -> LoadLatencies:
-    """Return mean latencies at a share of the highest possible requests per second."""
+    """Return mean latencies if requests arrive at random times.
+
+    `share` is the load as a share of the highest possible requests per second.
+    """
     counts, rates = times.counts, times.rates
     rate = share * rates[-1]
     # Relative probabilities of 0, 1, ... requests in progress, and of a waiting request.
@@ -214,10 +220,11 @@ def _mean_latencies(
     slot_s: float,
     others_rate: float,
 ) -> LoadLatencies:
-    """Return mean latencies of requests; `others[n]` is the probability to meet n other requests.
+    """Return mean latencies of requests that meet other requests on their replica.
 
-    A request waits `slot_s` for a free slot, and then for the prompts of other requests, which
-    arrive at `others_rate` per second. `others`: (streams,).
+    `others[n]` is the probability to meet n other requests. A request waits `slot_s` for a free
+    slot, and then for the prompts of other requests, which arrive at `others_rate` per second.
+    `others`: (streams,).
     """
     num_output, prompt_s, step_s = times.num_output, times.prompt_s, times.step_s
     others_s = np.concatenate(([0.0], step_s[:-1]))

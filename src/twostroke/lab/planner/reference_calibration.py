@@ -1,9 +1,4 @@
-"""Reference steps that correct the times of models without measured steps on this machine.
-
-`reference_calibration.csv` has the times of one model on one machine, as ratios to the minimum
-times of that machine. Its column `kernels` is the kind of arithmetic that `twostroke doctor`
-reports. `make bench WHAT=plan` measures how far other models deviate.
-"""
+"""Reference steps, which correct planned times of models that were not measured on this machine."""
 
 from __future__ import annotations
 
@@ -35,23 +30,23 @@ REFERENCE: Final = "gemma3-270m on two threads of an AMD EPYC"
 
 
 class ReferenceCalibration(Frozen):
-    """Corrects minimum times by the measured `steps` of another model; a `Correction`.
+    """Corrects a plan's minimum times by measured steps of another model; a `Correction`.
 
-    Seconds around operations are per layer.
+    The seconds around operations are per layer.
     """
 
     steps: tuple[OverheadRatio, ...]
 
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
-        """Return the factors for a step of this shape."""
+        """Return the correction factors for a step of this shape."""
         return self._factors_at(roofline, coordinates(batch))
 
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
-        """Return a key that shapes with nearly equal factors share."""
+        """Return a key that shapes of steps with nearly equal correction factors share."""
         return cell_of(batch)
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
-        """Return the factors at the center of a cell."""
+        """Return the correction factors at the center of a cell of similar shapes."""
         return self._factors_at(roofline, cell_center(cell))
 
     def _factors_at(self, roofline: Roofline, position: Sequence[float]) -> Factors:

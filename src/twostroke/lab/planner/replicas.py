@@ -1,4 +1,4 @@
-"""Possible replicas of a model on a group of devices: memory, share of time, load and latency."""
+"""Possible replicas of a model on a group of devices: memory, share of time, load, latency."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _MIN_RATE_RATIO: Final = 1.02  # more streams must raise requests per second by 
 
 
 class DeviceGroup(Frozen):
-    """Devices of one kind that divide each layer; replicas on them share memory and time.
+    """Devices of one kind that together hold each layer of the models on them.
 
-    `memory_bytes` is the memory that replicas may use, and `usd_per_hour` the price, of all devices
-    together. `stock` names the limited supply that the devices come from.
+    Replicas on a group share memory and time. `memory_bytes` is the memory that replicas may use,
+    and `usd_per_hour` the price, of all devices together. `stock` names the limited supply that the
+    devices come from.
     """
 
     device: Device
@@ -40,15 +41,15 @@ class DeviceGroup(Frozen):
 
     @property
     def name(self) -> str:
-        """Readable name, such as "2 x L4"."""
+        """A name of the device group for people, such as "2 x L4"."""
         return f"{self.count} x {self.device.name}" if self.count > 1 else self.device.name
 
 
 class PlannedReplica(Frozen):
-    """A model on a share of a group's memory and time.
+    """A replica of a model that has a share of a device group's memory and time.
 
     Attributes:
-        model: index of the model.
+        model: index of the model in the fleet.
         weights: format of its weights.
         streams: most requests that run at the same time.
         time_units: share of the group's time, in units of 1 / `TIME_UNITS`.
@@ -72,9 +73,10 @@ class PlannedReplica(Frozen):
 
 
 class Shortfall(Frozen):
-    """Why a model cannot run on a group: its `figure` has a `value` above the `limit`.
+    """Why a model cannot run on a device group: a figure exceeds its limit.
 
-    `figure` is "memory" (in bytes), "TTFT" or "TPOT" (in seconds).
+    `figure` is "memory" (in bytes), "TTFT" or "TPOT" (in seconds); its `value` is above the
+    `limit`.
     """
 
     group: str
@@ -84,12 +86,12 @@ class Shortfall(Frozen):
 
     @property
     def times(self) -> float:
-        """The value as a multiple of the limit."""
+        """The figure's value as a multiple of its limit."""
         return self.value / self.limit
 
 
 class Replicas:
-    """Finds the possible replicas of one model, in one weight format, on any device group."""
+    """Finds the possible replicas of one model, in one weight format, on device groups."""
 
     def __init__(self, index: int, planner: Planner, load: float, utilization: float) -> None:
         """Find replicas of the model with this index.
@@ -105,16 +107,19 @@ class Replicas:
 
     @property
     def model(self) -> PlannedModel:
-        """The model of the replicas."""
+        """The planned model whose replicas are found."""
         return self._planner.model
 
     def context_shortfall(self, name: str) -> str:
-        """Explain that the context of the model, called `name`, is too short; "" if it is not."""
+        """Explain that the model's context is too short for the requests; "" if it is not.
+
+        `name` is the model's name in the text.
+        """
         context_length = self.model.program.context_length
         return context_shortfall(name, context_length, self._planner.question)
 
     def on_group(self, group: DeviceGroup) -> list[PlannedReplica]:
-        """Return the replicas that fit into a group and meet the objectives."""
+        """Return the replicas that fit on a device group and meet the latency objectives."""
         planner = self._planner_on(group)
         weight_bytes = self._planner.model.all_bytes
         request_bytes = self._bytes_per_request(group.count)
@@ -142,7 +147,7 @@ class Replicas:
         return replicas
 
     def shortfall(self, group: DeviceGroup) -> Shortfall:
-        """Return why no replica is possible on a group."""
+        """Return why no replica of the model is possible on a device group."""
         planner = self._planner_on(group)
         question = self._planner.question
         needed = self._planner.model.all_bytes + self._bytes_per_request(group.count)
@@ -156,7 +161,10 @@ class Replicas:
     def _stream_counts(
         self, planner: Planner, share: float, num_fitting: int
     ) -> Iterator[tuple[int, str]]:
-        """Yield numbers of streams that are worth their memory, each with its limit."""
+        """Yield numbers of streams for a replica that are worth their memory, each with its limit.
+
+        `share` is the replica's share of the device group's time.
+        """
         limit, bound = self._limit(num_fitting)
         counts = [count for count in _STREAM_COUNTS if count < limit] + [limit]
         question = self._planner.question
@@ -187,7 +195,7 @@ class Replicas:
             yield streams, bound if streams == useful[-1] else "its share"
 
     def _limit(self, num_fitting: int) -> tuple[int, str]:
-        """Return the largest number of streams to consider, and what limits it, as in plans."""
+        """Return the most streams to consider for a replica, and what limits their number."""
         question = self._planner.question
         default = _STREAM_COUNTS[-1] if question.tpot_s is not None else DEFAULT_MAX_STREAMS
         limits = (

@@ -1,4 +1,4 @@
-"""A plan as one HTML page that loads nothing else; plots are inline SVG."""
+"""Writes a plan as one HTML page that loads nothing else; plots are inline SVG."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MIN_TIME_SHARE: Final = 0.005  # of a step's time: operations below it are not 
 
 
 def report(plan: Plan) -> str:
-    """Return the HTML of a plan.
+    """Return a plan as the text of an HTML page.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -81,7 +81,10 @@ def _question(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str, float]]:
-    """Yield name, size, and width in the bar of each part of the memory; nothing if unknown."""
+    """Yield the parts of a plan's memory: name, size, and width in the bar.
+
+    Nothing is yielded if the device's memory is unknown.
+    """
     memory = plan.memory
     if memory.usable is None:
         return
@@ -98,7 +101,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str, float]]:
 
 
 def _operations(step: PlannedStepTime) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a step's table, the slowest operation first."""
+    """Yield the table rows of a planned step's operations, the slowest operation first."""
     for name, op in sorted(step.ops.items(), key=lambda item: -item[1].seconds):
         if op.seconds < _MIN_TIME_SHARE * step.seconds:
             break
@@ -124,7 +127,7 @@ def _time(seconds: float, step: PlannedStepTime) -> tuple[str, str]:
 
 
 def _split_formula(line: str) -> tuple[str, str]:
-    """Return the name of a formula, and its text."""
+    """Return the name and the text of a formula in a plan's explanation."""
     mark = " = " if " = " in line.partition(": ")[0] else ": "
     name, _, text = line.partition(mark)
     return name, text

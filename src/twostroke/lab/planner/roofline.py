@@ -37,12 +37,15 @@ _EXCHANGED_VALUE_BYTES: Final = 2  # size of a value that devices exchange
 
 
 def is_attention(label: str) -> bool:
-    """Whether a label names attention, with or without a window; all else counts as products."""
+    """Whether an operation's label names attention, with or without a window.
+
+    All other operations count as products.
+    """
     return label.startswith("attention")
 
 
 class Factors(Frozen):
-    """Corrects the minimum time of a step.
+    """Factors that correct the minimum time of a step to the time that an engine takes.
 
     Attributes:
         attention: multiplies the minimum time of attention.
@@ -60,20 +63,20 @@ class Factors(Frozen):
 
 
 class Correction(Protocol):
-    """Corrects the minimum times of steps by measured steps."""
+    """Corrects the minimum times of steps by measured steps of an engine."""
 
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
-        """Return the factors for a step of this shape."""
+        """Return the correction factors for a step of this shape."""
 
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
-        """Return a key that shapes with nearly equal factors share."""
+        """Return a key that shapes of steps with nearly equal correction factors share."""
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
-        """Return the factors for all steps of a cell."""
+        """Return the correction factors for all steps of a cell of similar shapes."""
 
 
 class PlannedOpTime(Frozen):
-    """Time and work of all operations with one label in a step: seconds, operations, bytes."""
+    """Planned seconds, arithmetic and bytes of all operations with one label in a step."""
 
     seconds: float
     flops: float
@@ -82,9 +85,10 @@ class PlannedOpTime(Frozen):
 
 
 class OpWork(Frozen):
-    """Work of several steps; operations of equal label and work are one column.
+    """The arithmetic and memory traffic of several steps, as arrays.
 
-    `flops` and `bytes`: (steps, kinds of operations); `num_rows`: (steps,).
+    `flops` and `bytes` are (steps, kinds of operations), and `num_rows` is (steps,). Operations of
+    equal label and work are one column.
     """
 
     flops: NDArray[np.float64]
@@ -93,13 +97,14 @@ class OpWork(Frozen):
 
 
 class PlannedStepTime(Frozen):
-    """The time of a step.
+    """The planned time of a step, by operation.
 
     Attributes:
         ops: time and work by label of operations.
         moving_s: seconds of exchanges between devices.
         rest_s: measured seconds of work around operations.
-        nearest: name of the measured step that corrected the times most; None without correction.
+        nearest: name of the measured step that corrected the times most; None without
+            correction.
     """
 
     ops: dict[str, PlannedOpTime]
@@ -109,32 +114,32 @@ class PlannedStepTime(Frozen):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of the whole planned step."""
         return self.attention_s + self.products_s + self.moving_s + self.rest_s
 
     @property
     def attention_s(self) -> float:
-        """Seconds of attention."""
+        """Seconds of attention in the planned step."""
         return sum(op.seconds for label, op in self.ops.items() if is_attention(label))
 
     @property
     def products_s(self) -> float:
-        """Seconds of all other operations."""
+        """Seconds of all operations except attention in the planned step."""
         return sum(op.seconds for label, op in self.ops.items() if not is_attention(label))
 
     @property
     def flops(self) -> float:
-        """Floating-point operations on all devices."""
+        """Floating-point operations of the step on all devices."""
         return sum(op.flops for op in self.ops.values())
 
     @property
     def bytes(self) -> float:
-        """Bytes that all devices read and write in their memories."""
+        """Bytes that all devices read and write in their memories during the step."""
         return sum(op.bytes for op in self.ops.values())
 
     @property
     def bottleneck(self) -> str:
-        """Label of the operation with the longest time and its limit; "links" for exchanges."""
+        """The label of the step's slowest operation, and its limit; "links" for exchanges."""
         label, op = max(self.ops.items(), key=lambda item: item[1].seconds)
         if self.moving_s > op.seconds:
             return "links"
@@ -142,7 +147,10 @@ class PlannedStepTime(Frozen):
 
 
 class Totals(NamedTuple):
-    """Seconds, operations and bytes of a step; `between_s` is the part before the step itself."""
+    """Planned seconds, arithmetic operations and bytes of a step.
+
+    `between_s` is the part of `seconds` before the step itself.
+    """
 
     seconds: float
     flops: float
@@ -151,7 +159,7 @@ class Totals(NamedTuple):
 
 
 class Roofline:
-    """Minimum times of a model's steps on the devices of a question.
+    """Computes the minimum times of a model's steps on the devices of a question.
 
     `peak` and `bandwidth` are of all devices together, times MFU and MBU. With a correction, times
     are minimum times multiplied by measured factors. `measured` is the roofline that the correction
@@ -208,7 +216,7 @@ class Roofline:
         self._factors: dict[tuple[int, ...], Factors] = {}
 
     def step(self, batch: BatchShape) -> PlannedStepTime:
-        """Return the time of a step, corrected if there is a correction."""
+        """Return the planned time of a step; measured factors correct it if there are any."""
         min_step = self.min_step(batch)
         if self._correction is None:
             return min_step
@@ -226,7 +234,10 @@ class Roofline:
         )
 
     def work(self, batches: Sequence[BatchShape]) -> OpWork:
-        """Return the work of steps; it is the same on all devices, except for KV copies."""
+        """Return the arithmetic and memory traffic of steps.
+
+        They are the same on all devices, except for KV copies.
+        """
         costs = [
             [self._costs[key].flops_and_bytes(batch) for key in self._ops] for batch in batches
         ]
@@ -260,13 +271,16 @@ class Roofline:
         return PlannedStepTime(ops, self._moving_s(batch.num_rows))
 
     def min_seconds(self, work: OpWork) -> NDArray[np.float64]:
-        """Return only the minimum seconds of each step, which is faster: (steps,)."""
+        """Return only the minimum seconds of each step: (steps,).
+
+        This is faster than `min_step`.
+        """
         num_bytes = work.bytes * self._kv_copies
         times_s = np.maximum(work.flops / self.peak, num_bytes / self.bandwidth)
         return np.asarray(times_s.sum(axis=1) + self._moving_s(work.num_rows))
 
     def totals(self, batch: BatchShape) -> Totals:
-        """Return the totals of `step`; fast for many steps.
+        """Return the planned seconds, arithmetic and bytes of a step, quickly for many steps.
 
         Work that depends only on numbers of rows is computed once and remembered. Corrections are
         the same for all steps of a cell. For a `DecodeRun`, totals are arrays: (steps,).
@@ -309,7 +323,10 @@ class Roofline:
         return Totals(seconds, flops, num_bytes)
 
     def _moving_s(self, num_rows: Any) -> Any:
-        """Return the seconds of two ring all-reduces per layer; 0 if the link is unknown."""
+        """Return the seconds of two ring all-reduces per layer between the devices.
+
+        The result is 0 if the speed of the link is unknown.
+        """
         count = self._num_devices
         if count == 1 or self.link is None:
             return 0.0
@@ -330,7 +347,7 @@ def kv_layer_bytes(
 ) -> float:
     """Return the bytes of one request's keys and values on `count` devices together.
 
-    `layers` counts the layers of each kind.
+    `layers` counts the layers of each kind of KV cache.
     """
     total = 0.0
     for layer, num_layers in layers.items():
@@ -341,9 +358,10 @@ def kv_layer_bytes(
 
 
 def kv_copies(num_kv_heads: int | None, count: int) -> float:
-    """Return how many times `count` devices store, and read, each key and value on average.
+    """Return how many devices on average store, and read, the same key or value.
 
-    Each device stores whole heads. `num_kv_heads` is None for operations without heads: 1.
+    Each of the `count` devices stores whole heads. `num_kv_heads` is None for operations without
+    heads: then the result is 1.
     """
     if num_kv_heads is None:
         return 1.0
@@ -351,5 +369,8 @@ def kv_copies(num_kv_heads: int | None, count: int) -> float:
 
 
 def _kv_heads(op: Op) -> int | None:
-    """Return the KV heads of attention (1 for latent vectors); None for other operations."""
+    """Return the number of KV heads of an attention operation; None for other operations.
+
+    It is 1 for latent vectors.
+    """
     return getattr(op, "num_kv_heads", 1) if is_attention(op.label) else None

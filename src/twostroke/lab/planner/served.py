@@ -1,4 +1,4 @@
-"""Steps of a running server, which correct planned times."""
+"""Steps that are read from a running server, which correct planned times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _FIELDS: Final = ("rows", "prompt_rows", "requests", "step_s", "attended", "turn
 
 
 class ServedStep(Frozen):
-    """Median times of a server's steps of one shape, with the work of its loop between steps.
+    """Median times of a running server's steps of one shape.
+
+    They include the work of the server's loop between steps.
 
     Attributes:
         rows: rows of the step.
@@ -48,7 +50,7 @@ class ServedStep(Frozen):
 
     @property
     def batch(self) -> BatchShape:
-        """A step of this shape whose prompts have equally many rows, and equal contexts."""
+        """The shape of a step like this one, in which prompts have equal rows and contexts."""
         num_decoding = self.rows - self.prompt_rows
         num_reading = self.requests - num_decoding
         counts = [1] * num_decoding
@@ -61,13 +63,13 @@ class ServedStep(Frozen):
 
     @property
     def name(self) -> str:
-        """Readable name of the step."""
+        """A name of the server's step for people."""
         prompt = f", {self.prompt_rows:,} rows of prompts" if self.prompt_rows else ""
         return f"served, {self.requests} requests{prompt}"
 
 
 def group_steps(steps: Iterable[Sequence[Any]]) -> tuple[ServedStep, ...]:
-    """Return median times by shape; `steps` are rows of `steps` in `/api/state`.
+    """Return a server's steps by shape, with median times; `steps` are from `/api/state`.
 
     A server shows each step for a while; a step that was read several times counts once. Steps
     after a pause of the loop, and steps with drafts, are left out.
@@ -90,7 +92,7 @@ def group_steps(steps: Iterable[Sequence[Any]]) -> tuple[ServedStep, ...]:
 
 
 def _median_step(steps: list[ServedStep]) -> ServedStep:
-    """Return the step with the median context, with the median times of all."""
+    """Return the server's step with the median context, with the median times of all steps."""
     middle = sorted(steps, key=lambda step: step.attended)[len(steps) // 2]
     return replace(
         middle,
@@ -100,14 +102,17 @@ def _median_step(steps: list[ServedStep]) -> ServedStep:
 
 
 def merge_steps(old: Iterable[ServedStep], new: Iterable[ServedStep]) -> tuple[ServedStep, ...]:
-    """Return `old` and `new` steps; a new step replaces an old step of the same shape."""
+    """Return old and new measured steps of a server.
+
+    A new step replaces an old step of the same shape.
+    """
     by_cell = {cell_of(step): step for step in old}
     by_cell |= {cell_of(step): step for step in new}
     return tuple(by_cell.values())
 
 
 def cell_of(step: ServedStep) -> tuple[int, ...]:
-    """Return a key that steps of similar shapes share."""
+    """Return a key that server steps of similar shapes share."""
     sizes = step.rows, 1 + step.prompt_rows, step.requests, 64 + step.attended / step.rows
     return tuple([round(_CELLS_PER_DOUBLING * math.log2(size)) for size in sizes])
 
@@ -115,11 +120,11 @@ def cell_of(step: ServedStep) -> tuple[int, ...]:
 def watch_server(
     url: str, key: str | None, model: PlannedModel, seconds: float
 ) -> tuple[ServedStep, ...]:
-    """Poll the server of `model` at `url` for some seconds; return the steps that it took.
+    """Poll the server of `model` at `url` for some seconds; return its steps in this time.
 
     Raises:
-        UsageError: there is no such server, it serves another model, refuses the key, or was not
-            busy.
+        UsageError: there is no such server, it serves another model, refuses the key, or was
+            not busy.
         EngineStoppedError: the server cannot be reached.
     """
     old_steps = set(map(tuple, read_steps(url, key, model)))
@@ -156,7 +161,7 @@ def on_threads(count: int) -> str:
 
 
 def read_steps(url: str, key: str | None, model: PlannedModel) -> list[Sequence[Any]]:
-    """Return the last steps of the server at `url`, in the order of `_FIELDS`.
+    """Return the last steps that the server at `url` reports, in the order of `_FIELDS`.
 
     Raises as `watch_server`.
     """
@@ -186,7 +191,7 @@ def _has_no_drafts(step: ServedStep) -> bool:
 
 
 def _read_state(url: str, key: str | None) -> Any:
-    """Return the JSON of `/api/state`; None if the response is not JSON."""
+    """Return the JSON of a server's `/api/state`; None if the response is not JSON."""
     import http.client  # most plans need none of it
 
     try:

@@ -34,7 +34,7 @@ WHAT_IF_HEADINGS: Final = ("WHAT IF", "TTFT MS", "MS/TOKEN", "FIT", "$/1M")
 
 
 def title(plan: Plan) -> str:
-    """Return the names of the model and the devices, such as "llama-8b on 2 x L4"."""
+    """Return the title of a plan: the model and the devices, such as "llama-8b on 2 x L4"."""
     devices = f"{plan.question.count} x " if plan.question.count > 1 else ""
     return f"{plan.model} on {devices}{plan.device}"
 
@@ -50,7 +50,7 @@ def num_streams(count: int) -> str:
 
 
 def facts(plan: Plan) -> Iterator[str]:
-    """Yield the sentences above the tables: memory, first token, price, and accuracy of times."""
+    """Yield the sentences above a plan's tables: memory, first token, price, accuracy of times."""
     question = plan.question
     yield (
         f"{title(plan)}: {plan.num_weights / 1e9:.3g} G weights ({plan.stored}), "
@@ -90,7 +90,7 @@ def facts(plan: Plan) -> Iterator[str]:
 
 
 def about_usual(reference: str) -> str:
-    """Return a sentence about the reference model and machine whose steps correct times."""
+    """Return a sentence about the reference model and machine that correct a plan's times."""
     return (
         "No steps of this model were measured here (--calibrate measures them): times exceed the "
         f"limits as much as the times of {reference} do. --mfu 1 --mbu 1 shows the limits."
@@ -139,7 +139,7 @@ def _memory(plan: Plan) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return the cells of a row in the table by number of streams."""
+    """Return the cells of a row in a plan's table by number of streams."""
     return (
         f"{row.streams:,}",
         format_ms(row.step_s),
@@ -156,7 +156,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def answer(plan: Plan) -> Iterator[str]:
-    """Yield the sentences of the answer; the first is the verdict."""
+    """Yield the sentences of a plan's answer; the first is the verdict."""
     row = plan.chosen_row
     if row is None:
         yield plan.verdict
@@ -181,12 +181,12 @@ def answer(plan: Plan) -> Iterator[str]:
 
 
 def verdict(plan: Plan) -> str:
-    """Return the first sentence of the answer, without the word No."""
+    """Return the verdict of a plan: its answer's first sentence, without the word No."""
     return next(answer(plan)).removeprefix("No: ")
 
 
 def _users_answer(plan: Plan, load: UserLoad) -> str:
-    """Return sentences about the users: replicas, latencies and costs."""
+    """Return sentences about a plan's users: the replicas they need, latencies and costs."""
     replicas = "one replica" if load.num_replicas == 1 else f"{load.num_replicas:,} replicas"
     users = "1 user" if load.num_users == 1 else f"{load.num_users:,} users"
     start = f"Yes: {users} on {replicas} of {title(plan)}"
@@ -205,7 +205,7 @@ def _users_answer(plan: Plan, load: UserLoad) -> str:
 
 
 def loads(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table of mean latencies by load."""
+    """Yield the rows of a plan's table of mean latencies by load."""
     for load in plan.loads:
         yield (
             f"{load.share:.0%}",
@@ -240,7 +240,7 @@ def ranking_row(plan: Plan) -> tuple[str, ...]:
 
 
 def cost_of(plan: Plan) -> float | None:
-    """Return the price of 1,000 requests in $; None without a price.
+    """Return a plan's price of 1,000 requests in $; None without a price.
 
     With users, it is the price of all replicas at the users' load.
     """
@@ -251,7 +251,10 @@ def cost_of(plan: Plan) -> float | None:
 
 
 def rank(plans: Sequence[Plan]) -> list[Plan]:
-    """Return plans by cost, or by speed without prices; plans that miss an objective come last."""
+    """Return plans in the order of cost, or of speed without prices.
+
+    Plans that miss an objective come last.
+    """
 
     def key(plan: Plan) -> tuple[int, float, str]:
         usd = cost_of(plan)
@@ -264,14 +267,14 @@ def rank(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def is_met(plan: Plan) -> bool:
-    """Whether a plan meets all objectives, with its users' objectives."""
+    """Whether a plan meets all latency objectives, also for its users."""
     return plan.chosen_row is not None and (
         plan.user_load is None or plan.user_load.meets_objectives
     )
 
 
 def rank_verdict(plans: Sequence[Plan]) -> str:
-    """Return the verdict on ranked plans: which costs least, or why none meets the objectives."""
+    """Return the verdict on ranked plans: which costs least, or why all miss the objectives."""
     best = plans[0]
     if not is_met(best):
         return f"No: none of the {len(plans)} devices {_why_none(plans)}"
@@ -288,7 +291,7 @@ def rank_verdict(plans: Sequence[Plan]) -> str:
 
 
 def _why_none(plans: Sequence[Plan]) -> str:
-    """Return the end of a sentence about plans that all miss the objectives."""
+    """Return the end of a sentence about ranked plans that all miss the objectives."""
     reasons = list(dict.fromkeys(verdict(plan) for plan in plans))
     if len(reasons) == 1:
         return f"can do it: {reasons[0]}"
@@ -308,7 +311,7 @@ def about_ranking(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def what_ifs(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table of changes."""
+    """Yield the rows of a plan's table of changes and their effects."""
     for what_if in plan.what_ifs:
         yield (
             what_if.change,

@@ -1,4 +1,4 @@
-"""Disaggregated prefill under virtual time, with the placement decisions of real engines."""
+"""Disaggregated prefill in a simulation, with the placement decisions of real engines."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=Tru
 
 
 class Prefill(Frozen):
-    """Settings of disaggregation: the first `count` replicas prefill prompts for the others.
+    """Settings of simulated disaggregation: the first `count` replicas prefill for the others.
 
     Attributes:
         count: number of prefill replicas.
-        rule: which prompts they prefill, a value of `DISAGGREGATE`.
+        rule: which prompts the prefill replicas prefill, a value of `DISAGGREGATE`.
         cost: work of a step.
         page_bytes: size of a KV page.
         bytes_per_s: speed of a KV transfer. Simultaneous transfers do not slow each other down.
@@ -46,7 +46,7 @@ class Prefill(Frozen):
 
 
 class _RemotePrompt(Frozen):
-    """A request whose prompt a prefill replica computes.
+    """A simulated request whose prompt is computed by a prefill replica.
 
     `decoder` is the index of the request's own replica, `prefill_request` the request that the
     prefill replica got, and `start_s` the time of the decision.
@@ -60,7 +60,10 @@ class _RemotePrompt(Frozen):
 
 
 class SimulatedTransfers:
-    """The KV transfers of a fleet; replicas must have caught up with the clock at each call."""
+    """Decides where prompts are prefilled in a simulation, and simulates the KV transfers.
+
+    Replicas must have caught up with the clock at each call.
+    """
 
     def __init__(
         self, prefill: Prefill, replicas: Sequence[SimulatedReplica], clock: Clock
@@ -90,7 +93,7 @@ class SimulatedTransfers:
 
     @property
     def decisions(self) -> dict[str, int]:
-        """Number of decisions by reason."""
+        """The number of decisions to prefill a prompt remotely or not, by reason."""
         total: dict[str, int] = {}
         for placement in self._placements.values():
             for reason, count in placement.decisions.items():
@@ -128,18 +131,21 @@ class SimulatedTransfers:
         return placement.engine_index, prefill_request
 
     def arrival_s(self, number: int) -> float:
-        """Return when the pages of a computed prompt arrive at the request's replica."""
+        """Return when the KV pages of a remotely computed prompt arrive at the own replica."""
         prompt = self._remote[number]
         num_bytes = len(prompt.placement.page_keys) * self._prefill.page_bytes
         sent_s = prompt.start_s + num_bytes / self._prefill.bytes_per_s
         return max(self._clock.now_s, sent_s) + TRANSFER_OVERHEAD_S
 
     def decoder(self, number: int) -> int:
-        """Return the index of the request's own replica, while its prompt is remote."""
+        """Return the index of a request's own replica, while its prompt is computed remotely."""
         return self._remote[number].decoder
 
     def arrive(self, number: int, *, is_prefilled: bool = True) -> None:
-        """Give the pages to the request's replica; without pages, it computes the prompt itself."""
+        """Give a prompt's KV pages to the request's own replica.
+
+        If `is_prefilled` is false, there are no pages, and the replica computes the prompt itself.
+        """
         prompt = self._remote.pop(number)
         placement = prompt.placement
         transfers = self._transfers(prompt.decoder)
@@ -153,7 +159,7 @@ class SimulatedTransfers:
         self._arrived[prompt.decoder].append((prompt.state.request, placement.transfer))
 
     def _release_used_pages(self, decoder: int) -> None:
-        """End the transfers of requests that have started."""
+        """End the KV transfers of requests that have started on their own replica."""
         arrived = self._arrived[decoder]
         for _ in range(len(arrived)):
             request, transfer = arrived.popleft()
@@ -166,7 +172,7 @@ class SimulatedTransfers:
         return self._replicas[decoder].scheduler.prefix_cache.transfers
 
     def _prefill_state(self, decoder: int, index: int) -> PrefillEngineState:
-        """Return the queue and the speed of a prefill replica, as the decoder knows them."""
+        """Return the queue and the speed of a prefill replica, as a decode replica knows them."""
         flops = next(iter(self._placements.values())).flops
         requests = [
             prompt.prefill_request

@@ -30,7 +30,7 @@ _REPORT_INTERVAL_S: Final = 0.5  # between reports of a replica to the router
 
 
 class _Event(IntEnum):
-    """Kinds of events; events at the same time happen in this order."""
+    """The kinds of events of a simulation; events at the same time happen in this order."""
 
     STEP_END = 0  # of a replica
     KV_ARRIVAL = 1  # the pages of a request's prompt arrive
@@ -39,7 +39,7 @@ class _Event(IntEnum):
 
 
 class SimulatedFleet:
-    """Replicas of one model, and the router before them.
+    """Simulated replicas of one model, and the router before them.
 
     Attributes:
         logs: times and counts of each request, by its number in the workload.
@@ -55,7 +55,7 @@ class SimulatedFleet:
         overhead_s: float = 0.0,
         prefill: Prefill | None = None,
     ) -> None:
-        """Route by the policy `routing`, a key of `POLICIES`.
+        """Route requests to the replicas by the policy `routing`, a key of `POLICIES`.
 
         A request reaches its replica `overhead_s` after it was sent. With `prefill`, the first
         replicas prefill prompts for the other replicas, which the requests are routed to.
@@ -75,7 +75,7 @@ class SimulatedFleet:
         self._changed_replicas: set[int] = set()  # may start a step after the current events
 
     def run(self, load: Workload) -> None:
-        """Serve all requests of a workload."""
+        """Simulate serving all requests of a workload."""
         self._load = load
         begin_s = START_S + self._overhead_s
         for number, arrival in enumerate(load.arrivals):
@@ -92,11 +92,14 @@ class SimulatedFleet:
 
     @property
     def decisions(self) -> dict[str, int]:
-        """Number of placement decisions about prompts, by reason."""
+        """The number of decisions about where prompts are prefilled, by reason."""
         return self._transfers.decisions if self._transfers is not None else {}
 
     def _next_s(self) -> float | None:
-        """Return the time of the next event; ends of interrupted steps are dropped."""
+        """Return the time of the simulation's next event; None if there are none.
+
+        Events for the ends of interrupted steps are dropped.
+        """
         while self._events:
             at_s, event, key = self._events[0]
             if event is not _Event.STEP_END or self._replicas[key].ends_s == at_s:
@@ -105,7 +108,7 @@ class SimulatedFleet:
         return None
 
     def _handle(self, event: _Event, key: int) -> int:
-        """Handle an event; return the index of the replica that it changes."""
+        """Handle an event of the simulation; return the index of the replica that it changes."""
         if event is _Event.REQUEST_ARRIVAL:
             return self._arrive(key)
         if event is _Event.KV_ARRIVAL:
@@ -118,7 +121,10 @@ class SimulatedFleet:
         heapq.heappush(self._events, (at_s, event, key))
 
     def _flush_batches(self) -> bool:
-        """Start batches that are not full, because no more requests come."""
+        """Start batches that are not full, because no more requests come in the simulation.
+
+        Return whether there are events again.
+        """
         for index, replica in enumerate(self._replicas):
             if replica.scheduler.has_work:
                 replica.scheduler.flush()
@@ -134,7 +140,10 @@ class SimulatedFleet:
             self._push(self._clock.now_s + wait_s, _Event.WAKE, index)
 
     def _interrupt(self, index: int, *, catch_up: bool) -> None:
-        """Let a replica decide about its next step; with `catch_up`, also apply ended steps."""
+        """Let a simulated replica decide about its next step.
+
+        With `catch_up`, the replica also applies the steps that have ended.
+        """
         replica = self._replicas[index]
         before_s = replica.ends_s
         ends_s = replica.catch_up() if catch_up else replica.interrupt()
@@ -144,7 +153,7 @@ class SimulatedFleet:
             self._push(ends_s, _Event.STEP_END, index)
 
     def _arrive(self, number: int) -> int:
-        """Route a request; return the index of its replica."""
+        """Route a request that has arrived, and queue it; return the index of its replica."""
         request = _request(number, self._load.arrivals[number], self._vocab_size)
         index = self._choose(request)
         try:
@@ -166,7 +175,7 @@ class SimulatedFleet:
         return index
 
     def _receive(self, number: int) -> int:
-        """Continue a request whose pages have arrived; return the index of its replica."""
+        """Continue a request whose KV pages have arrived; return the index of its replica."""
         assert self._transfers is not None
         index = self._transfers.decoder(number)
         self._interrupt(index, catch_up=True)
@@ -174,7 +183,7 @@ class SimulatedFleet:
         return index
 
     def _choose(self, request: Request) -> int:
-        """Return the index of a replica for a request."""
+        """Let the router choose a replica for a request; return the replica's index."""
         for index in self._router.due():
             self._interrupt(index, catch_up=True)
             self._router.report(index)
@@ -183,7 +192,7 @@ class SimulatedFleet:
         return index
 
     def _finish_step(self, index: int) -> None:
-        """Record the results of a step: first tokens, ends of requests, and KV transfers."""
+        """Record the results of a simulated step: first tokens, ends of requests, KV transfers."""
         now_s = self._clock.now_s
         started, finished = self._replicas[index].finish()
         if self._transfers is not None and index < self._num_prefill_replicas:
@@ -214,7 +223,7 @@ class SimulatedFleet:
 
 
 class _SimulatedRouter:
-    """A router before some of the replicas; it has the information of a real router."""
+    """A simulated router before some of the replicas; it has a real router's information."""
 
     def __init__(
         self, replicas: Sequence[SimulatedReplica], indices: range, policy: str, clock: Clock
@@ -230,19 +239,25 @@ class _SimulatedRouter:
             self._dispatcher.set_open(self._dispatcher.add_replica(str(index)), is_open=True)
 
     def due(self) -> range:
-        """Return the replicas whose report is due: all of them after each interval, else none."""
+        """Return the replicas whose report about evicted pages is due at the router.
+
+        After each interval all of them are due, else none.
+        """
         if not self._knows_prefixes or self._clock.now_s < self._next_report_s:
             return range(0)
         self._next_report_s = self._clock.now_s + _REPORT_INTERVAL_S
         return self._indices
 
     def report(self, index: int) -> None:
-        """Take over which cached pages a replica has evicted."""
+        """Tell the router which cached pages a replica has evicted."""
         stats = self._replicas[index].scheduler.stats()
         self._dispatcher.report(index - self._indices.start, 0.0, stats.horizon_s)
 
     def choose(self, request: Request) -> int:
-        """Return the index of a replica for a request; the prompt's tokens stand for its text."""
+        """Return the index of the replica that the router chooses for a request.
+
+        The prompt's tokens stand for its text.
+        """
         text = array("I", request.tokens).tobytes()
         keys = block_keys(text, request.salt) if self._knows_prefixes else ()
         routing_key = RoutingKey(keys, len(text), keys[0] if keys else int(request.id))
@@ -252,11 +267,11 @@ class _SimulatedRouter:
         return self._indices[routed.index]
 
     def begin(self, request: Request) -> None:
-        """Record the first token of a request."""
+        """Tell the router that a request's first token has arrived."""
         self._dispatcher.record_first_token(self._routed_requests[request.id])
 
     def end(self, request: Request) -> None:
-        """Record the end of a request."""
+        """Tell the router that a request has ended."""
         self._dispatcher.end(self._routed_requests.pop(request.id))
 
 

@@ -21,10 +21,10 @@ _GOLDEN_RATIO: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the gold
 
 
 class RequestArrival(Frozen):
-    """A request that arrives `at_s` seconds after the start.
+    """A simulated request that arrives `at_s` seconds after the start.
 
-    Prompts that begin with equal `blocks` begin with equal tokens, `block_size` for each block.
-    All prompts with a `num_shared` share their first tokens, up to the smaller `num_shared`.
+    Prompts that begin with equal `blocks` begin with equal tokens, `block_size` for each block. All
+    prompts with a `num_shared` share their first tokens, up to the smaller `num_shared`.
     """
 
     at_s: float
@@ -35,9 +35,10 @@ class RequestArrival(Frozen):
     num_shared: int = 0
 
     def tokens(self, number: int, vocab_size: int) -> array[int]:
-        """Return the prompt's tokens (type "I"); tokens that are not shared depend on `number`.
+        """Return the tokens of the request's prompt as an array of type "I".
 
-        An array of 12,000 tokens takes a tenth of the time of a list.
+        Tokens that are not shared with other prompts depend on `number`. An array of 12,000 tokens
+        takes a tenth of the time of a list.
         """
         size = self.block_size
         if len(self.blocks) * size >= self.num_prompt:
@@ -57,19 +58,19 @@ class RequestArrival(Frozen):
 
 
 class Workload(Frozen):
-    """Requests in the order of arrival; `name` describes their source."""
+    """The requests of a simulation, in the order of arrival; `name` describes their source."""
 
     name: str
     arrivals: tuple[RequestArrival, ...]
 
     @property
     def rate(self) -> float:
-        """Mean requests per second."""
+        """The mean number of requests per second."""
         seconds = self.arrivals[-1].at_s - self.arrivals[0].at_s
         return (len(self.arrivals) - 1) / seconds if seconds else 0.0
 
     def changed(self, *, speed: float = 1.0, scale: float = 1.0) -> Workload:
-        """Return the workload `speed` times as fast, with all lengths multiplied by `scale`.
+        """Return the workload `speed` times as fast, with all lengths in tokens times `scale`.
 
         Blocks are scaled too, so that prompts still share the same prefixes.
         """
@@ -86,17 +87,17 @@ class Workload(Frozen):
         return Workload(self.name, arrivals)
 
     def first(self, count: int | None) -> Workload:
-        """Return a workload of the first `count` requests; of all if it is None."""
+        """Return a workload of the first `count` requests; of all requests if `count` is None."""
         return self if count is None else Workload(self.name, self.arrivals[:count])
 
 
 class Synthetic(Frozen):
-    """Describes a random workload.
+    """The description of a random workload: its rate, arrivals and lengths.
 
     Attributes:
         rate: requests per second.
-        arrivals: "poisson", "constant", or "gamma" with the coefficient of variation `burstiness`
-            of the times between requests.
+        arrivals: "poisson", "constant", or "gamma" with the coefficient of variation
+            `burstiness` of the times between requests.
         count: number of requests.
         prompt, output: mean tokens of prompts and answers.
         spread: coefficient of variation of these lengths (log-normal); 0 for equal lengths.
@@ -113,7 +114,7 @@ class Synthetic(Frozen):
     shared: int = 0
 
     def __post_init__(self) -> None:
-        """Check the ranges; raises UsageError with the field."""
+        """Raise UsageError, with the field, if a number of the workload is out of range."""
         check_range(self, "rate", "burstiness", high=1e6)
         if self.arrivals not in ARRIVALS:
             reason = f"must be one of {', '.join(ARRIVALS)}, got '{{value}}'."
@@ -128,7 +129,7 @@ class Synthetic(Frozen):
             raise UsageError(reason, field="shared")
 
     def load(self, seed: int) -> Workload:
-        """Return the workload; equal seeds give equal workloads."""
+        """Return a random workload of this description; equal seeds give equal workloads."""
         rng = np.random.default_rng(seed)
         at_s = np.cumsum(self._gaps(rng)) / self.rate
         lengths = zip(
@@ -147,7 +148,7 @@ class Synthetic(Frozen):
         )
 
     def _gaps(self, rng: np.random.Generator) -> np.ndarray:
-        """Return times between requests, as multiples of their mean: (count,)."""
+        """Return the times between requests, as multiples of their mean: (count,)."""
         if self.arrivals == "constant":
             return np.ones(self.count)
         if self.arrivals == "poisson":
@@ -165,7 +166,10 @@ class Synthetic(Frozen):
 
 
 def sorted_workload(name: str, arrivals: Sequence[RequestArrival]) -> Workload:
-    """Return a workload of these requests, in the order of arrival, whose first arrives at 0."""
+    """Return a workload of these requests in the order of arrival.
+
+    The first request arrives at time 0.
+    """
     ordered = sorted(arrivals, key=lambda arrival: arrival.at_s)
     first_s = ordered[0].at_s
     shifted = tuple(replace(arrival, at_s=arrival.at_s - first_s) for arrival in ordered)
@@ -184,5 +188,5 @@ def _scaled(arrival: RequestArrival, speed: float, scale: float) -> RequestArriv
 
 
 def _unique_numbers(owner: int, count: int) -> np.ndarray:
-    """Return `count` numbers that no other owner gets."""
+    """Return `count` numbers that no other `owner` gets, such as the blocks of one prompt."""
     return np.arange(count, dtype=np.uint64) + np.uint64(owner << 24)

@@ -1,4 +1,4 @@
-"""Speculation under virtual time: a proposer with a given acceptance rate, and the controller."""
+"""Speculative decoding in a simulation: drafts are right with a given acceptance rate."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _WORD_MASK = (1 << 64) - 1
 
 
 class SimulatedProposer:
-    """Proposes drafts; each is right with a given probability if the drafts before it are right.
+    """Proposes simulated drafts; each is right with a given probability.
 
-    One draft for each request takes `cost` times the requests' decode step, in virtual time.
+    A draft can only be right if the drafts before it are right. One draft for each request takes
+    `cost` times the requests' decode step, in virtual time.
     """
 
     name = "simulated"
@@ -42,7 +43,7 @@ class SimulatedProposer:
         self._clock = clock
 
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
-        """Return drafts for each request, as long as another draft may pay."""
+        """Return drafts for each request, while another draft is expected to save time."""
         starts = tuple([len(request.tokens) - 1 for request in requests])
         next_s = self._cost * self._roofline.totals(BatchShape.decode(starts)).seconds
         count, expected = 0, float(len(requests))
@@ -56,13 +57,13 @@ class SimulatedProposer:
         return [self._proposal(request, count) if count else None for request in requests]
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Do nothing: the acceptance rate is given."""
+        """Do nothing, because the acceptance rate of simulated drafts is given."""
 
     def finish(self, request: Request) -> None:
-        """Do nothing: no state is stored for a request."""
+        """Do nothing, because the simulated proposer stores nothing for a request."""
 
     def close(self) -> None:
-        """Do nothing: no resources are held."""
+        """Do nothing, because the simulated proposer holds no resources."""
 
     def _proposal(self, request: Request, count: int) -> Proposal:
         first, size = len(request.tokens), self._vocab_size
@@ -73,7 +74,10 @@ class SimulatedProposer:
         return Proposal(self.name, tuple(tokens), (self._acceptance,) * count, (0,) * count)
 
     def _is_right(self, request: Request, index: int) -> bool:
-        """Decide by a hash of the request's seed and the token's index (SplitMix64)."""
+        """Decide whether a draft is right, by a hash of the request's seed and the token's index.
+
+        The hash is SplitMix64.
+        """
         mixed = (request.seed * 1_000_003 + index) * 0x9E3779B97F4A7C15 & _WORD_MASK
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             mixed = (mixed ^ mixed >> shift) * factor & _WORD_MASK
@@ -83,7 +87,10 @@ class SimulatedProposer:
 def make_speculator(
     proposer: SimulatedProposer, cost: StepCost, roofline: Roofline, clock: Clock
 ) -> Speculator:
-    """Return the engine's speculation controller for a proposer, under virtual time."""
+    """Return the engine's controller of speculative decoding, for a simulated proposer.
+
+    It reads the virtual time of `clock`.
+    """
     limits = Hardware(
         "simulated", 1, 0, bandwidth=roofline.bandwidth, peak=roofline.peak, peak_kind="", source=""
     )

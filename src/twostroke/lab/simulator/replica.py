@@ -1,4 +1,4 @@
-"""One engine under virtual time: real scheduler, page pool and speculation, no computation."""
+"""One simulated engine: real scheduler, page pool and speculation, virtual time, no computation."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _PREFILL_SPEED_WINDOW_S: Final = 10
 
 
 class Clock:
-    """Virtual time in seconds."""
+    """The virtual time of a simulation, in seconds."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s
 
     def read(self) -> float:
-        """Return the current time."""
+        """Return the current virtual time in seconds."""
         return self.now_s
 
 
 class _FastForward(Frozen):
-    """Decode steps that started together, since none needs a decision of the scheduler.
+    """Simulated decode steps that run together, since none needs a decision of the scheduler.
 
     `times_s` has the start of the first step and the end of each step. `flops` and `bytes` have an
     entry for each planned step, also if the steps are interrupted.
@@ -53,11 +53,12 @@ class _FastForward(Frozen):
 
 
 class SimulatedReplica:
-    """Runs the engine's loop, except that a step takes the time that `totals` returns.
+    """A simulated engine; a step takes the virtual time that `totals` returns.
 
-    A request's tokens follow from its seed and their index (`token_at`), also with speculation. So
-    decode steps that need no decision of the scheduler run together. Call `interrupt` before
-    submitting a request, and `catch_up` before reading the prefix cache.
+    The engine's own loop runs without computing. A request's tokens follow from its seed and their
+    index (`token_at`), also with speculation. So decode steps that need no decision of the
+    scheduler run together. Call `interrupt` before submitting a request, and `catch_up` before
+    reading the prefix cache.
 
     Attributes:
         num_requests: unfinished requests.
@@ -93,7 +94,7 @@ class SimulatedReplica:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all unfinished requests."""
+        """The number of tokens of all unfinished requests."""
         steps = self._fast_forward
         if steps is None:
             return self._num_tokens
@@ -101,7 +102,10 @@ class SimulatedReplica:
         return self._num_tokens + num_steps * len(steps.requests)
 
     def prefill_flops_per_s(self) -> float:
-        """Return the mean FLOP/s of recent prefill steps, or of all; 0 without prefill steps."""
+        """Return the mean FLOP/s of recent prefill steps, or of all prefill steps.
+
+        The result is 0 without prefill steps.
+        """
         now_s = self._clock.now_s
         past = [step for step in self._prefill_steps if step[0] <= now_s]
         recent = [step for step in past if step[0] > now_s - _PREFILL_SPEED_WINDOW_S] or past
@@ -110,7 +114,7 @@ class SimulatedReplica:
         return sum([flops for _, flops, _ in recent]) / seconds if seconds else 0.0
 
     def submit(self, request: Request) -> RequestState:
-        """Queue a request; return its state in the scheduler.
+        """Queue a request in the simulated engine; return its state in the scheduler.
 
         Raises:
             ContextLengthError, OverloadedError: as the scheduler's `add`.
@@ -122,7 +126,10 @@ class SimulatedReplica:
         return state
 
     def start(self) -> float | None:
-        """Start one step, or several decode steps; return their end. None without work."""
+        """Start one simulated step, or several decode steps together; return the time of their end.
+
+        The result is None without work.
+        """
         if self._speculator is None:
             requests, num_steps = self.scheduler.fast_forward_steps(_MAX_FAST_FORWARD_STEPS)
             if num_steps > 1:
@@ -158,7 +165,10 @@ class SimulatedReplica:
         return self.ends_s
 
     def interrupt(self) -> float | None:
-        """Cut a fast-forward after the step in flight; return its end, None if there is none."""
+        """End a fast-forward of decode steps after the step in flight; return when that step ends.
+
+        The result is None if no step is in flight.
+        """
         steps, now_s = self._fast_forward, self._clock.now_s
         if steps is not None:
             num_steps = bisect_left(steps.times_s, now_s)
@@ -170,9 +180,9 @@ class SimulatedReplica:
         return self.ends_s
 
     def catch_up(self) -> float | None:
-        """Apply the steps of a fast-forward that have ended; return the end of the step in flight.
+        """Apply the fast-forwarded steps that have ended; return the end of the step in flight.
 
-        None if no step is in flight.
+        The result is None if no step is in flight.
         """
         steps, now_s = self._fast_forward, self._clock.now_s
         if steps is None:
@@ -190,7 +200,7 @@ class SimulatedReplica:
         return self.ends_s
 
     def _apply_steps(self, num_steps: int) -> None:
-        """Apply the first steps of the fast-forward to the scheduler, and drop the other steps."""
+        """Commit the first steps of a fast-forward to the scheduler, and drop the other steps."""
         steps, size = self._fast_forward, self._vocab_size
         assert steps is not None
         self._fast_forward = self.ends_s = None
@@ -217,9 +227,10 @@ class SimulatedReplica:
         self.bytes += num_bytes
 
     def finish(self) -> tuple[list[Request], list[Request]]:
-        """Commit the step in flight at its end; return requests with a first token, and finished.
+        """Commit the step in flight at its end.
 
-        Finished requests are the second list. Steps of a fast-forward start and finish none.
+        Return the requests that got their first token, and the requests that finished. Steps of a
+        fast-forward start and finish no requests.
         """
         started: list[Request] = []
         self._last_end_s = self._clock.now_s

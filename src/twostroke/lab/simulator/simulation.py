@@ -1,4 +1,4 @@
-"""Simulates a workload on replicas of a model; reports have the form of measured runs."""
+"""Simulates a workload on replicas of a model; its reports have the form of measured runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_REPLICAS = 1024
 
 
 class Setup(Frozen):
-    """Replicas of a model that serve a workload, each on `question.count` devices.
+    """The simulated replicas of a model, each on `question.count` devices.
 
     Attributes:
         model: the model.
@@ -53,8 +53,8 @@ class Setup(Frozen):
         is_here: the device is this machine, whose engine sizes its KV cache by free memory.
         acceptance: probability that a draft is right; None without speculation.
         draft_cost: time of one draft, as a share of a decode step.
-        prefill_replicas: number of replicas that prefill prompts for the other replicas, which the
-            requests are routed to. 0: each replica computes its own prompts.
+        prefill_replicas: number of replicas that prefill prompts for the other replicas, which
+            the requests are routed to. 0: each replica computes its own prompts.
         disaggregate: which prompts these replicas prefill, a value of `DISAGGREGATE`.
         link: bytes per second of a KV transfer; None for the speed of the device's link.
         overhead_s: time from the client to the engine: HTTP, tokenization, routing.
@@ -77,7 +77,7 @@ class Setup(Frozen):
     overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check ranges and combinations; raises UsageError with the field."""
+        """Raise UsageError, with the field, if a value or a combination is not valid."""
         check_range(self, "replicas", low=1, high=MAX_REPLICAS)
         if self.routing not in POLICIES:
             hint = nearest(self.routing, POLICIES)
@@ -106,7 +106,10 @@ class Setup(Frozen):
         check_range(self, "link", high=1e18)
 
     def prefill(self, cost: StepCost, size: CacheSize) -> Prefill | None:
-        """Return the settings of disaggregation; None without it. `cost` is the work of steps."""
+        """Return the settings of simulated disaggregation; None without prefill replicas.
+
+        `cost` is the work of steps, and `size` the size of the KV cache.
+        """
         if not self.prefill_replicas:
             return None
         link = self.link or self.device.link
@@ -123,7 +126,7 @@ class Setup(Frozen):
         )
 
     def size(self) -> CacheSize:
-        """Return the context length and the KV pages of a replica.
+        """Return the context length and the number of KV pages of a simulated replica.
 
         Raises:
             MemoryLimitError: model and cache do not fit.
@@ -163,7 +166,7 @@ class Setup(Frozen):
             )
 
     def _kv_memory(self) -> float:
-        """Return the bytes for keys and values on a replica's devices."""
+        """Return the bytes that remain for keys and values on a replica's devices."""
         question, device = self.question, self.device
         requested = self.cache.memory_bytes
         if device.memory_bytes is None:
@@ -184,7 +187,7 @@ class Setup(Frozen):
 
 
 class Simulation(Frozen):
-    """The result of a simulation.
+    """The result of a simulation: latencies, rates, costs, and the requests.
 
     Attributes:
         report: latencies and rates.
@@ -193,10 +196,10 @@ class Simulation(Frozen):
         mfu, mbu: shares of the devices' arithmetic and bandwidth during steps.
         preemptions: number of preemptions.
         usd_per_million: price of a million output tokens; None without a price.
-        usd_per_1k, usd_per_1k_good: price of a thousand requests, and of a thousand requests that
-            met the objectives.
+        usd_per_1k, usd_per_1k_good: price of a thousand requests, and of a thousand requests
+            that met the objectives.
         refusal: number of the first refused request, and the reason; empty if there is none.
-        logs: the requests.
+        logs: the times and counts of each request.
         decisions: number of placement decisions about prompts, by reason.
         assumed: configuration fields that are missing, as in `Plan`.
     """
@@ -217,7 +220,7 @@ class Simulation(Frozen):
 
 
 def simulate(setup: Setup, load: Workload, objectives: Objectives | None = None) -> Simulation:
-    """Simulate a workload, and return latencies, rates and costs.
+    """Simulate a workload on replicas of a model; return latencies, rates and costs.
 
     Raises:
         MemoryLimitError: as `Setup.size`.

@@ -24,7 +24,10 @@ _MAX_SPEED_RATIO: Final = 1.03  # the search ends when two speeds differ by less
 
 
 class LoadProbe(Frozen):
-    """A simulated load: its speed, its rate, and whether enough requests met the objectives."""
+    """One simulated load of a sweep: its speed, its rate, and whether it met the objectives.
+
+    A load meets the objectives if enough of its requests do.
+    """
 
     speed: float
     rate: float
@@ -33,14 +36,17 @@ class LoadProbe(Frozen):
 
 
 class Sweep(Frozen):
-    """All simulated loads in the order of speed; `best` is the highest that met the objectives."""
+    """All simulated loads of a search for the highest load, in the order of speed.
+
+    `best` is the highest load that met the latency objectives.
+    """
 
     probes: tuple[LoadProbe, ...]
     best: LoadProbe
 
     @property
     def warning(self) -> str:
-        """Why the best run is too short for a reliable result; empty if it is long enough."""
+        """A sentence that says why the best run is too short to be reliable; empty if it is not."""
         report = self.best.simulation.report
         count, mean_s = report.num_requests, report.latencies["e2e"].mean
         duration_s = (count - 1) / self.best.rate
@@ -61,7 +67,7 @@ def sweep(
     share: float = DEFAULT_GOOD_SHARE,
     watch: Callable[[LoadProbe], None] = lambda _: None,
 ) -> Sweep:
-    """Search for the highest speed at which `share` of the requests meet the objectives.
+    """Search for the highest load at which `share` of the requests meet the objectives.
 
     At such a speed the number of unfinished requests must not grow. `watch` gets each probe.
 
@@ -111,7 +117,7 @@ def check_objectives(objectives: Objectives) -> None:
 
 
 def _missed_objectives(report: RunReport, objectives: Objectives) -> Iterator[str]:
-    """Yield a clause about each objective that the 90th percentile misses."""
+    """Yield a clause about each latency objective that the 90th percentile misses."""
     for name, limit_s in (("ttft", objectives.ttft_s), ("tpot", objectives.tpot_s)):
         latency = report.latencies.get(name)
         p90_s = latency.percentiles["p90"].value if latency else 0.0
@@ -121,9 +127,9 @@ def _missed_objectives(report: RunReport, objectives: Objectives) -> Iterator[st
 
 
 def _bracketing_speeds(meets: Callable[[float], bool]) -> tuple[float | None, float | None]:
-    """Return a speed that meets the objectives, and its double that misses them.
+    """Return a speed of the load that meets the objectives, and its double, which misses them.
 
-    None in place of a speed: no speed meets (or misses) the objectives.
+    The first is None if no speed meets the objectives; the second if no speed misses them.
     """
     speed = 1.0
     factor = 2.0 if meets(speed) else 0.5

@@ -1,4 +1,4 @@
-"""Reads traces of requests: published traces by name, CSV, JSON Lines, and recorded runs."""
+"""Reads workloads from traces of requests: published traces, CSV, JSON Lines, recorded runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OUTPUT_COLUMNS: Final = ("output_tokens", "output_length", "generatedtokens", "
 
 
 class PublishedTrace(Frozen):
-    """A public trace: address of its file, and checksum."""
+    """A public trace of requests: the address and the checksum of its file."""
 
     url: str
     sha256: str
@@ -75,7 +75,7 @@ _SUFFIXES: Final = (".csv", ".jsonl", ".json")
 
 
 def read_trace(name: str) -> Workload:
-    """Return the workload of a published trace, or of a file.
+    """Return the workload of a published trace of requests, or of a file.
 
     A CSV file names its columns in the first line, and each JSON line names its values: a time
     (`arrival_s` in seconds; `timestamp` as a date, or in milliseconds in JSON), the numbers of
@@ -83,7 +83,8 @@ def read_trace(name: str) -> Workload:
     a recorded run.
 
     Raises:
-        UsageError: there is no such trace, or a line is not a request; the message names the line.
+        UsageError: there is no such trace, or a line is not a request; the message names the
+            line.
         DownloadError: the trace cannot be fetched, or is damaged.
     """
     published = PUBLISHED_TRACES.get(name)
@@ -154,7 +155,10 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _arrival(row: Mapping[str, Any], *, is_json: bool) -> RequestArrival:
-    """Return the request of a line; raises ValueError with the reason if it is not valid."""
+    """Return the request that a line of a trace describes; raise ValueError if it is not valid.
+
+    The error has the reason.
+    """
     prompt, output = _count(row, _PROMPT_COLUMNS), _count(row, _OUTPUT_COLUMNS)
     ids = row.get("hash_ids", ()) if is_json else ()
     if not isinstance(ids, list | tuple) or not all(_is_id(value) for value in ids):
@@ -197,7 +201,7 @@ def _seconds(row: Mapping[str, Any], *, is_json: bool) -> float:
 
 
 def _value(row: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any]:
-    """Return the name and the value of the first of these columns that the row has."""
+    """Return the name and the value of the first of these columns that a trace's row has."""
     for name in names:
         if row.get(name) not in (None, ""):
             return name, row[name]
@@ -209,7 +213,7 @@ def _is_id(value: object) -> bool:
 
 
 def _recorded_run(path: Path) -> list[RequestArrival]:
-    """Return the requests of a recorded run, measured or simulated."""
+    """Return the requests of a recorded run, which was measured or simulated."""
 
     class Recorded(Frozen):
         requests: tuple[RequestLog, ...]
@@ -231,7 +235,7 @@ def _recorded_run(path: Path) -> list[RequestArrival]:
 
 
 def _published_file(name: str, trace: PublishedTrace) -> Path:
-    """Return the file of a published trace; it is fetched if the cache does not have it."""
+    """Return the file of a published trace, which is fetched if the cache does not have it."""
     path = env.cache_dir() / "traces" / Path(trace.url).name
     advice = f"Fetch {trace.url} in another way, and put it there or give its path to --trace."
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Generates a model's answers with their hidden states, for training."""
+"""Generates a model's answers with their hidden states, to train heads or a smaller model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TEMPERATURES = (0.0, 0.0, 0.7)  # in rotation
 def collect(
     model: str, spec: ModelSpec, folder: Path, options: LearnOptions, report: Report
 ) -> list[RecordedAnswer]:
-    """Return answers with `options.num_tokens` in all: saved answers, then new ones.
+    """Return a model's answers to training prompts, with `options.num_tokens` tokens in all.
 
     New answers are written to `folder` as they arrive, so that an interrupted run can continue.
     `spec` is the specification of `model`.
@@ -84,7 +84,10 @@ def collect(
 
 
 def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[TrainingPrompt]:
-    """Return built-in prompts, or a file's: each line is a question, or {"prompt": "a text"}."""
+    """Return training prompts: built-in prompts, or a file's.
+
+    Each line of the file is a question, or {"prompt": "a text"}.
+    """
     if options.data == "self":
         return prompts(options.seed, chat=has_chat)
     path = Path(options.data)
@@ -113,7 +116,10 @@ def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[TrainingPromp
 def _generate(
     engine: Engine, training_prompts: Iterator[TrainingPrompt], first: int
 ) -> Iterator[None]:
-    """Answer prompts in batches, without the first `first` ones; yield after each answer."""
+    """Let the engine answer training prompts in batches; yield after each answer.
+
+    The first `first` prompts are left out.
+    """
     waiting: deque[Generation] = deque()
     try:
         for number, prompt in enumerate(training_prompts):
@@ -141,7 +147,7 @@ def _generate(
 
 
 def encode_prompt(card: ModelCard, prompt: TrainingPrompt) -> list[int]:
-    """Return the token ids of a prompt; a chat prompt is rendered as a user's message."""
+    """Return the token ids of a training prompt; a chat prompt is rendered as a user's message."""
     if prompt.is_chat:
         return encode_chat(card, [{"role": "user", "content": prompt.text}])
     return encode_text(card, prompt.text)

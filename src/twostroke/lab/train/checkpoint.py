@@ -24,7 +24,10 @@ _FILE_NAME = "checkpoint.json"
 
 
 class Checkpoint(Frozen):
-    """The state of a training; `about` identifies the target model and the options."""
+    """The state of a training: weights, optimizer, time and steps.
+
+    `about` identifies the target model and the options.
+    """
 
     about: Mapping[str, Any]
     token_ids: tuple[int, ...]
@@ -34,7 +37,7 @@ class Checkpoint(Frozen):
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint; the previous one is removed after this one is complete.
+    """Write a training's checkpoint; the previous one is removed when the new one is complete.
 
     Raises:
         TwostrokeError: the disk is full, or the folder cannot be written.
@@ -66,10 +69,10 @@ def _digest(path: Path) -> str:
 
 
 def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> Checkpoint | None:
-    """Return the checkpoint in a folder; None if there is none.
+    """Return the checkpoint of a training in a folder; None if there is none.
 
     Raises:
-        UsageError: it is damaged, or belongs to another model or other options.
+        UsageError: the checkpoint is damaged, or belongs to another model or other options.
     """
     path = folder / _FILE_NAME
     if not path.is_file():

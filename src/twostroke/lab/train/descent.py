@@ -1,4 +1,4 @@
-"""Gradient descent within a time limit; its state can be saved and restored."""
+"""Gradient descent within a time limit, for training; its state can be saved and restored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MIN_RATE_SHARE = 0.02  # of the learning rate, at the end
 
 @dataclass(slots=True)
 class Descent:
-    """AdamW for the `weights` that require gradients.
+    """The AdamW optimizer of the `weights` that require gradients, and its time limit.
 
     Attributes:
         weights: all weights of the model.
@@ -50,7 +50,7 @@ class Descent:
     _optimizer: torch.optim.Optimizer = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Create the optimizer; weights with the same factor are one group."""
+        """Create the optimizer; weights with the same factor of the learning rate are one group."""
         groups: dict[float, list[Tensor]] = {}
         for name, weight in self.trained.items():
             groups.setdefault(self.rate_factors.get(name, 1.0), []).append(weight)
@@ -63,12 +63,12 @@ class Descent:
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """The weights that are trained."""
+        """The weights that are trained, by name."""
         return {name: weight for name, weight in self.weights.items() if weight.requires_grad}
 
     @property
     def progress(self) -> float:
-        """Share of the time that has passed."""
+        """The share of the training time that has passed, from 0 to 1."""
         return self.seconds / self.budget_s
 
     def descend(self, loss: Tensor) -> None:
@@ -87,7 +87,7 @@ class Descent:
         self.num_steps += 1
 
     def arrays(self) -> Arrays:
-        """Return the trained weights, and the optimizer's state of each weight."""
+        """Return the trained weights and the optimizer's state of each weight, to be saved."""
         arrays: dict[str, NDArray[np.float32]] = {}
         for name, weight in self.trained.items():
             arrays[name] = weight.detach().numpy()
@@ -97,7 +97,7 @@ class Descent:
         return arrays
 
     def restore(self, arrays: Arrays, seconds: float, num_steps: int) -> None:
-        """Continue from the `arrays` of an earlier run, after its time and steps."""
+        """Continue a training from the saved `arrays` of an earlier run, its time and its steps."""
         self.seconds, self.num_steps = seconds, num_steps
         for name, weight in self.trained.items():
             with torch.no_grad():
@@ -115,7 +115,7 @@ def train(
     interruption_note: str,
     report: Report,
 ) -> None:
-    """Take steps until the time is over; save regularly, at the end, and after Ctrl-C.
+    """Take training steps until the time is over; save regularly, at the end, and after Ctrl-C.
 
     `save` returns a line about the quality of the result. `report` gets lines of progress.
 

@@ -32,21 +32,21 @@ _NUM_TIMED_PRODUCTS = 10
 
 
 def training_examples(examples: Sequence[Example]) -> list[Example]:
-    """Return the examples that are not held out; UsageError if there are none."""
+    """Return the training examples that are not held out; UsageError if there are none."""
     if len(examples) < 2:
         raise UsageError("There are too few answers to learn from: raise --tokens.")
     return [example for index, example in enumerate(examples) if index % _HELD_OUT_INTERVAL]
 
 
 def fast_products() -> torch.autocast:
-    """Return a context that computes products in bfloat16 if this machine computes them faster."""
+    """Return a PyTorch context that computes products in bfloat16 if this machine is faster so."""
     seconds = {dtype: _product_s(dtype) for dtype in (torch.float32, torch.bfloat16)}
     is_faster = seconds[torch.float32] > _MIN_BFLOAT16_SPEEDUP * seconds[torch.bfloat16]
     return torch.autocast("cpu", torch.bfloat16, enabled=is_faster)
 
 
 def _product_s(dtype: torch.dtype) -> float:
-    """Return the shortest of several times of one 512 x 512 matrix product, in seconds."""
+    """Return the seconds of one 512 x 512 matrix product of this type, the shortest of several."""
     rows, weight = (torch.ones(512, 512, dtype=dtype) for _ in range(2))
     times = []
     for _ in range(_NUM_TIMED_PRODUCTS):
@@ -57,7 +57,7 @@ def _product_s(dtype: torch.dtype) -> float:
 
 
 class Likeness(Frozen):
-    """How well a student predicts held-out answers.
+    """How well a student model predicts held-out answers of its teacher.
 
     `loss` is the mean in nats: the KL divergence from the teacher, or the cross-entropy of the
     tokens without the teacher's distributions. `right` is the share of right top tokens.
@@ -69,14 +69,14 @@ class Likeness(Frozen):
 
 @dataclass(slots=True)
 class Imitator:
-    """A student in training.
+    """Trains a student model to predict its teacher's tokens.
 
     Attributes:
         model: the student.
         weights: returns the current weights of its Program.
         descent: the optimizer.
         teacher: None if the teacher has other tokens.
-        examples: training data; some are held out.
+        examples: training sequences; some are held out for tests.
         seed: seed of the batches.
     """
 
@@ -91,17 +91,17 @@ class Imitator:
     _held_out: list[Example] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Hold out some examples; raises UsageError if none remain for training."""
+        """Hold some examples out for tests; raise UsageError if none remain for training."""
         self._examples = training_examples(self.examples)
         self._held_out = list(self.examples[::_HELD_OUT_INTERVAL][:_MAX_TESTS])
 
     def stepper(self) -> Callable[[], None]:
-        """Return a function that trains on one more batch at each call."""
+        """Return a function that trains the student on one more batch at each call."""
         batches = self._batches()
         return lambda: self._step(next(batches))
 
     def test(self) -> Likeness:
-        """Return the loss and the accuracy on the held-out answers."""
+        """Return the student's loss and accuracy on the held-out answers."""
         loss_sum, num_right, count = 0.0, 0, 0
         with torch.no_grad():
             for example in self._held_out:
@@ -118,7 +118,7 @@ class Imitator:
         self.descent.loss = float(loss.detach())
 
     def _batches(self) -> Iterator[list[Example]]:
-        """Yield endless batches; every example is used once before any is used again."""
+        """Yield training batches without end; every example is used once before any is repeated."""
         rng = np.random.default_rng([self.seed, self.descent.num_steps])
         batch: list[Example] = []
         while True:
@@ -129,7 +129,7 @@ class Imitator:
                     batch = []
 
     def _compare(self, batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
-        """Return the loss of each training row, and whether its top token is right: (rows,)."""
+        """Return each training row's loss, and whether its top token is right: (rows,)."""
         tokens, positions, sampled, following = [], [], [], []
         start = 0
         for example in batch:

@@ -32,14 +32,14 @@ _PRIOR_COUNT = 10.0  # number of drafts that the prior counts as
 
 
 class Score(Frozen):
-    """Shares of right drafts, as in `HeadsFacts`."""
+    """The shares of right drafts of trained heads on held-out answers, as in `HeadsFacts`."""
 
     accepted: tuple[float, ...]
     right_if_sure: tuple[float, ...]
 
     @property
     def per_pass(self) -> float:
-        """Expected tokens per pass of the target, if drafts of all depths are verified."""
+        """Expected tokens per pass of the target model, if drafts of all depths are verified."""
         total = probability = 1.0
         for share in self.accepted:
             probability *= share
@@ -49,7 +49,7 @@ class Score(Frozen):
 
 @dataclass(slots=True)
 class Learner:
-    """Heads in training, with their data and optimizer."""
+    """Trains draft heads: the heads' weights, their training data and the optimizer."""
 
     spec: HeadsSpec
     program: Program
@@ -59,12 +59,12 @@ class Learner:
     seed: int
 
     def stepper(self) -> Callable[[], None]:
-        """Return a function that trains on one more batch at each call."""
+        """Return a function that trains the draft heads on one more batch at each call."""
         batches = self._batches()
         return lambda: self._step(next(batches))
 
     def test(self) -> Score:
-        """Return the shares of right drafts on the held-out answers."""
+        """Return the shares of right drafts of the heads on the held-out answers."""
         depth = self.spec.depth
         right, tried = np.zeros(depth), np.zeros(depth)
         sure_right, sure_tried = np.zeros(SURENESS_KINDS), np.zeros(SURENESS_KINDS)
@@ -93,7 +93,7 @@ class Learner:
         return Score(tuple(map(float, shares)), tuple(map(float, sure)))
 
     def _batches(self) -> Iterator[Rows]:
-        """Yield endless batches; every piece is used once before any is used again."""
+        """Yield training batches without end; each piece is used once before any is used again."""
         rng = np.random.default_rng([self.seed, self.descent.num_steps])
         pieces = self.lesson.pieces
         while True:

@@ -27,7 +27,10 @@ _MIN_ROWS = 8  # of a piece
 
 
 class Rows(Frozen):
-    """A batch with the next token of each row, and the hidden state at that token."""
+    """A batch of recorded answers for training draft heads.
+
+    It has the next token of each row, and the target's hidden state at that token.
+    """
 
     batch: TrainingBatch
     following: Tensor
@@ -35,12 +38,12 @@ class Rows(Frozen):
 
 
 class Target:
-    """The weights of the target model that heads use: embedding, last norm and output matrix."""
+    """The target model's weights that draft heads use: embedding, last norm and output matrix."""
 
     def __init__(
         self, spec: ModelSpec, tensors: Mapping[str, QuantTensor], token_ids: Sequence[int]
     ) -> None:
-        """Load the embedding, and the output rows of `token_ids`."""
+        """Load the target's embedding, and the output rows of `token_ids`."""
         self.spec = spec
         self.token_ids = torch.tensor(token_ids)
         self.table = torch.from_numpy(tensors[TABLE].dequantize())
@@ -50,16 +53,16 @@ class Target:
         self.norm = torch.from_numpy(tensors["output_norm.weight"].dequantize()) + spec.norm_offset
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the target's logits of the tokens that heads can propose, from its states."""
+        """Return the target's logits of the tokens that heads can propose, from hidden states."""
         normed = functional.rms_norm(states, self.norm.shape, self.norm, self.spec.norm_epsilon)
         return functional.linear(normed, self.head)
 
 
 class Lesson:
-    """Pieces of answers for training, and pieces held out for tests."""
+    """Pieces of recorded answers for training draft heads, and pieces held out for tests."""
 
     def __init__(self, answers: Sequence[RecordedAnswer], length: int) -> None:
-        """Divide answers into pieces of at most `length` rows."""
+        """Divide recorded answers into pieces of at most `length` rows."""
         self._answers = answers
         self._length = length
         training = [index for index in range(len(answers)) if index % _HELD_OUT_INTERVAL]
@@ -68,11 +71,14 @@ class Lesson:
         self.held_out = self._divide(held_out)
 
     def training_answers(self) -> list[RecordedAnswer]:
-        """Return the answers for training, without held-out answers."""
+        """Return the recorded answers for training, without the held-out answers."""
         return [answer for index, answer in enumerate(self._answers) if index % _HELD_OUT_INTERVAL]
 
     def rows(self, pieces: Sequence[tuple[int, int]]) -> Rows:
-        """Return a batch of pieces; each piece is the index of an answer and its first row."""
+        """Return a training batch of pieces.
+
+        Each piece is the index of an answer and the piece's first row.
+        """
         width = self._answers[0].hidden.shape[1]
         shape = (len(pieces), min(self._length, max(self._count(*piece) for piece in pieces)))
         tokens, following = (np.zeros(shape, np.int64) for _ in range(2))
@@ -89,7 +95,7 @@ class Lesson:
         return Rows(batch, torch.from_numpy(following), torch.from_numpy(states))
 
     def _count(self, index: int, start: int) -> int:
-        """Return the number of rows of a piece: each row also needs the state after it."""
+        """Return the number of rows of a piece: each row also needs the hidden state after it."""
         return min(self._length, len(self._answers[index]) - 1 - start)
 
     def _divide(self, indices: Sequence[int]) -> list[tuple[int, int]]:
@@ -104,7 +110,7 @@ class Lesson:
 def frequent_tokens(
     answers: Sequence[RecordedAnswer], vocab_size: int, count: int
 ) -> tuple[int, ...]:
-    """Return the `count` most frequent tokens of the answers, in ascending order.
+    """Return the `count` most frequent tokens of recorded answers, in ascending order.
 
     If fewer tokens occur, the lowest other token ids complete the number.
     """

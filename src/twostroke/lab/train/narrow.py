@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Widths(Frozen):
-    """The KV heads (with their query heads) and the channels to keep, ascending, by layer."""
+    """The KV heads and feed-forward channels to keep in each layer of a narrowed model.
+
+    The query heads of a KV head are kept with it. Indices are ascending.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     channels: tuple[tuple[int, ...], ...]
@@ -39,7 +42,7 @@ class Widths(Frozen):
         )
 
     def cut(self, spec: ModelSpec, tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
-        """Return the weights of the narrower model; changed weights become float32."""
+        """Return the weights of the narrowed model; changed weights become float32."""
         return {name: self._cut(spec, name, tensor) for name, tensor in tensors.items()}
 
     def _cut(self, spec: ModelSpec, name: str, tensor: QuantTensor) -> QuantTensor:
@@ -72,7 +75,7 @@ def choose_widths(
     num_kv_heads: int,
     ffn_size: int,
 ) -> Widths:
-    """Return the KV heads and channels with the largest contributions to each layer's output.
+    """Return the KV heads and channels that contribute most to each layer's output.
 
     A contribution is a sum of squares over the tokens of `sequences`: for a KV head, of its part of
     the attention's output; for a channel, of its value times its column of the down projection.
@@ -107,7 +110,7 @@ def _top_indices(scores: Tensor, count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _value_indices(parts: Sequence[int], width: int) -> tuple[int, ...]:
-    """Return the indices of all values of some parts of equal width."""
+    """Return the indices of all values that belong to some parts of equal width, such as heads."""
     return tuple([part * width + offset for part in parts for offset in range(width)])
 
 

@@ -38,7 +38,7 @@ class LearnOptions(Frozen):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the ranges; raises UsageError with the field."""
+        """Raise UsageError, with the field, if an option of training is out of range."""
         check_minimums(self, num_tokens=1, seed=0)
         for name in ("minutes", "learning_rate"):
             number = getattr(self, name)
@@ -47,14 +47,14 @@ class LearnOptions(Frozen):
 
 
 class TrainOptions(LearnOptions):
-    """Options of training heads.
+    """Options of training draft heads (EAGLE or Medusa).
 
     Attributes:
         kind: "eagle" or "medusa".
-        vocab_size: heads propose one of the most frequent tokens, this many.
-        depth: drafts in a row; for Medusa, the number of blocks.
+        vocab_size: number of tokens that heads can propose; they are the most frequent ones.
+        depth: number of drafts in a row; for Medusa, the number of blocks.
         ffn_size: width of the feed-forward; None for two thirds of the model's width.
-        window: tokens that the head's attention sees.
+        window: number of tokens that the head's attention sees.
     """
 
     kind: str = "eagle"
@@ -64,7 +64,7 @@ class TrainOptions(LearnOptions):
     window: int = 256
 
     def __post_init__(self) -> None:
-        """Check the ranges; raises UsageError with the field."""
+        """Raise UsageError, with the field, if an option of training heads is out of range."""
         super().__post_init__()
         if self.kind not in KINDS:
             raise UsageError(f"must be one of {', '.join(KINDS)}, got '{self.kind}'.", field="kind")
@@ -74,19 +74,19 @@ class TrainOptions(LearnOptions):
 
 
 class DistillOptions(LearnOptions):
-    """Options of training a student; `length` is the most tokens of a sequence."""
+    """Options of training a smaller model; `length` is the most tokens of a sequence."""
 
     learning_rate: float = 1e-4
     length: int = 512
 
     def __post_init__(self) -> None:
-        """Check the ranges; raises UsageError with the field."""
+        """Raise UsageError, with the field, if an option of distillation is out of range."""
         super().__post_init__()
         check_minimums(self, length=32)
 
 
 class StudentShape(Frozen, forbid_unknown_fields=True):
-    """The sizes of a student that is a part of its teacher; None for the teacher's size.
+    """The sizes of a smaller model that is a part of its teacher; None for the teacher's size.
 
     Attributes:
         layers: number of layers.
@@ -100,7 +100,7 @@ class StudentShape(Frozen, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, path: Path) -> StudentShape:
-        """Return the shape in a YAML file.
+        """Return the shape of a student model from a YAML file.
 
         Raises:
             UsageError: the file is not a shape; the message names the line.
@@ -111,7 +111,7 @@ class StudentShape(Frozen, forbid_unknown_fields=True):
 
     @property
     def is_narrower(self) -> bool:
-        """Whether layers become narrower."""
+        """Whether the student's layers are narrower than its teacher's."""
         return self.kv_heads is not None or self.feed_forward is not None
 
     def check(self, spec: ModelSpec) -> None:
@@ -137,7 +137,10 @@ class StudentShape(Frozen, forbid_unknown_fields=True):
 
 
 def check_minimums(options: LearnOptions, **minimums: int) -> None:
-    """Raise UsageError for a field of `options` below its minimum; fields may be None."""
+    """Raise UsageError for a training option below its minimum.
+
+    `minimums` are by field of `options`; a field may be None.
+    """
     for name, low in minimums.items():
         value = getattr(options, name)
         if value is not None and value < low:

@@ -26,14 +26,14 @@ _CHAT_SHARE = 0.7
 
 
 class TrainingPrompt(Frozen):
-    """A chat message, or a text to continue."""
+    """A prompt to which a model's answer is recorded: a chat message, or a text to continue."""
 
     text: str
     is_chat: bool
 
 
 def prompts(seed: int, *, chat: bool) -> Iterator[TrainingPrompt]:
-    """Yield endless prompts; equal seeds give equal prompts.
+    """Yield built-in training prompts without end; equal seeds give equal prompts.
 
     Without `chat`, for models without a chat template, all prompts are texts to continue.
     """
@@ -82,7 +82,7 @@ def _code(rng: random.Random) -> str:
 
 
 def _stub(rng: random.Random) -> str:
-    """Return the first lines of an invented function."""
+    """Return the first lines of an invented Python function, as a training prompt."""
     verb, name, kind, task = _sampled_words(rng, "verbs", "names", "types", "tasks")
     return f'def {verb}_{name}({name}: {kind}):\n    """A function that {task}."""\n'
 
@@ -96,7 +96,7 @@ _TEXT_KINDS: dict[Callable[[random.Random], str], float] = {
 
 
 def _sampled_words(rng: random.Random, *kinds: str) -> list[str]:
-    """Return a random word of each kind."""
+    """Return a random word of each kind, to be put into a training prompt."""
     return [rng.choice(_WORDS[kind]) for kind in kinds]
 
 
@@ -120,7 +120,7 @@ def _sample_story(rng: random.Random, num_sentences: int) -> str:
 
 
 def _first_lines(rng: random.Random, code: str, max_lines: int) -> str:
-    """Return the first lines of a function, at most `max_lines`."""
+    """Return the first lines of a function's code, at most `max_lines`, as a training prompt."""
     lines = code.splitlines()
     return "\n".join(lines[: min(max_lines, max(3, rng.randrange(len(lines))))])
 

@@ -31,7 +31,7 @@ _PART_ROWS = 25_000  # in one pair of files
 
 
 class RecordedAnswer(Frozen):
-    """The tokens of an answer, with hidden states.
+    """The tokens of a model's answer, with its hidden states, for training.
 
     Attributes:
         tokens: last token of the prompt, and the tokens of the answer.
@@ -47,19 +47,19 @@ class RecordedAnswer(Frozen):
     prompt: tuple[int, ...] = ()
 
     def __len__(self) -> int:
-        """Return the number of states."""
+        """Return the number of hidden states of the answer."""
         return len(self.hidden)
 
 
 @dataclass(slots=True, eq=False)
 class Recorder:
-    """Watches an engine, and calls `on_answer` with each finished answer."""
+    """Watches an engine's steps, and calls `on_answer` with each finished answer and its states."""
 
     on_answer: Callable[[RecordedAnswer], None]
     _rows: dict[Request, list[NDArray[np.float16]]] = field(default_factory=dict)
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Keep the states from which each request's new tokens were sampled."""
+        """Keep the hidden states from which each request's new tokens were sampled."""
         for slice_, rows in sampled_rows(plan, result):
             if result.hidden is not None:
                 states = result.hidden[rows]
@@ -69,7 +69,7 @@ class Recorder:
                 self._rows.setdefault(slice_.request, []).append(states.astype(np.float16))
 
     def finish(self, request: Request) -> None:
-        """Pass on an answer if it has at least two states."""
+        """Pass on the answer of a finished request if it has at least two hidden states."""
         rows = self._rows.pop(request, None)
         if rows is None:
             return
@@ -82,10 +82,10 @@ class Recorder:
 
 @dataclass(slots=True)
 class SampleStore:
-    """Writes answers in parts of many answers; a part's name is the number of answers before it.
+    """Writes recorded answers to a folder, many answers in one part.
 
     A part consists of a file with float16 states, and a JSON file with the tokens of each prompt
-    and answer.
+    and answer. A part's name is the number of answers before it.
     """
 
     folder: Path
@@ -94,19 +94,22 @@ class SampleStore:
     _unwritten: list[RecordedAnswer] = field(default_factory=list)
 
     def add(self, answer: RecordedAnswer) -> None:
-        """Add an answer; enough answers are written as a part. Raises as `flush`."""
+        """Add a recorded answer; when there are enough answers, a part is written.
+
+        Raises as `flush`.
+        """
         self._unwritten.append(answer)
         self.num_rows += len(answer)
         if sum(map(len, self._unwritten)) >= _PART_ROWS:
             self.flush()
 
     def take(self, answers: deque[RecordedAnswer]) -> None:
-        """Move answers from a queue, to which another thread may append."""
+        """Move recorded answers from a queue, to which another thread may append."""
         while answers:
             self.add(answers.popleft())
 
     def flush(self) -> None:
-        """Write the answers that are not on disk yet.
+        """Write the recorded answers that are not on disk yet.
 
         Raises:
             TwostrokeError: the disk is full, or the folder cannot be written.
@@ -129,7 +132,7 @@ class SampleStore:
 
 
 def load_answers(folder: Path, width: int) -> list[RecordedAnswer]:
-    """Return the answers in a folder, in order; states have `width` values.
+    """Return the recorded answers in a folder, in order; hidden states have `width` values.
 
     Raises:
         UsageError: the files are damaged, or of another model.
@@ -156,7 +159,7 @@ def load_answers(folder: Path, width: int) -> list[RecordedAnswer]:
 
 
 def _read(path: Path) -> tuple[list[Any], str | None]:
-    """Return the tokens of a part's answers, and the digest of its states.
+    """Return the tokens of the answers in a part of a sample store, and its states' digest.
 
     Parts of earlier versions are a list and have no digest. Raises OSError, ValueError, TypeError,
     ModelFormatError.
@@ -169,7 +172,10 @@ def _read(path: Path) -> tuple[list[Any], str | None]:
 
 
 def _states(path: Path, digest: str | None) -> bytes:
-    """Return the states of a part; raises OSError, and ValueError if the digest differs."""
+    """Return the bytes of the hidden states in a part of a sample store.
+
+    Raises OSError, and ValueError if the digest differs.
+    """
     states = read_regular_file(path.with_suffix(".f16"))
     if digest not in {None, _digest(states)}:
         raise ValueError("the states are damaged")

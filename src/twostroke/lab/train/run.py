@@ -1,4 +1,4 @@
-"""Trains heads for a model in a folder: answers, weights, and heads; all steps can continue."""
+"""Trains draft heads for a model in a folder; an interrupted training can continue."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
 
 
 def train_heads(model: str, output: Path, options: TrainOptions, report: Report) -> None:
-    """Train heads for `model` in the folder `output`; `report` gets lines of progress.
+    """Train draft heads for `model` in the folder `output`; `report` gets lines of progress.
 
     Answers, weights and the optimizer's state are saved in the folder. After Ctrl-C it has the
     heads trained so far, and the same call continues.
 
     Raises:
-        UsageError: the folder has heads of another model or with other options, or the data cannot
-            be read.
+        UsageError: the folder has heads of another model or with other options, or the data
+            cannot be read.
         TwostrokeError: the model cannot be loaded, or the disk is full.
     """
     loaded = load(model)
@@ -67,7 +67,7 @@ def train_heads(model: str, output: Path, options: TrainOptions, report: Report)
 
 
 class _HeadTraining(Frozen):
-    """Heads in training, and their folder."""
+    """Draft heads in training, and the folder of their files."""
 
     folder: Path
     about: dict[str, Any]
@@ -75,7 +75,7 @@ class _HeadTraining(Frozen):
     learner: Learner
 
     def save(self) -> str:
-        """Write the heads and a checkpoint; return a line about the quality of the heads."""
+        """Write the draft heads and a checkpoint; return a line about the quality of the heads."""
         learner = self.learner
         score = learner.test()
         facts = HeadsFacts.of(
@@ -108,7 +108,10 @@ def _learner(
     token_ids: tuple[int, ...],
     answers: list[RecordedAnswer],
 ) -> Learner:
-    """Return heads to train; with no `answers`, their first weights are not fitted."""
+    """Return the trainer of new draft heads.
+
+    Without `answers`, the heads' first weights are not fitted, since a checkpoint replaces them.
+    """
     ffn_size = options.ffn_size or max(32, loaded.spec.ffn_size * 2 // 3 // 32 * 32)
     spec = heads_for(
         loaded.spec,
@@ -145,7 +148,7 @@ def _learner(
 
 
 def _about(identity: str, options: TrainOptions) -> dict[str, Any]:
-    """Return the values that must be equal in all runs in one folder."""
+    """Return the values that must be equal in all runs of training in one folder."""
     free = replace(options, data="self", num_tokens=1, minutes=1.0, learning_rate=1.0)
     return {"target_id": identity, **asdict(free)}
 

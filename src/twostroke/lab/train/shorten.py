@@ -28,7 +28,7 @@ _REPORT_INTERVAL = 10
 
 
 def shortened(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
-    """Return the specification of a model with only these layers."""
+    """Return the specification of a model that has only these layers of a full model."""
     window = spec.window
     if window is not None:
         window = replace(window, slides=tuple(window.slides[layer] for layer in layers))
@@ -36,7 +36,7 @@ def shortened(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
 
 
 def names_in_full_model(names: Sequence[str], layers: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each weight of the shorter model, with its name in the full model."""
+    """Yield the name of each weight of a shortened model, with its name in the full model."""
     for name in names:
         layer, dot, rest = name.removeprefix("blk.").partition(".")
         is_layer = name.startswith("blk.")
@@ -50,7 +50,7 @@ def choose_layers(
     count: int,
     report: Callable[[str], None],
 ) -> list[int]:
-    """Return the `count` layers to keep, ascending.
+    """Return the `count` layers to keep in a shortened model, ascending.
 
     In each round, every layer is left out on its own, and the layers are removed whose absence
     changes the distributions for `sequences` least (KL divergence). Several rounds are needed,
@@ -84,7 +84,7 @@ def choose_layers(
 
 
 class _ShortenedModel:
-    """A model with some layers of a full model, applied to token sequences."""
+    """A model with only some layers of a full model, which computes given token sequences."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _ShortenedModel:
 
     @property
     def _layer_inputs(self) -> list[str]:
-        """Names of the states before each layer, and after the last layer."""
+        """The names of the states before each layer, and after the last layer, in the Program."""
         ops, embeds = self._program.ops, (Embed, Scale)
         first = next(i for i, op in enumerate(ops) if not isinstance(op, embeds))
         return [ops[first - 1].output, *self._program.layer_outputs]

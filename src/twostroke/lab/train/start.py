@@ -34,11 +34,12 @@ def first_weights(
     answers: Sequence[RecordedAnswer],
     seed: int,
 ) -> dict[str, Tensor]:
-    """Return the weights of untrained heads; weights to be trained require gradients.
+    """Return the weights of untrained draft heads that already propose likely tokens.
 
-    The output matrix is the target's. The two projections of an EAGLE head are fitted by least
-    squares to predict the next state. Its layer is a copy of the target's last layer if shapes are
-    equal, scaled down. Medusa blocks begin with small outputs.
+    Weights to be trained require gradients. The output matrix is the target's. The two projections
+    of an EAGLE head are fitted by least squares to predict the next state. Its layer is a copy of
+    the target's last layer if shapes are equal, scaled down. Medusa blocks begin with small
+    outputs.
     """
     generator = torch.Generator().manual_seed(seed)
     last = f"blk.{target.spec.num_layers - 1}."
@@ -70,9 +71,9 @@ def first_weights(
 
 
 def _fit(target: Target, answers: Sequence[RecordedAnswer]) -> tuple[Tensor, Tensor]:
-    """Return the matrices that predict the next state from a state and the token after it.
+    """Return the two matrices that predict the next hidden state, (width, width) each.
 
-    Ridge regression on normalized rows; both matrices are (width, width).
+    The inputs are a state and the token after it. The fit is a ridge regression on normalized rows.
     """
     width = target.table.shape[1]
     products = torch.eye(2 * width) * _RIDGE_PENALTY

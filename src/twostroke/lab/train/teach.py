@@ -27,7 +27,7 @@ _MIN_ROWS = 4  # shorter answers are left out
 
 
 class Example(Frozen):
-    """A sequence of the student's tokens; rows from `first` on learn to predict the next token.
+    """A training sequence of a student's tokens; rows from `first` on learn the next token.
 
     `states`, float16 (rows from `first` on, width), are the teacher's states for these rows; None
     if the teacher has other tokens.
@@ -39,10 +39,10 @@ class Example(Frozen):
 
 
 class Teacher:
-    """The last operations of a teacher: from its last hidden states to logits."""
+    """The last operations of a teacher model: from its last hidden states to logits."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        """Load the weights of the last norm and of the logits."""
+        """Load the teacher's weights of the last norm and of the logits."""
         program = build_program(loaded.spec)
         self._states = last_hidden(program)
         self.vocab_size = program.vocab_size
@@ -55,7 +55,7 @@ class Teacher:
         }
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the logits (rows, vocabulary) for states (rows, width)."""
+        """Return the teacher's logits (rows, vocabulary) for hidden states (rows, width)."""
         indices = torch.arange(len(states))
         keeper = WholeSequences([len(states)], self._ops)
         step = TorchStepState(indices, indices, indices, self._weights, keeper)
@@ -66,7 +66,10 @@ class Teacher:
 
 
 def same_tokens(answers: Iterable[RecordedAnswer], length: int) -> Iterator[Example]:
-    """Yield answers as examples of at most `length` tokens, with the end of their prompts."""
+    """Yield recorded answers as training examples of a student with the teacher's vocabulary.
+
+    An example has at most `length` tokens, and includes the end of the prompt.
+    """
     for answer in answers:
         num_rows = min(len(answer), length - 1)
         prompt = answer.prompt[-(length - 1 - num_rows) :] if num_rows < length - 1 else ()
@@ -78,9 +81,10 @@ def same_tokens(answers: Iterable[RecordedAnswer], length: int) -> Iterator[Exam
 def other_tokens(
     answers: Iterable[RecordedAnswer], translation: Translation, length: int
 ) -> Iterator[Example]:
-    """Yield answers with their prompts in the tokens of a student with another vocabulary.
+    """Yield recorded answers as training examples of a student with another vocabulary.
 
-    The tokens are the same that the student gets as a draft model of this teacher.
+    Prompts and answers are translated to the same tokens that the student gets as a draft model of
+    this teacher.
     """
     for answer in answers:
         ids = [*answer.prompt, *map(int, answer.tokens)]

@@ -48,10 +48,10 @@ def tune(
     folder: Path,
     report: Report,
 ) -> dict[str, QuantTensor]:
-    """Train for some minutes and return the changed tensors; none if the model did not improve.
+    """Train the scales of a quantized model for some minutes; return the changed tensors.
 
-    `answers` are the source's answers with their hidden states. A checkpoint in `folder` lets the
-    same call continue after an interruption.
+    No tensors are returned if the model did not improve. `answers` are the source's answers with
+    their hidden states. A checkpoint in `folder` lets the same call continue after an interruption.
 
     Raises:
         MemoryLimitError: several float32 copies of the weights do not fit into memory.
@@ -93,7 +93,7 @@ def tune(
 
 
 class _TunedModel:
-    """A model whose weights are multiplied by trained factors, 1 + `offsets`."""
+    """A quantized model whose weights are multiplied by trained factors, 1 + `offsets`."""
 
     def __init__(self, program: Program, tensors: Mapping[str, QuantTensor]) -> None:
         self.model = TorchModel(program, tensors)
@@ -112,7 +112,7 @@ class _TunedModel:
                 self.offsets[f"{name}:{index}"] = torch.zeros(part.shape[:2], requires_grad=True)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the Program's weights with the current factors."""
+        """Return the weights of the model's Program with the current factors."""
         weights = dict(self.model.weights)
         for name, parts in self._parts.items():
             terms = [self._scaled(name, index, part) for index, part in enumerate(parts)]
@@ -120,7 +120,7 @@ class _TunedModel:
         return weights
 
     def stored(self) -> dict[str, QuantTensor]:
-        """Return the changed tensors in their formats; vectors become float32."""
+        """Return the changed tensors in their quantized formats; vectors become float32."""
         stored_tensors = {}
         for name, parts in self._parts.items():
             tensor, offsets = self._tensors[name], self._offsets(name, parts)

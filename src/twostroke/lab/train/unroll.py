@@ -1,9 +1,4 @@
-"""Runs the Program of heads in PyTorch with gradients, once for each depth of drafts.
-
-The state that an EAGLE head returns at one depth is its input at the next depth, so that it learns
-from its own errors ("training-time test", arXiv:2503.01840). In training, rows of all depths attend
-to the same rows as when heads propose drafts.
-"""
+"""Runs the Program of draft heads in PyTorch with gradients, once for each depth of drafts."""
 
 from __future__ import annotations
 
@@ -27,10 +22,11 @@ if TYPE_CHECKING:
 
 
 class TrainingBatch(Frozen):
-    """Pieces of answers: `tokens` and `valid` are (pieces, length), `hidden` is (.., width).
+    """A batch of pieces of recorded answers, for training draft heads.
 
-    Row i of a piece has the state `hidden[i]`, from which `tokens[i]` was sampled. `valid` rows
-    have a next row.
+    `tokens` and `valid` are (pieces, length), and `hidden` is (pieces, length, width). Row i of a
+    piece has the state `hidden[i]`, from which `tokens[i]` was sampled. A row is `valid` if it has
+    a next row.
     """
 
     tokens: Tensor
@@ -39,12 +35,12 @@ class TrainingBatch(Frozen):
 
 
 class NoPages:
-    """Stores no keys and values, because this file computes attention itself."""
+    """A KV cache without keys and values, because the training computes attention itself."""
 
     def spans(
         self, op: ops.Attention, new_kv: tuple[Tensor, ...]
     ) -> Iterator[tuple[slice, Tensor, Tensor, int]]:
-        """Yield nothing."""
+        """Yield nothing, because this KV cache stores no keys and values."""
         del op, new_kv
         return iter(())
 
@@ -52,7 +48,7 @@ class NoPages:
 def unroll(
     spec: HeadsSpec, program: Program, weights: Mapping[str, Tensor], batch: TrainingBatch
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each depth the logits (rows, num_tokens), and a mask of the batch's rows.
+    """Yield the heads' logits (rows, num_tokens) at each depth, and a mask of the batch's rows.
 
     The draft of row i is for `tokens[i + 1]` at each depth: at depth d, it is made from the tokens
     that were known d rows earlier. The mask is (pieces, length).
@@ -111,7 +107,7 @@ def _medusa(
 
 
 class _DepthsAttention:
-    """Attention over the keys and values of all depths so far.
+    """Attention of draft heads over the keys and values of all depths so far.
 
     A row at depth d attends to rows of depth 0 up to d rows before it, and to one row of each later
     depth: the row of its own chain of drafts.
@@ -152,7 +148,7 @@ class _DepthsAttention:
 
 
 def _shifted(x: Tensor, count: int, dim: int = 1) -> Tensor:
-    """Return x with its rows shifted by `count` along `dim`, and zeros before them."""
+    """Return a tensor with its rows shifted by `count` along `dim`, and zeros before them."""
     if not count:
         return x
     zeros = torch.zeros_like(x.narrow(dim, 0, count))
