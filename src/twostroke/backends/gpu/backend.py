@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 class _Step(Frozen, eq=False):
-    """A step in flight; the results of `read` and the tensors are valid after `mark`."""
+    """A step in flight on the GPU; `read` and the tensors are valid once `mark` is reached."""
 
     start_s: float
     read: Callable[[], DrawnTokens]
@@ -73,7 +73,7 @@ class _Step(Frozen, eq=False):
 
 
 class GpuBackend:
-    """Runs a Program on one GPU.
+    """Runs a model on one GPU with Triton kernels.
 
     A step may be started while another one is in flight: all launches are on one stream, and rows
     whose input token is drawn by the previous step read the token on the device.
@@ -97,7 +97,7 @@ class GpuBackend:
         release: Release = lambda _: None,
         progress: Progress = lambda *_: None,
     ) -> None:
-        """Load the weights, reserve all memory, compile the kernels and capture the graphs.
+        """Load the weights, reserve all GPU memory, compile the kernels and capture CUDA graphs.
 
         Args:
             program: the model.
@@ -157,7 +157,7 @@ class GpuBackend:
         self.facts = self._facts_of(device, num_pages)
 
     def _plan_steps(self, table_width: int, *, on_host: bool) -> None:
-        """Reserve the memory of steps, compile the kernels and capture the graphs."""
+        """Reserve the GPU memory of steps, compile the kernels and capture CUDA graphs."""
         shape = self._max_rows, len(self._program.cache_groups), table_width
         self._plan = GpuPlan(
             self._gpu,
@@ -190,21 +190,21 @@ class GpuBackend:
 
     @property
     def pages(self) -> DevicePages:
-        """Access to the bytes of the KV pages."""
+        """Return access to the bytes of the KV pages in GPU memory."""
         return self._pages
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that steps need, apart from weights and pages."""
+        """Return the bytes of GPU memory that steps need in addition to weights and KV pages."""
         return self._plan.num_bytes
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's rows and draw one token for each slice that samples."""
+        """Compute one step, and draw a token for each slice that samples."""
         self.start(plan)
         return self.finish()
 
     def start(self, plan: StepPlan) -> None:
-        """Launch a step; at most `facts.draws_ahead` other steps may be in flight."""
+        """Launch a step on the GPU; at most `facts.draws_ahead` other steps may be in flight."""
         assert len(self._in_flight) <= STEPS_AHEAD, "the memory of the step's input is in use"
         try:
             with on(self._gpu.device), checked(self._gpu):
@@ -237,14 +237,14 @@ class GpuBackend:
         )
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
-        """Return the logits of a sequence; see `Backend.score`."""
+        """Return the logits of a token sequence; see `Backend.score`."""
         logits = self._program.ops[-1].output
         return self.trace(tokens, [logits], generated=generated)[logits]
 
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, Array]:
-        """Return values of the Program for a sequence; see `Backend.trace`."""
+        """Return intermediate values of the model for a token sequence; see `Backend.trace`."""
         del generated  # all rows are computed in the same way
         with on(self._gpu.device):
             return trace(
@@ -259,11 +259,14 @@ class GpuBackend:
 
     @property
     def fused(self) -> tuple[tuple[Op, ...], ...]:
-        """The Program's operations, grouped by launch."""
+        """Return the Program's operations in groups: one or a few launches compute each group."""
         return *filter(None, self._lowered.parts), (self._lowered.logits,)
 
     def times(self) -> list[MeasuredOpTime]:
-        """Launch the last step again, without its graph; return the time of each of `fused`."""
+        """Measure the last step's time on the GPU for each operation group of `fused`.
+
+        The step is launched again, without its CUDA graph.
+        """
         frame = self._steps.frame
 
         def launch(mark: Callable[[], None]) -> None:
@@ -277,16 +280,16 @@ class GpuBackend:
             return [MeasuredOpTime(elapsed_s, 0.0) for elapsed_s in seconds_of(self._gpu, launch)]
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy a page's keys and values to another page; must not be called while a step runs."""
+        """Copy a KV page to another page; must not be called while a step runs."""
         pages = self._pages.memory.view(-1, self._pages.page_stride)
         pages[target] = pages[source]
 
     def forget(self, request: Request) -> None:
-        """Drop the state of a finished request."""
+        """Drop the backend's state of a finished request, such as its row of the page tables."""
         self._steps.forget(request)
 
     def close(self) -> None:
-        """Free the GPU's memory."""
+        """Free the backend's GPU memory."""
         self._in_flight.clear()
         self._graphs.drop()
         for name in ("_plan", "_pages", "_weights"):
@@ -325,9 +328,10 @@ class GpuBackend:
         )
 
     def _resolve_blind_tokens(self, plan: StepPlan, frame: StepFrame) -> None:
-        """Point blind rows to the results of the previous step, and note this step's result rows.
+        """Make rows whose input token is not drawn yet read it from the previous step's results.
 
-        Token -1 - i stands for the token in row i of the previous step's results.
+        Token -1 - i stands for the token in row i of the previous step's results. The result rows
+        of this step are noted for the next step.
         """
         row, num_results, result_rows = 0, 0, {}
         for slice_ in plan.slices:
@@ -340,7 +344,10 @@ class GpuBackend:
         self._result_rows = result_rows
 
     def _send(self, frame: StepFrame) -> int:
-        """Send a step to the device; return the number of rows of its bucket."""
+        """Copy a step's input to the GPU.
+
+        Return the padded number of rows with which it is launched.
+        """
         num_rows = bucket_of(len(frame.tokens))
         assert num_rows <= self._max_rows, "a step has no more rows than were planned for"
         changes = self._steps.tables.take_changes()
@@ -351,7 +358,10 @@ class GpuBackend:
         return num_rows
 
     def _draw(self, plan: StepPlan, count: int) -> Callable[[], DrawnTokens]:
-        """Draw a step's tokens; return a function that reads them."""
+        """Launch the drawing of a step's tokens; return a function that reads the drawn tokens.
+
+        `count`: the number of rows with logits.
+        """
         self._sampler.begin(self._steps.samples)
         for chunk, num_rows in _chunks(count):
             bucket = bucket_of(num_rows)
@@ -363,7 +373,7 @@ class GpuBackend:
 
     @property
     def _num_compiled(self) -> int:
-        """How many kernels were compiled and graphs captured."""
+        """Return how many kernels were compiled and CUDA graphs captured so far."""
         return len(self._kernels) + self._graphs.num_captured
 
     @property
@@ -383,7 +393,7 @@ class GpuBackend:
 
 
 def _chunks(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the index and the number of rows of each chunk of rows with logits."""
+    """Split `count` rows with logits into chunks; yield each chunk's index and number of rows."""
     for chunk, first in enumerate(range(0, count, LOGIT_ROWS)):
         yield chunk, min(LOGIT_ROWS, count - first)
 
@@ -395,7 +405,7 @@ def _user_error(
     device: GpuDevice,
     gpu: Gpu,
 ) -> TwostrokeError | None:
-    """Return the error to raise if a backend cannot be built; None for unexpected errors."""
+    """Return the error for the user if a GPU backend could not be built; None if unexpected."""
     if isinstance(error, TritonError):
         return _not_compiled(error, device)
     if is_out_of_memory(error):
@@ -419,7 +429,7 @@ def _out_of_memory(
 
 
 def prepare(graphs: Graphs, kernels: Kernels, plan: GpuPlan, drawing: StepSampler) -> None:
-    """Compile the kernels of all buckets, and capture their graphs, with steps without rows.
+    """Compile the kernels for all step sizes, and capture CUDA graphs, with steps without rows.
 
     Steps beyond the largest bucket with a graph are replayed from tapes. Their kernels change only
     at powers of two, so these sizes are compiled, and the largest, for which libraries allocate

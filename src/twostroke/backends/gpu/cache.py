@@ -33,7 +33,7 @@ _GRAIN: Final = 64  # pages and layers start at multiples of 64 values
 
 
 class DevicePages:
-    """KV pages on the device, all of the same size; a `PageMemory`.
+    """The KV pages in GPU memory, all of the same size; a `PageMemory`.
 
     For each layer of its cache group, a page has keys (kv_heads, page_size, head_dim) and then
     values of the same shape; in 8-bit formats followed by float16 scales of keys (kv_heads,
@@ -67,34 +67,37 @@ class DevicePages:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page."""
+        """Return the number of bytes of a KV page."""
         size: int = self.memory.itemsize
         return self.page_stride * size
 
     @property
     def mapped(self) -> None:
-        """None, because the pages are in the GPU's memory."""
+        """Return None, because the KV pages are in the GPU's memory."""
 
     def read(self, page: int) -> memoryview[Any]:
-        """Return a copy of a page's bytes."""
+        """Copy a KV page to host memory, and return its bytes."""
         with self._copying():
             return memoryview(self._bytes(page).to("cpu", copy=True).numpy())
 
     @contextmanager
     def filling(self, page: int) -> Iterator[memoryview[Any]]:
-        """Yield a buffer whose bytes are copied to the page at the end."""
+        """Yield a buffer in host memory.
+
+        When the context ends, its bytes are copied to the KV page.
+        """
         content = torch.empty(self.page_bytes, dtype=torch.uint8)
         yield memoryview(content.numpy())
         with self._copying():
             self._bytes(page).copy_(content)
 
     def close(self) -> None:
-        """Free the memory, even if other objects refer to these pages."""
+        """Free the GPU memory of the KV pages, even if other objects refer to them."""
         self.memory = self.memory.new_empty(0)
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """Run the block on the stream for copies.
+        """Run the `with` block on the CUDA stream for page copies.
 
         Raises:
             BackendError: the device has failed.
@@ -110,7 +113,7 @@ class DevicePages:
         return self.memory.view(torch.uint8).view(-1, self.page_bytes)[page]
 
     def heads(self, op: ops.Attention, table_width: int, num_groups: int) -> HeadLayout:
-        """Return the shape and layout of an attention operation.
+        """Return the shape of an attention layer, and the layout of its keys and values in pages.
 
         `table_width`: the number of pages of each cache group in a page table.
         """

@@ -24,7 +24,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class GpuDevice(Frozen, eq=False):
-    """A usable GPU, or the processor, which interprets kernels in tests."""
+    """A GPU that the gpu backend can use, or the processor, which interprets kernels in tests."""
 
     name: str
     torch_device: torch.device
@@ -36,7 +36,7 @@ class GpuDevice(Frozen, eq=False):
     def gpu(
         self, element: torch.dtype, kernels: Kernels | None = None, *, same_tokens: bool = False
     ) -> Gpu:
-        """Return the object that launches kernels on this device; see `Gpu`."""
+        """Return the object by which kernels are launched on this device; see `Gpu`."""
         from twostroke.backends.gpu.launch import Gpu, Kernels
 
         kernels = Kernels() if kernels is None else kernels
@@ -53,7 +53,7 @@ class GpuDevice(Frozen, eq=False):
 
     @property
     def memory_available(self) -> int:
-        """Bytes of memory that are free at the moment."""
+        """Return the bytes of GPU memory that are free at the moment."""
         if self.is_interpreted:
             return memory_available()
         import torch
@@ -70,7 +70,7 @@ class GpuDevice(Frozen, eq=False):
 
     @property
     def memory_total(self) -> int:
-        """Bytes of memory of the device."""
+        """Return the bytes of memory of the GPU."""
         if self.is_interpreted:
             return memory_total()
         import torch
@@ -80,22 +80,26 @@ class GpuDevice(Frozen, eq=False):
 
 
 def has_driver() -> bool:
-    """Whether an NVIDIA driver is loaded."""
+    """Return whether an NVIDIA driver is loaded on this machine."""
     return _DRIVER.exists()
 
 
 def may_exist() -> bool:
-    """Whether there may be a GPU, PyTorch and Triton; quick, because PyTorch is not imported."""
+    """Return whether this machine may have a GPU, PyTorch and Triton.
+
+    The check is quick, because PyTorch is not imported.
+    """
     return _DRIVER.exists() and bool(find_spec("torch") and find_spec("triton"))
 
 
 def find_device(device_name: str = "auto") -> GpuDevice:
-    """Return the device named `device_name`: "auto", "cuda" or, for example, "cuda:1".
+    """Return the GPU named `device_name`: "auto", "cuda" or, for example, "cuda:1".
 
     With `TRITON_INTERPRET` set, the device is the processor.
 
     Raises:
-        BackendError: no driver, or an old one; no PyTorch or Triton; no such device, or a device
+        BackendError: no driver, or an old one; no PyTorch or Triton; no such device, or a
+            device
             that is too old; the folder for compiled kernels is not writable; no C compiler.
     """
     for package, module in (("PyTorch", "torch"), ("Triton", "triton")):
@@ -151,7 +155,7 @@ def _device(device_name: str, count: int) -> GpuDevice:
 
 
 def _prepare_cache() -> None:
-    """Make Triton cache compiled kernels in Twostroke's cache folder."""
+    """Make Triton store compiled kernels in Twostroke's cache folder."""
     import triton
 
     folder = env.cache_dir() / "triton"
@@ -167,7 +171,7 @@ def _prepare_cache() -> None:
 
 
 def _start_triton() -> None:
-    """Make Triton compile its launcher, a C module, which it does once."""
+    """Make Triton compile its launcher, a C module, which it does once for each installation."""
     import triton
 
     try:

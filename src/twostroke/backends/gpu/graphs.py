@@ -17,18 +17,24 @@ _GRAIN: Final = 64  # larger buckets are multiples of 64 rows
 
 
 def bucket_of(num_rows: int) -> int:
-    """Return the number of rows of the bucket in which a step of `num_rows` rows is launched."""
+    """Return the padded number of rows with which a step of `num_rows` rows is launched.
+
+    A CUDA graph exists for each of a few sizes (buckets), not for each number of rows.
+    """
     fitting = (bucket for bucket in _BUCKETS if bucket >= num_rows)
     return next(fitting, -(-num_rows // _GRAIN) * _GRAIN)
 
 
 def buckets_up_to(num_rows: int) -> tuple[int, ...]:
-    """Return the buckets with graphs that steps of up to `num_rows` rows use."""
+    """Return the bucket sizes with CUDA graphs that steps of up to `num_rows` rows use."""
     return tuple(b for b in _BUCKETS if b <= bucket_of(num_rows))
 
 
 class Graphs:
-    """Captures launches by key and replays them; on devices other than GPUs, only launches."""
+    """Captures kernel launches as CUDA graphs by key, and replays them.
+
+    On devices other than GPUs, kernels are only launched.
+    """
 
     def __init__(self, gpu: Gpu, kernels: Kernels) -> None:
         self.num_captured = 0
@@ -36,7 +42,10 @@ class Graphs:
         self._replays: dict[Hashable, torch.cuda.CUDAGraph | Tape] = {}
 
     def capture(self, key: Hashable, launch: Callable[[], None]) -> None:
-        """Compile the kernels of a launch, and capture it as `key`; it must compute nothing."""
+        """Compile the kernels of `launch`, and capture them as CUDA graph `key`.
+
+        `launch` is called for this, so the input must be a step without rows.
+        """
         if not self.is_used:
             launch()
             return
@@ -56,7 +65,11 @@ class Graphs:
         self.num_captured += 1
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
-        """Replay `key`; without a graph, launch once and replay from a tape afterwards."""
+        """Replay the CUDA graph of `key`.
+
+        Without a graph, `launch` is called once and recorded; later calls replay the recorded
+        launches.
+        """
         if not self.is_used:
             launch()
         elif (replay := self._replays.get(key)) is not None:
@@ -67,7 +80,7 @@ class Graphs:
             self._replays[key] = tape
 
     def drop(self) -> None:
-        """Drop all graphs and tapes, because memory that they refer to has moved."""
+        """Delete all CUDA graphs and recorded launches, because their memory has moved."""
         if self._replays:
             torch.cuda.synchronize()  # a step in flight may replay one
         self._replays = {}

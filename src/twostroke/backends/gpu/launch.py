@@ -34,7 +34,7 @@ _LARGEST_INT: Final = (1 << 31) - 1  # Triton passes larger numbers with 64 bits
 
 
 class Launch(Frozen, eq=False):
-    """One launch of a kernel.
+    """One launch of a Triton kernel, with its arguments and options.
 
     - `arguments`: numbers, and contiguous tensors, which a kernel gets as pointers to the first
       value, 16-byte aligned. Other strides are passed as numbers or constants.
@@ -55,7 +55,7 @@ class Launch(Frozen, eq=False):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that Triton itself knows."""
+        """Return the launch options that Triton itself knows."""
         options = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
@@ -66,14 +66,14 @@ class Launch(Frozen, eq=False):
 
     @property
     def types(self) -> dict[str, str]:
-        """Triton's type of each argument, by name, for a compiler."""
+        """Return Triton's type of each kernel argument, by name, for a compiler."""
         names = self.kernel.arg_names
         types = dict(zip(names, map(_type_of, self.arguments), strict=False))
         return {name: types.get(name, "constexpr") for name in names}
 
 
 class Tape:
-    """Launches that can be replayed, in the same order and with the same memory."""
+    """Recorded kernel launches that can be replayed in the same order with the same memory."""
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
@@ -82,11 +82,11 @@ class Tape:
         ] = {}  # keeps alive the memory whose addresses are on the tape
 
     def add(self, call: Callable[[], object]) -> None:
-        """Append a call of a library."""
+        """Record a call of a library, such as cuBLAS, that launches kernels."""
         self._calls.append(call)
 
     def add_launch(self, launch: Launch, compiled: Any) -> None:
-        """Append the launch of a compiled kernel."""
+        """Record the launch of a compiled Triton kernel."""
         grid_x, grid_y, grid_z = (*launch.grid, 1, 1)[:3]
         names = launch.kernel.arg_names[len(launch.arguments) :]
         tensors = [x for x in launch.arguments if isinstance(x, torch.Tensor)]
@@ -98,13 +98,13 @@ class Tape:
         self.add(partial(compiled[grid_x, grid_y, grid_z], *pointers_and_numbers, *constants))
 
     def replay(self) -> None:
-        """Launch everything on the current stream."""
+        """Launch all recorded kernels on the current CUDA stream."""
         for call in self._calls:
             call()
 
 
 class Kernels:
-    """Launches kernels, and counts their variants; Triton compiles each variant once.
+    """Launches Triton kernels, and counts compiled variants; Triton compiles each variant once.
 
     With `only_notes` variants are counted, but nothing is launched: interpreted kernels need no
     compilation.
@@ -121,7 +121,10 @@ class Kernels:
         return len(self._variants)
 
     def start(self, launch: Launch) -> None:
-        """Launch on the current stream; with `TRITON_INTERPRET` set, interpret the kernel now."""
+        """Launch a kernel on the current CUDA stream.
+
+        With `TRITON_INTERPRET` set, the kernel is interpreted now.
+        """
         variant = self._variant(launch)
         variants = self._variants if self._compiled_variants is None else self._compiled_variants
         is_new = variant not in variants
@@ -137,7 +140,7 @@ class Kernels:
             launch.kernel.warmup(*launch.arguments, grid=launch.grid, **options)
 
     def call(self, function: Callable[..., object], *arguments: Any, **options: Any) -> None:
-        """Call a library function that launches kernels on the current stream."""
+        """Call a library function that launches kernels on the current CUDA stream."""
         call = partial(function, *arguments, **options)
         call()
         if self._tape is not None:
@@ -145,7 +148,10 @@ class Kernels:
 
     @contextmanager
     def taped(self) -> Iterator[Tape]:
-        """Yield a tape that records all launches within the block, except interpreted kernels."""
+        """Yield a tape that records all kernel launches within the `with` block.
+
+        Interpreted kernels are not recorded.
+        """
         self._tape = Tape()
         try:
             yield self._tape
@@ -154,7 +160,7 @@ class Kernels:
 
     @contextmanager
     def compile_only(self) -> Iterator[None]:
-        """Compile the kernels that are launched within the block, in parallel; launch nothing.
+        """Compile the kernels that are launched within the `with` block; launch nothing.
 
         The compiled kernels are in Triton's caches, in this process and on disk.
         """
@@ -184,7 +190,7 @@ class Kernels:
 
 
 def _trait(argument: Any, *, is_changing: bool) -> Any:
-    """Return the property of an argument on which the compiled kernel depends."""
+    """Return the property of a kernel argument on which the compiled kernel depends."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
@@ -193,7 +199,7 @@ def _trait(argument: Any, *, is_changing: bool) -> Any:
 
 
 class Gpu(Frozen, eq=False):
-    """The device that kernels are launched on.
+    """The device on which kernels are launched, with its properties and options.
 
     - `architecture`: 90 for sm_90. `num_units`: streaming multiprocessors.
     - `element`: the type of products' inputs.
@@ -213,12 +219,18 @@ class Gpu(Frozen, eq=False):
     call: Callable[..., object] = lambda function, *args, **options: function(*args, **options)
 
     def programs(self, per_unit: int) -> int:
-        """Return the number of programs of a persistent kernel, the same for all sizes of steps."""
+        """Return the number of programs of a persistent kernel, the same for all step sizes.
+
+        `per_unit`: programs for each multiprocessor.
+        """
         return 2 if self.is_interpreted else per_unit * self.num_units
 
     @property
     def row_block(self) -> int:
-        """The rows of a program of elementwise kernels; interpreted programs have more."""
+        """Return the rows that a program of elementwise kernels computes.
+
+        More for interpreted kernels, whose programs are slow to start.
+        """
         return 16 if self.is_interpreted else 1
 
     def launch(
@@ -232,7 +244,7 @@ class Gpu(Frozen, eq=False):
         max_registers: int = 0,
         **arguments: Any,
     ) -> None:
-        """Launch `kernel` on a grid, with its arguments by name; see `Launch` for the options.
+        """Launch a Triton kernel on a grid, with its arguments by name; options as in `Launch`.
 
         Names in capitals are compile-time constants. `OVERLAPS` is added here.
         """
@@ -254,12 +266,12 @@ class Gpu(Frozen, eq=False):
 
 
 def start(launch: Launch) -> Any:
-    """Launch a kernel; return the compiled kernel."""
+    """Launch a kernel with Triton; return the compiled kernel."""
     return launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
 
 
 def interpreted(element: torch.dtype = torch.float16) -> Gpu:
-    """Return a GPU whose kernels are interpreted on the processor, with the constants of sm_90."""
+    """Return a `Gpu` whose kernels are interpreted on the processor, as if on sm_90."""
     return Gpu(
         torch.device("cpu"),
         architecture=90,
@@ -273,7 +285,10 @@ def interpreted(element: torch.dtype = torch.float16) -> Gpu:
 def listing(
     launches: list[Launch], architecture: int, element: torch.dtype = torch.bfloat16
 ) -> Gpu:
-    """Return a GPU that only appends launches to a list; its tensors have no memory."""
+    """Return a `Gpu` that only appends launches to a list; its tensors have no memory.
+
+    Used to compile kernels for GPUs that the machine does not have.
+    """
     return Gpu(
         torch.device("meta"),
         architecture=architecture,

@@ -31,14 +31,17 @@ _MAX_TIME_RATIO: Final = 1.05  # a margin, so that equal times do not decide by 
 
 
 class LaunchTimes(Frozen):
-    """Seconds of a launch: without overlap, and with overlap if its results were correct."""
+    """Measured seconds of a kernel launch, with and without overlap of consecutive kernels.
+
+    `overlapping_s` is None if results were wrong.
+    """
 
     apart_s: float
     overlapping_s: float | None
 
 
 def overlapping(device: GpuDevice, gpu: Gpu) -> Gpu:
-    """Return the GPU with overlapping launches, if they are correct and not slower."""
+    """Return the `Gpu` with overlapping kernels switched on, if this is correct and not slower."""
     if not device.may_overlap or (times := measure(device)) is None:
         return gpu
     overlapping_s = times.overlapping_s
@@ -47,7 +50,10 @@ def overlapping(device: GpuDevice, gpu: Gpu) -> Gpu:
 
 
 def measure(device: GpuDevice) -> LaunchTimes | None:
-    """Measure launch times; return None if launches cannot overlap on the device, or fail."""
+    """Measure launch times with and without overlap of consecutive kernels.
+
+    None if kernels cannot overlap on the device, or fail.
+    """
     if device.torch_device.type != "cuda" or device.architecture < OLDEST_OVERLAPPING:
         return None
     try:
@@ -76,7 +82,7 @@ def _measure(device: GpuDevice) -> LaunchTimes:
 
 
 class _Chain:
-    """A chain of launches, and the tensors that they read and write."""
+    """A chain of dependent kernel launches to be timed, and their tensors."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -88,7 +94,7 @@ class _Chain:
         self._graphs: Graphs
 
     def launch(self) -> None:
-        """Launch the whole chain."""
+        """Launch all kernels of the chain."""
         source = self._source
         for index in range(_NUM_LAUNCHES):
             target = self.target if index % 2 else self._between
@@ -104,13 +110,13 @@ class _Chain:
             source = target
 
     def capture(self, kernels: Kernels) -> None:
-        """Capture the chain as a graph, and replay it once."""
+        """Capture the chain of kernels as a CUDA graph, and replay it once."""
         self._graphs = Graphs(self._gpu, kernels)
         self._graphs.capture("chain", self.launch)
         self._graphs.run("chain", self.launch)
 
     def seconds(self) -> float:
-        """Replay the graph; return the mean seconds of a launch."""
+        """Replay the chain's CUDA graph; return the mean seconds of a launch."""
         events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
         self._graphs.run("chain", self.launch)

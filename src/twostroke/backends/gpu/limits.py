@@ -24,7 +24,7 @@ _REPEATS: Final = 10
 
 
 def measure(device: GpuDevice) -> Hardware:
-    """Measure the device; return its bandwidth (bytes/s read and written) and peak (FLOP/s).
+    """Measure a GPU's memory bandwidth (bytes/s read and written) and peak FLOP/s.
 
     The measurement takes some tenths of a second, and 3 GB of the GPU's memory if they are free.
 
@@ -68,7 +68,7 @@ def _measure(device: GpuDevice) -> tuple[float, float]:
 
 
 def _seconds(device: GpuDevice, run: Callable[[], object]) -> float:
-    """Return the median seconds of a call, without the first call."""
+    """Return the median seconds of repeated calls of `run`, without the first call."""
     times = []
     for _ in range(1 + _REPEATS):
         _wait(device)

@@ -40,7 +40,7 @@ _MAX_HEAD_DIM = 512
 
 
 def lower(program: Program, taps: Collection[str] = ()) -> GpuLowered:
-    """Lower a Program; a step also returns the values named in `taps`.
+    """Lower a Program to records of kernel launches; `taps`: values that each step also returns.
 
     Raises:
         BackendError: there is no kernel for an operation, a shape or a tap.
@@ -49,7 +49,7 @@ def lower(program: Program, taps: Collection[str] = ()) -> GpuLowered:
 
 
 class _Sum(Frozen):
-    """A sum that is not computed yet: `delta`, normed by `post`, is added to a residual stream."""
+    """A sum that a later kernel will compute: `delta`, normed by `post`, plus a residual stream."""
 
     output: str
     residual: int
@@ -59,7 +59,7 @@ class _Sum(Frozen):
 
 
 class _GpuLowering:
-    """The state of lowering one Program, in a single pass.
+    """Lowers one Program to records of kernel launches, in a single pass.
 
     Operations that a later kernel can include, such as sums, norms and rotations, are pending until
     their value is read.
@@ -210,7 +210,7 @@ class _GpuLowering:
         self._emit(AddNorm(delta=columns, norm=op, output=output))
 
     def _scale(self, op: ops.Scale) -> None:
-        """Make the factor part of the pending sum, or emit an operation that scales."""
+        """Lower a scaling: make its factor part of the pending sum, or emit a separate record."""
         pending_sum = self._sum
         is_last = (
             pending_sum is not None and pending_sum.output == op.x and self._only_reader(op.x) is op
@@ -229,7 +229,10 @@ class _GpuLowering:
         self._emit(Combine(columns, output, op.factor, weight=op.weight))
 
     def _add(self, op: ops.Add) -> None:
-        """Make the sum pending if it adds to a residual stream; else emit an addition."""
+        """Lower an addition: make it the pending sum if it adds to a residual stream.
+
+        Any other addition is emitted as a separate record.
+        """
         if self._sum is not None:
             self._emit_sum()
         for name, other in ((op.a, op.b), (op.b, op.a)):
@@ -245,7 +248,10 @@ class _GpuLowering:
         self._emit(Combine(a, self._write(op.output, op.width, BufferType.STREAM), 1.0, b))
 
     def _stream_of(self, op: ops.Add, other: str) -> str | None:
-        """Return the operand other than `other`, if it is a stream that the sum may overwrite."""
+        """Return the operand of an addition that is a residual stream which the sum may overwrite.
+
+        `other`: the other operand. None if there is no such operand.
+        """
         if op.a == op.b:
             return None
         name = op.a if op.b == other else op.b
@@ -254,7 +260,10 @@ class _GpuLowering:
         return name if columns is not None and self._is_stream(columns) and is_last else None
 
     def _emit_sum(self, output: int | None = None, norm: ops.RMSNorm | None = None) -> None:
-        """Emit the pending sum, and write it, normed by `norm`, to `output` in the element type."""
+        """Emit a record for the pending sum of the residual stream.
+
+        The sum, normed by `norm`, is also written to buffer `output` in the element type.
+        """
         pending_sum, self._sum = self._sum, None
         assert pending_sum is not None
         width = self._buffers[pending_sum.residual].width
@@ -271,7 +280,10 @@ class _GpuLowering:
         )
 
     def _products(self, rest: tuple[Op, ...]) -> set[str]:
-        """Lower the first products of `rest` with the same input; return their outputs' names."""
+        """Lower the matrix products at the beginning of `rest` that read the same input.
+
+        Returns the names of their outputs.
+        """
         first = rest[0]
         assert isinstance(first, ops.Linear)
         x = self._element(first.x)
@@ -296,7 +308,7 @@ class _GpuLowering:
         return {op.output for op in linears}
 
     def _are_scores(self, name: str) -> bool:
-        """Whether a value is used to choose experts."""
+        """Return whether a value is used to choose experts, so that it stays float32."""
         return any(
             isinstance(reader, ops.MixtureOfExperts | ops.Route)
             or (isinstance(reader, ops.Scale) and self._are_scores(reader.output))
@@ -373,7 +385,7 @@ class _GpuLowering:
         return self._heads.pop(name, None) or QkvSource(self._columns_of(name))
 
     def _columns_of(self, name: str) -> BufferColumns:
-        """Return the columns of a value, after emitting its pending sum or norm."""
+        """Return the buffer columns of a value; a pending sum or norm is emitted before."""
         if self._sum is not None and self._sum.output == name:
             self._emit_sum()
         if name in self._post:
@@ -385,7 +397,7 @@ class _GpuLowering:
         return self._columns[name]
 
     def _element(self, name: str) -> int:
-        """Return a buffer with the value in the element type, as input of products."""
+        """Return a buffer that has a value in the element type, as input of matrix products."""
         if self._sum is not None and self._sum.output == name:
             output = self._new(self._buffers[self._sum.residual].width, BufferType.ELEMENT)
             self._emit_sum(output)
@@ -422,7 +434,7 @@ class _GpuLowering:
         return len(self._buffers) - 1
 
     def _tap(self) -> None:
-        """Copy tapped values that exist by now, before later values overwrite them."""
+        """Emit copies of tapped values that exist by now, before later values overwrite them."""
         for name in self._taps:
             if name in self._columns and name not in self._tapped:
                 columns = self._columns[name]

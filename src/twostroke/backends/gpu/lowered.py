@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BufferType(Enum):
-    """The contents of a buffer.
+    """The type of a buffer's contents in GPU memory.
 
     `STREAM`: a float32 residual stream. `ELEMENT`: input of products, in the element type. `PARTS`:
     partial sums of products. `SCORES`: partial sums that stay float32 with many rows. `LINES`:
@@ -29,7 +29,7 @@ class BufferType(Enum):
 
 
 class DeviceBuffer(Frozen):
-    """Rows of `width` values.
+    """A buffer in GPU memory for an intermediate value: `width` values for each row of a step.
 
     `is_kept`: the buffer is read after the step, so that no other buffer may reuse its memory.
     `lines`: lines of a row in a buffer of type LINES.
@@ -42,7 +42,7 @@ class DeviceBuffer(Frozen):
 
 
 class BufferColumns(Frozen):
-    """The columns of a buffer that hold a value; the reader adds the `bias`, by name."""
+    """The columns of a buffer that hold a value; the reader adds the `bias` of that name."""
 
     buffer: int
     first: int
@@ -51,7 +51,7 @@ class BufferColumns(Frozen):
 
 
 class QkvSource(Frozen):
-    """Queries, keys or values, and the norm and rotation of each head, which the reader applies."""
+    """Queries, keys or values in a buffer, and the norm and RoPE that the reader applies."""
 
     columns: BufferColumns
     norm: ops.RMSNorm | None = None
@@ -59,7 +59,7 @@ class QkvSource(Frozen):
 
 
 class EmbedRows(Frozen):
-    """Gathers the tokens' rows of a table, times a factor."""
+    """Launch record: gathers the embeddings of a step's tokens, times a factor."""
 
     table: str
     factor: float
@@ -67,16 +67,17 @@ class EmbedRows(Frozen):
 
 
 class External(Frozen):
-    """Values that the step's input brings."""
+    """Launch record: copies the step's external input to a buffer."""
 
     output: int
 
 
 class AddNorm(Frozen):
-    """Computes `residual = (residual + post(delta)) * factor`, `output = norm(residual)`.
+    """Launch record: adds to the residual stream, and norms the sum.
 
-    Parts that are None are left out; without a norm the output is a copy. `factor` is the name of a
-    weight with one number.
+    Computes `residual = (residual + post(delta)) * factor`, `output = norm(residual)`. Parts that
+    are None are left out; without a norm the output is a copy. `factor` is the name of a weight
+    with one number.
     """
 
     residual: int | None = None
@@ -88,7 +89,7 @@ class AddNorm(Frozen):
 
 
 class Products(Frozen):
-    """Products of one input with several matrices, whose outputs are side by side."""
+    """Launch record: products of one input with several matrices, with outputs side by side."""
 
     x: int
     weights: tuple[str, ...]
@@ -97,7 +98,7 @@ class Products(Frozen):
 
 
 class HeadProducts(Frozen):
-    """Products of each head's values with the head's matrix."""
+    """Launch record: products of each head's values with the head's own matrix."""
 
     x: BufferColumns
     op: ops.HeadLinear
@@ -105,7 +106,7 @@ class HeadProducts(Frozen):
 
 
 class JoinedHeads(Frozen):
-    """Heads that consist of rotated values from `columns`, then the values of `rest`."""
+    """Latent attention's heads: rotated values from `columns`, then the values of `rest`."""
 
     op: ops.Join
     columns: BufferColumns
@@ -114,7 +115,7 @@ class JoinedHeads(Frozen):
 
 
 class StoreKv(Frozen):
-    """Prepares queries for attention, and stores keys and values in pages.
+    """Launch record: prepares queries for attention, and stores keys and values in KV pages.
 
     A layer that reads another layer's keys and values has only queries.
     """
@@ -125,7 +126,7 @@ class StoreKv(Frozen):
 
 
 class StoreLatents(Frozen):
-    """Prepares queries for latent attention, and stores keys in pages."""
+    """Launch record: prepares queries for latent attention, and stores keys in KV pages."""
 
     queries: JoinedHeads
     keys: JoinedHeads
@@ -134,7 +135,7 @@ class StoreLatents(Frozen):
 
 
 class Attend(Frozen):
-    """Attention over KV pages."""
+    """Launch record: attention of queries to the KV pages."""
 
     q: int
     op: ops.Attention
@@ -142,7 +143,7 @@ class Attend(Frozen):
 
 
 class Activate(Frozen):
-    """Computes `activation(gate) * up`."""
+    """Launch record: the gated activation `activation(gate) * up`."""
 
     gate: BufferColumns
     up: BufferColumns
@@ -151,7 +152,7 @@ class Activate(Frozen):
 
 
 class MixExperts(Frozen):
-    """A mixture of experts.
+    """Launch record: a mixture of experts, from router scores to the experts' outputs.
 
     `routes`, `hidden`, `gated` and `output` are buffers: the (row, expert) pairs, then one line for
     each pair. `route`: the rule by which scores choose experts; None: the rule of `op`.
@@ -168,7 +169,10 @@ class MixExperts(Frozen):
 
 
 class Combine(Frozen):
-    """Computes `a * factor + b`; `weight` is the name of one more factor of a."""
+    """Launch record: the elementwise sum `a * factor + b`.
+
+    `weight` is the name of one more factor of a.
+    """
 
     a: BufferColumns
     output: int
@@ -193,7 +197,7 @@ Record = (
 
 
 class GpuLowered(Frozen):
-    """The records of a step in order, and the Program's operations that each record computes.
+    """A Program lowered for the GPU: launch records in order, with the operations of each.
 
     `taps`: the float32 buffers of tapped values, by name. `last`: the buffer with the last hidden
     states, from which `logits` are computed after the step, for the rows that need logits.
@@ -208,7 +212,7 @@ class GpuLowered(Frozen):
 
 
 def route_ints(num_used: int) -> int:
-    """Return how many numbers the routes of a row take.
+    """Return how many int32 numbers a row's expert routes take.
 
     A pair takes an item of four numbers, its expert, its index in the order, and its weight. The
     arrays and the header begin at multiples of four numbers.
@@ -217,7 +221,7 @@ def route_ints(num_used: int) -> int:
 
 
 def touched_buffers(record: Record) -> Iterator[int]:
-    """Yield the buffers that a record reads or writes."""
+    """Yield the indices of the buffers that a launch record reads or writes."""
     for name in record.__struct_fields__:
         if name != "factor" and isinstance(buffer := getattr(record, name), int):
             yield buffer
@@ -225,7 +229,7 @@ def touched_buffers(record: Record) -> Iterator[int]:
 
 
 def columns_read(record: Record) -> Iterator[BufferColumns]:
-    """Yield the columns of buffers that a record reads."""
+    """Yield the buffer columns that a launch record reads."""
     yield from (source.columns for source in sources(record))
     for name in record.__struct_fields__:
         value = getattr(record, name)
@@ -236,7 +240,7 @@ def columns_read(record: Record) -> Iterator[BufferColumns]:
 
 
 def sources(record: Record) -> tuple[QkvSource, ...]:
-    """Return the heads that a record norms and rotates."""
+    """Return the queries, keys and values that a launch record norms and rotates."""
     match record:
         case StoreKv(sources=kv_sources):
             return kv_sources
@@ -246,7 +250,7 @@ def sources(record: Record) -> tuple[QkvSource, ...]:
 
 
 def ropes(record: Record) -> Iterator[ops.Rope]:
-    """Yield the rotary embeddings that a record applies."""
+    """Yield the rotary embeddings that a launch record applies."""
     yield from (source.rope for source in sources(record) if source.rope is not None)
     if isinstance(record, StoreLatents) and record.keys.rope is not None:
         yield record.keys.rope

@@ -25,7 +25,7 @@ _LINE_BYTES = 256  # buffers start at multiples of it
 
 
 class StepMemoryLayout(Frozen):
-    """The offset of each buffer in bytes, and the bytes that a step needs."""
+    """The byte offset of each buffer of a step in GPU memory, and the bytes of all together."""
 
     offsets: tuple[int, ...]
     num_bytes: int
@@ -34,10 +34,10 @@ class StepMemoryLayout(Frozen):
 def lay_out(
     gpu: Gpu, lowered: GpuLowered, in_parts: Container[int], max_rows: int
 ) -> StepMemoryLayout:
-    """Assign memory for `max_rows` rows to buffers; buffers that are not used together share it.
+    """Assign GPU memory to a step's buffers, for `max_rows` rows.
 
-    A buffer takes the smallest free region that is large enough, else a new one. `in_parts`: see
-    `products.in_parts`.
+    Buffers that are not used at the same time share memory. A buffer takes the smallest free region
+    that is large enough, else a new one. `in_parts`: see `products.in_parts`.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -94,7 +94,7 @@ def _num_bytes(gpu: Gpu, buffer: DeviceBuffer, max_rows: int, depth: int, *, in_
 
 
 def _num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
-    """Return the number of parts of a product of `num_rows` rows, if it is written in parts."""
+    """Return into how many partial sums a product of `num_rows` rows is written."""
     if num_rows <= FEW_ROWS or gpu.same_tokens:
         return num_parts(gpu, num_rows, width, depth)
     is_tiled = num_rows <= products_tiles.max_rows(gpu)
@@ -102,7 +102,10 @@ def _num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
 
 
 class StepMemory:
-    """The buffers of a step as tensors; `in_parts`: see `products.in_parts`."""
+    """The GPU memory of a step's buffers, and views of it as tensors.
+
+    `in_parts`: see `products.in_parts`.
+    """
 
     def __init__(
         self, gpu: Gpu, lowered: GpuLowered, in_parts: Container[int], max_rows: int
@@ -123,7 +126,7 @@ class StepMemory:
         )
 
     def all_columns(self, buffer: int, num_rows: int) -> Parts:
-        """Return a buffer with the number of parts that a step of `num_rows` rows has."""
+        """Return a buffer with as many partial sums as a step of `num_rows` rows has."""
         device_buffer = self._buffers[buffer]
         width, stride = device_buffer.width, num_rows * device_buffer.width
         if device_buffer.kind in {BufferType.STREAM, BufferType.ELEMENT}:
@@ -148,7 +151,7 @@ class StepMemory:
         return Parts(partial_sums.values, partial_sums.width, partial_sums.width)
 
     def parts(self, columns: BufferColumns, num_rows: int) -> Parts:
-        """Return some columns of a buffer, with the parts of a step of `num_rows` rows."""
+        """Return columns of a buffer, with the partial sums of a step of `num_rows` rows."""
         return self.all_columns(columns.buffer, num_rows).columns(columns.first, columns.width)
 
     def _view(self, buffer: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -30,7 +30,7 @@ _MAX_ROWS: Final = 128  # rows of a block of dense products
 
 
 class ExpertWeights(Frozen, eq=False):
-    """The matrices of a mixture on the device, as stacks (experts, outputs, inputs).
+    """The matrices of a mixture of experts in GPU memory, as stacks (experts, outputs, inputs).
 
     `wide`: one stack with the outputs of gates, then of ups; or two stacks if their formats differ.
     """
@@ -40,17 +40,17 @@ class ExpertWeights(Frozen, eq=False):
 
     @property
     def stacks(self) -> tuple[Tensor | PackedMatrix, ...]:
-        """All stacks."""
+        """Return all stacks of the mixture's matrices."""
         return *self.wide, self.down
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device."""
+        """Return the bytes of GPU memory of the mixture's matrices."""
         return sum(x.num_bytes if isinstance(x, PackedMatrix) else x.nbytes for x in self.stacks)
 
 
 class MixtureValues(Frozen, eq=False):
-    """The inputs and outputs of a mixture.
+    """The inputs, outputs and intermediate values of a mixture of experts in a step.
 
     - `x`: (rows, width). `scores`: with their bias. `selection`: how scores choose experts.
     - `routes`: int32 memory for the (row, expert) pairs.
@@ -70,7 +70,7 @@ class MixtureValues(Frozen, eq=False):
 def load(
     gpu: Gpu, op: ops.MixtureOfExperts, tensors: Mapping[str, QuantTensor], convert: Convert
 ) -> ExpertWeights:
-    """Copy a mixture's matrices to the device.
+    """Copy the matrices of a mixture of experts to the GPU.
 
     A stack stays packed if all its matrices have one format that kernels read; other matrices are
     written by `convert`.
@@ -87,7 +87,10 @@ def launch(
     weights: ExpertWeights,
     values: MixtureValues,
 ) -> None:
-    """Write the terms of `num_rows` rows; the reader adds the terms of each row."""
+    """Launch a mixture of experts for `num_rows` rows.
+
+    Writes each expert's weighted output for each row; the reader adds the outputs of a row.
+    """
     packed = [stack for stack in weights.stacks if isinstance(stack, PackedMatrix)]
     max_block_rows = [products_packed.max_block_rows(gpu, stack) for stack in packed]
     min_block_rows = 8 if len(packed) == len(weights.stacks) else 16
@@ -137,7 +140,10 @@ def _multiply(
 def _stack(
     gpu: Gpu, experts: Sequence[tuple[QuantTensor, ...]], convert: Convert
 ) -> Tensor | PackedMatrix:
-    """Return a stack whose matrix i has the outputs of all tensors of `experts[i]`."""
+    """Load a stack of experts' matrices.
+
+    Matrix i has the outputs of all tensors of `experts[i]`.
+    """
     first = experts[0]
     width, depth = sum(tensor.shape[0] for tensor in first), first[0].shape[1]
     if is_stack_packed([tensor for tensors_of_expert in experts for tensor in tensors_of_expert]):

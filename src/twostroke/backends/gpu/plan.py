@@ -66,7 +66,7 @@ def step_bytes(
     *,
     same_tokens: bool = False,
 ) -> int:
-    """Return the bytes of device memory that steps need, apart from weights and pages."""
+    """Return the bytes of GPU memory that steps need in addition to weights and KV pages."""
     gpu = device.gpu(torch.bfloat16, same_tokens=same_tokens)
     lowered, rows = lower(program), bucket_of(max_rows)
     packed = {
@@ -88,7 +88,7 @@ def step_bytes(
 
 
 class GpuPlan:
-    """Launches the kernels of steps of up to `max_rows` rows.
+    """Launches the kernels of a lowered Program, for steps of up to `max_rows` rows.
 
     Each row of the sampler's `results` begins with the token that the last step drew, where rows of
     the next step can read it.
@@ -105,7 +105,7 @@ class GpuPlan:
         *,
         piece: int | None = None,
     ) -> None:
-        """Reserve the memory of a step.
+        """Reserve the GPU memory of a step's intermediate values.
 
         `tables`: the page tables on the device, (tables, groups, pages). `piece`: the shortest
         piece of a context, for tests.
@@ -136,33 +136,34 @@ class GpuPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that steps need, apart from weights and pages."""
+        """Return the bytes of GPU memory that steps need in addition to weights and KV pages."""
         tensors = self.memory.memory, self._logit_states, self.logits, self.results, self._scratch
         num_bytes: int = sum(t.nbytes for t in tensors)
         return self._attention.num_bytes + num_bytes
 
     def tap(self, value: str, num_rows: int) -> Tensor:
-        """Return a tapped value of the step's rows as float32 (rows, width)."""
+        """Return a tapped intermediate value of the step's rows as float32 (rows, width)."""
         return self.memory.tensor(self._lowered.taps[value], num_rows)
 
     def last_states(self, num_rows: int) -> Tensor:
-        """Return the hidden states from which logits are computed, (rows, width)."""
+        """Return the last hidden states of the step's rows, (rows, width)."""
         return self.memory.tensor(self._lowered.last, num_rows)
 
     def take_external(self, values: NDArray[np.float32]) -> None:
-        """Copy the external input of the next step to the device."""
+        """Copy the external input of the next step to the GPU."""
         record = next(r for r in self._lowered.records if isinstance(r, External))
         self.memory.tensor(record.output, len(values)).copy_(torch.from_numpy(values))
 
     def change_tables(self, changes: NDArray[np.int32]) -> None:
-        """Apply (index, page id) changes to the page tables, before the step."""
+        """Apply (index, page id) changes to the page tables on the GPU, before the step."""
         indices, page_ids = torch.from_numpy(changes).to(self._gpu.device).long().unbind(1)
         self._tables.view(-1)[indices] = page_ids.int()
 
     def launch(self, num_rows: int, mark: Callable[[], None] | None = None) -> None:
-        """Launch the step in `input`, in a bucket of `num_rows` rows, up to the last hidden states.
+        """Launch the kernels of the step in `input`, up to the last hidden states.
 
-        `mark` is called before each part of `GpuLowered.parts` that is not empty.
+        `num_rows`: the bucket, which is the step's padded number of rows. `mark` is called before
+        each part of `GpuLowered.parts` that is not empty.
         """
         gpu, frame = self._gpu, self.input.device
         offsets = self.input.array_offsets(num_rows)
@@ -181,7 +182,7 @@ class GpuPlan:
             self._launch(record, offsets)
 
     def launch_logits(self, chunk: int, bucket: int) -> None:
-        """Write the logits of a chunk of at most `bucket` rows to `logits`."""
+        """Launch the logits of a chunk of at most `bucket` rows; they are written to `logits`."""
         gpu, op = self._gpu, self._lowered.logits
         header, row_ids = self.input.logit_rows(chunk)
         states = self.memory.tensor(self._lowered.last, self.max_rows)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def scratch_bytes(
     gpu: Gpu, lowered: GpuLowered, packed: Mapping[str, Matrix], max_rows: int
 ) -> int:
-    """Return the bytes of scratch memory that products of up to `max_rows` rows need."""
+    """Return the bytes of GPU scratch memory that products of up to `max_rows` rows need."""
     needed = [
         _needed(gpu, matrix, max_rows)
         for record in lowered.records
@@ -35,7 +35,10 @@ def scratch_bytes(
 
 
 def in_parts(gpu: Gpu, lowered: GpuLowered, packed: Mapping[str, Matrix]) -> frozenset[int]:
-    """Return the buffers that only `products_tiles` writes, which uses parts with many rows."""
+    """Return the buffers that get partial sums also with many rows.
+
+    Only `products_tiles` writes to them.
+    """
 
     def is_alone(name: str) -> bool:
         return name in packed and not products_fp8.is_layout_supported(gpu, packed[name][0])
@@ -74,7 +77,10 @@ def multiply(
     *,
     scratch: Tensor,
 ) -> None:
-    """Write the products of x with all factors, side by side; `scratch` has `scratch_bytes`."""
+    """Launch the products of x with several matrices, whose outputs are side by side.
+
+    Each matrix has the kernel for its format. `scratch` has `scratch_bytes`.
+    """
     first = 0
     rounded: tuple[PackedLayout, RoundedRows] | None = None  # the rows in the scratch memory
     for matrix in factors:

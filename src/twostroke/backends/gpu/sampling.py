@@ -45,11 +45,12 @@ CONVERTED_COLUMNS: Final = frozenset(
 
 
 class SampleRows(Frozen, eq=False):
-    """`rows`, int32 (rows, ROW_INTS), and `lists`, to which rows refer by offset and length.
+    """The sampling parameters of a step's rows as int32 arrays for GPU kernels.
 
-    A list has ids, then a value for each id: the bias of a logit (float32), or twice the count of a
-    token in the output, plus 1 if the token is in the prompt. Lists of excluded ids and masks have
-    no values. `lists` begins with an unused 0.
+    `rows` are (rows, ROW_INTS); they refer to `lists` by offset and length. A list has ids, then a
+    value for each id: the bias of a logit (float32), or twice the count of a token in the output,
+    plus 1 if the token is in the prompt. Lists of excluded ids and masks have no values. `lists`
+    begins with an unused 0.
     """
 
     rows: Ints
@@ -57,12 +58,15 @@ class SampleRows(Frozen, eq=False):
 
     @property
     def reports(self) -> bool:
-        """Whether any row asks for log-probabilities."""
+        """Return whether any row of the step asks for log-probabilities."""
         return bool((self.rows[:, NUM_TOP] >= 0).any())
 
 
 def sample_rows(rows: Rows, mask_words: int) -> SampleRows:
-    """Convert rows of `sampling.rows.RowTable` for the kernels; masks have `mask_words` words."""
+    """Convert sampling parameters from `sampling.rows.RowTable` for the GPU's kernels.
+
+    `mask_words`: the words of a constraint's mask.
+    """
     out = np.zeros((len(rows), ROW_INTS), np.int32)
     greedy = rows["temperature"] == 0
     with np.errstate(divide="ignore"):
@@ -99,9 +103,10 @@ def sample_rows(rows: Rows, mask_words: int) -> SampleRows:
 def read_results(
     results: Ints, num_logprobs: Sequence[int]
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Return the tokens of `results` (rows, RESULT_INTS), and their log-probabilities.
+    """Return the drawn tokens of a step, and their log-probabilities, from the GPU's results.
 
-    `num_logprobs`: the rows' values of that name; a row with -1 has no log-probabilities.
+    `results` are (rows, RESULT_INTS). `num_logprobs`: the number of top tokens to report for each
+    row; a row with -1 has no log-probabilities.
     """
     tokens: list[int] = results[:, TOKEN].tolist()
     return tokens, [
@@ -134,7 +139,7 @@ class _Lists:
         self._size = 1
 
     def add(self, *arrays: NDArray[Any]) -> tuple[int, int]:
-        """Append arrays of the same length; return the offset of the first, and the length."""
+        """Append arrays of the same length; return the first array's offset, and the length."""
         first, size = self._size, len(arrays[0])
         self.arrays += [array.view(np.int32) for array in arrays]
         self._size += len(arrays) * size
@@ -161,7 +166,7 @@ def _seen_tokens(row: Any) -> tuple[Ints, Ints]:
 
 
 def _min_weights(min_p: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return the smallest float32 weights that are at least `min_p` times the largest weight."""
+    """Convert `min_p` to float32 weights that are at least `min_p` times the largest weight."""
     share = np.minimum(min_p, 1.0) * UNIT
     rounded = share.astype(np.float32)
     return np.where(

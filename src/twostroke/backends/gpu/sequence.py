@@ -38,9 +38,9 @@ def trace(
     *,
     piece: int | None,
 ) -> dict[str, Array]:
-    """Return the named values of the Program for a sequence, (len(tokens), width) each.
+    """Compute a token sequence on separate KV pages; return named values of the Program.
 
-    The pages have the size and format of `pages_like`.
+    Each value is (len(tokens), width). The pages have the size and format of `pages_like`.
     """
     count, logits = len(tokens), program.ops[-1].output
     lowered = lower(program, [name for name in values if name != logits])

@@ -39,27 +39,27 @@ def attentions_of(lowered: GpuLowered) -> list[ops.Attention]:
 
 
 def num_slots(attentions: Sequence[ops.Attention], max_rows: int) -> int:
-    """Return the number of slots for the sums of pieces."""
+    """Return the number of slots for partial sums of attention over pieces of contexts."""
     widest = max((op.width for op in attentions), default=1)
     rows = min(_DECODED_ROWS, max(_MIN_ROWS, _MAX_SUMS // (widest * MAX_PIECES)))
     return min(max_rows, rows) * MAX_PIECES
 
 
 def sum_floats(attentions: Sequence[ops.Attention], max_rows: int) -> int:
-    """Return how many float32 numbers the slots take."""
+    """Return how many float32 numbers the partial sums of attention take."""
     widest = max((op.width for op in attentions), default=0)
     heads = max((op.num_heads for op in attentions), default=0)
     return num_slots(attentions, max_rows) * (widest + 2 * heads)
 
 
 def rotation_floats(lowered: GpuLowered, num_positions: int) -> int:
-    """Return how many float32 numbers the tables of rotary embeddings take."""
+    """Return how many float32 numbers the model's tables of cosines and sines for RoPE take."""
     pairs = {rope.inverse_frequencies for r in lowered.records for rope in ropes(r)}
     return 2 * num_positions * sum(map(len, pairs))
 
 
 def tiling_of(gpu: Gpu, op: ops.Attention) -> Tiling:
-    """Return how the rows and contexts of an attention operation are divided into tiles."""
+    """Return how the rows and contexts of an attention layer are divided into tiles."""
     group = op.group_size
     few, many = (
         attention.rows_of(group, _block(gpu, op, is_few=is_few)) for is_few in (True, False)
@@ -68,7 +68,10 @@ def tiling_of(gpu: Gpu, op: ops.Attention) -> Tiling:
 
 
 def _block(gpu: Gpu, op: ops.Attention, *, is_few: bool) -> int:
-    """Return the number of (row, head) pairs of a tile, for slices of few rows or of many."""
+    """Return the number of (row, head) pairs of an attention tile.
+
+    `is_few`: for slices of few rows, as in decode.
+    """
     if isinstance(op, ops.LatentAttention):
         return latent.block_of(gpu, op.num_heads, is_few=is_few)
     if gpu.same_tokens:
@@ -79,7 +82,7 @@ def _block(gpu: Gpu, op: ops.Attention, *, is_few: bool) -> int:
 
 
 class StepAttention:
-    """The memory and the launches of attention, for steps of up to `max_rows` rows."""
+    """The GPU memory and kernel launches of a step's attention, for up to `max_rows` rows."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - all parts of a plan
         self,
@@ -118,12 +121,12 @@ class StepAttention:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of page tables, rotations, sums and the step's input."""
+        """Return the bytes of page tables, RoPE tables, partial sums and the step's input."""
         tensors = self._sums, self._tops, self._tables, self.input.device
         return sum(t.nbytes for t in (*tensors, *(turn.table for turn in self._rotations.values())))
 
     def launch(self, record: StoreKv | StoreLatents | Attend, offsets: StepArrayOffsets) -> None:
-        """Launch the kernels of a record, for a bucket of rows."""
+        """Launch the kernels of an attention record; `offsets`: of the step's input arrays."""
         match record:
             case StoreKv():
                 self._store(record, offsets)
@@ -178,7 +181,10 @@ class StepAttention:
         )
 
     def _attend(self, record: Attend, rows: int) -> None:
-        """Compute attention over the pages, in one pass for each header of the step's input."""
+        """Launch attention over the KV pages, once for each header of the step's input.
+
+        A step has several headers only if the partial sums do not fit into memory at once.
+        """
         op, gpu = record.op, self._gpu
         q, output = (self._memory.tensor(buffer, rows) for buffer in (record.q, record.output))
         number = self._tiling_of[op.output]

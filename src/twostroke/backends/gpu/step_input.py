@@ -35,7 +35,7 @@ MAX_CHANGES: Final = 4096  # changes of page tables in the input of a step
 
 
 def input_ints(num_tilings: int, max_rows: int, max_slots: int) -> int:
-    """Return the largest number of int32 numbers of the input of a step of `max_rows` rows."""
+    """Return the largest size of a step's input of `max_rows` rows, in int32 numbers."""
     chunks, header = -(-max_rows // LOGIT_ROWS), _up(_TILINGS + 6 * num_tilings)
     arrays = header + (_LINE + LOGIT_ROWS) * chunks + 3 * _up(max_rows) + _up(max_rows + 1)
     items = num_tilings * max_rows * (MAX_PIECES * 8 + 8 + 4)
@@ -44,7 +44,7 @@ def input_ints(num_tilings: int, max_rows: int, max_slots: int) -> int:
 
 
 class StepArrayOffsets(Frozen):
-    """The offsets of a step's arrays, for a bucket of `num_rows` rows."""
+    """The offsets of a step's arrays in its input, for a step padded to `num_rows` rows."""
 
     num_rows: int
     tokens: int
@@ -55,13 +55,13 @@ class StepArrayOffsets(Frozen):
 
 
 class StepInput:
-    """The input of a step, in pinned memory of the host and on the device.
+    """The input of a step as one int32 array, in pinned host memory and in GPU memory.
 
     A row whose token is drawn by the previous step has a negative token (`pointwise.take_rows`).
     """
 
     def __init__(self, gpu: Gpu, tilings: Sequence[Tiling], max_rows: int, max_slots: int) -> None:
-        """Allocate memory for any step of `max_rows` rows.
+        """Allocate memory for the input of any step of up to `max_rows` rows.
 
         If the pieces of a step take more than `max_slots` slots, attention is computed in several
         passes, each with a separate header in `headers`.
@@ -82,11 +82,11 @@ class StepInput:
 
     @property
     def has_passes(self) -> bool:
-        """Whether attention is computed in several passes, for which there is no graph."""
+        """Return whether the step's attention needs several passes, which no CUDA graph has."""
         return any(len(headers) > 1 for headers in self.headers)
 
     def array_offsets(self, num_rows: int) -> StepArrayOffsets:
-        """Return the offsets of the arrays, for a bucket of rows."""
+        """Return the offsets of the input's arrays, for a step padded to `num_rows` rows."""
         starts = [self._arrays]
         for count in (num_rows, num_rows, num_rows, num_rows + 1):
             starts.append(starts[-1] + _up(count))
@@ -101,12 +101,16 @@ class StepInput:
         )
 
     def items_at(self, tiling: int) -> tuple[int, int, int]:
-        """Return the header indices of a tiling's items of few and of many rows, and merges."""
+        """Return the header indices of three lists of a tiling's attention work.
+
+        They are the items of tiles with few rows, the items of tiles with many rows, and the
+        merges.
+        """
         first = _TILINGS + 6 * tiling
         return first, first + 2, first + 4
 
     def fill(self, frame: StepFrame, changes: Ints, num_rows: int) -> None:
-        """Write a step to a bucket of `num_rows` rows, and send it to the device."""
+        """Write a step, padded to `num_rows` rows, and copy it to the GPU."""
         numbers, array_offsets = self._numbers, self.array_offsets(num_rows)
         count, slices = len(frame.tokens), frame.slices
         numbers[: self._arrays] = 0
@@ -142,13 +146,13 @@ class StepInput:
         self._send()
 
     def clear(self) -> None:
-        """Send a step without rows, for which kernels do nothing."""
+        """Send a step without rows to the GPU, for which kernels do nothing."""
         self._numbers[:] = 0
         self._end = len(self._numbers)
         self._send()
 
     def _append(self, numbers_to_add: Ints) -> int:
-        """Append numbers; return their offset."""
+        """Append numbers to the step's input; return their offset."""
         start = self._end
         self._numbers[start : start + numbers_to_add.size] = numbers_to_add.reshape(-1)
         self._end = start + _up(numbers_to_add.size)
@@ -164,12 +168,12 @@ class StepInput:
         self._hosts.rotate()
 
     def logit_rows(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return the number of rows of a chunk of logits, and the rows."""
+        """Return the number of rows of a chunk of logits, and the indices of the rows."""
         count = self.view(self._chunks + _LINE * chunk, _LINE)
         return count, self.view(self._sampled + LOGIT_ROWS * chunk, LOGIT_ROWS)
 
     def view(self, start: int, count: int) -> Tensor:
-        """Return a view of the input on the device."""
+        """Return a view of `count` numbers of the step's input in GPU memory."""
         return self.device[start : start + count]
 
 

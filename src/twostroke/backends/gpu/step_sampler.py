@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class StepSampler:
-    """Draws the tokens of one step after another.
+    """Draws the tokens of a step on the GPU; only drawn tokens are copied to the host.
 
     For each step: `begin`, then `draw` for each chunk of rows with logits, then `finish`, whose
     result is a function that reads the tokens once the device has computed them. Results are int32
@@ -44,7 +44,7 @@ class StepSampler:
         self._work = torch.zeros(shape, dtype=torch.float32, device=gpu.device)
 
     def prepare(self, logits: Tensor, results: Tensor) -> None:
-        """Compile the kernels with a row that is greedy and reports nothing."""
+        """Compile the sampling kernels, by drawing one greedy token."""
         if self._on_host:
             return
         row = np.zeros((1, sampling.ROW_INTS), np.int32)
@@ -61,7 +61,7 @@ class StepSampler:
         sampler.report(self._gpu, logits[:1], rows, results[:1])
 
     def begin(self, rows: Rows) -> None:
-        """Send the sampling parameters of a step's rows to the device."""
+        """Send the sampling parameters of a step's rows to the GPU."""
         self._num_logprobs = rows["num_logprobs"].tolist()
         self._logits: list[Tensor] = []
         if not self._on_host:
@@ -71,7 +71,7 @@ class StepSampler:
             self._lists = to_device(self._gpu, sample_rows.lists)
 
     def draw(self, logits: Tensor, first: int, results: Tensor) -> None:
-        """Draw the tokens of rows with these logits; `first` is the first of the rows."""
+        """Launch the drawing of tokens from a chunk of logits; `first`: the chunk's first row."""
         if self._on_host:
             self._logits.append(logits.clone())
             return
@@ -89,7 +89,10 @@ class StepSampler:
             sampler.report(self._gpu, logits, rows, chunk_results)
 
     def finish(self, plan: StepPlan, results: Tensor) -> Callable[[], DrawnTokens]:
-        """Return a function that returns tokens, log-probabilities, and scores of prompt tokens."""
+        """Return a function that reads the step's drawn tokens, once the GPU has computed them.
+
+        The function returns tokens, log-probabilities, and scores of prompt tokens.
+        """
         num_logprobs, draws = self._num_logprobs, np.array(plan.draws, bool)
         if self._on_host:
             drawn_tokens = self._draw_on_host(plan)
@@ -112,7 +115,10 @@ class StepSampler:
 
 
 def _with_future_tokens(slice_: Slice) -> Slice:
-    """Return a blind slice whose request has placeholders for tokens that are not drawn yet."""
+    """Return a slice whose request has placeholders for tokens that are not drawn yet.
+
+    The slice is blind: a step in flight draws its input token.
+    """
     request = slice_.request
     missing = slice_.start + slice_.count - len(request.tokens)
     return replace(slice_, request=copy_of(request, tokens=[*request.tokens, *[0] * missing]))

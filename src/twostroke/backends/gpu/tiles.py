@@ -20,7 +20,7 @@ FEW_ROWS: Final = 16  # slices of up to this many rows have their contexts divid
 
 
 class Tiling(Frozen):
-    """How the attention of layers with the same shape is divided.
+    """How attention is divided into tiles of rows and pieces of contexts, for similar layers.
 
     `window`: of the layers. `small_rows`, `large_rows`: rows of a tile, for slices of few rows and
     of many. `piece`: the size of pieces in tokens; longer contexts have pieces of a power of two
@@ -36,7 +36,10 @@ class Tiling(Frozen):
 
 
 class Items(Frozen, eq=False):
-    """Items (n, 8) of tiles of few rows and of many rows, and merges (n, 4)."""
+    """The work items of a step's attention: (n, 8) for tiles of few and of many rows.
+
+    `merges` (n, 4): rows whose context has several pieces, which are merged.
+    """
 
     small: Ints
     large: Ints
@@ -44,10 +47,11 @@ class Items(Frozen, eq=False):
 
 
 def divide(slices: Ints, tiling: Tiling, max_slots: int) -> list[Items]:
-    """Return the items of a step's slices, which are (row, number of rows, position, table).
+    """Divide the attention of a step's slices into work items.
 
-    If the pieces take more than `max_slots` slots, the items are divided into several passes. Tiles
-    of many rows take no slots, and are in the first pass.
+    A slice is (row, number of rows, position, table). If the pieces take more than `max_slots`
+    slots, the items are divided into several passes. Tiles of many rows take no slots, and are in
+    the first pass.
     """
     is_few = (slices[:, 1] <= FEW_ROWS) | tiling.same_tokens
     small = _tiles(_cut_at_piece_sizes(slices[is_few], tiling), tiling.small_rows)
@@ -73,7 +77,7 @@ def divide(slices: Ints, tiling: Tiling, max_slots: int) -> list[Items]:
 
 
 def _cut_at_piece_sizes(slices: Ints, tiling: Tiling) -> Ints:
-    """Return slices, cut where the next row's context has a larger piece size (same_tokens)."""
+    """Cut slices before a row whose context needs larger pieces; only for `same_tokens`."""
     max_tokens = _MAX_FULL_PIECES * tiling.piece
     while tiling.same_tokens and len(slices):
         first, last = slices[:, 2] + 1, slices[:, 2] + slices[:, 1]
@@ -93,7 +97,7 @@ def _cut_at_piece_sizes(slices: Ints, tiling: Tiling) -> Ints:
 
 
 def _tiles(slices: Ints, max_rows: int) -> Ints:
-    """Return the slices, cut into tiles of at most `max_rows` rows."""
+    """Cut slices into tiles of at most `max_rows` rows."""
     counts = -(-slices[:, 1] // max_rows)
     if len(slices) == 0 or counts.max() == 1:
         return slices
@@ -107,7 +111,7 @@ def _tiles(slices: Ints, max_rows: int) -> Ints:
 
 
 def _visible_range(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
-    """Return the first and the end position of the tokens that the rows of each tile see."""
+    """Return the first and the end position of the tokens that each tile's rows attend to."""
     end = tiles[:, 2] + tiles[:, 1]
     if tiling.window is None:
         return np.zeros_like(end), end
@@ -116,7 +120,7 @@ def _visible_range(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
 
 
 def _cuts(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints, Ints]:
-    """Return, for each tile, the piece size, the number of the first piece, and their count."""
+    """Return each tile's piece size in tokens, the number of its first piece, and of its pieces."""
     start, end = _visible_range(tiles, tiling)
     ratio = np.maximum(1, -(-end // (_MAX_FULL_PIECES * tiling.piece)))
     size = tiling.piece * (1 << np.ceil(np.log2(ratio)).astype(np.int32))
@@ -125,13 +129,13 @@ def _cuts(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints, Ints]:
 
 
 def _num_slots(tiles: Ints, tiling: Tiling) -> Ints:
-    """Return how many slots each tile needs; 0 if its context is a single piece."""
+    """Return how many slots for partial sums each tile needs; 0 if its context is one piece."""
     _, _, counts = _cuts(tiles, tiling)
     return np.where(counts > 1, counts * tiles[:, 1], 0)
 
 
 def _pieces(tiles: Ints, large: Ints, tiling: Tiling) -> Items:
-    """Return the items of a pass: tiles of few rows by piece, and the `large` items."""
+    """Return the work items of one pass: each piece of `tiles` with few rows, and `large` items."""
     start, end = _visible_range(tiles, tiling)
     size, first, counts = _cuts(tiles, tiling)
     num = int(counts.sum())
@@ -151,7 +155,7 @@ def _pieces(tiles: Ints, large: Ints, tiling: Tiling) -> Items:
 
 
 def _merges(tiles: Ints, counts: Ints, slots: Ints) -> Ints:
-    """Return (row, first slot, slots, 0) for each row with several pieces."""
+    """Return (row, first slot, slots, 0) for each row whose context has several pieces."""
     is_cut = counts > 1
     tiles, counts, slots = tiles[is_cut], counts[is_cut], slots[is_cut]
     rows = tiles[:, 1]

@@ -18,7 +18,7 @@ _CYCLES: Final = 1 << 24  # the first wait, about 10 ms
 
 
 def seconds_of(gpu: Gpu, launch: Callable[[Callable[[], None]], None]) -> list[float]:
-    """Call `launch(mark)`; return the device's seconds between two calls of `mark`.
+    """Measure the GPU seconds of consecutive parts of `launch`, which calls `mark` between them.
 
     Launching a small kernel takes longer than running it, so the device first waits while launches
     are queued. If the queue still runs empty, everything is launched again with a longer wait.
@@ -39,7 +39,10 @@ def seconds_of(gpu: Gpu, launch: Callable[[Callable[[], None]], None]) -> list[f
 
 
 class _Timeline:
-    """Events on a GPU's current stream; `was_late`: the GPU waited for the processor."""
+    """CUDA events that divide the launches on a stream into timed parts.
+
+    `was_late`: the GPU waited for the processor, so the times are wrong.
+    """
 
     def __init__(self, cycles: int) -> None:
         """Prepare to make the GPU wait for `cycles` clock cycles at a time."""
@@ -49,7 +52,7 @@ class _Timeline:
         self._spans: list[tuple[Any, Any]] = []
 
     def mark(self) -> None:
-        """End the current part, and begin the next part."""
+        """End the current timed part, and begin the next part."""
         now = _event()
         if self._begin is not None:
             self._spans.append((self._begin, now))
@@ -60,11 +63,11 @@ class _Timeline:
         self._begin = now
 
     def check(self) -> None:
-        """Note whether the last wait of the GPU ended before the launches were queued."""
+        """Note whether the GPU's last wait ended before all launches were queued."""
         self.was_late |= self._start is not None and self._start.query()
 
     def seconds(self) -> list[float]:
-        """Wait for the GPU, and return the seconds of each part."""
+        """Wait for the GPU, and return the seconds of each timed part."""
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) / 1e3 for begin, end in self._spans]
 

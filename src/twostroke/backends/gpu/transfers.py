@@ -25,14 +25,17 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def to_device(gpu: Gpu, array: NDArray[Any]) -> Tensor:
-    """Copy an array to the device; kernels that are launched later can read the copy."""
+    """Copy an array to GPU memory; kernels that are launched later can read the copy."""
     if gpu.device.type != "cuda":
         return torch.from_numpy(array.copy())
     return torch.from_numpy(array).pin_memory().to(gpu.device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the host after all launches so far; valid after a `DeviceEvent`."""
+    """Start to copy a tensor to host memory, after all launches so far.
+
+    The copy is valid once a `DeviceEvent` that is created afterwards is reached.
+    """
     if tensor.device.type != "cuda":
         return tensor.clone()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -41,7 +44,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def checked(gpu: Gpu) -> Iterator[None]:
-    """Run the block, and replace PyTorch's errors by Twostroke's.
+    """Run the `with` block, and replace PyTorch's GPU errors by Twostroke's.
 
     Raises:
         MemoryLimitError: the device has no memory left; smaller steps may still succeed.
@@ -59,14 +62,14 @@ def checked(gpu: Gpu) -> Iterator[None]:
 
 
 def lost(gpu: Gpu, error: RuntimeError) -> DeviceLostError | None:
-    """Return a DeviceLostError if an error has ended CUDA in this process; else None."""
+    """Return a DeviceLostError if an error has made CUDA unusable in this process, else None."""
     if gpu.device.type != "cuda" or _is_alive(gpu):
         return None
     return DeviceLostError(f"The GPU failed: {str(error).splitlines()[0]}.")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that PyTorch, CUDA or a library ran out of memory."""
+    """Return whether an error says that PyTorch, CUDA or a library ran out of GPU memory."""
     text = str(error)
     has_message = "out of memory" in text or "ALLOC_FAILED" in text
     return has_message or isinstance(error, torch.OutOfMemoryError)
@@ -81,7 +84,7 @@ def _is_alive(gpu: Gpu) -> bool:
 
 
 class DeviceEvent:
-    """The point in time at which a device has finished all launches so far."""
+    """An event that is reached when a GPU has finished all launches so far."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._event = torch.cuda.Event() if gpu.device.type == "cuda" else None
@@ -89,6 +92,6 @@ class DeviceEvent:
             self._event.record()
 
     def wait(self) -> None:
-        """Wait until the device has reached the event; interpreted kernels are already done."""
+        """Block until the event is reached; return at once in Triton's interpreter."""
         if self._event is not None:
             self._event.synchronize()

@@ -21,7 +21,7 @@ _SCALE_TYPES: Final = ("F16", "BF16", "F32")
 
 
 class PackedLayout(Frozen):
-    """How the codes of a format are packed, and how they become values.
+    """How the codes of a quantization format are packed for GPU kernels, and become numbers.
 
     - `bits`: 4, 5, 6 or 8. `group`: the number of inputs that share a scale.
     - `half`: subtracted from codes.
@@ -42,22 +42,22 @@ class PackedLayout(Frozen):
 
     @property
     def columns(self) -> int:
-        """The number of inputs of a plane."""
+        """Return the number of inputs of a plane (codes at the same bits of a tile's words)."""
         return 16 if self.group == 16 else 32
 
     @property
     def planes(self) -> int:
-        """The number of planes of a word."""
+        """Return the number of planes of a word: the codes that it holds."""
         return 2 if self.bits == 8 else 4
 
     @property
     def steps(self) -> int:
-        """The number of words for each output and column of a tile."""
+        """Return the number of words for each output and column of a tile of packed codes."""
         return TILE_INPUTS // (self.planes * self.columns)
 
 
 def packed_bytes(layout: PackedLayout, width: int, depth: int) -> int:
-    """Return the bytes of a packed matrix, with padding, scales and offsets."""
+    """Return the GPU bytes of a packed matrix, with padding, scales and offsets."""
     has_headers = layout.scales in {"k", "q6_k"}
     tile = TILE_INPUTS * layout.bits // 8  # bytes of an output
     groups = TILE_INPUTS // layout.group
@@ -68,7 +68,10 @@ def packed_bytes(layout: PackedLayout, width: int, depth: int) -> int:
 
 
 def layout_of(fmt: Format, depth: int) -> PackedLayout | None:
-    """Return the layout of a format in rows of `depth` values; None if there is no kernel."""
+    """Return the packed layout of a quantization format, for rows of `depth` values.
+
+    None if GPU kernels cannot read the format.
+    """
     if fmt.name in _LAYOUTS:
         return _LAYOUTS[fmt.name]
     match = grouped_of(fmt)
@@ -90,7 +93,10 @@ def layout_of(fmt: Format, depth: int) -> PackedLayout | None:
 
 
 def grouped_of(fmt: Format) -> tuple[int, bool] | None:
-    """Return (bits, whether there are zero points) of a `quant.grouped` format; else None."""
+    """Return (bits, whether there are zero points) of a GPTQ-like grouped format, else None.
+
+    The formats are defined in `quant.grouped`.
+    """
     parts = fmt.name.split("_")
     if parts[0] not in ("INT4", "INT8") or parts[2] not in _SCALE_TYPES:
         return None
@@ -100,14 +106,14 @@ def grouped_of(fmt: Format) -> tuple[int, bool] | None:
 
 
 def matrix_layout(tensor: QuantTensor) -> PackedLayout | None:
-    """Return the layout of a matrix that stays packed; None if it is converted."""
+    """Return the packed layout of a matrix on the GPU; None if it is converted to 16 bits."""
     return None if tensor.order is not None else layout_of(tensor.format, tensor.shape[-1])
 
 
 def runs_of_neighbours(matrices: Sequence[Matrix | None]) -> list[list[int]]:
-    """Return runs of indices of neighbouring matrices that can be concatenated.
+    """Group neighbouring packed matrices that can be concatenated; return runs of indices.
 
-    These matrices have the same layout, and all but the last of a run end with a whole tile. None
+    The matrices of a run have the same layout, and all but the last end with a whole tile. None
     stands for a matrix that is not packed, which is a run of its own.
     """
     runs: list[list[int]] = []
@@ -123,7 +129,7 @@ def runs_of_neighbours(matrices: Sequence[Matrix | None]) -> list[list[int]]:
 def stacks_of(
     op: ops.MixtureOfExperts, tensors: Mapping[str, QuantTensor]
 ) -> list[list[tuple[QuantTensor, ...]]]:
-    """Return the matrices of each stack, by expert; the last stack has the down matrices.
+    """Return a mixture's matrices by stack and expert; the last stack has the down matrices.
 
     Gate and up matrices are in one stack, unless only one of them can be packed.
     """
@@ -136,14 +142,17 @@ def stacks_of(
 
 
 def is_stack_packed(tensors: Sequence[QuantTensor]) -> bool:
-    """Whether a stack of these matrices stays packed; columns must be in the order of inputs."""
+    """Return whether a stack of experts' matrices stays packed on the GPU.
+
+    All must have one format, and columns in the order of inputs.
+    """
     (fmt, *others) = {tensor.format.name: tensor.format for tensor in tensors}.values()
     is_plain = not others and all(tensor.order is None for tensor in tensors)
     return is_plain and layout_of(fmt, tensors[0].shape[-1]) is not None
 
 
 def device_bytes(program: Program, tensors: Mapping[str, QuantTensor]) -> dict[str, int]:
-    """Estimate the bytes of each weight on the device.
+    """Estimate the bytes of each weight in GPU memory, by name.
 
     Matrices in formats that kernels read stay packed; matrices of experts only if their whole stack
     can, and matrices of heads never.

@@ -44,7 +44,10 @@ _STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def element_of(tensors: Mapping[str, QuantTensor]) -> torch.dtype:
-    """Return the type of products' inputs: float16 if most bytes of matrices are, else bfloat16."""
+    """Return the 16-bit type in which matrix products read their inputs.
+
+    float16 if most bytes of the weight matrices are float16, else bfloat16.
+    """
     num_bytes: Counter[str] = Counter()
     for tensor in tensors.values():
         if len(tensor.shape) > 1:
@@ -54,7 +57,7 @@ def element_of(tensors: Mapping[str, QuantTensor]) -> torch.dtype:
 
 
 class DeviceWeights:
-    """The weights of a lowered Program on the device.
+    """The weights of a lowered Program in GPU memory.
 
     `packed`: matrices in formats that kernels read. `joined`: neighbouring packed matrices with the
     same input, concatenated. `matrices`: other matrices, in the element type. `converted`: the
@@ -70,7 +73,7 @@ class DeviceWeights:
         progress: Progress = lambda *_: None,
         balances: Mapping[int, NDArray[np.float32]] = MappingProxyType({}),
     ) -> None:
-        """Load the weights of a lowered Program; see `PackedWeights.pack` for the two callbacks.
+        """Load the weights of a lowered Program to the GPU; callbacks as in `PackedWeights.pack`.
 
         `balances`: by layer, how keys are balanced before they become int8 (`keys.balances`).
         """
@@ -124,7 +127,7 @@ class DeviceWeights:
         self._tensors = {}
 
     def _load_dense(self, group: tuple[str, ...], finish: Release) -> None:
-        """Load matrices with the same input as one matrix (sum of widths, depth)."""
+        """Load unpacked matrices with the same input as one matrix (sum of widths, depth)."""
         shapes = [self._tensors[name].shape for name in group]
         size = sum(shape[0] for shape in shapes), shapes[0][1]
         stacked = torch.empty(size, dtype=self._gpu.element, device=self._gpu.device)
@@ -145,7 +148,7 @@ class DeviceWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device."""
+        """Return the bytes of GPU memory of all weights."""
         products = {tensor.data_ptr(): tensor for tensor in self.products.values()}
         tensors = *products.values(), *self._vectors.values(), *self._ones_vectors.values()
         tensors += tuple(self.heads.values())
@@ -155,7 +158,10 @@ class DeviceWeights:
         return num_bytes + sum(experts.num_bytes for experts in self.experts.values())
 
     def factors(self, names: tuple[str, ...]) -> Sequence[Tensor | PackedMatrix]:
-        """Return the matrices of products with the same input; concatenated ones count as one."""
+        """Return the matrices of products with the same input.
+
+        Concatenated matrices count as one.
+        """
         if names in self.products:
             return (self.products[names],)
         return [
@@ -172,7 +178,7 @@ class DeviceWeights:
         return [tuple([names[index] for index in run]) for run in runs]
 
     def _join(self, groups: Sequence[tuple[str, ...]]) -> None:
-        """Concatenate neighbouring matrices with the same layout, to save launches."""
+        """Concatenate neighbouring packed matrices with the same input, to save launches."""
         runs = [run for group in groups for run in self._runs(group) if len(run) > 1]
         readers = Counter(name for run in runs for name in run)
         for run in runs:
@@ -184,14 +190,14 @@ class DeviceWeights:
                     del self.packed[name]
 
     def vector(self, name: str, offset: float = 0.0) -> Tensor:
-        """Return a weight of one dimension as float32, with an offset added."""
+        """Return a one-dimensional weight in float32 on the GPU, with an offset added."""
         if (name, offset) not in self._vectors:
             values = self._tensors[name].dequantize().reshape(-1) + np.float32(offset)
             self._vectors[name, offset] = torch.from_numpy(values).to(self._gpu.device)
         return self._vectors[name, offset]
 
     def norm_weight(self, op: ops.RMSNorm) -> Tensor:
-        """Return the weight of a norm, with its offset; ones for a norm without weight."""
+        """Return the weight of an RMSNorm on the GPU, with its offset; ones if it has no weight."""
         if op.weight is not None:
             return self.vector(op.weight, op.offset)
         if op.grain not in self._ones_vectors:
@@ -218,7 +224,7 @@ def _norms_of(lowered: GpuLowered) -> Iterator[ops.RMSNorm]:
 
 
 def _vectors_of(lowered: GpuLowered) -> Iterator[str]:
-    """Yield the names of biases and factors that records read."""
+    """Yield the names of biases and scale factors that launch records read."""
     for record in lowered.records:
         names = [columns.bias for columns in columns_read(record)]
         match record:

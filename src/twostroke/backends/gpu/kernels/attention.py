@@ -71,21 +71,24 @@ class HeadLayout(Frozen):
     rotated: int = 0
 
     def scales(self, cache: Tensor) -> Tensor:
-        """Return `layer(cache)` as float16, from which scales are read."""
+        """Return the KV cache as float16 from the layer's first key on, to read 8-bit scales."""
         return self.layer(cache).view(torch.float16) if self.kv_format else cache
 
     @property
     def group(self) -> int:
-        """The number of query heads that read one KV head."""
+        """Return the number of query heads that read one KV head."""
         return self.num_heads // self.num_kv_heads
 
     def layer(self, cache: Tensor) -> Tensor:
-        """Return the cache from the layer's first key on, so that all layers share a kernel."""
+        """Return the KV cache from the layer's first key on, so that all layers share a kernel."""
         return cache.view(-1)[self.keys_at :]
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Shapes, and offsets relative to `layer`, as constants of kernels."""
+        """Return the layer's shape and page layout as compile-time constants of attention kernels.
+
+        Offsets are relative to the result of `layer`.
+        """
         return {
             "HEADS": self.num_heads,
             "KV_HEADS": self.num_kv_heads,
@@ -102,11 +105,12 @@ class HeadLayout(Frozen):
 
 
 class AttentionItems(Frozen, eq=False):
-    """The work of a step's attention, and the memory for the sums of pieces.
+    """A step's attention divided into work items, with memory for partial sums.
 
-    `header` has an (offset, count) pair for each list of items or merges, which are in `frame`.
-    Sums of pieces are written to `sums` (slots, heads, head_dim), and their largest scores and
-    totals to `tops` (slots, heads, 2), both float32.
+    A long context is divided into pieces, whose sums are merged. `header` has an (offset, count)
+    pair for each list of items or merges, which are in `frame`. Sums of pieces are written to
+    `sums` (slots, heads, head_dim), and their largest scores and totals to `tops` (slots, heads,
+    2), both float32.
     """
 
     header: Tensor
@@ -117,22 +121,25 @@ class AttentionItems(Frozen, eq=False):
 
 
 def rows_of(heads_in_group: int, block: int) -> int:
-    """Return the number of rows of a tile with `block` (row, head) pairs."""
+    """Return the number of rows of an attention tile with `block` (row, head) pairs.
+
+    `heads_in_group`: query heads that read one KV head.
+    """
     return max(1, block // heads_in_group)
 
 
 def small_block(group: int) -> int:
-    """Return the number of (row, head) pairs in a tile for decode."""
+    """Return the number of (row, head) pairs in an attention tile for decode."""
     return max(16, 1 << (group - 1).bit_length())
 
 
 def same_block(group: int) -> int:
-    """Return the number of (row, head) pairs in each tile in the mode `same_tokens`."""
+    """Return the number of (row, head) pairs in each attention tile in the mode `same_tokens`."""
     return max(32, small_block(group))
 
 
 def large_block(group: int, head_dim: int) -> int:
-    """Return the number of (row, head) pairs in a tile for prefill."""
+    """Return the number of (row, head) pairs in an attention tile for prefill."""
     block = 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
     return max(block, small_block(group))
 
@@ -147,10 +154,11 @@ def launch(
     output: Tensor,
     heads: HeadLayout,
 ) -> None:
-    """Compute the items whose (offset, count) pair is at `header_index` of the header.
+    """Launch attention for one of a step's lists of work items.
 
-    q and output are (rows, heads * head_dim). Results of contexts with a single piece are written
-    to the output, the others to the sums of `work`.
+    The list's (offset, count) pair is at `header_index` of the header. q and output are (rows,
+    heads * head_dim). Results of contexts with a single piece are written to the output, results of
+    pieces to the sums of `work`.
     """
     is_small = block_m <= same_block(heads.group)
     block_d = max(16, triton.next_power_of_2(heads.head_dim))
@@ -197,7 +205,7 @@ def launch(
 def merge(
     gpu: Gpu, work: AttentionItems, header_index: int, output: Tensor, heads: HeadLayout
 ) -> None:
-    """Merge the pieces of each row with several pieces, in order."""
+    """Launch the merge of partial attention: add the pieces of each row's context, in order."""
     num_programs = gpu.programs(16)
     gpu.launch(
         _merge,
@@ -224,7 +232,7 @@ def _stored(
     KEYS_AT: tl.constexpr, VALUES_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Load keys and values (tokens, dims), and their scales if `KV` is a format.
+    """Load keys and values (tokens, dims) from KV pages, with scales if the pages have 8 bits.
 
     `line`: KV head * PAGE_SIZE + offset of the token in its page.
     """
@@ -247,10 +255,10 @@ def _stored(
 
 @triton.jit
 def _pairs_of(item, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the row within an item, and the head, of each (row, head) pair.
+    """Return the row and the head of each (row, head) pair of an attention tile.
 
-    The computation depends on the item's row, so that the compiler does not keep the quotients in
-    registers for all items.
+    The row is relative to the work item. The computation depends on the item's row, so that the
+    compiler does not keep the quotients in registers for all items.
     """
     row = tl.load(item)
     pairs = tl.arange(0, BLOCK_M) + row * GROUP
@@ -262,7 +270,7 @@ def _queries_at(
     item, kv_head, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return the offsets of an item's queries, (pairs, dims), and the mask of existing ones."""
+    """Return the memory offsets of a work item's queries (pairs, dims), and a validity mask."""
     dims = tl.arange(0, BLOCK_D)
     within, head = _pairs_of(item, kv_head, GROUP, BLOCK_M)
     at = (tl.load(item) + within) * (HEADS * DIM) + head * DIM
@@ -272,7 +280,7 @@ def _queries_at(
 
 @triton.jit
 def _masked(scores, seen_at, since, until, WINDOW: tl.constexpr):
-    """Return scores with minus infinity for tokens outside a row's context or window."""
+    """Return attention scores with minus infinity for tokens outside a row's context or window."""
     is_seen = seen_at[None, :] < until[:, None]
     if WINDOW:
         is_seen &= seen_at[None, :] >= since[:, None]

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def assembly(gpu: Gpu, kv_format: str) -> str:
-    """Return PTX that converts four E4M3 codes to numbers; "" if plain Triton code is used."""
+    """Return PTX that converts four E4M3 codes of KV pages to numbers.
+
+    "" if Triton code converts, as in the interpreter.
+    """
     if gpu.is_interpreted or kv_format != "fp8":
         return ""
     lines = [".reg .b32 t, u, v;"]
@@ -29,7 +32,7 @@ def assembly(gpu: Gpu, kv_format: str) -> str:
 
 
 def e4m3_lines(out: str, source: str, element: torch.dtype) -> list[str]:
-    """Return PTX lines that convert the codes in the upper bytes of two 16-bit words."""
+    """Return PTX lines that convert two E4M3 codes, in the upper bytes of 16-bit words."""
     shift, mask = (1, 0x3F80_3F80) if element == torch.float16 else (4, 0x07F0_07F0)
     lines = [f"shr.b32 u, {source}, {shift};", f"and.b32 u, u, {mask:#x};"]
     lines.append(f"lop3.b32 {out}, {source}, 0x80008000, u, 0xea;")  # a & b | c
@@ -41,7 +44,10 @@ def e4m3_lines(out: str, source: str, element: torch.dtype) -> list[str]:
 
 @triton.jit
 def hadamard_transform(x, NUM: tl.constexpr, BLOCK_D: tl.constexpr, LEVELS: tl.constexpr):
-    """Multiply each group of 2^LEVELS neighbours of x (NUM, BLOCK_D) by a Hadamard matrix."""
+    """Multiply each group of 2^LEVELS neighbours of x (NUM, BLOCK_D) by a Hadamard matrix.
+
+    Keys in int8 are transformed before they are rounded.
+    """
     for level in tl.static_range(LEVELS):
         pairs = tl.reshape(x, (NUM, BLOCK_D >> (level + 1), 2, 1 << level))
         a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
@@ -58,9 +64,10 @@ def clamp_to_float16(x):
 
 @triton.jit
 def quantize(x, largest, KV: tl.constexpr):
-    """Return the codes (pairs, dims), int32, of heads of values, and scales (pairs,), float16.
+    """Quantize heads of keys or values (pairs, dims) to 8 bits; return codes and scales.
 
-    `largest` (pairs,): the largest absolute value of each head, which gets the largest code.
+    Codes are int32, scales (pairs,) are float16. `largest` (pairs,): the largest absolute value of
+    each head, which gets the largest code.
     """
     max_code: tl.constexpr = 127.0 if KV == "int8" else 448.0
     scale = (largest / max_code).to(tl.float16)
@@ -86,7 +93,7 @@ def e4m3_codes(x):
 
 @triton.jit
 def codes_to_numbers(codes, element: tl.constexpr, KV: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return the numbers that codes stand for; numbers of E4M3 codes are divided by 256."""
+    """Convert 8-bit codes of KV pages to numbers; numbers of E4M3 codes are divided by 256."""
     if ASSEMBLY != "":
         halves = tl.inline_asm_elementwise(
             asm=ASSEMBLY, constraints="=&r,=&r,r", args=[codes], dtype=tl.int16, is_pure=True,
@@ -101,13 +108,16 @@ def codes_to_numbers(codes, element: tl.constexpr, KV: tl.constexpr, ASSEMBLY: t
 
 @triton.jit
 def e4m3_numbers(codes, element: tl.constexpr):
-    """Return the numbers that E4M3 codes, uint16, stand for, divided by 256."""
+    """Convert E4M3 codes, in uint16, to their numbers divided by 256."""
     bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
     return bits.to(tl.float16, bitcast=True).to(element)
 
 
 @triton.jit
 def load_scales(at, KV: tl.constexpr):
-    """Load scales as float32, times 256 for E4M3, whose numbers are divided by 256."""
+    """Load the scales of 8-bit keys or values as float32.
+
+    Scales of E4M3 codes are multiplied by 256, because the numbers of codes are divided by 256.
+    """
     scale = tl.load(at).to(tl.float32)
     return scale * 256 if KV == "fp8" else scale

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 @triton.jit
 def overlap_kernels(OVERLAPS: tl.constexpr):
-    """Let the next kernel start, and wait for the results of all earlier kernels.
+    """Let the next kernel start early, and wait for the results of all earlier kernels.
 
-    Each kernel calls it once, before it reads results of other kernels or writes its own.
+    Uses programmatic dependent launch. Each kernel calls it once, before it reads results of other
+    kernels or writes its own.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -42,10 +43,10 @@ def prefetch(at):
 
 
 class Parts(Frozen, eq=False):
-    """Rows of `width` values as `count` partial sums, which the reader adds in order.
+    """A matrix product's result as `count` partial sums; the kernel that reads it adds them.
 
-    `values` begins at the first value of the first part. `row_stride` and `part_stride` are in
-    values. The type is float32, or the element type if there is only one part.
+    A row has `width` values. `values` begins at the first value of the first part. `row_stride` and
+    `part_stride` are in values. The type is float32, or the element type if there is only one part.
     """
 
     values: Tensor
@@ -55,14 +56,17 @@ class Parts(Frozen, eq=False):
     part_stride: int = 0
 
     def columns(self, first: int, width: int) -> Parts:
-        """Return `width` columns from column `first` on, as a view."""
+        """Return a view of `width` columns from column `first` on, in all partial sums."""
         values = self.values.view(-1)[first:]
         return Parts(values, width, self.row_stride, self.count, self.part_stride)
 
 
 @triton.jit
 def sum_parts(pointers, inside, count, part_stride):
-    """Return the float32 sums over all `count` parts; `pointers` point into the first part."""
+    """Load all `count` partial sums of values, and return their float32 sum.
+
+    `pointers` point into the first part.
+    """
     total = tl.load(pointers, inside, 0.0).to(tl.float32)
     for part in range(1, count):
         total += tl.load(pointers + part * part_stride, inside, 0.0).to(tl.float32)

@@ -48,7 +48,7 @@ _MAX_PAIRS = 32  # (row, head) pairs of a tile; the sums of more would not fit i
 
 
 class Sources(Frozen, eq=False):
-    """The results of products from which queries and stored lines are made.
+    """The projections from which latent attention's queries and stored keys are made.
 
     `queries`: heads of `query_head` values; the values to rotate begin at value `first` of a head.
     `query_latents`: (rows, heads, latent), the other values of queries after their product with the
@@ -65,9 +65,9 @@ class Sources(Frozen, eq=False):
 
 
 def block_of(gpu: Gpu, num_heads: int, *, is_few: bool) -> int:
-    """Return the number of (row, head) pairs of a tile, for slices of few rows or of many.
+    """Return the number of (row, head) pairs of a latent attention tile.
 
-    A row with more heads takes several tiles.
+    `is_few`: for slices of few rows, as in decode. A row with more heads takes several tiles.
     """
     if gpu.same_tokens or not is_few:
         return _MAX_PAIRS
@@ -75,9 +75,9 @@ def block_of(gpu: Gpu, num_heads: int, *, is_few: bool) -> int:
 
 
 def levels_of(heads: HeadLayout) -> int:
-    """Return log2 of the size of the Hadamard matrix, which divides both parts of a line.
+    """Return log2 of the size of the Hadamard matrix that transforms int8 keys and latents.
 
-    0 (no transform) unless the format is int8.
+    The size divides the widths of both. 0 (no transform) for other formats.
     """
     if heads.kv_format != "int8":
         return 0
@@ -97,9 +97,10 @@ def store(
     output: Tensor,
     balance: Tensor | None = None,
 ) -> None:
-    """Write queries to `output` (rows, heads * head_dim), and lines of tokens to the `cache`.
+    """Launch the kernel that prepares queries and stores keys and latent vectors in KV pages.
 
-    `balance`: see `rope.launch`; the factors of latent vectors are 1.
+    Queries are written to `output` (rows, heads * head_dim). `balance`: see `rope.launch`; the
+    factors of latent vectors are 1.
     """
     unused = header
     latent = heads.head_dim - heads.rotated
@@ -133,7 +134,7 @@ def store(
 
 
 def _source_arguments(sources: Sources) -> dict[str, Any]:
-    """Return the tensors of queries, keys and latents as arguments of the kernel."""
+    """Return the tensors of queries, keys and latent vectors as arguments of the store kernel."""
     return {
         "q": sources.queries.values,
         "q_count": sources.queries.count,
@@ -180,11 +181,11 @@ def launch(
     output: Tensor,
     heads: HeadLayout,
 ) -> None:
-    """Compute the items whose (offset, count) pair is at `header_index` of the header.
+    """Launch latent attention for one of a step's lists of work items.
 
-    Tiles have `block_m` pairs (`block_of`). q and output are (rows, heads * head_dim); the rotated
-    values of a head's output are not written. `attention.merge` merges contexts with several
-    pieces.
+    The list's (offset, count) pair is at `header_index` of the header. Tiles have `block_m` pairs
+    (`block_of`). q and output are (rows, heads * head_dim); the rotated values of a head's output
+    are not written. `attention.merge` merges contexts with several pieces.
     """
     latent = heads.head_dim - heads.rotated
     num_programs = gpu.programs(2)
@@ -219,7 +220,7 @@ def launch(
 
 @triton.jit
 def _quantize_together(x, y, KV: tl.constexpr):
-    """Return the codes of two parts of lines, which share a scale, and the scale."""
+    """Quantize rotated keys x and latent vectors y with a common scale; return codes and scale."""
     if KV == "":
         return x, y, tl.zeros((x.shape[0],), tl.float16)
     else:
@@ -237,7 +238,10 @@ def _store_rows(
     PAGE_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr,
     KV: tl.constexpr, SCALES_AT: tl.constexpr,
 ):  # fmt: skip
-    """Store rotated keys x and latent vectors y in the pages of all tables of their rows."""
+    """Store rotated keys x and latent vectors y in the KV pages of their rows.
+
+    A row may be stored in several page tables, for draft branches.
+    """
     dims, latent_dims = tl.arange(0, x.shape[1])[None, :], tl.arange(0, y.shape[1])[None, :]
     x, y, scale = _quantize_together(x, y, KV)
     x, y = x.to(cache.dtype.element_ty), y.to(cache.dtype.element_ty)
@@ -332,7 +336,7 @@ def _stored(
     LATENT: tl.constexpr, PAGE_STRIDE: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
     ASSEMBLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Load rotated keys and latent vectors (tokens, dims), and their scale if `KV` is a format."""
+    """Load rotated keys and latent vectors (tokens, dims) from KV pages, with any scales."""
     page = page.to(tl.int64)
     stored = (cache + page * PAGE_STRIDE + within * (ROTATED + LATENT))[:, None]
     dims, latent_dims = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_L)[None, :]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Norm(Frozen, eq=False):
-    """An RMS norm of a row, or of each of its `groups` of equal size.
+    """The weight of an RMS norm on the GPU, for a row or for each group of a row's values.
 
     `weight`: float32, one value for each value of a group, with the offset added.
     """
@@ -40,8 +40,9 @@ def launch(
     norm: Norm | None = None,
     output: Tensor | None = None,
 ) -> None:
-    """Compute `residual = (residual + post(delta + bias)) * factor`, `output = norm(residual)`.
+    """Add a layer's output to the residual stream, and norm the sum, in one kernel.
 
+    Computes `residual = (residual + post(delta + bias)) * factor`, `output = norm(residual)`.
     Missing arguments are left out of the formula. `residual` (rows, width) is float32; without it,
     `output` is the norm of the delta. `norm` may have groups only without residual and bias.
     """

@@ -44,7 +44,7 @@ _CODES_AT_ONCE: Final = 1 << 25
 
 
 class PackedMatrix(Frozen, eq=False):
-    """A packed matrix (width, depth), or a stack of such matrices, on a device.
+    """A quantized weight matrix (width, depth) packed for the GPU, or a stack of such matrices.
 
     - `codes`: int16 (matrices, tiles of outputs, tiles of inputs, steps, 64, columns).
     - `high`: the upper bits of 5-bit codes, uint8 without the dimension of steps, or of 6-bit
@@ -63,7 +63,10 @@ class PackedMatrix(Frozen, eq=False):
 
     @property
     def pointers(self) -> dict[str, Tensor]:
-        """The arrays as arguments of a kernel; `codes` stand for missing arrays, never read."""
+        """Return the matrix's arrays as arguments of a kernel.
+
+        `codes` stand in for missing arrays, which the kernel never reads.
+        """
         return {
             "codes": self.codes,
             "high": self.codes if self.high is None else self.high,
@@ -73,13 +76,13 @@ class PackedMatrix(Frozen, eq=False):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays."""
+        """Return the bytes of GPU memory of the matrix."""
         arrays = (self.codes, self.scales, self.high, self.offsets)
         return sum(x.numel() * x.element_size() for x in arrays if x is not None)
 
 
 def pack(tensor: QuantTensor, device: torch.device) -> PackedMatrix:
-    """Copy a matrix (width, depth) to the device, and pack it there.
+    """Copy a quantized matrix (width, depth) to the GPU, and pack its codes there.
 
     A large matrix is packed in parts, because unpacked codes take a byte each.
     """
@@ -96,7 +99,7 @@ def pack(tensor: QuantTensor, device: torch.device) -> PackedMatrix:
 
 
 def concatenate(matrices: Sequence[PackedMatrix], width: int) -> PackedMatrix:
-    """Concatenate matrices of the same layout and depth; the result has `width` outputs.
+    """Concatenate packed matrices of the same layout and depth to a matrix of `width` outputs.
 
     All matrices except the last must have a multiple of 64 outputs.
     """
@@ -124,7 +127,10 @@ def concatenate(matrices: Sequence[PackedMatrix], width: int) -> PackedMatrix:
 def _pack_rows(
     fmt: Format, rows: Bytes, depth: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the packed codes, scales, upper bits and offsets of rows; the first begins a tile."""
+    """Pack rows of a quantized matrix; return codes, scales, upper bits and offsets.
+
+    The first row must begin a tile.
+    """
     layout = layout_of(fmt, depth)
     assert layout is not None
     copied = np.array(rows, order="C")  # a file's pages are read-only
@@ -139,7 +145,7 @@ def _pack_rows(
 
 
 def pack_stack(matrices: Iterable[QuantTensor], count: int, device: torch.device) -> PackedMatrix:
-    """Pack `count` matrices of the same format and shape into one stack."""
+    """Pack `count` quantized matrices of the same format and shape into one stack on the GPU."""
     stack: PackedMatrix | None = None
     for index, matrix in enumerate(matrices):
         packed = pack(matrix, device)
@@ -155,7 +161,10 @@ def pack_stack(matrices: Iterable[QuantTensor], count: int, device: torch.device
 
 
 def _tiles(codes: Tensor, layout: PackedLayout) -> Tensor:
-    """Return codes (stack, width, depth) as (stack, tiles, tiles, steps, 64, planes, columns)."""
+    """Divide codes (stack, width, depth) into tiles of outputs and inputs.
+
+    Returns (stack, tiles, tiles, steps, 64, planes, columns).
+    """
     stack, width, depth = codes.shape
     rows, inputs = -(-width // TILE_OUTPUTS), -(-depth // TILE_INPUTS)
     padding = rows * TILE_OUTPUTS - width, inputs * TILE_INPUTS - depth
@@ -167,7 +176,7 @@ def _tiles(codes: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def _pack_words(tiles: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor | None]:
-    """Return the words of codes, and the words of their upper bits, if any."""
+    """Pack tiles of codes into words; return them, and words of upper bits for 5 and 6 bits."""
     if layout.planes == 2:
         return _in_words(tiles[..., 0, :], tiles[..., 1, :]), None
     low = tiles & 0xF
@@ -184,12 +193,15 @@ def _pack_words(tiles: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor | N
 
 
 def _in_words(low: Tensor, high: Tensor) -> Tensor:
-    """Return int16 words with these low and high bytes."""
+    """Return int16 words made of these low and high bytes."""
     return torch.stack([low, high], -1).view(torch.int16).squeeze(-1)
 
 
 def _groups(values: Tensor, shape: tuple[int, int], layout: PackedLayout) -> Tensor:
-    """Return scales or offsets of blocks (rows * blocks, words) as (1, groups, words, outputs)."""
+    """Reorder scales or offsets of quantized blocks for the GPU: (1, groups, words, outputs).
+
+    `values`: (rows * blocks, words).
+    """
     width, depth = shape
     size = TILE_INPUTS if layout.scales in {"k", "q6_k"} else layout.group
     rows, groups = -(-width // TILE_OUTPUTS) * TILE_OUTPUTS, -(-depth // TILE_INPUTS) * TILE_INPUTS
@@ -204,7 +216,10 @@ def _groups(values: Tensor, shape: tuple[int, int], layout: PackedLayout) -> Ten
 
 
 def _unpack(packed: Tensor, bits: int, run: int) -> Tensor:
-    """Unpack codes of `bits` bits from (blocks, bytes), as `quant.planes.unpack_planes` does."""
+    """Unpack codes of `bits` bits from a file's bytes (blocks, bytes).
+
+    Does the same as `quant.planes.unpack_planes`, on the GPU.
+    """
     runs = packed.reshape(len(packed), -1, 1, run)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return (runs >> shifts[:, None] & (1 << bits) - 1).reshape(len(packed), -1)
@@ -247,7 +262,7 @@ def _read_q6_k(_: Format, blocks: Tensor) -> CodesAndScales:
 
 
 def _read_grouped(fmt: Format, blocks: Tensor) -> CodesAndScales:
-    """Read blocks of `quant.grouped`: a scale, perhaps a zero point, and codes."""
+    """Read blocks of a `quant.grouped` format: their codes, scales, and zero points if any."""
     bits, has_zero = grouped_of(fmt) or (0, False)
     code_bytes = fmt.block_size * bits // 8
     head = fmt.block_bytes - code_bytes

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def has_offset(layout: PackedLayout) -> bool:
-    """Whether an offset is added to the scaled codes of a layout."""
+    """Return whether a packed layout adds an offset to scaled codes."""
     return layout.offset is not None or layout.scales == "k"
 
 
 def code_constants(gpu: Gpu, layout: PackedLayout, *, is_centered: bool) -> dict[str, Any]:
-    """Return the constants of a layout for kernels that convert codes to the element type.
+    """Return a layout's compile-time constants for kernels that convert codes to 16-bit numbers.
 
     Codes that are not centered are converted with `SHIFT` added, which costs nothing; kernels then
     subtract a multiple of the sum of inputs together with the minimum. `ASSEMBLY` has PTX for each
@@ -41,9 +41,10 @@ def code_constants(gpu: Gpu, layout: PackedLayout, *, is_centered: bool) -> dict
 
 
 def number_constants(gpu: Gpu, layout: PackedLayout) -> dict[str, Any]:
-    """Return the constants of a layout for kernels that convert codes to float32, plus `SHIFT`.
+    """Return a layout's compile-time constants for kernels that convert codes to float32.
 
-    `ASSEMBLY` has PTX, or the name of a table, for each step and plane.
+    The numbers have `SHIFT` added. `ASSEMBLY` has PTX, or the name of a table, for each step and
+    plane.
     """
     count, shift = layout.steps * layout.planes, layout.half
     if gpu.is_interpreted:
@@ -70,7 +71,7 @@ def _constants(layout: PackedLayout, shift: int, assembly: tuple[str, ...]) -> d
 
 
 def without_assembly(layout: PackedLayout) -> tuple[str, ...]:
-    """Return `ASSEMBLY` for kernels in which Triton code converts codes."""
+    """Return the constant `ASSEMBLY` for kernels in which Triton code converts packed codes."""
     return (layout.table or "",) * layout.steps
 
 
@@ -86,7 +87,7 @@ _MAGIC: Final = {
 def _codes_assembly(
     layout: PackedLayout, element: torch.dtype, step: int, *, is_centered: bool
 ) -> str:
-    """Return PTX that converts the codes of two words to two values for each plane.
+    """Return PTX that converts the packed codes of two words to 16-bit numbers, two for a plane.
 
     A code is or-ed into the low bits of 128 (bfloat16) or 1024 (float16), which adds the code.
     """
@@ -122,7 +123,7 @@ def _codes_assembly(
 
 
 def _number_assembly(layout: PackedLayout, index: int) -> str:
-    """Return PTX that converts the codes of one plane of two words to two float32 numbers.
+    """Return PTX that converts one plane of two words' packed codes to two float32 numbers.
 
     A code is or-ed into the low bits of 128 in bfloat16, whose bits are the upper half of float32;
     a code of 8 bits into 256.
@@ -179,7 +180,10 @@ def _repeat_twice(value: float, element: torch.dtype) -> int:
 @triton.jit
 def fetch_codes(codes, TILE: tl.constexpr, PART_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
                 TILES: tl.constexpr, COUNT: tl.constexpr, ENABLED: tl.constexpr):  # fmt: skip
-    """If ENABLED, prefetch a program's first codes, of COUNT tiles of outputs, into L2."""
+    """Prefetch the first packed codes of a program into the L2 cache, if ENABLED.
+
+    COUNT: tiles of outputs.
+    """
     if ENABLED:
         LINES: tl.constexpr = TILE // 64  # of 128 bytes
         end = tl.minimum((tl.program_id(1) + 1) * PART_BLOCKS, BLOCKS) * LINES
@@ -193,7 +197,10 @@ def fetch_codes(codes, TILE: tl.constexpr, PART_BLOCKS: tl.constexpr, BLOCKS: tl
 @triton.jit
 def unpack_codes(word, high, element: tl.constexpr, step: tl.constexpr, BITS: tl.constexpr,
            PLANES: tl.constexpr, SHIFT: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
-    """Return the codes of each plane plus SHIFT; for E4M3, the numbers divided by 256."""
+    """Unpack a word of codes; return each plane's codes plus SHIFT.
+
+    For E4M3, returns the numbers divided by 256.
+    """
     if ASSEMBLY[step] == "e4m3":
         pair = word.to(tl.uint16, bitcast=True)
         return e4m3_numbers(pair & 0xFF, element), e4m3_numbers(pair >> 8, element)
@@ -235,7 +242,7 @@ def unpack_codes(word, high, element: tl.constexpr, step: tl.constexpr, BITS: tl
 @triton.jit
 def unpack_number(word, upper, index: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr,
               ASSEMBLY: tl.constexpr):  # fmt: skip
-    """Return the codes of a plane as float32 plus SHIFT; see `number_constants`."""
+    """Unpack one plane of a word's codes to float32, plus SHIFT; see `number_constants`."""
     plane: tl.constexpr = index % PLANES
     if ASSEMBLY[index] == "e4m3":
         pair = word.to(tl.uint16, bitcast=True)
@@ -279,7 +286,7 @@ def _float16_of(word, shift: tl.constexpr):
 
 @triton.jit
 def _load_group_value(at, index: tl.constexpr, SCALES: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Load the scale or offset of a group; two groups of 16 bits share a word."""
+    """Load the scale or offset of a quantization group; two 16-bit values share a word."""
     if SCALES == "f32":
         return tl.load(at + index * OUTPUTS)
     else:
@@ -297,7 +304,7 @@ def _byte(word, index: tl.constexpr):
 
 @triton.jit
 def load_headers(at, SCALES: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Load the four words of a tile's k-quant header; zeros for other formats."""
+    """Load the four words of a tile's k-quant header (Q4_K, Q5_K); zeros for other formats."""
     if SCALES[-1] != "k":
         return 0, 0, 0, 0
     else:
@@ -312,7 +319,7 @@ def load_headers(at, SCALES: tl.constexpr, OUTPUTS: tl.constexpr):
 @triton.jit
 def scale_and_offset(headers, scales, offsets, block, index: tl.constexpr, GROUP: tl.constexpr,
            SCALES: tl.constexpr, OFFSET: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
-    """Return the scale and the offset of group `index` of a tile."""
+    """Return the scale and offset of quantization group `index` of a tile."""
     if SCALES == "k":
         step: tl.constexpr = index % 4
         if index < 4:
@@ -344,7 +351,7 @@ def scale_and_offset(headers, scales, offsets, block, index: tl.constexpr, GROUP
 
 @triton.jit
 def load_upper_bits(high_at, block, step: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr):
-    """Load the word with the upper bits of a step's codes."""
+    """Load the word with the upper bits of a step's 5-bit or 6-bit codes."""
     if BITS == 5:
         return tl.load(high_at + block * STEP).to(tl.int16)
     elif BITS == 6:

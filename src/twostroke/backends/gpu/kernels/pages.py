@@ -18,9 +18,10 @@ _BLOCK: Final = 1024
 
 
 def change(gpu: Gpu, header: Tensor, header_index: int, frame: Tensor, tables: Tensor) -> None:
-    """Write the step's (index in the tables, page) pairs to the page tables.
+    """Launch the kernel that writes a step's changes to the page tables on the GPU.
 
-    Their (offset, count) pair is at `header_index` of the header.
+    A change is (index in the tables, page). The (offset, count) pair of the list of changes is at
+    `header_index` of the header.
     """
     count = gpu.programs(1)
     gpu.launch(
@@ -38,7 +39,11 @@ def change(gpu: Gpu, header: Tensor, header_index: int, frame: Tensor, tables: T
 def copy(
     gpu: Gpu, header: Tensor, header_index: int, frame: Tensor, cache: Tensor, page_bytes: int
 ) -> None:
-    """Copy the step's (source, target) pairs of pages; `cache` has `page_bytes` for each page."""
+    """Launch the kernel that copies KV pages before a step, for draft branches.
+
+    The list of (source, target) pages is at `header_index` of the header. `cache` has `page_bytes`
+    for each page.
+    """
     assert page_bytes % 4 == 0
     count = gpu.programs(1)
     gpu.launch(

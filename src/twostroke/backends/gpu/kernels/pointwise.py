@@ -28,7 +28,10 @@ def activate(
     activation: Activation,
     output: Tensor,
 ) -> None:
-    """Write `activation(gate) * up` to output (rows, width); both inputs have an optional bias."""
+    """Launch a gated activation: write `activation(gate) * up` to output (rows, width).
+
+    Both inputs are a product's partial sums with an optional bias.
+    """
     width, unused = output.shape[1], header
     grid, sizes = _blocks(gpu, num_rows, width)
     gpu.launch(
@@ -66,9 +69,10 @@ def combine(
     b: Parts | None = None,
     soft_cap: float = 0.0,
 ) -> None:
-    """Write `cap((a + bias) * factor * weight + b)` to output (rows, width), of any floating type.
+    """Launch an elementwise sum: write `cap((a + bias) * factor * weight + b)` to output.
 
-    The `weight` is one number; `soft_cap` c means `c * tanh(x / c)`.
+    `output` is (rows, width), of any floating type. The `weight` is one number; `soft_cap` c means
+    `c * tanh(x / c)`.
     """
     width, unused = output.shape[1], header
     grid, sizes = _blocks(gpu, num_rows, width)
@@ -107,7 +111,7 @@ def take_rows(
     factor: float = 1.0,
     results: Tensor | None = None,
 ) -> None:
-    """Write `output[r] = x[chosen[r]] * factor`: an embedding, or the rows that get logits.
+    """Launch a gather: `output[r] = x[row_ids[r]] * factor`, for embeddings or rows with logits.
 
     A negative id -1 - i stands for the token that the last step drew: the first number of row i of
     the sampler's `results`.
@@ -129,7 +133,7 @@ def take_rows(
 
 
 def _blocks(gpu: Gpu, num_rows: int, width: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the grid over rows of `width` values, and the constants of its blocks."""
+    """Return the launch grid of an elementwise kernel over rows, and its block constants."""
     block = min(_BLOCK, triton.next_power_of_2(width))
     grid = -(-num_rows // gpu.row_block), -(-width // block)
     return grid, {"WIDTH": width, "BLOCK": block, "ROWS": gpu.row_block}
@@ -137,7 +141,7 @@ def _blocks(gpu: Gpu, num_rows: int, width: int) -> tuple[tuple[int, int], dict[
 
 @triton.jit
 def _block(num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Return the rows and columns of a program's block, and the mask of existing values."""
+    """Return the rows and columns of a program's block, and the mask of valid values."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     return row, columns, (row < num_rows) & (columns < WIDTH)

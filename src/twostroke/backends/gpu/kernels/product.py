@@ -24,7 +24,7 @@ _MIN_DEPTH: Final = 512  # inputs of a part
 
 
 def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
-    """Return the number of parts of a product of few rows, so that all multiprocessors have work.
+    """Return into how many partial sums a product of few rows is split, to use the whole GPU.
 
     `width`: the total width of all products that write to the same `Parts`, because they share the
     number. With `same_tokens` the number depends only on the shape; it is small, because products
@@ -47,7 +47,10 @@ def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
 def launch(
     gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, weight: Tensor, output: Parts
 ) -> None:
-    """Write `x @ weight.T` to `output`: x is (rows, depth), weight is (width, depth)."""
+    """Launch a dense matrix product: write `x @ weight.T` to `output`.
+
+    x is (rows, depth), weight is (width, depth).
+    """
     width = len(weight)
     if num_rows > FEW_ROWS and output.values.dtype == gpu.element and not gpu.same_tokens:
         out = torch.as_strided(output.values, (num_rows, width), (output.row_stride, 1))
@@ -69,9 +72,9 @@ def launch(
 
 
 def launch_grouped(gpu: Gpu, x: Tensor, weight: Tensor, output: Parts, rows: Grouped) -> None:
-    """Write the product of each (row, expert) pair with the expert's matrix, one line for each.
+    """Launch the dense products of a mixture of experts: each row with each of its experts.
 
-    `weight` is (experts, width, depth).
+    `weight` is (experts, width, depth). Each (row, expert) pair writes one line.
     """
     routes = rows.routes
     is_wide = routes.block >= 64 and gpu.architecture == 90  # others would spill registers

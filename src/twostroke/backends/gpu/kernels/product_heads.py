@@ -27,10 +27,10 @@ def launch(
     matrices: Tensor,
     output: Tensor,
 ) -> None:
-    """Write `x[h] @ matrices[h].T` to `output` (rows, heads * head_width), for each head h.
+    """Launch products with one matrix for each head: write `x[h] @ matrices[h].T` to `output`.
 
-    `matrices` are (heads, head_width, depth). Head h of x begins at value `h * x_head`, and has
-    `depth` values.
+    `output` is (rows, heads * head_width). `matrices` are (heads, head_width, depth). Head h of x
+    begins at value `h * x_head`, and has `depth` values.
     """
     num_heads, width, depth = matrices.shape
     fitting = _MAX_ROWS if gpu.same_tokens else triton.next_power_of_2(num_rows)

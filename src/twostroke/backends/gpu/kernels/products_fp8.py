@@ -37,10 +37,11 @@ _BLOCKS_TOGETHER: Final = 8  # blocks of rows that run together, to read the sam
 
 
 class RoundedRows(Frozen, eq=False):
-    """Rows rounded to E4M3: `codes` (rows, depth), padded, and `scales` (groups, rows).
+    """A product's input rows rounded to E4M3, in scratch memory, for FP8 tensor cores.
 
-    Scales are divided by 256, because scales of packed matrices are multiplied by 256. `room` is
-    the rest of the scratch memory, in bytes.
+    `codes` (rows, depth) are padded; `scales` are (groups, rows). Scales are divided by 256,
+    because scales of packed matrices are multiplied by 256. `room` is the rest of the scratch
+    memory, in bytes.
     """
 
     codes: Tensor
@@ -50,20 +51,23 @@ class RoundedRows(Frozen, eq=False):
 
 
 def is_supported(gpu: Gpu, num_rows: int, weight: PackedMatrix, output: Parts) -> bool:
-    """Whether this module computes a product; never with float32 output, such as logits."""
+    """Return whether FP8 tensor cores compute a product.
+
+    Never with float32 output, such as logits.
+    """
     is_many = num_rows > FEW_ROWS and output.count == 1 and output.values.dtype == gpu.element
     return is_many and is_layout_supported(gpu, weight.layout)
 
 
 def is_layout_supported(gpu: Gpu, layout: PackedLayout) -> bool:
-    """Whether this module computes products of many rows with matrices of a layout."""
+    """Return whether FP8 tensor cores can multiply many rows by matrices of a packed layout."""
     has_scales = layout.has_row_scales or layout.group == _GROUP
     has_tensor_cores = gpu.architecture >= _MIN_ARCHITECTURE and not gpu.same_tokens
     return has_tensor_cores and layout.table == "e4m3" and has_scales
 
 
 def scratch_bytes(gpu: Gpu, num_rows: int, matrix: Matrix) -> int:
-    """Return the bytes of scratch memory for a product: rounded rows, and the unpacked matrix."""
+    """Return the scratch bytes of an FP8 product: its rounded rows, and the unpacked matrix."""
     layout, width, depth = matrix
     if num_rows <= FEW_ROWS:
         return 0
@@ -76,7 +80,7 @@ def scratch_bytes(gpu: Gpu, num_rows: int, matrix: Matrix) -> int:
 
 
 def _suits_library(gpu: Gpu, num_rows: int, layout: PackedLayout, width: int) -> bool:
-    """Whether PyTorch multiplies E4M3 by E4M3 with cuBLAS, with a scale for each row.
+    """Return whether PyTorch multiplies E4M3 by E4M3 with cuBLAS, with a scale for each row.
 
     On other GPUs, and with older CUDA, PyTorch uses kernels that may ignore the output's stride.
     """
@@ -89,13 +93,13 @@ def _suits_library(gpu: Gpu, num_rows: int, layout: PackedLayout, width: int) ->
 
 
 def rounded_bytes(num_rows: int, depth: int, layout: PackedLayout) -> int:
-    """Return the bytes that rounded rows take."""
+    """Return the bytes of a product's input rows after rounding to E4M3, with scales."""
     (rows, padded), groups = _padded_shape(num_rows, depth, layout)
     return rows * padded + 4 * groups * rows
 
 
 def _padded_shape(num_rows: int, depth: int, layout: PackedLayout) -> tuple[tuple[int, int], int]:
-    """Return the padded shape of codes, and the number of scales of a row."""
+    """Return the padded shape of input rows rounded to E4M3, and the number of scales of a row."""
     padded = -(-depth // TILE_INPUTS) * TILE_INPUTS
     rows = -(-num_rows // _BLOCK_M) * _BLOCK_M
     return (rows, padded), 1 if layout.has_row_scales else padded // _GROUP
@@ -104,7 +108,10 @@ def _padded_shape(num_rows: int, depth: int, layout: PackedLayout) -> tuple[tupl
 def round_rows(
     gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, layout: PackedLayout, scratch: Tensor
 ) -> RoundedRows:
-    """Round x (rows, depth) for matrices of a layout; the result is in `scratch`, bytes."""
+    """Launch the rounding of x (rows, depth) to E4M3 for matrices of a packed layout.
+
+    The result is in `scratch`, memory in bytes.
+    """
     depth = x.shape[1]
     (rows, padded), groups = _padded_shape(num_rows, depth, layout)
     end, size = rows * padded, rounded_bytes(num_rows, depth, layout)
@@ -129,7 +136,10 @@ def round_rows(
 def launch(
     gpu: Gpu, header: Tensor, num_rows: int, x: RoundedRows, weight: PackedMatrix, output: Parts
 ) -> None:
-    """Write `x @ weight.T` to `output`, for a matrix (width, depth)."""
+    """Launch an FP8 matrix product: write `x @ weight.T` to `output`.
+
+    The matrix is (width, depth).
+    """
     assert x.has_row_scales == weight.layout.has_row_scales
     is_aligned = not (output.row_stride % 8 or output.values.storage_offset() % 8)  # 16 bytes
     if is_aligned and _suits_library(gpu, num_rows, weight.layout, weight.width):
@@ -180,7 +190,7 @@ def _launch_library(
 
 
 def write_rows(gpu: Gpu, weight: PackedMatrix, output: Tensor) -> None:
-    """Unpack E4M3 codes to rows: `output` (width, depth), both padded to whole tiles.
+    """Launch the unpacking of E4M3 codes to rows: `output` (width, depth), padded to whole tiles.
 
     The inputs of a row stay in the order of packed tiles.
     """
@@ -233,7 +243,7 @@ def _round_rows(
 
 @triton.jit
 def _code(x):
-    """Return E4M3 codes of numbers, clamped to 448; NaN stays NaN."""
+    """Convert numbers to E4M3 codes, clamped to 448; NaN stays NaN."""
     codes = e4m3_codes(tl.minimum(tl.maximum(x, -448.0), 448.0))
     return tl.where(x == x, codes, 0x7F)  # noqa: PLR0124 - false for it
 

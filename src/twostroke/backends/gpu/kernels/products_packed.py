@@ -43,7 +43,10 @@ _GROUPED_STAGES: Final = {5: 1, 6: 3}  # by bits of codes
 
 
 def is_unpacked(gpu: Gpu, num_rows: int, output: Parts) -> bool:
-    """Whether the matrix is unpacked for a product; never with float32 output, such as logits."""
+    """Return whether a packed matrix is unpacked to 16 bits before it is multiplied.
+
+    Only with many rows, and never with float32 output, such as logits.
+    """
     is_plain = output.values.dtype == gpu.element and output.count == 1
     return num_rows > products_tiles.max_rows(gpu) and is_plain and not gpu.same_tokens
 
@@ -57,9 +60,10 @@ def launch(
     output: Parts,
     scratch: Tensor | None = None,
 ) -> None:
-    """Write `x @ weight.T` to `output`: x is (rows, depth), weight is (width, depth).
+    """Launch a product with a packed matrix: write `x @ weight.T` to `output`.
 
-    `scratch`: memory for an unpacked matrix, in bytes.
+    x is (rows, depth), weight is (width, depth). `scratch`: memory for an unpacked matrix, in
+    bytes.
     """
     if is_unpacked(gpu, num_rows, output):
         assert scratch is not None, "many rows need room"
@@ -79,7 +83,10 @@ def launch(
 
 
 def launch_grouped(gpu: Gpu, x: Tensor, weight: PackedMatrix, output: Parts, rows: Grouped) -> None:
-    """Write the product of each (row, expert) pair, one line for each; `weight` is a stack."""
+    """Launch a mixture's products with packed matrices: each row with each of its experts.
+
+    `weight` is a stack of the experts' matrices. Each (row, expert) pair writes one line.
+    """
     routes = rows.routes
     if routes.block <= FEW_ROWS:
         _start(
@@ -106,12 +113,12 @@ def launch_grouped(gpu: Gpu, x: Tensor, weight: PackedMatrix, output: Parts, row
 
 
 def max_block_rows(gpu: Gpu, stack: PackedMatrix) -> int:
-    """Return the largest number of rows of a mixture's block."""
+    """Return the largest number of rows that a program multiplies by an expert's packed matrix."""
     return products_tiles.tile_of(gpu, 128, stack.layout, stack.depth, in_groups=True).rows
 
 
 def unpack_matrix(gpu: Gpu, weight: PackedMatrix, output: Tensor) -> None:
-    """Unpack a matrix to the element type: `output` is (width, depth)."""
+    """Launch the unpacking of a packed matrix to 16-bit numbers: `output` is (width, depth)."""
     gpu.launch(
         _unpack_matrix,
         (-(-weight.width // TILE_OUTPUTS), -(-weight.depth // TILE_INPUTS)),

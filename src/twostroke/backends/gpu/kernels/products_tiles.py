@@ -37,7 +37,7 @@ _SUM_COST: Final = 6  # a float32 written and read by all units costs as many mu
 
 
 class Tile(Frozen):
-    """The rows and outputs of a program, its warps, and the stages of its loop.
+    """The tile of a matrix product kernel: its rows and outputs, warps, and pipeline stages.
 
     `max_registers` of a thread; 0: the compiler chooses.
     """
@@ -50,7 +50,7 @@ class Tile(Frozen):
 
 
 def max_rows(gpu: Gpu) -> int:
-    """Return the number of rows up to which this module is faster than unpacking the matrix."""
+    """Return the number of rows up to which multiplying packed tiles is faster than unpacking."""
     return 128 if gpu.architecture // 10 == 10 else 512
 
 
@@ -62,7 +62,9 @@ def tile_of(
     *,
     in_groups: bool = False,
 ) -> Tile:
-    """Return the tile for a product with a layout; `in_groups`: for a mixture of experts.
+    """Return the tile for multiplying `num_rows` rows by a matrix of a packed layout.
+
+    `in_groups`: for a mixture of experts.
 
     Tiles are as large as possible. Larger tiles have these problems: stages of x or of float32
     scales do not fit into shared memory; on sm_80 masks of x, and on sm_90 codes of 5 bits and
@@ -94,7 +96,10 @@ def tile_of(
 
 
 def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
-    """Return the number of parts that balances busy multiprocessors and traffic of sums."""
+    """Return into how many partial sums a product of many rows is split.
+
+    The number balances idle multiprocessors and the memory traffic of sums.
+    """
     tile = tile_of(gpu, num_rows, _PLAIN)
     programs = -(-width // tile.outputs) * -(-num_rows // tile.rows)
     blocks = -(-depth // TILE_INPUTS)
@@ -117,10 +122,10 @@ def launch(
     tile: Tile,
     rows: Grouped | None = None,
 ) -> None:
-    """Write `x @ weight.T` to `output`: x is (rows, depth), weight is (width, depth).
+    """Launch a product of many rows with a packed matrix: write `x @ weight.T` to `output`.
 
-    With `rows`, write the product of each (row, expert) pair, one line for each; `weight` is then a
-    stack of matrices.
+    x is (rows, depth), weight is (width, depth). With `rows`, write the product of each (row,
+    expert) pair, one line for each; `weight` is then a stack of matrices.
     """
     code_constants = number_constants(gpu, weight.layout)
     start(
@@ -149,7 +154,10 @@ def start(
     rows: Grouped | None,
     code_constants: Mapping[str, Any],
 ) -> None:
-    """Launch a product's kernel; `code_constants`: from `packed_codes`."""
+    """Launch the kernel of a product with a packed matrix.
+
+    `code_constants`: from `packed_codes`.
+    """
     blocks, blocks_n = -(-weight.depth // TILE_INPUTS), -(-weight.width // tile.outputs)
     blocks_m = -(-num_rows // tile.rows) if rows is None else rows.routes.max_items
     gpu.launch(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class HeadSource(Frozen, eq=False):
-    """The heads of queries, keys or values: a product's result, its bias, and the heads' norm."""
+    """Queries, keys or values of a step: a product's result, its bias, and the norm of heads."""
 
     parts: Parts
     bias: Tensor | None = None
@@ -28,7 +28,7 @@ class HeadSource(Frozen, eq=False):
 
 
 class Rotation(Frozen, eq=False):
-    """A rotary embedding: `table` (positions, 2, pairs) has cosines and sines, float32."""
+    """A rotary embedding's table of cosines and sines: float32 (positions, 2, pairs)."""
 
     table: Tensor
     num_pairs: int
@@ -36,10 +36,11 @@ class Rotation(Frozen, eq=False):
 
 
 class SlotMapping(Frozen, eq=False):
-    """Where the keys and values of a step's rows are stored; all arrays are int32.
+    """The page tables, and the position and table of each row, for storing keys and values.
 
-    `positions` and `tables_of`: the position and page table of each row. Row r is also stored in
-    the tables `extra[first_extra[r] : first_extra[r + 1]]`. `tables` has the page ids.
+    All arrays are int32. `positions` and `tables_of`: the position and page table of each row. Row
+    r is also stored in the tables `extra[first_extra[r] : first_extra[r + 1]]`. `tables` has the
+    page ids.
     """
 
     positions: Tensor
@@ -50,7 +51,7 @@ class SlotMapping(Frozen, eq=False):
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """The arrays as arguments of a kernel."""
+        """Return the arrays of the slot mapping as arguments of a kernel."""
         return {
             "positions": self.positions,
             "tables_of": self.tables_of,
@@ -72,11 +73,12 @@ def launch(
     output: Tensor,
     balance: Tensor | None = None,
 ) -> None:
-    """Write queries to `output` (rows, heads * head_dim), and keys and values to the `cache`.
+    """Launch the kernel that norms and rotates queries and keys, and fills the KV pages.
 
+    Queries are written to `output` (rows, heads * head_dim), and keys and values to the `cache`.
     `sources`: queries, keys and values, or only queries. `rotations`: of queries and of keys.
-    `balance`: float32 (3, kv_heads * head_dim), for the format int8: keys are balanced as
-    (key - balance[0]) * balance[1], and queries are multiplied by balance[2].
+    `balance`: float32 (3, kv_heads * head_dim), for the format int8: keys are balanced as (key -
+    balance[0]) * balance[1], and queries are multiplied by balance[2].
     """
     unused, stores = header, len(sources) > 1
     sources = sources if stores else sources * 3
@@ -110,7 +112,10 @@ def launch(
 
 
 def _source_arguments(sources: tuple[HeadSource, ...], unused: Tensor) -> dict[str, Any]:
-    """Return the tensors of queries, keys and values as arguments of the kernel."""
+    """Return the tensors of queries, keys and values as arguments of the kernel.
+
+    `unused` stands in for missing tensors.
+    """
     arguments: dict[str, Any] = {}
     for name, source in zip("qkv", sources, strict=True):
         arguments[name] = source.parts.values
@@ -122,7 +127,10 @@ def _source_arguments(sources: tuple[HeadSource, ...], unused: Tensor) -> dict[s
 
 
 def _levels(head_dim: int) -> int:
-    """Return log2 of the size of the Hadamard matrix: the largest power of two in head_dim."""
+    """Return log2 of the size of the Hadamard matrix for int8 keys.
+
+    The size is the largest power of two that divides head_dim.
+    """
     return (head_dim & -head_dim).bit_length() - 1
 
 
@@ -147,7 +155,7 @@ def norm_and_rotate(
     STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, EPSILON: tl.constexpr,
     PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Load the heads of (row, head) pairs; return them normed and rotated, (pairs, dims)."""
+    """Load (row, head) pairs of queries or keys, apply norm and RoPE; return (pairs, dims)."""
     dims = tl.arange(0, BLOCK_D)
     line = heads[:, None] * DIM
     source += rows[:, None] * STRIDE + line
@@ -182,7 +190,7 @@ def _balance_queries(
     x, balance, groups, inside, HAS_BALANCE: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Return queries (pairs, dims), scaled to match the keys of `_balance_keys`."""
+    """Return queries (pairs, dims) scaled to match the balanced int8 keys of `_balance_keys`."""
     if HAS_BALANCE:
         balance += (2 * KV_HEADS + groups)[:, None] * DIM + tl.arange(0, x.shape[1])
         x *= tl.load(balance, inside, 0.0)
@@ -194,7 +202,7 @@ def _balance_keys(
     x, balance, heads, inside, HAS_BALANCE: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Return keys (pairs, dims) without means, scaled, and multiplied by a Hadamard matrix."""
+    """Return keys (pairs, dims) for int8: without means, scaled, and times a Hadamard matrix."""
     if HAS_BALANCE:
         balance += heads[:, None] * DIM + tl.arange(0, x.shape[1])
         x -= tl.load(balance, inside, 0.0)
@@ -208,7 +216,10 @@ def _store_rows(
     scale_at, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr,
     GROUP_AT: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store keys or values x (pairs, dims) in the pages of all tables of their rows."""
+    """Store keys or values x (pairs, dims) in the KV pages of their rows.
+
+    A row may be stored in several page tables, for draft branches.
+    """
     dims = tl.arange(0, BLOCK_D)[None, :]
     is_pair = tl.max(inside.to(tl.int32), 1) > 0
     within = heads * PAGE_SIZE + position % PAGE_SIZE

@@ -22,11 +22,14 @@ _LINE: Final = 4  # arrays begin at multiples of 4 numbers, so that pointers are
 
 
 class Routes(Frozen, eq=False):
-    """A step's (row, expert) pairs: pair `r * num_used + i` is row r and its i-th expert.
+    """A step's (row, expert) pairs, sorted by expert, for the products of a mixture of experts.
+
+    Pair `r * num_used + i` is row r and its i-th expert.
 
     - `header`: the number of pairs, then the number of items.
     - `items`: an item is an expert and up to `block` of its pairs, which are consecutive in
-      `order`. There are at most `max_items`, so that all steps of a bucket have the same launches.
+      `order`. There are at most `max_items`, so that all steps of a bucket have the same
+          launches.
     - `expert_ids` and `shares`: the expert and the weight (float32) of each pair.
     """
 
@@ -42,7 +45,7 @@ class Routes(Frozen, eq=False):
 
 
 class Grouped(Frozen, eq=False):
-    """How a product reads the rows of a mixture: pair p reads line `p // lines` of x.
+    """How a mixture's product reads its rows: (row, expert) pair p reads line `p // lines` of x.
 
     `is_shared`: the results are multiplied by the pairs' weights.
     """
@@ -55,7 +58,7 @@ class Grouped(Frozen, eq=False):
 def divide_memory(
     memory: Tensor, num_rows: int, num_experts: int, num_used: int, limits: tuple[int, int]
 ) -> Routes:
-    """Divide `memory`, int32 (rows, `route_ints`), into the arrays of the routes of a bucket.
+    """Divide `memory`, int32 (rows, `route_ints`), into the arrays of a step's expert routes.
 
     The size of a block is the mean number of pairs of an expert, rounded up to a power of two, and
     clamped to `limits`.
@@ -83,7 +86,7 @@ def divide_memory(
 
 
 class ExpertSelection(Frozen, eq=False):
-    """How experts are chosen by a row's scores, and weighted (`ops.Route`).
+    """The rule by which a router's scores choose and weight a row's experts (`ops.Route`).
 
     `selection_bias` is added to the weights only for the choice; `factors` multiply the weights of
     chosen experts. Both are (experts,), float32.
@@ -108,7 +111,7 @@ def launch(
     routes: Routes,
     choice: ExpertSelection,
 ) -> None:
-    """Choose the experts of each row by its scores, and sort the pairs by expert.
+    """Launch the choice of each row's experts by its scores, and sort the pairs by expert.
 
     Among equal scores, the first expert is chosen. If a score is NaN, the row's weights are NaN.
     """
@@ -161,10 +164,12 @@ def launch(
 
 @triton.jit
 def rows_of(header, items, order, BLOCK_M: tl.constexpr, LINES: tl.constexpr):
-    """Return a program's number of rows, the rows of output and of x, its expert and column block.
+    """Return the part of a product that a program computes.
 
-    LINES 0 means a product of all rows with one matrix. For each block of columns, programs are in
-    the order of rows or of items, so that programs with the same matrix run together.
+    The result is the number of rows, the rows of output and of x, the expert, and the block of
+    columns. LINES 0 means a product of all rows with one matrix. For each block of columns,
+    programs are in the order of rows or of items, so that programs with the same matrix run
+    together.
     """
     offsets, number = tl.arange(0, BLOCK_M), tl.program_id(0)
     if LINES == 0:
@@ -183,7 +188,10 @@ def rows_of(header, items, order, BLOCK_M: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit
 def reload_rows(rows, items, order, BLOCK_M: tl.constexpr, LINES: tl.constexpr):
-    """Load the rows of a mixture's program again, so that they take no registers in its loop."""
+    """Load the row numbers of a mixture's program again after its loop.
+
+    They then take no registers in the loop.
+    """
     if LINES == 0:
         return rows
     else:
@@ -196,7 +204,7 @@ def reload_rows(rows, items, order, BLOCK_M: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit
 def _sort_keys(score, expert):
-    """Return int64 keys that sort by larger score, then by lower expert id."""
+    """Return int64 keys that sort experts by larger score, then by lower expert id."""
     score = tl.where(score == 0, 0.0, score)  # -0
     bits = score.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -205,7 +213,7 @@ def _sort_keys(score, expert):
 
 @triton.jit
 def _largest(ranks, ids):
-    """Return the mask of each row's largest key, and its id; no two keys are equal."""
+    """Return the mask of each row's largest key, and the expert id; no two keys are equal."""
     is_best = ranks == tl.max(ranks, 1)[:, None]
     return is_best, tl.sum(tl.where(is_best, ids, 0), 1)[:, None]
 
@@ -215,7 +223,7 @@ def _limit_to_groups(
     ranks, selection_bias, experts, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, USED: tl.constexpr,
     BEST: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys of experts in the best groups, and the lowest key for all other experts.
+    """Exclude experts outside a row's best expert groups: give them the lowest sort key.
 
     The value of a group is the sum of its BEST best experts.
     """
@@ -302,7 +310,10 @@ def _sort_pairs(
     USED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the items and the order of one expert's pairs; the first program writes the header."""
+    """Write one expert's work items, and the order of its (row, expert) pairs.
+
+    The first program also writes the header.
+    """
     overlap_kernels(OVERLAPS)
     expert = tl.program_id(0)
     num_pairs = tl.load(header) * USED

@@ -26,7 +26,7 @@ _BLOCK: Final = 1024
 def launch(
     gpu: Gpu, logits: Tensor, rows: Tensor, lists: Tensor, results: Tensor, work: Tensor
 ) -> None:
-    """Write the token of each row to `results`, int32 (rows, RESULT_INTS).
+    """Launch the sampler: draw a token for each row, into `results`, int32 (rows, RESULT_INTS).
 
     `logits` are float32 (rows, vocab_size) and are not changed; `work` is memory of the same shape.
     `rows` and `lists`: see `sampling.SampleRows`.
@@ -35,12 +35,12 @@ def launch(
 
 
 def report(gpu: Gpu, logits: Tensor, rows: Tensor, results: Tensor) -> None:
-    """Write the numbers from which log-probabilities are computed to the results of rows."""
+    """Launch the kernel that writes to `results` the numbers for log-probabilities of tokens."""
     _launch(gpu, _report, logits, rows=rows, results=results)
 
 
 def _launch(gpu: Gpu, kernel: Any, logits: Tensor, **tensors: Tensor) -> None:
-    """Launch a program for each row."""
+    """Launch a sampling kernel with one program for each row of logits."""
     gpu.launch(
         kernel,
         (logits.shape[0],),
@@ -70,7 +70,7 @@ def _long(at):
 
 @triton.jit
 def _logits(at, ids, VOCAB: tl.constexpr):
-    """Load logits; NaN counts as minus infinity, and -0 as 0."""
+    """Load logits of token ids; NaN counts as minus infinity, and -0 as 0."""
     x = tl.load(at + ids, ids < VOCAB, float("-inf"))
     x = tl.where(x == 0.0, 0.0, x)
     return tl.where(x == x, x, float("-inf"))  # noqa: PLR0124 - not for NaN
@@ -78,7 +78,7 @@ def _logits(at, ids, VOCAB: tl.constexpr):
 
 @triton.jit
 def _key(x):
-    """Return unsigned integers that have the same order as the numbers x."""
+    """Convert float logits to unsigned integers that sort in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return bits.to(tl.uint32, bitcast=True) ^ 0x80000000
@@ -86,7 +86,10 @@ def _key(x):
 
 @triton.jit
 def _weights(x, top, scale, min_weight):
-    """Return exp((x - top) / temperature) * 2^40, rounded, as int64; 0 below `min_weight`."""
+    """Return sampling weights exp((x - top) / temperature) * 2^40 of logits x, as int64.
+
+    0 for weights below `min_weight`.
+    """
     is_even = top == float("inf")  # tokens with plus infinity have equal weights
     gap = tl.where(is_even, tl.where(x == top, 0.0, -64.0), x - tl.where(is_even, 0.0, top))
     power = tl.maximum(tl.where(is_even, gap, gap * scale), -64.0)
@@ -105,16 +108,19 @@ def _weights(x, top, scale, min_weight):
 
 @triton.jit
 def _is_in_prefix(key, ids, min_key, last):
-    """Return whether tokens are in the prefix that ends with token `last`, with key `min_key`.
+    """Return whether tokens are among the likeliest that top-k or top-p keeps.
 
-    A prefix has the likeliest tokens, sorted by key, then by id.
+    The kept tokens, sorted by key and then by id, end with token `last`, with key `min_key`.
     """
     return (key > min_key) | ((key == min_key) & (ids <= last))
 
 
 @triton.jit
 def _prefix_masses(x, ids, bounds, numbers, COUNTS: tl.constexpr):
-    """Return the mass of tokens in the prefix: 1 with COUNTS, else the weight; 0 outside it."""
+    """Return the mass of tokens that top-k or top-p keeps: 1 with COUNTS, else the weight.
+
+    0 for other tokens.
+    """
     top, scale, min_weight, min_key, last = numbers
     is_kept = _is_in_prefix(_key(x), ids, min_key, last) & (ids < bounds)
     if COUNTS:
@@ -136,9 +142,10 @@ def _total_mass(at, numbers, COUNTS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: t
 def _find_prefix_end(
     at, numbers, need, COUNTS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the key and id of the last token of the shortest prefix with mass `need` or more.
+    """Find the last token that top-k or top-p keeps; return its key and id.
 
-    The key is searched four bits at a time, beginning with the highest bits.
+    It ends the shortest prefix of the likeliest tokens with mass `need` or more. The key is
+    searched four bits at a time, beginning with the highest bits.
     """
     digits = tl.arange(0, 16)
     prefix = tl.zeros((), tl.uint32)
@@ -175,7 +182,7 @@ def _find_prefix_end(
 def _find_token(
     at, numbers, target, EQUAL: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return the first id at which the cumulative mass, by id, exceeds `target`.
+    """Return the first token id at which the cumulative mass, by id, exceeds `target`.
 
     With EQUAL, tokens with the prefix's last key have mass 1, and all others 0.
     """
@@ -197,7 +204,10 @@ def _find_token(
 
 @triton.jit
 def _largest(at, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest logit, and the lowest id that has it; id -1 if it is minus infinity."""
+    """Return a row's largest logit and the lowest token id that has it.
+
+    The id is -1 if the logit is minus infinity.
+    """
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     ids_of_largest = tl.full((BLOCK,), -1, tl.int32)
     for start in range(0, VOCAB, BLOCK):
@@ -214,7 +224,7 @@ def _largest(at, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _adjust(row, lists, source, work, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy logits to `work`, with bias, penalties, excluded ids and the mask applied."""
+    """Copy a row's logits to `work`, with bias, penalties, excluded ids and mask applied."""
     mask = tl.load(row + 18)
     for start in range(0, VOCAB, BLOCK):
         ids = start + tl.arange(0, BLOCK)

@@ -36,7 +36,10 @@ def launch(
     factor: float,
     results: Tensor,
 ) -> None:
-    """Write `output[r] = table[row_ids[r]] * factor`; see `pointwise.take_rows` for `results`."""
+    """Launch a gather of embeddings from a packed table: `output[r] = table[row_ids[r]] * factor`.
+
+    See `pointwise.take_rows` for `results`.
+    """
     layout = table.layout
     gpu.launch(
         _take_packed,

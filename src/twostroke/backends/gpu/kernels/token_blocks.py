@@ -23,20 +23,23 @@ MIN_TOP = tl.constexpr(
 
 
 def scales_alone(gpu: Gpu, kv_format: str) -> bool:
-    """Whether scales are applied to values, not to softmax weights; see `add_block`."""
+    """Return whether attention multiplies 8-bit values by scales before softmax weights.
+
+    See `add_block`.
+    """
     return gpu.same_tokens and bool(kv_format) and gpu.element == torch.float16
 
 
 @triton.jit
 def num_items_of(num, NUM_PROGRAMS: tl.constexpr):
-    """Return the number of items, of `num`, that this program computes."""
+    """Return how many of `num` attention work items this program computes."""
     last = item_index(num // NUM_PROGRAMS, NUM_PROGRAMS)
     return num // NUM_PROGRAMS + tl.where(last < num, 1, 0)
 
 
 @triton.jit
 def item_index(turn, NUM_PROGRAMS: tl.constexpr):
-    """Return the index of the item that this program computes in a turn.
+    """Return the index of the attention work item that this program computes in a turn.
 
     Every second turn assigns items in reverse order of programs, which balances the work if items
     are sorted by size.
@@ -47,13 +50,13 @@ def item_index(turn, NUM_PROGRAMS: tl.constexpr):
 
 @triton.jit
 def clamp_position(at, first, end):
-    """Return positions, limited to the range from `first` to `end` - 1."""
+    """Return token positions limited to the range from `first` to `end` - 1."""
     return tl.maximum(tl.minimum(at, end - 1), first)
 
 
 @triton.jit
 def pages_of(table, at, PAGE_SIZE: tl.constexpr):
-    """Return the page ids of tokens at these positions.
+    """Load the KV page ids of tokens at these positions from a page table.
 
     Loops load the page ids of the next block in advance, so that the pipeline waits only for keys
     and values.
@@ -63,13 +66,16 @@ def pages_of(table, at, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def cast_to_pages(queries, cache):
-    """Return queries in the type of float16 pages; else keys and values would be converted."""
+    """Convert queries to float16 if KV pages are float16, so that keys need no conversion."""
     return queries.to(tl.float16 if cache.dtype.element_ty == tl.float16 else queries.dtype)
 
 
 @triton.jit
 def empty_sums(NUM: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the initial top, total, weighted sum of values, and its unit; see `add_block`."""
+    """Return the online softmax's initial state: top, total, weighted sum of values, and unit.
+
+    See `add_block`.
+    """
     total = tl.zeros((NUM,), tl.float32)
     return total + MIN_TOP, total, tl.zeros((NUM, WIDTH), tl.float32), 1.0
 
@@ -79,7 +85,7 @@ def add_block(
     scores, values, value_scales, top, total, mixed, unit, FACTOR: tl.constexpr, KV: tl.constexpr,
     ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of tokens to the online softmax of rows; return the new sums.
+    """Add a block of tokens to the online softmax of attention rows; return the new state.
 
     `top` is the largest score so far, `total` the sum of weights, and `mixed` * `unit` the weighted
     sum of values. A token's weight is 2^(FACTOR * score). With ALONE, a token's scale must not
@@ -107,7 +113,10 @@ def add_block(
 
 @triton.jit
 def write_result(slot, output, sums, tops, inside, is_pair, top, total, mixed):
-    """Write results to `output`, or, for a piece with a slot, its sums for the merge kernel."""
+    """Write the attention of rows to `output`, or a context piece's sums to its slot.
+
+    The merge kernel reads the sums of pieces.
+    """
     if slot < 0:
         result = mixed / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(output, result.to(output.dtype.element_ty), inside)
