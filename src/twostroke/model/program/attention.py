@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 class Projection(Frozen):
-    """How queries or keys are computed: by a product with a `bias`, or by a norm of heads or a row.
+    """How an attention layer's queries or keys are computed: by a matrix product or a norm.
 
     For a product, `weight` is its matrix (width, in_width), and `input_norm` is the weight of the
-    norm before it. For a norm, `weight` is its factors, to which `offset` is added.
+    norm before it. For a norm, of heads or of a row, `weight` is its factors, to which `offset` is
+    added.
     """
 
     weight: str
@@ -86,21 +87,24 @@ class Attention(Operation):
 
     @property
     def width(self) -> int:
-        """Values in a row of the output."""
+        """Return the number of values in a row of the attention's output."""
         return self.num_heads * self.head_dim
 
     @property
     def group_size(self) -> int:
-        """Query heads that read one key-value head."""
+        """Return the number of query heads that read one key-value head."""
         return self.num_heads // self.num_kv_heads if self.group is None else self.group
 
     @property
     def grain(self) -> int:
-        """The values of a query head."""
+        """Return the number of values of a query head, which ranks never divide."""
         return self.head_dim
 
     def part(self, first: int, end: int) -> Self:
-        """Return the attention of some query heads, with the key-value heads that they read."""
+        """Return the attention of a rank: some query heads, and the key-value heads that they read.
+
+        `first`, `end`: columns of the output.
+        """
         head = self.first_head + first // self.head_dim
         kv_first, kv_end = self._kv_heads(first, end)
         origin = self.origin
@@ -115,7 +119,7 @@ class Attention(Operation):
         )
 
     def part_reads(self, field: str, first: int, end: int) -> Range:
-        """Return the columns of the query heads, or of their key-value heads."""
+        """Return the columns of an input that a rank's part reads: whole query or KV heads."""
         if field == "q":
             return first, end
         kv_first, kv_end = self._kv_heads(first, end)
@@ -127,35 +131,35 @@ class Attention(Operation):
         return kv_first, kv_end if first < end else kv_first
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield two products over each row's context, and the traffic of the pages."""
+        """Yield the cost of attention: two products over each row's context, and page traffic."""
         del weight_bytes
         yield EachAttended(self.window), Cost(4 * self.num_heads * self.head_dim)
         yield EachCached(self.window), Cost(0, 0, self.stored.bytes_per_token(cache))
 
     @property
     def stored(self) -> CacheLayer:
-        """What this layer stores for each token."""
+        """Return the shape of the keys and values that this layer stores for each token."""
         return CacheLayer(
             self.num_kv_heads, self.head_dim, self.window, values_are_keys=self.values_are_keys
         )
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """The keys and values of its layer."""
+        """Return the KV cache layer that this attention stores, by its number."""
         return {self.layer: self.stored}
 
     def with_layers(self, new_layers: Mapping[int, int]) -> Self:
-        """Return the attention with another number of its layer."""
+        """Return the attention with its KV cache layer renumbered by `new_layers` (old to new)."""
         return self._changed(layer=new_layers[self.layer])
 
     @property
     def label(self) -> str:
-        """The label "attention", with the window if it has one."""
+        """Return the name in profiles: "attention", with the window if the layer has one."""
         return "attention" if self.window is None else f"attention({self.window})"
 
 
 class SharedKvAttention(Attention):
-    """Attention to keys and values that an earlier operation stores in cache layer `layer`.
+    """Attention that reads keys and values which an earlier layer stores in cache layer `layer`.
 
     It computes no keys and values: `k` and `v` are empty (arXiv:2405.12981). Heads, head size and
     window equal the earlier operation's.
@@ -165,19 +169,21 @@ class SharedKvAttention(Attention):
     needs_all_rows = ()
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield two products over each row's context, which is read and not written."""
+        """Yield the cost: two products over each row's context, whose pages are only read."""
         del weight_bytes
         yield EachAttended(self.window), Cost(4 * self.num_heads * self.head_dim)
         yield EachRead(self.window), Cost(0, 0, self.stored.bytes_per_token(cache))
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """Nothing: an earlier operation stores the keys and values."""
+        """Return nothing, because an earlier layer stores the keys and values."""
         return {}
 
 
 class Rope(Operation):
-    """Rotate pairs of each head's first values by position times `inverse_frequencies[i]`.
+    """Rotary position embedding: rotates pairs of each head's first values by the row's position.
+
+    The angle of pair i is the position times `inverse_frequencies[i]`.
 
     Pair i is (2i, 2i + 1) when `interleaved`, else (i, i + len(inverse_frequencies)); values after
     the pairs stay as they are (arXiv:2104.09864). Every RoPE scaling is a choice of frequencies,
@@ -195,19 +201,19 @@ class Rope(Operation):
 
     @property
     def width(self) -> int:
-        """Values in a row of the output."""
+        """Return the number of values in a row of the output."""
         return self.num_heads * self.head_dim
 
     @property
     def grain(self) -> int:
-        """The values of a head."""
+        """Return the number of values of a head, which ranks never divide."""
         return self.head_dim
 
     def part(self, first: int, end: int) -> Self:
-        """Return the rotation of some heads."""
+        """Return the rotation of some of the heads, for one rank."""
         return self._changed(num_heads=(end - first) // self.head_dim)
 
     @property
     def row_flops(self) -> int:
-        """Four multiplications and two additions for each pair."""
+        """Return the FLOPs for a row: four multiplications and two additions for each pair."""
         return 6 * self.num_heads * len(self.inverse_frequencies)

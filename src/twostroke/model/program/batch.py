@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BatchShape(Frozen, dict=True):
-    """The facts of a step that its cost depends on.
+    """The rows and contexts of a step's requests, on which the step's cost depends.
 
     Request i has `counts[i]` rows, at positions from `starts[i]` on. Each row attends to every
     position up to its own. `num_sampled` of the `num_rows` rows get logits.
@@ -36,17 +36,20 @@ class BatchShape(Frozen, dict=True):
 
     @classmethod
     def prefill(cls, num_tokens: int, start: int = 0) -> BatchShape:
-        """Return the shape of one request that computes `num_tokens` after `start` earlier ones."""
+        """Return the shape of a step that computes `num_tokens` of one prompt.
+
+        `start`: the number of tokens before them.
+        """
         return cls((start,), (num_tokens,), 1)
 
     @classmethod
     def decode(cls, contexts: tuple[int, ...]) -> BatchShape:
-        """Return the shape of a decode step: one row a request, each after `contexts[i]` tokens."""
+        """Return the shape of a decode step: a row for each request, after `contexts[i]` tokens."""
         return cls(contexts, (1,) * len(contexts), len(contexts))
 
     @classmethod
     def of(cls, plan: StepPlan) -> BatchShape:
-        """Return the shape of a planned step, with its draft tokens."""
+        """Return the shape of a planned step, including its draft tokens."""
         if not plan.has_drafts:
             num_sampled = len(plan.slices)
             if not plan.is_decode:
@@ -59,12 +62,18 @@ class BatchShape(Frozen, dict=True):
         )
 
     def with_request(self, start: int, count: int) -> BatchShape:
-        """Return the shape with one more request, whose `count` rows all get logits."""
+        """Return the step's shape with one more request, whose `count` rows all get logits.
+
+        `start`: the number of the request's tokens before these rows.
+        """
         num_sampled = self.num_sampled + count
         return BatchShape((*self.starts, start), (*self.counts, count), num_sampled)
 
     def part(self, index: int, count: int) -> BatchShape:
-        """Return the rows of row part `index` of `count` (see `RowParts`), with all logits."""
+        """Return the rows that one rank of a context parallel group computes, with all logits.
+
+        `index`: the row part, of `count` (see `RowParts`).
+        """
         first, end = self.num_rows * index // count, self.num_rows * (index + 1) // count
         starts = []
         counts = []
@@ -80,7 +89,10 @@ class BatchShape(Frozen, dict=True):
 
     @cached_property
     def logits_rows(self) -> BatchShape:
-        """The rows with logits, as a step: the last row of each request, then earlier rows."""
+        """Return the shape of only the rows with logits.
+
+        They are the last row of each request, then earlier rows.
+        """
         if self.num_sampled >= self.num_rows:
             return self
         order = sorted(range(len(self.counts)), key=self.counts.__getitem__)
@@ -101,16 +113,16 @@ class BatchShape(Frozen, dict=True):
 
     @property
     def whole_step(self) -> BatchShape:
-        """The step with the rows of all row parts."""
+        """Return the shape of the undivided step, with the rows of all row parts."""
         return self if self.step is None else self.step
 
     @property
     def spans(self) -> Iterable[tuple[int, int]]:
-        """The first position and the number of rows of each request."""
+        """Return the first position and the number of rows of each request in the step."""
         return zip(self.starts, self.counts, strict=True)
 
     def num_attended(self, window: int | None = None) -> int:
-        """Count the pairs of a row and a position that it attends to, at most `window` a row."""
+        """Count the (row, position) pairs of attention, at most `window` positions for each row."""
         if window is None and self.num_rows == len(self.starts):
             return self.num_context()
         if window is None:
@@ -118,18 +130,21 @@ class BatchShape(Frozen, dict=True):
         return sum([_attended(start, count, window) for start, count in self.spans])
 
     def num_context(self, window: int | None = None) -> int:
-        """Count the positions whose keys and values must be read at least once."""
+        """Count the positions whose keys and values attention must read at least once.
+
+        `window`: the layer's window; None: no window.
+        """
         if window is None:
             return sum(self.starts) + self.num_rows
         return sum([min(start, window - 1) + count for start, count in self.spans])
 
     def with_rows(self, min_rows: int, max_rows: int = sys.maxsize) -> BatchShape:
-        """Return the requests that have between `min_rows` and `max_rows` rows, without logits."""
+        """Return the shape of the requests with `min_rows` to `max_rows` rows, without logits."""
         spans = [(start, count) for start, count in self.spans if min_rows <= count <= max_rows]
         return BatchShape(tuple([s for s, _ in spans]), tuple([n for _, n in spans]), 0)
 
     def num_kv_splits(self, window: int | None = None) -> int:
-        """Count the KV splits that each request's rows attend to, summed over requests."""
+        """Count the KV splits that each request's rows attend to, summed over all requests."""
         first_positions = [
             0 if window is None else max(0, start - window + 1) for start in self.starts
         ]
@@ -138,7 +153,7 @@ class BatchShape(Frozen, dict=True):
         return sum([-(-end // KV_SPLIT_TOKENS) - start // KV_SPLIT_TOKENS for start, end in pairs])
 
     def num_partial_attentions(self, window: int | None = None) -> int:
-        """Count the pairs of a row and a KV split that it attends to."""
+        """Count the (row, KV split) pairs of attention in the step."""
         num_pairs = self.num_rows + sum(
             [_splits_before(start, start + count) for start, count in self.spans]
         )
@@ -151,7 +166,9 @@ class BatchShape(Frozen, dict=True):
 
 
 class DecodeRun(BatchShape):
-    """Consecutive decode steps of the same requests; the first begins after `starts` tokens.
+    """The shapes of consecutive decode steps of the same requests, to compute all costs at once.
+
+    The first step begins after `starts` tokens.
 
     Counts that grow with the context are arrays with a value for each of the `num_steps`.
     """
@@ -160,19 +177,19 @@ class DecodeRun(BatchShape):
 
     @classmethod
     def of_steps(cls, starts: tuple[int, ...], num_steps: int) -> DecodeRun:
-        """Return the shape of `num_steps` steps; the first follows `starts[i]` tokens."""
+        """Return the shape of `num_steps` decode steps; the first follows `starts[i]` tokens."""
         return cls(starts, (1,) * len(starts), len(starts), num_steps=num_steps)
 
     def at(self, step: int) -> BatchShape:
-        """Return the shape of one of the steps."""
+        """Return the batch shape of decode step number `step`."""
         return BatchShape.decode(tuple([start + step for start in self.starts]))
 
     def num_attended(self, window: int | None = None) -> Any:
-        """Count the pairs of a row and a position that it attends to: an array (steps,)."""
+        """Count the (row, position) pairs of attention in each step: an array (steps,)."""
         return self.num_context(window)
 
     def num_context(self, window: int | None = None) -> Any:
-        """Count the positions whose keys and values must be read: an array (steps,)."""
+        """Count the positions whose keys and values each step must read: an array (steps,)."""
         import numpy as np  # not needed for `--help`
 
         if window is None:
@@ -182,7 +199,7 @@ class DecodeRun(BatchShape):
 
 
 def _spans(slice_: Slice) -> Iterator[tuple[int, int]]:
-    """Yield the first position and the number of rows of a slice and of its draft branches.
+    """Yield the first position and number of rows of a slice, then of its draft branches.
 
     A branch reads the context again, so it counts as a request.
     """
@@ -195,7 +212,7 @@ def _spans(slice_: Slice) -> Iterator[tuple[int, int]]:
 
 
 def _attended(start: int, count: int, window: int) -> int:
-    """Count the attended positions of a request's rows, each with at most `window` positions."""
+    """Count the positions that a request's rows attend to, at most `window` for each row."""
     num_unlimited = min(count, max(0, window - start))
     return (
         num_unlimited * start
@@ -205,7 +222,7 @@ def _attended(start: int, count: int, window: int) -> int:
 
 
 def _splits_before(start: int, end: int) -> int:
-    """Sum, over the positions from `start` to `end`, the whole KV splits before each position."""
+    """Count, summed over positions `start` to `end`, the complete KV splits before each one."""
     return _splits_before_all(max(0, end)) - _splits_before_all(max(0, start))
 
 

@@ -27,7 +27,7 @@ _VALUE_BYTES = 4  # values are sent as float32
 
 
 class AllGather(Operation):
-    """`output` is the complete value whose parts `x` the members of a team hold.
+    """Collective: concatenates the parts `x` of a team's ranks to the complete value `output`.
 
     `team` lists ranks in the order of their parts; this rank is `team[team_index]`. A rank whose
     part is empty has no `x`. All ranks of the team give the output the same name. With a `root`
@@ -47,16 +47,16 @@ class AllGather(Operation):
 
     @property
     def exchange_name(self) -> str:
-        """The name that all members of the team give this exchange."""
+        """Return the name of the collective, which is the same on all ranks of the team."""
         return self.output
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The rank's own part, if it has one."""
+        """Return the name of this rank's part; empty if the rank has none."""
         return () if self.x is None else (self.x,)
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the traffic: the own part goes to each other member, and their parts come."""
+        """Yield the bytes of the gather: this rank's part to each other rank, and their parts."""
         del weight_bytes, cache
         own_share = self.parts.share(self.team_index)
         sent_share = own_share * (len(self.team) - 1)
@@ -74,7 +74,7 @@ class AllGather(Operation):
 
 
 class TakeColumns(Operation):
-    """`output` is `width` columns of `x`, from column `first` on."""
+    """Operation: `output` is `width` columns of `x`, from column `first` on."""
 
     x: str
     width: int
@@ -86,7 +86,7 @@ class TakeColumns(Operation):
 
 
 class Send(Operation):
-    """Sends `x` to rank `to`, which receives it; nothing reads `output`."""
+    """Operation: sends the value `x` to rank `to`; nothing reads `output`."""
 
     x: str
     width: int
@@ -95,25 +95,25 @@ class Send(Operation):
     reads = ("x",)
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the traffic: each row goes to one rank."""
+        """Yield the bytes of the send: each row goes to one rank."""
         del weight_bytes, cache
         return _exchange(self.width, 0)
 
 
 class Receive(Operation):
-    """`output` comes from rank `sender`, which sends the value under the same name."""
+    """Operation: `output` is a value that rank `sender` sends under the same name."""
 
     width: int
     sender: int
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the traffic: each row comes from one rank."""
+        """Yield the bytes of the receive: each row comes from one rank."""
         del weight_bytes, cache
         return _exchange(0, self.width)
 
 
 class AllReduce(Operation):
-    """`output` is the sum of `x` over the members of the team; a rank without `x` adds nothing."""
+    """Collective: `output` is the sum of `x` over a team's ranks; a rank without `x` adds 0."""
 
     x: str | None
     width: int
@@ -125,16 +125,16 @@ class AllReduce(Operation):
 
     @property
     def exchange_name(self) -> str:
-        """The name that all members of the team give this exchange."""
+        """Return the name of the collective, which is the same on all ranks of the team."""
         return self.output
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The rank's own term, if it has one."""
+        """Return the name of this rank's term; empty if the rank has none."""
         return () if self.x is None else (self.x,)
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the traffic of a reduce-scatter and an all-gather."""
+        """Yield the bytes of the all-reduce: of a reduce-scatter and an all-gather."""
         del weight_bytes, cache
         width = 2 * self.width * (1 - 1 / len(self.team))
         return _exchange(width, width)
@@ -143,7 +143,10 @@ class AllReduce(Operation):
 def _exchange(
     sent: float, received: float, row_count: Count = each_row, step_count: Count = once
 ) -> Work:
-    """Yield the cost of an exchange, given the float32 values that a row sends and receives."""
+    """Yield the cost of an exchange between ranks.
+
+    `sent`, `received`: float32 values for each row.
+    """
     sent_bytes, received_bytes = round(_VALUE_BYTES * sent), round(_VALUE_BYTES * received)
     yield row_count, Cost(0, sent_bytes=sent_bytes, received_bytes=received_bytes)
     yield step_count, Cost(0, exchanges=1)

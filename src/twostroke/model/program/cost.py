@@ -30,7 +30,7 @@ __all__ = ["Cost", "CostModel", "StepCost"]
 
 
 class CostModel(Frozen):
-    """Counts the work of a Program's steps for given formats of its weights and its KV cache.
+    """Counts FLOPs and bytes of a model's steps, for given formats of weights and KV cache.
 
     `weight_bytes` gives each weight's stored size. A rank's steps have row part `row_part` of
     `num_row_parts`. With `stops_rows`, operations after the last store compute only rows with
@@ -45,7 +45,7 @@ class CostModel(Frozen):
     stops_rows: bool = False
 
     def part(self, rank: RankProgram) -> CostModel:
-        """Return the cost model of one rank's part of this Program."""
+        """Return the cost model of one rank's part of the model."""
         all_shapes = self.program.weight_shapes
         weight_bytes = {
             name: self.weight_bytes[name] * prod(shape) // prod(all_shapes[name])
@@ -54,11 +54,11 @@ class CostModel(Frozen):
         return CostModel(rank.program, weight_bytes, self.cache, rank.row_part, rank.num_row_parts)
 
     def operation(self, op: Op, batch: BatchShape) -> Cost:
-        """Return the cost of one operation in a step."""
+        """Return the FLOPs and bytes of one operation in a step of this batch."""
         return self._of(self.work(op)).of(batch)
 
     def work(self, op: Op) -> Work:
-        """Yield an operation's costs, each with the count to which it is proportional."""
+        """Yield an operation's cost terms, each with the count (rows, ...) that multiplies it."""
         only_logits_rows = self.stops_rows and op.output in self.program.logits_only_outputs
         for count, cost in op.work(self.weight_bytes, self.cache):
             if only_logits_rows and isinstance(count, EachCached):  # all rows still store
@@ -68,7 +68,7 @@ class CostModel(Frozen):
                 yield of_logits_rows(count) if only_logits_rows else count, cost
 
     def per_step(self) -> StepCost:
-        """Return the cost of a step: the terms of all operations, one term for each count."""
+        """Return the cost of a step as a function of the batch: one term for each count."""
         terms: dict[Count, Cost] = {}
         for op in self.program.ops:
             for count, cost in self.work(op):
@@ -80,7 +80,7 @@ class CostModel(Frozen):
 
 
 class StoredAs(Frozen):
-    """How matrices of layers are stored: bits for each weight, and the arithmetic of products.
+    """How a model's layer matrices are stored: bits for each weight, and arithmetic of products.
 
     Other weights have 16 bits.
     """

@@ -18,20 +18,22 @@ if TYPE_CHECKING:
 
 
 class Expert(Frozen):
-    """Names of one expert's matrices: gate and up (ffn_width, width), down (width, ffn_width)."""
+    """Names of an expert's matrices: gate and up (ffn_width, width), down (width, ffn_width)."""
 
     gate: str
     up: str
     down: str
 
     def weights(self, width: int, ffn_width: int) -> tuple[Weight, ...]:
-        """Return the shapes of the three matrices."""
+        """Return the names and shapes of the expert's three matrices."""
         up_shape, down_shape = (ffn_width, width), (width, ffn_width)
         return Weight(self.gate, up_shape), Weight(self.up, up_shape), Weight(self.down, down_shape)
 
 
 class MixtureOfExperts(Operation):
-    """`output = sum over chosen experts e of share[e] * down_e(activation(gate_e x) * up_e x)`.
+    """A mixture of experts: the weighted sum of the outputs of each row's chosen experts.
+
+    `output = sum over chosen experts e of share[e] * down_e(activation(gate_e x) * up_e x)`.
 
     `scores` names the router's logits, one for each expert. The shares are their softmax; each row
     chooses the `num_used` experts with the largest shares (of equal ones the first), and with
@@ -56,18 +58,18 @@ class MixtureOfExperts(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Three matrices of each expert."""
+        """Return the three matrices of each expert."""
         return tuple(w for e in self.experts for w in e.weights(self.width, self.ffn_width))
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the products of the chosen experts; matrices of other experts are not read."""
+        """Yield the cost of the chosen experts' products; other experts' matrices are not read."""
         terms, total = self.steps
         yield from terms.work(weight_bytes, cache)
         yield from total.work(weight_bytes, cache)
 
     @property
     def steps(self) -> tuple[Operation, ...]:
-        """The two operations that ranks divide: the chosen experts' terms, and their sum."""
+        """Return the two operations that ranks divide: the experts' outputs, and their sum."""
         terms = f"{self.output}.terms"
         return (
             ExpertTerms(
@@ -95,7 +97,9 @@ class MixtureOfExperts(Operation):
 
 
 class ExpertTerms(Operation):
-    """The outputs of a row's chosen experts, not yet added: `num_used` outputs of `hidden` values.
+    """The outputs of a row's chosen experts before they are added, of this rank's experts.
+
+    A row has `num_used` outputs of `hidden` values.
 
     Fields have the meanings that they have in `MixtureOfExperts`. For each row and each of its
     chosen experts, in the order of the choice, `output` has `down_e(activation(gate_e x) * up_e
@@ -119,16 +123,19 @@ class ExpertTerms(Operation):
 
     @property
     def width(self) -> int:
-        """Values in a row of the output."""
+        """Return the number of values in a row of the output: of all chosen experts."""
         return self.num_used * self.hidden
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Three matrices of each expert."""
+        """Return the three matrices of each expert of this rank."""
         return tuple(w for e in self.experts for w in e.weights(self.hidden, self.ffn_width))
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the products of the chosen experts on this rank; other matrices are not read."""
+        """Yield the cost of the chosen experts' products on this rank.
+
+        Matrices of other experts are not read.
+        """
         del cache
         flops = self.num_used * self.ffn_width * (6 * self.hidden + 5)
         yield each_row, Cost(flops * len(self.experts) // self.num_experts)
@@ -138,24 +145,24 @@ class ExpertTerms(Operation):
 
     @property
     def length(self) -> int:
-        """The number of experts on this rank."""
+        """Return the number of experts on this rank."""
         return len(self.experts)
 
     def part(self, first: int, end: int) -> Self:
-        """Return the terms of the experts from `first` to `end`."""
+        """Return the operation for only the experts from `first` to `end`, for one rank."""
         experts = self.experts[first:end]
         return self._changed(experts=experts, first_expert=self.first_expert + first)
 
     def part_reads(self, field: str, first: int, end: int) -> None:
-        """Return None: each part reads whole rows."""
+        """Return None, because the part of each rank reads whole rows."""
 
     def parts_by(self, cuts: tuple[int, ...]) -> TermParts:
-        """Return how ranks with experts cut at `cuts` hold the terms."""
+        """Return how the experts' outputs are divided over ranks, if experts are cut at `cuts`."""
         return TermParts(cuts, self.scores, self.num_used)
 
 
 class SumTerms(Operation):
-    """`output` is the sum of a row's terms times their shares, added in the order of the choice."""
+    """The sum of the outputs of a row's chosen experts, weighted and added in order of choice."""
 
     x: str
     scores: str
@@ -170,7 +177,9 @@ class SumTerms(Operation):
 
 
 class Route(Operation):
-    """`output[e]` is the share of expert e if a row chooses it, else -1 (arXiv:2412.19437).
+    """Router of a mixture of experts: gives a row's chosen experts their weights.
+
+    `output[e]` is the share of expert e if a row chooses it, else -1 (arXiv:2412.19437).
 
     Scores are the softmax of x, or its sigmoid if `is_sigmoid`. Experts are ranked by score plus
     `bias`, and equal ones by number. Neighbouring experts form `num_groups` groups of the same
@@ -197,6 +206,6 @@ class Route(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The bias of the choice and the factors, if there are any."""
+        """Return the names and shapes of the router's bias and factors, if the model has them."""
         names = [name for name in (self.bias, self.factors) if name is not None]
         return tuple([Weight(name, (self.width,)) for name in names])

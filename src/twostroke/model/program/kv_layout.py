@@ -16,7 +16,7 @@ _MAX_GROUPS = 16  # each costs the scheduler a page id for every `page_size` tok
 
 
 class CacheFormat(Frozen):
-    """How keys and values are stored: bytes of a number, and bytes of the scales of a head.
+    """The number format of the KV cache: bytes of a number, and of the scales of a head.
 
     A token has one scale for its keys of a head, and one for its values.
     """
@@ -25,7 +25,7 @@ class CacheFormat(Frozen):
     head_bytes: int = 0
 
     def head(self, head_dim: int) -> float:
-        """Return the bytes of one head's keys, or of its values, for one token."""
+        """Return the KV cache bytes of one head's keys, or of its values, for one token."""
         return head_dim * self.value_bytes + self.head_bytes
 
 
@@ -33,7 +33,7 @@ FLOAT16 = CacheFormat(2)
 
 
 class CacheLayer(Frozen):
-    """The keys and values that an attention layer stores for each token.
+    """The shape of the keys and values that an attention layer stores for each token.
 
     With a `window`, a row reads only the last `window` tokens up to its own. With several
     `num_kv_ranks`, ranks take turns in storing the KV splits (`KV_SPLIT_TOKENS` tokens) of a
@@ -48,25 +48,25 @@ class CacheLayer(Frozen):
 
     @property
     def num_rows(self) -> int:
-        """Rows of numbers that a head stores for one token: its keys and its values."""
+        """Return how many vectors a head stores for a token: a key and a value, or one for both."""
         return 1 if self.values_are_keys else 2
 
     @property
     def values_per_token(self) -> int:
-        """Numbers stored for one token, keys and values together."""
+        """Return how many numbers the layer stores for a token, keys and values together."""
         return self.num_rows * self.num_kv_heads * self.head_dim
 
     def bytes_per_token(self, stored: CacheFormat) -> int:
-        """Return the bytes stored for one token."""
+        """Return the KV cache bytes that the layer stores for a token."""
         return ceil(self.num_rows * self.num_kv_heads * stored.head(self.head_dim))
 
     def bytes_in_page(self, page_size: int, stored: CacheFormat) -> int:
-        """Return this layer's bytes on this rank for a page of `page_size` tokens."""
+        """Return the layer's bytes on this rank in a KV page of `page_size` tokens."""
         return page_size // self.num_kv_ranks * self.bytes_per_token(stored)
 
 
 class CacheGroup(Frozen):
-    """Layers whose keys and values lie together in pages: one page holds tokens of all of them.
+    """Attention layers that share KV pages: a page holds tokens of all layers of its group.
 
     `layers[i]` is the cache layer that has slot i of the group's pages. Rows of these layers read
     the last `window` positions, their own included, or all of them if it is None.
@@ -77,7 +77,9 @@ class CacheGroup(Frozen):
 
 
 def group_layers(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
-    """Divide layers, given by their windows, into groups of one size: any page fits any group.
+    """Divide attention layers into groups of one size, so that any KV page fits any group.
+
+    `windows`: the sliding window of each layer; None: no window.
 
     Considers the sizes that make at most 16 groups, and takes the size that leaves the fewest slots
     empty, of equal ones the largest: the greatest common divisor of the numbers of layers with each
@@ -106,7 +108,9 @@ def _num_groups(counts: list[int], size: int) -> int:
 
 
 class PageGroups(Frozen):
-    """The windows of the cache groups: rows of group g read `windows[g]` positions, or all if None.
+    """The sliding windows of the cache groups, from which the KV pages of a request follow.
+
+    Rows of group g read `windows[g]` positions, or all if None.
 
     A page holds `page_size` tokens of one group. A request has the same number of page slots in
     each group. A row at position p with a window w reads the positions above p - w, its own
@@ -117,18 +121,21 @@ class PageGroups(Frozen):
     windows: tuple[int | None, ...] = (None,)
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
+        """Assert that there are groups, and that page size and windows are positive."""
         assert self.page_size >= 1, "a page must hold a token"
         assert self.windows, "a model without attention has no pages"
         assert all(window is None or window >= 1 for window in self.windows), "an empty window"
 
     @property
     def has_windows(self) -> bool:
-        """Whether the rows of any group read only the last positions."""
+        """Return whether any cache group has a sliding window."""
         return any(self.windows)
 
     def first_seen(self, num_computed: int) -> list[int]:
-        """Return, for each group, the index of the first page that row `num_computed` reads."""
+        """Return, for each cache group, the index of a request's first page that is still read.
+
+        `num_computed`: the number of computed tokens, which is the position of the next row.
+        """
         size = self.page_size
         return [
             0 if window is None else max(0, num_computed + 1 - window) // size
@@ -136,7 +143,7 @@ class PageGroups(Frozen):
         ]
 
     def next_passed(self, num_computed: int) -> int:
-        """Return the number of computed tokens at which a window no longer reads another page."""
+        """Return the number of computed tokens at which a sliding window frees the next KV page."""
         size = self.page_size
         return min(
             (
@@ -148,7 +155,10 @@ class PageGroups(Frozen):
         )
 
     def num_needed(self, num_tokens: int, num_rows: int = 1) -> int:
-        """Return the most pages that a request of `num_tokens` holds, with `num_rows` a step."""
+        """Return the most KV pages that a request of `num_tokens` tokens holds at the same time.
+
+        `num_rows`: the rows of a step.
+        """
         num_pages = -(-num_tokens // self.page_size)
         return sum(
             num_pages
@@ -158,10 +168,10 @@ class PageGroups(Frozen):
         )
 
     def num_missing(self, num_pages: int, num_computed: int, num_tokens: int, num_rows: int) -> int:
-        """Return the pages that a request may still need, at least one for each group.
+        """Return how many more KV pages a request may need, at least one for each cache group.
 
-        It has `num_pages` page slots in each group and will compute `num_tokens` tokens, at most
-        `num_rows` a step. Pages that its windows release until then are not counted.
+        The request has `num_pages` page slots in each group and will compute `num_tokens` tokens,
+        at most `num_rows` in a step. Pages that its sliding windows free on the way are subtracted.
         """
         growth = max(1, -(-num_tokens // self.page_size) - num_pages)
         if not any(self.windows):
@@ -177,7 +187,10 @@ class PageGroups(Frozen):
         return total
 
     def max_tokens(self, num_pages: int, limit: int, num_rows: int = 1) -> int:
-        """Return how many tokens a request can have with all of `num_pages`, at most `limit`."""
+        """Return how many tokens a request with all of `num_pages` KV pages can have.
+
+        The result is at most `limit`.
+        """
         num_growing = len(self.windows)
         window_pages = sorted(
             self._max_pages_in_window(w, num_rows) for w in self.windows if w is not None
@@ -192,7 +205,7 @@ class PageGroups(Frozen):
         return min(limit, num_pages // num_growing * self.page_size)
 
     def _max_pages_in_window(self, window: int, num_rows: int) -> int:
-        """Return the most pages that `num_rows` rows in a row read and write, for one window."""
+        """Return the most KV pages that one windowed group needs in a step of `num_rows` rows."""
         return (window + num_rows + self.page_size - 3) // self.page_size + 1
 
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class HeadLinear(Operation):
-    """`output[h] = x[h, first : first + in_width] @ matrices[h].T`: each head has its own matrix.
+    """A product with a separate matrix for each head, as in latent attention (MLA).
+
+    `output[h] = x[h, first : first + in_width] @ matrices[h].T`.
 
     A head has `x_head` values of x and `head_width` of the output; matrices are (head_width,
     in_width).
@@ -45,42 +47,44 @@ class HeadLinear(Operation):
 
     @property
     def num_heads(self) -> int:
-        """The number of heads."""
+        """Return the number of heads."""
         return len(self.matrices)
 
     @property
     def width(self) -> int:
-        """Values in a row of the output."""
+        """Return the number of values in a row of the output."""
         return self.num_heads * self.head_width
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The matrices."""
+        """Return the names and shapes of the heads' matrices."""
         shape = self.head_width, self.in_width
         return tuple([Weight(name, shape) for name in self.matrices])
 
     @property
     def row_flops(self) -> int:
-        """A multiplication and an addition for each weight."""
+        """Return the FLOPs for a row: a multiplication and an addition for each weight."""
         return 2 * self.width * self.in_width
 
     @property
     def grain(self) -> int:
-        """The values of a head."""
+        """Return the number of values of a head of the output, which ranks never divide."""
         return self.head_width
 
     def part(self, first: int, end: int) -> Self:
-        """Return the products of some heads."""
+        """Return the products of some of the heads, for one rank."""
         return self._changed(matrices=self.matrices[first // self.grain : end // self.grain])
 
     def part_reads(self, field: str, first: int, end: int) -> Range:
-        """Return the columns of the heads."""
+        """Return the columns of the input that the heads of a rank's part read."""
         del field
         return first // self.grain * self.x_head, end // self.grain * self.x_head
 
 
 class Join(Operation):
-    """`output[h]` is `a[h, first : first + a_width]` followed by the `b_width` values of `b[h]`.
+    """Concatenates, head by head, a part of value `a` and the whole of value `b`.
+
+    `output[h]` is `a[h, first : first + a_width]` followed by the `b_width` values of `b[h]`.
 
     A head has `a_head` values of a.
     """
@@ -98,26 +102,26 @@ class Join(Operation):
 
     @property
     def grain(self) -> int:
-        """The values of a head."""
+        """Return the number of values of a head of the output, which ranks never divide."""
         return self.a_width + self.b_width
 
     @property
     def width(self) -> int:
-        """Values in a row of the output."""
+        """Return the number of values in a row of the output."""
         return self.num_heads * self.grain
 
     def part(self, first: int, end: int) -> Self:
-        """Return the join of some heads."""
+        """Return the concatenation for some of the heads, for one rank."""
         return self._changed(num_heads=(end - first) // self.grain)
 
     def part_reads(self, field: str, first: int, end: int) -> Range:
-        """Return the columns of the heads."""
+        """Return the columns of the input that the heads of a rank's part read."""
         head = self.a_head if field == "a" else self.b_width
         return first // self.grain * head, end // self.grain * head
 
 
 class LatentProducts(Frozen):
-    """Counts the multiplications of a head of latent attention, in each request's cheaper way.
+    """Counts the multiplications of a head of latent attention (MLA), in the cheaper of two ways.
 
     Scores and values can be computed from the stored latent vectors directly, or from keys and
     values that are expanded from the context's latent vectors first. The direct way is cheaper for
@@ -130,7 +134,7 @@ class LatentProducts(Frozen):
     value: int
 
     def __call__(self, batch: BatchShape) -> Any:
-        """Return the number of multiplications; for a `DecodeRun`, of each step."""
+        """Return the number of multiplications of a batch; for a `DecodeRun`, of each step."""
         stored = 2 * self.latent + self.rotated
         if batch.num_rows == len(batch.starts):
             return batch.num_attended() * stored
@@ -144,7 +148,7 @@ class LatentProducts(Frozen):
 
 
 class LatentAttention(Attention, kw_only=True):
-    """Attention whose keys are a rotated part and a latent vector; the same numbers are its values.
+    """Latent attention (MLA): a key is a rotated part and a latent vector, which is also its value.
 
     `k` and `v` name one value, which is stored once. The first `rotated` values of a head's output
     have no meaning. `key` and `value` are the sizes of a head's keys (without the rotated part) and
@@ -158,7 +162,7 @@ class LatentAttention(Attention, kw_only=True):
     values_are_keys = True
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the products of all heads, and the traffic of the pages."""
+        """Yield the cost of latent attention: the products of all heads, and KV page traffic."""
         del weight_bytes
         products = LatentProducts(
             latent=self.head_dim - self.rotated,

@@ -26,7 +26,7 @@ _MAX_STORAGE_RATIO = 1.05  # stored keys and values, relative to storing each on
 
 
 class MeshCoordinate(Frozen):
-    """The position of a rank in a mesh."""
+    """The position of a rank in the mesh: pipeline stage, row part and column part."""
 
     stage: int
     row_part: int
@@ -34,7 +34,7 @@ class MeshCoordinate(Frozen):
 
 
 class Mesh(Frozen):
-    """A grid of ranks: pipeline stages, and in each stage row parts times column parts.
+    """The grid of ranks that divide a model: pipeline stages, each of row and column parts.
 
     `stages` and `column_parts` are shares of the work: a rank with 3 of 5 computes three fifths of
     the layers, or of each operation's columns and experts. `attention_parts` are the shares of
@@ -50,37 +50,40 @@ class Mesh(Frozen):
     attention_parts: tuple[int, ...] = ()
 
     def shares_of(self, op: Operation) -> tuple[int, ...]:
-        """Return the shares by which the ranks of a team divide an operation."""
+        """Return the shares of the work by which the ranks of a stage divide an operation."""
         is_attention = isinstance(op, Attention)
         return self.attention_parts if self.attention_parts and is_attention else self.column_parts
 
     @property
     def ranks_per_stage(self) -> int:
-        """The number of ranks with the same layers."""
+        """Return the number of ranks of a pipeline stage, which have the same layers."""
         return self.row_parts * len(self.column_parts)
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks of the mesh."""
         return len(self.stages) * self.ranks_per_stage
 
     @property
     def num_kv_ranks(self) -> int:
-        """The number of ranks that take turns in storing a request's KV splits."""
+        """Return the number of ranks that take turns in storing a request's KV splits."""
         return self.ranks_per_stage if self.kv_by_tokens else 1
 
     def page_size(self, requested_size: int) -> int:
-        """Return the tokens in a page: a KV split for each storing rank, or `requested_size`."""
+        """Return the tokens of a KV page: `requested_size`, unless ranks divide tokens.
+
+        Ranks that divide keys and values by tokens have one KV split each in a page.
+        """
         return KV_SPLIT_TOKENS * self.num_kv_ranks if self.num_kv_ranks > 1 else requested_size
 
     def coordinate(self, rank: int) -> MeshCoordinate:
-        """Return the coordinate of a rank."""
+        """Return a rank's coordinate in the mesh."""
         stages_before_last, index_in_stage = divmod(rank, self.ranks_per_stage)
         row_part, column_part = divmod(index_in_stage, len(self.column_parts))
         return MeshCoordinate(len(self.stages) - 1 - stages_before_last, row_part, column_part)
 
     def rank(self, coordinate: MeshCoordinate) -> int:
-        """Return the rank at a coordinate."""
+        """Return the rank at a coordinate of the mesh."""
         stages_before_last = len(self.stages) - 1 - coordinate.stage
         index_in_stage = coordinate.row_part * len(self.column_parts) + coordinate.column_part
         return stages_before_last * self.ranks_per_stage + index_in_stage
@@ -90,7 +93,7 @@ ONE_RANK = Mesh()
 
 
 def stores_twice(mesh: Mesh, program: Program) -> bool:
-    """Whether a division by heads would store over 5% of the keys and values on several ranks."""
+    """Return whether ranks would store over 5% of the keys and values twice if divided by heads."""
     attention_ops = [op for op in program.ops if isinstance(op, Attention) and op.stores]
     parts = [
         op.part(*columns)
@@ -102,7 +105,7 @@ def stores_twice(mesh: Mesh, program: Program) -> bool:
 
 
 def mesh_of(parallel: ParallelOptions, program: Program) -> Mesh:
-    """Return the mesh that the options ask for.
+    """Return the mesh of ranks that the parallel options request for a model.
 
     Raises:
         UsageError: the Program cannot be divided into that many parts.
@@ -145,7 +148,7 @@ _RANK_0_FLOPS = 20_000_000
 def cut_into_stages(
     program: Program, ops: Sequence[Op], shares: tuple[int, ...]
 ) -> list[Sequence[Op]]:
-    """Cut operations after layers into one run for each stage, of at least one layer.
+    """Divide a model's operations into consecutive pipeline stages of at least one layer.
 
     `shares` are the stages' shares of the work for one generated token, with the logits and rank
     0's own work, which runs beside the last stage. Each cut is as near to its share as layers
@@ -165,9 +168,10 @@ def cut_into_stages(
 
 
 def stage_ends(program: Program, ops: Sequence[Op]) -> list[int]:
-    """Return the numbers of operations after which a stage can end, the last one included.
+    """Return the indices of operations after which a pipeline stage can end.
 
-    A stage contains layers together with the later layers that share their keys and values.
+    The last operation is included. A stage contains layers together with the later layers that
+    share their keys and values.
     """
     op_index_by_layer = {layer: index for index, op in enumerate(ops) for layer in op.stores}
     shared_spans = [
@@ -180,7 +184,7 @@ def stage_ends(program: Program, ops: Sequence[Op]) -> list[int]:
 
 
 def _decode_flops(op: Op) -> int:
-    """Return an operation's floating-point operations for one decoded token."""
+    """Return the FLOPs of an operation for one decoded token, to balance pipeline stages."""
     no_weight_bytes = dict.fromkeys([weight.name for weight in op.weights], 0)
     return (
         StepCost(tuple(op.work(no_weight_bytes, FLOAT16)))

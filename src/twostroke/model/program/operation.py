@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Activation(Enum):
-    """The function of a gate, element by element."""
+    """An activation function, applied to each value of a gate projection."""
 
     SILU = "silu"  # x * sigmoid(x)
     GELU_TANH = "gelu_tanh"  # x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
 
 
 class Operation(Frozen):
-    """An operation of a Program, with defaults that each operation overrides where it differs.
+    """Base class of a Program's operations; an operation overrides defaults where it differs.
 
     The defaults about ranks (`sharding` to `part_reads`) are right for an operation that works on
     each value of a row independently.
@@ -41,7 +41,7 @@ class Operation(Frozen):
 
         @property
         def width(self) -> int:
-            """Values in a row of the output."""
+            """Return the number of values in a row of the output."""
 
     reads: ClassVar[tuple[str, ...]] = ()  # the fields that name its inputs
     sharding: ClassVar[Sharding] = Sharding.AS_INPUTS
@@ -49,21 +49,21 @@ class Operation(Frozen):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the values that it reads."""
+        """Return the names of the values that the operation reads."""
         return tuple([getattr(self, field) for field in self.reads])
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The weights that it reads."""
+        """Return the names and shapes of the weights that the operation reads."""
         return ()
 
     @property
     def row_flops(self) -> int:
-        """Floating-point operations for each row."""
+        """Return the FLOPs of the operation for each row."""
         return 0
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield its costs, each with the count to which it is proportional.
+        """Yield the operation's cost terms, each with the count (rows, ...) that multiplies it.
 
         `weight_bytes` and `cache` tell how weights, and keys and values, are stored.
         """
@@ -73,45 +73,45 @@ class Operation(Frozen):
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """The layers of the KV cache that it stores, by number."""
+        """Return the KV cache layers that the operation stores, by number."""
         return {}
 
     def with_layers(self, new_layers: Mapping[int, int]) -> Self:
-        """Return the operation with new numbers of its cache layers, by old number."""
+        """Return the operation with its KV cache layers renumbered by `new_layers` (old to new)."""
         del new_layers
         return self
 
     @property
     def label(self) -> str:
-        """Its name in profiles."""
+        """Return the operation's name in profiles."""
         return type(self).__name__.lower()
 
     @property
     def steps(self) -> tuple[Operation, ...]:
-        """The operations into which ranks divide it: usually itself."""
+        """Return the operations into which ranks divide this operation: usually only itself."""
         return (self,)
 
     @property
     def length(self) -> int:
-        """The number of units that `part` can select: by default the columns of the output."""
+        """Return the number of units by which ranks can divide the operation: output columns."""
         return self.width
 
     @property
     def grain(self) -> int:
-        """The number of units that must stay together."""
+        """Return the number of neighbouring units that ranks must not separate, such as a head."""
         return 1
 
     def part(self, first: int, end: int) -> Self:
-        """Return the operation that computes only the columns from `first` to `end`."""
+        """Return a rank's part of the operation: the output columns from `first` to `end`."""
         return self._changed(width=end - first)
 
     def part_reads(self, field: str, first: int, end: int) -> Range | None:
-        """Return the columns of input `field` that `part` reads; None for all of them."""
+        """Return the columns of input `field` that a rank's part reads; None for all columns."""
         del field
         return first, end
 
     def parts_by(self, cuts: tuple[int, ...]) -> Parts:
-        """Return how ranks hold the output if `length` is cut at `cuts`."""
+        """Return how the output is divided over ranks, if the operation is cut at `cuts`."""
         return ColumnParts(cuts)
 
     def _changed(self, **fields: Any) -> Self:

@@ -67,7 +67,7 @@ __all__ = [
 
 
 class Embed(Operation):
-    """`output[r] = table[token[r] - first_id]`; table is (num_ids, width).
+    """Embedding: `output[r] = table[token[r] - first_id]`; table is (num_ids, width).
 
     Rows of tokens outside of the table are undefined.
     """
@@ -82,30 +82,30 @@ class Embed(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The table."""
+        """Return the name and shape of the embedding table."""
         return (Weight(self.table, (self.num_ids, self.width), is_divided=True),)
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the traffic: one row of the table for each token."""
+        """Yield the cost of the embedding: one row of the table is read for each token."""
         del cache
         yield each_row, Cost(0, weight_bytes[self.table] // self.num_ids)
 
     @property
     def length(self) -> int:
-        """The number of token ids."""
+        """Return the number of token ids, by which ranks divide the table."""
         return self.num_ids
 
     def part(self, first: int, end: int) -> Self:
-        """Return the lookup of the ids from `first` to `end`."""
+        """Return a rank's part of the embedding: the token ids from `first` to `end`."""
         return self._changed(num_ids=end - first, first_id=self.first_id + first)
 
     def parts_by(self, cuts: tuple[int, ...]) -> TokenParts:
-        """Return how ranks with ids cut at `cuts` hold the rows."""
+        """Return how embedded rows are divided over ranks, if token ids are cut at `cuts`."""
         return TokenParts(cuts)
 
 
 class ExternalInput(Operation):
-    """`output[r]` is a row of `StepPlan.external`, which the caller of the step computes."""
+    """Rows that the caller of a step computes: `output[r]` is a row of `StepPlan.external`."""
 
     width: int
 
@@ -114,7 +114,7 @@ class ExternalInput(Operation):
 
 
 class RMSNorm(Operation):
-    """`output = x / sqrt(mean(x^2) + epsilon) * (weight + offset)` (arXiv:1910.07467).
+    """RMS norm: `output = x / sqrt(mean(x^2) + epsilon) * (weight + offset)` (arXiv:1910.07467).
 
     The mean is taken over a row. With `num_groups` above 1 a row is divided into that many equal
     groups, each normalized separately with the same weight (query-key norm). Without a weight, the
@@ -133,28 +133,28 @@ class RMSNorm(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The factors of a group's values."""
+        """Return the name and shape of the norm's weight, if it has one."""
         if self.weight is None:
             return ()
         return (Weight(self.weight, (self.width // self.num_groups,)),)
 
     @property
     def row_flops(self) -> int:
-        """Square, add, scale and multiply by the weight."""
+        """Return the FLOPs for a row: square, add, scale and multiply by the weight."""
         return 4 * self.width
 
     @property
     def grain(self) -> int:
-        """The values of a group."""
+        """Return the number of values of a normed group, which ranks never divide."""
         return self.width // self.num_groups
 
     def part(self, first: int, end: int) -> Self:
-        """Return the norms of some groups."""
+        """Return the norm of some of the groups, for one rank."""
         return self._changed(width=end - first, num_groups=(end - first) // self.grain)
 
 
 class Linear(Operation):
-    """`output = x @ weight.T + bias`; weight is (width, in_width)."""
+    """Matrix product: `output = x @ weight.T + bias`; weight is (width, in_width)."""
 
     x: str
     weight: str
@@ -168,7 +168,7 @@ class Linear(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The matrix, and the bias if there is one."""
+        """Return the names and shapes of the matrix, and of the bias if there is one."""
         matrix = Weight(self.weight, (self.width, self.in_width), is_divided=True)
         if self.bias is None:
             return (matrix,)
@@ -176,24 +176,24 @@ class Linear(Operation):
 
     @property
     def row_flops(self) -> int:
-        """A multiplication and an addition for each weight."""
+        """Return the FLOPs for a row: a multiplication and an addition for each weight."""
         return 2 * self.in_width * self.width
 
     def part_reads(self, field: str, first: int, end: int) -> None:
-        """Return None: each part reads whole rows."""
+        """Return None, because the part of each rank reads whole rows."""
 
     def term(self, first: int, end: int) -> Self:
-        """Return the product of the inputs from `first` to `end`: a term of the full product."""
+        """Return the product with only the inputs from `first` to `end`: a rank's term of a sum."""
         return self._changed(in_width=end - first, bias=self.bias if first == 0 else None)
 
     @property
     def label(self) -> str:
-        """The matrix's short name: attn_q for blk.0.attn_q.weight."""
+        """Return the name in profiles: the matrix's short name, attn_q for blk.0.attn_q.weight."""
         return self.weight.removesuffix(".weight").rpartition(".")[2]
 
 
 class GatedActivation(Operation):
-    """`output = activation(gate) * up`, element by element (SwiGLU, GeGLU: arXiv:2002.05202)."""
+    """Gated activation (SwiGLU, GeGLU): `output = activation(gate) * up` (arXiv:2002.05202)."""
 
     gate: str
     up: str
@@ -204,17 +204,17 @@ class GatedActivation(Operation):
 
     @property
     def row_flops(self) -> int:
-        """About five for each value."""
+        """Return the FLOPs for a row: about five for each value."""
         return 5 * self.width
 
     @property
     def label(self) -> str:
-        """The function's name."""
+        """Return the name in profiles: the name of the activation function."""
         return self.activation.value
 
 
 class Scale(Operation):
-    """`output = x * factor`, element by element; also times the one value of `weight`, if given."""
+    """Elementwise `output = x * factor`, also times the one value of `weight` if it is given."""
 
     x: str
     width: int
@@ -225,17 +225,17 @@ class Scale(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The learned factor, if there is one."""
+        """Return the name and shape of the learned factor, if there is one."""
         return () if self.weight is None else (Weight(self.weight, (1,)),)
 
     @property
     def row_flops(self) -> int:
-        """One for each value."""
+        """Return the FLOPs for a row: one for each value."""
         return self.width
 
 
 class Add(Operation):
-    """`output = a + b`, element by element."""
+    """Elementwise sum: `output = a + b`."""
 
     a: str
     b: str
@@ -245,12 +245,12 @@ class Add(Operation):
 
     @property
     def row_flops(self) -> int:
-        """One for each value."""
+        """Return the FLOPs for a row: one for each value."""
         return self.width
 
 
 class Logits(Operation):
-    """`output = x @ weight.T` for sampled or scored rows only.
+    """Logits: `output = x @ weight.T`, only for rows that sample a token or score one.
 
     `weight` is (vocab_size, in_width), often the embedding table itself. With a `soft_cap` c a
     logit z becomes `c * tanh(z / c)`.
@@ -269,14 +269,14 @@ class Logits(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The matrix."""
+        """Return the name and shape of the output matrix."""
         return (Weight(self.weight, (self.width, self.in_width), is_divided=True),)
 
     def part_reads(self, field: str, first: int, end: int) -> None:
-        """Return None: each part reads whole rows."""
+        """Return None, because the part of each rank reads whole rows."""
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield one product for each sampled row; without such rows the matrix is not read."""
+        """Yield the cost of logits for sampled rows; without such rows the matrix is not read."""
         del cache
         yield each_sampled_row, Cost(2 * self.in_width * self.width)
         yield once_if_sampled, Cost(0, self._stored_bytes(weight_bytes))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Program(Frozen, dict=True):
-    """Operations in the order in which they run, from tokens to logits.
+    """A model as a list of operations in the order in which they run, from tokens to logits.
 
     Each value is written once, before it is read. `context_length` is in tokens. `layer_outputs`
     names the hidden state after each layer. A rank's part of a Program keeps all `groups`, even
@@ -43,7 +43,7 @@ class Program(Frozen, dict=True):
     groups: tuple[CacheGroup, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check that each value is written once, before it is read."""
+        """Check that operations write each value once, before another operation reads it."""
         written: set[str] = set()
         for op in self.ops:
             missing = [name for name in op.inputs if name not in written]
@@ -53,7 +53,7 @@ class Program(Frozen, dict=True):
 
     @property
     def value_widths(self) -> dict[str, int]:
-        """Values in a row of each value that the operations write, by name."""
+        """Return the width (values in a row) of each value that the operations write, by name."""
         return {op.output: op.width for op in self.ops}
 
     @property
@@ -63,12 +63,12 @@ class Program(Frozen, dict=True):
 
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights that the operations read, by name."""
+        """Return the shapes of all weights that the operations read, by name."""
         return {weight.name: weight.shape for op in self.ops for weight in op.weights}
 
     @cached_property
     def logits_only_outputs(self) -> frozenset[str]:
-        """Outputs of operations after the last store: only rows with logits need them.
+        """Return the values that only rows with logits need: after the last KV store.
 
         The last attention that stores keys and values is included if products compute them, since
         these products can store them. The set is empty if a later operation reads the step's tokens
@@ -84,7 +84,7 @@ class Program(Frozen, dict=True):
         return frozenset(op.output for op in late_ops[0 if is_apart else 1 :])
 
     def _is_product(self, name: str, attention: Op) -> bool:
-        """Whether a value is the output of a product, perhaps normalized by head and rotated."""
+        """Return whether an attention's input is a matrix product, perhaps normed and rotated."""
         op = next(op for op in self.ops if op.output == name)
         while isinstance(op, Rope) or (isinstance(op, RMSNorm) and op.grain == attention.grain):
             op = next(other for other in self.ops if other.output == op.x)
@@ -92,13 +92,16 @@ class Program(Frozen, dict=True):
 
     @cached_property
     def cache_layers(self) -> tuple[CacheLayer, ...]:
-        """The layers of the KV cache that the operations store, by number."""
+        """Return the KV cache layers that the operations store, by number."""
         layers = {number: layer for op in self.ops for number, layer in op.stores.items()}
         return tuple(layers[number] for number in range(len(layers)))
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The layers that share pages; one group if every row reads all earlier positions."""
+        """Return the groups of attention layers that share KV pages.
+
+        There is one group if every row reads all earlier positions.
+        """
         if self.groups is not None:
             return self.groups
         windows = [
@@ -108,7 +111,7 @@ class Program(Frozen, dict=True):
         return group_layers(windows)
 
     def page_bytes(self, page_size: int, stored: CacheFormat = FLOAT16) -> int:
-        """Return the bytes of one page: `page_size` tokens of the largest cache group."""
+        """Return the bytes of a KV page: `page_size` tokens of the largest cache group."""
         layers = self.cache_layers
         return max(
             sum(layers[layer].bytes_in_page(page_size, stored) for layer in group.layers)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class RankProgram(Frozen):
-    """The part of a Program that one rank runs.
+    """The part of a model's Program that one rank runs.
 
     `weight_rows` gives the rows (of a vector: the values) of each weight that the rank reads.
     `weight_columns` gives the columns of weights that it reads in part. Values that the rank holds
@@ -63,7 +63,7 @@ def shard(
     kept_values: Collection[str] = (),
     block_sizes: Mapping[str, int] | None = None,
 ) -> tuple[RankProgram, ...]:
-    """Divide a Program; return the part of each rank, by rank.
+    """Divide a Program over the ranks of a mesh; return each rank's part, by rank.
 
     Rank 0 gets the last value (the logits) and the `kept_values` in full. With `block_sizes`
     (values in a quantization block, by weight) some sums are split: see `split_sums`.
@@ -96,7 +96,7 @@ def shard(
 def _find_read_ranges(
     ops: Sequence[Op], mesh: Mesh, split_outputs: Mapping[str, int]
 ) -> dict[str, Ranges]:
-    """Return the columns of each value that later operations read, for each column part.
+    """Return the columns of each value that later operations read, for each rank of a stage.
 
     Values that are read in full are left out.
     """
@@ -123,20 +123,20 @@ def _find_read_ranges(
 
 
 def _part_ranges(op: Op, shares: tuple[int, ...]) -> Ranges | None:
-    """Return the range of units that each rank computes; None if there is nothing to divide."""
+    """Return the range of an operation that each rank computes; None if it is not divided."""
     if len(shares) == 1 or op.length <= op.grain:
         return None
     return tuple(pairwise(cuts(op.length, shares, op.grain)))
 
 
 def _can_be_cut(op: Op, ranges: Ranges) -> bool:
-    """Whether an operation can be cut at these ranges."""
+    """Return whether an operation can be cut at these ranges without dividing a grain."""
     ends = [end for columns in ranges for end in columns]  # first and end, as parts may overlap
     return all(end == op.length or end % op.grain == 0 for end in ends)
 
 
 class _Stage:
-    """Collects the operations of the ranks of one pipeline stage.
+    """Builds the Programs of the ranks of one pipeline stage, operation by operation.
 
     Rank `index` of the stage has row part `index // num_column_parts` and column part `index %
     num_column_parts`.
@@ -162,7 +162,7 @@ class _Stage:
         self._weight_columns: list[dict[str, Range]] = [{} for _ in range(self._size)]
 
     def add(self, op: Op) -> None:
-        """Add an operation on each rank, after the collectives that bring its inputs."""
+        """Add an operation to each rank of the stage, after collectives that bring its inputs."""
         if isinstance(op, Linear) and op.output in self._split_outputs:
             x = self._divided(op.x)
             if x is not None and x.ranges == self._read_ranges[op.x]:
@@ -196,7 +196,10 @@ class _Stage:
         self._held_values[op.output] = [value]
 
     def _add_sum(self, op: Linear, x: HeldValue) -> None:
-        """Add a product whose sum is split: each member computes a term from its columns of `x`."""
+        """Add a matrix product whose sum the ranks split: each computes a term, then all-reduces.
+
+        A term is the product of the rank's columns of `x`.
+        """
         value = HeldValue(op.output, op.width, all_rows=self._num_row_parts == 1)
         for index in range(self._size):
             own_input = x.at(index)
@@ -231,7 +234,7 @@ class _Stage:
         self._held_values[op.output] = [value]
 
     def finish(self, last: str, kept_values: Collection[str]) -> None:
-        """Bring the last value and the kept values to rank 0."""
+        """Gather the last value (the logits) and the kept values on rank 0."""
         (value,) = self._held_values[last]
         if value.ranges is None:
             kept_values = (last, *kept_values)
@@ -241,7 +244,7 @@ class _Stage:
             self._undivided(name, all_rows=True)
 
     def send(self, names: Collection[str]) -> list[HeldValue]:
-        """Send values to the next stage, to the ranks with the same parts; return the values."""
+        """Send values to the same parts of the next pipeline stage; return the sent values."""
         sent = []
         for name in [name for name in self._held_values if name in names]:
             value = self._divided(name) or self._undivided(name)
@@ -252,7 +255,7 @@ class _Stage:
         return sent
 
     def receive(self, values: Sequence[HeldValue]) -> None:
-        """Receive the values that the previous stage sends."""
+        """Receive the values that the previous pipeline stage sends."""
         for value in values:
             own_value = replace(value, all_rows=self._num_row_parts == 1)
             for index, output in self._names(own_value):
@@ -261,7 +264,7 @@ class _Stage:
             self._held_values[value.name] = [own_value]
 
     def programs(self, program: Program) -> list[RankProgram]:
-        """Return the finished Programs."""
+        """Return the finished Program of each rank of the stage."""
         return [
             RankProgram(
                 program=_part_of(program, ops.values()),
@@ -274,11 +277,11 @@ class _Stage:
         ]
 
     def _emit(self, index: int, op: Op) -> None:
-        """Add an operation to a rank, unless the rank has an output of this name already."""
+        """Add an operation to one rank, unless the rank already has an output of this name."""
         self._ops[index].setdefault(op.output, op)
 
     def _ranges(self, op: Op) -> Ranges | None:
-        """Return the part of an operation for each team member; None if each computes all."""
+        """Return the range of an operation that each rank computes; None if each computes all."""
         match op.sharding:
             case Sharding.REPLICATED:
                 return None
@@ -292,7 +295,10 @@ class _Stage:
                 return self._ranges_as_inputs(op)
 
     def _ranges_as_inputs(self, op: Op) -> Ranges | None:
-        """Return the columns that are read later, or the columns of an input; None for all."""
+        """Return the columns that ranks compute of an elementwise operation; None for all.
+
+        Preferably the columns that later operations read, else the columns of a divided input.
+        """
         output_ranges = self._read_ranges.get(op.output)
         held_inputs = [self._held_values[name] for name in op.inputs]
         if output_ranges is None and all(
@@ -305,7 +311,7 @@ class _Stage:
         return next((ranges for ranges in candidates if ranges and _can_be_cut(op, ranges)), None)
 
     def _held_input(self, op: Op, field: str, ranges: Ranges | None) -> HeldValue:
-        """Return an input as the parts of an operation read it, gathered or cut if necessary."""
+        """Return an input in the form that the parts of an operation read, gathered or cut."""
         name = getattr(op, field)
         all_rows = field in op.needs_all_rows
         input_ranges = [op.part_reads(field, *part) for part in ranges or ()]
@@ -315,14 +321,17 @@ class _Stage:
         return self._undivided(name, all_rows=all_rows)
 
     def _divided(self, name: str) -> HeldValue | None:
-        """Return a value with divided columns, or None if no rank holds it so."""
+        """Return a value as divided by columns over ranks; None if no rank has it in this form."""
         for value in self._held_values[name]:
             if value.has_columns:
                 return value
         return None
 
     def _columns(self, name: str, ranges: Ranges, *, all_rows: bool) -> HeldValue:
-        """Return a value divided by columns: each rank holds its columns of `ranges`."""
+        """Return a value divided by columns: each rank has its columns of `ranges`.
+
+        Operations that cut the value are added if necessary.
+        """
         matching = [v for v in self._held_values[name] if v.ranges == ranges and v.has_columns]
         if not matching:
             undivided = self._undivided(name)
@@ -339,14 +348,17 @@ class _Stage:
         return self._with_all_rows(matching) if all_rows else matching[0]
 
     def _undivided(self, name: str, *, all_rows: bool = False) -> HeldValue:
-        """Return a value with all columns on each rank."""
+        """Return a value with all columns on each rank, after adding a gather if necessary."""
         undivided = [value for value in self._held_values[name] if value.ranges is None]
         if not undivided:
             undivided = [self._gather_columns(self._held_values[name][0])]
         return self._with_all_rows(undivided) if all_rows else undivided[0]
 
     def _gather_columns(self, value: HeldValue, root: int | None = None) -> HeldValue:
-        """Gather the parts that the members of each team hold; return the undivided value."""
+        """Add gathers of a divided value on the stage's ranks; return the undivided value.
+
+        `root`: the only rank that receives the value; None: all ranks.
+        """
         assert value.ranges is not None
         assert value.parts is not None
         undivided = replace(value, ranges=None, parts=None)
@@ -368,12 +380,18 @@ class _Stage:
         return undivided
 
     def _team(self, index: int, size: int) -> tuple[tuple[int, ...], int]:
-        """Return the `size` ranks that hold the parts of a value, and this rank's index in them."""
+        """Return the `size` ranks that have the parts of a value, and the index of one of them.
+
+        `index`: a rank of the stage, whose index among the returned ranks is returned.
+        """
         first = self._first_rank + index // size * size
         return tuple(range(first, first + size)), index % size
 
     def _part_to_gather(self, value: HeldValue, index: int) -> str | None:
-        """Return a rank's part without the columns that an earlier rank holds, too."""
+        """Return the name of a rank's part, without the columns that an earlier rank also has.
+
+        None if no column is left.
+        """
         x = value.at(index)
         if x is None or not isinstance(value.parts, ColumnParts):
             return x
@@ -388,7 +406,7 @@ class _Stage:
         return tile
 
     def _with_all_rows(self, values: Sequence[HeldValue]) -> HeldValue:
-        """Return a value with all rows, gathered from the row parts if no rank has all of them."""
+        """Return a value with all rows of the step, after adding a gather of rows if necessary."""
         for value in values:
             if value.all_rows:
                 return value
@@ -409,12 +427,12 @@ class _Stage:
         return value
 
     def _names(self, value: HeldValue) -> list[tuple[int, str]]:
-        """Return the ranks of the stage that hold some of a value, each with its name there."""
+        """Return the stage's ranks that have some of a value, each with the value's name there."""
         return [(i, name) for i in range(self._size) if (name := value.at(i)) is not None]
 
 
 def _part_of(program: Program, ops: Collection[Op]) -> Program:
-    """Return a Program with some of the operations; its cache layers are numbered from 0."""
+    """Return a Program of some of the operations; its KV cache layers are numbered from 0."""
     layers = sorted({layer for op in ops for layer in op.stores})
     new_layers = {layer: number for number, layer in enumerate(layers)}
     groups = [
@@ -434,7 +452,7 @@ def _part_of(program: Program, ops: Collection[Op]) -> Program:
 
 
 def split_sums(ops: Collection[Op], block_sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the outputs of products whose sums are split, and the grain of their inputs' cuts.
+    """Return the outputs of matrix products whose sums ranks split, with the grain of the cuts.
 
     Such a product is the second of a pair: ranks compute its input by columns. Cuts are between
     whole blocks of its weight, which have `block_sizes` values; a product whose weight has no block

@@ -19,7 +19,9 @@ Ranges = tuple[Range, ...]
 
 
 def cuts(count: int, shares: tuple[int, ...], grain: int = 1) -> tuple[int, ...]:
-    """Return where `count` units are cut into parts: one number more than there are shares.
+    """Divide `count` units into consecutive parts by shares; return the bounds of all parts.
+
+    There is one bound more than there are shares, from 0 to `count`.
 
     Parts are as near to the shares as multiples of `grain` allow. If equal shares cannot have equal
     parts, rank 0 has a smaller part.
@@ -31,7 +33,7 @@ def cuts(count: int, shares: tuple[int, ...], grain: int = 1) -> tuple[int, ...]
 
 
 class Sharding(Enum):
-    """Which part of an operation a rank computes."""
+    """The part of an operation that a rank computes."""
 
     REPLICATED = "replicated"  # all of it: every rank computes the same
     AS_INPUTS = "as inputs"  # the same columns that the rank holds of the inputs
@@ -40,9 +42,9 @@ class Sharding(Enum):
 
 
 class Weight(Frozen):
-    """A vector (values) or matrix (outputs, inputs).
+    """A weight of an operation: a vector (values) or a matrix (outputs, inputs).
 
-    If it `is_divided`, the part of an operation from `first` to `end` reads these rows of it.
+    If it `is_divided`, a rank's part of the operation from `first` to `end` reads these rows of it.
     """
 
     name: str
@@ -51,31 +53,35 @@ class Weight(Frozen):
 
 
 class _CutParts(Frozen):
-    """Member i of a team holds the part from `cuts[i]` to `cuts[i + 1]`."""
+    """A division of a value over ranks: member i of a team has part `cuts[i]` to `cuts[i + 1]`."""
 
     cuts: tuple[int, ...]
 
     are_rows: ClassVar = False
 
     def share(self, index: int) -> float:
-        """Return the share of the values that a member holds."""
+        """Return the share of the values that member `index` of the team has, 0 to 1."""
         return (self.cuts[index + 1] - self.cuts[index]) / self.cuts[-1]
 
 
 class ColumnParts(_CutParts):
-    """Member i of a team holds the columns from `cuts[i]` to `cuts[i + 1]` of each row."""
+    """A division by columns: member i of a team has the columns `cuts[i]` to `cuts[i + 1]`."""
 
 
 class TokenParts(_CutParts):
-    """Member i of a team holds the rows whose token is in `range(cuts[i], cuts[i + 1])`."""
+    """A division by token ids: a rank has the rows whose tokens are in its range.
+
+    The range of member i of a team is `cuts[i]` to `cuts[i + 1]`.
+    """
 
     are_rows = True
 
 
 class TermParts(_CutParts):
-    """Member i of a team holds the terms of the experts in `range(cuts[i], cuts[i + 1])`.
+    """A division by experts: member i of a team has the outputs of a range of experts.
 
-    `scores` names the value by which each row chooses `num_used` experts.
+    The range is `cuts[i]` to `cuts[i + 1]`. `scores` names the value by which each row chooses
+    `num_used` experts.
     """
 
     scores: str
@@ -83,14 +89,14 @@ class TermParts(_CutParts):
 
 
 class RowParts(Frozen):
-    """Of the n rows of a step, member i holds those from n * i // count to n * (i + 1) // count."""
+    """A division by rows: member i has rows n * i // count to n * (i + 1) // count of n rows."""
 
     count: int
 
     are_rows: ClassVar = True
 
     def share(self, index: int) -> float:
-        """Return the share of the rows that a member holds."""
+        """Return the share of the rows that a member has, 0 to 1."""
         del index
         return 1 / self.count
 
@@ -99,10 +105,10 @@ Parts = ColumnParts | RowParts | TokenParts | TermParts
 
 
 class HeldValue(Frozen):
-    """How the ranks of a stage hold a value.
+    """How a value is divided over the ranks of a pipeline stage.
 
-    Without `ranges` each rank has all columns. Else member i of a team has `ranges[i]`: of the
-    columns if `parts` are `ColumnParts`, else of what `parts` divides.
+    Without `ranges` each rank has all columns. Else member i of a team has `ranges[i]`: a range of
+    columns if `parts` are `ColumnParts`, else of the units that `parts` divides.
     """
 
     name: str
@@ -113,15 +119,15 @@ class HeldValue(Frozen):
 
     @property
     def has_columns(self) -> bool:
-        """Whether ranks have different columns of the value."""
+        """Return whether ranks have different columns of the value."""
         return isinstance(self.parts, ColumnParts)
 
     def range_at(self, index: int) -> Range:
-        """Return the range that the stage's rank `index` holds."""
+        """Return the range of the value that rank `index` of the stage has."""
         return (0, self.width) if self.ranges is None else self.ranges[index % len(self.ranges)]
 
     def at(self, index: int) -> str | None:
-        """Return the value's name on the stage's rank `index`; None if the rank holds nothing."""
+        """Return the value's name on rank `index` of the stage; None if the rank has no part."""
         first, end = self.range_at(index)
         separator = "" if self.has_columns else ".part"
         columns = "" if self.ranges is None else f"{separator}[{first}:{end}]"
@@ -129,11 +135,11 @@ class HeldValue(Frozen):
         return None if first == end else f"{self.name}{columns}{rows}"
 
     def width_at(self, index: int) -> int:
-        """Return how many values of a row the stage's rank `index` has."""
+        """Return how many values of a row rank `index` of the stage has."""
         first, end = self.range_at(index)
         return end - first
 
 
 def cuts_from_ranges(ranges: Ranges) -> tuple[int, ...]:
-    """Return cuts that give each column to the first rank that has it."""
+    """Return cuts that assign each column of overlapping ranges to the first rank that has it."""
     return (0, *accumulate([end for _, end in ranges], max))

@@ -32,7 +32,9 @@ _VALUE_BYTES = 4  # partial attentions are sent as float32
 
 
 class SplitKvAttention(Operation):
-    """The part of an `Attention` that one rank of a team computes; shared fields mean the same.
+    """One rank's part of an `Attention` whose keys and values ranks divide by tokens.
+
+    Fields that `Attention` also has mean the same.
 
     The context is divided into KV splits of `KV_SPLIT_TOKENS` positions, counted from a request's
     first. The partial attention of a query to a split (its maximum, its sum, its weighted values)
@@ -72,7 +74,7 @@ class SplitKvAttention(Operation):
     def of(
         cls, op: Attention, team: tuple[int, ...], team_index: int, head_cuts: tuple[int, ...]
     ) -> SplitKvAttention:
-        """Return the part of an undivided attention that a member of a team computes."""
+        """Return the part of an undivided attention that one rank of a team computes."""
         return cls(
             op.output,
             q=op.q,
@@ -95,46 +97,46 @@ class SplitKvAttention(Operation):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The queries, and keys and values if it stores them."""
+        """Return the names of the queries, and of keys and values if the rank stores them."""
         return (self.q,) if self.reads_shared_kv else (self.q, self.k, self.v)
 
     @property
     def exchange_name(self) -> str:
-        """The name that all members of the team give this exchange, and no other exchange."""
+        """Return the name of the exchange, which is the same on all ranks of the team."""
         return f"pieces for {self.q}"
 
     @property
     def num_column_parts(self) -> int:
-        """The number of column parts; member i has column part i % num_column_parts."""
+        """Return the number of column parts; member i of the team has part i % num_column_parts."""
         return len(self.head_cuts) - 1
 
     @property
     def num_row_parts(self) -> int:
-        """The number of row parts; member i has row part i // num_column_parts."""
+        """Return the number of row parts; member i of the team has part i // num_column_parts."""
         return len(self.team) // self.num_column_parts
 
     @property
     def first_head(self) -> int:
-        """The first query head that this member merges."""
+        """Return the first query head whose partial attentions this rank merges."""
         return self.head_cuts[self.team_index % self.num_column_parts]
 
     @property
     def end_head(self) -> int:
-        """The query head after this member's last head."""
+        """Return the query head after the last head whose partial attentions this rank merges."""
         return self.head_cuts[self.team_index % self.num_column_parts + 1]
 
     @property
     def group_size(self) -> int:
-        """Query heads that read one key-value head."""
+        """Return the number of query heads that read one key-value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def width(self) -> int:
-        """Values in a row of the output: the heads that it merges."""
+        """Return the number of values in a row of the output: the heads that this rank merges."""
         return (self.end_head - self.first_head) * self.head_dim
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield its share of the products and of the pages' traffic, and the exchanged bytes.
+        """Yield the cost of this rank's share: products, KV page traffic, and exchanged bytes.
 
         Requests with few rows exchange partial attentions; requests with many rows exchange the
         keys and values of splits, where these are fewer bytes.
@@ -163,7 +165,7 @@ class SplitKvAttention(Operation):
 
     @property
     def stored(self) -> CacheLayer:
-        """What this rank stores for each token of its splits."""
+        """Return the shape of the keys and values that this rank stores for each token."""
         return CacheLayer(
             self.num_kv_heads,
             self.head_dim,
@@ -174,16 +176,19 @@ class SplitKvAttention(Operation):
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """The keys and values of its layer, unless an earlier operation stores them."""
+        """Return the KV cache layer that this operation stores.
+
+        None if an earlier one stores it.
+        """
         return {} if self.reads_shared_kv else {self.layer: self.stored}
 
     def with_layers(self, new_layers: Mapping[int, int]) -> Self:
-        """Return the attention with another number of its layer."""
+        """Return the attention with its KV cache layer renumbered by `new_layers` (old to new)."""
         return self._changed(layer=new_layers[self.layer])
 
     @property
     def label(self) -> str:
-        """The label "pieces", with the window if it has one."""
+        """Return the name in profiles: "pieces", with the window if the layer has one."""
         return "pieces" if self.window is None else f"pieces({self.window})"
 
 
@@ -192,10 +197,10 @@ def _exchanged(sent: float, received: float) -> Cost:
 
 
 def split_heads(op: Attention, shares: tuple[int, ...]) -> dict[str, tuple[Range, ...]]:
-    """Return the columns of an attention's inputs that each column part computes: whole heads.
+    """Return the columns of an attention's inputs that each rank computes: whole heads.
 
-    Queries, keys and values are put side by side and cut together, so that each part has its share
-    of all columns, though some parts may have no keys or no queries.
+    Queries, keys and values are put side by side and cut together, so that each rank has its share
+    of all columns, though some ranks may have no keys or no queries.
     """
     counts = dict.fromkeys(op.inputs, op.num_kv_heads) | {op.q: op.num_heads}
     head_cuts = cuts(sum(counts.values()), shares)

@@ -27,7 +27,10 @@ STORED_FIELDS: Final[dict[tuple[str, str], str]] = {
 
 
 def stored_form(value: object) -> str:
-    """Return a value of structs and tuples as text, with the stored names of classes and fields."""
+    """Return a Program as text that stays the same if classes or fields are renamed.
+
+    `value`: a value of structs and tuples; each class and field has a fixed stored name.
+    """
     if isinstance(value, tuple):
         items = [stored_form(item) for item in value]
         return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"

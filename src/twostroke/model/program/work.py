@@ -9,7 +9,7 @@ from twostroke.model.program.batch import BatchShape
 
 
 class Cost(Frozen):
-    """Work of a step or of one operation: floating-point operations, and bytes that must move.
+    """The cost of a step or an operation: FLOPs, and bytes that must move.
 
     `weight_bytes` and `cache_bytes` (keys and values, read and written) are the traffic that no
     kernel can avoid; values between operations are left out, since they stay in the processor's
@@ -26,11 +26,11 @@ class Cost(Frozen):
 
     @property
     def bytes(self) -> int:
-        """All bytes that memory must move."""
+        """Return all bytes that memory must move, of weights and of the KV cache."""
         return self.weight_bytes + self.cache_bytes
 
     def __add__(self, other: Cost) -> Cost:
-        """Return the sum of both."""
+        """Return the sum of two costs."""
         return Cost(
             flops=self.flops + other.flops,
             weight_bytes=self.weight_bytes + other.weight_bytes,
@@ -46,116 +46,119 @@ Count = Callable[[BatchShape], float]
 
 
 def once(batch: BatchShape) -> int:
-    """Count the step as 1."""
+    """Count a batch as 1, for costs that a step has once, such as reading a weight."""
     del batch
     return 1
 
 
 def each_row(batch: BatchShape) -> int:
-    """Count the tokens that are computed."""
+    """Count the rows of a batch, for costs that each computed token has."""
     return batch.num_rows
 
 
 def each_row_of_all(batch: BatchShape) -> int:
-    """Count the tokens that all row parts compute."""
+    """Count the rows that all row parts of a step compute together."""
     return batch.whole_step.num_rows
 
 
 def each_sampled_row(batch: BatchShape) -> int:
-    """Count the rows with logits."""
+    """Count the rows of a batch that get logits."""
     return batch.num_sampled
 
 
 def once_if_sampled(batch: BatchShape) -> int:
-    """Count the step as 1 if any row has logits, else 0."""
+    """Count a batch as 1 if any row gets logits, else as 0."""
     return min(1, batch.num_sampled)
 
 
 class EachAttended(Frozen):
-    """Counts the pairs of a row and a position that it attends to."""
+    """Counts the (row, position) pairs of attention in a batch."""
 
     window: int | None
 
     def __call__(self, batch: BatchShape) -> int:
-        """Return the number of pairs."""
+        """Return the number of (row, position) pairs of attention in a batch."""
         return batch.num_attended(self.window)
 
 
 class EachCached(Frozen):
-    """Counts the positions whose keys and values are read, and the rows that store theirs."""
+    """Counts the positions whose keys and values attention reads or stores in a batch."""
 
     window: int | None
 
     def __call__(self, batch: BatchShape) -> int:
-        """Return the number of positions."""
+        """Return the number of positions that are read, plus the rows that are stored."""
         return batch.num_context(self.window) + batch.whole_step.num_rows
 
 
 class EachRead(Frozen):
-    """Counts the positions whose keys and values are read."""
+    """Counts the positions whose keys and values attention reads in a batch."""
 
     window: int | None
 
     def __call__(self, batch: BatchShape) -> int:
-        """Return the number of positions."""
+        """Return the number of positions whose keys and values a batch reads."""
         return batch.num_context(self.window)
 
 
 class EachPartialAttention(Frozen):
-    """Counts the pairs of a row and a KV split that it attends to, for requests with few rows."""
+    """Counts the (row, KV split) pairs of attention, for requests with few rows."""
 
     window: int | None
     max_rows: int
 
     def __call__(self, batch: BatchShape) -> int:
-        """Return the number of pairs, in requests with at most `max_rows`."""
+        """Return the number of (row, KV split) pairs in requests with at most `max_rows` rows."""
         return batch.with_rows(0, self.max_rows).num_partial_attentions(self.window)
 
 
 class EachKvSplit(Frozen):
-    """Counts the KV splits that the rows of each request attend to, for requests with many rows."""
+    """Counts the KV splits that requests attend to, for requests with many rows."""
 
     window: int | None
     min_rows: int
 
     def __call__(self, batch: BatchShape) -> int:
-        """Return the number of KV splits, in requests with at least `min_rows`."""
+        """Return the number of KV splits, summed over requests with at least `min_rows` rows."""
         return batch.with_rows(self.min_rows).num_kv_splits(self.window)
 
 
 class OfWholeStep(Frozen):
-    """Counts the batch with the rows of all row parts."""
+    """Applies a count to the undivided step, with the rows of all row parts."""
 
     count: Count
 
     def __call__(self, batch: BatchShape) -> float:
-        """Return the count of the whole step."""
+        """Return the count of the undivided step."""
         return self.count(batch.whole_step)
 
 
 class ShareOfExperts(Frozen):
-    """The expected share of experts that a step reads if each row chooses independently."""
+    """The expected share of a model's experts that a step reads.
+
+    Each row is assumed to choose its experts independently.
+    """
 
     num_used: int
     num_experts: int
 
     def __call__(self, batch: BatchShape) -> float:
-        """Return the share, from 0 to 1."""
+        """Return the expected share of experts that a batch reads, from 0 to 1."""
         return 1 - (1 - self.num_used / self.num_experts) ** batch.num_rows
 
 
 class OfLogitsRows(Frozen):
-    """Applies a count to the rows with logits alone."""
+    """Applies a count only to the rows of a batch that get logits."""
 
     count: Count
 
     def __call__(self, batch: BatchShape) -> float:
-        """Return the count of these rows, 0 if there are none."""
+        """Return the count of the batch's rows with logits, 0 if there are none."""
         return self.count(batch.logits_rows) if batch.num_sampled else 0
 
 
 def of_logits_rows(count: Count) -> Count:
-    """Return the same count, restricted to the rows with logits."""
+    """Return the same count of a batch, restricted to the rows with logits."""
     if count in (each_sampled_row, once_if_sampled):
         return count
     if count is each_row:
@@ -164,7 +167,9 @@ def of_logits_rows(count: Count) -> Count:
 
 
 class StepCost(Frozen):
-    """A cost as a sum of terms, each proportional to a count: fast to evaluate for any batch.
+    """The cost of a step as a sum of terms, each proportional to a count of the batch.
+
+    The sum is fast to evaluate for any batch.
 
     It is the cost of row part `row_part` of `num_row_parts`.
     """
@@ -174,7 +179,7 @@ class StepCost(Frozen):
     num_row_parts: int = 1
 
     def flops_and_bytes(self, batch: BatchShape) -> tuple[float, float]:
-        """Return the floating-point operations and bytes of a whole batch, not rounded; fast."""
+        """Return the FLOPs and bytes of a batch as fast as possible, not rounded."""
         flops: float = 0
         moved: float = 0
         for count, cost in self.terms:
@@ -184,7 +189,7 @@ class StepCost(Frozen):
         return flops, moved
 
     def of(self, batch: BatchShape) -> Cost:
-        """Return the cost for a batch."""
+        """Return the cost of a step for a batch."""
         if self.num_row_parts > 1:
             batch = batch.part(self.row_part, self.num_row_parts)
         flops: float = 0

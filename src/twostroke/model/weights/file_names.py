@@ -29,13 +29,19 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class FileNames(Frozen):
-    """The file's names of tensors, by canonical name; empty where both are the same."""
+    """The names of a model's tensors in its file, by canonical name (GGUF's).
+
+    Empty where both names are the same.
+    """
 
     published: Mapping[str, str] = field(default_factory=dict)
     layer_names: Mapping[str, str] = field(default_factory=dict)
 
     def quoted(self, canonical: str) -> str:
-        """Return the name that a tensor has, or would have, in the file; in quotes, for errors."""
+        """Return the name that a tensor has, or would have, in the model's file, in quotes.
+
+        Used in error messages. `canonical`: the tensor's canonical name.
+        """
         return repr(self._name(canonical)[:MAX_NAME_LENGTH])
 
     def _name(self, canonical: str) -> str:
@@ -50,7 +56,10 @@ class FileNames(Frozen):
         return self._prefix() + name
 
     def _similar(self, canonical: str) -> str | None:
-        """Return a name like that weight's in another layer or expert, with its own numbers."""
+        """Derive a missing tensor's name from the same weight in another layer or expert.
+
+        None if the file has no such weight.
+        """
         numbers = _NUMBER.findall(canonical)
         pattern = _NUMBER.sub("N", canonical)
         for other, published in self.published.items():
@@ -60,7 +69,7 @@ class FileNames(Frozen):
         return None
 
     def _prefix(self) -> str:
-        """Return the prefix that this file puts before the usual names."""
+        """Return the prefix that this file puts before the usual tensor names."""
         for published in self.published.values():
             name_without_prefix = without_prefix(published)
             if published.endswith(name_without_prefix):
@@ -71,7 +80,7 @@ class FileNames(Frozen):
 def by_canonical_name(
     file: str, tensors: Mapping[str, T], family: Family
 ) -> tuple[dict[str, T], FileNames]:
-    """Return the tensors that may be needed, by canonical name, and their names in the file.
+    """Return a file's tensors by canonical name, without unneeded ones, and their file names.
 
     Raises:
         ModelFormatError: two tensors are the same weight, or a tensor belongs to an adapter.
@@ -98,12 +107,15 @@ def by_canonical_name(
 
 
 def is_needed(canonical: str) -> bool:
-    """Whether results could be wrong without a tensor, even if the family does not read it."""
+    """Return whether results could be wrong without a tensor that the family does not read.
+
+    Tensors of other modalities, and values that follow from the configuration, are not needed.
+    """
     return is_text_weight(canonical) and not is_derived(canonical)
 
 
 def report_left_out(file: str, names: Iterable[str], family: str) -> None:
-    """Log the tensors of a file that do not belong to its text model."""
+    """Log the tensors of a model file that do not belong to its text model."""
     left_out = sorted(names)
     if not left_out:
         return
@@ -111,7 +123,7 @@ def report_left_out(file: str, names: Iterable[str], family: str) -> None:
 
 
 def _are_equal(first: object, second: object) -> bool:
-    """Whether two tensors have the same bytes, or two types are the same."""
+    """Return whether two tensors have the same bytes, or two tensor types are the same."""
     first_data = getattr(first, "data", None)
     second_data = getattr(second, "data", None)
     if first_data is None or second_data is None:

@@ -26,7 +26,9 @@ _logger = logging.getLogger("twostroke.weights")
 
 
 def folder_sampling(generation_config: Fields) -> SamplingParams:
-    """Return the parameters in a folder's `generation_config.json`; None for missing ones.
+    """Return the sampling parameters that a model folder's `generation_config.json` recommends.
+
+    None for parameters that are not there.
 
     `do_sample` is ignored, since many published files have it by accident.
     """
@@ -34,12 +36,15 @@ def folder_sampling(generation_config: Fields) -> SamplingParams:
 
 
 def gguf_sampling(fields: Fields) -> SamplingParams:
-    """Return the parameters in a GGUF file's metadata; None for missing ones."""
+    """Return the sampling parameters that a GGUF file's metadata recommends.
+
+    None for missing ones.
+    """
     return _sampling(fields, _GGUF_KEYS)
 
 
 def _sampling(fields: Fields, keys: Mapping[str, str]) -> SamplingParams:
-    """Return the parameters at `keys`; an invalid value is left out with a warning."""
+    """Return the sampling parameters at these keys; invalid values are left out with a warning."""
     values: dict[str, Any] = {}
     for name, key in keys.items():
         value = fields.value(key)
@@ -59,7 +64,7 @@ def _sampling(fields: Fields, keys: Mapping[str, str]) -> SamplingParams:
 
 
 def _whole_number(value: object) -> object:
-    """Return a `top_k` as a whole number; -1 means 0, which is no limit."""
+    """Return a model file's `top_k` as a whole number; -1 becomes 0, which means no limit."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return 0 if value == -1 else value

@@ -63,11 +63,11 @@ Stored: TypeAlias = "bool | int | float | str | Strings | NDArray[Any] | list[An
 
 
 class TruncatedError(ModelFormatError):
-    """The file ends before its header does."""
+    """A GGUF file ends before its header does."""
 
 
 class GgufHeader(Frozen):
-    """The part of a file before its data: its metadata and its table of tensors."""
+    """The header of a GGUF file: its metadata and its table of tensors."""
 
     mapping: MappedFile
     metadata: Metadata
@@ -75,7 +75,7 @@ class GgufHeader(Frozen):
 
 
 def read_gguf(path: Path) -> WeightFiles:
-    """Map the file at `path` and read its metadata and its table of tensors.
+    """Map a GGUF file into memory, and read its metadata and its tensors.
 
     Raises:
         ModelNotFoundError: there is no such file.
@@ -86,9 +86,10 @@ def read_gguf(path: Path) -> WeightFiles:
 
 
 def read_header(path: Path, name: str | None = None) -> GgufHeader:
-    """Map the file at `path` and read the part before its data; errors as `read_gguf`.
+    """Map a GGUF file, or its beginning, into memory and read its header.
 
-    Errors call the file `name`. Raises TruncatedError if the file ends before its data.
+    Raises the errors of `read_gguf`, in which the file is called `name`, and TruncatedError if the
+    file ends within its header.
     """
     reader = _Reader(MappedFile(path, name))
     num_tensors, num_keys = reader.counts()
@@ -98,7 +99,7 @@ def read_header(path: Path, name: str | None = None) -> GgufHeader:
 
 
 class Metadata(Mapping[str, Any]):
-    """A file's keys and values; an array of numbers is converted to a list on each access."""
+    """The metadata of a GGUF file by key; an array of numbers becomes a list on each access."""
 
     __slots__ = ("_raw", "_values")
 
@@ -117,12 +118,14 @@ class Metadata(Mapping[str, Any]):
         return len(self._values)
 
     def raw(self, key: str) -> bytes:
-        """Return a value's bytes as the file stores them, with the type first."""
+        """Return the bytes of a metadata value as the GGUF file stores it, with the type first."""
         return self._raw[key].tobytes()
 
 
 class Strings:
-    """The strings of a vocabulary, decoded on access: 250,000 Python strings would take 15 MB.
+    """The strings of a GGUF array, such as a vocabulary, decoded on access to save memory.
+
+    250,000 Python strings would take 15 MB.
 
     `offsets` has the file offset of each string's length, and the end of the last string. Bytes
     that are not UTF-8 become lone surrogates (`surrogateescape`), so that different strings stay
@@ -149,7 +152,7 @@ class Strings:
         return (raw[begin:end].decode("utf-8", "surrogateescape") for begin, end in spans)
 
     def spans(self) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
-        """Return a range of the file, and the start and end of each string in it."""
+        """Return a range of the GGUF file, and the start and end of each string in this range."""
         offsets = np.frombuffer(self._offsets, np.uint64).astype(np.int64)
         first, last = int(offsets[0]), int(offsets[-1])
         offsets -= first
@@ -157,7 +160,7 @@ class Strings:
 
 
 class _Reader:
-    """A read position in the file that only moves forward, and never past the end."""
+    """A read position in a GGUF file that only moves forward, and never past the end."""
 
     def __init__(self, mapping: MappedFile) -> None:
         self.mapping = mapping
@@ -168,7 +171,7 @@ class _Reader:
         return self.mapping.fault(f"is damaged: {text}")
 
     def take(self, num_bytes: int) -> int:
-        """Move forward by `num_bytes` and return the old position."""
+        """Move the read position forward by `num_bytes`, and return the old position."""
         start = self.position
         size = self.mapping.size
         if num_bytes > size - start:
@@ -201,7 +204,10 @@ class _Reader:
             raise self.damaged(f"the name in {self.where} is not UTF-8") from None
 
     def counts(self) -> tuple[int, int]:
-        """Check magic and version; return the numbers of tensors and of metadata keys."""
+        """Check a GGUF file's magic number and version.
+
+        Returns the numbers of tensors and of metadata keys.
+        """
         magic = self.mapping.buffer[:4]
         if magic != MAGIC[: len(magic)]:
             raise self.mapping.not_a("GGUF", f"it starts with {magic!r}, not {MAGIC!r}")
@@ -241,7 +247,7 @@ class _Reader:
         return self.array()
 
     def array(self, depth: int = 1) -> Strings | NDArray[Any] | list[Any]:
-        """Read an array, whose items may be arrays."""
+        """Read an array of GGUF metadata, whose items may be arrays."""
         type_id = self.u32()
         count = self.check_limit(self.u64(), "array items", MAX_ARRAY_ITEMS)
         if type_id != _ARRAY:
@@ -252,7 +258,7 @@ class _Reader:
         return [self.array(depth + 1) for _ in range(count)]
 
     def numbers(self, type_id: int, count: int) -> NDArray[Any]:
-        """Read numbers as a view of the file."""
+        """Read `count` numbers of GGUF metadata as a view of the file."""
         dtype = _NUMBER_TYPES.get(type_id)
         if dtype is None:
             raise self.damaged(f"{self.where} has the unknown value type {type_id}")
@@ -262,7 +268,7 @@ class _Reader:
         return raw.view(dtype)
 
     def strings(self, count: int) -> Strings:
-        """Read the offsets of an array of strings.
+        """Read the offsets of an array of `count` strings of GGUF metadata.
 
         A vocabulary has more than 100,000 strings, so the loop does nothing else: a length that
         leads out of the file is noticed at the next string or at the end.

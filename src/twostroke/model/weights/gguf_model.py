@@ -51,7 +51,10 @@ _SIZE_KEYS = {
 
 
 def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> ModelSpec:
-    """Convert metadata into a ModelSpec; ModelFormatError for a missing or impossible value."""
+    """Convert a GGUF file's metadata into a ModelSpec.
+
+    Raises ModelFormatError for a missing or impossible value.
+    """
     architecture = fields.text("general.architecture")
     family = ARCHITECTURES[architecture]
     stored_fields = fields.within(f"{architecture}.")
@@ -91,7 +94,7 @@ def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> 
 
 
 def gguf_eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a completion, each once."""
+    """Return the end-of-sequence token ids in a GGUF file's metadata, each once."""
     ids: dict[int, None] = {}
     for key in _EOS_KEYS:
         ids |= dict.fromkeys(fields.token_ids(f"tokenizer.ggml.{key}_token_id", vocab_size))
@@ -110,13 +113,16 @@ def _read_rope_table(fields: Fields, name: str, tensor: QuantTensor) -> list[flo
 
 
 def _lacks_values(tensors: Mapping[str, QuantTensor]) -> bool:
-    """Whether any of the first layers with keys has no value matrix."""
+    """Return whether a GGUF model's first attention layers lack a value matrix.
+
+    `tensors`: the model's tensors by name.
+    """
     first_layers = takewhile(lambda layer: f"blk.{layer}.attn_k.weight" in tensors, count())
     return any(f"blk.{layer}.attn_v.weight" not in tensors for layer in first_layers)
 
 
 def _check_tokens(fields: Fields, spec: ModelSpec) -> None:
-    """Check that each token has a row in the embedding table."""
+    """Check that each token of a GGUF file's tokenizer has a row in the embedding table."""
     tokens = fields.values.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, (list, Strings)):
         fields.fault("has no tokenizer (tokenizer.ggml.tokens)")

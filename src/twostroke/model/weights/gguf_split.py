@@ -27,13 +27,16 @@ _PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
 def first_part(path: Path) -> Path:
-    """Return the path of the first part of a split model, given any part; other paths unchanged."""
+    """Return the path of the first file of a split GGUF model, given any of its files.
+
+    Other paths are returned unchanged.
+    """
     part = _PART.fullmatch(path.name)
     return path if part is None else path.with_name(_part_name(part["stem"], 0, int(part["count"])))
 
 
 def model_stem(path: Path) -> str:
-    """Return the model's name: the file's name without part number and suffix."""
+    """Return a GGUF model's name: the file's name without part number and suffix."""
     part = _PART.fullmatch(path.name)
     return path.stem if part is None else part["stem"]
 

@@ -50,7 +50,9 @@ _Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 
 
 class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of `heads.json`; msgspec checks its types and bounds.
+    """The content of `heads.json`, which describes trained draft heads (such as Medusa).
+
+    msgspec checks types and bounds.
 
     `target_id` is the `target_identity` of the target model. `token_ids[i]` is the target's id of
     the i-th token that the heads can propose. On held-out text, `accepted[d]` is the share of
@@ -82,7 +84,7 @@ class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def of(cls, spec: HeadsSpec, **other_facts: Any) -> Self:
-        """Return the facts about heads of these shapes, completed by `other_facts`."""
+        """Return the facts about draft heads of these shapes; `other_facts`: all further fields."""
         layer = spec.layer
         assert layer.window is not None
         return cls(
@@ -98,7 +100,7 @@ class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def spec(self) -> HeadsSpec:
-        """The shapes of the heads."""
+        """Return the shapes of the draft heads."""
         sizes = {name: getattr(self, name) for name in LAYER_SIZES}
         rope = RopeSpec(self.rope_base, self.head_dim, self.rope_interleaved)
         layer = heads_layer(self.target, rope, self.window, sizes)
@@ -106,7 +108,10 @@ class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class LoadedHeads(Frozen):
-    """Heads whose files are mapped and checked; `tensors` does not include the target's weights."""
+    """Draft heads whose files are mapped and checked.
+
+    `tensors` does not include weights that are shared with the target model.
+    """
 
     path: Path
     facts: HeadsFacts
@@ -114,15 +119,16 @@ class LoadedHeads(Frozen):
 
 
 def target_identity(tensors: Mapping[str, QuantTensor]) -> str:
-    """Return a model's identity, which does not depend on the number format of its matrices.
+    """Return the identity of a model for which draft heads were trained.
 
-    It is the SHA-256 of the last norm, which every format stores exactly.
+    It is the SHA-256 of the last norm, which every number format stores exactly, so quantized
+    versions of a model have the same identity.
     """
     return hashlib.sha256(tensors["output_norm.weight"].dequantize().tobytes()).hexdigest()
 
 
 def load_heads(folder: Path) -> LoadedHeads:
-    """Map and check the heads in a folder.
+    """Map and check the trained draft heads in a folder.
 
     Raises:
         ModelNotFoundError: the folder has no heads.
@@ -147,7 +153,9 @@ def load_heads(folder: Path) -> LoadedHeads:
 
 
 def save_heads(folder: Path, facts: HeadsFacts, tensors: Mapping[str, QuantTensor]) -> None:
-    """Write `heads.safetensors` (float32, float16 or bfloat16) and `heads.json`, each atomically.
+    """Write trained draft heads to a folder: `heads.safetensors` and `heads.json`.
+
+    Each file is written atomically. Tensors are float32, float16 or bfloat16.
 
     Raises:
         TwostrokeError: the folder cannot be written, or the disk is full.
@@ -163,13 +171,13 @@ def save_heads(folder: Path, facts: HeadsFacts, tensors: Mapping[str, QuantTenso
 
 
 def stored_shapes(spec: HeadsSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights that heads do not share with the target."""
+    """Return the shapes of the weights that draft heads do not share with the target model."""
     shapes = build_heads(spec).weight_shapes
     return {name: shape for name, shape in shapes.items() if name not in (TABLE, NUMBERS)}
 
 
 def numbers_table(depth: int) -> QuantTensor:
-    """Return the table that selects the Medusa block for each row's number."""
+    """Return the table that selects the Medusa head for each row's draft depth."""
     table = np.eye(depth, dtype=np.float32) * np.float32(_SELECTED_SCORE)
     return QuantTensor.from_floats(table, FORMATS["F32"])
 

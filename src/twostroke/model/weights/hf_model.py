@@ -40,7 +40,7 @@ SIZE_KEYS = {
 
 
 def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
-    """Return a configuration as fields, with transformers' defaults for missing values.
+    """Return a Hugging Face `config.json` as fields, with transformers' defaults.
 
     Raises ModelFormatError for an unknown model type.
     """
@@ -53,16 +53,17 @@ def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
 
 
 def text_fields(name: str, config: Mapping[str, Any]) -> Fields:
-    """Return a configuration as fields; a text model's values may be in `text_config`.
+    """Return a Hugging Face `config.json` as fields, without defaults.
 
-    A text model's type may differ, for example gemma3_text and gemma3.
+    A multimodal model has the text model's values in `text_config`. A text model's type may differ,
+    for example gemma3_text and gemma3.
     """
     text = Fields(name, config).part("text_config")
     return Fields(name, config if text is None else {**config, **text.values})
 
 
 def refuse_architecture(fields: Fields, architecture: str, supported: Collection[str]) -> NoReturn:
-    """Raise ModelFormatError for an unsupported architecture."""
+    """Raise ModelFormatError because a Hugging Face model's architecture is not supported."""
     fields.fault(
         f"has the architecture {architecture[:40]!r}, which is not supported yet; "
         f"supported: {', '.join(sorted(supported))}"
@@ -70,7 +71,10 @@ def refuse_architecture(fields: Fields, architecture: str, supported: Collection
 
 
 def hf_spec(fields: Fields, name: str) -> ModelSpec:
-    """Convert `hf_fields` into a ModelSpec; ModelFormatError for a missing or wrong value."""
+    """Convert a Hugging Face configuration (`hf_fields`) into a ModelSpec.
+
+    Raises ModelFormatError for a missing or wrong value.
+    """
     published_layout(fields)  # refuses unsupported quantizations
     architecture = MODEL_TYPES[fields.text("model_type")]
     family = ARCHITECTURES[architecture]
@@ -105,7 +109,10 @@ def hf_spec(fields: Fields, name: str) -> ModelSpec:
 
 
 def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the folder's chat template: from its own file, or from the tokenizer configuration."""
+    """Return a Hugging Face folder's chat template, or None.
+
+    It is in a separate file, or in the tokenizer configuration `config`.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
         with path.open("rb") as file:
@@ -118,7 +125,10 @@ def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _activation(fields: Fields) -> Activation:
-    """Return the activation function; Gemma has its own key, which old files set correctly."""
+    """Return the activation function that a `config.json` names.
+
+    Gemma has a separate key, which old files set correctly.
+    """
     key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
     activation = _ACTIVATIONS.get(fields.text(key, default="silu"))
     if activation is None:

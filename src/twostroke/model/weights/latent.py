@@ -26,7 +26,7 @@ def cut_latent(
     shapes: Mapping[str, tuple[int, ...]],
     quote: Callable[[str], str] = repr,
 ) -> dict[str, QuantTensor]:
-    """Return `tensors` with each matrix that all heads share split into a matrix for each head.
+    """Split the key and value matrices of latent attention (MLA) into one matrix for each head.
 
     `shapes` are the shapes that the Program reads. A file has stacks `attn_k_b` (heads, rank, key)
     and `attn_v_b` (heads, value, rank), or one matrix `attn_kv_b`, which has for each head the rows

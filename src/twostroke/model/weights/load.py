@@ -57,7 +57,7 @@ _LAYER = re.compile(r"(?:blk|model\.layers)\.(\d{1,4})\.")
 
 
 def load_path(path: Path, name: str | None = None, licence: str | None = None) -> LoadedModel:
-    """Map and check the model at `path`: a .gguf or .safetensors file, or a folder with either.
+    """Map and check a model: a .gguf or .safetensors file, or a folder that contains either.
 
     `name` is the model's name (default: the name of the file or folder).
 
@@ -79,12 +79,13 @@ def load_path(path: Path, name: str | None = None, licence: str | None = None) -
 
 
 def peek_family(path: Path, name: str) -> str | None:
-    """Return the family of a model, given the beginning of its GGUF file, or its config.json.
+    """Return a model's family from the beginning of its GGUF file, or from its config.json.
 
     Returns None if the file is too short to tell. Errors call the file `name`.
 
     Raises:
-        ModelFormatError: the family or a number format is not supported, or the file is damaged.
+        ModelFormatError: the family or a number format is not supported, or the file is
+            damaged.
     """
     if not name.endswith(".gguf"):
         return hf_spec(hf_fields(name, read_json(path)), name).architecture
@@ -144,7 +145,10 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
 
 
 def _gguf_family(fields: Fields, unsupported: Mapping[str, str]) -> str:
-    """Return the architecture of a GGUF file; refuse it if it or a number format is unsupported."""
+    """Return a GGUF file's architecture.
+
+    Raises ModelFormatError if the architecture or a number format is not supported.
+    """
     architecture = fields.text("general.architecture")
     if architecture not in ARCHITECTURES:
         refuse_architecture(fields, architecture, ARCHITECTURES)
@@ -156,7 +160,10 @@ def _gguf_family(fields: Fields, unsupported: Mapping[str, str]) -> str:
 def _load_folder(
     folder: Path, weights: Path | None, name: str | None, licence: str | None
 ) -> LoadedModel:
-    """Load a Hugging Face folder, from the file `weights`, or from all files if it is None."""
+    """Load a Hugging Face folder.
+
+    `weights`: the weight file to read; None: all weight files.
+    """
     config = folder / "config.json"
     if not config.is_file():
         raise ModelNotFoundError(f"{str(folder)!r} has no config.json next to the weights.")
@@ -213,7 +220,7 @@ def _load_folder(
 
 
 def _folder_weights(folder: Path, weights: Path | None) -> tuple[str, WeightFiles]:
-    """Return a name for a folder's weight files, for errors, and their tensors.
+    """Return the tensors of a Hugging Face folder, and a name of its weight files for errors.
 
     A folder without an index must have one weight file, or all shards of one model.
     """
@@ -244,7 +251,7 @@ def _folder_weights(folder: Path, weights: Path | None) -> tuple[str, WeightFile
 def _with_embedding_rows(
     spec: ModelSpec, file: str, tensors: Mapping[str, QuantTensor], names: FileNames
 ) -> ModelSpec:
-    """Return the spec with the embedding's number of rows, which may be padded."""
+    """Return the model spec with the embedding's real number of rows, which may be padded."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None or embedding.shape[0] == spec.vocab_size or len(embedding.shape) != 2:
         return spec
@@ -256,7 +263,10 @@ def _with_embedding_rows(
 
 
 def _folder_eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end a completion; config.json often lacks the end-of-turn tokens."""
+    """Return the end-of-sequence token ids of a Hugging Face folder.
+
+    Both configuration files count, because config.json often lacks the end-of-turn tokens.
+    """
     ids = [fields.token_ids("eos_token_id", vocab_size) for fields in (config, generation)]
     return tuple(dict.fromkeys(ids[0] + ids[1]))
 
@@ -273,14 +283,17 @@ def _num_extra_layers(fields: Fields, family: Family) -> int:
 def _by_canonical_name(
     file: str, tensors: Mapping[str, Any], family: Family, extra: range
 ) -> tuple[dict[str, Any], FileNames]:
-    """Return the tensors by canonical name, without `extra` layers, and their names in the file."""
+    """Return a file's tensors by canonical name, and their names in the file.
+
+    Layers of the range `extra` are left out; the model has them only to draft tokens.
+    """
     by_name, names = by_canonical_name(file, tensors, family)
     needed = {name: tensor for name, tensor in by_name.items() if not _is_of_layers(name, extra)}
     return needed, names
 
 
 def _is_of_layers(name: str, layers: range) -> bool:
-    """Whether a weight belongs to one of these layers."""
+    """Return whether a weight belongs to a layer in this range."""
     match = _LAYER.match(name)
     return match is not None and int(match[1]) in layers
 
@@ -291,7 +304,7 @@ def _program_weights(
     tensors: Mapping[str, QuantTensor],
     names: FileNames = FileNames(),  # noqa: B008 - frozen
 ) -> dict[str, QuantTensor]:
-    """Return the weights that the model's Program reads.
+    """Return the weights that the model's Program reads, by canonical name.
 
     A missing weight is refused, and so is a part of the text model that the Program does not read.
     Other tensors are left out.
@@ -327,12 +340,15 @@ def _program_weights(
 
 
 def _is_empty_bias(name: str, tensor: QuantTensor) -> bool:
-    """Whether a tensor is a bias of zeros, which some quantized folders contain needlessly."""
+    """Return whether a tensor is a bias of zeros, which some quantized folders contain."""
     return name.endswith(".bias") and not tensor.data.any()
 
 
 def _is_of_shared_kv_layer(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor computes keys or values of a layer that reads an earlier layer's."""
+    """Return whether a tensor computes keys or values that its layer does not use.
+
+    Such a layer reads an earlier layer's keys and values.
+    """
     match = _KEY_OR_VALUE.fullmatch(name)
     layer = spec.num_layers if match is None else int(match[1])
     return layer < spec.num_layers and spec.kv_source_layer(layer) is not None

@@ -39,7 +39,7 @@ _OTHER_FILES = {
 
 
 class MappedFile:
-    """A complete file mapped into memory; views keep the mapping alive.
+    """A model file mapped into memory; views of its bytes keep the mapping alive.
 
     If another process shortens the file while it is mapped, this process ends with SIGBUS, as with
     every memory-mapped reader. Twostroke itself replaces model files only by renaming.
@@ -48,7 +48,7 @@ class MappedFile:
     __slots__ = ("_array", "_mmap", "name", "path")
 
     def __init__(self, path: Path, name: str | None = None) -> None:
-        """Map the file at `path`; errors call it `name` (default: the path's last part).
+        """Map the file at `path`; errors call the file `name` (default: the path's last part).
 
         Raises:
             ModelNotFoundError: there is no such file.
@@ -78,22 +78,22 @@ class MappedFile:
 
     @property
     def size(self) -> int:
-        """The file's size in bytes."""
+        """Return the file's size in bytes."""
         return self._array.size
 
     @property
     def buffer(self) -> mmap.mmap:
-        """The mapping itself: slices are copies, `struct` reads in place."""
+        """Return the mapping of the file: slices are copies, `struct` reads in place."""
         return self._mmap
 
     def fault(self, text: str) -> ModelFormatError:
-        """Return an error with a statement about this file."""
+        """Return an error that says `text` about this file."""
         return ModelFormatError(f"{self.name!r} {text}.")
 
     def not_a(self, kind: str, default_reason: str) -> ModelFormatError:
         """Return the error that the file is not of this kind, with a reason from its first bytes.
 
-        `default_reason` is used if the first bytes are unknown.
+        `default_reason` is used if the first bytes identify no known kind of file.
         """
         start = self._mmap[:_NUM_START_BYTES].lstrip().lower()
         for prefix, reason in _OTHER_FILES.items():
@@ -102,11 +102,11 @@ class MappedFile:
         return self.fault(f"is not a {kind} file: {default_reason}")
 
     def view(self, start: int, num_bytes: int) -> Bytes:
-        """Return `num_bytes` bytes from `start` as a read-only uint8 view."""
+        """Return `num_bytes` bytes of the file from `start` as a read-only uint8 view."""
         return self._array[start : start + num_bytes]
 
     def release(self, views: Iterable[Bytes]) -> None:
-        """Free the memory under `views`; the next access reads the file again.
+        """Free the physical memory under views of the file; the next access reads the file again.
 
         Views of other memory are ignored. Adjacent ranges share one system call, since each call
         interrupts all threads.
@@ -120,7 +120,10 @@ class MappedFile:
         self._drop(begin, end)
 
     def _pages_under(self, view: Bytes) -> tuple[int, int] | None:
-        """Return the byte range in the file of a view's memory pages; None for other memory."""
+        """Return the byte range in the file of a view's memory pages, for `release`.
+
+        None if the view is of other memory.
+        """
         start = view.ctypes.data - self._array.ctypes.data
         if not view.nbytes or not 0 <= start <= start + view.nbytes <= self.size:
             return None

@@ -20,20 +20,20 @@ _NUM_HASHED_ROWS: Final = 8  # rows of each tensor
 
 
 class GgufTokenizer(Frozen):
-    """A tokenizer in a GGUF file's metadata (keys `tokenizer.ggml.*`)."""
+    """A tokenizer in the metadata of a GGUF file (keys `tokenizer.ggml.*`)."""
 
     metadata: Mapping[str, Any]
 
 
 class JsonTokenizer(Frozen):
-    """A tokenizer in a `tokenizer.json`, with the folder's `tokenizer_config.json`."""
+    """A tokenizer in a `tokenizer.json` file, with the folder's `tokenizer_config.json`."""
 
     path: Path
     config: Mapping[str, Any]
 
 
 class LoadedModel(Frozen):
-    """A model whose files are mapped and checked.
+    """A model whose weight files are mapped and checked, with its description and tokenizer.
 
     `tensors` holds exactly the weights that the Program of `spec` reads, by canonical name and with
     the shapes that it needs; they are views into `mappings`. `eos_token_ids` end a completion.
@@ -56,23 +56,23 @@ class LoadedModel(Frozen):
 
     @property
     def file_bytes(self) -> int:
-        """The size of the weight files in bytes."""
+        """Return the size of the model's weight files in bytes."""
         return sum(mapping.size for mapping in self.mappings)
 
     def release(self, tensors: Iterable[QuantTensor]) -> None:
-        """Free the memory of tensors that were repacked; they can still be read again."""
+        """Free the memory of weights that a backend has repacked; they can still be read again."""
         release_tensors(self.mappings, tensors)
 
 
 def release_tensors(mappings: Iterable[MappedFile], tensors: Iterable[QuantTensor]) -> None:
-    """Free the memory of tensors of mapped files; they can still be read again."""
+    """Free the memory of weights in mapped files; they can still be read again."""
     views = [tensor.data for tensor in tensors]
     for mapping in mappings:
         mapping.release(views)
 
 
 def weights_identity(tensors: Mapping[str, QuantTensor]) -> str:
-    """Return an identity that differs for different weights, or equal weights in another format.
+    """Return a hash that differs for models with different weights or number formats.
 
     It is the SHA-256 of each tensor's name, format, shape, order, and some evenly spaced rows from
     the first to the last. Training changes all rows, and an incomplete copy lacks many. A few

@@ -31,13 +31,13 @@ _SUPPORTED_MODULES: Final = {"Transformer", "Pooling", "Normalize"}
 
 
 class _Module(msgspec.Struct):
-    """An entry of `modules.json`; `type` is the import path of a class."""
+    """An entry of a sentence-transformers `modules.json`; `type` is a class's import path."""
 
     type: str
 
 
 def gguf_pooling(fields: Fields) -> str | None:
-    """Return the name of a file's `*.pooling_type`; None if it has none.
+    """Return the pooling of embeddings that a GGUF file's `*.pooling_type` names, or None.
 
     An unknown number is returned as a description, for the error message.
     """
@@ -48,9 +48,10 @@ def gguf_pooling(fields: Fields) -> str | None:
 
 
 def folder_pooling(folder: Path) -> str | None:
-    """Return the pooling that a folder's sentence-transformers files name; None without such files.
+    """Return the pooling of embeddings that a folder's sentence-transformers files name.
 
-    Several poolings are joined by `+`, and so are modules that would follow the pooling.
+    None without such files. Several poolings are joined by `+`, and so are modules that would
+    follow the pooling.
 
     Raises:
         ModelFormatError: a file is damaged.

@@ -60,7 +60,7 @@ _ARRAYS: dict[str, type[np.generic]] = {
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """An entry of a header; msgspec checks its types and bounds."""
+    """A tensor's entry in a safetensors header; msgspec checks its types and bounds."""
 
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
     shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
@@ -68,13 +68,13 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class _ShardIndex(msgspec.Struct, frozen=True):
-    """The index of a sharded model: the file of each tensor."""
+    """The index of a sharded safetensors model: the file of each tensor."""
 
     weight_map: Annotated[dict[str, _ShardName], msgspec.Meta(min_length=1)]
 
 
 def read_safetensors(path: Path) -> WeightFiles:
-    """Map one file and read its header.
+    """Map a safetensors file into memory and read its header.
 
     Raises:
         ModelNotFoundError: there is no such file.
@@ -106,7 +106,10 @@ def read_safetensors(path: Path) -> WeightFiles:
 
 
 def read_sharded(index: Path) -> WeightFiles:
-    """Read all files that a `model.safetensors.index.json` names; errors as `read_safetensors`."""
+    """Read all safetensors files that a `model.safetensors.index.json` names.
+
+    Raises the errors of `read_safetensors`.
+    """
     weight_map = decode_json(read_small_file(index), _ShardIndex, index.name).weight_map
     names = sorted(set(weight_map.values()))
     files = join_files([read_safetensors(index.with_name(name)) for name in names])
@@ -119,7 +122,10 @@ def read_sharded(index: Path) -> WeightFiles:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor | StoredArray]) -> None:
-    """Write tensors of float32, float16, bfloat16 or integers atomically; OSError on failure."""
+    """Write tensors to a safetensors file, atomically; OSError on failure.
+
+    The tensors must be float32, float16, bfloat16 or integers.
+    """
     entries: dict[str, Any] = {}
     begin = 0
     for name, tensor in tensors.items():
@@ -141,14 +147,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor | StoredArra
 
 
 def _values_type_shape(tensor: QuantTensor | StoredArray) -> tuple[NDArray[Any], str, list[int]]:
-    """Return a tensor's values or bytes, its type, and its shape."""
+    """Return a tensor's values (or bytes), type name and shape, as safetensors stores them."""
     if isinstance(tensor, StoredArray):
         return tensor.values, tensor.dtype, list(tensor.values.shape)
     return tensor.data, tensor.format.name, list(tensor.shape)
 
 
 def decode_json(raw: bytes | msgspec.Raw, kind: type[T], name: str) -> T:
-    """Decode JSON as a value of the type `kind`; ModelFormatError about file `name` if it differs.
+    """Decode JSON to a value of type `kind`; ModelFormatError about file `name` if it differs.
 
     Types declare their bounds with `msgspec.Meta`.
     """
@@ -160,7 +166,7 @@ def decode_json(raw: bytes | msgspec.Raw, kind: type[T], name: str) -> T:
 
 
 def _stored_array(mapping: MappedFile, entry: TensorEntry, header_entry: _Entry) -> StoredArray:
-    """Return a view of integers or of 8-bit floats."""
+    """Return a view of a safetensors tensor of integers or 8-bit floats."""
     begin, end = header_entry.data_offsets
     dtype = np.dtype(_ARRAYS[entry.dtype])
     if prod(entry.shape) * dtype.itemsize != end - begin:
@@ -175,7 +181,7 @@ def _stored_array(mapping: MappedFile, entry: TensorEntry, header_entry: _Entry)
 
 
 def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:
-    """Return the entries of the header, and the offset of the data."""
+    """Return the entries of a safetensors header by tensor name, and the offset of the data."""
     start = 8 + int.from_bytes(mapping.buffer[:8], "little")
     if start > mapping.size and start - 8 <= MAX_HEADER_BYTES:
         raise mapping.fault(f"is truncated: its header ends at {start}, the file at {mapping.size}")
@@ -192,7 +198,10 @@ def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:
 
 
 def _check_cover(mapping: MappedFile, header: Mapping[str, _Entry], num_bytes: int) -> None:
-    """Check that tensors cover the data without overlaps and without gaps, which hide data."""
+    """Check that a safetensors file's tensors cover its data without overlaps and gaps.
+
+    Gaps could hide data.
+    """
     covered = 0
     for begin, end in sorted(entry.data_offsets for entry in header.values()):
         if begin != covered or end < begin:

@@ -29,7 +29,7 @@ def cut_stacks(
     shapes: Mapping[str, tuple[int, ...]],
     fused: Mapping[str, tuple[str, ...]],
 ) -> dict[str, QuantTensor]:
-    """Return `tensors` with every stack replaced by its parts.
+    """Split stacked weights, such as fused QKV or all experts, into the weights of the Program.
 
     `shapes` are the shapes that the Program reads, by canonical name. `fused` maps a stacked weight
     of a layer to its parts ({"attn_qkv": ("attn_q", "attn_k", "attn_v")}); stacks of experts have
@@ -54,7 +54,7 @@ def uncut_stack(
     shapes: Mapping[str, tuple[int, ...]],
     fused: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, tuple[int, ...]] | None:
-    """Return the first stack that `cut_stacks` could not split, and the shape that it should have.
+    """Return the first stacked weight that `cut_stacks` could not split, and its correct shape.
 
     None if there is no such stack.
     """
@@ -67,7 +67,10 @@ def uncut_stack(
 
 
 def _parts(name: str, tensor: QuantTensor, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the names of the parts of `tensor`, from its first row to its last."""
+    """Return the names of the weights in a stacked tensor, from its first row to its last.
+
+    Empty if the tensor is not a stack.
+    """
     weight = _LAYER_WEIGHT.fullmatch(name)
     if weight is None:
         return []
@@ -82,12 +85,12 @@ def _parts(name: str, tensor: QuantTensor, fused: Mapping[str, tuple[str, ...]])
 
 
 def _height(tensor: QuantTensor) -> int:
-    """Return the number of output rows; each value of a vector counts as a row."""
+    """Return a tensor's number of output rows; each value of a vector counts as a row."""
     return tensor.shape[0] if len(tensor.shape) == 1 else tensor.num_rows
 
 
 def slice_rows(tensor: QuantTensor, start: int, end: int) -> QuantTensor:
-    """Return some rows of a stack or a matrix as a matrix, or values of a vector, as views."""
+    """Return some rows of a stacked tensor as a matrix, or values of a vector, as views."""
     if len(tensor.shape) > 1:
         shape = (end - start, tensor.shape[-1])
         return replace(tensor, shape=shape, data=tensor.data[start:end])

@@ -116,22 +116,25 @@ def without_prefix(name: str) -> str:
 
 
 def is_text_weight(canonical: str) -> bool:
-    """Whether a name belongs to a text model, whether it is a known weight or not."""
+    """Return whether a tensor belongs to the text model by its name, even if it is unknown."""
     return _TEXT_PART.match(canonical) is not None
 
 
 def is_derived(name: str) -> bool:
-    """Whether a tensor is not read because its values follow from the configuration."""
+    """Return whether a tensor need not be read, as its values follow from the configuration."""
     return _DERIVED.fullmatch(name) is not None
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a tensor belongs to an adapter (peft) that was not merged into its model."""
+    """Return whether a tensor belongs to a LoRA adapter that was not merged into its model."""
     return _ADAPTER.search(name) is not None
 
 
 def published_name(name: str, layer_names: Mapping[str, str]) -> str:
-    """Return the Hugging Face name of a weight; KeyError or ValueError for experts' weights."""
+    """Return the Hugging Face name of a weight with a canonical name.
+
+    Raises KeyError or ValueError for experts' weights, which have no single name.
+    """
     stem, _, suffix = name.rpartition(".")
     for published, canonical in _MODEL_WEIGHTS.items():
         if stem == canonical:
@@ -147,7 +150,7 @@ def published_name(name: str, layer_names: Mapping[str, str]) -> str:
 
 
 def _layer_part(name: str, layer_names: Mapping[str, str]) -> str | None:
-    """Return the canonical name of a weight within its layer; None if it is unknown."""
+    """Return the canonical name of a layer's weight, without the layer; None if it is unknown."""
     if name in _COMPLETE_NAMES:
         return _COMPLETE_NAMES[name]
     stem, _, suffix = name.rpartition(".")

@@ -24,7 +24,7 @@ _MAX_VALUES = 1 << 63
 
 
 class TensorEntry(Frozen):
-    """An entry of a file's table: the tensor's values begin at byte `start` of the file.
+    """A tensor's entry in a weight file's table: its values begin at byte `start` of the file.
 
     `dtype` is the file's name of the number format; `format` is None if it is not supported. The
     shape is row-major.
@@ -38,26 +38,29 @@ class TensorEntry(Frozen):
 
     @property
     def num_bytes(self) -> int | None:
-        """The size of its values in bytes; None if its format is not supported."""
+        """Return the size of the tensor's values in bytes; None if its format is not supported."""
         if self.format is None:
             return None
         return self.format.block_bytes * prod(self.shape) // self.format.block_size
 
     @property
     def quoted_name(self) -> str:
-        """The tensor's name for error messages."""
+        """Return the tensor's name in quotes, for error messages."""
         return f"tensor {self.name[:80]!r}"
 
 
 class StoredArray(Frozen, eq=False):
-    """A tensor of integers, or of 8-bit floats as uint8; `dtype` is the file's name of the type."""
+    """A tensor of integers, or of 8-bit floats as uint8, in a safetensors file.
+
+    `dtype` is the file's name of the type.
+    """
 
     dtype: str
     values: NDArray[Any]
 
 
 class WeightFiles(Frozen):
-    """The tensors of one file, or of several that belong together, by their names in the files.
+    """The tensors of a weight file, or of all files of a model, by their names in the files.
 
     Tensors are views into `mappings`. `unsupported` has the type of each tensor whose format is not
     supported; tensors of safetensors files that are parts of quantized weights are also in
@@ -72,14 +75,14 @@ class WeightFiles(Frozen):
 
     @property
     def num_tensors(self) -> int:
-        """The number of tensors in the files, supported or not."""
+        """Return the number of tensors in the files, supported or not."""
         return len(self.tensors) + len(self.unsupported)
 
 
 def map_tensors(
     mapping: MappedFile, entries: Sequence[TensorEntry], metadata: Mapping[str, Any]
 ) -> WeightFiles:
-    """Return the tensors of a file as views.
+    """Check a weight file's table of tensors, and return the tensors as views of the file.
 
     Raises ModelFormatError if a tensor has incomplete blocks, leads out of the file or overlaps
     another tensor.
@@ -115,7 +118,7 @@ def map_tensors(
 
 
 def join_files(parts: Sequence[WeightFiles]) -> WeightFiles:
-    """Return all tensors of files that belong together, with the metadata of the first file.
+    """Join the tensors of all files of a model, with the metadata of the first file.
 
     Raises ModelFormatError if two files have the same tensor.
     """
@@ -142,7 +145,7 @@ def check_shapes(
     reader: str,
     quote: Callable[[str], str] = repr,
 ) -> None:
-    """Raise ModelFormatError unless `tensors` has exactly the names and shapes that `reader` reads.
+    """Raise ModelFormatError unless a file has exactly the tensors that `reader` needs.
 
     An unknown tensor is refused because results without it would be wrong. `quote` formats a
     tensor's name for errors.
@@ -168,7 +171,7 @@ def check_shapes(
 
 
 def refuse_unsupported(file: str, unsupported: Mapping[str, str]) -> None:
-    """Raise ModelFormatError if a tensor has a number format that is not supported."""
+    """Raise ModelFormatError if a model file has a tensor in an unsupported number format."""
     for name, dtype in unsupported.items():
         raise ModelFormatError(
             f"{file!r} has tensor {name[:80]!r} of type {dtype}, which is not supported yet; "

@@ -52,7 +52,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _padded(raw: bytes) -> Iterable[bytes]:
-    """Return bytes, and zeros up to the next multiple of the alignment."""
+    """Return bytes followed by zeros up to the next multiple of GGUF's alignment."""
     return raw, bytes(_aligned(len(raw)) - len(raw))
 
 

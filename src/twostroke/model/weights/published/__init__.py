@@ -34,14 +34,20 @@ if TYPE_CHECKING:
 
 
 class QuantLayout(Protocol):
-    """How a quantized module is stored: the names of its tensors, and how to read them."""
+    """How a published folder (GPTQ, AWQ, ...) stores the matrix of a quantized module.
+
+    It has the names of a module's tensors, and reads them.
+    """
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The short names of tensors that only a quantized module has."""
+        """Return the short names of tensors that only a quantized module has, such as `qweight`."""
 
     def read(self, module: Module) -> CodedMatrix | QuantTensor:
-        """Return a module's matrix; ModelFormatError if its tensors contradict each other."""
+        """Return a quantized module's matrix.
+
+        ModelFormatError if its tensors contradict each other.
+        """
 
 
 _LAYOUTS: dict[str, Callable[[Fields], QuantLayout]] = {
@@ -73,7 +79,7 @@ _IGNORED_PARTS = frozenset(
 
 
 def published_layout(config: Fields) -> QuantLayout | None:
-    """Return the layout that a config.json names; None for a folder that is not quantized.
+    """Return the quantization layout that a config.json names; None for unquantized folders.
 
     Raises ModelFormatError for an unsupported layout.
     """
@@ -89,7 +95,7 @@ def published_layout(config: Fields) -> QuantLayout | None:
 
 
 def assemble_published(file: str, files: WeightFiles, layout: QuantLayout) -> WeightFiles:
-    """Return weight files in which every quantized module has one tensor, `NAME.weight`.
+    """Combine the tensors of each quantized module of a folder into one tensor, `NAME.weight`.
 
     Raises ModelFormatError about `file` if the tensors of a module contradict each other or the
     configuration.
@@ -120,7 +126,10 @@ def assemble_published(file: str, files: WeightFiles, layout: QuantLayout) -> We
 
 
 def _modules(file: str, files: WeightFiles, layout: QuantLayout) -> dict[str, Module]:
-    """Return the quantized modules by name; their parts or the type of `weight` identify them."""
+    """Return the quantized modules of a folder by name.
+
+    Tensors like `qweight`, or the type of `weight`, identify quantized modules.
+    """
     parts = (*layout.parts, "weight")
 
     def by_module(tensors_by_name: Mapping[str, T]) -> dict[str, dict[str, T]]:
@@ -144,5 +153,5 @@ def _modules(file: str, files: WeightFiles, layout: QuantLayout) -> dict[str, Mo
 
 
 def _is_other_tensor(name: str, used: AbstractSet[str]) -> bool:
-    """Whether a tensor is neither part of a quantized module nor a scale of activations."""
+    """Return whether a tensor is neither part of a quantized module nor a scale of activations."""
     return name not in used and name.rpartition(".")[2] not in _IGNORED_PARTS

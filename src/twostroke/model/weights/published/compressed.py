@@ -54,19 +54,19 @@ _MAX_SIZE = 1 << 20  # at least the outputs or inputs of any matrix
 
 
 class Scheme(Frozen):
-    """How a group of modules is quantized; a block has `size` (outputs, inputs)."""
+    """How compressed-tensors quantizes a group of modules; a block has `size` (outputs, inputs)."""
 
     kind: str
     bits: int
     size: tuple[int, int]
 
     def scale_shape(self, outputs: int, inputs: int) -> tuple[int, int]:
-        """Return the shape of the scales of a matrix."""
+        """Return the shape of the scales of a matrix with these numbers of outputs and inputs."""
         return -(-outputs // self.size[0]), -(-inputs // self.size[1])
 
 
 class CompressedLayout(Frozen):
-    """The layout of compressed-tensors folders, with the schemes that the configuration names."""
+    """The layout of compressed-tensors folders, with the quantization schemes of config.json."""
 
     schemes: tuple[Scheme, ...]
 
@@ -80,7 +80,10 @@ class CompressedLayout(Frozen):
     )
 
     def read(self, module: Module) -> CodedMatrix | QuantTensor:
-        """Return a module's matrix; ModelFormatError if its tensors contradict each other."""
+        """Return a quantized module's matrix.
+
+        ModelFormatError if its tensors contradict each other.
+        """
         match module.dtype("weight_packed"), module.dtype("weight"):
             case "I32", None:
                 return self._packed(module)
@@ -153,7 +156,7 @@ class CompressedLayout(Frozen):
         return fp8_matrix(codes, scales, scheme.size)
 
     def _scheme(self, module: Module, kind: str, bits: int, shape: tuple[int, ...]) -> Scheme:
-        """Return the scheme with this kind of values whose scales have the module's shape."""
+        """Return the quantization scheme that fits a module's values and shape of scales."""
         outputs, inputs = shape
         schemes = [s for s in self.schemes if (s.kind, s.bits) == (kind, bits)]
         if not schemes:
@@ -171,7 +174,10 @@ class CompressedLayout(Frozen):
 
 
 def compressed_layout(config: Fields) -> CompressedLayout:
-    """Read the configuration of compressed-tensors; ModelFormatError for unsupported values."""
+    """Read the compressed-tensors settings of a config.json.
+
+    Raises ModelFormatError for unsupported values.
+    """
     _check_format(config)
     transforms = config.part("transform_config")
     if transforms is not None and transforms.values.get("config_groups"):
@@ -218,7 +224,7 @@ def _read_scheme(weights: Fields) -> Scheme:
 
 
 def block_size(fields: Fields, key: str) -> tuple[int, int]:
-    """Return the two sizes of a block at `key`: [128, 128] or "128x128" in the file."""
+    """Return the two sizes of a quantization block: [128, 128] or "128x128" in a config.json."""
     value = fields.value(key)
     if isinstance(value, str):
         value = [int(part) if part.isdecimal() else part for part in value[:20].split("x")]
@@ -249,7 +255,7 @@ def _coded_matrix(module: Module, scheme: Scheme, codes: Bytes, zeros: Bytes | N
 
 
 def _zero_points(module: Module, scheme: Scheme, shape: tuple[int, ...]) -> Bytes:
-    """Return zero points, uint8 (rows, groups), stored packed along the rows or one in a byte."""
+    """Return a module's zero points, uint8 (rows, groups), from packed words or single bytes."""
     part, (rows, columns) = "weight_zero_point", scheme.scale_shape(*shape)
     if module.dtype(part) == "I32":
         words = module.array(part, ("I32",))
@@ -266,5 +272,5 @@ def _zero_points(module: Module, scheme: Scheme, shape: tuple[int, ...]) -> Byte
 
 
 def _unsigned(values: NDArray[Any], bits: int) -> Bytes:
-    """Return int8 values as uint8, with half of the range of the codes added."""
+    """Convert signed int8 codes of `bits` bits to uint8, by adding half of the codes' range."""
     return values.view(np.uint8) + np.uint8(1 << (bits - 1))

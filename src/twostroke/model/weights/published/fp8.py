@@ -31,9 +31,9 @@ _ALGORITHMS = ("FP8", "NVFP4")
 
 
 class Fp8Layout(Frozen):
-    """The layout of FP8 folders; `block` is the size of a block with a scale.
+    """The layout of FP8 folders; `block` is the size of a block of weights with one scale.
 
-    `block` is None if outputs or matrices have a scale.
+    `block` is None if each output, or the whole matrix, has one scale.
     """
 
     block: tuple[int, int] | None
@@ -41,7 +41,7 @@ class Fp8Layout(Frozen):
     parts = ("weight_scale", "weight_scale_inv", "weight_scale_2")
 
     def read(self, module: Module) -> CodedMatrix | QuantTensor:
-        """Return a module's matrix; ModelFormatError if its tensors contradict each other."""
+        """Return an FP8 module's matrix; ModelFormatError if its tensors contradict each other."""
         if module.has("weight_scale_2") and module.dtype("weight") == "U8":
             return _nvfp4(module)
         codes = module.e4m3_codes("weight")
@@ -54,13 +54,13 @@ class Fp8Layout(Frozen):
 
 
 def fp8_layout(config: Fields) -> Fp8Layout:
-    """Read the configuration of `fp8` or `fbgemm_fp8`."""
+    """Read the `fp8` or `fbgemm_fp8` settings of a config.json."""
     has_blocks = config.has("weight_block_size")
     return Fp8Layout(block_size(config, "weight_block_size") if has_blocks else None)
 
 
 def modelopt_layout(config: Fields) -> Fp8Layout:
-    """Read the configuration of `modelopt`; ModelFormatError for unsupported values."""
+    """Read the `modelopt` settings of a config.json; ModelFormatError for unsupported values."""
     if config.text("quant_algo") not in _ALGORITHMS:
         config.refuse("quant_algo", f"which is not supported; supported: {', '.join(_ALGORITHMS)}")
     return Fp8Layout(None)

@@ -48,7 +48,7 @@ _PACKING_VERSIONS = {
 
 
 class GptqLayout(Frozen):
-    """The layout of GPTQ folders, with the bits and group sizes that the configuration names.
+    """The layout of GPTQ folders, with the bits and group sizes that config.json names.
 
     The model's own values come first, then the values of single modules.
     """
@@ -60,7 +60,10 @@ class GptqLayout(Frozen):
     parts = PARTS
 
     def read(self, module: Module) -> CodedMatrix:
-        """Return the codes of a module; ModelFormatError if its tensors contradict each other."""
+        """Return the codes of a GPTQ module.
+
+        ModelFormatError if its tensors contradict each other.
+        """
         words = module.array("qweight", ("I32",))
         shape = module.shape("scales")
         if len(shape) != 2:
@@ -82,7 +85,7 @@ class GptqLayout(Frozen):
         )
 
     def _bits(self, module: Module, num_rows: int, outputs: int) -> int:
-        """Return the first configured number of bits that fits the inputs and zero points."""
+        """Return the first configured number of bits that fits a module's tensors."""
         packed = module.array("qzeros", ("I32",))
         inputs = module.array("g_idx", ("I32",), 1).size if module.has("g_idx") else None
         for bits in self.bits:
@@ -117,7 +120,7 @@ class GptqLayout(Frozen):
 
 
 def gptq_layout(config: Fields) -> GptqLayout:
-    """Read the configuration of GPTQ; ModelFormatError for unsupported values."""
+    """Read the GPTQ settings of a config.json; ModelFormatError for unsupported values."""
     version = config.text("checkpoint_format", default="gptq")
     if version not in {"gptq", "gptq_v2"}:
         config.refuse("checkpoint_format", "which is not supported; supported: gptq, gptq_v2")
@@ -125,7 +128,7 @@ def gptq_layout(config: Fields) -> GptqLayout:
 
 
 def auto_round_layout(config: Fields) -> GptqLayout | AwqLayout:
-    """Read the configuration of AutoRound, whose folders have the layouts of GPTQ or AWQ."""
+    """Read the AutoRound settings of a config.json; its folders are in GPTQ's or AWQ's layout."""
     key = "packing_format"
     packing = config.text(key, default="auto")
     if packing not in _PACKING_VERSIONS:
@@ -141,7 +144,7 @@ def _layout(config: Fields, version: int, key: str) -> GptqLayout:
 
 
 def _sizes(config: Fields, key: str) -> Iterator[tuple[int, int]]:
-    """Yield bits and group size of the model, then of modules with other values."""
+    """Yield bits and group size of the GPTQ model, then of modules with other values."""
     bits, size = _bits(config, None), _group_size(config, None)
     yield bits, size
     overrides = config.part(key)
@@ -161,6 +164,6 @@ def _bits(config: Fields, default: int | None) -> int:
 
 
 def _group_size(config: Fields, default: int | None) -> int:
-    """Return the inputs of a group; -1 in the file means all inputs."""
+    """Return the number of inputs in a quantization group; -1 in the file means all inputs."""
     size = config.integer("group_size", 1 << 20, low=-1, default=default or 128)
     return size if size > 0 else 1 << 20

@@ -32,7 +32,7 @@ _LOW_HALF = np.uint32(0xFFFF)  # bits of a float32 that bfloat16 does not have
 
 
 class Scales(Frozen, eq=False):
-    """Scales (rows, columns) as a file stores them: their bits as integers, and their type."""
+    """Quantization scales (rows, columns) as a file stores them: bits as integers, and a type."""
 
     kind: str  # the name of a scale type of `grouped`
     raw: NDArray[Any]
@@ -42,12 +42,12 @@ class Scales(Frozen, eq=False):
         return Scales(self.kind, self.raw.T)
 
     def columns(self, indexes: NDArray[Any]) -> Scales:
-        """Return the columns at `indexes`."""
+        """Return the columns of the scales at `indexes`."""
         return Scales(self.kind, self.raw[:, indexes])
 
 
 class CodedMatrix(Frozen, eq=False):
-    """A matrix (outputs, inputs) of codes with scales and zero points.
+    """A quantized matrix (outputs, inputs): integer codes with scales and zero points.
 
     Without `zeros` uint8 (outputs, groups), zero points are in the middle of the codes' range.
     `scales` and `zeros` may have one row for all outputs. `group_of` (inputs,) is the group of each
@@ -63,14 +63,17 @@ class CodedMatrix(Frozen, eq=False):
 
 
 class AssembledMatrix(Frozen, eq=False):
-    """A tensor whose column i belongs to the input `order[i]`, or to input i if `order` is None."""
+    """A quantized weight tensor, and the input to which each column belongs.
+
+    Column i belongs to the input `order[i]`, or to input i if `order` is None.
+    """
 
     tensor: QuantTensor
     order: NDArray[Any] | None = None
 
 
 def assemble_groups(coded: CodedMatrix) -> AssembledMatrix:
-    """Return codes in a grouped format with exactly the same values.
+    """Convert a GPTQ or AWQ matrix to a grouped format with exactly the same values.
 
     Inputs are sorted by their groups, if they are not sorted yet. Matrices that no grouped format
     can express become floats: groups that are not multiples of 32 inputs, and zero points of 8
@@ -97,7 +100,7 @@ def assemble_groups(coded: CodedMatrix) -> AssembledMatrix:
 
 
 def coded_values(coded: CodedMatrix) -> Floats:
-    """Return the values of codes as float32 (outputs, inputs), in the inputs' order."""
+    """Dequantize a matrix of codes to float32 (outputs, inputs), in the inputs' order."""
     groups = coded.group_of
     if coded.table:
         values = E2M1[coded.codes]
@@ -110,7 +113,7 @@ def coded_values(coded: CodedMatrix) -> Floats:
 
 
 def scale_values(scales: Scales) -> Floats:
-    """Return scales as float32."""
+    """Convert quantization scales to float32."""
     raw = np.ascontiguousarray(scales.raw).view(np.uint8)
     if scales.kind == "e8m0":
         return E8M0[raw]
@@ -118,14 +121,17 @@ def scale_values(scales: Scales) -> Floats:
 
 
 def exact_floats(values: Floats) -> QuantTensor:
-    """Return values as bfloat16 where that is exact, else as float32."""
+    """Return values as a bfloat16 tensor if that is exact, else as a float32 tensor."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     exact = not (values.view(np.uint32) & _LOW_HALF).any()
     return QuantTensor.from_floats(values, FORMATS["BF16" if exact else "F32"])
 
 
 def _widen_codes(codes: Bytes, coded: CodedMatrix) -> tuple[Bytes, Bytes | None]:
-    """Return codes and zero points for 4 or 8 bits; no zero points if all are in the middle."""
+    """Widen a matrix's codes and zero points to 4 or 8 bits.
+
+    No zero points are returned if all are in the middle of the codes' range.
+    """
     middle = 1 << (coded.bits - 1)
     zeros = coded.zeros
     if zeros is not None and (zeros == middle).all():
@@ -137,9 +143,9 @@ def _widen_codes(codes: Bytes, coded: CodedMatrix) -> tuple[Bytes, Bytes | None]
 
 
 def _block_size(groups: NDArray[Any], min_block: int) -> int | None:
-    """Return the largest block, in inputs, that divides all runs of equal `groups`; None if none.
+    """Return the largest block of inputs that divides all runs of inputs of the same group.
 
-    Kernels take multiples of 32 inputs.
+    Kernels take multiples of 32 inputs; None if no block is possible.
     """
     inputs = len(groups)
     if inputs % 32:
@@ -160,7 +166,7 @@ _PRODUCERS = {"down_proj": ("gate_proj", "up_proj"), "w2": ("w1", "w3")}
 def reorder_columns(
     tensors: Mapping[str, QuantTensor], orders: Mapping[str, NDArray[Any]]
 ) -> dict[str, QuantTensor]:
-    """Return tensors with the columns in `orders` put in order, or with the order noted.
+    """Put the columns of matrices in the order of inputs, or note the order in the tensor.
 
     Column i of the matrix `name` in `orders` belongs to the input `orders[name][i]`.
     """
@@ -182,7 +188,7 @@ def reorder_columns(
 
 
 def fp8_matrix(codes: Bytes, scales: Floats, size: tuple[int, int]) -> QuantTensor:
-    """Return E4M3 codes (outputs, inputs) times a scale for each block of `size`.
+    """Return an FP8 matrix: E4M3 codes (outputs, inputs) times a scale for each block of `size`.
 
     The tensor stays E4M3, unless a row ends inside a block: then it is bfloat16 where that is
     exact, else float32.
@@ -197,9 +203,10 @@ def fp8_matrix(codes: Bytes, scales: Floats, size: tuple[int, int]) -> QuantTens
 
 
 def fp4_codes(packed: Bytes, scales: Scales, size: int) -> CodedMatrix:
-    """Return packed E2M1 codes and scales as a matrix; the first of two codes is in the low bits.
+    """Unpack E2M1 (FP4) codes, two in a byte, and return them with their scales as a matrix.
 
-    `packed` is uint8 (outputs, inputs / 2); a group has `size` inputs.
+    The first of two codes is in the low bits. `packed` is uint8 (outputs, inputs / 2); a group has
+    `size` inputs.
     """
     pairs = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=2)
     codes = pairs.reshape(len(packed), -1)
@@ -214,5 +221,5 @@ def fp4_codes(packed: Bytes, scales: Scales, size: int) -> CodedMatrix:
 
 
 def float32_scales(values: Floats) -> Scales:
-    """Return float32 values as scales."""
+    """Return float32 values as quantization scales."""
     return Scales("f32", np.ascontiguousarray(values, dtype=np.float32).view(np.uint32))

@@ -29,7 +29,7 @@ _MAX_NAME_CHARS = 120  # characters of a tensor's name in an error
 
 
 class Module(Frozen):
-    """The tensors of a module by their short names, such as `qweight` and `scales`."""
+    """The tensors of a quantized module by their short names, such as `qweight` and `scales`."""
 
     file: str
     name: str
@@ -38,21 +38,27 @@ class Module(Frozen):
 
     @property
     def parts(self) -> AbstractSet[str]:
-        """The short names of its tensors."""
+        """Return the short names of the quantized module's tensors."""
         return self.tensors.keys() | self.arrays.keys()
 
     def dtype(self, part: str) -> str | None:
-        """Return the file's name of a tensor's type; None if there is no such tensor."""
+        """Return the type of one of the module's tensors, as the file names it; None if missing.
+
+        `part`: the tensor's short name, such as `qweight`.
+        """
         if part in self.arrays:
             return self.arrays[part].dtype
         return self.tensors[part].format.name if part in self.tensors else None
 
     def has(self, part: str) -> bool:
-        """Whether the module has this tensor, of any type."""
+        """Return whether the quantized module has this tensor, of any type."""
         return self.dtype(part) is not None
 
     def array(self, part: str, dtypes: Sequence[str], dimensions: int = 2) -> NDArray[Any]:
-        """Return a tensor of one of these types; ModelFormatError if there is none."""
+        """Return one of the module's tensors as an array; ModelFormatError without a valid type.
+
+        `part`: the tensor's short name. `dtypes`: the types that are allowed.
+        """
         dtype = self.dtype(part)
         if dtype is None:
             raise self.lacks(part)
@@ -64,14 +70,17 @@ class Module(Frozen):
         return values
 
     def e4m3_codes(self, part: str) -> Bytes:
-        """Return a matrix of E4M3 codes; ModelFormatError if a code stands for no number."""
+        """Return a matrix of E4M3 codes; ModelFormatError if a code is NaN."""
         codes: Bytes = self.array(part, ("F8_E4M3",))
         if ((codes & np.uint8(0x7F)) == 0x7F).any():
             raise self.fault(part, "has a value that is not a number")
         return codes
 
     def scales(self, part: str, shape: tuple[int, int]) -> Scales:
-        """Return float scales of this shape; the file may leave out dimensions of 1."""
+        """Return float scales of this shape from one of the module's tensors.
+
+        The file may leave out dimensions of 1.
+        """
         tensor = self._floats(part)
         if prod(tensor.shape) != prod(shape) or tensor.shape not in _equivalent_shapes(shape):
             raise self.wrong_shape(part, shape)
@@ -79,7 +88,7 @@ class Module(Frozen):
         return Scales(kind, np.ascontiguousarray(tensor.data).view(raw).reshape(shape))
 
     def scale(self, part: str) -> np.float32:
-        """Return the value of a one-value tensor; ModelFormatError if it is not positive."""
+        """Return the only value of a scale tensor; ModelFormatError if it is not positive."""
         tensor = self._floats(part)
         if tensor.num_values != 1:
             raise self.wrong_shape(part, (1, 1))
@@ -89,27 +98,27 @@ class Module(Frozen):
         return value
 
     def shape(self, part: str) -> tuple[int, ...]:
-        """Return a tensor's shape; ModelFormatError if there is none."""
+        """Return the shape of one of the module's tensors; ModelFormatError if it is missing."""
         if part in self.arrays:
             return self.arrays[part].values.shape
         return self._floats(part).shape
 
     def lacks(self, part: str) -> ModelFormatError:
-        """Return the error for a missing tensor."""
+        """Return the error that the quantized module lacks a tensor."""
         name = f"{self.name}.{part}"[:_MAX_NAME_CHARS]
         return ModelFormatError(
             f"{self.file!r} lacks tensor {name!r}, which its quantization_config asks for."
         )
 
     def wrong_shape(self, part: str, shape: tuple[int, ...]) -> ModelFormatError:
-        """Return the error for a shape that contradicts the configuration."""
+        """Return the error that a tensor's shape contradicts the quantization settings."""
         actual_shape = [*self.shape(part)]
         return self.fault(
             part, f"has the shape {actual_shape}, its quantization_config asks for {[*shape]}"
         )
 
     def fault(self, part: str, text: str) -> ModelFormatError:
-        """Return an error with a statement about a tensor."""
+        """Return an error that says `text` about one of the module's tensors."""
         name = f"{self.name}.{part}"[:_MAX_NAME_CHARS]
         return ModelFormatError(f"{self.file!r} contradicts itself: tensor {name!r} {text}.")
 
@@ -122,17 +131,20 @@ class Module(Frozen):
 
 
 def _equivalent_shapes(shape: tuple[int, int]) -> list[tuple[int, ...]]:
-    """Return the shapes that a file may use: (n, 1) is also (n,)."""
+    """Return the shapes that a file may use for a matrix: (n, 1) is also (n,)."""
     return [shape, (shape[0],)] if shape[1] == 1 else [shape]
 
 
 def num_words(count: int, bits: int) -> int:
-    """Return the number of words that `count` codes fill without gaps."""
+    """Return the number of 32-bit words that `count` codes fill without gaps."""
     return -(-count * bits // 32)
 
 
 def unpack_words(words: NDArray[Any], bits: int, count: int) -> Bytes:
-    """Unpack int32 (rows, words) into uint8 (rows, count): code i begins at bit `i * bits`."""
+    """Unpack quantization codes from int32 (rows, words) to uint8 (rows, count), without gaps.
+
+    Code i begins at bit `i * bits` of its row.
+    """
     packed = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
     if bits == 8:
         return packed[:, :count]
@@ -146,7 +158,10 @@ def unpack_words(words: NDArray[Any], bits: int, count: int) -> Bytes:
 
 
 def unpack_padded_words(words: NDArray[Any], bits: int, count: int) -> Bytes:
-    """Unpack words that hold only complete codes: `32 // bits` in each, from the lowest bit on."""
+    """Unpack quantization codes from 32-bit words that hold only complete codes.
+
+    A word has `32 // bits` codes, from the lowest bit on.
+    """
     shifts = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
     codes = np.ascontiguousarray(words).view(np.uint32)[:, :, None] >> shifts
     codes &= np.uint32((1 << bits) - 1)
