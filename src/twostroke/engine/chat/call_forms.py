@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Unmarked(Enum):
-    """Which objects without call marks count as calls, at the beginning of an answer."""
+    """Which JSON objects at the beginning of an answer count as tool calls without call marks."""
 
     ALL = "all"
     FENCED = "fenced"  # only objects in a Markdown fence
@@ -25,7 +25,9 @@ class Unmarked(Enum):
 
 
 class CallForm(Frozen, kw_only=True):
-    """The form of calls: `begin`; head, name, middle, arguments, tail of each call; `end`.
+    """The form in which a model writes tool calls.
+
+    Calls are: `begin`; head, name, middle, arguments, tail of each call; `end`.
 
     Attributes:
         mark: the first text of calls; `begin` or `head` starts with it.
@@ -57,25 +59,25 @@ class CallForm(Frozen, kw_only=True):
 
     @property
     def opening(self) -> str:
-        """The text before the first call's name."""
+        """The text from the first mark of tool calls up to the first call's name."""
         return f"{self.begin}{self.head}"
 
     @property
     def all_marks(self) -> tuple[str, ...]:
-        """All texts of the form that may be special tokens."""
+        """All texts of this form of tool calls that may be special tokens."""
         return tuple(filter(None, (self.mark, self.id_mark, *self.marks)))
 
     @property
     def is_list(self) -> bool:
-        """Whether several calls share one beginning and one end."""
+        """Whether several tool calls share one beginning and one end."""
         return bool(self.begin)
 
     def name(self, name: str) -> str:
-        """Return a function's name as a call has it."""
+        """Return a function's name as a tool call in this form has it."""
         return json.dumps(name) if self.is_quoted else name
 
     def write(self, calls: Iterable[tuple[str, str]]) -> str:
-        """Return calls in this form, from their names and the JSON of their arguments."""
+        """Write tool calls in this form, from their names and the JSON of their arguments."""
         written = [
             f"{self.head}{self.name(name)}{self.middle}{arguments}{self.tail}"
             for name, arguments in calls
@@ -83,11 +85,11 @@ class CallForm(Frozen, kw_only=True):
         return f"{self.begin}{self.between.join(written)}{self.end}"
 
     def example(self) -> str:
-        """Return an example that shows a model how calls are written."""
+        """Return an example of a tool call in this form, which a prompt shows to the model."""
         return self.write([("the function's name", '{"the argument\'s name": "its value"}')])
 
     def fits(self, before: str, after: str) -> bool:
-        """Whether an answer's only call has this form, from the texts around its name.
+        """Whether an answer's only tool call has this form, from the texts around its name.
 
         `before` is the answer up to the name. `after` begins after the name, and may have text
         after the call. Blanks are ignored.
@@ -104,11 +106,11 @@ class CallForm(Frozen, kw_only=True):
         return begins and after.startswith(following) and _without_blanks(self.end) in after
 
     def is_known_to(self, tokenizer: Tokenizer) -> bool:
-        """Whether a vocabulary has tokens that only this form uses."""
+        """Whether a vocabulary has tokens that only this form of tool calls uses."""
         return self.has_own_tokens and all(tokenizer.find(mark) for mark in self.all_marks)
 
     def is_shown(self, text: str) -> bool:
-        """Whether a prompt shows the model this form."""
+        """Whether a prompt shows this form of tool calls to the model."""
         return not self.is_bare and _without_blanks(self.opening) in _without_blanks(text)
 
 

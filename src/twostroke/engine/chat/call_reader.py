@@ -51,21 +51,22 @@ _TEXT: Final = regex.compile(
 
 
 class TextPiece(Frozen):
-    """Text of the answer outside calls."""
+    """A piece of a streamed answer: text outside the reasoning and the tool calls."""
 
     text: str
 
 
 class ReasoningPiece(Frozen):
-    """Text of the reasoning."""
+    """A piece of a streamed answer: text of the model's reasoning."""
 
     text: str
 
 
 class CallBegin(Frozen):
-    """The beginning of a function call; `index` is its number in the answer.
+    """A piece of a streamed answer: the beginning of a tool call, with the function's name.
 
-    The arguments of an `is_custom` call are text, not JSON.
+    `index` is the number of the call in the answer. The arguments of an `is_custom` call are text,
+    not JSON.
     """
 
     index: int
@@ -74,7 +75,7 @@ class CallBegin(Frozen):
 
 
 class ArgumentsPiece(Frozen):
-    """The next part of the JSON of a call's arguments."""
+    """A piece of a streamed answer: the next part of the JSON of a tool call's arguments."""
 
     index: int
     text: str
@@ -84,12 +85,13 @@ Piece = TextPiece | ReasoningPiece | CallBegin | ArgumentsPiece
 
 
 class CallReader:
-    """Separates an answer's text from its calls, and returns each piece once it is certain.
+    """Separates a streamed answer's text from its tool calls.
 
-    Blanks around calls are dropped. Some models leave out the marks of calls, or write a Markdown
-    fence in their place: an answer that begins with an object that names a function is a call, too.
-    Braces around a call may be doubled, as in the examples of some templates. Text that begins like
-    a call, but is no call, stays text. Reading takes linear time.
+    Each piece is returned once it is certain. Blanks around calls are dropped. Some models leave
+    out the marks of calls, or write a Markdown fence in their place: an answer that begins with an
+    object that names a function is a call, too. Braces around a call may be doubled, as in the
+    examples of some templates. Text that begins like a call, but is no call, stays text. Reading
+    takes linear time.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class CallReader:
         is_pure: bool = False,
         unmarked: Unmarked = Unmarked.ALL,
     ) -> None:
-        """Read calls that are written in `form`.
+        """Read tool calls that are written in `form`.
 
         Args:
             names: the names of the functions.
@@ -130,11 +132,11 @@ class CallReader:
 
     @property
     def has_whole_calls(self) -> bool:
-        """Whether there are calls, and all of them are complete."""
+        """Whether the answer has tool calls, and all of them are complete."""
         return self.num_calls > 0 and self._state != self._arguments
 
     def feed(self, text: str) -> list[Piece]:
-        """Read more text, and return the pieces that are certain now."""
+        """Read more text of the answer, and return the pieces that are certain now."""
         self._pending_text += text
         pieces: list[Piece] = []
         while self._state(pieces):
@@ -144,7 +146,7 @@ class CallReader:
         return pieces
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
-        """End the answer, and return the text that was held back.
+        """End the answer, and return the text that was held back as a possible tool call.
 
         If the answer `is_cut` (by its token limit or a stop string), an incomplete call is dropped.
         """
@@ -161,7 +163,7 @@ class CallReader:
         return [TextPiece(rest)] if rest else []
 
     def _is_begun_call(self, text: str) -> bool:
-        """Whether a text is the beginning of a call, or of the mark of a call."""
+        """Whether the end of an answer is the beginning of a tool call, or of a call's mark."""
         if self._state == self._head or self.num_calls > 0:
             return True
         if text.lstrip() and self._form.mark.startswith(text.lstrip()):
@@ -182,7 +184,11 @@ class CallReader:
         return match, False
 
     def _start(self, pieces: list[Piece]) -> bool:
-        """Look for a call without marks or, in a pure answer, for a mark."""
+        """Read the answer's first text: look for a tool call without marks.
+
+        In an answer with either calls or text, also look for a mark. Returns False to wait for more
+        text.
+        """
         match, is_open = None, False
         if self._unmarked is not Unmarked.NONE:
             match, is_open = self._match(_BARE)
@@ -206,14 +212,17 @@ class CallReader:
         return True
 
     def _only_text(self, pieces: list[Piece]) -> bool:
-        """Read everything as text."""
+        """Read the rest of the answer as text, since it has no tool calls."""
         if text := self._trim.feed(self._pending_text[self._offset :]):
             pieces.append(TextPiece(text))
         self._offset = len(self._pending_text)
         return False
 
     def _text(self, pieces: list[Piece]) -> bool:
-        """Read text up to the next mark, or up to text that may begin a mark."""
+        """Read text up to the next tool call's mark, or up to text that may begin a mark.
+
+        Returns False to wait for more text.
+        """
         mark = self._form.mark
         pending_text = self._pending_text
         end = pending_text.find(mark, self._offset)
@@ -232,11 +241,17 @@ class CallReader:
         return is_marked
 
     def _head(self, pieces: list[Piece]) -> bool:
-        """Read the name of the first call after a mark."""
+        """Read the name of the first tool call after a mark.
+
+        Returns False to wait for more text.
+        """
         return self._name(self._patterns.first, pieces)
 
     def _next(self, pieces: list[Piece]) -> bool:
-        """Read the name of another call in a list, or the end of the list."""
+        """Read the name of another tool call in a list, or the end of the list.
+
+        Returns False to wait for more text.
+        """
         match, is_open = self._match(self._patterns.end)
         if is_open:
             return False
@@ -247,7 +262,10 @@ class CallReader:
         return self._name(self._patterns.next_call, pieces)
 
     def _name(self, pattern: regex.Pattern[str], pieces: list[Piece]) -> bool:
-        """Read the text before the arguments of a call."""
+        """Read the text of a tool call, with its name, before the arguments.
+
+        Returns False to wait for more text.
+        """
         match, is_open = self._match(pattern)
         if is_open:
             return False
@@ -269,7 +287,7 @@ class CallReader:
         return _parse_json_string(written) if self._form.is_quoted else written
 
     def _begin(self, name: str, offset: int, pieces: list[Piece]) -> None:
-        """Begin a call whose arguments begin at an offset of the pending text."""
+        """Begin a tool call whose arguments begin at an offset of the pending text."""
         self._trim = Trim(skips_first=True)  # blanks around a call are dropped
         self._text_of_call = ""
         pieces.append(CallBegin(self.num_calls, name))
@@ -281,7 +299,10 @@ class CallReader:
         self._state = self._arguments
 
     def _arguments(self, pieces: list[Piece]) -> bool:
-        """Read arguments, up to the bracket that closes them."""
+        """Read a tool call's arguments, up to the bracket that closes them.
+
+        Returns False to wait for more text.
+        """
         pending_text = self._pending_text
         for offset in range(self._offset, len(pending_text)):
             char = pending_text[offset]
@@ -305,12 +326,15 @@ class CallReader:
         return False
 
     def _add_arguments(self, end: int, pieces: list[Piece]) -> None:
-        """Add a piece with the arguments up to an offset of the pending text."""
+        """Add a piece with a tool call's arguments up to an offset of the pending text."""
         pieces.append(ArgumentsPiece(self.num_calls - 1, self._pending_text[self._offset : end]))
         self._offset = end
 
     def _after(self, pieces: list[Piece]) -> bool:
-        """Skip the end of a call; parts of it may be missing."""
+        """Skip the text after a tool call's arguments; parts of it may be missing.
+
+        Returns False to wait for more text.
+        """
         del pieces
         while self._tails:
             tail = self._tails.pop(0)
@@ -329,7 +353,7 @@ class CallReader:
         return True
 
     def _leave(self) -> None:
-        """Continue with text, or with another call without marks."""
+        """Continue after the tool calls: with text, or with another call without marks."""
         self._state = self._start if self._is_bare else self._text
 
 
@@ -341,7 +365,7 @@ class Trim:
         self._blank = ""  # blanks after the returned text
 
     def feed(self, text: str) -> str:
-        """Return text up to the last character that is not blank."""
+        """Read more text; return the text up to the last character that is not blank."""
         if self._skips:
             text = text.lstrip()
             self._skips = not text
@@ -354,13 +378,16 @@ class Trim:
         return text[:end]
 
     def finish(self) -> str:
-        """Return the blanks at the end."""
+        """Return the blanks at the end of the text, which were held back."""
         blank, self._blank = self._blank, ""
         return blank
 
 
 class _FormPatterns(Frozen):
-    """Patterns of the text around arguments; possessive, so that reading takes linear time."""
+    """The regular expressions of a form of tool calls, for the text around arguments.
+
+    They are possessive, so that reading takes linear time.
+    """
 
     first: regex.Pattern[str]  # of the first call, after the mark
     next_call: regex.Pattern[str]  # of another call in a list
@@ -370,7 +397,7 @@ class _FormPatterns(Frozen):
 
 @cache
 def _patterns_of(form: CallForm) -> _FormPatterns:
-    """Return the patterns of a form of calls."""
+    """Return the regular expressions that read tool calls of a form."""
     name = (
         rf'"(?:[^"\\]|\\.){{1,{_MAX_NAME_CHARS}}}+"'
         if form.is_quoted
@@ -392,7 +419,7 @@ def _patterns_of(form: CallForm) -> _FormPatterns:
 
 
 def _loose_pattern(text: str) -> str:
-    """Return a pattern of a text with any blanks between its words and signs.
+    """Return a regular expression of a call's mark with any blanks between words and signs.
 
     Braces before the last sign may be doubled. The last sign may not: the pattern would match
     before the second brace has arrived.
@@ -403,7 +430,10 @@ def _loose_pattern(text: str) -> str:
 
 
 def _parse_json_string(written: str) -> str | None:
-    """Return the value of a JSON string; None if it is not valid or has lone surrogates."""
+    """Return the value of a JSON string.
+
+    None if the string is not valid or has lone surrogates.
+    """
     try:
         text: str = json.loads(written)
         text.encode()
@@ -413,7 +443,7 @@ def _parse_json_string(written: str) -> str | None:
 
 
 class FreeTextReader:
-    """Reads the text from streamed arguments of the form `{"input": "..."}`."""
+    """Reads the text of a custom tool call from streamed arguments `{"input": "..."}`."""
 
     def __init__(self) -> None:
         self._pending_text = ""
@@ -421,7 +451,7 @@ class FreeTextReader:
         self._is_over = False
 
     def feed(self, arguments: str) -> str:
-        """Read more of the arguments, and return the text that is certain now."""
+        """Read more of the call's JSON arguments; return the text that is certain now."""
         if self._is_over:
             return ""
         self._pending_text += arguments

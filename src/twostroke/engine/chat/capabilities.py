@@ -38,7 +38,9 @@ _TOOL_SCHEMA: Final[dict[str, Any]] = {
 
 
 class TemplateCapabilities(Frozen):
-    """The features that a chat template supports; others are written as text.
+    """The features of tool calls that a chat template supports.
+
+    Other features are written as text.
 
     Attributes:
         form: how the model writes calls.
@@ -64,7 +66,7 @@ class TemplateCapabilities(Frozen):
 
 
 def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateCapabilities:
-    """Return the template's support for tools, calls and results."""
+    """Find out by test conversations how a chat template supports tools, calls and results."""
     probe = _Probe(template)
     rendered = probe.render([_USER])
     shows_tools = _TOOL in rendered
@@ -90,7 +92,7 @@ def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateC
 
 
 def _without_calls(probe: _Probe, rendered: str, tokenizer: Tokenizer) -> TemplateCapabilities:
-    """Return the capabilities of a template that does not write calls.
+    """Return the capabilities of a chat template that does not write tool calls.
 
     `rendered` is a prompt for which the template got a tool.
     """
@@ -113,7 +115,7 @@ _NONE: Final = TemplateCapabilities()
 
 
 class _Probe(Frozen):
-    """Renders test conversations, in which calls have one of several variants."""
+    """Renders test conversations with a chat template, with one variant of tool calls."""
 
     template: ChatTemplate
     call_id: str = _CALL_IDS[0]
@@ -121,7 +123,7 @@ class _Probe(Frozen):
     is_text: bool = False
 
     def render(self, messages: Sequence[dict[str, Any]], *, has_tools: bool = True) -> str:
-        """Return the rendered messages, or no text if the template refuses them."""
+        """Return a rendered test conversation, or no text if the template refuses it."""
         try:
             return self.template.render(
                 messages,
@@ -133,12 +135,15 @@ class _Probe(Frozen):
             return ""
 
     def reads_system(self) -> bool:
-        """Whether the template shows tools of the system message."""
+        """Whether the template shows tools that the system message has as `tools`."""
         system = {"role": "system", "content": "", "tools": json.dumps([_TOOL_SCHEMA])}
         return _TOOL in self.render([system, _USER], has_tools=False)
 
     def find_form(self) -> CallForm | None:
-        """Return the form of calls in the rendered conversation; None if it has no calls."""
+        """Return the form of tool calls in a rendered test conversation.
+
+        None if the template writes no calls, or writes them in an unknown form.
+        """
         plain = self.render([_USER, {"role": "assistant", "content": _ANSWER}]).partition(_ANSWER)[
             0
         ]
@@ -150,17 +155,17 @@ class _Probe(Frozen):
         return next((form for form in FORMS.values() if form.fits(before, after)), None)
 
     def writes_results(self, *, has_calls: bool = True) -> bool:
-        """Whether the template shows messages of the role tool."""
+        """Whether the template shows messages of the role tool, which have results of calls."""
         answer = self._answer(_CALL) if has_calls else {"role": "assistant", "content": "Let me"}
         result = {"role": "tool", "content": _ANSWER, "tool_call_id": self.call_id, "name": _CALL}
         return _ANSWER in self.render([_USER, answer, result])
 
     def size(self) -> int:
-        """Return the length of a rendered conversation with a call."""
+        """Return the number of characters of a rendered test conversation with a tool call."""
         return len(self.render([_USER, self._answer(_CALL)]))
 
     def takes_several(self) -> bool:
-        """Whether the template shows two calls of one answer."""
+        """Whether the template shows two tool calls of one answer."""
         return _OTHER_CALL in self.render([_USER, self._answer(_CALL, _OTHER_CALL)])
 
     def _answer(self, *names: str) -> dict[str, Any]:

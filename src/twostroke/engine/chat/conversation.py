@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class PreparedChat(Frozen):
-    """A rendered conversation, with the facts to constrain and to read its answer.
+    """A rendered conversation, and how to constrain and to read the model's answer.
 
     Attributes:
         prompt: the rendered prompt.
@@ -71,7 +71,7 @@ class PreparedChat(Frozen):
     continues: bool = False
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters with the constraints of calls and of the reasoning section.
+        """Return sampling parameters with the constraints of tool calls and the reasoning section.
 
         The marks of both stay in the output, although they may be special tokens.
         """
@@ -98,7 +98,10 @@ class PreparedChat(Frozen):
         return params.constraint is None or begins_inside
 
     def reading(self, *, splits_reasoning: bool = True) -> AnswerFormat:
-        """Return how to read answers. Without `splits_reasoning`, reasoning stays in the text."""
+        """Return the format in which answers are read.
+
+        Without `splits_reasoning`, reasoning stays in the text.
+        """
         reading = AnswerFormat(preface=self.preface if splits_reasoning else None)
         if self.calls is None:
             return reading
@@ -117,7 +120,7 @@ class PreparedChat(Frozen):
 
 
 class TriedTemplate:
-    """A compiled chat template and its properties, found by trial renderings on first use."""
+    """A compiled chat template, and its properties, which are found by trial on first use."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self.template = template
@@ -125,12 +128,12 @@ class TriedTemplate:
 
     @cached_property
     def capabilities(self) -> TemplateCapabilities:
-        """The template's support for tools and calls."""
+        """The chat template's support for tools and tool calls."""
         return find_capabilities(self.template, self._tokenizer)
 
     @cached_property
     def marks(self) -> ReasoningMarks | None:
-        """The texts around the model's reasoning, and whether each prompt opens it."""
+        """The texts around the model's reasoning, and whether each prompt opens it; else None."""
         user = [{"role": "user", "content": "Hello"}]
         try:
             text = self.template.render(self._in_parts(user), tools=self._without_tools).text
@@ -140,7 +143,7 @@ class TriedTemplate:
 
     @cached_property
     def turn_order(self) -> TurnOrder:
-        """The message orders that the template accepts."""
+        """The orders of messages that the chat template accepts."""
         capabilities = self.capabilities
         return find_turn_order(
             self._shows,
@@ -150,7 +153,10 @@ class TriedTemplate:
 
     @cached_property
     def _without_tools(self) -> list[Any] | None:
-        """The value of the variable `tools` for no tools: some templates fail without a list."""
+        """The value of the chat template's variable `tools` for a request without tools.
+
+        Some templates fail without a list.
+        """
         user = [{"role": "user", "content": "Hello"}]
         choices: tuple[list[Any] | None, ...] = (None, [])
         for tools in choices:
@@ -176,7 +182,7 @@ class TriedTemplate:
             return False
 
     def _shows(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether the template accepts a conversation and writes all of its texts."""
+        """Whether the chat template accepts a conversation and writes all of its texts."""
         try:
             rendered = self.template.render(
                 self._in_parts(fit_to_template(messages, (), self.capabilities)),
@@ -269,7 +275,7 @@ class Chat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Chat | None:
-        """Return the chat templates of a model; None if it has none."""
+        """Return the chat templates of a tokenizer's model; None if it has none."""
         return None if find_source(tokenizer) is None else cls(tokenizer)
 
     @cached_property
@@ -298,7 +304,7 @@ class Chat:
 
     @cached_property
     def _for_tools(self) -> tuple[TriedTemplate, str | None]:
-        """The template for conversations with tools, and why it is not the model's tool template.
+        """The chat template for requests with tools, and why it is not the model's tool template.
 
         The reason is None if the tool template is used, or if the model has none.
         """
@@ -317,7 +323,7 @@ class Chat:
         )
 
     def _tried_for(self, *, has_tools: bool) -> TriedTemplate:
-        """Return the template for a request with or without tools.
+        """Return the chat template for a request with or without tools.
 
         Raises:
             RequestError: the template cannot be compiled.
@@ -329,12 +335,12 @@ class Chat:
 
     @property
     def capabilities(self) -> TemplateCapabilities:
-        """The support for tools and calls of the template that shows tools."""
+        """The support for tools and tool calls of the chat template that is used with tools."""
         return self._tried_for(has_tools=True).capabilities
 
     @property
     def reasons(self) -> bool:
-        """Whether the template writes reasoning."""
+        """Whether the chat template writes the model's reasoning."""
         marks = self._tried_for(has_tools=False).marks
         return marks is not None and marks.is_of_template
 
@@ -347,7 +353,7 @@ class Chat:
         continued: str = "",
         has_result: bool = False,
     ) -> PreparedChat:
-        """Return how to constrain and read the answer to a rendered prompt.
+        """Return a rendered prompt with how to constrain and read its answer.
 
         Args:
             prompt: the prompt.
@@ -374,7 +380,10 @@ class Chat:
     def follow(
         self, thinking: Thinking, *, has_tools: bool = False
     ) -> tuple[Thinking, list[RequestError]]:
-        """Return the supported part of a reasoning request, and errors about the rest."""
+        """Return the part of a request's reasoning fields that the chat template supports.
+
+        Also returns errors about fields that are not supported.
+        """
         tried = self._tried_for(has_tools=has_tools)
         return supported_part(thinking, tried.template.variables, tried.marks)
 

@@ -22,7 +22,7 @@ _SEARCHES |= {"find", "rfind", "index", "rindex", "count", "replace"}
 
 
 class Marker:
-    """Marks special tokens in a template's literals, and finds the marks in rendered text.
+    """Marks special tokens in a chat template's own text, and finds the marks when rendered.
 
     A mark holds 64 random bits, made when the template is compiled, so text from outside cannot
     contain one.
@@ -46,28 +46,31 @@ class Marker:
         self._any_mark = re.compile("|".join(token_marks + spellings + role_marks))
 
     def mark(self, text: str) -> str:
-        """Return `text` with each special token in it replaced by that token's mark."""
+        """Return `text` with a secret mark in place of each special token in it."""
         return "".join(
             part if isinstance(part, str) else f"{self._nonce}{part.id}\ufdd1"
             for part in self._splitter.split(text, parse_special=True)
         )
 
     def mark_literal(self, node: nodes.Node) -> None:
-        """Mark the special tokens in a literal, unless the template only looks for it."""
+        """Mark the special tokens in a literal of the template that it may write.
+
+        Literals that the template only looks for stay as they are.
+        """
         if isinstance(node, nodes.TemplateData):
             node.data = self.mark(node.data)
         elif isinstance(node, nodes.Const) and id(node) not in self._searched:
             node.value = self.mark(node.value) if isinstance(node.value, str) else node.value
 
     def with_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Mark the roles of `messages`, if the template makes tokens from roles."""
+        """Mark the roles of `messages`, if the chat template makes special tokens from roles."""
         if self._marks_roles:
             for message in messages:
                 message["role"] = _Role(message["role"], self._spell_role(message["role"]))
         return messages
 
     def prompt(self, text: str) -> Prompt:
-        """Return rendered `text` as a prompt, its marks as special pieces."""
+        """Return rendered `text` as a prompt, in which the marks become special tokens."""
         pieces: list[Piece] = []
         plain: list[str] = []
         done = 0
@@ -84,13 +87,16 @@ class Marker:
         return Prompt(tuple(pieces))
 
     def _written(self, tree: nodes.Template) -> list[str]:
-        """Return the literal texts that the template writes."""
+        """Return the literal texts that the chat template writes."""
         texts = [node.data for node in tree.find_all(nodes.TemplateData)]
         consts = (node for node in tree.find_all(nodes.Const) if id(node) not in self._searched)
         return texts + [node.value for node in consts if isinstance(node.value, str)]
 
     def _glued(self, written: list[str]) -> Iterable[tuple[str, str]]:
-        """Yield the marked spelling and the text of special tokens made from a role."""
+        """Yield special tokens that the chat template makes from a role and text around it.
+
+        Each is a pair: its spelling with a marked role, and its text.
+        """
         for text in self._texts:
             for role in ROLES:
                 before, separator, after = text.partition(role)
@@ -104,7 +110,7 @@ class Marker:
 
 
 class _Role(str):  # noqa: SLOT000 (a string cannot have slots with values)
-    """A role that a template can compare as usual, and that it writes with a mark."""
+    """A message's role that a chat template compares as usual, and writes with a secret mark."""
 
     _spelling: str
 
@@ -130,7 +136,10 @@ def _flush(pieces: list[Piece], plain: list[str]) -> None:
 
 
 def reads_parts(tree: nodes.Template) -> bool:
-    """Whether the template loops over the parts of a message's content, or takes only strings."""
+    """Whether a chat template loops over the parts of a message's content.
+
+    If not, it takes only strings.
+    """
     return any(
         _key(node) == "content"
         for loop in tree.find_all(nodes.For)
@@ -139,12 +148,12 @@ def reads_parts(tree: nodes.Template) -> bool:
 
 
 def names_text(tree: nodes.Template, text: str) -> bool:
-    """Whether a literal of the template's expressions is this text."""
+    """Whether a literal in a chat template's expressions is this text."""
     return any(node.value == text for node in tree.find_all(nodes.Const))
 
 
 def read_keys(tree: nodes.Template) -> frozenset[str]:
-    """Return the keys that the template looks up in objects such as messages."""
+    """Return the keys that a chat template looks up in objects such as messages."""
     keys = [_key(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]
     arguments = (arg for call in tree.find_all(nodes.Call) for arg in call.args[:1])
     keys += [arg.value for arg in arguments if isinstance(arg, nodes.Const)]
@@ -160,7 +169,7 @@ def _key(node: nodes.Node) -> object:
 
 
 def _searched(tree: nodes.Template) -> Iterator[nodes.Node]:
-    """Yield the literals that the template only compares with or looks for."""
+    """Yield the literals that a chat template only compares with or looks for."""
     for compare in tree.find_all(nodes.Compare):
         for node in (compare.expr, *(operand.expr for operand in compare.ops)):
             yield from node.items if isinstance(node, (nodes.List, nodes.Tuple)) else [node]

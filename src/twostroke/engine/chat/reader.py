@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class AnswerPart(Protocol):
-    """A part of an answer, or a complete answer. The last part has a finish reason."""
+    """Anything with the text and the tokens of an answer, or of a part of it.
+
+    The last part has a finish reason.
+    """
 
     @property
     def text(self) -> str: ...  # noqa: D102
@@ -46,7 +49,7 @@ class AnswerPart(Protocol):
 
 
 class AnswerFormat(Frozen):
-    """The format in which answers are read.
+    """The format of a model's answers: their reasoning, their text and their tool calls.
 
     Attributes:
         functions: the names of the functions that may be called.
@@ -68,11 +71,11 @@ class AnswerFormat(Frozen):
 
     @property
     def is_plain(self) -> bool:
-        """Whether answers have only text."""
+        """Whether answers have only text, without reasoning and tool calls to separate."""
         return not self.functions and self.preface is None
 
     def reader(self, tokenizer: Tokenizer) -> AnswerReader:
-        """Return a reader for one answer."""
+        """Return a reader that separates the parts of one answer."""
         return AnswerReader(self, tokenizer)
 
 
@@ -80,7 +83,10 @@ PLAIN: Final = AnswerFormat()
 
 
 class AnswerReader:
-    """Separates the reasoning, text and calls of one answer; drops blanks between them."""
+    """Separates the reasoning, the text and the tool calls of one answer.
+
+    Blanks between them are dropped.
+    """
 
     def __init__(self, reading: AnswerFormat, tokenizer: Tokenizer) -> None:
         preface = reading.preface
@@ -102,12 +108,12 @@ class AnswerReader:
 
     @property
     def has_whole_calls(self) -> bool:
-        """Whether there are calls, and all of them are complete."""
+        """Whether the answer has tool calls, and all of them are complete."""
         return self._calls is not None and self._calls.has_whole_calls
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of tokens of the reasoning."""
+        """The number of tokens of the answer's reasoning."""
         return 0 if self._counter is None else self._counter.count
 
     def take(self, answer: AnswerPart) -> list[Piece]:
@@ -121,7 +127,7 @@ class AnswerReader:
         return pieces + self.finish(is_cut=is_cut)
 
     def feed(self, text: str) -> list[Piece]:
-        """Read more text, and return the pieces that are certain now."""
+        """Read more text of the answer, and return the pieces that are certain now."""
         if self._cutter is None:
             return self._answer(text)
         return self._pieces_of(self._cutter.feed(text))
@@ -148,7 +154,7 @@ class AnswerReader:
         return pieces
 
     def _answer(self, text: str) -> list[Piece]:
-        """Return the pieces of text after the reasoning."""
+        """Split text after the reasoning into pieces of text and of tool calls."""
         if self._is_after_preface:
             text = text.lstrip()
             self._is_after_preface = not text
@@ -157,7 +163,7 @@ class AnswerReader:
         return [TextPiece(text)] if text else []
 
     def _with_free_text(self, pieces: list[Piece]) -> list[Piece]:
-        """Return pieces with the text of custom tools in place of their arguments."""
+        """Return pieces in which custom tools' calls have their text in place of JSON arguments."""
         if not self._customs:
             return pieces
         result: list[Piece] = []

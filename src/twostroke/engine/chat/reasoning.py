@@ -59,7 +59,7 @@ class ReasoningMarks(Frozen):
 
 
 class Thinking(Frozen):
-    """The reasoning that a request asks for.
+    """The fields of a request that switch the model's reasoning.
 
     Attributes:
         is_on: switches reasoning on or off; None leaves that to the template.
@@ -80,7 +80,10 @@ AS_IT_IS: Final = Thinking()
 
 
 def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks | None:
-    """Return the marks of a model's reasoning in its template or vocabulary; None without marks."""
+    """Return the marks around a model's reasoning, from its chat template or its vocabulary.
+
+    None if there are no marks.
+    """
     for begin, end in _PAIRS:
         if end in template.source:
             return ReasoningMarks(begin, end, is_of_template=True)
@@ -91,7 +94,7 @@ def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks |
 
 
 def find_opened_marks(text: str) -> ReasoningMarks | None:
-    """Return the marks of the reasoning, if a rendered prompt ends with the first mark."""
+    """Return the marks around a model's reasoning, if a rendered prompt ends with the first."""
     text = text.rstrip()
     for begin, end in _PAIRS:
         if text.endswith(begin):
@@ -100,9 +103,10 @@ def find_opened_marks(text: str) -> ReasoningMarks | None:
 
 
 def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> ReasoningSection | None:
-    """Return the reasoning section that may follow a prompt; None if it has ended in the prompt.
+    """Return the reasoning section that may begin the answer to a prompt.
 
-    `continued` is the text at the end of the prompt that the answer continues.
+    None if the reasoning has ended in the prompt. `continued` is the text at the end of the prompt
+    that the answer continues.
     """
     inside = ReasoningSection("", marks.end)
     if continued.strip():
@@ -117,9 +121,10 @@ def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Reasoni
 def supported_part(
     thinking: Thinking, template_names: Collection[str], marks: ReasoningMarks | None
 ) -> tuple[Thinking, list[RequestError]]:
-    """Return the part of a reasoning request that a template supports, and errors about the rest.
+    """Return the part of a request's reasoning fields that a chat template supports.
 
-    `template_names` are the names of the variables that the template reads.
+    Also returns errors about fields that are not supported. `template_names` are the names of the
+    variables that the template reads.
     """
     if thinking is AS_IT_IS:
         return thinking, []
@@ -145,7 +150,7 @@ def supported_part(
 def variables_of(
     thinking: Thinking, template_names: Collection[str], marks: ReasoningMarks | None
 ) -> dict[str, object]:
-    """Return the template variables for a request.
+    """Return the chat template's variables for a request's reasoning fields.
 
     `template_names` are the names of the variables that the template reads.
 
@@ -176,7 +181,7 @@ def is_switched_off(thinking: Thinking) -> bool:
 
 
 def close_reasoning(prompt: Prompt, marks: ReasoningMarks, tokenizer: Tokenizer) -> Prompt:
-    """Return a prompt with empty reasoning, if the prompt ends with the first mark.
+    """Return a prompt with empty reasoning, if the prompt opens the reasoning at its end.
 
     Templates with a switch write the same: an empty line between the marks, and one after them.
     """
@@ -191,7 +196,7 @@ def close_reasoning(prompt: Prompt, marks: ReasoningMarks, tokenizer: Tokenizer)
 def with_reasoning(
     messages: Sequence[Mapping[str, object]], keys: Collection[str]
 ) -> Sequence[Mapping[str, object]]:
-    """Return messages with the reasoning of earlier answers under the template's key."""
+    """Return messages in which earlier answers have their reasoning under the template's key."""
     name = next((key for key in _KEYS if key in keys), _KEYS[0])
     if name == _KEYS[0] or not any(_KEYS[0] in message for message in messages):
         return messages
@@ -204,7 +209,7 @@ def with_reasoning(
 def _switch_variables(
     thinking: Thinking, template_names: Collection[str], marks: ReasoningMarks | None
 ) -> dict[str, object]:
-    """Return the template variables for `is_on` and `effort`."""
+    """Return the chat template's variables for the fields `is_on` and `effort` of a request."""
     is_on = thinking.is_on
     effort = thinking.effort
     if effort is not None and effort not in EFFORTS:
@@ -225,7 +230,10 @@ def _switch_variables(
 
 
 def _contradiction(thinking: Thinking) -> RequestError | None:
-    """Return the error of a field that contradicts a switch in the variables; else None."""
+    """Return the error of a reasoning field that contradicts a variable of the template.
+
+    None if no field contradicts a variable.
+    """
     is_on = thinking.is_on
     if thinking.effort is not None:
         if thinking.effort not in EFFORTS:
@@ -241,7 +249,7 @@ def _contradiction(thinking: Thinking) -> RequestError | None:
 
 
 def _is_met(name: str, value: object, marks: ReasoningMarks | None) -> bool:
-    """Whether a switch that the template does not read has the requested effect anyway."""
+    """Whether a reasoning switch that the template does not read has its effect anyway."""
     if name not in _SWITCHES or not isinstance(value, bool):
         return False
     if value:
@@ -263,7 +271,7 @@ def _reasons(marks: ReasoningMarks | None) -> bool:
 
 
 def _can_be_closed(marks: ReasoningMarks | None) -> bool:
-    """Whether the prompt begins the reasoning, so that `closed` can end it."""
+    """Whether the rendered prompt opens the reasoning, so that `close_reasoning` can end it."""
     return marks is not None and marks.is_opened
 
 

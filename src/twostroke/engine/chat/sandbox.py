@@ -49,11 +49,10 @@ _WIDE_BRACES: Final = re.compile(r"\d{4}|\{[^{}]*\{")
 
 
 class RenderBudget(Frozen):
-    """The limits of one rendering.
+    """The limits on time and size of one rendering of a chat template.
 
-    `max_chars` bounds every string or structure that a template builds, and the prompt.
-    `max_cpu_s` is time of the rendering thread alone, so a busy machine does not fail a good
-    template.
+    `max_chars` bounds every string or structure that a template builds, and the prompt. `max_cpu_s`
+    is time of the rendering thread alone, so a busy machine does not fail a good template.
     """
 
     max_chars: int = 4_000_000
@@ -61,14 +60,14 @@ class RenderBudget(Frozen):
 
 
 class BudgetError(RequestError):
-    """A chat template needs more than its budget."""
+    """A chat template needs more time or size than its budget allows."""
 
 
 class RenderMeter:
-    """Raises BudgetError when a rendering takes too much time or builds too large values."""
+    """Raises BudgetError if a chat template takes too much time or builds too large values."""
 
     def __init__(self, budget: RenderBudget) -> None:
-        """Start the clock."""
+        """Start to measure the time of a rendering."""
         self._budget = budget
         self._num_written = 0
         self._deadline_s = time.thread_time() + budget.max_cpu_s
@@ -76,12 +75,12 @@ class RenderMeter:
         self._weights: dict[int, tuple[object, int]] = {}
 
     def check_time(self) -> None:
-        """Raise BudgetError after the time limit."""
+        """Raise BudgetError if the rendering's time is over."""
         if time.thread_time() > self._deadline_s:
             raise _too_much(f"{self._budget.max_cpu_s:g} s of processor time", "max_cpu_s")
 
     def check_operation(self, values: Iterable[object], counts: Iterable[object] = ()) -> None:
-        """Raise BudgetError before an operation whose result could be too large.
+        """Raise BudgetError before a template's operation whose result could be too large.
 
         The result has at most the product of the two largest inputs. `values` count with their
         sizes. An integer in `counts` counts with its value, because it may be a width or a number
@@ -95,7 +94,10 @@ class RenderMeter:
             raise self._too_big()
 
     def built(self, value: Any) -> Any:
-        """Check the size of a new value, and return the value; a generator becomes a list."""
+        """Check the size of a value that the template built, and return the value.
+
+        A generator becomes a list.
+        """
         if isinstance(value, Iterator) and not isinstance(value, LoopContext):
             value = list(value)
         self.check_time()
@@ -103,14 +105,14 @@ class RenderMeter:
         return value
 
     def write(self, text: str) -> str:
-        """Count text that is written, also into a variable, and return the text."""
+        """Count text that the template writes, also into a variable, and return the text."""
         self._num_written += len(text)
         if self._num_written > 4 * self._budget.max_chars:
             raise self._too_big()
         return text
 
     def weigh(self, value: object) -> int:
-        """Return about the number of characters that `value` prints as.
+        """Return about the number of characters that a template's value prints as.
 
         A part that occurs several times in a structure counts each time, as in a print.
         """
@@ -155,12 +157,12 @@ def _too_much(limit: str, field: str) -> BudgetError:
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as chat templates expect it, limited by the meter in `context[METER]`."""
+    """The Jinja environment of chat templates, with limits from the meter in `context[METER]`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
-        """Offer `functions` to templates in addition to Jinja's own."""
+        """Offer `functions` to chat templates in addition to Jinja's own functions."""
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -182,7 +184,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def guarded(self, tree: nodes.Template, mark: Callable[[nodes.Node], None]) -> Template:
-        """Compile `tree` with checks of the limits; `mark` may change each literal text.
+        """Compile a chat template with checks of the limits; `mark` may change each literal text.
 
         Raises jinja2.TemplateError, or any other error for a hostile source.
         """
@@ -191,7 +193,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return self.from_string(guarded)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, PYI063
-        """Call an object for a template; the name is Jinja's name of the hook."""
+        """Call an object for a chat template, within the limits.
+
+        The name is Jinja's name of the hook.
+        """
         meter = _meter_of(__context)
         arguments = [
             *args,
@@ -211,7 +216,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return meter.built(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply a binary operator for a template; the name is Jinja's name of the hook."""
+        """Apply a binary operator for a chat template, within the limits.
+
+        The name is Jinja's name of the hook.
+        """
         meter = _meter_of(context)
         if operator == "%" and isinstance(left, str):
             _check_format(meter, left, [right], _WIDE_PERCENT)
@@ -224,13 +232,19 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Guard(NodeTransformer):
-    """Adds checks around expressions that build values, and at the start of loops and macros."""
+    """Adds checks of the limits to a chat template's syntax tree.
+
+    They are around expressions that build values, and at the start of loops and macros.
+    """
 
     def __init__(self, mark: Callable[[nodes.Node], None]) -> None:
         self._mark = mark
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        """Visit the children first, so that no check is put around another check."""
+        """Add checks to a node of the template, after its children.
+
+        So no check is put around another check.
+        """
         super().generic_visit(node, *args, **kwargs)
         match node:
             case nodes.TemplateData():
@@ -272,10 +286,13 @@ class _Namespace(Namespace):
 
 
 class _Dict:
-    """Makes dictionaries. The type `dict` itself would give templates all of its methods."""
+    """Makes dictionaries for chat templates.
+
+    The type `dict` itself would give templates all of its methods.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """Return a dictionary, as `dict` does."""
+        """Return a new dictionary, as `dict` does."""
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
@@ -284,18 +301,18 @@ class _Dict:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks text for trainers; rendering ignores it."""
+    """The tag `{% generation %}`, which marks text for trainers; rendering ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return the statements between the tags."""
+        """Return the statements between the tags, so that they are rendered as usual."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _metered(run: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a filter that checks its inputs and the size of its result."""
+    """Return a Jinja filter that checks its inputs and the size of its result."""
 
     @pass_context
     def metered(context: Context, *args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ def fit_to_template(
     tools: Sequence[Mapping[str, Any]],
     capabilities: TemplateCapabilities,
 ) -> list[dict[str, Any]]:
-    """Return the messages in a form that a template with these capabilities can show.
+    """Return a conversation's messages in a form that a chat template can show.
 
     The system message describes `tools` if the template does not show them.
     """
@@ -50,7 +50,7 @@ def fit_to_template(
 
 
 def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield messages in which every call and every result has an id.
+    """Yield messages in which every tool call and every result has an id.
 
     A result without an id gets the id of the first unanswered call with its name in the last
     answer, or else of the first unanswered call.
@@ -89,7 +89,7 @@ def _add_instructions(
     tools: Sequence[Mapping[str, Any]],
     capabilities: TemplateCapabilities,
 ) -> None:
-    """Describe the functions and the form of calls in the system message."""
+    """Describe the functions and the form of tool calls in the system message."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(tools=described, form=capabilities.form.example())
     if messages and messages[0]["role"] == "system":
@@ -123,7 +123,7 @@ def _fit_message(message: dict[str, Any], capabilities: TemplateCapabilities) ->
 
 
 def _arguments(function: Mapping[str, Any]) -> str:
-    """Return a call's arguments as JSON; they may be JSON already."""
+    """Return a tool call's arguments as JSON; they may be JSON already."""
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         return arguments
@@ -136,14 +136,17 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short_id(call_id: str) -> str:
-    """Return an id of nine letters or digits; equal ids have equal short ids."""
+    """Return a tool call's id of nine letters or digits; equal ids have equal short ids."""
     if len(call_id) == _SHORT_ID_CHARS and call_id.isascii() and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:_SHORT_ID_CHARS]
 
 
 def _split_parallel_calls(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield messages; split an answer with several calls into one for each call and its result."""
+    """Yield messages in which each answer has at most one tool call.
+
+    An answer with several calls is split into an answer for each call, followed by its result.
+    """
     index = 0
     while index < len(messages):
         message = messages[index]

@@ -43,7 +43,7 @@ _ANNOTATIONS: Final = frozenset(("$schema", "description", "title", "type"))
 
 
 class Function(Frozen):
-    """A function that may be called.
+    """A function that the model may call in its answer.
 
     Attributes:
         name: the name of the function.
@@ -82,16 +82,16 @@ class Function(Frozen):
         return function.without_schema()
 
     def constraint(self) -> Constraint:
-        """Return the constraint of its arguments."""
+        """Return the constraint of the function's arguments."""
         return Constraint("json_schema", json.dumps(self.schema), self.param)
 
     def without_schema(self) -> Function:
-        """Return the function with any object as arguments."""
+        """Return the function with a schema that allows any object as arguments."""
         return replace(self, schema=dict(ANY_OBJECT))
 
 
 class Tools(Frozen):
-    """The tools of a request.
+    """The tools of a request, which the prompt shows and the answer may call.
 
     Attributes:
         prompt_tools: the tools that the prompt shows, as the client sent them.
@@ -107,12 +107,12 @@ class Tools(Frozen):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The functions' names."""
+        """The names of the functions that the answer may call."""
         return tuple(function.name for function in self.functions)
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that allows no arguments besides those in its `properties`.
+    """Return a schema of arguments that allows no arguments besides its `properties`.
 
     JSON Schema allows other arguments by default, but most functions would fail with them. If a
     schema mentions no arguments, the function has none. If a schema can describe arguments outside
@@ -149,7 +149,7 @@ class ToolForm(Frozen):
 
     @property
     def unmarked(self) -> Unmarked:
-        """Which objects without call marks count as calls.
+        """Which JSON objects without call marks count as tool calls.
 
         Small models write each JSON answer like a call. After a result, where an answer is likely,
         only an object in a Markdown fence is a call, since JSON cannot begin with a fence.
@@ -161,7 +161,7 @@ class ToolForm(Frozen):
         return Unmarked.FENCED if self.has_result and not self.form.is_bare else Unmarked.ALL
 
     def constraint(self) -> Constraint:
-        """Return the constraint of answers, with and without calls."""
+        """Return the constraint of the model's answers, with and without tool calls."""
         grammar = CallGrammar(self.tools, self.form, self.tokenizer, self.preface)
         if self.tools.is_forced:
             rules = grammar.calls()
@@ -173,7 +173,7 @@ class ToolForm(Frozen):
         return Constraint("lark", "\n".join(rules), "tools", self.preface, answer)
 
     def without_refused(self, refusal: Callable[[Constraint], str | None]) -> ToolForm:
-        """Allow any object as arguments of functions whose schema cannot be enforced.
+        """Allow any object as arguments of functions whose schema no grammar can enforce.
 
         `refusal` returns why a constraint cannot be enforced, or None.
 
@@ -193,12 +193,15 @@ class ToolForm(Frozen):
 
 
 class CallGrammar:
-    """Writes the grammar of answers with calls, in Lark's notation."""
+    """Writes the grammar of answers with tool calls, in Lark's notation."""
 
     def __init__(
         self, tools: Tools, form: CallForm, tokenizer: Tokenizer, preface: ReasoningSection | None
     ) -> None:
-        """Describe calls of `tools` in `form`; text must not begin like the reasoning section."""
+        """Describe calls of `tools` in `form`.
+
+        Text must not begin like the reasoning section `preface`.
+        """
         self._tools = tools
         self._form = form
         self._tokenizer = tokenizer
@@ -209,18 +212,19 @@ class CallGrammar:
         self._more_calls = more_calls if tools.is_parallel else ""
 
     def calls(self) -> Iterator[str]:
-        """Yield the rules of answers with calls and no text."""
+        """Yield the grammar rules of answers with tool calls and no text."""
         yield from self._bodies()
         yield f"start: {self._to_lark(self._form.opening)} body {self._more_calls} {self._end}"
 
     def calls_or_constraint(self, unmarked: Unmarked) -> Iterator[str]:
-        """Yield the rules of answers with calls; another grammar has the answers without calls.
+        """Yield the grammar rules of answers with tool calls.
 
-        `unmarked` says which calls may lack their marks. A call without marks and fence can look
-        like a JSON answer. Its terminals are therefore the terminals of JSON, so that both grammars
-        stay possible up to the key of the arguments. That key is one terminal, which is longer than
-        the terminal of a JSON key, so that it decides for a call. Only one call without marks is
-        allowed, because a model that should write text would repeat it.
+        Another grammar has the answers without calls. `unmarked` says which calls may lack their
+        marks. A call without marks and fence can look like a JSON answer. Its terminals are
+        therefore the terminals of JSON, so that both grammars stay possible up to the key of the
+        arguments. That key is one terminal, which is longer than the terminal of a JSON key, so
+        that it decides for a call. Only one call without marks is allowed, because a model that
+        should write text would repeat it.
         """
         form, names = self._form, self._tools.names
         yield from self._bodies()
@@ -239,7 +243,7 @@ class CallGrammar:
         yield f"start: {start}"
 
     def calls_in_text(self) -> Iterator[str]:
-        """Yield the rules of answers with text, calls, or text before calls.
+        """Yield the grammar rules of answers with text, tool calls, or text before calls.
 
         An answer that begins like a call without marks is a call. Its braces may be doubled, and a
         Markdown fence may surround it.
@@ -264,7 +268,7 @@ class CallGrammar:
         yield text_without_prefix(*other_beginnings)
 
     def _unmarked(self, before: str) -> Iterator[str]:
-        """Yield the rules of a call without marks that follows the pattern `before`."""
+        """Yield grammar rules of a tool call without marks that follows the pattern `before`."""
         names = self._tools.names
         for index, name in enumerate(names):
             yield f"UNMARKED{index}: /{before}{_named_pattern(name)}/"
@@ -274,7 +278,7 @@ class CallGrammar:
         yield f"AFTER: /{_BLANK}+|{_BLANK}*```{_BLANK}*/"
 
     def _bodies(self) -> Iterator[str]:
-        """Yield the rules of arguments, and of calls from the name to the tail."""
+        """Yield the grammar rules of arguments, and of tool calls from the name to the tail."""
         form = self._form
         functions = self._tools.functions
         id_ = f" {self._to_lark(form.id_mark)} /[a-zA-Z0-9]{{9}}/ " if form.id_mark else ""
@@ -294,12 +298,15 @@ class CallGrammar:
 
 
 def _any(rule: str, functions: tuple[object, ...]) -> str:
-    """Return the alternatives of a rule, one for each function."""
+    """Return the alternatives of a grammar rule, one for each function."""
     return " | ".join(f"{rule}{index}" for index in range(len(functions)))
 
 
 def _named_pattern(name: str) -> str:
-    """Return the pattern of a call without marks up to its arguments; braces may be doubled."""
+    """Return a regular expression of a tool call without marks, up to its arguments.
+
+    Braces may be doubled.
+    """
     escaped = re.escape(name).replace("/", r"\/")  # a slash ends a pattern in Lark
     parts = [r"\{\{?", '"name"', ":", f'"{escaped}"', ",", '"(arguments|parameters)"', ":"]
     return f"{_BLANK}*" + "".join(f"{part}{_BLANK}*" for part in parts)

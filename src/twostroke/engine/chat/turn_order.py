@@ -79,12 +79,12 @@ STRICTEST: Final = replace(ALTERNATING, system=False)
 def arrange_turns(
     messages: Sequence[Message], order: TurnOrder, *, continues: bool = False
 ) -> list[Message]:
-    """Return the messages in an order that a template accepts, with all of their text.
+    """Return a conversation's messages in an order that a chat template accepts.
 
-    Each rule applies only if the template needs it. System messages at the beginning are joined.
-    Later system messages become text of the next user message; so do all system messages if the
-    template has no system role. Neighbouring messages of one role are joined. `continues` says
-    whether the answer continues the last message.
+    All of their text stays. Each rule applies only if the template needs it. System messages at the
+    beginning are joined. Later system messages become text of the next user message; so do all
+    system messages if the template has no system role. Neighbouring messages of one role are
+    joined. `continues` says whether the answer continues the last message.
     """
     turns = [_with_lists(message) for message in messages]
     if not order.developer:
@@ -124,7 +124,7 @@ def with_system_role(messages: Sequence[Message]) -> list[Message]:
 def find_turn_order(
     shows: Callable[[list[Message]], bool], *, names_developer: bool, writes_tools: bool
 ) -> TurnOrder:
-    """Return the kinds of conversations that a template accepts.
+    """Find out which orders of messages a chat template accepts.
 
     `shows` renders a conversation; it returns false if the template refuses the conversation or
     drops a text. `names_developer` says whether the template has a case for the role developer,
@@ -216,7 +216,7 @@ def _with_one_leading_system(turns: list[Message]) -> list[Message]:
 
 
 def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Message]:
-    """Return turns in which system messages that the template drops are text of the user."""
+    """Return messages in which system messages that the template drops are text of the user."""
     has_user = any(turn["role"] == "user" for turn in turns)
     keeps_leading = (
         order.system
@@ -246,7 +246,7 @@ def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Messag
 
 
 def _ends_with_user(turns: list[Message], order: TurnOrder) -> bool:
-    """Whether the rearranged conversation ends with a user turn.
+    """Whether the rearranged conversation ends with a user message.
 
     It does not if a template joins the user's text to the tool result before it.
     """
@@ -258,7 +258,7 @@ def _ends_with_user(turns: list[Message], order: TurnOrder) -> bool:
 
 
 def _append_user(turns: list[Message], turn: Message) -> None:
-    """Join a user turn to the last turn if that is the user's, too; else append it."""
+    """Join a user message to the last message if that is the user's, too; else append it."""
     if turns and turns[-1]["role"] == "user":
         turns[-1] = _join_pair(turns[-1], turn)
     else:
@@ -266,7 +266,7 @@ def _append_user(turns: list[Message], turn: Message) -> None:
 
 
 def _without_lone_results(turns: list[Message]) -> list[Message]:
-    """Return turns in which tool results without a call become user turns."""
+    """Return messages in which tool results without a call become user messages."""
     ordered: list[Message] = []
     is_called = False
     for turn in turns:
@@ -281,7 +281,10 @@ def _without_lone_results(turns: list[Message]) -> list[Message]:
 
 
 def _with_empty_results(turns: list[Message]) -> list[Message]:
-    """Return turns with an empty result after each unanswered call, except in the last turn."""
+    """Return messages with an empty result after each unanswered tool call.
+
+    Calls in the last message get none.
+    """
     ordered: list[Message] = []
     for turn in turns:
         calls = ordered[-1].get("tool_calls") if ordered else None
@@ -297,9 +300,9 @@ def _empty_result(call: dict[str, Any]) -> Message:
 
 
 def _join_turns(turns: list[Message], first: str, second: str) -> list[Message]:
-    """Join each turn of the role `first` with the next turn if that has the role `second`.
+    """Join each message of the role `first` with the next message if it has the role `second`.
 
-    Two assistant turns with calls are not joined, since each has its own results.
+    Two assistant messages with calls are not joined, since each has its own results.
     """
     ordered: list[Message] = []
     for turn in turns:
@@ -313,7 +316,7 @@ def _join_turns(turns: list[Message], first: str, second: str) -> list[Message]:
 
 
 def _with_text_before_calls(turns: list[Message], order: TurnOrder) -> list[Message]:
-    """Split each assistant turn that has text and calls: first the text, then the calls."""
+    """Split each assistant message that has text and tool calls: first the text, then calls."""
     ordered: list[Message] = []
     for turn in turns:
         if turn["role"] != "assistant" or not any(turn["content"]) or not turn.get("tool_calls"):
@@ -327,7 +330,7 @@ def _with_text_before_calls(turns: list[Message], order: TurnOrder) -> list[Mess
 
 
 def _join_pair(first: Message, second: Message) -> Message:
-    """Return two turns joined into one, with the role and other fields of the first."""
+    """Return two messages joined into one, with the role and other fields of the first."""
     joined = second | first
     for name in ("content", "reasoning_content"):
         if name in joined:  # the list is extended in place: joining many turns takes linear time
@@ -345,7 +348,10 @@ def _with_lists(message: Message) -> Message:
 
 
 def _with_texts(turn: Message) -> Message:
-    """Return a turn with its content joined into a text or list of parts, its reasoning a text."""
+    """Return a message whose content and reasoning are joined again, after `_with_lists`.
+
+    The content becomes a text or a list of parts, the reasoning a text.
+    """
     contents = [content for content in turn["content"] if content]
     content: Any = (
         _SEPARATOR.join(contents)
