@@ -38,25 +38,25 @@ class TokenTexts:
         self.longest = max(map(len, self._texts))
 
     def text(self, token: int) -> bytes:
-        """Return a token's bytes; empty for a special token."""
+        """Return the bytes that a token stands for; empty for a special token."""
         return self._texts[token] if token < len(self._texts) else b""
 
     def tokens_starting_with(self, text: bytes) -> Iterator[int]:
-        """Yield the tokens that are equal to a text or longer and begin with it."""
+        """Yield the tokens whose bytes begin with a text or are equal to it."""
         index = bisect_left(self._sorted, (text, -1))
         while index < len(self._sorted) and self._sorted[index][0].startswith(text):
             yield self._sorted[index][1]
             index += 1
 
     def tokens_equal_to(self, text: bytes) -> Iterator[int]:
-        """Yield the tokens with exactly these bytes."""
+        """Yield the tokens that stand for exactly these bytes."""
         index = bisect_left(self._sorted, (text, -1))
         while index < len(self._sorted) and self._sorted[index][0] == text:
             yield self._sorted[index][1]
             index += 1
 
     def proper_prefixes_of(self, text: bytes) -> Iterator[int]:
-        """Yield the tokens that are shorter than a text and with which the text begins."""
+        """Yield the tokens with which a text begins, and that are shorter than the text."""
         for length in range(1, min(len(text), self.longest + 1)):
             yield from self.tokens_equal_to(text[:length])
 
@@ -64,7 +64,7 @@ class TokenTexts:
 class _Rest(NamedTuple):
     """The end of an excluded text that the answer does not have yet.
 
-    `num_before` of its bytes come before the wrong value. `is_whole` is as in `Excluded`.
+    `num_before` of these bytes come before the wrong value. `is_whole` is as in `Excluded`.
     """
 
     text: bytes
@@ -73,7 +73,7 @@ class _Rest(NamedTuple):
 
 
 class Exclusions:
-    """The excluded texts that an answer can still become."""
+    """The excluded texts, such as wrong values, that an answer can still become."""
 
     def __init__(self, rests: Sequence[_Rest], texts: TokenTexts, ends: Collection[int]) -> None:
         self._rests = rests
@@ -84,12 +84,12 @@ class Exclusions:
     def of(
         cls, excluded: Iterable[Excluded], texts: TokenTexts, ends: Collection[int]
     ) -> Exclusions:
-        """Return the exclusions of an answer without tokens."""
+        """Return the excluded texts for a new answer, which has no tokens yet."""
         rests = [_Rest(value.text.encode(), value.start, value.is_whole) for value in excluded]
         return cls(rests, texts, ends)
 
     def after(self, tokens: Iterable[int]) -> Exclusions:
-        """Return the exclusions that still apply after more tokens of the answer."""
+        """Return the excluded texts that the answer can still become after more of its tokens."""
         rests = self._rests
         for token in tokens:
             if not rests:
@@ -137,10 +137,10 @@ class Exclusions:
     def _has_alternative(
         self, matcher: LLMatcher, token: int, num_words: int, dead_ends: set[bytes]
     ) -> bool:
-        """Return whether the answer can become anything other than an excluded text after a token.
+        """Return whether, after a token, the answer can become a text that is not excluded.
 
-        Many sequences of tokens spell the same text, which can continue in the same ways: each
-        text is looked at once. `dead_ends` are texts that inevitably lead to an excluded text; the
+        Many sequences of tokens spell the same text, which can continue in the same ways: each text
+        is looked at once. `dead_ends` are texts that inevitably lead to an excluded text; the
         method adds the dead ends that it finds.
         """
         seen = set(dead_ends)

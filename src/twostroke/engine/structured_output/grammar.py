@@ -125,7 +125,7 @@ _stack_lock = threading.Lock()  # the stack size of new threads is set for the w
 
 
 class Grammars:
-    """Compiles constraints for one model's vocabulary, and caches the last ones.
+    """Compiles constraints on answers for one model's vocabulary, and caches the last ones.
 
     Several threads may use it; they compile one after another.
 
@@ -136,7 +136,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Compile for rows of `vocab_size` logits; some of them may stand for no token."""
+        """Compile constraints for rows of `vocab_size` logits; some may stand for no token."""
         self.ends = tokenizer.eos_ids
         self.num_words = -(-vocab_size // 32)
         self._tokenizer = tokenizer
@@ -150,7 +150,7 @@ class Grammars:
         self._schema_verifier = Verifier()
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher:
-        """Return a matcher for a new request; raises as `compile`."""
+        """Return a matcher of a constraint for a new request; raises as `compile`."""
         return self.compile(constraint).for_request(constraint)
 
     def compile(self, constraint: Constraint, limit_s: float = math.inf) -> GrammarMatcher:
@@ -175,7 +175,7 @@ class Grammars:
         return result
 
     def cached(self, constraint: Constraint) -> GrammarMatcher | None:
-        """Return a compiled constraint from the cache, or None."""
+        """Return a compiled constraint from the cache; None if it is not cached."""
         result = self._find(constraint)
         return None if isinstance(result, str) else result
 
@@ -200,7 +200,10 @@ class Grammars:
                 _ = self._vocabulary
 
     def _find(self, constraint: Constraint) -> GrammarMatcher | str | None:
-        """Return a cached constraint: compiled, or the reason for its refusal."""
+        """Return a constraint from the cache: compiled, or the reason for its refusal.
+
+        None if it is not cached.
+        """
         with self._cache_lock:  # not `_compile_lock`: a compilation must not block readers
             cached = self._cache.get(constraint)
             if cached is not None:
@@ -248,9 +251,10 @@ class Grammars:
     def _to_llguidance(
         self, constraint: Constraint, deadline: Deadline
     ) -> tuple[str, tuple[str, ...]]:
-        """Return llguidance's grammar of a constraint, and the keywords that it does not enforce.
+        """Return llguidance's grammar of a constraint.
 
-        Refuses a JSON schema that can be neither enforced nor checked.
+        Also returns the keywords of a JSON schema that the grammar does not enforce. Refuses a JSON
+        schema that can be neither enforced nor checked.
         """
         text, gaps = _limited_grammar(constraint, deadline)
         if gaps and constraint.notation == "json_schema":
@@ -262,7 +266,7 @@ class Grammars:
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """The bytes of all tokens, to compare them with excluded texts."""
+        """The bytes of all tokens, to compare them with texts that an answer must not have."""
         return TokenTexts(self._tokenizer)
 
     @cached_property
@@ -274,7 +278,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """A tokenizer with the interface that llguidance needs."""
+    """A model's tokenizer with the interface that llguidance needs."""
 
     is_tokenizer_wrapper = True
 
@@ -310,7 +314,7 @@ class GrammarMatcher:
         constraint: Constraint,
         gaps: tuple[str, ...] = (),
     ) -> None:
-        """Begin with no output."""
+        """Begin at the start of the grammar, with no output of a request."""
         self.gaps = gaps
         self._matcher = matcher
         self._is_shared = False  # whether other requests use `_matcher`, too
@@ -381,20 +385,26 @@ class GrammarMatcher:
                 return
 
     def count_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
-        """Return the number of leading `tokens` that may follow `output`; 0 after a failure."""
+        """Return how many of the first `tokens` the grammar allows after `output`.
+
+        0 after a failure of llguidance.
+        """
         self._consume(output)
         if self._matcher.is_error():
             return 0
         return self._matcher.deep_copy().validate_tokens(list(tokens))
 
     def forced(self, output: Sequence[int]) -> Sequence[int]:
-        """Return tokens that must follow `output`; llguidance ends the search at a limit."""
+        """Return tokens that must follow `output`, since the grammar leaves no choice.
+
+        llguidance ends the search at a limit.
+        """
         self._consume(output)
         # A copy, because a matcher is unusable after a search that reached the limit.
         return () if self._matcher.is_error() else self._matcher.deep_copy().compute_ff_tokens()
 
     def _consume(self, output: Sequence[int]) -> None:
-        """Advance the matcher by the new tokens of the output."""
+        """Advance the position in the grammar by the new tokens of the request's output."""
         if self._is_shared:
             self._matcher = self._matcher.deep_copy()
             self._is_shared = False
@@ -411,7 +421,10 @@ class GrammarMatcher:
 
 
 def _num_remainders(multiple: Decimal) -> Decimal:
-    """Return the number of remainders of a `multipleOf`; a fraction is scaled to an integer."""
+    """Return how many remainders division by a `multipleOf` can have.
+
+    A fraction is scaled to an integer first.
+    """
     _, digits, exponent = multiple.normalize().as_tuple()
     return Decimal((0, digits, max(int(exponent), 0)))
 
@@ -434,10 +447,11 @@ def _mask(matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
 
 
 def _limited_grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
-    """Return llguidance's grammar of a constraint, and the keywords that it does not enforce.
+    """Return llguidance's grammar of a constraint, with limited forced text.
 
-    Forced text (text without a choice) is not followed if it can be very long: llguidance would
-    follow it to its end within one step.
+    Also returns the keywords of a JSON schema that the grammar does not enforce. Forced text (text
+    without a choice) is not followed if it can be very long: llguidance would follow it to its end
+    within one step.
     """
     from llguidance import LLMatcher
 
@@ -456,7 +470,10 @@ def _limited_grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, t
 
 
 def _grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
-    """Return llguidance's grammar of a constraint that is not a JSON schema, and its gaps."""
+    """Return llguidance's grammar of a constraint that is not a JSON schema.
+
+    Also returns the keywords of JSON schemas in it that the grammar does not enforce.
+    """
     from llguidance import grammar_from
 
     text = constraint.text
@@ -508,7 +525,7 @@ def _are_texts(value: object) -> bool:
 
 
 def _refusal(constraint: Constraint, why: str) -> RequestError:
-    """Return the error that a constraint cannot be used, with the first line of the reason."""
+    """Return the error for a constraint that cannot be used, with the reason's first line."""
     return _error(constraint, f"{_NAMES[constraint.notation]} cannot be used: {_first_line(why)}")
 
 
@@ -517,7 +534,7 @@ def _error(constraint: Constraint, why: str) -> RequestError:
 
 
 def _first_line(text: str) -> str:
-    """Return the first line of llguidance's error; the rest is about its internals."""
+    """Return the first line of llguidance's error; later lines are about its internals."""
     if "Unsatisfiable schema" in text:
         text = "no value fits it"
     for message_part, explanation in _EXPLANATIONS.items():
@@ -545,6 +562,6 @@ def on_large_stack(function: Callable[[Argument], Result], argument: Argument) -
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority, if the system has priorities of threads."""
+    """Lower the priority of the thread that compiles, if the system has priorities of threads."""
     if hasattr(os, "setpriority"):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

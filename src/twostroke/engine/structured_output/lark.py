@@ -24,13 +24,16 @@ TEXT: Final = r"TEXT: /(.|\n)*/"  # a rule for any text without special tokens
 
 
 def special_marks(marks: Iterable[str], tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the ids of the marks that are special tokens; text rules do not match these."""
+    """Return the token ids of the marks that are special tokens, by mark.
+
+    Text rules of a grammar do not match special tokens.
+    """
     ids = {mark: tokenizer.find(mark) for mark in marks if mark}
     return {mark: id_ for mark, id_ in ids.items() if id_ in tokenizer.special_ids}
 
 
 def to_lark(text: str, specials: Mapping[str, int]) -> str:
-    """Return the notation of a literal text, in which the marks in `specials` are tokens."""
+    """Return a literal text in Lark's notation, in which marks in `specials` are tokens."""
     cuts = re.split("|".join(f"({re.escape(mark)})" for mark in specials), text)
     parts = [part for part in (cuts if specials else [text]) if part]
     return " ".join(
@@ -40,20 +43,20 @@ def to_lark(text: str, specials: Mapping[str, int]) -> str:
 
 
 def text_until(name: str, mark: str, specials: Mapping[str, int]) -> str:
-    """Return a rule for any text up to the first occurrence of a mark, with the mark."""
+    """Return a grammar rule for any text up to the first occurrence of a mark, with the mark."""
     if mark in specials:
         return f"{name}: TEXT {to_lark(mark, specials)}"
     return f"{name}[lazy]: TEXT {to_lark(mark, specials)}"
 
 
 def section_begin(preface: ReasoningSection, specials: Mapping[str, int]) -> str:
-    """Return the notation of the beginning of a reasoning section."""
+    """Return the beginning of a reasoning section in Lark's notation."""
     mark = to_lark(preface.begin, specials)
     return mark if preface.begin in specials else rf"/\s{{0,{MAX_BLANKS}}}/ {mark}"
 
 
 def text_without_prefix(*terminals: str) -> str:
-    """Return the rule `TEXT` for any text that begins with none of these terminals."""
+    """Return the grammar rule `TEXT` for any text that begins with none of these terminals."""
     return f"{TEXT} & ~(({' | '.join(terminals)}) /(.|\\n)*/)" if terminals else TEXT
 
 
@@ -67,9 +70,10 @@ def union_grammar(first: str, second: str) -> str:
 
 
 def with_prepared_schemas(rules: str, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
-    """Prepare each JSON schema in some rules; return the rules, and the schemas' gaps.
+    """Rewrite each JSON schema in a grammar's rules for llguidance.
 
-    Each schema is a rule of its own. Its `x-guidance` has options for the form of the JSON.
+    Returns the rules, and the schemas' keywords that the grammar does not enforce. Each schema is a
+    separate rule. Its `x-guidance` has options for the form of the JSON.
 
     Raises:
         ValueError: a schema cannot be used.
@@ -111,6 +115,6 @@ def with_reasoning_section(preface: ReasoningSection, grammar: str, tokenizer: T
 
 
 def _named(name: str, grammar: str) -> list[dict[str, object]]:
-    """Return a grammar as a list of llguidance's JSON objects, and name the first one."""
+    """Return a grammar as a list of llguidance's JSON objects, the first with a name."""
     parts = json.loads(grammar)["grammars"] if grammar[0] == "{" else [{"lark_grammar": grammar}]
     return [{**parts[0], "name": name}, *parts[1:]]

@@ -34,7 +34,10 @@ _MAX_MIN_CONTAINS: Final = 64
 
 
 def arrays(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[Schema]:
-    """Yield schemas of a branch's arrays; add keywords they do not enforce to its gaps."""
+    """Yield schemas that allow the arrays of a schema's branch, for llguidance.
+
+    Keywords that these schemas do not enforce are added to the branch's gaps.
+    """
     listed = _distinct_arrays(branch, expander)
     if listed is not None:
         if listed:
@@ -60,7 +63,10 @@ def arrays(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[S
 def _containing_each(
     branch: SchemaBranch, keywords: Sequence[Contains], child: Child
 ) -> Iterator[Schema]:
-    """Yield arrays with an item for each of several `contains`; an item may fit several of them."""
+    """Yield schemas of arrays with an item for each of several `contains` keywords.
+
+    An item may fit several of them.
+    """
     high = branch.num_items.high
     for indices in product(range(_MAX_POSITIONS), repeat=len(keywords)):
         if high is None or max(indices) < high:
@@ -71,7 +77,7 @@ def _containing_each(
 
 
 def _containing(branch: SchemaBranch, contains: Contains, child: Child) -> Iterator[Schema]:
-    """Yield arrays with a run of items that fit `contains`.
+    """Yield schemas of arrays with a run of items that fit a `contains` keyword.
 
     If the number of such items is limited, no other items fit.
     """
@@ -100,7 +106,7 @@ def _array_schema(
     fixed: Mapping[int, Sequence[Contains]] = _NO_ITEMS,
     limited: Contains | None = None,
 ) -> Iterator[Schema]:
-    """Yield the schema of arrays, unless no array fits.
+    """Yield the schema of a branch's arrays for llguidance, unless no array fits.
 
     `fixed` has the `contains` that the items at some indices fit. If `limited` has a maximum, no
     other items fit it.
@@ -138,7 +144,7 @@ def _array_schema(
 
 
 def _distinct_arrays(branch: SchemaBranch, expander: Expander) -> list[list[Any]] | None:
-    """Return all arrays that `uniqueItems` allows, if they are few.
+    """Return all arrays that a branch's `uniqueItems` allows, if they are few.
 
     Returns None without `uniqueItems`, if all items are different anyway, or if there are many
     arrays; in the last case `uniqueItems` becomes a gap.
@@ -162,9 +168,10 @@ def _distinct_arrays(branch: SchemaBranch, expander: Expander) -> list[list[Any]
 
 
 def _list_arrays(branch: SchemaBranch, expander: Expander, length: int) -> list[list[Any]] | None:
-    """Return all arrays of distinct items; None if they are many, or items are not listed.
+    """Return all arrays of distinct items that a branch allows.
 
-    From the index `length` on, all items have the same schema.
+    None if they are many, or items are not listed. From the index `length` on, all items have the
+    same schema.
     """
     low, high = branch.num_items.low, branch.num_items.high
     values_at: dict[int, dict[Any, Any] | None] = {}
@@ -199,7 +206,7 @@ def _list_arrays(branch: SchemaBranch, expander: Expander, length: int) -> list[
 
 
 def _are_items_disjoint(branch: SchemaBranch, expander: Expander, length: int) -> bool:
-    """Return whether no two of the first `length` items can be equal."""
+    """Return whether no two of an array's first `length` items can be equal."""
     states = [expander.state(branch.item(index)) for index in range(length)]
     return all(
         state is None or other is None or are_disjoint(state, other, expander)
@@ -209,7 +216,10 @@ def _are_items_disjoint(branch: SchemaBranch, expander: Expander, length: int) -
 
 
 def _values(expander: Expander, state: State) -> dict[Any, Any] | None:
-    """Return the values that fit a state, by key; None if the state does not list its values."""
+    """Return the values that fit a state (schemas that a value must all fit), by key.
+
+    None if the state does not list its values.
+    """
     values_by_key: dict[Any, Any] = {}
     for branch in expander.branches(state):
         values = branch.allowed()

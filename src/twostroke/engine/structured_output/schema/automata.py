@@ -47,11 +47,11 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class UnsupportedError(ValueError):
-    """The pattern has a part that is not regular, or its automaton is too large."""
+    """A regular expression has a part that is not regular, or its automaton is too large."""
 
 
 class PatternNode(NamedTuple):
-    """A part of a pattern: its kind and its parts."""
+    """A part of a parsed regular expression: its kind and its parts."""
 
     kind: str
     parts: tuple[Any, ...] = ()
@@ -61,13 +61,13 @@ _ANYTHING: Final = PatternNode("repeat", (PatternNode("set", (_ANY,)), 0, None))
 
 
 class _Parser:
-    """Reads a pattern of ECMA-262."""
+    """Parses a regular expression of ECMA-262 into a tree."""
 
     def __init__(self, source: str) -> None:
         self._source, self._offset = source, 0
 
     def pattern(self) -> PatternNode:
-        """Return the tree of the whole pattern."""
+        """Return the tree of the whole regular expression."""
         node = self._alternatives()
         if self._offset < len(self._source):
             raise UnsupportedError("a bracket is closed without being opened")
@@ -156,7 +156,10 @@ class _Parser:
         return PatternNode("set", (self._escaped(),))
 
     def _escaped(self) -> Ranges:
-        """Return the characters of an escape; its backslash has been read."""
+        """Return the characters of an escape sequence of the expression, as ranges.
+
+        Its backslash has been read.
+        """
         source, letter = self._source, self._source[self._offset]
         if letter.lower() in _SETS:
             self._offset += 1
@@ -228,7 +231,7 @@ class _Parser:
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return sorted ranges, with overlapping and adjacent ones merged."""
+    """Return sorted ranges of characters, with overlapping and adjacent ranges merged."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:
@@ -239,7 +242,7 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def subtract_ranges(ranges: Ranges, others: Ranges) -> Ranges:
-    """Return the characters of `ranges` that are not in `others`."""
+    """Return the ranges of characters in `ranges` that are not in `others`."""
     result, start = [], 0
     for low, high in merge_ranges(others):
         if start < low:
@@ -265,7 +268,7 @@ END: Final = ("end",)
 
 
 def negate(formula: Formula) -> Formula:
-    """Return the opposite of a formula."""
+    """Return the opposite of a formula of an automaton."""
     if formula == TRUE:
         return FALSE
     if formula == FALSE:
@@ -274,7 +277,7 @@ def negate(formula: Formula) -> Formula:
 
 
 def join(kind: str, formulas: Iterable[Formula]) -> Formula:
-    """Return the conjunction ("and") or disjunction ("or") of formulas."""
+    """Return the conjunction ("and") or disjunction ("or") of formulas of an automaton."""
     neutral, absorbing = (TRUE, FALSE) if kind == "and" else (FALSE, TRUE)
     parts: set[Formula] = set()
     for formula in formulas:
@@ -288,7 +291,7 @@ def join(kind: str, formulas: Iterable[Formula]) -> Formula:
 
 
 class _Automaton:
-    """The alternating automaton of a pattern: its positions, and trackers of earlier text."""
+    """The alternating automaton of a regular expression, with trackers of earlier text."""
 
     def __init__(self, node: PatternNode, *, is_negated: bool = False) -> None:
         # For each position: its characters, and the formula of the text after one of them.
@@ -308,7 +311,7 @@ class _Automaton:
         self.start = self.formula(PatternNode("sequence", (_ANYTHING, node)), TRUE)
 
     def formula(self, node: PatternNode, after: Formula) -> Formula:
-        """Return the formula of texts that match a part and after it the formula `after`."""
+        """Return the formula of texts that match a part of the expression, and then `after`."""
         kind, parts = node
         self.num_steps += 1
         if self.num_steps > _MAX_POSITIONS:
@@ -329,7 +332,10 @@ class _Automaton:
         return self._assertion(kind, parts, after)
 
     def _assertion(self, kind: str, parts: tuple[Any, ...], after: Formula) -> Formula:
-        """Return the formula of an assertion, which consumes no character."""
+        """Return the formula of an assertion, such as `^` or a look-ahead, and then `after`.
+
+        An assertion consumes no character.
+        """
         if kind in {"edge", "not edge"}:
             return self._edge(after, is_edge=kind == "edge")
         if kind in {"ahead", "not ahead"}:
@@ -349,7 +355,7 @@ class _Automaton:
         return self._look_behind(parts[0], if_so=choice[0], if_not=choice[1])
 
     def _deny(self) -> None:
-        """Enter a part that must not match."""
+        """Enter a part of the expression that must not match, such as a negative look-ahead."""
         self._is_denied = True
         self.avoided = merge_ranges((*self.avoided, *_LINE_ENDS))
 
@@ -382,7 +388,10 @@ class _Automaton:
         return after
 
     def _look_behind(self, node: PatternNode, if_so: Formula, if_not: Formula) -> Formula:
-        """Return `if_so` where the text before ends with a match of a part, else `if_not`."""
+        """Return a formula that decides whether the text before ends with a match of a part.
+
+        The formula is `if_so` then, and `if_not` otherwise.
+        """
         if self._is_tracking:
             raise UnsupportedError("it has a look-behind inside a look-behind")
         if node not in self._trackers:
@@ -397,7 +406,10 @@ class _Automaton:
     def resolved(
         self, formula: Formula, flags: tuple[bool, ...], open_loops: frozenset[int] = frozenset()
     ) -> Formula:
-        """Return a formula with each "behind" decided; `flags` are the trackers' results."""
+        """Return a formula in which each condition on earlier text is decided.
+
+        `flags` are the results of the automata that track earlier text.
+        """
         self.num_steps += 1
         if self.num_steps > _MAX_STEPS:
             raise UnsupportedError("it has too many combinations")
@@ -417,7 +429,10 @@ class _Automaton:
         return formula
 
     def after(self, formula: Formula, code: int) -> Formula:
-        """Return the formula for the text after one character; `formula` is resolved."""
+        """Return the formula that the text after one more character must satisfy.
+
+        `formula`, for the text with the character, is resolved.
+        """
         self.num_steps += 1
         match formula[0]:
             case "at":
@@ -432,7 +447,7 @@ class _Automaton:
         return formula
 
     def classes(self) -> list[Ranges]:
-        """Return classes of characters; no position distinguishes two characters of one class."""
+        """Return classes of characters; the automaton treats all characters of a class the same."""
         edges = {0, LAST_CODE + 1}
         for ranges, _ in self._next:
             edges |= {edge for low, high in ranges for edge in (low, high + 1)}
@@ -449,7 +464,7 @@ class _Automaton:
 
 
 def accepts_end(formula: Formula) -> bool:
-    """Return whether a resolved formula holds for the empty text."""
+    """Return whether a resolved formula holds for the empty text, at the end of an answer."""
     match formula[0]:
         case "true" | "end":
             return True
@@ -463,7 +478,7 @@ def accepts_end(formula: Formula) -> bool:
 
 
 class Table(NamedTuple):
-    """A deterministic automaton.
+    """A deterministic automaton of a regular expression, as a table.
 
     Attributes:
         classes: the classes of characters.
@@ -479,7 +494,10 @@ class Table(NamedTuple):
 
 
 def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
-    """Return the automaton of texts in which a pattern matches; `is_negated`, of the others."""
+    """Return the deterministic automaton of the texts in which a regular expression matches.
+
+    With `is_negated`, the automaton of the texts in which it does not match.
+    """
     automaton = _Automaton(node, is_negated=is_negated)
     classes = automaton.classes()
     trackers = automaton.tracked
@@ -513,7 +531,7 @@ def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
 
 
 def _minimize(table: Table) -> Table:
-    """Return the smallest automaton that accepts the same texts."""
+    """Return the smallest deterministic automaton that accepts the same texts."""
     block = [int(is_final is not table.final[0]) for is_final in table.final]
     while True:
         keys: dict[tuple[int, ...], int] = {}
@@ -592,7 +610,7 @@ def _cost(edges: dict[int, dict[int, str]], state: int, sources: list[int]) -> i
 
 
 def _either(first: str, second: str) -> str:
-    """Return an expression that matches what either of two expressions matches."""
+    """Return a regular expression that matches the texts of either of two expressions."""
     if first == "":
         return f"{_grouped(second)}?"
     if second == "":
@@ -601,7 +619,10 @@ def _either(first: str, second: str) -> str:
 
 
 def _wrapped(text: str) -> str:
-    """Return an expression that can stand in a sequence, in a group if it has alternatives."""
+    """Return a regular expression that can stand in a sequence.
+
+    It becomes a group if it has alternatives.
+    """
     depth, is_escaped, in_set = 0, False, False
     for character in text:
         if is_escaped:
@@ -638,9 +659,10 @@ def _set_text(ranges: Ranges) -> str:
 
 
 def without_look_around(source: str) -> tuple[str, ...] | None:
-    """Return expressions without look-around; a pattern matches in the texts that match them all.
+    """Return regular expressions without look-around that together replace a pattern.
 
-    Each expression matches whole texts. None if the pattern is not regular, or too large.
+    The pattern matches in the texts that match all of the expressions. Each expression matches
+    whole texts. None if the pattern is not regular, or too large.
     """
     try:
         conjuncts = _conjuncts(_Parser(source).pattern())
@@ -663,7 +685,10 @@ def opposite_pattern(source: str) -> str | None:
 
 
 def _conjuncts(node: PatternNode) -> list[PatternNode]:
-    """Split look-arounds at both ends off a pattern; together the patterns mean the same."""
+    """Split look-arounds at both ends off a pattern.
+
+    A text matches the pattern if it matches all of the returned patterns.
+    """
     parts = list(node.parts) if node.kind == "sequence" else [node]
     conjuncts: list[PatternNode] = []
     while len(parts) > 2 and parts[0].kind == "begin" and parts[1].kind in {"ahead", "not ahead"}:

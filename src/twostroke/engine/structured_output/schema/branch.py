@@ -21,14 +21,14 @@ _NUMBERS: Final = frozenset(("integer", "fraction"))
 
 
 class SchemaItem(NamedTuple):
-    """A schema that a value must fit or, if not `holds`, must not fit."""
+    """A schema that a JSON value must fit or, if not `holds`, must not fit."""
 
     node: Node
     holds: bool = True
 
     @property
     def flipped(self) -> SchemaItem:
-        """The item with the opposite meaning."""
+        """The same schema with the opposite `holds`."""
         return SchemaItem(self.node, not self.holds)
 
 
@@ -40,7 +40,7 @@ Scope = tuple[int, ...]
 
 
 class ObjectPart(NamedTuple):
-    """The `properties`, `patternProperties` and `additionalProperties` of one schema.
+    """The `properties`, `patternProperties` and `additionalProperties` of one JSON schema.
 
     Attributes:
         names: the state of each named member.
@@ -57,14 +57,14 @@ class ObjectPart(NamedTuple):
     scope: Scope = ()
 
     def of(self, name: str) -> tuple[State | None, ...]:
-        """Return the states that the member with this name must fit."""
+        """Return the states (sets of schemas) that the object's member with this name must fit."""
         states = [self.names[name]] if name in self.names else []
         states += [state for pattern, state in self.patterns.items() if matches(pattern, name)]
         return tuple(states) or (self.others,)
 
 
 class ArrayPart(NamedTuple):
-    """The `prefixItems` and `items` of one schema.
+    """The `prefixItems` and `items` of one JSON schema.
 
     Attributes:
         first: the states of the first items.
@@ -79,7 +79,7 @@ class ArrayPart(NamedTuple):
     scope: Scope = ()
 
     def of(self, index: int) -> State | None:
-        """Return the state that the item at an index must fit."""
+        """Return the state (a set of schemas) that the array's item at an index must fit."""
         return self.first[index] if index < len(self.first) else self.others
 
 
@@ -106,7 +106,7 @@ class Unevaluated(NamedTuple):
 
 
 class Alternatives(NamedTuple):
-    """Alternatives of a keyword; a value must fit one of them.
+    """Alternatives of a JSON schema's keyword such as `anyOf`; a value must fit one of them.
 
     If they are not exact, they allow some values that the keyword does not allow.
     """
@@ -117,28 +117,28 @@ class Alternatives(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A range of lengths or counts: from `low` to `high`, or without an end."""
+    """A range of string lengths or of item counts: from `low` to `high`, or without an end."""
 
     low: int = 0
     high: int | None = None
 
     def narrowed(self, low: int = 0, high: int | None = None) -> Range:
-        """Return the intersection with another range."""
+        """Return the intersection with a range from `low` to `high`."""
         highs = [limit for limit in (self.high, high) if limit is not None]
         return Range(max(self.low, low), min(highs, default=None))
 
     def has(self, count: int) -> bool:
-        """Whether a count is in the range."""
+        """Whether a length or count is in the range."""
         return self.low <= count and (self.high is None or count <= self.high)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no count is in the range."""
+        """Whether no length or count is in the range."""
         return self.high is not None and self.low > self.high
 
 
 class SchemaBranch:
-    """A conjunction of keywords: for each type of values, the limits on them.
+    """Keywords of JSON schemas that a value must all fit, as limits for each type of values.
 
     Attributes:
         kinds: the types of values that are allowed.
@@ -167,7 +167,7 @@ class SchemaBranch:
     """
 
     def __init__(self) -> None:
-        """Begin with all values allowed."""
+        """Begin with all JSON values allowed."""
         self.kinds = frozenset(KINDS)
         self.values: dict[Any, Any] | None = None
         self.excluded: dict[Any, Any] = {}
@@ -193,7 +193,7 @@ class SchemaBranch:
         self.is_touched = False
 
     def copy(self) -> SchemaBranch:
-        """Return an independent copy."""
+        """Return an independent copy of the branch."""
         other = copy(self)
         for name, value in vars(self).items():
             if isinstance(value, list | dict | set):
@@ -205,29 +205,29 @@ class SchemaBranch:
         self.gaps.setdefault(location, kind_)
 
     def exclude(self, values: Sequence[Any]) -> None:
-        """Disallow these values."""
+        """Disallow these JSON values."""
         self.excluded |= {key(value): value for value in values}
 
     def limit_values(self, values: Sequence[Any]) -> None:
-        """Allow only these values."""
+        """Allow only these JSON values, if they were allowed before."""
         allowed = {key(value): value for value in values}
         if self.values is not None:
             allowed = {name: value for name, value in self.values.items() if name in allowed}
         self.values = allowed
 
     def limit_low(self, number: object, *, is_open: bool) -> None:
-        """Allow only numbers from a number on or, if `is_open`, above it."""
+        """Set a lower bound of numbers; with `is_open` the bound itself is excluded."""
         new = (number, is_open)
         self.minimum = new if self.minimum is None else max(self.minimum, new)
 
     def limit_high(self, number: Any, *, is_open: bool) -> None:
-        """Allow only numbers up to a number or, if `is_open`, below it."""
+        """Set an upper bound of numbers; with `is_open` the bound itself is excluded."""
         new = (number, is_open)
         if self.maximum is None or (number, not is_open) < (self.maximum[0], not self.maximum[1]):
             self.maximum = new
 
     def limit_multiple(self, number: int | Decimal) -> None:
-        """Allow only multiples of a number; earlier limits stay."""
+        """Allow only numbers that are multiples of a number; earlier limits stay."""
         new, old = Fraction(number), self.multiple
         if old is not None:
             numerator = math.lcm(new.numerator, old.numerator)
@@ -235,7 +235,7 @@ class SchemaBranch:
         self.multiple = new
 
     def add_part(self, part: ObjectPart) -> None:
-        """Add a schema's keywords about members."""
+        """Add a schema's keywords about the members of objects."""
         self.member_names |= dict.fromkeys(part.names)
         if part.patterns or not part.is_open or part.scope:
             self.objects.append(part)
@@ -244,14 +244,20 @@ class SchemaBranch:
             self.simple_members[name] = (*self.simple_members.get(name, ()), state)
 
     def object_parts(self) -> list[ObjectPart]:
-        """Return the parts about members besides `simple_members`, with `unevaluatedProperties`."""
+        """Return all keywords about members of objects, `unevaluatedProperties` included.
+
+        `simple_members` are left out.
+        """
         return [
             *self.objects,
             *map(self._unevaluated_members, self._unevaluated_of(is_of_objects=True)),
         ]
 
     def unevaluated_items(self, excluded_scope: Scope = ()) -> list[ArrayPart]:
-        """Return the parts about items of `unevaluatedItems`, except of some applications."""
+        """Return the limits that `unevaluatedItems` sets on array items.
+
+        Applications of schemas in `excluded_scope` are left out.
+        """
         parts = []
         for keyword in self._unevaluated_of(is_of_objects=False):
             if keyword.application in excluded_scope:
@@ -274,7 +280,10 @@ class SchemaBranch:
         return ObjectPart(names, patterns, keyword.state, is_open=False)
 
     def _is_evaluated(self, keyword: Unevaluated) -> bool:
-        """Whether another `unevaluated*` keyword in its application evaluates everything."""
+        """Whether an `unevaluated*` keyword has no effect.
+
+        Another such keyword in its application evaluates everything then.
+        """
         return any(
             keyword.application in other.scope and keyword.is_of_objects == other.is_of_objects
             for other in self.unevaluated
@@ -284,17 +293,23 @@ class SchemaBranch:
         return [keyword for keyword in self.unevaluated if keyword.is_of_objects == is_of_objects]
 
     def member(self, name: str, parts: Sequence[ObjectPart] | None = None) -> list[State | None]:
-        """Return the states that the member with this name must fit; `parts` are `object_parts`."""
+        """Return the states (sets of schemas) that an object's member with this name must fit.
+
+        `parts` are the `object_parts`, if they are computed already.
+        """
         parts = self.object_parts() if parts is None else parts
         states = [state for part in parts for state in part.of(name)]
         return [*self.simple_members.get(name, ()), *states]
 
     def item(self, index: int) -> list[State | None]:
-        """Return the states that the item at an index must fit."""
+        """Return the states (sets of schemas) that an array's item at an index must fit."""
         return [part.of(index) for part in [*self.arrays, *self.unevaluated_items()]]
 
     def allowed(self) -> list[Any] | None:
-        """Return the allowed values if they are listed, without objects and arrays; else None."""
+        """Return the allowed values if the branch lists them, without objects and arrays.
+
+        None if values are not listed.
+        """
         if self.values is None:
             if self.kinds - {"null", "boolean"}:
                 return None
@@ -306,7 +321,7 @@ class SchemaBranch:
         return [value for value in self.values.values() if self.is_allowed(value)]
 
     def is_possible(self) -> bool:
-        """Return whether any value may fit; members and items are not examined."""
+        """Return whether any value may fit the branch; members and items are not examined."""
         kinds = set(self.kinds)
         if not self.has_range():
             kinds -= _NUMBERS
@@ -322,7 +337,7 @@ class SchemaBranch:
         return bool(self.kinds)
 
     def has_range(self) -> bool:
-        """Whether there is a number between the bounds."""
+        """Whether there is a number between the bounds of numbers."""
         if self.minimum is None or self.maximum is None:
             return True
         (low, is_low_open), (high, is_high_open) = self.minimum, self.maximum
@@ -334,7 +349,7 @@ class SchemaBranch:
         return bool(low < high or (low == high and not is_low_open and not is_high_open))
 
     def is_allowed(self, value: Any) -> bool:
-        """Whether a scalar value is allowed."""
+        """Whether a scalar JSON value is within the branch's limits."""
         if kind(value) not in self.kinds or key(value) in self.excluded:
             return False
         if isinstance(value, str):
@@ -355,7 +370,7 @@ class SchemaBranch:
 
 
 def kind(value: object) -> str:
-    """Return the type of a value, a name in `KINDS`; numbers are `int` or `Decimal`."""
+    """Return the type of a JSON value, a name in `KINDS`; numbers are `int` or `Decimal`."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -35,13 +35,13 @@ _OLD_DRAFTS: Final = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07"
 
 
 class Resource:
-    """A schema with an identifier, and the anchors in it.
+    """A JSON schema with an identifier (`$id`), and the anchors in it.
 
     `is_old` says whether it follows a draft before 2019, in which `$ref` hides its neighbours.
     """
 
     def __init__(self, uri: str, root: dict[str, Any], *, is_old: bool) -> None:
-        """Begin without anchors."""
+        """Begin without anchors in the schema."""
         self.uri = uri
         self.root = root
         self.is_old = is_old
@@ -50,26 +50,35 @@ class Resource:
 
 
 class Node:
-    """A schema at its location. Nodes are compared by identity: a location has one node."""
+    """A JSON schema or subschema at its location.
+
+    Nodes are compared by identity: a location has one node.
+    """
 
     __slots__ = ("path", "resource", "schema")
 
     def __init__(self, schema: dict[str, Any], path: str, resource: Resource) -> None:
-        """Hold `schema`, which is at `path` in `resource`."""
+        """Hold `schema`, whose JSON pointer in `resource` is `path`."""
         self.schema = schema
         self.path = path
         self.resource = resource
 
     def location(self, keyword: str) -> str:
-        """Return a keyword with the JSON pointer of its schema, for errors; `#` is the root."""
+        """Return a keyword of the schema with the schema's JSON pointer, for errors.
+
+        `#` is the root.
+        """
         return f"{keyword[:_MAX_QUOTED_CHARS]} ({_end(self.path) or '#'})"
 
 
 class Document:
-    """A parsed schema with an index of its subschemas. It follows no reference to other files."""
+    """A parsed JSON schema with an index of its subschemas.
+
+    It follows no reference to other files.
+    """
 
     def __init__(self, text: str) -> None:
-        """Parse the text of a schema.
+        """Parse the text of a JSON schema.
 
         Raises:
             ValueError: the text is not a JSON schema.
@@ -91,7 +100,7 @@ class Document:
         self.root = self._nodes[id(schema)]
 
     def node(self, schema: dict[str, Any], outer: Node) -> Node:
-        """Return the node of a schema inside the schema of the node `outer`."""
+        """Return the node of a subschema inside the schema of the node `outer`."""
         node = self._nodes.get(id(schema))
         if node is None:
             node = Node(schema, outer.path, outer.resource)
@@ -99,14 +108,14 @@ class Document:
         return node
 
     def derived(self, schema: dict[str, Any], outer: Node, key: object = None) -> Node:
-        """Return the node of a new schema that was derived from a node: one node for each `key`."""
+        """Return a node of a new schema, derived from the node `outer`: one node for each `key`."""
         key = (json.dumps(schema, default=str) if key is None else key, id(outer.resource))
         if key not in self._derived:
             self._derived[key] = self.node(schema, outer)
         return self._derived[key]
 
     def resolve(self, node: Node, reference: str) -> dict[str, Any] | bool:
-        """Return the schema that a reference names.
+        """Return the schema to which a `$ref` in the schema of `node` refers.
 
         Raises:
             ValueError: this document has no such schema.
@@ -181,7 +190,7 @@ class Document:
             )
 
     def _resource_of(self, schema: dict[str, Any], outer: Resource) -> Resource:
-        """Return the resource that a schema belongs to, and register its anchors."""
+        """Return the resource (schema with an `$id`) of a subschema, and register its anchors."""
         resource = outer
         identifier = schema.get("$id", schema.get("id"))
         is_hidden = outer.is_old and "$ref" in schema
@@ -206,7 +215,7 @@ class Document:
 
 
 def _subschemas(schema: dict[str, Any], outer_path: str) -> Iterator[tuple[Any, str]]:
-    """Yield the schemas directly inside a schema, each with its path."""
+    """Yield the subschemas directly inside a schema, each with its JSON pointer."""
     for keyword, value in schema.items():
         path = _joined(outer_path, keyword)
         if keyword in NAMED_SCHEMAS:
@@ -237,7 +246,7 @@ def _joined_uri(base: str, uri: str) -> str:
 
 
 def _number(text: str) -> int | Decimal:
-    """Return a number exactly: an integer if it is whole, so that `2.0` is 2."""
+    """Return a JSON number exactly: an integer if it is whole, so that `2.0` is 2."""
     try:
         value = Decimal(text)
     except InvalidOperation:
@@ -296,20 +305,23 @@ _SHAPES: Final[dict[str, Callable[[object], bool]]] = {
 
 
 class Deadline:
-    """A time limit. All deadlines are equal, so that a cache ignores them in its keys."""
+    """A time limit for compiling a schema.
+
+    All deadlines are equal, so that a cache ignores them in its keys.
+    """
 
     def __init__(self, limit_s: float = math.inf) -> None:
-        """Start the time now."""
+        """Start the time limit now."""
         self._limit_s = limit_s
         self._at_s = time.monotonic() + limit_s
 
     def check(self) -> None:
-        """Raise TimeoutError after the deadline."""
+        """Raise TimeoutError if the time limit is over."""
         if time.monotonic() >= self._at_s:
             raise TimeoutError(f"took longer than {self._limit_s:g} s to compile: simplify it.")
 
     def __eq__(self, other: object) -> bool:
-        """Whether `other` is a deadline."""
+        """Whether `other` is a deadline, too: all deadlines are equal."""
         return isinstance(other, Deadline)
 
     def __hash__(self) -> int:

@@ -35,9 +35,10 @@ def needs_escapes(schema: Schema) -> bool:
 
 
 def with_plain_strings(schema: Schema) -> bool:
-    """Exclude control characters from strings and names whose schemas do not mention them.
+    """Exclude control characters from strings and names of a JSON schema.
 
-    Returns whether this also excludes some members that the schema allows without listing them.
+    Strings and names whose schemas mention control characters are left unchanged. Returns whether
+    this also excludes some members that the schema allows without listing them.
     """
     has_excluded_members = False
     for part in _schemas(schema):
@@ -55,7 +56,10 @@ def with_plain_strings(schema: Schema) -> bool:
 
 
 def _other_names(names: Iterable[str]) -> str | None:
-    """Return a pattern for all other names, without control characters; None if too large."""
+    """Return a pattern for member names besides these, without control characters.
+
+    None if the pattern would be too large.
+    """
     pattern = pattern_without(list(names))
     return pattern and pattern.replace(ANY_CHARACTER, f"[^{_ALL_CONTROLS}]").replace(
         UNMENTIONED_CONTROLS, _ALL_CONTROLS

@@ -53,10 +53,14 @@ _ASSERTIONS: Final = (
 
 
 class Expander:
-    """Expands the states of a document into branches, and caches them."""
+    """Expands the states of a JSON schema into branches, and caches them.
+
+    A state is a set of schemas that a value must all fit. A branch is a set of keywords that a
+    value must all fit; a value fits the state if it fits a branch.
+    """
 
     def __init__(self, document: Document, deadline: Deadline) -> None:
-        """Expand schemas of `document` within the deadline."""
+        """Expand the schemas of `document` within the deadline."""
         self.document = document
         self._deadline = deadline
         self.work = 0
@@ -67,7 +71,10 @@ class Expander:
         self._applications = 0
 
     def state(self, states: Iterable[State | None]) -> State | None:
-        """Return the state of the values that fit all states, in its simplest form."""
+        """Return the state of the values that fit all of some states, in its simplest form.
+
+        None if no value fits.
+        """
         items: dict[SchemaItem, None] = {}
         seen: set[SchemaItem] = set()
         waiting: list[SchemaItem | None] = []
@@ -89,7 +96,10 @@ class Expander:
         return tuple(items)
 
     def _simplified(self, item: SchemaItem) -> list[SchemaItem | None] | None:
-        """Return the schemas that a schema only refers to; None if it has further keywords."""
+        """Return the schemas to which a schema only refers, by `$ref` or `allOf`.
+
+        None if it has further keywords.
+        """
         node, holds = item
         schema = node.schema
         keywords = [keyword for keyword in schema if keyword in _ASSERTIONS]
@@ -111,7 +121,7 @@ class Expander:
         return None
 
     def _item(self, schema: AnySchema, outer: Node, *, holds: bool = True) -> SchemaItem | None:
-        """Return the item of a schema inside the schema of `outer`; None if no value fits."""
+        """Return the item of a subschema inside the schema of `outer`; None if no value fits."""
         if isinstance(schema, bool):
             return (
                 None if schema is not holds else SchemaItem(self.document.derived({}, outer, "any"))
@@ -128,7 +138,7 @@ class Expander:
         ]
 
     def state_of(self, schema: AnySchema, outer: Node) -> State | None:
-        """Return the state of a schema inside the schema of `outer`; None if no value fits."""
+        """Return the state of a subschema inside the schema of `outer`; None if no value fits."""
         item = self._item(schema, outer)
         return None if item is None else (item,)
 
@@ -142,14 +152,17 @@ class Expander:
         return self._branches[state]
 
     def alternatives(self, state: State) -> Alternatives | None:
-        """Return the choice of a state that consists of one choice only; else None."""
+        """Return the alternatives of a state that has only one keyword, such as `anyOf`.
+
+        None if the state has other keywords.
+        """
         branch = self._unexpanded(state)
         if branch.is_touched or len(branch.choices) != 1 or branch.unevaluated or branch.gaps:
             return None
         return branch.choices[0]
 
     def _unexpanded(self, state: State) -> SchemaBranch:
-        """Return the branch of a state before its choices are resolved."""
+        """Return the branch of a state before its alternatives are resolved."""
         if state not in self._started:
             self._started[state] = SchemaBranch()
             self._apply(self._started[state], [(item, ()) for item in state])
@@ -184,7 +197,7 @@ class Expander:
         return done
 
     def _is_possible(self, branch: SchemaBranch) -> bool:
-        """Return whether a value may fit a branch; required members are examined."""
+        """Return whether a value may fit a branch; an object's required members are examined."""
         if not branch.is_possible():
             return False
         if "object" not in branch.kinds:
@@ -199,11 +212,14 @@ class Expander:
         return bool(branch.kinds)
 
     def _is_empty(self, state: State) -> bool:
-        """Whether a state has no branch. A state that is being expanded counts as not empty."""
+        """Whether a state has no branch, so that no value fits.
+
+        A state that is being expanded counts as not empty.
+        """
         return state not in self._open and not self.branches(state)
 
     def _apply(self, branch: SchemaBranch, items: Sequence[tuple[SchemaItem, Scope]]) -> None:
-        """Add schemas, and the schemas that they refer to, to a branch."""
+        """Add the keywords of schemas, and of the schemas that they refer to, to a branch."""
         tasks: list[tuple[Node, str | None, Scope, bool]] = [
             (item.node, None, scope, item.holds) for item, scope in reversed(items)
         ]
@@ -240,7 +256,7 @@ class Expander:
     def _keyword(
         self, branch: SchemaBranch, node: Node, keyword: str, scope: Scope
     ) -> list[SchemaItem]:
-        """Add a keyword to a branch; return the schemas that the value must fit as well."""
+        """Add a schema's keyword to a branch; return the schemas that a value must fit as well."""
         value = node.schema[keyword]
         if keyword in _IN_PLACE:
             items = self._in_place(branch, node, keyword)
@@ -266,7 +282,10 @@ class Expander:
         return []
 
     def _parts(self, branch: SchemaBranch, node: Node, keyword: str, scope: Scope) -> None:
-        """Add a keyword about members or items. Keywords that belong together are added once."""
+        """Add a schema's keyword about members or items to a branch.
+
+        Keywords that belong together are added once.
+        """
         for group in (_OBJECT, _ARRAY):
             if keyword in group and keyword != next(name for name in node.schema if name in group):
                 return
@@ -296,7 +315,7 @@ class Expander:
                 branch.kinds -= {"array"}
 
     def _in_place(self, branch: SchemaBranch, node: Node, keyword: str) -> list[SchemaItem | None]:
-        """Return the schemas of a keyword that a value must fit as well."""
+        """Return the schemas that a value must fit as well because of a keyword such as `allOf`."""
         value = node.schema[keyword]
         match keyword:
             case "allOf":
@@ -312,7 +331,7 @@ class Expander:
         return [self._item(schema, node)]
 
     def _choices(self, node: Node, keyword: str, scope: Scope) -> Iterator[Alternatives]:
-        """Yield the choices between alternatives of a keyword."""
+        """Yield the alternatives of a schema's keyword such as `anyOf`; a value must fit one."""
         value = node.schema[keyword]
         location = node.location(keyword)
         match keyword:
@@ -349,7 +368,7 @@ class Expander:
         return SchemaItem(self.document.derived(schema, node, key))
 
     def _choice_of_values(self, node: Node, keyword: str, values: Sequence[Any]) -> Alternatives:
-        """Return the choice between listed values; objects and arrays become schemas."""
+        """Return the alternatives of an `enum` or `const`; objects and arrays become schemas."""
         scalars = [value for value in values if not isinstance(value, list | dict)]
         schemas: list[dict[str, Any]] = [{"enum": scalars}] if scalars else []
         for value in values:
@@ -369,7 +388,7 @@ class Expander:
         return Alternatives(alternatives, node.location(keyword))
 
     def _condition(self, node: Node, scope: Scope) -> Iterator[Alternatives]:
-        """Yield the choice of `if` with `then`, or of its opposite with `else`."""
+        """Yield the alternatives of `if`: `if` with `then`, or its opposite with `else`."""
         schema = node.schema
         if "then" not in schema and "else" not in schema:
             return
@@ -411,7 +430,7 @@ class Expander:
         return [ArrayPart(states, others, rest not in schema, scope)]
 
     def _negate(self, branch: SchemaBranch, node: Node) -> None:
-        """Add the choice between the ways in which a value can break a schema."""
+        """Add alternatives to a branch: the ways in which a value can break a schema."""
         broken = list(negations(self.document, node))
         branch.choices.append(
             Alternatives(

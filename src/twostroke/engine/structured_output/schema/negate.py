@@ -20,7 +20,7 @@ NOT_PATTERN: Final = "not pattern"
 
 
 class Negation(NamedTuple):
-    """A schema of the values that break a keyword.
+    """A JSON schema of the values that break a keyword.
 
     If it is not exact, it also has some values that do not break the keyword.
     """
@@ -31,7 +31,7 @@ class Negation(NamedTuple):
 
 
 def negations(document: Document, node: Node) -> Iterator[Negation]:
-    """Yield a negation for each way in which a value can break a schema."""
+    """Yield a schema for each way in which a value can break the schema of `node`."""
     schema = node.schema
     is_hidden = node.resource.is_old and "$ref" in schema
     for keyword, value in schema.items():

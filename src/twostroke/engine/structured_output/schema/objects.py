@@ -34,7 +34,10 @@ MAX_QUOTED_NAME_CHARS: Final = 80
 
 
 def objects(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[Schema]:
-    """Yield schemas of a branch's objects; add keywords they do not enforce to its gaps."""
+    """Yield schemas that allow the objects of a schema's branch, for llguidance.
+
+    Keywords that these schemas do not enforce are added to the branch's gaps.
+    """
     parts = branch.object_parts()
     allowed = _Names(branch, expander)
     described = dict(branch.member_names)  # names that have a schema
@@ -115,10 +118,11 @@ def _with_counts(
 def _selections(
     required: Sequence[str], optional: Sequence[str], num_members: Range, *, has_others: bool
 ) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """Yield pairs of optional members: members that an object has, and members it may have.
+    """Yield choices of optional members, to limit the number of an object's members.
 
-    Together the pairs cover all allowed objects. With `has_others`, objects may have other members,
-    which count as well.
+    Each is a pair: members that an object has, and members that it may have. Together the pairs
+    cover all allowed objects. With `has_others`, objects may have other members, which count as
+    well.
     """
     low, high = num_members
     num_named = len(required) + len(optional)
@@ -143,7 +147,7 @@ def _counts(low: int, high: int | None) -> Schema:
 
 
 def _mentions_others(branch: SchemaBranch, parts: Sequence[ObjectPart]) -> bool:
-    """Whether the schema has a keyword about all members that it does not name.
+    """Whether a JSON schema has a keyword about all members that it does not name.
 
     By default such members are allowed, but a schema that does not mention them needs none.
     """
@@ -151,9 +155,10 @@ def _mentions_others(branch: SchemaBranch, parts: Sequence[ObjectPart]) -> bool:
 
 
 def _without_unmentioned(others: Schema, *, has_names: bool) -> Schema:
-    """Drop members that the schema does not mention, unless `patternProperties` allows them.
+    """Disallow members that a schema does not mention, except as `patternProperties` allows.
 
-    They stay if patterns only forbid names, or if the schema has no usable names (`has_names`).
+    They stay allowed if patterns only forbid names, or if the schema has no usable names
+    (`has_names`).
     """
     patterns = others.get("patternProperties", {})
     if any(inner is not False for inner in patterns.values()):
@@ -168,7 +173,10 @@ def _patterns(parts: Sequence[ObjectPart]) -> dict[RegexPattern, None]:
 def _other_members(
     parts: Sequence[ObjectPart], allowed: _Names, named: Sequence[str], child: Child
 ) -> Schema:
-    """Return the keywords about members that are not named; empty if there are no such members."""
+    """Return the keywords about members that a schema does not name.
+
+    Empty if an object cannot have such members.
+    """
     groups = _grouped([pattern for pattern in _patterns(parts) if not listed_texts(pattern)])
     # If a named member matched only some patterns of a group, llguidance would apply the schema of
     # the whole group to it.
@@ -204,7 +212,7 @@ def _other_members(
 
 
 def _grouped(patterns: Sequence[RegexPattern]) -> list[list[RegexPattern]]:
-    """Group patterns so that no name matches patterns of two groups."""
+    """Group patterns of member names so that no name matches patterns of two groups."""
     groups: list[list[RegexPattern]] = []
     for pattern in patterns:
         overlapping = [
@@ -216,7 +224,7 @@ def _grouped(patterns: Sequence[RegexPattern]) -> list[list[RegexPattern]]:
 
 
 class _Names:
-    """The names that `propertyNames` allows.
+    """The names of members that `propertyNames` allows.
 
     Attributes:
         listed: names that the schema lists.
@@ -261,7 +269,7 @@ class _Names:
         ]
 
     def has(self, name: str) -> bool:
-        """Whether a name is allowed."""
+        """Whether `propertyNames` allows a name."""
         if self._branches is None:
             return True
         return any(
@@ -277,7 +285,10 @@ def _num_limits(names: SchemaBranch) -> int:
 
 
 def _pattern(names: SchemaBranch) -> str | None:
-    """Return a pattern of the names in a branch; of several limits, it has only one."""
+    """Return a pattern of the member names that a branch allows.
+
+    If the branch has several limits on names, the pattern has only one of them.
+    """
     low, high = names.lengths
     if names.patterns:
         return next(iter(names.patterns)).text

@@ -27,22 +27,26 @@ _SIMPLE: Final = frozenset(
 
 
 class SchemaStates(Protocol):
-    """The schemas of a document, grouped into states; `Expander` implements it."""
+    """The JSON schemas of a document, grouped into states; `Expander` implements it.
+
+    A state is a set of schemas that a value must all fit.
+    """
 
     document: Document
 
     def state(self, states: Iterable[State | None]) -> State | None:
-        """Return the state of the values that fit all states."""
+        """Return the state of the values that fit all of some states; None if no value fits."""
 
     def branches(self, state: State) -> list[SchemaBranch]:
         """Return the branches of a state: a value fits the state if it fits a branch."""
 
 
 def make_exclusive(items: Sequence[SchemaItem], space: SchemaStates) -> tuple[list[State], bool]:
-    """Return alternatives that exclude each other, and whether that is certain.
+    """Return the alternatives of `oneOf`, each without values of the others.
 
     An alternative that overlaps with others also excludes these. If this is not possible, the
-    schemas are returned unchanged, with False.
+    schemas are returned unchanged. The second value says whether the alternatives certainly exclude
+    each other.
     """
     unchanged: list[State] = [(item,) for item in items]
     if _are_tagged(items, space):
@@ -70,7 +74,7 @@ def make_exclusive(items: Sequence[SchemaItem], space: SchemaStates) -> tuple[li
 
 
 def _are_tagged(items: Sequence[SchemaItem], space: SchemaStates) -> bool:
-    """Whether a required member of objects has different values in each schema."""
+    """Whether a required member (a tag) has different values in each of several schemas."""
     branches: list[SchemaBranch] = []
     for item in items:
         item_branches = space.branches(space.state([(item,)]) or ())
@@ -83,7 +87,10 @@ def _are_tagged(items: Sequence[SchemaItem], space: SchemaStates) -> bool:
 
 
 def _is_tag(name: str, branches: Sequence[SchemaBranch], space: SchemaStates) -> bool:
-    """Whether a member lists its values in all branches, and no two branches share a value."""
+    """Whether a member can tell branches apart: no two branches allow the same value.
+
+    It must be required, and list its values, in each branch.
+    """
     seen_keys: set[Any] = set()
     for branch in branches:
         state = space.state(branch.member(name)) if name in branch.required else ()
@@ -96,7 +103,10 @@ def _is_tag(name: str, branches: Sequence[SchemaBranch], space: SchemaStates) ->
 
 
 def _excluding(other: SchemaItem, item: SchemaItem, space: SchemaStates) -> SchemaItem | None:
-    """Return a schema that excludes the values of `other` from `item`; None if unknown."""
+    """Return a schema that excludes the values of `other` from the values of `item`.
+
+    None if no such schema is known.
+    """
     if other.holds and _SIMPLE.issuperset(other.node.schema):
         return other.flipped
     # The required members of each branch of both schemas.
@@ -119,7 +129,10 @@ def _excluding(other: SchemaItem, item: SchemaItem, space: SchemaStates) -> Sche
 
 
 def are_disjoint(x: State, y: State, space: SchemaStates, depth: int = 0) -> bool:
-    """Return whether no value fits both states; False if that is not easy to prove."""
+    """Return whether no JSON value fits both states (sets of schemas).
+
+    False if that is not easy to prove.
+    """
     states = [space.state([x]), space.state([y])]
     if None in states:
         return True
@@ -134,7 +147,7 @@ def are_disjoint(x: State, y: State, space: SchemaStates, depth: int = 0) -> boo
 def _are_branches_disjoint(
     x: SchemaBranch, y: SchemaBranch, space: SchemaStates, depth: int
 ) -> bool:
-    """Return whether no value fits both branches."""
+    """Return whether no JSON value fits both branches; False if that is not easy to prove."""
     kinds = x.kinds & y.kinds
     for listing, other in ((x, y), (y, x)):
         values = listing.allowed()

@@ -57,7 +57,7 @@ _MAX_CACHED_MATCHERS: Final = 32  # a hostile pattern's matcher takes up to half
 
 
 class RegexPattern(Frozen):
-    """A regular expression, and its translation.
+    """A regular expression of a JSON schema, and its translation for llguidance.
 
     Attributes:
         source: the expression of the schema.
@@ -84,7 +84,10 @@ def translate_pattern(source: str) -> RegexPattern | None:
 
 
 def _translate_parts(source: str) -> RegexPattern | None:
-    """Translate a pattern part by part; None if a part needs a rewrite by `automata`."""
+    """Translate a pattern for llguidance part by part.
+
+    None if a part needs a rewrite by `automata`.
+    """
     parts: list[str] = []
     offset = 0
     was_count = False
@@ -125,9 +128,10 @@ def _translate_parts(source: str) -> RegexPattern | None:
 
 @lru_cache(_MAX_CACHED_PATTERNS)
 def relax_pattern(source: str) -> RegexPattern | None:
-    r"""Translate a pattern without its look-around, `\b` and `\B`; None if that is not possible.
+    r"""Translate a pattern for llguidance without its look-around, `\b` and `\B`.
 
-    Assertions only restrict the matches, so the result matches each text that the pattern matches.
+    None if that is not possible. Assertions only restrict the matches, so the result matches each
+    text that the pattern matches.
     """
     parts: list[str] = []
     offset = 0
@@ -157,7 +161,7 @@ def _plain(character: str) -> str:
 
 
 def _literal(character: str) -> str:
-    """Return the pattern of one literal character."""
+    """Return the regular expression of one literal character."""
     if character.isalnum() or ord(character) > 127 or character in "_ ":
         return character
     return (
@@ -168,7 +172,10 @@ def _literal(character: str) -> str:
 
 
 def _translate_escape(match: re.Match[str], *, inside: bool) -> str:
-    """Translate an escape sequence. `inside` brackets, a set is returned without its brackets."""
+    """Translate an escape sequence of a regular expression for llguidance.
+
+    `inside` brackets, a set is returned without its brackets.
+    """
     name = match.lastgroup
     value = match[match.lastgroup or 0]
     if name == "set":
@@ -187,7 +194,7 @@ def _translate_escape(match: re.Match[str], *, inside: bool) -> str:
 
 
 def _pair(value: str) -> str:
-    """Return the pattern of the character that a UTF-16 surrogate pair stands for."""
+    """Return the regular expression of the character of a UTF-16 surrogate pair."""
     high, low = int(value[:4], 16), int(value[-4:], 16)
     return f"\\x{{{0x10000 + ((high - 0xD800) << 10) + low - 0xDC00:x}}}"
 
@@ -202,9 +209,10 @@ _ESCAPES: Final[dict[str | None, Callable[[str], str]]] = {
 
 
 def _set(source: str, offset: int) -> tuple[str | None, int]:
-    """Translate a set in brackets; return the result, or None, and the offset after the set.
+    """Translate a set in brackets of a regular expression.
 
-    `offset` is after the opening bracket.
+    Returns the result, or None if it is not supported, and the offset after the set. `offset` is
+    after the opening bracket.
     """
     is_negated = source.startswith("^", offset)
     offset += is_negated
@@ -246,19 +254,22 @@ def _set(source: str, offset: int) -> tuple[str | None, int]:
 
 
 def _without_controls(text: str) -> str:
-    """Return a set without control characters."""
+    """Return the regular expression of a set without control characters."""
     return rf"[{text}&&[^{UNMENTIONED_CONTROLS}]]"
 
 
 def _is_range(members: list[tuple[str, bool]], index: int) -> bool:
-    """Whether the hyphen at an index stands between two characters and makes a range of them."""
+    """Whether a hyphen in a set makes a range of the two characters beside it.
+
+    `index` is the index of the hyphen in `members`.
+    """
     if not 0 < index < len(members) - 1 or not (members[index - 1][1] and members[index + 1][1]):
         return False
     return not (index > 2 and members[index - 2][0] == "-" and _is_range(members, index - 2))
 
 
 def _has_outer_anchors(parts: list[str]) -> bool:
-    """Whether each `^` begins an alternative, and each `$` ends one."""
+    """Whether each `^` of a regular expression begins an alternative, and each `$` ends one."""
     for index, part in enumerate(parts):
         before = parts[index - 1] if index else "|"
         after = parts[index + 1] if index + 1 < len(parts) else "|"
@@ -286,7 +297,7 @@ def matches(pattern: RegexPattern, text: str) -> bool:
 
 
 def listed_texts(pattern: RegexPattern) -> list[str]:
-    """Return the texts of a pattern that lists them, such as `^(a|b)$`; else none."""
+    """Return the texts that a pattern lists, as `^(a|b)$` does; an empty list for others."""
     match = _LIST.fullmatch(pattern.source)
     return (match[1] or match[2]).split("|") if match else []
 
@@ -298,7 +309,10 @@ def are_disjoint(x: RegexPattern, y: RegexPattern) -> bool:
 
 
 def _prefix(source: str) -> str:
-    """Return the prefix of all matches, if the pattern begins with plain text; else ""."""
+    """Return the text with which all matches begin, if the pattern begins with plain text.
+
+    Empty otherwise.
+    """
     if "|" in source or not source.startswith("^"):
         return ""
     match = re.match(r"[\w/ -]*", source[1:])
@@ -315,7 +329,10 @@ def pattern_without(words: list[str]) -> str | None:
 
 
 def _other_texts(words: list[str], depth: int) -> str:
-    """Return an expression for the rest of other texts, after `depth` characters of all words."""
+    """Return a regular expression for the ends of texts that are none of some words.
+
+    All words have the same first `depth` characters, which come before these ends.
+    """
     rest = [word for word in words if len(word) > depth]
     heads = sorted({word[depth] for word in rest})
     options = (

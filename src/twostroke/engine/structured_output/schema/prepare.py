@@ -54,13 +54,13 @@ _REPEATED_NAMES_GAP: Final = "additionalProperties (names that repeat)"
 
 
 class Prepared(Frozen):
-    r"""A schema in llguidance's form, and the keywords that its grammar does not enforce.
+    r"""A JSON schema in llguidance's form, and the keywords that its grammar does not enforce.
 
     Attributes:
         text: the schema for llguidance.
-        gaps: keywords that are not enforced, each with its JSON pointer, such as
-            `uniqueItems (/properties/tags)`. If there are any, the finished answer must be checked
-            against the original schema. Without gaps, each value that the grammar allows is valid.
+        gaps: keywords that are not enforced, each with its JSON pointer, such as `uniqueItems
+            (/properties/tags)`. If there are any, the finished answer must be checked against the
+            original schema. Without gaps, each value that the grammar allows is valid.
         escapes: whether strings may have escaped control characters, such as `\u0007`.
     """
 
@@ -107,7 +107,10 @@ def prepare(text: str, deadline: Deadline = _NO_DEADLINE) -> Prepared:
 
 
 class _Rewriter:
-    """Rewrites states as schemas, which refer to other states by number."""
+    """Rewrites a JSON schema for llguidance, state by state.
+
+    A state is a set of schemas that a value must all fit; other states are referred to by number.
+    """
 
     def __init__(self, document: Document, deadline: Deadline) -> None:
         self.gaps: dict[str, None] = {}
@@ -166,7 +169,7 @@ class _Rewriter:
         return f"no value fits it: {number} in {named} has more digits than float64 can hold"
 
     def _child(self, states: Sequence[State | None]) -> Schema | bool:
-        """Return a schema, mostly a reference, for the values that fit all states."""
+        """Return a schema, mostly a reference by number, for the values that fit all states."""
         state = self._expander.state(states)
         if state is None:
             return False
@@ -175,7 +178,7 @@ class _Rewriter:
         return {"$ref": self._numbers.setdefault(state, len(self._numbers))}
 
     def _rewrite_state(self, state: State) -> Schema | bool:
-        """Return the schema of a state: a union of simple schemas."""
+        """Return llguidance's schema of a state: a union of simple schemas."""
         choice = self._expander.alternatives(state)
         if choice is not None:
             if not choice.is_exact:
@@ -214,7 +217,10 @@ class _Rewriter:
         self._add_gaps(branch)
 
     def _add_gaps(self, branch: SchemaBranch) -> None:
-        """Record the gaps of a branch that are about values that the branch allows."""
+        """Record keywords of a branch that the grammar does not enforce.
+
+        Keywords about values that the branch does not allow are left out.
+        """
         for location, kind in branch.gaps.items():
             # Listed values satisfy all keywords but patterns of strings.
             is_listed = branch.values is not None and kind != "string"
@@ -260,7 +266,7 @@ def _is_empty(schema: AnySchema, empty: set[int]) -> bool:
 
 
 class _Layout:
-    """Nests the schemas of states; schemas that are used several times get names."""
+    """Nests rewritten schemas for llguidance; schemas that are used several times get names."""
 
     def __init__(self, schemas: list[Schema | bool]) -> None:
         self._schemas = schemas
@@ -277,7 +283,7 @@ class _Layout:
         self._numbers: dict[str, str] = {}  # names of schemas of numbers, by their text
 
     def nested(self) -> Schema:
-        """Return the first schema, with the named schemas in its `$defs`."""
+        """Return the first rewritten schema, with the named schemas in its `$defs`."""
         schema = self._nest(self._schemas[0], 0) if self._schemas else {}
         assert isinstance(schema, dict)
         definitions: dict[str, Any] = {}
@@ -288,7 +294,7 @@ class _Layout:
         return {**schema, "$defs": definitions} if definitions else schema
 
     def _nest(self, schema: AnySchema, depth: int) -> Schema | bool:
-        """Return a schema with nested schemas or names in place of numbers."""
+        """Return a schema in which nested schemas, or names, replace references by number."""
         if isinstance(schema, bool):
             return schema
         if "$ref" in schema:
@@ -325,7 +331,7 @@ class _Layout:
 
 
 def _has_free_names(schema: Schema) -> bool:
-    """Whether a schema allows two members that it does not name, or any value."""
+    """Whether a rewritten schema allows two members that it does not name, or any value."""
     if schema.get("type") != "object":
         return not schema
     is_free = schema["additionalProperties"] is not False or "patternProperties" in schema
@@ -333,7 +339,7 @@ def _has_free_names(schema: Schema) -> bool:
 
 
 def _references(schema: AnySchema) -> Iterator[int]:
-    """Yield the numbers of the states in a schema."""
+    """Yield the numbers of the states to which a rewritten schema refers."""
     if isinstance(schema, bool):
         return
     if "$ref" in schema:
@@ -349,14 +355,14 @@ def _references(schema: AnySchema) -> Iterator[int]:
 
 
 def _any_of(schemas: list[Schema]) -> Schema | bool:
-    """Return the union of schemas."""
+    """Return the union of schemas, as `anyOf` where necessary; False if there are none."""
     if {} in schemas:
         return {}
     return {"anyOf": schemas} if len(schemas) > 1 else schemas[0] if schemas else False
 
 
 def _is_free(branch: SchemaBranch) -> bool:
-    """Whether a branch has no limits that a schema could express."""
+    """Whether a branch has no limits on values that a schema could express."""
     defaults = vars(SchemaBranch())
     return all(
         value == defaults[name]

@@ -29,7 +29,10 @@ _MAX_MULTIPLE_DIGITS: Final = 8
 
 
 def scalars(branch: SchemaBranch) -> Iterator[Schema]:
-    """Yield schemas of a branch's scalar values; add keywords they do not enforce to its gaps."""
+    """Yield schemas that allow the scalar values of a schema's branch, for llguidance.
+
+    Keywords that these schemas do not enforce are added to the branch's gaps.
+    """
     values = branch.allowed()
     if values is not None:
         yield from _listed_values(branch, values)
@@ -97,7 +100,10 @@ def _is_easy(multiple: Decimal) -> bool:
 
 
 def _digits_read(number: float) -> float:
-    """Return the digits of a fraction as llguidance reads them: multiplied by 10 in float64."""
+    """Return the digits of a fraction as llguidance reads them.
+
+    llguidance multiplies by 10 in float64 until the number is whole, which may round.
+    """
     while number % 1:
         number *= 10
     return number
@@ -128,9 +134,10 @@ def _bounds(
 
 
 def _separate_bounds(low: tuple[Any, bool] | None, high: tuple[Any, bool] | None) -> Iterator[Any]:
-    """Yield the two bounds; in a range narrower than 1, move an excluded integer inwards.
+    """Yield the lower and the upper bound of numbers, for llguidance.
 
-    llguidance would allow the excluded integer itself in such a range.
+    In a range narrower than 1, an excluded integer is moved inwards: llguidance would allow the
+    excluded integer itself in such a range.
     """
     if low is None or high is None or high[0] - low[0] >= 1:
         yield from (low, high)
@@ -160,7 +167,10 @@ def _strings(branch: SchemaBranch) -> Iterator[Schema]:
 
 
 def _patterns(branch: SchemaBranch, more_patterns: Sequence[str]) -> Schema:
-    """Return the keywords for all patterns of a branch, and some more patterns."""
+    """Return the keywords for all patterns that strings of a branch must match.
+
+    `more_patterns` are further patterns.
+    """
     texts = [text for pattern in branch.patterns for text in (pattern.text, *pattern.other_texts)]
     texts += more_patterns
     if len(texts) < 2:
@@ -179,7 +189,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def is_exact(value: Any) -> bool:
-    """Whether llguidance represents a value exactly; it reads numbers as float64."""
+    """Whether llguidance represents a JSON value exactly; it reads numbers as float64."""
     if kind(value) not in {"integer", "fraction"}:
         return True
     if abs(value) > _MAX_INTEGER:

@@ -14,7 +14,7 @@ _PART: Final = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]|\{\s*\d+|.", re.DOTAL
 
 
 def forces_little(schema: object) -> bool:
-    """Return whether a prepared schema forces at most about `MAX_FORCED_BYTES` bytes in a row.
+    """Return whether a prepared schema limits forced text to about `MAX_FORCED_BYTES` bytes.
 
     llguidance follows forced text (text without a choice) to its end within one step. This function
     visits each subschema as often as references and minimum counts repeat it. It stops after
@@ -52,7 +52,7 @@ def forces_little(schema: object) -> bool:
 
 
 def pattern_size(pattern: str) -> float:
-    """Return a bound on the bytes that a regular expression forces, from its size and counts."""
+    """Return the most bytes that a regular expression can force, from its size and counts."""
     sizes = [0.0]  # of the open groups
     last = 0.0  # size of the part that a count would repeat
     for part in _PART.findall(pattern):

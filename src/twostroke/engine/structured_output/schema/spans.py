@@ -23,7 +23,7 @@ _IN_PLACE: Final = frozenset(("allOf", "anyOf", "oneOf"))  # followed by an inde
 
 
 def wrong_span(text: str, fault: SchemaViolation) -> tuple[int, int]:
-    """Return the start and end offsets of the wrong value that a fault is about.
+    """Return the start and end offsets, in an answer's text, of a value that breaks its schema.
 
     For a name that occurs twice, these are the offsets of its second occurrence. If the fault's
     path leads to no value, they are the offsets of the last value on the path.
@@ -40,7 +40,10 @@ def wrong_span(text: str, fault: SchemaViolation) -> tuple[int, int]:
 
 
 def _member_offset(text: str, start: int, step: str | int) -> int | None:
-    """Return the start offset of a member or item of the value at an offset; None if missing."""
+    """Return the start offset of a member's or item's value in a JSON text.
+
+    `start` is the offset of the object or array. None if the member is missing.
+    """
     for key, begin, _ in _members(text, start):
         if key == step:
             return begin
@@ -48,7 +51,10 @@ def _member_offset(text: str, start: int, step: str | int) -> int | None:
 
 
 def _members(text: str, start: int) -> list[tuple[str | int, int, int]]:
-    """Return each member or item: name or index, offset of its value, and offset of its name."""
+    """Return the members or items of the JSON object or array at an offset of a text.
+
+    For each: its name or index, the offset of its value, and the offset of its name.
+    """
     members: list[tuple[str | int, int, int]] = []
     if text[start] not in "{[":
         return members
@@ -67,7 +73,7 @@ def _members(text: str, start: int) -> list[tuple[str | int, int, int]]:
 
 
 def _repeated_span(text: str, name: str) -> tuple[int, int]:
-    """Return the start and end offsets of a name that occurred before in its object."""
+    """Return the offsets, in a JSON text, of a name that occurred before in its object."""
     waiting = [_skip(text, 0)]
     while waiting:
         start = waiting.pop()
@@ -81,17 +87,20 @@ def _repeated_span(text: str, name: str) -> tuple[int, int]:
 
 
 def _skip(text: str, offset: int) -> int:
-    """Return the offset of the first character that is not white space."""
+    """Return the offset of the first character of a JSON text that is not white space.
+
+    The search begins at `offset`.
+    """
     match = _BLANKS.match(text, offset)
     assert match
     return match.end()
 
 
 def checked_places(gaps: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
-    """Return the paths of values that the grammar cannot check, only the check of the answer.
+    """Return the paths of values in an answer that only the check of the finished answer covers.
 
-    An empty path stands for the whole answer. Repeated names have no path here, since `HeldBack`
-    finds them.
+    The grammar does not enforce all of their keywords. An empty path stands for the whole answer.
+    Repeated names have no path here, since `HeldBack` finds them.
     """
     patterns: dict[PathPattern, None] = {}
     for gap in gaps:
@@ -133,7 +142,7 @@ class HeldBack:
     """Reads a streamed JSON text up to the first value or name that may still change."""
 
     def __init__(self, patterns: Sequence[PathPattern]) -> None:
-        """Hold back values at these paths, and names that occur twice in an object."""
+        """Hold back values at the paths `patterns`, and names that occur twice in an object."""
         self._patterns = patterns
         self._path: list[str | int] = []  # path of the value that is being read
         self._names: list[set[str] | None] = []  # names in each open object; None for an array
@@ -148,7 +157,10 @@ class HeldBack:
         return self._string is not None and self._expects_name and bool(self._names[-1])
 
     def feed(self, text: str) -> None:
-        """Read more text; `is_held` is true from the first value or name to hold back."""
+        """Read more of the answer's text.
+
+        `is_held` is true from the first value or name to hold back.
+        """
         for character in text:
             if self.is_held:
                 return
@@ -193,7 +205,7 @@ class HeldBack:
         self.is_held = self.is_held or self._is_checked()
 
     def _is_checked(self) -> bool:
-        """Whether the value that begins now has one of the checked paths."""
+        """Whether the value that begins now must be held back, since its path is checked later."""
         return any(
             len(path) == len(self._path)
             and all(

@@ -26,7 +26,7 @@ _CHECK_TIMEOUT_S: Final = 20.0  # the process ends itself after 2 s of processor
 
 
 class SchemaViolation(Frozen):
-    """The schema rule that an answer breaks.
+    """The JSON schema's rule that an answer breaks.
 
     Attributes:
         keyword: the schema's keyword; "repeated member" for a name that an object has twice.
@@ -55,7 +55,10 @@ class UncheckedError(ValueError):
 
 
 class Verifier:
-    """Checks answers against schemas. Several threads may use it; checks run one after another."""
+    """Checks finished answers against their JSON schemas, in a process that can be killed.
+
+    Several threads may use it; checks run one after another.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,7 +66,7 @@ class Verifier:
         self._lock = threading.Lock()
 
     def check_schema(self, schema: str) -> None:
-        """Check that answers can be checked against a schema.
+        """Check that answers can be checked against a JSON schema.
 
         Raises:
             UncheckedError: the validator cannot use the schema.
@@ -72,7 +75,7 @@ class Verifier:
             self._ask(schema, None)
 
     def fault(self, schema: str, answer: str) -> SchemaViolation | None:
-        """Return the rule of a schema that a text breaks; None if the text is valid.
+        """Return the rule of a JSON schema that an answer breaks; None if the answer is valid.
 
         Raises:
             UncheckedError: the check took too long, or the schema cannot be used.
@@ -108,7 +111,7 @@ class Verifier:
         return SchemaViolation(**{**reason, "path": tuple(reason.get("path", ()))})
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """Return the process; start a new one if it has ended."""
+        """Return the process that checks answers; start a new one if it has ended."""
         if self._process is None or self._process.poll() is not None:
             self._free()
             self._process = _start()
@@ -117,7 +120,7 @@ class Verifier:
 
 
 def _line(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
-    """Return the next line of a process's output, or None if the process has ended."""
+    """Return the next line that the checking process wrote; None if the process has ended."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line.endswith(b"\n"):
@@ -128,7 +131,10 @@ def _line(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """Start the process; `-P` keeps this folder's modules from shadowing Python's."""
+    """Start the process that checks answers.
+
+    The option `-P` keeps this folder's modules from shadowing Python's.
+    """
     return subprocess.Popen(  # noqa: S603 - this file's own program
         [sys.executable, "-P", str(_WORKER)],
         stdin=subprocess.PIPE,
@@ -138,6 +144,6 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process, if it still runs, and close its pipes."""
+    """Kill the process that checks answers, if it still runs, and close its pipes."""
     process.kill()
     process.communicate()

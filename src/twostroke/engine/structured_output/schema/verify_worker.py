@@ -46,7 +46,7 @@ _DEFAULT_DRAFTS = (
 
 
 def main() -> None:
-    """Check answers until the input ends."""
+    """Check the answers that arrive on standard input, until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     os.nice(_NICENESS)
@@ -57,7 +57,10 @@ def main() -> None:
 
 
 def _check(schema: str, answer: str | None) -> None:
-    """Check an answer or, without one, the schema itself; write the result."""
+    """Check an answer against its JSON schema or, without an answer, the schema itself.
+
+    The result is written to standard output.
+    """
     try:
         validator = _validator(schema)
         if answer is None:
@@ -87,7 +90,10 @@ def _check(schema: str, answer: str | None) -> None:
 
 
 def _repeated_item(value: Any, path: list[str | int]) -> list[int]:
-    """Return the index of the first item that equals an earlier one."""
+    """Find the first array item that equals an earlier item, in the array at a path.
+
+    Returns a list with the item's index; empty if all items are different.
+    """
     for step in path:
         value = value[step]
     same = jsonschema_rs.Draft202012Validator({"uniqueItems": True}).is_valid
@@ -95,7 +101,7 @@ def _repeated_item(value: Any, path: list[str | int]) -> list[int]:
 
 
 def _validator(text: str) -> Any:
-    """Return the validator of a schema. It fetches no schemas from elsewhere.
+    """Return the validator of a JSON schema. It fetches no schemas from elsewhere.
 
     Raises:
         ValueError: the text is not a schema, or a pattern or a reference in it cannot be used.
@@ -114,7 +120,7 @@ def _validator(text: str) -> Any:
 
 
 def _without_contents(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of a schema without keywords that only draft 7's validators assert."""
+    """Return an object of a JSON schema without keywords that only draft 7's validators check."""
     return {
         name: value
         for name, value in pairs
@@ -123,7 +129,7 @@ def _without_contents(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _RepeatedError(Exception):
-    """An object has a member twice."""
+    """An object in an answer has a member twice."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -140,12 +146,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read(text: str, make_object: Any) -> Any:
-    """Return a JSON value, with exact numbers."""
+    """Return the JSON value of a text, with exact numbers."""
     return json.loads(text, parse_float=_number, object_pairs_hook=make_object)
 
 
 def _number(text: str) -> Decimal:
-    """Return an exact number; huge exponents are reduced, because no schema has such limits."""
+    """Return a JSON number exactly.
+
+    Huge exponents are reduced, because no schema has such limits.
+    """
     digits, _, exponent = text.lower().partition("e")
     return Decimal(f"{digits}e{max(-_MAX_EXPONENT, min(_MAX_EXPONENT, int(exponent or 0)))}")
 
