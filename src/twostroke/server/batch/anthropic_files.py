@@ -22,7 +22,7 @@ OTHER_QUERY: Final = ("beta", "scope_id", "workspace_id")
 
 
 class FileMetadata(msgspec.Struct, kw_only=True, frozen=True):
-    """A file; times are in RFC 3339's form."""
+    """The metadata of a stored file in Anthropic's form; times are in RFC 3339's form."""
 
     id: str
     type: Literal["file"] = "file"
@@ -35,7 +35,7 @@ class FileMetadata(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class FileMetadataList(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of a list of files, newest first; `next_page` is the next request's `page`."""
+    """A page of a tenant's stored files, newest first; `next_page` is the next request's `page`."""
 
     data: list[FileMetadata]
     has_more: bool
@@ -45,14 +45,14 @@ class FileMetadataList(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class FileDeleted(msgspec.Struct, kw_only=True, frozen=True):
-    """A file was deleted."""
+    """Anthropic's response to the deletion of a stored file."""
 
     id: str
     type: Literal["file_deleted"] = "file_deleted"
 
 
 def to_metadata(file: FileBody) -> FileMetadata:
-    """Return a file in Anthropic's form."""
+    """Return a stored file's metadata in Anthropic's form."""
     expires_at = file.expires_at
     return FileMetadata(
         id=file.id,
@@ -67,7 +67,11 @@ def to_metadata(file: FileBody) -> FileMetadata:
 def metadata_page(
     db: Connection, tenant: str, query: dict[str, str], ids: list[str]
 ) -> FileMetadataList:
-    """Return a page of a tenant's files; with `ids`, only these files. Raises RequestError."""
+    """Return a page of a tenant's stored files in Anthropic's form.
+
+    If `ids` is not empty, the page has only the files with these ids. Raises RequestError if the
+    query is not valid.
+    """
     limit = page_size(query, DEFAULT_LISTED, MAX_LISTED)
     cursors = ("after_id", "page", "before_id")
     cursor_field = next((name for name in cursors if query.get(name)), None)

@@ -27,18 +27,22 @@ if TYPE_CHECKING:
 
 
 class FileRoutes:
-    """The routes of files."""
+    """The routes below /v1/files: upload, list, return and delete stored files."""
 
     def __init__(
         self, records: Callable[[], Records], quota: files.StorageQuota, limits: RequestLimits
     ) -> None:
-        """Store files in the records that `records` returns; it raises if the server has none."""
+        """Store uploaded files in the records that `records` returns.
+
+        `records` raises an error if the server keeps no records. `quota` limits each tenant's disk
+        space.
+        """
         self._records = records
         self._quota = quota
         self._limits = limits
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
+        """Return the Starlette routes for stored files."""
         content = f"{FILE_PATH}/content"
         return [
             Route(PATH, self.upload, methods=["POST"], name=f"POST {PATH}"),
@@ -48,7 +52,7 @@ class FileRoutes:
         ]
 
     async def upload(self, request: Request) -> Response:
-        """Store a file."""
+        """Store an uploaded file, and return its metadata."""
         records, tenant = self._records(), served_of(request.scope).tenant
         is_anthropic = _is_anthropic(request)
         default_purpose = anthropic_files.DEFAULT_PURPOSE if is_anthropic else ""
@@ -70,7 +74,7 @@ class FileRoutes:
         return to_json(anthropic_files.to_metadata(body) if is_anthropic else body)
 
     async def list_files(self, request: Request) -> Response:
-        """Return a page of the tenant's files."""
+        """Return a page of the metadata of the tenant's stored files."""
         records, tenant = self._records(), served_of(request.scope).tenant
         if _is_anthropic(request):
             query = read_query(request, (*anthropic_files.QUERY, "workspace_id"))
@@ -82,7 +86,7 @@ class FileRoutes:
         return to_json(await records.read(partial(files.page, tenant=tenant, query=query)))
 
     async def file(self, request: Request) -> Response:
-        """Return the metadata of a file, or delete the file."""
+        """Return the metadata of a stored file, or delete the file."""
         records, tenant = self._records(), served_of(request.scope).tenant
         is_anthropic = _is_anthropic(request)
         read_query(request, anthropic_files.OTHER_QUERY if is_anthropic else ())
@@ -96,7 +100,7 @@ class FileRoutes:
         return to_json(deleted)
 
     async def content(self, request: Request) -> Response:
-        """Return the content of a file."""
+        """Return the content of a stored file."""
         records, tenant = self._records(), served_of(request.scope).tenant
         id_ = request.path_params["file_id"]
         file = await records.read(partial(files.find, id_=id_, tenant=tenant))

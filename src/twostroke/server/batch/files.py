@@ -51,20 +51,20 @@ _EXPIRY_FIELDS: Final = ("expires_after[anchor]", "expires_after[seconds]")
 
 
 class NoSuchFileError(TwostrokeError):
-    """The tenant has no file with this id."""
+    """The tenant has no stored file with this id."""
 
     http_status = 404
     code = "file_not_found"
 
 
 class DamagedFileError(NoSuchFileError):
-    """The content of a file does not match its record."""
+    """The content of a stored file does not match its record in the database."""
 
     code = "file_damaged"
 
 
 class FileBody(msgspec.Struct, kw_only=True, frozen=True):
-    """A file; `created_at` is Unix time."""
+    """The metadata of a stored file in OpenAI's form; `created_at` is Unix time."""
 
     id: str
     object: Literal["file"] = "file"
@@ -77,7 +77,7 @@ class FileBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class FileList(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of files."""
+    """A page of a tenant's stored files."""
 
     object: Literal["list"] = "list"
     data: list[FileBody]
@@ -87,7 +87,7 @@ class FileList(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class DeletedFile(msgspec.Struct, kw_only=True, frozen=True):
-    """A file was deleted."""
+    """OpenAI's response to the deletion of a stored file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -95,7 +95,7 @@ class DeletedFile(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def insert(db: Connection, file: FileBody, tenant: str, digest: str = "") -> None:
-    """Store the record and the digest of a file, unless a file has its id already."""
+    """Store the record and the content's digest of a file, unless its id is already stored."""
     db.execute(
         f"INSERT OR IGNORE INTO files (tenant, {_COLUMNS}, digest, row_digest) "  # noqa: S608 constants
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -125,7 +125,7 @@ def insert(db: Connection, file: FileBody, tenant: str, digest: str = "") -> Non
 
 
 def find(db: Connection, id_: str, tenant: str) -> FileBody:
-    """Return a tenant's file.
+    """Return the metadata of a tenant's stored file.
 
     Raises:
         NoSuchFileError: the tenant has no file with this id.
@@ -143,7 +143,7 @@ def find(db: Connection, id_: str, tenant: str) -> FileBody:
 
 
 async def content_of(records: Records, id_: str, media_type: str, filename: str) -> Response:
-    """Return the content of a file as a response.
+    """Return an HTTP response with the content of a stored file.
 
     Raises:
         NoSuchFileError: the content is missing.
@@ -176,10 +176,16 @@ async def content_of(records: Records, id_: str, media_type: str, filename: str)
 async def store_with_record(
     records: Records, file: Temporary, id_: str, record: Callable[[], Awaitable[object]]
 ) -> None:
-    """Store a file's content and its record: both or none, also if the client disconnects.
+    """Store an uploaded file's content and its record: both or none, also if the client leaves.
 
     After a disk error it is not known whether the record was written. The content then stays until
     a later record is written, after which the database can tell.
+
+    Args:
+        records: the server's records, in whose folder the content is stored.
+        file: the temporary file with the content.
+        id_: the id of the file.
+        record: writes the record to the database.
     """
 
     async def store_both() -> None:
@@ -210,19 +216,21 @@ async def store_with_record(
 
 
 class StorageQuota:
-    """Tracks the bytes that are reserved of each tenant's quota, for uploads and for results.
+    """Tracks how much of each tenant's disk quota is reserved for uploads and batch results.
 
-    For the event loop's thread.
+    Call the methods only in the event loop's thread.
     """
 
     def __init__(self, limits: RequestLimits) -> None:
-        """Start without reservations."""
+        """Create the quota of each tenant, from `limits.max_files_bytes`, without reservations."""
         self._limits = limits
         self._reserved_bytes: Counter[str] = Counter()  # by tenant
 
     @asynccontextmanager
     async def take(self, records: Records, request: Request, max_bytes: int) -> AsyncIterator[int]:
-        """Reserve up to `max_bytes` for a request's upload during the block; yield the size.
+        """Reserve up to `max_bytes` of a tenant's quota for an upload until the `with` block ends.
+
+        Yields the reserved number of bytes.
 
         Raises:
             BodySizeError: the tenant's quota is used up.
@@ -237,7 +245,7 @@ class StorageQuota:
             self._reserved_bytes[tenant] -= max_bytes
 
     async def _reserve(self, records: Records, tenant: str, min_bytes: int, max_bytes: int) -> int:
-        """Reserve from `min_bytes` to `max_bytes` for a tenant, and return the reserved size.
+        """Reserve from `min_bytes` to `max_bytes` of a tenant's quota; return the reserved number.
 
         Raises:
             BodySizeError: the tenant's quota has fewer than `min_bytes` left.
@@ -251,12 +259,12 @@ class StorageQuota:
         return num_bytes
 
     def reserve(self, tenant: str, num_bytes: int) -> QuotaReservation:
-        """Return a reservation for a batch whose results so far have `num_bytes`."""
+        """Reserve `num_bytes` of a tenant's quota, which the results of a batch already use."""
         self._reserved_bytes[tenant] += num_bytes
         return QuotaReservation(tenant, num_bytes)
 
     async def grow(self, records: Records, reservation: QuotaReservation, num_bytes: int) -> None:
-        """Use `num_bytes` of a reservation, which grows if needed.
+        """Use `num_bytes` more of a batch's reservation, which grows if it is used up.
 
         Raises:
             BodySizeError: the tenant's quota is used up.
@@ -270,15 +278,15 @@ class StorageQuota:
         reservation.num_left -= num_bytes
 
     def end(self, reservation: QuotaReservation) -> None:
-        """Release a reservation, once the results are in files."""
+        """Release a batch's reservation, once its results are in files, which count themselves."""
         self._reserved_bytes[reservation.tenant] -= reservation.num_bytes
 
 
 class QuotaReservation:
-    """The part of a tenant's quota that is reserved for the results of a batch."""
+    """The part of a tenant's disk quota that is reserved for the results of one batch."""
 
     def __init__(self, tenant: str, num_bytes: int) -> None:
-        """Create a reservation of `num_bytes`, which are already used."""
+        """Create a reservation of `num_bytes`, which results already use."""
         self.tenant = tenant
         self.num_bytes = num_bytes
         self.num_left = 0
@@ -294,7 +302,7 @@ def check_room(db: Connection, tenant: str, limits: RequestLimits) -> None:
 def insert_new(
     db: Connection, file: FileBody, tenant: str, limits: RequestLimits, digest: str = ""
 ) -> None:
-    """Store the record of a tenant's new file; raises BodySizeError if it exceeds the quota."""
+    """Store the record of a tenant's new file; raise BodySizeError if it exceeds the quota."""
     _check_count(db, tenant, limits)
     if _num_bytes(db, tenant) + file.bytes > limits.max_files_bytes:
         raise _quota_error(limits)
@@ -313,7 +321,10 @@ def _quota_error(limits: RequestLimits) -> BodySizeError:
 
 
 def size_and_digest(db: Connection, id_: str) -> tuple[int | None, str]:
-    """Return a file's size (None without a record) and digest (empty if it is not known)."""
+    """Return the size and the digest of a stored file's content, from its record.
+
+    The size is None if the file has no record; the digest is empty if it is not known.
+    """
     row = db.execute("SELECT bytes, digest FROM files WHERE id = ?", (id_,)).fetchone()
     return (None, "") if row is None else (int(row[0]), row[1])
 
@@ -323,7 +334,7 @@ def _has_record(db: Connection, id_: str) -> bool:
 
 
 def uploaded_file(fields: dict[str, str], num_bytes: int, default_purpose: str = "") -> FileBody:
-    """Return the record of an uploaded file; raises RequestError if a field is not valid."""
+    """Return the record of an uploaded file; raise RequestError if a form field is not valid."""
     refuse_fields(fields, ("file", "purpose", "expires_in_seconds", *_EXPIRY_FIELDS))
     purpose = fields.get("purpose", default_purpose)
     check_purpose(purpose)
@@ -346,14 +357,14 @@ def uploaded_file(fields: dict[str, str], num_bytes: int, default_purpose: str =
 
 
 def refuse_fields(fields: dict[str, str], names: tuple[str, ...]) -> None:
-    """Raise an UnsupportedFieldError if a form has an unknown field."""
+    """Raise UnsupportedFieldError if an upload form has a field that is not in `names`."""
     for name in fields:
         if name not in names:
             raise UnsupportedFieldError("is not supported yet: leave it out.", field=name)
 
 
 def check_purpose(purpose: str) -> None:
-    """Raise a RequestError if `purpose` is not a known purpose of files."""
+    """Raise RequestError if an uploaded file's `purpose` is not known."""
     if purpose not in PURPOSES:
         reason = (
             f"must be one of {', '.join(PURPOSES)}, got '{{value}}'.{nearest(purpose, PURPOSES)}"
@@ -376,7 +387,10 @@ def new_file(
     purpose: str = OUTPUT,
     expires_after_s: int | None = None,
 ) -> FileBody:
-    """Return the record of a new file."""
+    """Return the record of a new file, created now.
+
+    `expires_after_s` is its lifetime in seconds; None for no limit.
+    """
     created_at = int(time.time())
     return FileBody(
         id=id_,
@@ -389,7 +403,7 @@ def new_file(
 
 
 def new_id() -> str:
-    """Return the id of a new file."""
+    """Return a random id for a new file."""
     return f"file-{secrets.token_hex(12)}"
 
 
@@ -401,7 +415,7 @@ def _body(
     purpose: str,
     expires_at: int | None,
 ) -> FileBody:
-    """Return a file from its row."""
+    """Return a stored file's metadata from the columns of its database row."""
     return FileBody(
         id=id_,
         bytes=num_bytes,
@@ -433,7 +447,7 @@ def delete_expired(db: Connection, now_s: float) -> list[str]:
 
 
 def delete(db: Connection, id_: str, tenant: str) -> None:
-    """Delete a file's record; raises RequestError while a batch needs the file."""
+    """Delete a stored file's record; raise RequestError if an open batch needs the file."""
     find(db, id_, tenant)
     query = "SELECT id FROM batches WHERE is_open AND input_file = ?"
     if (using_batch := db.execute(query, (id_,)).fetchone()) is not None:
@@ -443,7 +457,10 @@ def delete(db: Connection, id_: str, tenant: str) -> None:
 
 
 def page(db: Connection, tenant: str, query: dict[str, str]) -> FileList:
-    """Return a page of a tenant's files; raises RequestError."""
+    """Return a page of a tenant's stored files in OpenAI's form.
+
+    Raises RequestError if the query is not valid.
+    """
     limit = page_size(query, MAX_LISTED, MAX_LISTED)
     order = query.get("order", "desc")
     if order not in {"asc", "desc"}:
@@ -479,10 +496,18 @@ def rows_of_page(
     is_older: bool,
     ids: list[str],
 ) -> list[FileBody] | None:
-    """Return up to `count` files next to the file `cursor`, newest first; None if it is unknown.
+    """Return up to `count` of a tenant's files next to the file with the id `cursor`, newest first.
 
-    The files are older than the cursor or, without `is_older`, newer. `ids`, if not empty, selects
-    files.
+    Without a cursor the list starts at the newest file, or at the oldest without `is_older`. None
+    if the cursor is unknown.
+
+    Args:
+        db: the records database.
+        tenant: the owner of the files.
+        cursor: the id of a file; None to start at the end of the list.
+        count: the maximum number of files.
+        is_older: whether to return files older than the cursor; newer files otherwise.
+        ids: selects files by their ids; empty for all files.
     """
     condition = f"tenant = ? AND {_VISIBLE} AND {_INTACT}"
     values: list[object] = [tenant, time.time()]
@@ -502,14 +527,17 @@ def rows_of_page(
 
 
 def _seq(db: Connection, id_: str, tenant: str) -> int | None:
-    """Return a file's sequence number, in order of arrival; None if there is no such file."""
+    """Return the sequence number of a tenant's stored file; None if there is no such file.
+
+    Numbers grow in the order in which files were stored.
+    """
     query = "SELECT seq FROM files WHERE id = ? AND tenant = ?"
     row = db.execute(query, (id_, tenant)).fetchone()
     return None if row is None else int(row[0])
 
 
 def page_size(query: dict[str, str], default: int, max_listed: int) -> int:
-    """Return the number of list entries that a query requests; raises RequestError."""
+    """Return the number of list entries that a URL query requests; raise RequestError if wrong."""
     limit = query.get("limit", str(default))
     if not (limit.isdecimal() and len(limit) <= 5 and 1 <= int(limit) <= max_listed):
         raise RequestError(f"must be from 1 to {max_listed}.", field="limit")

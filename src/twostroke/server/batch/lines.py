@@ -28,12 +28,12 @@ _MAX_CHUNK_BYTES: Final = 1 << 20
 
 
 class ReadOffset(Frozen):
-    """A position in an input file.
+    """A position between two lines of a batch's input file.
 
     Attributes:
-        number: the number of lines before it.
-        num_bytes: the number of bytes before it.
-        num_requests: the number of lines before it that are not blank.
+        number: the number of lines before the position.
+        num_bytes: the number of bytes before the position.
+        num_requests: the number of lines before the position that are not blank.
     """
 
     number: int = 0
@@ -42,7 +42,7 @@ class ReadOffset(Frozen):
 
 
 class Line(Frozen):
-    """A request of a batch; `number` is its line in the input file, from 1."""
+    """A request of a batch, from one line of the input file; `number` is the line's, from 1."""
 
     number: int
     custom_id: str
@@ -67,17 +67,17 @@ _body: Final = msgspec.json.Decoder(_LineBody)
 
 
 class WrongLineError(Exception):
-    """A line is not valid; the exception's argument is a `LineError`."""
+    """A line of a batch's input file is not valid; the argument is a `LineError`."""
 
 
 class InputChangedError(Exception):
-    """The input of a batch has changed since its validation."""
+    """The input file of a batch has changed since its validation."""
 
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the text of each line that is not blank; raises OSError.
+    """Yield the number and the text of each line of a batch's input file that is not blank.
 
-    A line longer than `max_bytes` is cut, so that it does not fill the memory.
+    A line longer than `max_bytes` is cut, so that it does not fill the memory. Raises OSError.
     """
     for end, text in _read(path, max_bytes, ReadOffset()):
         yield end.number, text
@@ -90,10 +90,15 @@ def next_lines(
     limits: RequestLimits,
     digests: array[int] | None = None,
 ) -> tuple[list[Line], ReadOffset | None]:
-    """Return some lines of a validated file after `start`, and where to continue; None at the end.
+    """Return the next requests of a validated input file, and where to continue; None at the end.
 
-    Lines whose numbers are in `done_lines` are left out. With `digests` of the validated lines,
-    lines that were appended later are left out, too.
+    Args:
+        path: the input file of a batch.
+        start: the position of the first line to read.
+        done_lines: the numbers of lines to leave out, since they have results.
+        limits: the limits of a request.
+        digests: the digests of the validated lines, so that changed lines are found; lines that
+            were appended after the validation are left out. None to check nothing.
 
     Raises:
         InputChangedError: a line differs from its digest, or is missing.
@@ -121,7 +126,10 @@ def next_lines(
 
 
 def line_digests(path: Path, max_bytes: int, num_requests: int) -> array[int]:
-    """Return the digest of each of the first `num_requests` non-blank lines; raises OSError."""
+    """Return the digests of the first `num_requests` non-blank lines of a batch's input file.
+
+    Raises OSError.
+    """
     digests = array("Q")
     if num_requests:
         for _, text in read_lines(path, max_bytes):
@@ -132,7 +140,7 @@ def line_digests(path: Path, max_bytes: int, num_requests: int) -> array[int]:
 
 
 def digest_of_all(digests: array[int]) -> str:
-    """Return a digest of all lines, from the digests of the lines."""
+    """Return one digest of a batch's input, from the digests of its lines."""
     return blake2b(digests.tobytes(), digest_size=16).hexdigest()
 
 
@@ -141,7 +149,7 @@ def _line_digest(text: bytes) -> int:
 
 
 def _read(path: Path, max_bytes: int, start: ReadOffset) -> Iterator[tuple[ReadOffset, bytes]]:
-    """Yield each non-blank line, and the position after it."""
+    """Yield each non-blank line of a batch's input file, with the position after the line."""
     with open_regular_file(path) as file:
         file.seek(start.num_bytes)
         number = start.number
@@ -156,7 +164,7 @@ def _read(path: Path, max_bytes: int, start: ReadOffset) -> Iterator[tuple[ReadO
 
 
 def parse(number: int, text: bytes, limits: RequestLimits) -> Line:
-    """Return the request of a line; raises WrongLineError."""
+    """Return the batch request in a line of the input file; raise WrongLineError if not valid."""
 
     def line_error(code: str, message: str, param: str | None = None) -> WrongLineError:
         return WrongLineError(LineError(code, message, number, param))
@@ -207,9 +215,12 @@ def parse(number: int, text: bytes, limits: RequestLimits) -> Line:
 def check(
     path: Path, endpoint: str | None, limits: RequestLimits
 ) -> tuple[int, list[LineError], int]:
-    """Validate an input file; return the number of lines, the first errors, and the errors' number.
+    """Validate a batch's input file.
 
     All lines must have the path `endpoint`; None for the path of the first line.
+
+    Returns:
+        The number of lines, the first errors, and the number of all errors.
     """
     first_lines: dict[str, int] = {}  # by custom_id
     errors: list[LineError] = []
@@ -237,7 +248,7 @@ def check(
 
 
 def _consistency_error(line: Line, endpoint: str, first_line: int) -> LineError | None:
-    """Return the error of a line that does not agree with earlier lines; None if it agrees.
+    """Return the error of a batch request that conflicts with earlier requests; None if it fits.
 
     `first_line` is the number of the first line with the same custom_id.
     """

@@ -54,7 +54,7 @@ _WINDOW_S: Final = 86_400
 
 
 class BatchedMessage(msgspec.Struct, frozen=True):
-    """A request of a batch."""
+    """One request of a message batch."""
 
     custom_id: Annotated[str, Meta(description="Names the request among its batch's.")]
     params: Annotated[
@@ -67,13 +67,13 @@ class BatchedMessage(msgspec.Struct, frozen=True):
 
 
 class MessageBatchRequest(msgspec.Struct, frozen=True):
-    """Requests to run."""
+    """The body that creates a message batch: the requests to run."""
 
     requests: Annotated[list[BatchedMessage], Meta(min_length=1)]
 
 
 class MessageCounts(msgspec.Struct, frozen=True):
-    """The number of requests by outcome; the sum is the number of all requests."""
+    """The number of a batch's requests by outcome; the sum is the number of all requests."""
 
     processing: int = 0
     succeeded: int = 0
@@ -83,7 +83,10 @@ class MessageCounts(msgspec.Struct, frozen=True):
 
 
 class MessageBatch(msgspec.Struct, kw_only=True, frozen=True):
-    """A batch; times are in RFC 3339's form. `seconds_left` is Twostroke's extension."""
+    """A batch in Anthropic's form; times are in RFC 3339's form.
+
+    `seconds_left`, the estimated time to the end, is Twostroke's extension.
+    """
 
     id: str
     type: Literal["message_batch"] = "message_batch"
@@ -99,7 +102,7 @@ class MessageBatch(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class MessageBatchList(msgspec.Struct, frozen=True):
-    """A page of a list of batches, the newest first."""
+    """A page of the tenant's message batches, the newest first."""
 
     data: list[MessageBatch]
     has_more: bool
@@ -108,7 +111,7 @@ class MessageBatchList(msgspec.Struct, frozen=True):
 
 
 class DeletedMessageBatch(msgspec.Struct, kw_only=True, frozen=True):
-    """A batch was deleted."""
+    """Anthropic's response to the deletion of a message batch."""
 
     id: str
     type: Literal["message_batch_deleted"] = "message_batch_deleted"
@@ -118,7 +121,10 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: MessageBatchRequest}
 
 
 class _Requests(msgspec.Struct):
-    """A body whose requests stay encoded; decoding all at once would block all threads for long."""
+    """The body of a new message batch, whose requests stay encoded.
+
+    Decoding all requests at once would block all threads for long.
+    """
 
     requests: Annotated[list[msgspec.Raw], Meta(min_length=1)]
 
@@ -129,7 +135,7 @@ _request_decoder: Final = msgspec.json.Decoder(BatchedMessage)
 
 
 class MessageBatches:
-    """The routes of message batches."""
+    """The routes of Anthropic's message batches, below /v1/messages/batches."""
 
     def __init__(
         self,
@@ -137,13 +143,17 @@ class MessageBatches:
         quota: files.StorageQuota,
         limits: RequestLimits,
     ) -> None:
-        """Store batches in the records that `records` returns; it raises if the server has none."""
+        """Store message batches in the server's records, and run them with its batch runner.
+
+        `records` returns both, and raises an error if the server keeps no records. `quota` limits
+        each tenant's disk space.
+        """
         self._records = records
         self._quota = quota
         self._limits = limits
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
+        """Return the Starlette routes for message batches."""
         return [
             Route(PATH, self.create, methods=["POST"], name=f"POST {PATH}"),
             Route(PATH, self.list_batches, methods=["GET"], name=PATH),
@@ -157,7 +167,7 @@ class MessageBatches:
         ]
 
     async def create(self, request: Request) -> Response:
-        """Create a batch from the requests of a body, and run it."""
+        """Create a message batch from the requests in the body, and start to run it."""
         db, runner = self._records()
         limits = self._limits
         served_request = served_of(request.scope)
@@ -181,7 +191,7 @@ class MessageBatches:
         return to_json(body_of(batch, None, request))
 
     async def list_batches(self, request: Request) -> Response:
-        """Return a page of the tenant's batches."""
+        """Return a page of the tenant's message batches."""
         db, runner = self._records()
         query = read_query(request, ("after_id", "before_id", "limit", "beta"))
         limit = page_size(query, DEFAULT_LISTED, MAX_LISTED)
@@ -209,7 +219,7 @@ class MessageBatches:
         return to_json(page_body)
 
     async def batch(self, request: Request) -> Response:
-        """Return a batch, or delete an ended batch."""
+        """Return the state of a message batch, or delete a batch that has ended."""
         db, runner = self._records()
         batch = await find(db, request, PROTOCOL)
         if request.method != "DELETE":
@@ -222,7 +232,7 @@ class MessageBatches:
         return to_json(DeletedMessageBatch(id=batch.id))
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel a batch."""
+        """Cancel a message batch; its running requests are cut off."""
         db, runner = self._records()
         batch = await runner.cancel(await find(db, request, PROTOCOL))
         if batch.status not in {"cancelling", "cancelled"}:
@@ -230,7 +240,7 @@ class MessageBatches:
         return to_json(body_of(batch, runner.pace(batch), request))
 
     async def results(self, request: Request) -> Response:
-        """Return the results of an ended batch."""
+        """Return the results of a message batch that has ended, a JSON line for each request."""
         db, _ = self._records()
         batch = await find(db, request, PROTOCOL)
         if batch.output_file is None and batch.errors:
@@ -285,7 +295,7 @@ def _counts(batch: Batch, pace: BatchPace | None) -> MessageCounts:
 
 
 def _write_lines(body: mmap, file: Temporary, limits: RequestLimits) -> int:
-    """Write each request of a body as a line of an input file, and return their number.
+    """Write each request of a new message batch as a line of an input file; return their number.
 
     Raises:
         RequestError: the body is not a list of requests, or a request is not valid.

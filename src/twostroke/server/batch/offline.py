@@ -50,9 +50,14 @@ _SYNC_INTERVAL_S: Final = 1.0  # after a power failure, the requests of the last
 
 
 class BatchProgress(msgspec.Struct):
-    """The progress of a run: requests that have ended, failures among them, and generated tokens.
+    """The progress of an offline batch run.
 
-    `num_before` requests had results from an earlier run.
+    Attributes:
+        total: the number of requests in the input file.
+        num_before: requests whose results an earlier run has written.
+        num_done: requests that have ended.
+        num_failed: ended requests that failed.
+        num_tokens: tokens that were generated.
     """
 
     total: int
@@ -82,7 +87,7 @@ _answer_decoder: Final = msgspec.json.Decoder(_AnswerUsage)
 
 
 class Results:
-    """A file of results that grows line by line, and gets its name when it is complete.
+    """A file of batch results that grows line by line, and gets its name when it is complete.
 
     Until then its name is `NAME.partial`.
 
@@ -95,14 +100,14 @@ class Results:
     """
 
     def __init__(self, path: Path, *, resumes: bool, replaces: bool = False) -> None:
-        """Open the file; with `resumes`, keep the intact lines of an earlier run.
+        """Open the partial file of results; with `resumes`, keep intact lines of an earlier run.
 
         With `replaces`, a file with the final name is left from an earlier run, which ended just
         before its last step, and is removed.
 
         Raises:
-            UsageError: a file with the final name exists, or the partial file is no file of results
-                or is in use.
+            UsageError: a file with the final name exists, or the partial file is no file of
+                results or is in use.
             OSError: the file cannot be written.
         """
         if replaces:
@@ -134,17 +139,17 @@ class Results:
         self._synced_s = time.monotonic()
 
     def __enter__(self) -> Self:
-        """Return this object."""
+        """Return this object, whose file is already open."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the file; an empty file is removed."""
+        """Close the file of results; an empty file is removed."""
         if not self._end:
             self.partial.unlink(missing_ok=True)
         self._file.close()
 
     def add(self, id_: str, body: bytes) -> None:
-        """Append a result; raises OSError."""
+        """Append the result of the request with the custom_id `id_`; raises OSError."""
         line = body + b"\n"
         unwritten = memoryview(line)
         while unwritten:
@@ -155,7 +160,10 @@ class Results:
             self._synced_s = time.monotonic()
 
     def finish(self, ids: Iterator[str]) -> None:
-        """Give the file its final name, with lines in the order of `ids`, unless it is empty."""
+        """Give the file its final name, with result lines in the order of `ids` (custom_ids).
+
+        A file without results is removed.
+        """
         if self.extents:
             ordered = self.path.with_name(f"{self.path.name}.ordered")
             with ordered.open("wb") as file:
@@ -169,7 +177,10 @@ class Results:
         self.partial.unlink()
 
     def _read(self) -> None:
-        """Index the lines of an earlier run, without damaged lines, whose requests run again."""
+        """Index the result lines of an earlier run.
+
+        Damaged lines are left out, so their requests run again.
+        """
         damaged: list[int] = []
         for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
@@ -202,10 +213,15 @@ class Results:
 
 
 class Files(msgspec.Struct):
-    """The input file, and the files for results with and without success.
+    """The files of an offline batch run: the input, and the results with and without success.
 
-    `model` answers all lines; if it is None, a server answers each line with the model that the
-    line names. `check` sets `digests`, one for each line.
+    Attributes:
+        input: the input file, with a request in each line.
+        output: the file for results of successful requests.
+        errors: the file for results of failed requests.
+        model: the model that answers all requests; None if a server answers each request with
+            the model that the request names.
+        digests: the digest of each line of the input; None before `check`.
     """
 
     input: Path
@@ -215,7 +231,7 @@ class Files(msgspec.Struct):
     digests: array[int] | None = None
 
     def lines(self, limits: RequestLimits) -> Iterator[Line]:
-        """Yield the validated lines of the input.
+        """Yield the requests of the validated input file.
 
         Raises:
             UsageError: the input has changed since its validation.
@@ -232,7 +248,7 @@ class Files(msgspec.Struct):
             yield from lines
 
     def check(self, limits: RequestLimits) -> None:
-        """Raise a UsageError if the output has results of another input or another model.
+        """Raise UsageError if the output has results of another input file or another model.
 
         Results of other programs have ids without digests, and are accepted.
         """
@@ -259,7 +275,7 @@ class Files(msgspec.Struct):
             )
 
     def result(self, line: Line, answer: InternalResponse) -> bytes:
-        """Return the result line for an answer."""
+        """Return the result line for a request's response, with digests in the result's id."""
         id_ = self._id_prefix(line) + "0" * _RESULT_LENGTH
         body = result(line.custom_id, answer, id_)
         return body.replace(id_.encode(), _with_digest(id_, body), 1)
@@ -277,11 +293,19 @@ async def run(
     progress: BatchProgress,
     show: Callable[[BatchProgress], None],
 ) -> None:
-    """Run the lines without results, at most `max_running` at once; call `show` after each.
+    """Run the requests that have no result yet, at most `max_running` at a time.
+
+    Args:
+        files: the input, and the files for results.
+        send: sends a request, and returns its response.
+        max_running: the maximum number of requests at a time.
+        limits: the limits of a request.
+        progress: the counts, which are updated.
+        show: called with `progress` at the start and after each request.
 
     Raises:
         OSError: a file cannot be written.
-        TwostrokeError: from `send`; the results so far stay.
+        TwostrokeError: from `send`; results that are already written stay.
     """
     slots = asyncio.Semaphore(max_running)
     show(progress)
@@ -320,12 +344,15 @@ def _digest(length: int, *parts: str | bytes) -> str:
 
 
 def _with_digest(id_: str, body: bytes) -> bytes:
-    """Return a result's id, whose last digits are the digest of `body`, which has zeros there."""
+    """Return a result's id with the digest of the result line `body` as its last digits.
+
+    `body` has zeros in place of these digits.
+    """
     return (id_[:-_RESULT_LENGTH] + _digest(_RESULT_LENGTH, body)).encode()
 
 
 def _is_intact(id_: str, line: bytes) -> bool:
-    """Return whether a result line has the digest at the end of its id."""
+    """Return whether a result line matches the digest at the end of its id."""
     if len(id_) != _ID_LENGTH:
         return True  # from an earlier version, or from another program
     id_with_zeros = id_[:-_RESULT_LENGTH] + "0" * _RESULT_LENGTH

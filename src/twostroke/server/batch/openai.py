@@ -66,7 +66,7 @@ class NoSuchBatchError(TwostrokeError):
 
 
 class BatchRequest(field.RequestObject):
-    """A batch: an uploaded file of requests to run."""
+    """The body that creates a batch: names an uploaded file of requests to run."""
 
     input_file_id: Annotated[str, field.doc("The id of an uploaded file.")]
     endpoint: Annotated[str, field.doc("The `url` of all lines.", enum=list(ENDPOINTS))]
@@ -93,7 +93,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class LineErrorBody(msgspec.Struct, frozen=True):
-    """An error of a line of the input file."""
+    """An error in a batch's input file; `line` is None if the error concerns the whole file."""
 
     code: str
     message: str
@@ -102,14 +102,17 @@ class LineErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorList(msgspec.Struct, kw_only=True, frozen=True):
-    """The first errors of the input file."""
+    """The first errors of a batch's input file."""
 
     object: Literal["list"] = "list"
     data: list[LineErrorBody]
 
 
 class BatchBody(msgspec.Struct, kw_only=True, frozen=True):
-    """A batch; times are Unix times. `seconds_left`, an estimate, is Twostroke's extension."""
+    """A batch in OpenAI's form; times are Unix times.
+
+    `seconds_left`, the estimated time to the end, is Twostroke's extension.
+    """
 
     id: str
     object: Literal["batch"] = "batch"
@@ -135,7 +138,7 @@ class BatchBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class BatchList(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of a list of batches, the newest first."""
+    """A page of the tenant's batches, the newest first."""
 
     object: Literal["list"] = "list"
     data: list[BatchBody]
@@ -153,9 +156,14 @@ def routes(
     note: Callable[[Iterable[Ignored], ServedRequest], None],
     readers: Readers,
 ) -> list[Route]:
-    """Return the routes of batches; `records` raises if the server has no records.
+    """Return the Starlette routes of OpenAI's batches.
 
-    `note` records a request's ignored fields; `readers` decode long bodies.
+    Args:
+        records: returns the server's records and its batch runner; raises an error if the
+            server keeps no records.
+        limits: the limits of request bodies.
+        note: records the ignored fields of a request.
+        readers: threads that decode long bodies.
     """
     decoder = BodyDecoder(BatchRequest, limits.max_json_depth)
 
@@ -209,7 +217,7 @@ def routes(
 
 
 def _page_body(data: list[BatchBody], *, has_more: bool) -> BatchList:
-    """Return a page of a list of batches."""
+    """Return a page of a list of batches as a response body."""
     return BatchList(
         data=data,
         first_id=data[0].id if data else None,
@@ -219,7 +227,7 @@ def _page_body(data: list[BatchBody], *, has_more: bool) -> BatchList:
 
 
 async def find(records: Records, request: Request, protocol: str) -> Batch:
-    """Return the batch that a request names; raises NoSuchBatchError."""
+    """Return the batch whose id is in the request's path; raise NoSuchBatchError if unknown."""
     id_, tenant = request.path_params["batch_id"], served_of(request.scope).tenant
     batch = await records.read(
         partial(stored_batches.find, id_=id_, tenant=tenant, protocol=protocol)
@@ -264,7 +272,7 @@ def body_of(batch: Batch, pace: BatchPace | None) -> BatchBody:
 
 
 def _new(fields: BatchRequest, served_request: ServedRequest) -> Batch:
-    """Return a new batch; raises RequestError."""
+    """Return a new batch from the body of a request; raise RequestError if a field is not valid."""
     if fields.endpoint not in ENDPOINTS:
         raise RequestError(f"must be one of {', '.join(ENDPOINTS)}.", field="endpoint")
     window = _WINDOW.fullmatch(fields.completion_window)
@@ -290,7 +298,10 @@ def _new(fields: BatchRequest, served_request: ServedRequest) -> Batch:
 
 
 def result(custom_id: str, answer: InternalResponse, id_: str | None = None) -> bytes:
-    """Return the result line of a request; without `id_`, its id is random."""
+    """Return the result line of a batch request, in OpenAI's form.
+
+    `id_` is the result's id; None for a random id.
+    """
     body = msgspec.Raw(answer.body)
     response = {
         "status_code": answer.status,

@@ -25,15 +25,15 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class AdaptiveLimit:
-    """Limits how many of a batch's requests run at the same time, for the event loop's thread.
+    """Limits how many requests of one batch run at the same time.
 
-    A refused request halves the limit and starts a pause of the batch, which is logged; refusals of
-    requests that were sent before the pause start no further pause. Each answer raises the limit by
-    one.
+    A request that is refused because the server is busy halves the limit and starts a pause of the
+    batch, which is logged. Refusals of requests that were sent before the pause start no further
+    pause. Each answer raises the limit by one. Call the methods only in the event loop's thread.
     """
 
     def __init__(self, batch: str) -> None:
-        """Start without a limit, for the batch with this id."""
+        """Start without a limit; `batch` is the batch's id for the log."""
         self._batch = batch
         self._max_requests: float = float("inf")
         self._num_sent = 0
@@ -43,23 +43,32 @@ class AdaptiveLimit:
 
     @property
     def is_open(self) -> bool:
-        """Whether a request may be sent now."""
+        """Whether the batch may send a request now: it does not pause and is below its limit."""
         return self._num_sent < self._max_requests and time.monotonic() >= self._pause_end_s
 
     async def wait(self) -> None:
-        """Wait until the limit is open; another request may use the place first."""
+        """Wait until the batch may send a request.
+
+        Another request of the batch may be sent first, so the caller checks `is_open` afterwards.
+        """
         while not self.is_open:
             left_s = self._pause_end_s - time.monotonic()
             self._changed.clear()
             await wait_until_set(self._changed, left_s if left_s > 0 else None)
 
     def send(self) -> float:
-        """Count a sent request, and return the time, which `leave` needs."""
+        """Count a request that is being sent; return the monotonic time, which `leave` needs."""
         self._num_sent += 1
         return time.monotonic()
 
     def leave(self, sent_s: float, answer: InternalResponse | None, *, is_refused: bool) -> None:
-        """Adapt the limit to the answer to a request sent at `sent_s`; None if it was cut off."""
+        """Adapt the batch's limit at the end of a request.
+
+        Args:
+            sent_s: when the request was sent.
+            answer: the response; None if the request was cut off.
+            is_refused: whether the server refused the request because it is busy.
+        """
         now_s = time.monotonic()
         if answer is not None and not is_refused:
             self._num_pauses = 0
@@ -85,17 +94,20 @@ _POLL_S: Final = 0.05  # how often to check whether interactive requests leave r
 
 
 class BatchSlots:
-    """Limits how many batch requests are in the engine; for the event loop's thread."""
+    """Limits how many batch requests, of all batches, are in the engine at the same time.
+
+    Call the methods only in the event loop's thread.
+    """
 
     def __init__(self, size: Callable[[], int]) -> None:
-        """Allow the number of requests that `size` currently returns."""
+        """Allow as many requests at a time as `size` returns, which may change."""
         self._size = size
         self._num_requests = 0
         self._slot_freed = asyncio.Event()
         self._queue = FairQueue()  # tenants take turns
 
     async def enter(self, tenant: str) -> None:
-        """Wait until a request of a tenant may be in the engine, and count it."""
+        """Wait until a tenant's batch request may be in the engine, and count it."""
         slot = await self._queue.take(tenant)
         try:
             while self._num_requests >= self._size():
@@ -106,16 +118,22 @@ class BatchSlots:
             self._queue.end(slot)
 
     def leave(self) -> None:
-        """Remove a request from the count."""
+        """Count the end of a batch request, so that another may enter the engine."""
         self._num_requests -= 1
         self._slot_freed.set()
 
 
 class BatchPace:
-    """The progress of a running batch; for the event loop's thread."""
+    """The progress and speed of a running batch; for the event loop's thread."""
 
     def __init__(self, num_done: int, num_failed: int, total: int) -> None:
-        """Start with the counts of an earlier process."""
+        """Start with the results that an earlier process has stored.
+
+        Args:
+            num_done: the number of requests that have a result.
+            num_failed: the number of these results that are failures.
+            total: the number of all requests of the batch.
+        """
         self.num_failed = num_failed
         self.num_done = num_done
         self.total = total
@@ -124,7 +142,7 @@ class BatchPace:
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated seconds to the end, at the pace so far; None before a request has ended."""
+        """The estimated seconds to the batch's end; None before this process has a result."""
         num_new = self.num_done - self._num_done_before
         if not num_new:
             return None
@@ -140,14 +158,14 @@ def boot_id() -> str:
 
 
 def since_boot_s() -> float:
-    """Return the seconds since the machine's boot, including suspended time."""
+    """Return the seconds since the machine was booted, including suspended time."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def with_boot_deadline(batch: Batch) -> Batch:
-    """Return a batch with its deadline in seconds since the current boot.
+    """Return a batch whose deadline is also given in seconds since the current boot.
 
-    Until the next boot this deadline counts, since this clock cannot be set. After a boot only the
+    Until the next boot this deadline counts, since its clock cannot be set. After a boot only the
     wall clock knows how long the machine was off.
     """
     left_s = seconds_left(batch)
@@ -155,7 +173,7 @@ def with_boot_deadline(batch: Batch) -> Batch:
 
 
 def seconds_left(batch: Batch) -> float:
-    """Return the seconds until the batch's remaining requests expire; at most its whole window."""
+    """Return the seconds until a batch's remaining requests expire; at most its whole window."""
     if batch.boot == boot_id():
         return batch.deadline_s - since_boot_s()
     window_s = batch.expires_at - batch.since["validating"]

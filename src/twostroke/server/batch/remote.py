@@ -32,10 +32,15 @@ _MAX_SHOWN_BYTES: Final = 1000  # of a body that is not JSON
 
 
 class Remote:
-    """A remote server, with a connection for each thread."""
+    """A client of a remote server, to which an offline batch run sends its requests."""
 
     def __init__(self, url: str, key: str | None, concurrency: int) -> None:
-        """Send to the server at `url`, which may end with `/v1`; connect at first use.
+        """Send batch requests to the server at `url`, which may end with `/v1`.
+
+        Args:
+            url: the server's URL. The first request opens a connection.
+            key: the API key; None for requests without a key.
+            concurrency: the number of threads, each with its own connection.
 
         Raises:
             UsageError: `url` is not an http or https URL with a host.
@@ -61,7 +66,7 @@ class Remote:
         self._has_answered = False
 
     async def send(self, line: Line) -> InternalResponse:
-        """Return the response to a line; wait and retry if the server asks for it.
+        """Send a batch request and return the response; wait and retry if the server is busy.
 
         Raises:
             EngineStoppedError: the server cannot be reached.
@@ -98,7 +103,7 @@ class Remote:
             await asyncio.sleep(min(pause_s, _MAX_PAUSE_S))
 
     def _checked(self, answer: InternalResponse) -> InternalResponse:
-        """Return an answer with its body as one line of JSON, even if a proxy sent other text."""
+        """Return a response with its body as one line of JSON, even if a proxy sent other text."""
         if answer.status == HTTPStatus.UNAUTHORIZED:
             message = f"The server at {self._url} refuses the key: set TWOSTROKE_API_KEY."
             raise UsageError(message)
@@ -113,7 +118,7 @@ class Remote:
         return replace(answer, body=body)
 
     def close(self) -> None:
-        """Close all connections, also for waiting requests."""
+        """Close all connections to the server; requests that wait for a response fail."""
         for connection in list(self._open):
             with suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
@@ -154,5 +159,5 @@ class Remote:
 
 
 def _seconds(text: str) -> float:
-    """Return the seconds of a `Retry-After` header; 1 if it has a date or is missing."""
+    """Return the seconds of a `Retry-After` header; 1 if the header has a date or is missing."""
     return float(text) if text.isdecimal() and len(text) < 6 else 1.0

@@ -35,13 +35,14 @@ _OK, _FAILED, _UNRUN = range(3)  # outcomes of a line
 
 
 class Form(Frozen):
-    """The form of a protocol's results, each one JSON line without its line end.
+    """How a protocol writes batch results, each a JSON line without its line end.
 
     Attributes:
         result: returns the result of a request, from its custom_id and its response.
-        unrun: returns the result of a request that was not run, from its custom_id and the batch.
+        unrun: returns the result of a request that was not run, from its custom_id and the
+            batch.
         has_error_file: whether failures go to a separate file.
-        purpose: the purpose of the files.
+        purpose: the purpose of the files with results.
     """
 
     result: Callable[[str, InternalResponse], bytes]
@@ -51,10 +52,13 @@ class Form(Frozen):
 
 
 class Endings:
-    """Ends batches, one of each tenant at a time; for the event loop's thread."""
+    """Writes the result files of ended batches, one batch of each tenant at a time.
+
+    Call the methods only in the event loop's thread.
+    """
 
     def __init__(self, records: Records, readers: Readers, limits: RequestLimits) -> None:
-        """Write files in the threads of `readers`, in which tenants take turns."""
+        """Write result files in the threads of `readers`, in which tenants take turns."""
         self._records = records
         self._readers = readers
         self._limits = limits
@@ -62,16 +66,21 @@ class Endings:
         self._batch_ended = asyncio.Event()
 
     async def finish(self, batch: Batch, form: Form) -> Batch:
-        """Write the files of a batch, and return its final state; see the function `finish`."""
+        """Write the result files of a batch, and return its final state.
+
+        See the function `finish`; batches of the same tenant wait for each other.
+        """
         async with self._locks[batch.tenant]:
             ended_batch = await finish(self._records, self._readers, batch, form, self._limits)
         self._batch_ended.set()
         return ended_batch
 
     async def drop(self, write: Callable[[Callable[[Connection], bool]], Awaitable[bool]]) -> None:
-        """Delete the results of ended batches from the database, with pauses for other writers.
+        """Delete the results of ended batches from the database, where files have replaced them.
 
-        The next server deletes the results that a stop or a crash leaves.
+        `write` runs a function that deletes some rows; between two calls, other writers have their
+        turn. The task runs until it is cancelled. Results that a stop or a crash leaves are deleted
+        by the next server.
         """
         while True:
             self._batch_ended.clear()
@@ -84,7 +93,7 @@ class Endings:
 async def finish(
     records: Records, readers: Readers, batch: Batch, form: Form, limits: RequestLimits
 ) -> Batch:
-    """Write the files of a batch that sends no more requests, and return its final state.
+    """Write the result files of a batch that sends no more requests; return its final state.
 
     The threads of `readers` write, in which tenants take turns. After a crash it is safe to call
     this again: the new files replace the earlier ones. The results stay in the database until
@@ -146,7 +155,7 @@ def _write(
     output: Temporary,
     failures: Temporary,
 ) -> bool:
-    """Write and count results for a short time; return whether more results remain."""
+    """Write and count batch results for a short time; return whether more results remain."""
     until_s = time.monotonic() + _WRITE_SLICE_S
     for kind, body in outcomes:
         (output if kind == _OK else failures).write(body + b"\n")
@@ -159,7 +168,10 @@ def _write(
 def _outcomes(
     records: Records, batch: Batch, form: Form, limits: RequestLimits
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the outcome and the result of each line; without the input, only of finished lines."""
+    """Yield the outcome and the result of each line of a batch's input file.
+
+    If the input file is missing or changed, only lines with results are yielded.
+    """
     with records.open_reader() as db:
         num_unrun = batch.total - stored_batches.num_results(db, batch.id)
         results = stored_batches.results(db, batch.id)
@@ -182,7 +194,10 @@ def _outcomes(
 def _unrun(
     records: Records, batch: Batch, form: Form, limits: RequestLimits
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield each line's number and its result if it was not run; stop at a changed input."""
+    """Yield each input line's number, and its result for the case that it was not run.
+
+    Nothing is yielded if the input file has changed, or from a line that is not valid.
+    """
     path = records.files.path(batch.input_file)
     try:
         digests = line_digests(path, limits.max_body_bytes, batch.total)

@@ -80,10 +80,15 @@ class BatchRunner:
         max_running: Callable[[], int],
         may_run: Callable[[str], bool],
     ) -> None:
-        """Create a runner; `forms` has the form of results for each protocol.
+        """Create a runner of batches.
 
-        `max_running` returns how many batch requests may be in the engine now. `may_run` returns
-        whether a tenant may still send requests, and is called before each request.
+        Args:
+            records: stores the batches and their results.
+            forms: how each protocol writes results, by the protocol's name.
+            limits: the limits of requests and batches.
+            max_running: returns how many batch requests may be in the engine now.
+            may_run: returns whether a tenant may still send requests; called before each
+                request.
         """
         self._records = records
         self._forms = forms
@@ -105,14 +110,14 @@ class BatchRunner:
         self._has_stopped = False
 
     async def start(self, app: ASGIApp) -> None:
-        """Continue all open batches; requests are sent to `app`."""
+        """Continue all open batches of the records; `app` answers their requests."""
         self._app = app
         self._dropping = asyncio.create_task(self._finalizer.drop(self._write))
         self._starting = asyncio.create_task(self._resume())
         await asyncio.wait((self._starting,), timeout=_START_TIMEOUT_S)
 
     async def _resume(self) -> None:
-        """Read the open batches, which may take several tries, and start them."""
+        """Read the open batches from the records and start them; retry if the disk fails."""
         batches: Iterable[Batch] | None = None
         while batches is None:
             try:
@@ -123,7 +128,7 @@ class BatchRunner:
             self._start_task(batch)
 
     async def stop(self) -> None:
-        """Stop at once; the next server runs the lines without results."""
+        """Stop running batches at once; the next server runs the requests without results."""
         self._has_stopped = True
         tasks = list(self._tasks.values())
         tasks += filter(None, (self._dropping, self._starting))
@@ -132,7 +137,12 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def add(self, batch: Batch, file: FileBody | None = None, digest: str = "") -> None:
-        """Store and run a new batch; `file` and `digest` describe an input that is new, too.
+        """Store and run a new batch.
+
+        Args:
+            batch: the batch.
+            file: the record of an input file that is new as well; None for an uploaded file.
+            digest: the digest of the new input file.
 
         Raises:
             NoSuchFileError: the tenant has no such input file.
@@ -166,7 +176,7 @@ class BatchRunner:
             self._start_task(batch)
 
     async def cancel(self, batch: Batch) -> Batch:
-        """Cancel a batch that may still send requests, and return its new state."""
+        """Cancel a batch if it still validates or sends requests; return its new state."""
         if not batch.is_open:
             return batch
 
@@ -195,7 +205,7 @@ class BatchRunner:
         self._tasks[batch.id] = asyncio.create_task(self._run(batch))
 
     async def _run(self, batch: Batch) -> None:
-        """Take a batch from status to status until it ends."""
+        """Run a batch through its statuses, from validation to its end."""
         steps: dict[Status, Callable[[Batch], Coroutine[Any, Any, Batch]]] = {
             "validating": self._validate,
             "in_progress": self._run_lines,
@@ -223,7 +233,7 @@ class BatchRunner:
                 table.pop(batch.id, None)
 
     async def _fail(self, batch: Batch, reason: stored_batches.LineError) -> Batch:
-        """End a batch as failed, with its results so far if they can be written."""
+        """End a batch as failed for a reason; its results so far are written if possible."""
         changes: dict[str, Any] = {"ends_as": "failed", "errors": (reason,), "num_errors": 1}
         status: Status = "finalizing"
         if reason is stored_batches.BROKEN and batch.status in {"finalizing", "cancelling"}:
@@ -237,7 +247,7 @@ class BatchRunner:
                 await self._wait_for_disk(error)
 
     async def _validate(self, batch: Batch) -> Batch:
-        """Check the input file, and move the batch on to `in_progress` or `failed`."""
+        """Check a batch's input file, and return the batch as `in_progress` or `failed`."""
         path = self._records.files.path(batch.input_file)
         facts = partial(files.size_and_digest, id_=batch.input_file)
         _, digest = await self._records.read(facts)
@@ -253,7 +263,7 @@ class BatchRunner:
         return await self._move(batch, "failed" if num_errors else "in_progress", **changes)
 
     async def _run_lines(self, batch: Batch) -> Batch:
-        """Send the lines that have no result, and move the batch on when they have ended."""
+        """Send a batch's requests that have no result, and return its next state at their end."""
         digests = await self._digests(batch)
         anchored = with_boot_deadline(batch)
         batch = await self._move(
@@ -301,7 +311,10 @@ class BatchRunner:
         return await self._move(batch, "finalizing", ends_as=ends_as)
 
     async def _move_after_fault(self, batch: Batch, fault: Exception) -> Batch:
-        """Move a batch on whose lines could not all be sent; raise if its input is the reason."""
+        """Return the next state of a batch after a fault that stopped its requests.
+
+        Raises `fault`, or an error for it, if the input file is the reason.
+        """
         if isinstance(fault, (InputChangedError, WrongLineError)):
             raise fault
         if isinstance(fault, OSError):
@@ -323,7 +336,7 @@ class BatchRunner:
         )
 
     async def _finish(self, batch: Batch) -> Batch:
-        """Choose the ids of the files with results, write the files, and end the batch."""
+        """Choose the ids of a batch's result files, write the files, and end the batch."""
         if batch.output_file is None:
             batch = await self._move(batch, batch.status, output_file=files.new_id())
         if batch.error_file is None and self._forms[batch.protocol].has_error_file:
@@ -331,7 +344,7 @@ class BatchRunner:
         return await self._finalizer.finish(batch, self._forms[batch.protocol])
 
     async def _move(self, batch: Batch, status: Status, **changes: Any) -> Batch:
-        """Store and return a new state; a batch that a client has cancelled stays cancelled."""
+        """Store a batch's new status and changes; a batch that a client cancels stays cancelled."""
 
         def change(db: Any) -> Batch:
             current = stored_batches.find(db, batch.id, batch.tenant, batch.protocol)
@@ -347,7 +360,7 @@ class BatchRunner:
         return await self._records.write(change)
 
     async def _digests(self, batch: Batch) -> array[int]:
-        """Return the digests of a batch's lines.
+        """Return the digests of the lines of a batch's input file.
 
         Raises:
             InputChangedError: the lines have changed since their validation.
@@ -368,7 +381,11 @@ class BatchRunner:
         return digests
 
     async def _send_all(self, batch: Batch, done_lines: set[int], digests: array[int]) -> None:
-        """Send all lines without results, as soon as there is room for them."""
+        """Send all requests of a batch that have no result, as the engine has room for them.
+
+        `done_lines` has the numbers of input lines with results, and `digests` reveal changed
+        lines.
+        """
         path = self._records.files.path(batch.input_file)
         start: ReadOffset | None = ReadOffset()
         async with asyncio.TaskGroup() as group:
@@ -388,10 +405,10 @@ class BatchRunner:
                     await has_slot.wait()
 
     async def _send(self, batch: Batch, line: Line, has_slot: asyncio.Event) -> None:
-        """Send a line until it has an answer, and store the result.
+        """Retry a batch request until the engine answers, and store the result.
 
-        While the batch pauses, other batches use its slots. `has_slot` is set once the line has a
-        slot in the engine.
+        While the batch pauses, other batches use its slots. `has_slot` is set once the request has
+        a slot in the engine.
         """
         answer: internal_requests.InternalResponse | None = None
         limit = self._adaptive_limits[batch.id]
@@ -411,7 +428,10 @@ class BatchRunner:
     async def _send_once(
         self, batch: Batch, line: Line, sent_s: float
     ) -> internal_requests.InternalResponse | None:
-        """Send a line once, and return the answer; None if it must be sent again."""
+        """Send a batch request once, and return the response; None if it must be sent again.
+
+        A request during which the engine has died several times gets an error as its response.
+        """
         assert self._app is not None
         sender = internal_requests.Sender(batch.tenant, BATCH_SERVICE_TIER, batch.key)
         limit = self._adaptive_limits[batch.id]
@@ -438,7 +458,7 @@ class BatchRunner:
     async def _store_result(
         self, batch: Batch, line: Line, answer: internal_requests.InternalResponse
     ) -> None:
-        """Store the result of a line; raises BodySizeError if the tenant's quota is used up."""
+        """Store a batch request's result; raise BodySizeError if the tenant's quota is used up."""
         is_ok = answer.status < 400
         body = self._forms[batch.protocol].result(line.custom_id, answer)
         reservation = self._reservations[batch.id]
@@ -467,7 +487,7 @@ class BatchRunner:
             self.quota.end(reservation)
 
     async def _write(self, work: Callable[[Any], T]) -> T:
-        """Return the result of `work`; try again until the disk stores its changes."""
+        """Run `work` on the records database and return its result; retry until the disk works."""
         while True:
             try:
                 return await self._records.write(work)
@@ -475,7 +495,7 @@ class BatchRunner:
                 await self._wait_for_disk(error)
 
     async def _wait_for_disk(self, error: RecordsError) -> None:
-        """Pause before another try; of all waiting batches only one logs the error."""
+        """Pause before another try to use the disk; of all batches only one logs the error."""
         now_s = time.monotonic()
         if now_s - self._disk_logged_s >= _DISK_PAUSE_S:
             self._disk_logged_s = now_s
@@ -484,7 +504,7 @@ class BatchRunner:
 
 
 def _unreadable(path: Path, error: OSError) -> Exception:
-    """Return the error for an input file that is missing, not a file, or not readable now."""
+    """Return the error for a batch's input file that is missing, not a file, or not readable."""
     if isinstance(error, FileNotFoundError):
         return error
     if isinstance(error, (IrregularFileError, NotADirectoryError)):
@@ -493,6 +513,6 @@ def _unreadable(path: Path, error: OSError) -> Exception:
 
 
 def _with_status(batch: Batch, status: Status, **changes: Any) -> Batch:
-    """Return a batch with a status, the time at which it began, and other changes."""
+    """Return a batch with a new status, the time at which the status began, and other changes."""
     since = batch.since if batch.status == status else {**batch.since, status: time.time()}
     return replace(batch, status=status, since=since, **changes)

@@ -37,7 +37,10 @@ FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
 
 
 class BatchService:
-    """The files and batches of one server; without records, the routes refuse with a remedy."""
+    """The stored files and batches of one server: their routes, runner and cleanup.
+
+    Without records, the routes answer with an error that says how to start the server.
+    """
 
     def __init__(
         self,
@@ -46,10 +49,14 @@ class BatchService:
         max_running: Callable[[], int],
         keys: ApiKeys | None = None,
     ) -> None:
-        """Store files and batches in `records`.
+        """Store files and batches in `records`; None for a server without them.
 
-        `max_running` returns how many batch requests may be in the engine. Before each request
-        `keys` say whether its tenant still has a valid key.
+        Args:
+            records: the server's records.
+            limits: the limits of files, batches and requests.
+            max_running: returns how many batch requests may be in the engine.
+            keys: say before each batch request whether its tenant still has a valid key; None
+                if no keys are needed.
         """
         self._records = records
         self._limits = limits
@@ -63,7 +70,10 @@ class BatchService:
     def routes(
         self, note: Callable[[Iterable[Ignored], ServedRequest], None], readers: Readers
     ) -> list[Route]:
-        """Return the routes; `note` records ignored fields, `readers` decode long bodies."""
+        """Return the Starlette routes of files, uploads and batches.
+
+        `note` records the ignored fields of a request; `readers` decode long bodies.
+        """
 
         def records_and_runner() -> tuple[Records, BatchRunner]:
             if self._records is None or self._runner is None:
@@ -120,21 +130,21 @@ class BatchService:
             await self._runner.start(app)
 
     def drain(self) -> None:
-        """Stop sending batch requests; the next server continues."""
+        """Stop sending batch requests; the next server continues the batches."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         if self._runner is not None and self._stopping is None:
             self._stopping = asyncio.create_task(self._runner.stop())
 
     async def stop(self) -> None:
-        """Stop, and wait until no batch request runs."""
+        """Stop the batches, and wait until no batch request runs."""
         self.drain()
         if self._stopping is not None:
             await self._stopping
 
 
 async def _sweep_regularly(records: Records) -> None:
-    """Delete expired files and uploads, now and regularly."""
+    """Delete expired files and uploads at once, and then every minute."""
     while True:
         with suppress(RecordsError):  # the disk may work again in a minute
             await sweep(records, time.time())
@@ -142,7 +152,7 @@ async def _sweep_regularly(records: Records) -> None:
 
 
 async def sweep(records: Records, now_s: float) -> None:
-    """Delete expired files and uploads; raises RecordsError."""
+    """Delete files and uploads that have expired at the Unix time `now_s`; raises RecordsError."""
 
     def work(db: Connection) -> list[str]:
         return [*files.delete_expired(db, now_s), *uploads.delete_expired(db, now_s)]

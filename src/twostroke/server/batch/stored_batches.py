@@ -31,7 +31,7 @@ ENDED_STATUSES: Final = frozenset(("failed", "completed", "expired", "cancelled"
 
 
 class LineError(Frozen):
-    """An error of an input file; `line` counts from 1, and is None for the whole file."""
+    """An error in a batch's input file; `line` counts from 1, and is None for the whole file."""
 
     code: str
     message: str
@@ -141,7 +141,7 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 def insert(db: Connection, batch: Batch) -> None:
-    """Store a new batch."""
+    """Store a new batch in the database."""
     db.execute(
         "INSERT INTO batches (id, tenant, protocol, is_open, input_file, body, row_digest) "
         "VALUES (?, ?, ?, 1, ?, ?, ?)",
@@ -150,7 +150,7 @@ def insert(db: Connection, batch: Batch) -> None:
 
 
 def update(db: Connection, batch: Batch) -> None:
-    """Store the new state of a batch."""
+    """Store the new state of a batch in the database."""
     db.execute(
         "UPDATE batches SET is_open = ?, body = ?, row_digest = ? WHERE id = ?",
         (batch.is_open, _values(batch)[-1], row_digest(_values(batch)), batch.id),
@@ -158,7 +158,7 @@ def update(db: Connection, batch: Batch) -> None:
 
 
 def find(db: Connection, id_: str, tenant: str, protocol: str) -> Batch | None:
-    """Return a tenant's batch; None if the tenant has no batch with this id.
+    """Return a tenant's batch in a protocol; None if no such batch has this id.
 
     Raises:
         DamagedRowError: the batch's record is damaged.
@@ -177,12 +177,12 @@ def find(db: Connection, id_: str, tenant: str, protocol: str) -> Batch | None:
 
 
 def open_batches(db: Connection) -> list[Batch]:
-    """Return all open batches, the oldest first, without damaged records."""
+    """Return all batches that have not ended, the oldest first, without damaged records."""
     return _readable(db.execute(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE is_open ORDER BY seq"))  # noqa: S608 constants
 
 
 def count_open(db: Connection, tenant: str) -> int:
-    """Return the number of a tenant's open batches."""
+    """Return how many of a tenant's batches have not ended."""
     query = "SELECT count(*) FROM batches WHERE is_open AND tenant = ?"
     [count] = db.execute(query, (tenant,)).fetchone()
     return int(count)
@@ -219,13 +219,16 @@ def page(
 
 
 def delete(db: Connection, batch: Batch) -> None:
-    """Delete the records of a batch and of its files."""
+    """Delete the records of a batch, of its input file and of its output file."""
     db.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
     db.execute("DELETE FROM files WHERE id IN (?, ?)", (batch.input_file, batch.output_file))
 
 
 def forget_oldest(db: Connection, tenant: str, protocol: str, max_batches: int) -> None:
-    """Delete a tenant's oldest ended batches over `max_batches`; their files stay."""
+    """Delete a tenant's oldest ended batches, so that at most `max_batches` remain.
+
+    Open batches and the files of deleted batches stay.
+    """
     query = "SELECT count(*) FROM batches WHERE tenant = ? AND protocol = ?"
     [count] = db.execute(query, (tenant, protocol)).fetchone()
     query = (
@@ -238,9 +241,12 @@ def forget_oldest(db: Connection, tenant: str, protocol: str, max_batches: int) 
 
 
 def count_results(db: Connection, id_: str) -> tuple[set[int], int, int]:
-    """Return the lines that have results, the number of failures, and the results' total bytes.
+    """Count the stored results of a batch.
 
     A damaged result does not count, so its request runs again.
+
+    Returns:
+        The input lines that have results, the number of failures, and the results' total bytes.
     """
     rows = db.execute(_COUNT_RESULTS, (id_,)).fetchall()
     for line, *_ in (row for row in rows if not row[3]):
@@ -253,28 +259,34 @@ def count_results(db: Connection, id_: str) -> tuple[set[int], int, int]:
 
 
 def num_results(db: Connection, id_: str) -> int:
-    """Return the number of a batch's intact results."""
+    """Return the number of a batch's stored results, without damaged results."""
     query = f"SELECT count(*) FROM results WHERE batch = ? AND {_RESULT_INTACT}"  # noqa: S608 constants
     [count] = db.execute(query, (id_,)).fetchone()
     return int(count)
 
 
 def insert_result(db: Connection, id_: str, line: int, body: bytes, *, is_ok: bool) -> None:
-    """Store the result of a line, unless the line has an intact result already."""
+    """Store the result of a batch request, unless an intact result is already stored.
+
+    `line` is the number of the request's line in the input file.
+    """
     kind = "ok" if is_ok else "failed"
     digest = row_digest((id_, line, kind, body))
     db.execute(_INSERT_RESULT, (id_, line, kind, body, digest))
 
 
 def count_death(db: Connection, id_: str, line: int) -> int:
-    """Count a death of the engine during a line's request; return the number of deaths so far."""
+    """Count a death of the engine during a batch request; return the request's deaths so far."""
     query = "INSERT INTO deaths VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET count = count + 1"
     [count] = db.execute(f"{query} RETURNING count", (id_, line)).fetchone()
     return int(count)
 
 
 def results(db: Connection, id_: str) -> Iterator[tuple[int, bool, bytes]]:
-    """Yield a batch's intact results in line order: line number, success, result."""
+    """Yield a batch's stored results in line order: line number, success, result.
+
+    Damaged results are logged and left out.
+    """
     for line, is_ok, body, is_intact in db.execute(_RESULTS, (id_,)):
         if is_intact and isinstance(body, bytes):
             yield line, is_ok, body
@@ -283,13 +295,19 @@ def results(db: Connection, id_: str) -> Iterator[tuple[int, bool, bytes]]:
 
 
 def end(db: Connection, batch: Batch) -> None:
-    """Store the final state of a batch; its results are now in files, so `drop_results` may run."""
+    """Store the final state of a batch, whose results are now in files.
+
+    After that, `drop_results` may delete its results from the database.
+    """
     update(db, batch)
     db.execute("DELETE FROM deaths WHERE batch = ?", (batch.id,))
 
 
 def drop_results(db: Connection) -> bool:
-    """Delete some results of one ended batch; return False if no ended batch has results."""
+    """Delete some stored results of one ended batch; return False if there are none.
+
+    Results of an ended batch are in its files. The caller repeats the call, between other writes.
+    """
     id_ = ""
     while True:  # one index lookup for each batch with results
         query = "SELECT batch FROM results WHERE batch > ? ORDER BY batch LIMIT 1"
@@ -308,7 +326,7 @@ def drop_results(db: Connection) -> bool:
 
 
 def _has_ended(db: Connection, id_: str) -> bool:
-    """Return whether a batch has ended for certain: its record says so, or was deleted."""
+    """Return whether a batch has certainly ended: its intact record says so, or was deleted."""
     query = f"SELECT body, {_INTACT} FROM batches WHERE id = ? AND NOT is_open"  # noqa: S608 constants
     row = db.execute(query, (id_,)).fetchone()
     if row is None:
@@ -321,13 +339,13 @@ def _has_ended(db: Connection, id_: str) -> bool:
 
 
 def _values(batch: Batch) -> tuple[str | bytes, ...]:
-    """Return the values of a batch's row that its digest covers."""
+    """Return the values of a batch's database row that the row's digest covers."""
     body = msgspec.json.encode(batch)
     return batch.id, batch.tenant, batch.protocol, batch.input_file, body
 
 
 def _readable(rows: Iterable[tuple[str, bytes, int]]) -> list[Batch]:
-    """Return the batches of the rows; a damaged record is logged and left out."""
+    """Return the batches of database rows; a damaged record is logged and left out."""
     batches = []
     for id_, body, is_intact in rows:
         try:

@@ -71,14 +71,14 @@ class NoSuchUploadError(TwostrokeError):
 
 
 class ExpiresAfter(field.RequestObject):
-    """When a file is deleted."""
+    """How long a file is stored: a number of seconds after its creation."""
 
     seconds: Annotated[int, Meta(ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S)]
     anchor: Literal["created_at"] = "created_at"
 
 
 class UploadRequest(field.RequestObject):
-    """A file that the client will send in parts."""
+    """The body that begins an upload: a file that the client will send in parts."""
 
     filename: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
     purpose: Annotated[str, field.doc("What the file is for.", enum=list(PURPOSES))]
@@ -90,7 +90,7 @@ class UploadRequest(field.RequestObject):
 
 
 class CompleteRequest(field.RequestObject):
-    """The parts of a file, in their order."""
+    """The body that completes an upload: the ids of the file's parts, in their order."""
 
     part_ids: Annotated[list[str], Meta(max_length=MAX_PARTS)]
     md5: Annotated[
@@ -99,7 +99,7 @@ class CompleteRequest(field.RequestObject):
 
 
 class UploadBody(msgspec.Struct, kw_only=True, frozen=True):
-    """An upload; times are Unix times."""
+    """An upload in OpenAI's form; times are Unix times."""
 
     id: str
     object: Literal["upload"] = "upload"
@@ -114,7 +114,7 @@ class UploadBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class UploadPartBody(msgspec.Struct, kw_only=True, frozen=True):
-    """A part of an upload."""
+    """A part of an upload in OpenAI's form."""
 
     id: str
     object: Literal["upload.part"] = "upload.part"
@@ -123,7 +123,10 @@ class UploadPartBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class StoredUpload(msgspec.Struct, kw_only=True, frozen=True):
-    """An upload in the form in which it is stored, with the lifetime of its file."""
+    """An upload as the database stores it.
+
+    `expires_after_s` is the lifetime of the complete file in seconds; None for no limit.
+    """
 
     body: UploadBody
     expires_after_s: int | None = None
@@ -138,7 +141,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
 
 
 class Uploads:
-    """The routes of uploads. The parts of an upload count as files of its tenant."""
+    """The routes below /v1/uploads. The parts of an upload count as files of its tenant."""
 
     def __init__(
         self,
@@ -148,9 +151,14 @@ class Uploads:
         note: Callable[[Iterable[Ignored], ServedRequest], None],
         readers: Readers,
     ) -> None:
-        """Store uploads in the records that `records` returns; it raises if the server has none.
+        """Store uploads in the records that `records` returns.
 
-        `note` records a request's ignored fields; `readers` decode long bodies.
+        Args:
+            records: returns the server's records; raises an error if the server keeps none.
+            quota: limits each tenant's disk space.
+            limits: the limits of files and request bodies.
+            note: records the ignored fields of a request.
+            readers: threads that decode long bodies.
         """
         self._records = records
         self._quota = quota
@@ -163,7 +171,7 @@ class Uploads:
         }
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
+        """Return the Starlette routes for uploads."""
         return [
             Route(PATH, self.create, methods=["POST"], name=PATH),
             Route(UPLOAD_PATH, self.upload, methods=["GET"], name=UPLOAD_PATH),
@@ -173,7 +181,7 @@ class Uploads:
         ]
 
     async def create(self, request: Request) -> Response:
-        """Begin an upload."""
+        """Begin an upload, whose parts follow in other requests."""
         records, tenant = self._records(), served_of(request.scope).tenant
         fields = await self._decode(PATH, request)
         if fields.bytes > self._limits.max_file_bytes:
@@ -207,7 +215,7 @@ class Uploads:
         return to_json(upload)
 
     async def upload(self, request: Request) -> Response:
-        """Return an upload."""
+        """Return the state of an upload."""
         records, tenant = self._records(), served_of(request.scope).tenant
         id_ = request.path_params["upload_id"]
         return to_json((await records.read(partial(find, id_=id_, tenant=tenant))).body)
@@ -236,7 +244,7 @@ class Uploads:
         return to_json(body)
 
     async def complete(self, request: Request) -> Response:
-        """Join the parts into a file."""
+        """Join the parts of an upload into a stored file."""
         records, tenant = self._records(), served_of(request.scope).tenant
         id_ = request.path_params["upload_id"]
         fields = await self._decode(COMPLETE_PATH, request)
@@ -256,7 +264,7 @@ class Uploads:
     async def _join(
         self, records: Records, tenant: str, fields: CompleteRequest, stored: StoredUpload
     ) -> UploadBody:
-        """Join the parts that a request names into a file, and return the completed upload."""
+        """Join the parts that a request names into a stored file; return the completed upload."""
         id_ = stored.body.id
         file_id, now_s = files.new_id(), int(time.time())
         expiry_s = stored.expires_after_s
@@ -316,7 +324,7 @@ class Uploads:
 
 
 def find(db: Connection, id_: str, tenant: str) -> StoredUpload:
-    """Return a tenant's upload; raises NoSuchUploadError."""
+    """Return a tenant's upload; raise NoSuchUploadError if the id is unknown."""
     query = f"SELECT body, {_INTACT} FROM uploads WHERE id = ? AND tenant = ?"  # noqa: S608 constants
     row = db.execute(query, (id_, tenant)).fetchone()
     if row is None:
@@ -335,7 +343,12 @@ def find(db: Connection, id_: str, tenant: str) -> StoredUpload:
 
 
 def find_pending(db: Connection, id_: str, tenant: str) -> StoredUpload:
-    """Return a tenant's upload that is not complete; raises NoSuchUploadError, RequestError."""
+    """Return a tenant's upload that still takes parts.
+
+    Raises:
+        NoSuchUploadError: the tenant has no upload with this id.
+        RequestError: the upload is complete, cancelled or expired.
+    """
     stored = find(db, id_, tenant)
     if stored.body.status != "pending":
         reason = "cannot change any more: its status is {status}."
@@ -351,13 +364,13 @@ def check_count(db: Connection, tenant: str, limits: RequestLimits) -> None:
 
 
 def parts_of(db: Connection, id_: str, tenant: str) -> dict[str, int]:
-    """Return the sizes of the parts of an upload, by their ids."""
+    """Return the sizes in bytes of an upload's parts, by the parts' ids."""
     query = "SELECT id, bytes FROM files WHERE tenant = ? AND purpose = ? AND filename = ?"
     return dict(db.execute(query, (tenant, PART, id_)).fetchall())
 
 
 def check_parts(part_ids: Sequence[str], parts: dict[str, int], upload: UploadBody) -> None:
-    """Raise a RequestError unless these parts make up the whole file."""
+    """Raise RequestError unless the parts in `part_ids` make up the whole uploaded file."""
     seen_ids: set[str] = set()
     for index, part_id in enumerate(part_ids):
         if part_id not in parts:
@@ -372,10 +385,11 @@ def check_parts(part_ids: Sequence[str], parts: dict[str, int], upload: UploadBo
 
 
 def join(records: Records, part_ids: Sequence[str], file: Temporary) -> str:
-    """Write the parts into a file, and return its MD5.
+    """Write the parts of an upload into a file, and return the file's MD5.
 
     Raises:
-        DamagedFileError: the content of a part is missing, is not a file any more, or is damaged.
+        DamagedFileError: the content of a part is missing, is not a file any more, or is
+            damaged.
         RecordsError: the disk fails.
     """
     digest = hashlib.md5(usedforsecurity=False)
@@ -400,20 +414,20 @@ def join(records: Records, part_ids: Sequence[str], file: Temporary) -> str:
 
 
 def remove_parts(db: Connection, id_: str, tenant: str) -> list[str]:
-    """Delete the records of the parts of an upload, and return their ids."""
+    """Delete the records of an upload's parts, and return the parts' ids."""
     part_ids = list(parts_of(db, id_, tenant))
     db.executemany("DELETE FROM files WHERE id = ?", [(part_id,) for part_id in part_ids])
     return part_ids
 
 
 def remove_files(records: Records, ids: Iterable[str]) -> None:
-    """Delete the contents of files."""
+    """Delete the contents of stored files, whose records are already deleted."""
     for id_ in ids:
         records.files.remove(id_)
 
 
 def update(db: Connection, stored: StoredUpload) -> None:
-    """Replace the record of an upload."""
+    """Replace the record of an upload in the database."""
     body, id_ = encode_json(stored), stored.body.id
     [tenant] = db.execute("SELECT tenant FROM uploads WHERE id = ?", (id_,)).fetchone()
     query = "UPDATE uploads SET body = ?, row_digest = ? WHERE id = ?"
@@ -421,7 +435,7 @@ def update(db: Connection, stored: StoredUpload) -> None:
 
 
 def delete_expired(db: Connection, now_s: float) -> list[str]:
-    """Delete the parts of expired uploads, and the records of older ones; return the parts' ids.
+    """Delete the parts of expired uploads, and the records of older uploads; return the parts' ids.
 
     An upload's record stays for `MAX_UPLOAD_S` after it expires. A damaged record stays with its
     parts, as its expiry time may be wrong.

@@ -28,11 +28,11 @@ class AnswerChecks:
         self._num_waiting = 0
 
     async def fault(self, schema: str, text: str) -> SchemaViolation | None:
-        """Return the schema rule that the text of an answer breaks; None if it is valid.
+        """Return the schema rule that an answer's text breaks; None if the text is valid.
 
         Raises:
-            UncheckedError: the check takes too much time or memory, or too many answers wait for
-                a check.
+            UncheckedError: the check takes too much time or memory, or too many answers wait
+                for a check.
         """
         if self._num_waiting >= _MAX_WAITING_TEXTS:
             raise UncheckedError(f"{_MAX_WAITING_TEXTS} other answers wait for their check")
@@ -48,11 +48,11 @@ class AnswerChecks:
         return fault
 
     def count_redraw(self) -> None:
-        """Count an answer that is generated again."""
+        """Count an answer that is generated again because it breaks its JSON schema."""
         self._metrics.redraws.inc()
 
     def report(self, fault: SchemaViolation, kind: str, request_id: str) -> None:
-        """Log that a final answer breaks its schema."""
+        """Log that an answer breaks its JSON schema, and that no further answer is generated."""
         figures = {
             "request_id": request_id,
             "part": kind,
@@ -62,7 +62,7 @@ class AnswerChecks:
         _logger.warning("An answer breaks its schema.", extra={FIGURES: figures})
 
     def report_unchecked(self, reason: str, kind: str, request_id: str) -> None:
-        """Log and count that an answer could not be checked."""
+        """Log and count that an answer could not be checked against its JSON schema."""
         self._metrics.checks.labels("unchecked").inc()
         figures = {"request_id": request_id, "part": kind, "why": reason}
         _logger.warning(
@@ -70,5 +70,5 @@ class AnswerChecks:
         )
 
     def close(self) -> None:
-        """Drop the waiting checks, and stop the thread."""
+        """Drop the waiting schema checks, and stop the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)

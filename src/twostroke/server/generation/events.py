@@ -34,7 +34,7 @@ SchemaMiss = Annotated[
 
 
 class BlockKind(Enum):
-    """The kinds of content in an answer."""
+    """The kinds of content blocks in an answer."""
 
     TEXT = "text"
     REASONING = "reasoning"
@@ -45,11 +45,12 @@ class ContentBlock(msgspec.Struct, eq=False):
     """A part of one answer: text, reasoning, or a tool call with its arguments as JSON.
 
     Attributes:
-        choice: the index of the answer among the choices.
+        choice: the index of the answer among the request's choices.
         index: the block's index among the answer's blocks.
         kind: the kind of content.
         name: the name of the called tool.
-        is_custom: whether the called tool is a custom tool, whose input is text instead of JSON.
+        is_custom: whether the called tool is a custom tool, whose input is text instead of
+            JSON.
         call_index: the call's index among the answer's calls.
         texts: the content so far, in pieces.
         is_cut: whether the token limit ended the answer inside this block; set when it closes.
@@ -68,12 +69,12 @@ class ContentBlock(msgspec.Struct, eq=False):
 
     @property
     def text(self) -> str:
-        """The content so far."""
+        """The block's content so far."""
         return "".join(self.texts)
 
 
 class ChoiceStarted(msgspec.Struct, frozen=True):
-    """A choice has its first output.
+    """Event: an answer (a choice of the request) has its first output.
 
     `usage` is None if prompt log-probabilities precede the answer. `tokens` are the ids of the
     answer's tokens so far; the list grows with the answer, also by tokens without text.
@@ -85,7 +86,10 @@ class ChoiceStarted(msgspec.Struct, frozen=True):
 
 
 class PrefillAdvanced(msgspec.Struct, frozen=True):
-    """Prefill of a choice's prompt has reached `num_read` tokens, for jobs that show progress."""
+    """Event: prefill of an answer's prompt has reached `num_read` tokens.
+
+    Only jobs that show progress have such events.
+    """
 
     choice: int
     num_read: int
@@ -93,13 +97,13 @@ class PrefillAdvanced(msgspec.Struct, frozen=True):
 
 
 class BlockOpened(msgspec.Struct, frozen=True):
-    """A content block begins, still empty."""
+    """Event: a content block of an answer begins, still empty."""
 
     block: ContentBlock
 
 
 class ContentAdded(msgspec.Struct, frozen=True):
-    """A block grew by `text`, which is empty if only log-probabilities are new.
+    """Event: a content block grew by `text`, which is empty if only log-probabilities are new.
 
     `scored` has the token ids and log-probabilities since the last event; they may arrive before
     the tokens' text. The first `num_reasoning` of them belong to reasoning.
@@ -112,20 +116,23 @@ class ContentAdded(msgspec.Struct, frozen=True):
 
 
 class BlockClosed(msgspec.Struct, frozen=True):
-    """A content block is complete."""
+    """Event: a content block of an answer is complete."""
 
     block: ContentBlock
 
 
 class PromptScored(msgspec.Struct, frozen=True):
-    """Log-probabilities of the next prompt tokens; the first event starts at the second token."""
+    """Event: log-probabilities of the next tokens of an answer's prompt.
+
+    The first such event starts at the prompt's second token.
+    """
 
     choice: int
     logprobs: tuple[TokenLogprobs | None, ...]
 
 
 class ChoiceEnded(msgspec.Struct, frozen=True):
-    """A choice ended; `stop` is the stop string or the token id that ended it.
+    """Event: an answer (a choice of the request) ended; `stop` is the stop string or token id.
 
     `has_calls` says that the answer calls tools and that no call was cut. `schema_miss` names the
     rule of the schema that the answer breaks, if any.
@@ -141,14 +148,17 @@ class ChoiceEnded(msgspec.Struct, frozen=True):
 
 
 class AnswerFinished(msgspec.Struct, frozen=True):
-    """All choices ended; `usage` is their total, with `num_reasoning` reasoning tokens."""
+    """Event: all answers of a job ended; `usage` is their total.
+
+    `num_reasoning` is the number of reasoning tokens in all answers.
+    """
 
     usage: Usage
     num_reasoning: int
 
 
 class StreamFailed(msgspec.Struct, frozen=True):
-    """An error ends the stream."""
+    """Event: an error ends the stream of a job's answers."""
 
     error: TwostrokeError
     request_id: str
@@ -168,7 +178,7 @@ Event = (
 
 
 class EventReader:
-    """Turns the outputs of a job into events."""
+    """Turns the engine's outputs for a job into protocol-independent events."""
 
     def __init__(
         self,
@@ -177,14 +187,20 @@ class EventReader:
         *,
         has_logprobs: bool,
     ) -> None:
-        """Parse answers as `reading` describes; `has_logprobs` adds log-probabilities to events."""
+        """Create the reader of one job's outputs.
+
+        Args:
+            reading: how to find reasoning and tool calls in the answers.
+            tokenizer: the model's tokenizer.
+            has_logprobs: whether events have log-probabilities.
+        """
         self._reading = reading
         self._tokenizer = tokenizer
         self._has_logprobs = has_logprobs
         self._answers: dict[int, _ChoiceState] = {}  # by choice
 
     def read(self, output: Output | Completion) -> list[Event]:
-        """Return the events of an output, or of a whole answer."""
+        """Return the events of one engine output, or of a whole answer."""
         answer = self._answers.get(output.index)
         if answer is not None:
             return answer.read(output)
@@ -194,11 +210,11 @@ class EventReader:
         return [ChoiceStarted(output.index, output.usage, answer.tokens), *answer.read(output)]
 
     def finish(self, usage: Usage) -> AnswerFinished:
-        """Return the last event of a job; `usage` is the total of all choices."""
+        """Return the last event of a job; `usage` is the total of all answers."""
         return AnswerFinished(usage, sum(answer.num_reasoning for answer in self._answers.values()))
 
     def read_whole(self, answers: Iterable[Completion], usage: Usage) -> Iterator[Event]:
-        """Yield all events of a job from its complete answers."""
+        """Yield all events of a job from its complete answers, in order."""
         for answer in answers:
             yield from self.read(answer)
         yield self.finish(usage)
@@ -208,7 +224,7 @@ class _ChoiceState:
     """The state of one choice: its open block, and the reader that finds blocks in its text."""
 
     def __init__(self, choice: int, reader: AnswerReader | None, *, has_logprobs: bool) -> None:
-        """Start a choice; without a reader its answer is one block of text."""
+        """Start an answer; without a reader the answer is one block of text."""
         self.num_reasoning = 0  # tokens
         self.tokens: list[int] = []
         self._choice = choice
@@ -266,7 +282,10 @@ class _ChoiceState:
         events.append(self._added(block, text) if self._scored else ContentAdded(block, text))
 
     def _added(self, block: ContentBlock, text: str) -> ContentAdded:
-        """Return an event with a text's log-probabilities; without text, with all unsent ones."""
+        """Return a `ContentAdded` event with the log-probabilities that belong to the text.
+
+        Without text, the event has all log-probabilities that have not been sent.
+        """
         num_reasoning = max(0, self.num_reasoning - self._num_scored)
         is_part = text and block.kind is BlockKind.REASONING
         scored = self._scored[:num_reasoning] if is_part else self._scored
@@ -275,7 +294,7 @@ class _ChoiceState:
         return ContentAdded(block, text, scored, min(num_reasoning, len(scored)))
 
     def _open(self, kind: BlockKind, events: list[Event], name: str = "") -> ContentBlock:
-        """Close the open block, if any, and open the next one."""
+        """Close the answer's open content block, if any, and open the next block."""
         index = 0
         if self._block is not None:
             events.append(BlockClosed(self._block))
@@ -288,7 +307,7 @@ class _ChoiceState:
         return self._block
 
     def _score(self, output: Output | Completion, events: list[Event]) -> None:
-        """Collect log-probabilities of the prompt and of all tokens but a stop token."""
+        """Collect the log-probabilities of the prompt and of all answer tokens but a stop token."""
         if output.prompt_logprobs:
             events.append(PromptScored(self._choice, output.prompt_logprobs))
         tokens = output.token_ids
@@ -299,7 +318,7 @@ class _ChoiceState:
                 self._scored.append((token, logprobs))
 
     def _end(self, output: Output | Completion, reason: FinishReason, events: list[Event]) -> None:
-        """Close the last block (an empty text if there was none), and end the choice."""
+        """End an answer: close its last content block, or an empty text block if there was none."""
         block = self._block or self._open(BlockKind.TEXT, events)
         if self._scored:
             events.append(self._added(block, ""))

@@ -79,7 +79,7 @@ class Conversation(Frozen):
     ignored: tuple[Ignored, ...] = ()
 
     def encode(self, card: ModelCard) -> list[int]:
-        """Return the prompt's token ids.
+        """Return the token ids of the conversation's prompt.
 
         Raises:
             RequestError: the chat template is missing or refuses the messages.
@@ -90,16 +90,17 @@ class Conversation(Frozen):
     def render(self, card: ModelCard) -> Rendered:
         """Render the chat template with all messages, or with the newest messages that fit.
 
-        Raises the errors of `encode`.
+        Old messages are dropped only if `drops_oldest` is set. Raises the errors of `encode`.
         """
         full_prompt = self._render(card, self.messages)
         return self._newest_that_fit(card, full_prompt) if self.drops_oldest else full_prompt
 
     def _newest_that_fit(self, card: ModelCard, full_prompt: Rendered) -> Rendered:
-        """Return the prompt without the fewest oldest exchanges that make the rest fit.
+        """Return the prompt without its oldest exchanges, if the whole prompt is too long.
 
-        An exchange begins with a user message, so tool calls stay with their results. The
-        instructions at the beginning and the last exchange are never dropped.
+        As few exchanges as possible are dropped. An exchange begins with a user message, so tool
+        calls stay with their results. The instructions at the beginning and the last exchange are
+        never dropped.
         """
         context_length = card.context_length
         reserved_tokens = self.reserved_tokens or context_length
@@ -140,7 +141,11 @@ class Conversation(Frozen):
         )
 
     def ignored_fields(self, card: ModelCard) -> list[Ignored]:
-        """Return the ignored message parts, and the reasoning options that the template ignores."""
+        """Return the request fields that have no effect on the model.
+
+        They are message parts that the protocol leaves out, and reasoning options that the chat
+        template ignores.
+        """
         _, errors = chat_of(card).follow(self.thinking, has_tools=bool(self.tools))
         param = self.thinking.param
         ignored_options = [Ignored.of(error, is_known=error.field == param) for error in errors]
@@ -149,7 +154,7 @@ class Conversation(Frozen):
     def prepare(
         self, card: ModelCard, tools: Tools | None, constraint: Constraint | None = None
     ) -> PreparedChat:
-        """Return the prompt, the answers' constraint, and how to parse the answers.
+        """Return the chat prompt, the constraint of the answers, and how to parse the answers.
 
         Answers may call `tools`; an answer without calls obeys `constraint`.
         """
@@ -165,10 +170,10 @@ class Conversation(Frozen):
 
 
 class Composed(Protocol):
-    """A prompt that a protocol assembles for the model, for example from text and token ids."""
+    """A prompt that an API protocol assembles itself, for example from text and token ids."""
 
     def encode(self, card: ModelCard) -> list[int]:
-        """Return the prompt's token ids.
+        """Return the token ids of the assembled prompt.
 
         Raises:
             RequestError: the model does not support such a prompt.
@@ -181,7 +186,7 @@ Prompt = str | list[int] | Conversation | Composed
 
 @dataclass(slots=True)
 class Encoded:
-    """A job encoded for one model.
+    """A job's prompts and parameters, encoded for one model.
 
     Attributes:
         prompts: the token ids of each prompt.
@@ -292,17 +297,17 @@ class Job(Frozen):
 
     @property
     def num_choices(self) -> int:
-        """The number of answers."""
+        """The number of answers to all prompts of the request."""
         return len(self.prompts) * self.params.n
 
     def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
-        """Encode the job for a model.
+        """Encode the job's prompts and parameters for a model.
 
         `splits_reasoning` is the server's default for separating reasoning from answers.
 
         Raises:
-            RequestError: the chat template is missing or refuses the messages, or the model cannot
-                fill in the middle.
+            RequestError: the chat template is missing or refuses the messages, or the model
+                cannot fill in the middle.
             ContextLengthError: a prompt has more tokens than the context.
         """
         hints = to_hints(card, self.speculate, self.prediction)
@@ -364,7 +369,7 @@ class EmbeddingJob(Frozen):
     parse_special: bool | None = None
 
     def encode(self, card: ModelCard) -> list[list[int]]:
-        """Return the token ids of each text.
+        """Return the token ids of each text to embed.
 
         Raises:
             ContextLengthError: a text has more tokens than the context.
@@ -398,7 +403,10 @@ class EmbeddingJob(Frozen):
 def _with_known_ids(
     params: SamplingParams, card: ModelCard
 ) -> tuple[SamplingParams, list[Ignored]]:
-    """Return parameters without `logit_bias` entries of unknown tokens, and the ignored field."""
+    """Remove `logit_bias` entries of unknown tokens from sampling parameters.
+
+    Returns the parameters, and the removed entries as ignored request fields.
+    """
     vocab_size = card.cost.program.vocab_size
     unknown_id = next((id_ for id_ in params.logit_bias if id_ >= vocab_size), None)
     if unknown_id is None:
@@ -413,6 +421,8 @@ def _without_other_ends(
     params: SamplingParams, allowed_ids: tuple[int, ...] | None, card: ModelCard
 ) -> SamplingParams:
     """Return parameters with which only an end token in `allowed_ids` can end an answer.
+
+    `allowed_ids` is None if the request's constraint does not list tokens; then nothing changes.
 
     Raises:
         RequestError: an id is not in the model's vocabulary.
@@ -432,7 +442,7 @@ def _without_other_ends(
 
 
 def _without_bos(tokens: list[int], card: ModelCard) -> list[int]:
-    """Return tokens without a begin-of-sequence token at their start."""
+    """Return a prompt's tokens without a begin-of-sequence token at their start."""
     return tokens[1:] if tokens[:1] == [card.tokenizer.bos_id] else tokens
 
 
@@ -502,6 +512,6 @@ def with_sender(job: J, sender: ServedRequest, goodput: Goodput) -> J:
 
 
 def with_spent_time(job: J, sender: ServedRequest) -> J:
-    """Return a job with the seconds of its timeout that are already spent."""
+    """Return a job that knows how many seconds of its timeout have already passed."""
     spent_s = time.monotonic() - sender.began_s
     return replace(job, caller=replace(job.caller, spent_s=spent_s))

@@ -22,7 +22,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Framing(Frozen):
-    """The content type of a protocol's streams, and the bytes that keep a silent stream alive."""
+    """A protocol's form of streams: the content type, and bytes that keep a silent stream alive."""
 
     content_type: str
     keep_alive: bytes
@@ -66,7 +66,10 @@ class ApiProtocol(Frozen, Generic[T]):
     read_as_llama_server: Callable[[T, Tenant], Job] | None = None
 
     def reader_of(self, path: str) -> Callable[[T, Tenant], Job]:
-        """Return the function that translates the requests of a path to jobs."""
+        """Return the function that translates request bodies of a URL path to jobs.
+
+        Paths without /v1 are llama-server's, and may have another function.
+        """
         is_llama_path = not path.startswith("/v1/")
         if is_llama_path and self.read_as_llama_server is not None:
             return self.read_as_llama_server
@@ -74,10 +77,18 @@ class ApiProtocol(Frozen, Generic[T]):
 
 
 class EmbeddingProtocol(Frozen, Generic[T]):
-    """An API protocol for embeddings; `request`, `read`, `empty` and `keep_s` as in `ApiProtocol`.
+    """An API protocol for embeddings.
 
-    `whole_response` returns the response from the model's name, the encoded embedding of each
-    text, the number of tokens in all texts, and the seconds since the request's arrival.
+    Attributes:
+        request: the struct of request bodies.
+        read: translates a valid request of a tenant to a job; raises RequestError.
+        whole_response: returns the response from the model's name, the encoded embedding of
+            each text, the number of tokens in all texts, and the seconds since the request's
+            arrival.
+        empty: returns the response to a request without texts, from the request and the model's
+            name; None for other requests.
+        keep_s: returns how many seconds the model stays loaded after the request; None if the
+            request does not say.
     """
 
     request: type[T]
@@ -88,12 +99,12 @@ class EmbeddingProtocol(Frozen, Generic[T]):
 
 
 class UtilityEndpoint(Frozen, Generic[T]):
-    """An endpoint that needs a model's tokenizer or template, and not its engine.
+    """An endpoint that needs a model's tokenizer or chat template, but not its engine.
 
     Attributes:
         request: the struct of request bodies, with a field `model`.
         answer: returns the response to a valid request; raises RequestError.
-        names: as in `ApiProtocol`.
+        names: returns the protocol's names of the engine's fields, for errors.
         recalls: whether `answer` reads stored responses; its last argument is then the tenant.
     """
 
@@ -104,7 +115,7 @@ class UtilityEndpoint(Frozen, Generic[T]):
 
 
 class ResponseInfo(Frozen):
-    """The constant facts of one response.
+    """Facts about a response that do not change while its answers are generated.
 
     Attributes:
         id: the response id.
@@ -127,21 +138,24 @@ class ResponseInfo(Frozen):
     as_llama_server: bool = False
 
     def reader(self) -> EventReader:
-        """Return a reader that turns the job's outputs into events."""
+        """Return a new reader that turns the engine's outputs for the job into events."""
         has_logprobs = self.has_logprobs or self.job.prompt_scores
         return EventReader(self.reading, self.tokenizer, has_logprobs=has_logprobs)
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the response reports log-probabilities."""
+        """Whether the response reports log-probabilities of answer tokens."""
         return self.job.params.logprobs is not None
 
 
 class Encoder(Protocol):
-    """Encodes one response in a protocol's form, either as a stream or whole."""
+    """Encodes the response to one job in an API protocol's form, either as a stream or whole."""
 
     def write(self, event: Event) -> bytes:
         """Return the bytes of an event for the stream; empty if the protocol has no such event."""
 
     def whole_response(self, stream: Iterable[Event]) -> Any:
-        """Return the body of a response without a stream, from all events of the job, for JSON."""
+        """Return the body of a response that is not streamed, which the caller encodes as JSON.
+
+        `stream` has all events of the job.
+        """

@@ -56,7 +56,14 @@ _MAX_HEADER_LENGTH: Final = 1000  # characters
 
 @dataclasses.dataclass(slots=True)
 class _Rule:
-    """The schema of a block, and the paths whose values only the final check can judge."""
+    """The JSON schema of a content block.
+
+    Attributes:
+        schema: the schema as JSON.
+        is_strict: whether an answer that breaks the schema is an error.
+        paths: the places in the answer whose values the grammar cannot enforce, so that only
+            the check of the finished answer can judge them.
+    """
 
     schema: str
     is_strict: bool
@@ -64,10 +71,10 @@ class _Rule:
 
 
 class AnswerGuard:
-    """Checks the answers of one job against their schemas, and generates wrong ones again.
+    """Checks the answers of one job against their JSON schemas, and generates wrong ones again.
 
     An answer that is still wrong after that is an error if its schema is strict; otherwise the
-    response names the rule that it breaks.
+    response names the rule that the answer breaks.
     """
 
     def __init__(
@@ -91,17 +98,21 @@ class AnswerGuard:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The response header that names the rules that the answers break; empty if none."""
+        """The response header that names the schema rules that answers break; empty if none."""
         faults = "; ".join(map(str, self.faults.values())).encode("ascii", "replace").decode()
         return {HEADER: faults[:_MAX_HEADER_LENGTH]} if faults else {}
 
     async def settled(self, answers: Answers) -> list[Completion]:
-        """Return all final answers; raises the errors of `settle` and `Answers.completions`."""
+        """Return the final answers of a job, checked against their JSON schemas.
+
+        Raises the errors of `settle` and `Answers.completions`.
+        """
         return [await self.settle(answers, answer) for answer in await answers.completions()]
 
     async def stream(self, answers: Answers, reader: EventReader) -> AsyncGenerator[list[Event]]:
-        """Yield the events of answers as they arrive; events that may change wait for the check.
+        """Yield the events of answers as they arrive, in groups.
 
+        Events of content that the schema check may still change are held back until the check.
         Raises as `settle` and iterating over answers do.
         """
         sent: dict[int, _Sent] = {}
@@ -121,7 +132,7 @@ class AnswerGuard:
     async def settle(
         self, answers: Answers, answer: Completion, sent: _Sent | None = None
     ) -> Completion:
-        """Return the final answer: the given one if it matches its schema, else a new one.
+        """Return `answer` if it matches its JSON schema, else a new answer.
 
         If all new answers break the schema, too, `faults` has the rule that the last one breaks.
         `sent` is the part of the answer that the stream has sent: a new answer begins with it.
@@ -156,7 +167,7 @@ class AnswerGuard:
         return settled.answer
 
     def marked(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yield the events, with the broken rule added to each event that ends a wrong answer."""
+        """Yield events; an event that ends an answer gets the schema rule the answer breaks."""
         for event in events:
             if isinstance(event, ChoiceEnded) and (fault := self.faults.get(event.choice)):
                 yield replace(event, schema_miss=str(fault))
@@ -164,17 +175,17 @@ class AnswerGuard:
                 yield event
 
     def read(self, answer: Completion) -> list[Event]:
-        """Return the events of a whole answer."""
+        """Return all events of a whole answer."""
         return self._reply.reader().read(answer)
 
     def rule(self, block: ContentBlock) -> _Rule | None:
-        """Return the schema of a block with its checked paths; None for a block without one."""
+        """Return the JSON schema of a content block; None for a block without a schema."""
         if block.kind is BlockKind.CALL:
             return None if block.is_custom else self._calls.get(block.name)
         return self._text if block.kind is BlockKind.TEXT else None
 
     def _parts(self, answer: Completion) -> list[CheckedPart]:
-        """Return the parts of an answer that have rules: its calls, or else its text."""
+        """Return the parts of an answer that have JSON schemas: its tool calls, or its text."""
         blocks = [event.block for event in self.read(answer) if isinstance(event, BlockClosed)]
         has_calls = any(block.kind is BlockKind.CALL for block in blocks)
         parts: list[CheckedPart] = []
@@ -193,7 +204,7 @@ class AnswerGuard:
         return parts
 
     async def _check(self, part: CheckedPart) -> SchemaViolation | None:
-        """Return the rule that a part breaks; None if it breaks none, or cannot be checked."""
+        """Return the schema rule that an answer's part breaks; None if valid, or not checkable."""
         try:
             return await self._checks.fault(part.schema, part.text)
         except UncheckedError as error:
@@ -201,7 +212,7 @@ class AnswerGuard:
             return None
 
     async def _draw(self, answers: Answers, work: DrawAgain) -> Completion:
-        """Generate an answer again, without the excluded texts."""
+        """Generate an answer again, without the texts that broke the JSON schema."""
         params = redrawn_params(self._encoded.params, work)
         self._checks.count_redraw()
         hints = replace(self._encoded.hints, prediction=work.answer.token_ids, shows_progress=False)
@@ -210,7 +221,7 @@ class AnswerGuard:
 
 
 class _Sent:
-    """The part of one answer that a stream has sent."""
+    """The part of one answer that a stream has already sent to the client."""
 
     def __init__(self, guard: AnswerGuard) -> None:
         self.outputs: list[Output] = []
@@ -226,9 +237,10 @@ class _Sent:
         self._waiting: list[Event] = []  # the text may be a member name that occurs twice
 
     def release(self, events: list[Event], *, is_last: bool) -> list[Event]:
-        """Return the events that can be sent now.
+        """Return the events of an answer that can be sent now.
 
-        After the first event that may change, all events are held back.
+        After the first event whose content the schema check may change, all events are held back.
+        `is_last` says that the answer has ended.
         """
         ready: list[Event] = []
         for event in events:
@@ -275,14 +287,14 @@ class _Sent:
             self._num_closed += 1
 
     def may_change(self, part: CheckedPart, start: int) -> bool:
-        """Return whether the text of a part after an offset, and all later blocks, are unsent."""
+        """Return whether an answer is unsent from the offset `start` of a part on."""
         if part.index >= len(self._num_sent):
             return True
         is_open = part.index == len(self._num_sent) - 1
         return is_open and start >= self._num_sent[part.index]
 
     def num_shown(self, miss: Miss) -> int:
-        """Return how many characters of the written answer have been sent."""
+        """Return how many characters of the answer, as the model wrote it, have been sent."""
         index = miss.part.index
         return miss.num_before + (self._num_sent[index] if index < len(self._num_sent) else 0)
 
@@ -299,7 +311,7 @@ class _Sent:
         )
 
     def rest(self, events: list[Event], answer: Completion) -> Iterator[Event]:
-        """Yield the events of the final answer that the stream has not sent."""
+        """Yield those events of the final answer that the stream has not sent."""
         num_scored = self._num_scored
         num_closed = self._num_closed
         num_left = list(self._num_sent)  # characters of each block to skip

@@ -90,7 +90,7 @@ class StoredResponse:
     total_items: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Compute the sizes."""
+        """Compute the memory sizes and the number of items."""
         index_bytes = len(self.item_ids) * _ITEM_BYTES + sum(map(len, self.item_ids))
         self.num_bytes = len(self.request_items) + len(self.answer) + index_bytes + _OVERHEAD_BYTES
         previous = self.previous
@@ -98,7 +98,7 @@ class StoredResponse:
         self.total_items = len(self.item_ids) + (previous.total_items if previous else 0)
 
     def conversation(self) -> Iterator[StoredResponse]:
-        """Return the responses of the conversation, from the first to this one.
+        """Return the responses of the conversation, from the first to this response.
 
         Raises:
             DamagedRowError: a response is damaged or missing, so the conversation has a gap.
@@ -119,7 +119,7 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class _TenantResponses:
-    """One tenant's responses by their ids, the oldest first, and by the ids of their items."""
+    """One tenant's stored responses by their ids, oldest first, and by the ids of their items."""
 
     by_id: dict[str, StoredResponse] = field(default_factory=dict)
     by_item_id: dict[str, StoredResponse] = field(default_factory=dict)
@@ -129,9 +129,10 @@ class _TenantResponses:
         return next((response for response in self.by_id.values() if response is not spared), None)
 
     def hold(self, response: StoredResponse | None) -> list[StoredResponse]:
-        """Add a reference, and return the responses that it newly brings into memory, newest first.
+        """Add a reference to a response; return the responses that enter memory, the newest first.
 
-        The first reference to a response also holds its predecessors, and counts their memory.
+        The first reference to a response also holds its predecessors in the conversation, and
+        counts their memory.
         """
         added: list[StoredResponse] = []
         while response is not None:
@@ -144,9 +145,10 @@ class _TenantResponses:
         return added
 
     def release(self, response: StoredResponse | None) -> list[StoredResponse]:
-        """Drop a reference, and return the responses that have no reference any more.
+        """Drop a reference to a response; return the responses that have no reference any more.
 
-        The last reference to a response also drops its reference to its predecessor.
+        The last reference to a response also drops its reference to its predecessor in the
+        conversation.
         """
         freed: list[StoredResponse] = []
         while response is not None:
@@ -160,7 +162,7 @@ class _TenantResponses:
 
 
 class ResponseStore:
-    """Keeps the newest responses of all tenants, within bounds.
+    """Stores the newest responses of all tenants, within bounds of number and memory.
 
     Over a bound, the tenant with the most responses (or bytes) loses its oldest response. A
     conversation that is too large is not stored. Several threads may use the store.
@@ -169,7 +171,7 @@ class ResponseStore:
     def __init__(self, max_responses: int, max_bytes: int, journal: Journal | None = None) -> None:
         """Store at most `max_responses` responses with `max_bytes` in total; 0 stores none.
 
-        Responses are kept in memory; with a journal they also outlive the process.
+        Responses are in memory; with a journal they also outlive the process.
         """
         self.journal = journal
         self.max_responses = max_responses
@@ -178,16 +180,16 @@ class ResponseStore:
         self.lock = Lock()
 
     def __len__(self) -> int:
-        """The number of responses that can be found."""
+        """The number of stored responses that clients can look up."""
         return sum(len(responses.by_id) for responses in self.responses_by_tenant.values())
 
     @property
     def num_bytes(self) -> int:
-        """The memory in bytes of all responses and their predecessors."""
+        """The memory in bytes of all stored responses and their predecessors."""
         return sum(responses.num_bytes for responses in self.responses_by_tenant.values())
 
     async def load(self, end: Callable[[bytes], bytes | None] = lambda _answer: None) -> None:
-        """Read the journal's responses into the store.
+        """Read the stored responses of an earlier process from the journal.
 
         `end` gets the JSON of a stored response. It returns the final JSON of a response that had
         not ended, and None for a response that needs no change.
@@ -196,14 +198,17 @@ class ResponseStore:
             await self.journal.load(self, end)
 
     def add(self, tenant: str, response: StoredResponse) -> list[StoredResponse]:
-        """Add a response without checking the bounds; return the responses that it newly holds."""
+        """Add a response without checking the bounds; the caller holds the lock.
+
+        Returns the response and its predecessors that are newly in memory.
+        """
         responses = self.responses_by_tenant.setdefault(tenant, _TenantResponses())
         responses.by_id[response.id] = response
         responses.by_item_id |= dict.fromkeys(response.item_ids, response)
         return responses.hold(response)
 
     def evict(self, newest: StoredResponse | None) -> None:
-        """Remove the largest tenant's oldest response until the bounds hold; `newest` stays."""
+        """Remove the largest tenant's oldest response until the bounds hold, but never `newest`."""
         while (has_many := len(self) > self.max_responses) or self.num_bytes > self.max_bytes:
             sizes = {
                 (tenant, oldest.id): len(responses.by_id) if has_many else responses.num_bytes
@@ -243,13 +248,13 @@ class ResponseStore:
 
 
 class Tenant(Frozen):
-    """A tenant, with access to its own responses in the store."""
+    """Access to the stored responses of one tenant."""
 
     name: str
     store: ResponseStore
 
     def fits(self, response: StoredResponse) -> bool:
-        """Whether a response and its conversation fit in the store's bounds."""
+        """Return whether a response and its conversation fit in the store's bounds."""
         return (
             self.store.max_responses > 0
             and response.total_bytes <= min(self.store.max_bytes, MAX_CONVERSATION_BYTES)
@@ -257,7 +262,7 @@ class Tenant(Frozen):
         )
 
     def put(self, response: StoredResponse) -> bool:
-        """Store a response as the newest one; return False if it does not fit."""
+        """Store a response as the tenant's newest; return False if it does not fit."""
         if not self.fits(response):
             return False
         with self.store.lock:
@@ -268,20 +273,20 @@ class Tenant(Frozen):
         return True
 
     def find(self, id_: str, kind: str = RESPONSE) -> StoredResponse | None:
-        """Return this tenant's response with an id and a kind; None if it is not stored."""
+        """Return the tenant's stored response with an id and a kind; None if it is not stored."""
         with self.store.lock:
             response = self._responses.by_id.get(id_)
         return response if response is not None and response.kind == kind else None
 
     def all(self, kind: str) -> list[StoredResponse]:
-        """Return this tenant's responses of a kind, the oldest first."""
+        """Return the tenant's stored responses of a kind, the oldest first."""
         with self.store.lock:
             return [
                 response for response in self._responses.by_id.values() if response.kind == kind
             ]
 
     def replace(self, response: StoredResponse, answer: bytes) -> None:
-        """Replace the answer of a response that no other response continues."""
+        """Replace the answer of a stored response that no other response continues."""
         new = StoredResponse(
             response.id, response.request_items, answer, response.item_ids, kind=response.kind
         )
@@ -296,7 +301,7 @@ class Tenant(Frozen):
                 self.store.evict(new)
 
     def supersede(self, old: StoredResponse, new: StoredResponse) -> bool:
-        """Replace `old`, which has the same id, with `new`, as the newest response.
+        """Replace the stored response `old` with `new`, which has the same id, as the newest.
 
         Returns False, and changes nothing, if `new` does not fit or `old` is not stored any more.
         """
@@ -309,12 +314,12 @@ class Tenant(Frozen):
         return True
 
     def find_item(self, id_: str) -> StoredResponse | None:
-        """Return this tenant's response that has an item; None if no stored response has it."""
+        """Return the tenant's stored response that has an item; None if the item is not stored."""
         with self.store.lock:
             return self._responses.by_item_id.get(id_)
 
     def remove(self, id_: str) -> bool:
-        """Remove a response of this tenant; return whether it was stored."""
+        """Remove a stored response of the tenant; return whether it was stored."""
         with self.store.lock:
             is_stored = id_ in self._responses.by_id
             if is_stored:
@@ -322,7 +327,7 @@ class Tenant(Frozen):
             return is_stored
 
     async def forget(self, id_: str) -> None:
-        """Remove a response of this tenant, in the database first.
+        """Remove a stored response of the tenant, in the database first.
 
         Raises:
             RecordsError: the database cannot be written; the response stays.
@@ -337,15 +342,22 @@ class Tenant(Frozen):
 
 
 class Journal:
-    """Writes the changes of one store to the database in order; callers hold the store's lock."""
+    """Writes the changes of a response store to the database, in order.
+
+    Callers hold the store's lock.
+    """
 
     def __init__(self, records: Records) -> None:
-        """Write to `records`."""
+        """Write stored responses to the database of `records`."""
         self._records = records
         self._last_logged_s = -_LOG_INTERVAL_S
 
     def put(self, tenant: str, added: Sequence[StoredResponse], newest: StoredResponse) -> None:
-        """Write responses, the newest first; clients can look up only `newest`."""
+        """Write responses to the database; `added` has the newest first.
+
+        Clients can look up only `newest`. The other responses are its predecessors in the
+        conversation.
+        """
         rows = [
             (
                 response.id,
@@ -363,18 +375,21 @@ class Journal:
         self._write(lambda db: db.executemany(_INSERT_ANSWER, rows))
 
     def change(self, tenant: str, response: StoredResponse, answer: bytes) -> None:
-        """Replace the answer of a stored response."""
+        """Replace the answer of a stored response in the database."""
         values = (answer, _digest(tenant, response, answer), response.id)
         self._write(lambda db: db.execute(_UPDATE_ANSWER, values))
 
     def hide(self, id_: str) -> Future[Any]:
-        """Make a response unavailable to clients; its row stays for responses that continue it."""
+        """Make a stored response unavailable to clients.
+
+        Its database row stays for the responses that continue it.
+        """
         return self._write(
             lambda db: db.execute("UPDATE answers SET is_found = 0 WHERE id = ?", (id_,))
         )
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Delete the rows of responses."""
+        """Delete the database rows of responses."""
         rows = [(id_,) for id_ in ids]
         if rows:
             self._write(lambda db: db.executemany("DELETE FROM answers WHERE id = ?", rows))
@@ -382,7 +397,7 @@ class Journal:
     async def load(self, store: ResponseStore, end: Callable[[bytes], bytes | None]) -> None:
         """Read the database's responses into an empty store, within its bounds; log a failure.
 
-        `end` is as in `ResponseStore.load`.
+        `end` returns the final JSON of a response that had not ended, as in `ResponseStore.load`.
         """
         try:
             rows = await self._records.read_long(partial(_read_rows, path=self._records.path))
@@ -420,7 +435,7 @@ class Journal:
             store.evict(None)
 
     def _log_incomplete(self, responses: Iterable[StoredResponse]) -> None:
-        """Log the responses that cannot be continued because their conversations have gaps."""
+        """Log the stored responses that cannot be continued, as their conversations have gaps."""
         incomplete_ids: list[str] = []
         damaged_ids: set[str] = set()
         for response in responses:  # each response comes after its predecessor
@@ -456,12 +471,15 @@ class Journal:
 
 
 def _placeholder(id_: str, kind: str) -> StoredResponse:
-    """Return a placeholder for a response whose record is damaged or missing."""
+    """Return a placeholder for a stored response whose record is damaged or missing."""
     return StoredResponse(id_, b"", b"", (), kind=kind, is_damaged=True)
 
 
 def _digest(tenant: str, response: StoredResponse, answer: bytes | None = None) -> str:
-    """Return the digest of a response's row; `answer` replaces the response's own answer."""
+    """Return the digest of a stored response's database row.
+
+    `answer` replaces the response's own answer; None for the response's own.
+    """
     previous = response.previous
     return row_digest(
         (
@@ -477,7 +495,7 @@ def _digest(tenant: str, response: StoredResponse, answer: bytes | None = None) 
 
 
 def _read_rows(db: Connection, path: Path) -> list[tuple[Any, ...]]:
-    """Return the rows of all responses, the oldest first, with decoded item ids.
+    """Return the database rows of all stored responses, the oldest first, with decoded item ids.
 
     A damaged row is logged, and returned with `_DAMAGED` as its content.
     """

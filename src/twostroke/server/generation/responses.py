@@ -41,9 +41,10 @@ _STREAM_HEADERS = [
 
 
 async def read_events(started: Started) -> AsyncGenerator[list[Event]]:
-    """Yield the events of answers as they arrive; a guard holds back events that may change.
+    """Yield the events of a job's answers as they arrive, in groups.
 
-    Raises SchemaMissError, and the errors of iterating over the answers.
+    If answers are checked against schemas, events that the check may change are held back. Raises
+    SchemaMissError, and the errors of iterating over the answers.
     """
     answers, reader, guard = started
     if guard is None:
@@ -57,12 +58,12 @@ async def read_events(started: Started) -> AsyncGenerator[list[Event]]:
 
 
 class EventStream:
-    """A response that streams the events of a job in its protocol's framing.
+    """An HTTP response that streams the events of a job in its protocol's framing.
 
     The headers are sent with the first event, so an early failure has an ordinary error status. If
     the first event takes long, they are sent with keep-alive bytes. A later failure becomes an
-    event. A stream that ends early (the client left or does not read, or the server failed)
-    cancels its job.
+    event. A stream that ends early (the client left or does not read, or the server failed) cancels
+    its job.
     """
 
     def __init__(
@@ -74,8 +75,13 @@ class EventStream:
     ) -> None:
         """Prepare to stream the answers that `start` submits, as `encoder` writes them.
 
-        `start` returns the answers, their event reader, and the guard that checks them, if any.
-        `encoder` is None for a subclass that yields its own bytes.
+        Args:
+            start: submits the job; returns the answers, their event reader, and the guard that
+                checks them against schemas, if any.
+            encoder: writes events in the protocol's form; None for a subclass that yields its
+                own bytes.
+            options: the server's options.
+            framing: the protocol's framing of streams.
         """
         self._start = start
         self._answers: Answers | None = None
@@ -87,7 +93,7 @@ class EventStream:
         self._last_sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response; raises errors that happen before the first byte or while sending."""
+        """Stream the response; raises errors that happen before the first byte or while sending."""
         pump = asyncio.create_task(self._pump(scope, send))
         disconnect = asyncio.create_task(until_disconnect(receive))
         keep_alive: asyncio.Task[None] | None = None
@@ -117,7 +123,7 @@ class EventStream:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(self, scope: Scope, send: Send) -> None:
-        """Send all events, then the end of the body."""
+        """Send the bytes of all events, then the end of the response body."""
         async with aclosing(self._events(scope)) as events:
             async for data in events:
                 await self._send(send, data)
@@ -148,7 +154,7 @@ class EventStream:
         self._last_sent_s = time.monotonic()
 
     async def _begin(self, send: Send) -> None:
-        """Send the response's status and headers unless they have been sent."""
+        """Send the response's status and headers, unless they have been sent."""
         if not self._has_begun:
             self._has_begun = True
             content_type = (b"content-type", self._framing.content_type.encode())
@@ -156,7 +162,7 @@ class EventStream:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _is_stuck(self) -> bool:
-        """Return whether the client reads too slowly."""
+        """Return whether the client reads the stream too slowly, so that it must be aborted."""
         if self._sending_since_s is None:
             return False
         limits = self._options.limits
@@ -180,7 +186,7 @@ async def respond_whole(
     encoder: Encoder,
     readers: Readers,
 ) -> Response:
-    """Return the whole response to a job once all its answers have ended.
+    """Return the whole response to a job once all its answers have ended, without streaming.
 
     A guard first checks the answers against their schemas. Raises the errors of
     `Answers.completions`.

@@ -38,16 +38,16 @@ _MAX_INLINE_VALUES: Final = 4096  # larger embeddings are encoded in a thread: i
 
 
 class Accepting:
-    """A context manager for a request that the engine has not accepted yet.
+    """A context manager around the time in which the engine has not accepted a request yet.
 
-    Such a request waits while its model loads, for example. Cancelling it ends the block.
+    A request waits while its model loads, for example. `cancel` ends the block with an error.
     """
 
     def __init__(self, service: str, running: set[Open], returns: RetryAfter) -> None:
-        """Prepare a block during which this object is in `running`.
+        """Prepare a block during which this object is in the set `running`.
 
-        `service` is the request's service tier. If the engine is overloaded, `returns` chooses
-        when the client should retry.
+        `service` is the request's service tier. If the engine is overloaded, `returns` chooses when
+        the client should retry.
         """
         self.service = service
         self._returns = returns
@@ -57,13 +57,13 @@ class Accepting:
         self._num_cancellations = 0 if self._task is None else self._task.cancelling()
 
     def cancel(self) -> None:
-        """End the block with a ServerStoppingError."""
+        """End the `with` block with a ServerStoppingError, since the server stops."""
         self._running.discard(self)
         if self._task is not None:
             self._is_cut = self._task.cancel()
 
     def __enter__(self) -> None:
-        """Add this object to the running requests."""
+        """Add this object to the server's running requests."""
         self._running.add(self)
 
     def __exit__(
@@ -81,7 +81,9 @@ class Accepting:
 
 
 class Answers:
-    """The outputs of a running job, which runs until its end or `cancel`, whether read or not.
+    """The answers to a job that runs in the engine, as an iterator over the engine's outputs.
+
+    The job runs until its end or `cancel`, whether its outputs are read or not.
 
     Attributes:
         params: the job's sampling parameters.
@@ -97,7 +99,7 @@ class Answers:
         metrics: ServerMetrics,
         running: set[Open],
     ) -> Self:
-        """Submit a job to the engine; the result stays in `running` until `cancel`.
+        """Submit a job to the engine, and return its answers; they are in `running` until `cancel`.
 
         Raises:
             RequestError: a prompt is empty, has unknown token ids, or can never fit.
@@ -121,7 +123,7 @@ class Answers:
         running: set[Open],
         outputs: ServedOutputs,
     ) -> None:
-        """Read the outputs of a job that the engine has accepted."""
+        """Read the `outputs` of a job that the engine has accepted."""
         self.params = job.params
         self.num_open = job.num_choices
         self._prompts = encoded.prompts
@@ -142,7 +144,7 @@ class Answers:
         self._is_unrun = False
 
     async def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield outputs as they arrive, until all choices have ended.
+        """Yield the engine's outputs as they arrive, until all answers have ended.
 
         Raises:
             EngineStoppedError: the engine or the server stopped.
@@ -173,7 +175,7 @@ class Answers:
     async def draw_again(
         self, answer: Completion, params: SamplingParams, caller: Caller, hints: Hints
     ) -> Completion:
-        """Generate another answer to the prompt of `answer`, and return it in its place.
+        """Generate another answer to the prompt of `answer`, and return it with the same index.
 
         The timings of the new answer begin with the start of `answer`. Raises the errors of `start`
         and of iterating, and ServerStoppingError if the job was cancelled meanwhile.
@@ -192,11 +194,11 @@ class Answers:
         return replace_answer(answer, new_answer)
 
     def accept(self, answer: Completion) -> None:
-        """Count an answer generated again in place of the first answer with its index."""
+        """Use an answer that was generated again in place of the answer with the same index."""
         self._results[answer.index] = (answer.finish_reason, answer.usage, answer.timings)
 
     def cancel(self) -> None:
-        """Stop the work at once; does nothing after its end."""
+        """Stop generating the answers at once; does nothing after their end."""
         self._running.discard(self)
         if self._redrawn_outputs is not None:
             self._redrawn_outputs.cancel()
@@ -214,17 +216,17 @@ class Answers:
 
     @property
     def service(self) -> str:
-        """The service tier."""
+        """The service tier of the request."""
         return self._job.caller.service
 
     @property
     def num_unread(self) -> int:
-        """The number of engine outputs that have not been read."""
+        """The number of the engine's outputs that have not been read."""
         return self._outputs.num_unread
 
     @property
     def usage(self) -> Usage:
-        """The total usage of the ended choices; a prompt with several answers counts once."""
+        """The total usage of the ended answers; a prompt with several answers counts once."""
         usages = {index: usage for index, (_, usage, _) in self._results.items()}
         first_usages = [usage for index, usage in usages.items() if self._is_first(index)]
         return Usage(
@@ -237,9 +239,10 @@ class Answers:
 
     @property
     def used(self) -> Usage | None:
-        """The tokens that all choices have used so far; None if the job timed out before its start.
+        """The tokens that all answers have used so far; None if the job timed out before its start.
 
-        While choices run, their whole prompts count, since prefill precedes the first output.
+        While answers are generated, their whole prompts count, since prefill precedes the first
+        output.
         """
         if self._is_unrun:
             return None
@@ -261,7 +264,7 @@ class Answers:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return figures for logs and traces; unfinished answers count, too."""
+        """Return the job's token counts and times for logs and traces, with unfinished answers."""
         usage = self.usage
         timings = self.timings
         results = self._results.values()
@@ -284,7 +287,7 @@ class Answers:
         }
 
     def _is_first(self, index: int) -> bool:
-        """Whether a choice is the first of its prompt."""
+        """Return whether the answer with an index is the first answer to its prompt."""
         return index % self.params.n == 0
 
     def _note(self, output: Output, usage: Usage) -> None:
@@ -304,7 +307,7 @@ class Answers:
 
 
 class Vectors:
-    """The embeddings of a running job.
+    """The embeddings of a job that runs in the engine.
 
     Attributes:
         num_tokens: the number of tokens of all texts.
@@ -320,7 +323,7 @@ class Vectors:
         metrics: ServerMetrics,
         running: set[Open],
     ) -> Self:
-        """Submit texts to the engine; the result stays in `running` until `cancel`.
+        """Submit texts to embed to the engine; the result is in `running` until `cancel`.
 
         Raises:
             RequestError: a text is empty, has unknown token ids, or can never fit.
@@ -339,7 +342,7 @@ class Vectors:
         running: set[Open],
         outputs: ServedOutputs,
     ) -> None:
-        """Read the vectors of texts that the engine has accepted."""
+        """Read the embeddings of texts that the engine has accepted."""
         self.num_open = len(texts)
         self.num_tokens = sum(map(len, texts))
         self._num_cached = 0
@@ -354,7 +357,9 @@ class Vectors:
     async def encoded_vectors(
         self, run_in_thread: Callable[..., Awaitable[Any]]
     ) -> list[msgspec.Raw]:
-        """Return the encoded embeddings in the order of the texts; a thread encodes large ones.
+        """Return the embeddings, encoded for the response, in the order of the texts.
+
+        `run_in_thread` encodes large embeddings, so that they do not block the event loop.
 
         Raises:
             EngineStoppedError: the engine or the server stopped.
@@ -380,13 +385,13 @@ class Vectors:
         return parts
 
     def cancel(self) -> None:
-        """Stop the work at once; does nothing after its end."""
+        """Stop computing the embeddings at once; does nothing after their end."""
         self._running.discard(self)
         self._outputs.cancel()
 
     @property
     def service(self) -> str:
-        """The service tier."""
+        """The service tier of the request."""
         return self._job.caller.service
 
     @property
@@ -395,7 +400,7 @@ class Vectors:
         return None if self._is_unrun else Usage(self.num_tokens, self._num_cached, 0)
 
     def figures(self) -> dict[str, Any]:
-        """Return the current figures for logs and traces."""
+        """Return the job's counts of texts and tokens for logs and traces."""
         return {
             "class": self._job.caller.service,
             "texts": len(self._job.texts),
@@ -409,7 +414,7 @@ Open = Running | Accepting
 
 
 def _is_unrun(error: TwostrokeError) -> bool:
-    """Return whether a request timed out before anything was computed for it."""
+    """Return whether an error says that a request timed out before anything was computed."""
     return bool(error.facts.get("is_unrun"))
 
 

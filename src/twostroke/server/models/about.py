@@ -30,7 +30,7 @@ FINGERPRINT: Final = f"b{VERSION}-twostroke"
 
 
 class AboutBody(msgspec.Struct, frozen=True):
-    """The server, its model, and its endpoints."""
+    """The response to GET /: the server, its model, and its endpoints."""
 
     name: str
     version: str
@@ -40,14 +40,17 @@ class AboutBody(msgspec.Struct, frozen=True):
 
 
 class HealthBody(msgspec.Struct, frozen=True):
-    """Whether the server would answer a request now: `ok`, or the reason why not."""
+    """The response to GET /health: `ok`, or why the server would not answer a request now."""
 
     status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
     model: str
 
 
 class ProgressBody(msgspec.Struct, frozen=True):
-    """The engine's progress: the number of finished steps, and the seconds of the current step."""
+    """The response to GET /health/progress: whether the engine makes progress.
+
+    `steps` is the number of finished steps, and `step_s` the seconds of the current step.
+    """
 
     status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
     steps: int
@@ -118,7 +121,10 @@ class ModelStatus(msgspec.Struct, frozen=True):
 
 
 class ModelBody(msgspec.Struct, frozen=True):
-    """A model; `created` is when the server read its files, `max_model_len` its context length."""
+    """A served model in OpenAI's form.
+
+    `created` is when the server read the model's files, and `max_model_len` the context length.
+    """
 
     id: str
     created: int
@@ -131,14 +137,20 @@ class ModelBody(msgspec.Struct, frozen=True):
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """All models."""
+    """The response to GET /v1/models: all served models."""
 
     data: list[ModelBody]
     object: Literal["list"] = "list"
 
 
 def model_body(card: ModelCard, name: str, state: str) -> ModelBody:
-    """Return the description of a model under a name; `state` is a value of `ModelStatus`."""
+    """Return the description of a model for GET /v1/models.
+
+    Args:
+        card: the model's facts.
+        name: the name under which the model is served.
+        state: whether the model is loaded, a value of `ModelStatus`.
+    """
     abilities = Capabilities(
         completion_chat=card.can_chat,
         completion_fim=card.tokenizer.infill is not None,

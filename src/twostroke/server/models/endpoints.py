@@ -28,7 +28,7 @@ PATH: Final = "/v1/models"
 
 
 class AnthropicModel(msgspec.Struct, tag_field="type", tag="model", frozen=True):
-    """A model in Anthropic's form."""
+    """A served model in Anthropic's form."""
 
     id: str
     display_name: str
@@ -39,7 +39,7 @@ class AnthropicModel(msgspec.Struct, tag_field="type", tag="model", frozen=True)
 
 
 class AnthropicModels(msgspec.Struct, frozen=True):
-    """A page of a list of models in Anthropic's form."""
+    """A page of the list of served models in Anthropic's form."""
 
     data: list[AnthropicModel]
     has_more: bool
@@ -48,7 +48,7 @@ class AnthropicModels(msgspec.Struct, frozen=True):
 
 
 def model_routes(models: ModelRegistry) -> list[Route]:
-    """Return the routes that list and describe the models."""
+    """Return the Starlette routes that list and describe the served models."""
 
     def body(name: str, model: ServedModel) -> ModelBody:
         return model_body(model.card, name, models.state(model.name))
@@ -84,7 +84,10 @@ def _anthropic_model(name: str, card: ModelCard) -> AnthropicModel:
 
 
 def _page(cards: dict[str, ModelCard], query: dict[str, Any]) -> AnthropicModels:
-    """Return a page of models; `query` may have `limit`, and `after_id` or `before_id`."""
+    """Return a page of the list of served models in Anthropic's form.
+
+    `query` may have `limit`, and `after_id` or `before_id`.
+    """
     limit = query.get("limit", str(_DEFAULT_LISTED))
     if not (limit.isdecimal() and len(limit) <= 4 and 1 <= int(limit) <= _MAX_LISTED):
         raise RequestError(f"must be from 1 to {_MAX_LISTED}.", field="limit")

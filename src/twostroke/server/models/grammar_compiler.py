@@ -30,7 +30,10 @@ _MAX_CACHED_RESULTS: Final = (
 
 
 class Compiler:
-    """Compiles one constraint at a time, and caches the results."""
+    """Compiles constraints such as JSON schemas, one at a time, and caches the results.
+
+    It is used by the server; the engine keeps the compiled grammars.
+    """
 
     def __init__(
         self,
@@ -39,10 +42,16 @@ class Compiler:
         is_ready: Callable[[], bool] = lambda: True,
         engine_start_of: Callable[[], object] = lambda: None,
     ) -> None:
-        """Compile with `ServedEngine.compile`, for at most `limit_s` seconds each.
+        """Create the compiler of one engine's constraints.
 
-        Time in which the engine is not ready does not count. `engine_start_of` returns another
-        object after each start of the engine, which then has no compiled constraints.
+        Args:
+            compile_: compiles a constraint in the engine (`ServedEngine.compile`); its second
+                argument is the time limit in seconds.
+            limit_s: the maximum seconds for one constraint. Time in which the engine is not
+                ready does not count.
+            is_ready: returns whether the engine is ready.
+            engine_start_of: returns another object after each start of the engine, which then
+                has no compiled constraints.
         """
         self._compile = compile_
         self._limit_s = limit_s
@@ -54,9 +63,12 @@ class Compiler:
         self._results: OrderedDict[Constraint, tuple[str, ...] | str] = OrderedDict()
 
     async def compile(self, requested: Constraint | ToolForm, tenant: str = "") -> Compiled:
-        """Compile a constraint in the tenant's turn; return it, and the rules it does not enforce.
+        """Compile a constraint in the tenant's turn.
 
         A tool whose schema cannot be compiled takes any JSON object as arguments.
+
+        Returns:
+            The constraint, and the schema rules that its grammar does not enforce.
 
         Raises:
             RequestError: the constraint cannot be compiled, or takes too long.
@@ -82,7 +94,10 @@ class Compiler:
             return constraint, await self._gaps(constraint, tenant)
 
     async def _gaps(self, constraint: Constraint, tenant: str) -> tuple[str, ...]:
-        """Compile a constraint, if it is not cached; return the rules it does not enforce."""
+        """Return the schema rules that a constraint's grammar does not enforce.
+
+        The constraint is compiled, unless the result is cached.
+        """
         if (engine_start := self._engine_start_of()) is not self._engine_start:
             self._engine_start = engine_start
             self._results.clear()
@@ -108,7 +123,10 @@ class Compiler:
     def _store_result(
         self, constraint: Constraint, slot: FairSlot, work: asyncio.Future[tuple[str, ...]]
     ) -> None:
-        """Cache a result, and let the next constraint have its turn, even after a disconnect."""
+        """Cache the result of a compilation, and give its slot to the next constraint.
+
+        This also happens if the client that waits for the result has disconnected.
+        """
         self._queue.end(slot)
         error = None if work.cancelled() else work.exception()
         if isinstance(error, RequestError) and "why" in error.facts:
@@ -119,6 +137,6 @@ class Compiler:
             self._results.popitem(last=False)
 
     def _refusal(self, constraint: Constraint) -> str | None:
-        """Return why a constraint is refused; None if that is not known."""
+        """Return why a constraint was refused earlier; None if the cache does not know."""
         result = self._results.get(constraint)
         return result if isinstance(result, str) else None

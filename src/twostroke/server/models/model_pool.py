@@ -28,7 +28,10 @@ _IDLE_TICK_S: Final = 0.25
 
 
 class ModelPool:
-    """Implements `ServedEngine` with the first of several engines, and loads and unloads all."""
+    """Engines of several models that share memory, and are loaded and unloaded on demand.
+
+    As a `ServedEngine`, the pool stands for its first engine.
+    """
 
     def __init__(self, engines: Mapping[str, OnDemandEngine], budget_bytes: int) -> None:
         """Manage `engines`, by model name, which share `budget_bytes` of memory."""
@@ -46,7 +49,7 @@ class ModelPool:
 
     @property
     def facts(self) -> EngineFacts:
-        """The first engine's facts."""
+        """The facts of the first model's engine."""
         return self._default.facts
 
     @property
@@ -56,7 +59,7 @@ class ModelPool:
 
     @property
     def progress(self) -> StepProgress:
-        """The number of steps of all engines, and the time of the longest current step."""
+        """The number of steps of all engines, and the seconds of the longest current step."""
         progresses = [engine.progress for engine in self.engines.values()]
         return StepProgress(
             sum(progress.num_steps for progress in progresses),
@@ -65,53 +68,56 @@ class ModelPool:
 
     @property
     def memory_bytes(self) -> int:
-        """The known memory of all processes."""
+        """The known memory in bytes of the server and all engine processes."""
         return memory_used() + sum(engine.memory_bytes for engine in self.engines.values())
 
     @property
     def num_deaths(self) -> int:
-        """The number of deaths of all engines' processes."""
+        """How often engine processes have died, over all models."""
         return sum(engine.num_deaths for engine in self.engines.values())
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> ServedOutputs:
-        """Submit prompts to the first model."""
+        """Submit prompts to the first model's engine."""
         return await self._default.generate(prompts, params, caller, hints)
 
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> ServedOutputs:
-        """Submit texts to the first model."""
+        """Submit texts to embed to the first model's engine."""
         return await self._default.embed(texts, params, caller)
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile a constraint for the first model."""
+        """Compile a constraint for the first model; return the rules that are not enforced."""
         return await self._default.compile(constraint, limit_s)
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
-        """Return the first engine's status."""
+        """Return the status of the first model's engine."""
         return await self._default.read(spans)
 
     def flush(self) -> None:
-        """Start the steps of all engines that wait for more requests."""
+        """Let the engines of all models start steps that wait for more requests."""
         for engine in self.engines.values():
             engine.flush()
 
     def attach(self, on_end: Callable[[], None]) -> None:  # noqa: ARG002
-        """Start in the running event loop; `on_end` is never called, as models fail separately."""
+        """Start to manage the models in the running event loop.
+
+        `on_end` is never called, as models fail separately.
+        """
         for engine in self.engines.values():
             engine.attach(lambda: None)
         self._spawn(self._manage())
 
     def close(self) -> None:
-        """End all processes, after the event loop has ended."""
+        """End all engine processes, after the event loop has ended."""
         self._has_ended = True
         for engine in self.engines.values():
             engine.close()
 
     async def _manage(self) -> None:
-        """Decide regularly, and whenever something changes."""
+        """Decide regularly which models are loaded, and whenever an engine's state changes."""
         while not self._has_ended:
             self._changed.clear()
             self._decide()
@@ -123,7 +129,7 @@ class ModelPool:
             await wait_until_set(self._changed, _IDLE_TICK_S if is_idle else _TICK_S)
 
     def _decide(self) -> None:
-        """Load, unload and close models as `decide` says."""
+        """Load, unload and close models as the function `decide` says."""
         now_s = time.monotonic()
         model_uses = [engine.model_use(now_s) for engine in self.engines.values()]
         for model_use in model_uses:

@@ -58,19 +58,19 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class OnDemandEngine:
-    """A `ServedEngine` that has a process only from `wake` to `unload`.
+    """A model's engine that has a process only while the model is loaded: from `wake` to `unload`.
 
     It owns a `RemoteEngine`, and observes its process: the supervisor calls the `on_` methods.
 
     Attributes:
         num_bytes: the memory that the loaded model uses.
-        default_keep_s: how long the model stays loaded without a request.
-        keep_s: the same, as the latest request that named a time said.
-        is_closed: whether the model will be unloaded, so that its requests wait.
+        default_keep_s: how many seconds the model stays loaded without a request.
+        keep_s: the same time, as set by the latest request that named a time.
+        is_closed: whether the model will be unloaded, so that new requests wait.
         num_loads, num_unloads, num_failed_loads: counts since the server's start.
         loading_s: the total time of loading.
         value: the model's `retention_value`, which the pool sets.
-        changed: called when the pool should decide again.
+        changed: called when the pool should decide again which models are loaded.
     """
 
     def __init__(
@@ -81,7 +81,15 @@ class OnDemandEngine:
         num_bytes: int,
         keep_s: float,
     ) -> None:
-        """Serve the model of `card` on demand; `ready` has the facts before the first load."""
+        """Create the engine of an unloaded model.
+
+        Args:
+            load_: the message that makes an engine process load the model.
+            card: the model's facts.
+            ready: the engine's facts before the model is loaded for the first time.
+            num_bytes: the memory that the loaded model uses.
+            keep_s: how many seconds the model stays loaded without a request.
+        """
         self._engine = RemoteEngine(load_, card, process=None, ready=ready, observer=self)
         self._pending = self._engine.pending
         self._supervisor = self._engine.supervisor
@@ -111,9 +119,10 @@ class OnDemandEngine:
         budget_bytes: int,
         keep_s: float,
     ) -> Self:
-        """Return an engine for `model`, served as `name` or its own name; read only its header.
+        """Return an engine for `model` without loading it; only the model's header is read.
 
-        Raises the errors of `build`.
+        The model is served as `name`, or under its own name if `name` is None. The memory limit is
+        `budget_bytes`. Raises the errors of `build`.
 
         Raises:
             MemoryLimitError: the model does not fit into `budget_bytes`.
@@ -177,7 +186,7 @@ class OnDemandEngine:
 
     @property
     def limits(self) -> MachineLimits | None:
-        """The machine's limits, as the latest process has measured them."""
+        """The machine's compute and memory limits, as the latest process has measured them."""
         return self._engine.limits
 
     @property
@@ -206,7 +215,7 @@ class OnDemandEngine:
 
     @property
     def load_s(self) -> float:
-        """The seconds to load the model: as last time, or as its size suggests."""
+        """The seconds that loading the model took last time, or the estimate by its size."""
         return self._supervisor.load_s or self.expected_load_s
 
     @property
@@ -216,7 +225,7 @@ class OnDemandEngine:
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that wait for the model."""
+        """The number of requests that wait for the model to be loaded."""
         return len(self._pending.unsent)
 
     @property
@@ -226,11 +235,11 @@ class OnDemandEngine:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of the engine's process at its latest status; 0 without a process."""
+        """The memory of the engine's process at its latest status; 0 if the model is not loaded."""
         return 0 if self._supervisor.is_resting else self._engine.process_memory_bytes
 
     def model_use(self, now_s: float) -> ModelUse:
-        """Return the model's facts for `decide`."""
+        """Return the model's state, size and use, from which `decide` chooses models to unload."""
         is_compiling = self._engine.is_compiling
         state = self.residency
         is_loaded = self._supervisor.is_up
@@ -259,26 +268,26 @@ class OnDemandEngine:
         )
 
     def request_load(self) -> None:
-        """Request that the model is loaded in its turn, without a generation request."""
+        """Request that the model is loaded, although no prompt waits for it."""
         if self._supervisor.is_resting and self._load_requested_s is None:
             self._load_requested_s = time.monotonic()
         self._used_s = time.monotonic()
         self.changed()
 
     def set_keep_s(self, keep_s: float) -> None:
-        """Set how long the model stays loaded without a request."""
+        """Set how many seconds the model stays loaded without a request."""
         self.keep_s = keep_s
         self.changed()
 
     def set_closed(self, *, is_closed: bool) -> None:
-        """Let requests wait, since another model needs the memory; or send them again."""
+        """Let new requests wait, since another model needs the memory; or stop doing so."""
         if is_closed != self.is_closed:
             self.is_closed = is_closed
             self._pending.is_up = self._supervisor.is_up and not is_closed
             self._pending.send_waiting()
 
     def wake(self) -> None:
-        """Start loading the model."""
+        """Start a process that loads the model."""
         _logger.info("Loading %s.", self.card.name)
         self._used_s = time.monotonic()
         try:
@@ -287,7 +296,7 @@ class OnDemandEngine:
             self.on_load_failure(error)
 
     def unload(self) -> Coroutine[None, None, None]:
-        """Stop using the idle process now, and return the coroutine that ends it."""
+        """Stop using the model's idle process now; return the coroutine that ends the process."""
         self._pending.is_up = self.is_closed = False
         self._is_unloading = True
         self.keep_s = self.default_keep_s
@@ -295,7 +304,7 @@ class OnDemandEngine:
         return self._rest()
 
     async def _rest(self) -> None:
-        """End the process."""
+        """End the model's process."""
         began_s = time.monotonic()
         try:
             await self._supervisor.rest()
@@ -308,21 +317,21 @@ class OnDemandEngine:
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> RemoteOutputs:
-        """Submit prompts; they wait until the model is loaded."""
+        """Submit prompts, which wait until the model is loaded."""
         message = self._engine.generate_message(prompts, params, caller, hints)
         return await self._submit(message, num_answers=len(prompts) * params.n)
 
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> RemoteOutputs:
-        """Submit texts to embed; they wait until the model is loaded."""
+        """Submit texts to embed, which wait until the model is loaded."""
         message = self._engine.embed_message(texts, params, caller)
         return await self._submit(message, num_answers=len(texts))
 
     async def _submit(
         self, message: wire.Generate | wire.EmbedTexts, num_answers: int
     ) -> RemoteOutputs:
-        """Submit a call, or let it wait for the model."""
+        """Send a call to the model's process, or let it wait until the model is loaded."""
         self._used_s = time.monotonic()
         if self._supervisor.is_up and not self.is_closed:
             return await self._engine.submit(message, num_answers)
@@ -337,7 +346,7 @@ class OnDemandEngine:
         return outputs
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile a constraint, once the model is loaded; return its `gaps`."""
+        """Compile a constraint once the model is loaded; return the rules that are not enforced."""
         if not self._supervisor.is_up:
             self._check_may_load()
             num_inquiries = self._engine.num_inquiries
@@ -347,19 +356,19 @@ class OnDemandEngine:
         return await self._engine.compile(constraint, limit_s)
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
-        """Return the engine's status, or its last known status."""
+        """Return the engine's status; its last known status if the model is not loaded."""
         return await self._engine.read(spans)
 
     def flush(self) -> None:
-        """Start a batch that is not full."""
+        """Let the engine start a step that waits for more requests."""
         self._engine.flush()
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Start in the running event loop; `on_end` is called if the engine is given up."""
+        """Start in the running event loop; call `on_end` if no process will be started any more."""
         self._engine.attach(on_end)
 
     def close(self) -> None:
-        """End the process, after the event loop has ended."""
+        """End the model's process, after the event loop has ended."""
         self._engine.close()
 
     def _check_fits(self, message: wire.Generate | wire.EmbedTexts) -> None:
@@ -384,26 +393,26 @@ class OnDemandEngine:
             max_len(request, context_length, max_tokens)
 
     def _check_may_load(self) -> None:
-        """Raise the error of the latest load for some seconds after it failed."""
+        """Raise the error of the latest load, if it failed a few seconds ago."""
         if self._refusal is not None and time.monotonic() < self._refusal[0]:
             raise self._refusal[1]
 
     # The methods below implement `ProcessObserver`: the supervisor calls them.
 
     def on_message(self, message: wire.EngineMessage) -> None:
-        """Handle a message of the process."""
+        """Handle a message from the model's process."""
         self._engine.on_message(message)
 
     def on_tick(self) -> None:
-        """Fail calls after their timeout."""
+        """Fail the calls whose timeout has passed."""
         self._engine.on_tick()
 
     def on_give_up(self, reason: str) -> None:
-        """Fail all calls: no other process will be started."""
+        """Fail all calls, since no other process will be started."""
         self._engine.on_give_up(reason)
 
     def on_restart(self, ready: wire.EngineReady) -> None:
-        """Send the waiting requests to the process, which has loaded the model."""
+        """Send the waiting requests to a process that has loaded the model."""
         if ready.card.identity != self.card.identity:
             reason = "Its files are not those with which the server was started: start it again."
             self._supervisor.refuse(ModelFormatError(reason))
@@ -429,7 +438,10 @@ class OnDemandEngine:
         self.changed()
 
     def on_death(self) -> bool:
-        """Fail the requests that the process was computing; return whether one may be to blame."""
+        """Fail the requests that a dead process was computing.
+
+        Returns whether one of them may have caused the death.
+        """
         is_to_blame = self._engine.on_death()
         self.changed()
         return is_to_blame
@@ -450,7 +462,7 @@ class OnDemandEngine:
 
 
 def _backend_facts(program: Program, size: CacheSize, num_weight_bytes: int) -> BackendFacts:
-    """Return the facts of a backend that is not loaded."""
+    """Return the compute backend's facts for a model that is not loaded."""
     return BackendFacts(
         name="none",
         detail="not loaded",
@@ -464,13 +476,13 @@ def _backend_facts(program: Program, size: CacheSize, num_weight_bytes: int) -> 
 
 
 def _scheduler_config(options: EngineOptions, context_length: int) -> SchedulerConfig:
-    """Return the scheduler's limits, which the engine will have when it is loaded."""
+    """Return the limits that a model's scheduler will have when the model is loaded."""
     batch = options.batch
     return SchedulerConfig.from_options(batch, context_length)
 
 
 def _initial_status(card: ModelCard, num_pages: int) -> EngineStatus:
-    """Return the status of an engine that has not run: all pages are free."""
+    """Return the status of an engine that has not run yet: all KV pages are free."""
     stats = SchedulerStats(
         num_running=0,
         num_waiting=0,

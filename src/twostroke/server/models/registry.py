@@ -26,7 +26,7 @@ _MAX_KEEP_S: Final = 100 * 365 * 86_400.0  # the time of a model that is never u
 
 
 class ServedModel:
-    """A model: its name, its engine, and the compiler of its constraints."""
+    """A served model: its name, its engine, and the compiler of its constraints."""
 
     def __init__(
         self,
@@ -36,7 +36,11 @@ class ServedModel:
         *,
         parses_special: bool = True,
     ) -> None:
-        """Serve the model of `engine` as `name`; without `parses_special` its card says so."""
+        """Serve the model of `engine` as `name`.
+
+        `compile_timeout_s` limits the compilation of a constraint. With `parses_special`, special
+        tokens that are spelled out in a text become tokens.
+        """
         self.name = name
         self.engine = engine
         self._parses_special = parses_special
@@ -46,7 +50,7 @@ class ServedModel:
 
     @property
     def card(self) -> ModelCard:
-        """The model's facts."""
+        """The model's facts, such as its tokenizer and context length."""
         card = self.engine.card
         return card if self._parses_special else replace(card, parses_special=False)
 
@@ -58,7 +62,7 @@ class ModelRegistry:
     """All models of a server: one model with several names, or the models of a pool."""
 
     def __init__(self, engine: ServedEngine, options: ServeOptions) -> None:
-        """Serve the model of `engine`, or all models of a pool; the first is the default."""
+        """Serve the model of `engine`, or all models of a pool; the first model is the default."""
         timeout_s = options.limits.compile_timeout_s
         serve = partial(ServedModel, parses_special=options.parses_special)
         self.pool = pool = engine if isinstance(engine, ModelPool) else None
@@ -73,7 +77,7 @@ class ModelRegistry:
         self.names = ModelNames(tuple(self._models), options.any_model)
 
     def __iter__(self) -> Iterator[tuple[str, ServedModel]]:
-        """Yield all names with their models."""
+        """Yield all served names with their models."""
         return iter(self._models.items())
 
     @property
@@ -82,7 +86,9 @@ class ModelRegistry:
         return self._models[self.names.served_names[0]]
 
     def find(self, requested_name: str | None) -> tuple[str, ServedModel]:
-        """Return the name for the response, and the model.
+        """Return the model that a request names, after the model name for the response.
+
+        `requested_name` is None for the default model.
 
         Raises:
             ModelNotFoundError: no model has this name.
@@ -92,14 +98,18 @@ class ModelRegistry:
     def choose(
         self, requested_name: str | None, served_request: ServedRequest, keep_s: float | None
     ) -> tuple[str, ServedModel]:
-        """Return the same as `find`, and record the model in the served request, for `note`."""
+        """Return the result of `find`, and record the model in `served_request`.
+
+        `keep_s` is how many seconds the model stays loaded after the request, which `note` applies;
+        None if the request does not say.
+        """
         name, model = self.find(requested_name)
         served_request.known_model = model.name
         served_request.keep_s = keep_s
         return name, model
 
     def state(self, name: str) -> str:
-        """Return the state of a model, a value of `ModelResidency`."""
+        """Return whether a model is loaded: a value of `ModelResidency`."""
         residency = self.pool.engines[name].residency if self.pool else ModelResidency.LOADED
         return residency.value
 
@@ -115,7 +125,10 @@ class ModelRegistry:
         return time.time() + min(left_s, _MAX_KEEP_S)
 
     def note(self, served_request: ServedRequest, *, is_empty: bool) -> None:
-        """Apply a request's time to keep its model loaded; an empty request loads the model."""
+        """Apply the time for which a request keeps its model loaded.
+
+        An empty request (`is_empty`) loads the model.
+        """
         if self.pool is None or not served_request.known_model:
             return
         engine = self.pool.engines[served_request.known_model]

@@ -36,21 +36,21 @@ class ModelResidency(Enum):
 
 
 class ModelUse(Frozen):
-    """The facts of a model for a decision; all times are in seconds of one clock.
+    """A model's state, size and use, from which `decide` chooses; all times are in seconds.
 
     Attributes:
         name: the model's name.
         num_bytes: the memory that the loaded model uses.
         load_s: how long the model takes to load.
-        state: whether it is loaded.
-        waiting_since_s: the arrival of the oldest request that waits for the model; None if none
-            waits.
+        state: whether the model is loaded.
+        waiting_since_s: the arrival of the oldest request that waits for the model; None if no
+            request waits.
         used_s: when the model last had a request; now if it has one.
         loaded_s: when the model was loaded.
-        num_running: the number of its requests in the engine.
-        keep_s: how long it stays loaded without a request.
-        value: its `retention_value` at the last use.
-        is_closed: whether it was in `close` of the previous decision.
+        num_running: the number of the model's requests in the engine.
+        keep_s: how long the model stays loaded without a request.
+        value: the model's `retention_value` at its last use.
+        is_closed: whether the previous decision closed the model.
     """
 
     name: str
@@ -67,7 +67,10 @@ class ModelUse(Frozen):
 
 
 class Decision(Frozen):
-    """The names of models to load now, to unload now, and to close: to give no more requests."""
+    """The names of the models to load now, to unload now, and to close.
+
+    A closed model gets no more requests, since it will be unloaded.
+    """
 
     load: tuple[str, ...] = ()
     unload: tuple[str, ...] = ()
@@ -77,6 +80,7 @@ class Decision(Frozen):
 def retention_value(num_bytes: int, load_s: float, highest_unloaded_value: float) -> float:
     """Return the value of keeping a model that is used now; the lowest value is unloaded first.
 
+    The value grows with the time to load the model, per byte of its memory.
     `highest_unloaded_value` is the highest value of the models that were unloaded so far.
     """
     return highest_unloaded_value + load_s / max(1, num_bytes)
@@ -129,7 +133,10 @@ def decide(now_s: float, budget_bytes: int, model_uses: Sequence[ModelUse]) -> D
 
 
 def _waiting(model_uses: Iterable[ModelUse]) -> list[tuple[float, ModelUse]]:
-    """Return the models with waiting requests and their oldest request's time, the oldest first."""
+    """Return the unloaded models with waiting requests, each after its oldest request's arrival.
+
+    The models are ordered by these times.
+    """
     candidates = [
         (model_use.waiting_since_s, model_use)
         for model_use in model_uses
@@ -141,7 +148,7 @@ def _waiting(model_uses: Iterable[ModelUse]) -> list[tuple[float, ModelUse]]:
 def _eviction_order(
     model_uses: Iterable[ModelUse], closed_models: Sequence[ModelUse]
 ) -> list[ModelUse]:
-    """Return the loaded models that are not closed yet, in the order in which to unload them.
+    """Return the loaded models that are not in `closed_models`, in the order to unload them.
 
     Models that the previous decision closed come first.
     """
@@ -162,7 +169,10 @@ def _eviction_order(
 
 
 def _may_unload(victim: ModelUse, model: ModelUse, waiting_since_s: float, now_s: float) -> bool:
-    """Return whether `model`, waiting since `waiting_since_s`, may take `victim`'s memory."""
+    """Return whether `model` may take the memory of `victim`, another loaded model, now.
+
+    `waiting_since_s` is the arrival of the oldest request that waits for `model`.
+    """
     loaded_for_s = now_s - victim.loaded_s
     unused_s = now_s - victim.used_s
     if victim.is_closed or unused_s >= MAX_IDLE_LOADS * victim.load_s:

@@ -35,7 +35,10 @@ _PREFILL_COUNTERS: Final = (
 
 
 def describe_disaggregation(status: EngineStatus, card: ModelCard) -> dict[str, Any] | None:
-    """Return an engine's prefill or decode side for /api/state; None without a role."""
+    """Return the statistics of KV transfers for /api/state.
+
+    None if the engine is neither a prefill nor a decode engine.
+    """
     if status.disaggregation is None:
         return None
     ratio = prefill_per_decode(status, card)
@@ -44,7 +47,10 @@ def describe_disaggregation(status: EngineStatus, card: ModelCard) -> dict[str, 
 
 
 def disaggregation_metrics(status: EngineStatus, card: ModelCard) -> Iterator[Metric]:
-    """Yield the metrics of an engine's prefill and decode side; nothing without a role."""
+    """Yield the Prometheus metrics of KV transfers.
+
+    There are none if the engine is neither a prefill nor a decode engine.
+    """
     view = status.disaggregation
     if view is not None and view.decode_side is not None:
         yield from _decode_side_metrics(view.decode_side)
@@ -56,10 +62,10 @@ def disaggregation_metrics(status: EngineStatus, card: ModelCard) -> Iterator[Me
 
 
 def prefill_per_decode(status: EngineStatus, card: ModelCard) -> float | None:
-    """Return how many prefill engines a decode engine like this can use; None before a measurement.
+    """Return how many prefill engines one decode engine like this can use.
 
-    The ratio is the time to prefill all prompts so far, at the speed of the fastest prefill engine,
-    over the time of the decode steps of their answers.
+    None before a measurement. The ratio is the time to prefill all prompts so far, at the speed of
+    the fastest prefill engine, over the time of the decode steps of their answers.
     """
     decode_side = status.disaggregation and status.disaggregation.decode_side
     decode = status.snapshot.phases.decode

@@ -32,7 +32,7 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class HealthReports:
-    """Reports the health and the load of a server and its engines."""
+    """Reports the health and the load of a server and its engines over HTTP."""
 
     def __init__(
         self,
@@ -41,7 +41,14 @@ class HealthReports:
         is_draining: Callable[[], bool],
         records: Records | None,
     ) -> None:
-        """Report on a server with these model names; with records it stores files."""
+        """Create the reports of a server.
+
+        Args:
+            engine: the server's engine, or the pool of its engines.
+            names: the names of the served models.
+            is_draining: returns whether the server refuses new requests, as it stops.
+            records: the server's records; None if it stores no files and batches.
+        """
         self._engine = engine
         self._names = names
         self._is_draining = is_draining
@@ -63,12 +70,12 @@ class HealthReports:
 
     @property
     def status(self) -> str:
-        """The engine's health, or "draining"."""
+        """The engine's health, or "draining" while the server stops."""
         health = self._engine.health
         return "draining" if self._is_draining() and health is Health.READY else health.value
 
     def routes(self) -> dict[str, Callable[[Request], Any]]:
-        """Return the endpoints by path."""
+        """Return the handlers of the health and load endpoints, by path."""
         return {
             "/health": self._ready,
             "/health/live": self._live,
@@ -78,7 +85,7 @@ class HealthReports:
         }
 
     async def _ready(self, _request: Request) -> Response:
-        """Return whether the server would answer a request now."""
+        """Answer GET /health and /health/ready: whether the server would answer a request now."""
         status = self.status
         if status != self._last_status:
             self._last_status = status
@@ -89,11 +96,14 @@ class HealthReports:
         return to_json(HealthBody(status, self._name), 503, _RETRY_HEADERS)
 
     async def _live(self, _request: Request) -> Response:
-        """Return that the server's process answers, whatever the state of its engine."""
+        """Answer GET /health/live: the server's process runs, whatever the state of its engine."""
         return to_json(HealthBody("ok", self._name))
 
     async def _progress(self, _request: Request) -> Response:
-        """Return the number of finished steps; status 503 while the engine cannot finish any."""
+        """Answer GET /health/progress: the number of finished steps.
+
+        The HTTP status is 503 while the engine cannot finish steps.
+        """
         health = self._engine.health
         progress = self._engine.progress
         if health is Health.READY:
@@ -103,7 +113,7 @@ class HealthReports:
         )
 
     async def _load(self, request: Request) -> Response:
-        """Return the server's facts and load for a router."""
+        """Answer GET /api/load: the server's facts and load for a router."""
         engine = self._engine
         status = self.status
         statuses = await asyncio.gather(*(served_engine.read() for served_engine in self._engines))

@@ -145,10 +145,14 @@ class ServerMetrics(Collector):
         *,
         has_llama_metrics: bool = False,
     ) -> None:
-        """Measure the engines of `models`; utilization needs the machine's `limits`.
+        """Create the metrics of a server.
 
-        The metrics of a pool's engines have the label `model`. `has_llama_metrics` adds metrics
-        with llama-server's names.
+        Args:
+            models: the served models; the metrics of a pool's engines have the label `model`.
+            limits: the machine's measured limits, for metrics of utilization; None for no such
+                metrics.
+            objectives: the latency objectives.
+            has_llama_metrics: whether to add metrics with llama-server's names.
 
         Raises:
             UsageError: two objectives limit the same measure of the same service tier.
@@ -191,7 +195,10 @@ class ServerMetrics(Collector):
         ProcessCollector(registry=self.registry)
 
     async def expose(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics and their content type, in the format that `accept` prefers."""
+        """Return the text of all metrics and its content type, in the format that `accept` prefers.
+
+        `accept` is the value of the request's `Accept` header.
+        """
         engines = {model.name: model.engine for _, model in self._models}
         self._statuses = {
             name: await engine.read([(WINDOWS[0], 0)]) for name, engine in engines.items()
@@ -226,7 +233,7 @@ class ServerMetrics(Collector):
             yield from _goodput_metrics(self.goodput)
 
     def _engine_metrics(self, engine: ServedEngine, status: EngineStatus) -> Iterator[Metric]:
-        """Yield the metrics of one engine."""
+        """Yield the Prometheus metrics of one engine."""
         facts = engine.facts.backend
         snapshot = status.snapshot
         deaths = [((), engine.num_deaths)]
@@ -265,7 +272,7 @@ def _model_info(engine: ServedEngine) -> Metric:
 
 
 def _pool_metrics(pool: ModelPool) -> Iterator[Metric]:
-    """Yield the states of a pool's models, their loads, and their waiting requests."""
+    """Yield metrics of a model pool: the models' states, loads and waiting requests."""
     engines = pool.engines.items()
     yield _gauge("memory_budget_bytes", "Memory for all models.", value=pool.budget_bytes)
     loaded = [((model,), engine.residency is ModelResidency.LOADED) for model, engine in engines]
@@ -281,7 +288,7 @@ def _pool_metrics(pool: ModelPool) -> Iterator[Metric]:
 def _utilization_metrics(
     limits: MachineLimits | None, span: TimeSpan[Snapshot]
 ) -> Iterator[Metric]:
-    """Yield the shares of the machine that the last seconds used."""
+    """Yield metrics of the shares of the machine's limits that the last seconds used."""
     seconds = WINDOWS[0]
     phases = span.last.phases - span.first.phases
     totals_by_phase = {("prefill",): phases.prefill, ("decode",): phases.decode}
@@ -311,7 +318,10 @@ def _utilization_metrics(
 
 
 def _goodput_metrics(goodput: Goodput) -> Iterator[Metric]:
-    """Yield limits, counts since the start, and goodput in the last minute."""
+    """Yield the metrics of latency objectives: limits, counts since the start, and goodput.
+
+    Goodput is the rate in the last minute of answers that met all objectives.
+    """
     limits = {
         (service, measure): limit_s
         for service, measures in goodput.limits.items()
@@ -367,7 +377,7 @@ def _phase_metrics(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def _rank_metrics(ranks: Iterable[RankState], link: str) -> Iterator[Metric]:
-    """Yield the metrics of each rank; nothing for an engine in one process."""
+    """Yield the metrics of each rank of a parallel engine; nothing for an engine in one process."""
     states = {str(rank.facts.rank): rank for rank in ranks}
     if not states:
         return
@@ -386,7 +396,7 @@ def _rank_metrics(ranks: Iterable[RankState], link: str) -> Iterator[Metric]:
 
 
 def _tier_metrics(tiers: Iterable[TierTotals]) -> Iterator[Metric]:
-    """Yield the metrics of each KV offload tier; nothing without tiers."""
+    """Yield the metrics of each KV offload tier, such as the disk."""
     totals_by_tier = {tier.tier: tier for tier in tiers}
     for family, key, name, text in _TIER_METRICS if totals_by_tier else ():
         samples = [((tier,), getattr(totals, key)) for tier, totals in totals_by_tier.items()]
@@ -418,7 +428,7 @@ def _counter(name: str, text: str, *labels: str, samples: Samples) -> Metric:
 def _gauge(
     name: str, text: str, *labels: str, samples: Samples = (), value: float | None = None
 ) -> Metric:
-    """Return a gauge: one `value`, or `samples` by `labels`."""
+    """Return a Prometheus gauge with one `value`, or with `samples` by `labels`."""
     family = GaugeMetricFamily(f"twostroke_{name}", text, value, labels or None)
     return _filled(family, samples)
 

@@ -54,13 +54,13 @@ def parse_objective(text: str) -> Objective:
 
 
 def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
-    """Return each service tier's limits in seconds by measure.
+    """Return the latency limits in seconds by service tier and measure.
 
     An objective of a tier overrides an objective of all tiers. The batch tier has only its own
     objectives.
 
     Raises:
-        UsageError: two objectives limit the same measure of the same class.
+        UsageError: two objectives limit the same measure of the same service tier.
     """
     limits_by_key: dict[tuple[str | None, str], float] = {}
     for objective in objectives:
@@ -81,16 +81,17 @@ def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
 
 
 class Goodput:
-    """Counts the answers that meet and miss objectives; for the event loop's thread.
+    """Counts the answers that meet and miss latency objectives.
 
     An answer that failed, or was refused because the queue was full, misses all objectives. If the
-    client disconnected, the answer misses the objectives whose limits had passed.
+    client disconnected, the answer misses the objectives whose limits had passed. Call the methods
+    only in the event loop's thread.
     """
 
     def __init__(
         self, objectives: Iterable[Objective], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Count answers by `objectives`.
+        """Create the counts for the latency objectives; `clock` returns monotonic seconds.
 
         Raises:
             UsageError: two objectives limit the same measure of the same service tier.
@@ -102,11 +103,11 @@ class Goodput:
 
     @property
     def has_objectives(self) -> bool:
-        """Whether there are any objectives."""
+        """Whether there are any latency objectives."""
         return any(self.limits.values())
 
     def judge(self, service: str, usage: Usage, timings: Timings) -> None:
-        """Count a completed answer."""
+        """Count the latency objectives that a completed answer has met and missed."""
         durations_s = {
             "queue": timings.queue_s,
             "ttft": timings.ttft_s,
@@ -121,7 +122,7 @@ class Goodput:
             self._counts[service, ALL, GOOD_TOKENS] += usage.completion_tokens
 
     def miss(self, service: str, count: int) -> None:
-        """Count answers that failed or were refused."""
+        """Count answers of a service tier that failed or were refused, and miss all objectives."""
         self._count(service, MISSED, self.limits[service], count)
 
     def leave(self, service: str, count: int, waited_s: float, *, has_begun: bool) -> None:
@@ -135,11 +136,14 @@ class Goodput:
         self._count(service, MISSED, missed, count)
 
     def read(self) -> Counts:
-        """Return the counts so far."""
+        """Return the counts of met and missed objectives since the start."""
         return Counter(self._counts)
 
     def recent(self, seconds: int = 60, ago_s: int = 0) -> tuple[Counts, int]:
-        """Return the counts of the last full seconds up to `ago_s`, and those seconds' number."""
+        """Return the counts of met and missed objectives in a recent time, and its seconds.
+
+        The time has at most `seconds` full seconds, and ended `ago_s` seconds ago.
+        """
         span = self._seconds.span(seconds, ago_s)
         return span.last - span.first, span.seconds
 
@@ -152,7 +156,10 @@ class Goodput:
         *,
         is_all: bool = True,
     ) -> None:
-        """Count a result for some measures, and with `is_all` also for all objectives together."""
+        """Count a result (met or missed) for some measures of a service tier.
+
+        With `is_all` the result also counts for all objectives together.
+        """
         names = list(measures)
         if not names:
             return

@@ -26,7 +26,7 @@ _CACHED_CELL: Final = 1
 
 
 class PageUsage(Frozen):
-    """The requests that hold each page.
+    """Which running requests hold each page of the KV cache.
 
     Attributes:
         counts: the number of requests that hold each page.
@@ -42,7 +42,7 @@ class PageUsage(Frozen):
 
     @classmethod
     def of(cls, view: RunningRequests) -> PageUsage:
-        """Return the page usage of the running requests."""
+        """Return which KV pages the running requests hold."""
         lists = [
             (request_number, group, pages)
             for request_number in range(len(view.running), 0, -1)
@@ -58,7 +58,7 @@ class PageUsage(Frozen):
         return cls(_int_array(view.counts), held_pages[is_page], holders[is_page], groups[is_page])
 
     def per_request(self, num_requests: int) -> tuple[list[int], list[int]]:
-        """Return the number of pages of each request, and how many of them it shares."""
+        """Return the number of KV pages of each request, and how many of them it shares."""
         shared = self.holders[self.counts[self.held_pages] > 1]
         counts = [
             np.bincount(owners, minlength=num_requests + 1) for owners in (self.holders, shared)
@@ -67,12 +67,14 @@ class PageUsage(Frozen):
 
     @property
     def num_shared(self) -> int:
-        """The number of pages that two or more requests hold."""
+        """The number of KV pages that two or more requests hold."""
         return int((self.counts > 1).sum())
 
 
 def page_map(pages: PageUsage, cached: tuple[int, ...], num_groups: int) -> dict[str, Any]:
-    """Return the map's arrays in base64; a cell stands for one page, or for several adjacent ones.
+    """Return the arrays of the dashboard's map of KV pages, in base64.
+
+    A cell of the map stands for one page, or for several adjacent pages.
 
     `cells`: 0 for a free page, 1 for a cached page, n for a page that n - 1 requests hold (255: 254
     or more). A cell of several pages shows the page with the most holders. `owners`: 1 + the index
@@ -103,12 +105,12 @@ def page_map(pages: PageUsage, cached: tuple[int, ...], num_groups: int) -> dict
 
 
 def _cell_rows(pages: NDArray[Any], size: int) -> NDArray[Any]:
-    """Return the values of pages, padded with 0, as an array (cells, pages_per_cell)."""
+    """Return the values of KV pages, padded with 0, as an array (cells, pages_per_cell)."""
     return np.pad(pages, (0, -len(pages) % size)).reshape(-1, size)
 
 
 def _int_array(numbers: Iterable[int]) -> NDArray[np.int32]:
-    """Return numbers as an array, three times faster than `np.array`."""
+    """Return integers as an array; three times faster than `np.array`."""
     return np.frombuffer(array("i", numbers), np.int32)
 
 

@@ -46,12 +46,16 @@ _PERCENTILES: Final = {
 
 
 class DashboardStates:
-    """The states of all models of a server."""
+    """The states of all models of a server, for the dashboard."""
 
     def __init__(
         self, models: ModelRegistry, limits: MachineLimits | None, goodput: Goodput
     ) -> None:
-        """Prepare the state of each model; the machine has `limits`."""
+        """Prepare the dashboard state of each model.
+
+        `limits` are the machine's measured limits; None if not measured. `goodput` has the counts
+        of latency objectives.
+        """
         self._models = models
         names: dict[str, list[str]] = {}
         for name, model in models:
@@ -68,7 +72,7 @@ class DashboardStates:
         }
 
     def of(self, requested_name: str | None) -> DashboardState:
-        """Return a model's state; without a name, the state of the first loaded model.
+        """Return a model's dashboard state; without a name, the state of the first loaded model.
 
         Raises:
             ModelNotFoundError: no model has this name.
@@ -82,7 +86,10 @@ class DashboardStates:
 
 
 class DashboardState:
-    """The state of a server and one of its engines; the JSON is cached for half a second."""
+    """The state of a server and one of its engines, as JSON for the dashboard.
+
+    The JSON is cached for half a second.
+    """
 
     def __init__(
         self,
@@ -92,7 +99,7 @@ class DashboardState:
         goodput: Goodput,
         names: Sequence[str],
     ) -> None:
-        """Describe `engine`, which serves its model under `names`."""
+        """Describe `engine`, which serves its model under `names`, for the dashboard."""
         self._models = models
         self._engine = engine
         self._goodput = goodput
@@ -101,7 +108,10 @@ class DashboardState:
         self._bodies: dict[bool, tuple[float, bytes]] = {}  # time and JSON, by `has_past`
 
     async def body(self, health: str, *, has_past: bool = False) -> bytes:
-        """Return the JSON; with `has_past`, also the points of charts over the last two minutes."""
+        """Return the dashboard's JSON; with `has_past`, also chart points of the last two minutes.
+
+        `health` is the server's health, which the JSON includes.
+        """
         now_s = time.monotonic()
         encoded_s, body = self._bodies.get(has_past, (-math.inf, b""))
         if now_s - encoded_s > _MAX_AGE_S:
@@ -113,7 +123,7 @@ class DashboardState:
         return body
 
     def _past(self, spans: Iterable[TimeSpan[Snapshot]]) -> Iterator[dict[str, Any]]:
-        """Yield requests and rates at earlier times, in the form of the current ones."""
+        """Yield chart points: requests and rates at earlier times, in the form of current ones."""
         for ago_s, span in zip(CHART_OFFSETS_S, spans, strict=True):
             if not span.seconds:
                 continue
@@ -178,7 +188,7 @@ class DashboardState:
         }
 
     def _models_state(self) -> list[dict[str, Any]]:
-        """Return the state of each model in a pool; empty for a server with one model."""
+        """Return the state of each model of a pool; empty for a server with one model."""
         pool = self._models.pool
         if pool is None:
             return []
@@ -211,7 +221,10 @@ class DashboardState:
 
 
 def _objective_results(goodput: Goodput, seconds: int, ago_s: int = 0) -> dict[str, Any]:
-    """Return the met and missed objectives of the last seconds up to `ago_s`."""
+    """Return the latency objectives that answers met and missed in a recent time.
+
+    The time has `seconds` seconds, and ended `ago_s` seconds ago.
+    """
     if not goodput.has_objectives:
         return {"objectives": {}, "goodput": None}
     recent, elapsed = goodput.recent(seconds, ago_s)
@@ -364,7 +377,10 @@ def _window(span: TimeSpan[Snapshot], hardware: Hardware | None) -> dict[str, An
 
 
 def _latencies(first_totals: ServiceTotals, last_totals: ServiceTotals) -> dict[str, Any]:
-    """Return a service tier's latencies; percentiles need enough samples; empty without any."""
+    """Return a service tier's latencies between two totals; empty if no answer ended.
+
+    Percentiles are None if there are too few samples.
+    """
     distributions = {
         name: last_totals.latencies[name] - first_totals.latencies[name]
         for name in last_totals.latencies

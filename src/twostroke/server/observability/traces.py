@@ -61,7 +61,7 @@ _PARAMS: Final = (
 
 
 def check_endpoint(url: str) -> str:
-    """Return the URL for traces; OTLP's path is added to a URL without a path.
+    """Return the URL of the OpenTelemetry collector; OTLP's path is added if the URL has no path.
 
     Raises:
         UsageError: `url` is not a URL, or the extra `[traces]` is not installed.
@@ -87,7 +87,10 @@ def check_endpoint(url: str) -> str:
 
 
 def exporter(url: str) -> SpanExporter:
-    """Return an exporter to the collector at `url`; raises the errors of `check_endpoint`."""
+    """Return an exporter of spans to the OpenTelemetry collector at `url`.
+
+    Raises the errors of `check_endpoint`.
+    """
     endpoint = check_endpoint(url)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -96,7 +99,7 @@ def exporter(url: str) -> SpanExporter:
 
 @runtime_checkable
 class AnswerWork(Protocol):
-    """Work on a request that generates tokens, unlike embeddings."""
+    """The progress of a request that generates tokens, unlike embeddings."""
 
     @property
     def params(self) -> SamplingParams:
@@ -108,10 +111,10 @@ class AnswerWork(Protocol):
 
 
 class Traces:
-    """An observer that creates the spans of finished requests."""
+    """An observer of finished requests that creates OpenTelemetry spans."""
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """Send spans with `exporter`, in another thread."""
+        """Create the observer, which sends spans with `exporter` in another thread."""
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -154,13 +157,13 @@ class Traces:
         span.end(self._ns(served_request.ended_s))
 
     def close(self) -> None:
-        """Send the remaining spans, within a few seconds."""
+        """Send the remaining spans to the collector, within a few seconds."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT_S)
 
     def _phases(self, timings: Timings, context: Any) -> None:
-        """Create a span for the queue, for prefill and for decode."""
+        """Create a span for a request's time in the queue, for its prefill and for its decode."""
         times = (timings.arrival_s, timings.started_s, timings.first_token_s, timings.last_token_s)
         for index, name in enumerate(("queue", "prefill", "decode")):
             start_ns, end_ns = map(self._ns, times[index : index + 2])
