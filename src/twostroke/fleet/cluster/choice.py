@@ -21,13 +21,13 @@ class Phase(StrEnum):
 
 
 class ReplicaView(Frozen):
-    """The properties of a replica on which the choice depends.
+    """The properties of a replica from which `choose` decides.
 
     Attributes:
-        name: its name.
-        phase: its phase.
-        is_current: whether it has the pool's present version.
-        num_running: requests that it has not answered.
+        name: the replica's name.
+        phase: the phase of the replica's life.
+        is_current: whether the replica has the pool's present version.
+        num_running: requests that the replica has not answered.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Actions(Frozen):
 
 
 def choose(replicas: Sequence[ReplicaView], num_wanted: int, *, has_room: bool = True) -> Actions:
-    """Return the actions that bring a pool closer to `num_wanted` replicas of its version.
+    """Return the starts and drains that bring a pool closer to `num_wanted` current replicas.
 
     An update replaces replicas one by one. It starts one replica more than wanted, and drains an
     old one as soon as the new one is ready, so that the number of ready replicas never falls.
@@ -77,18 +77,19 @@ def _drain_cost(replica: ReplicaView) -> tuple[bool, int, str]:
 
 
 class ScaleDownDelay:
-    """A number of replicas that rises at once, and falls after fewer have been enough for a while.
+    """Delays the reduction of a pool's number of replicas.
 
-    It is the maximum over a sliding window.
+    The number rises at once, and falls after fewer replicas have been enough for a while: it is the
+    maximum over a sliding window.
     """
 
     def __init__(self, window_s: float) -> None:
-        """Use the maximum of the last `window_s` seconds."""
+        """Use the maximum number of replicas in the last `window_s` seconds."""
         self._window_s = window_s
         self._maxima: deque[tuple[float, int]] = deque()  # latest time and number, falling numbers
 
     def update(self, num_wanted: int, now_s: float) -> int:
-        """Add the number that is wanted now, and return the maximum of the window."""
+        """Add the number of replicas that is wanted now; return the maximum of the window."""
         while self._maxima and self._maxima[-1][1] <= num_wanted:
             self._maxima.pop()
         self._maxima.append((now_s, num_wanted))

@@ -25,36 +25,36 @@ _logger = logging.getLogger("twostroke.fleet")
 
 
 class Cluster(Protocol):
-    """The machines on which servers run, each server under its own name."""
+    """The machines on which a fleet's servers run, each server under its own name."""
 
     def start(self, name: str, pool: ReplicaPool | None) -> None:
-        """Start a replica of `pool`, or the router; it may wait for a machine."""
+        """Start a replica of `pool`, or the router if `pool` is None; it may wait for a machine."""
 
     def states(self) -> Mapping[str, ServerState]:
-        """Return the state of each server that was started and has not ended."""
+        """Return the state of each server that was started and has not ended, by name."""
 
     def stop(self, name: str) -> None:
         """Drain a server and end it. Returns at once; a second call does nothing."""
 
 
 class RouterControl(Protocol):
-    """The manager's access to the router."""
+    """The manager's access to the fleet's router."""
 
     def set_replicas(self, replicas: Mapping[str, Sequence[str]]) -> None:
-        """Set the URLs of all replicas, by model."""
+        """Tell the router the URLs of all replicas, by model."""
 
     def views(self) -> Mapping[str, RouterView]:
-        """Return the router's view of each model; empty while the router does not answer."""
+        """Return the load of each model that the router sees; empty while it does not answer."""
 
 
 class RouterView(Frozen):
-    """The router's view of a model.
+    """The load of a model that the router sees.
 
     Attributes:
         num_wanted: the number of replicas that the present work needs.
         running: requests of each replica, by URL.
-        prefill_per_decode: the number of prefill replicas that a replica can use, by URL; None if
-            it is not known.
+        prefill_per_decode: the number of prefill replicas that a replica can use, by URL; None
+            if it is not known.
     """
 
     num_wanted: int
@@ -63,7 +63,7 @@ class RouterView(Frozen):
 
 
 class ReplicaStatus(Frozen):
-    """A replica in `twostroke fleet status`."""
+    """A replica as `twostroke fleet status` shows it."""
 
     name: str
     phase: Phase
@@ -73,15 +73,15 @@ class ReplicaStatus(Frozen):
 
 
 class PoolStatus(Frozen):
-    """A pool in `twostroke fleet status`.
+    """The replicas of a model as `twostroke fleet status` shows them.
 
     Attributes:
         label: the name of the model.
         num_wanted: the number of replicas that the manager aims at.
-        replicas: its replicas.
-        prefill: the label of its prefill pool.
-        num_prefill_wanted: the number of prefill replicas that its replicas can use, by measured
-            speeds; None if it is not known.
+        replicas: the pool's replicas.
+        prefill: the label of the pool that prefills prompts for this pool.
+        num_prefill_wanted: the number of prefill replicas that the pool's replicas can use, by
+            measured speeds; None if it is not known.
     """
 
     label: str
@@ -97,7 +97,7 @@ class PoolStatus(Frozen):
 
 
 class FleetStatus(Frozen):
-    """A fleet in `twostroke fleet status`."""
+    """A fleet as `twostroke fleet status` shows it."""
 
     name: str
     url: str
@@ -113,14 +113,14 @@ class FleetStatus(Frozen):
 
     @property
     def trouble(self) -> str:
-        """Why a server that is not ready ended; empty if there is none."""
+        """Why a server of the fleet that is not ready ended; empty if there is none."""
         replicas = (replica for pool in self.pools for replica in pool.replicas)
         states = [self.router, *(replica.state for replica in replicas)]
         return next((state.trouble for state in states if state.trouble), "")
 
 
 class Manager:
-    """Brings a fleet step by step to the state that its spec describes.
+    """Starts and stops a fleet's servers, step by step, until they match the fleet's spec.
 
     A replica's name is LABEL/VERSION/NUMBER, so that a restarted manager recognizes running
     replicas. The manager has no other state that must survive.
@@ -136,7 +136,7 @@ class Manager:
         router: RouterControl,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Manage the servers of `cluster`; call `step` regularly."""
+        """Manage the servers of `cluster` as `spec` says; the caller calls `step` regularly."""
         self._spec = spec
         self._cluster = cluster
         self._router = router
@@ -147,7 +147,7 @@ class Manager:
         self.status = FleetStatus(spec.name, "", ServerState(), ())
 
     def step(self) -> None:
-        """Look at all servers once, and start and stop servers as necessary."""
+        """Look at all servers of the fleet once, and start and stop servers as necessary."""
         states = self._cluster.states()
         if ROUTER not in states:
             self._cluster.start(ROUTER, None)
@@ -171,10 +171,12 @@ class Manager:
     def _stop_removed_models(
         self, states: Mapping[str, ServerState], pools: Sequence[PoolStatus]
     ) -> dict[str, list[str]]:
-        """Stop replicas of models that were removed from the file; return the others' URLs.
+        """Stop the replicas of models that were removed from the fleet's file.
 
-        They are stopped when all other models are up, or one by one if these lack room. The URLs of
-        replicas that stay are returned by model.
+        They are stopped when all other models are up, or one by one if the other models lack room.
+
+        Returns:
+            The URLs of replicas of removed models that still run, by model.
         """
         labels, now_s = {pool.label for pool in self._spec.models}, self._clock()
         removed = [name for name in states if name != ROUTER and _name_parts(name)[0] not in labels]
@@ -197,7 +199,7 @@ class Manager:
         return staying
 
     def _with_role(self, pool: ReplicaPool) -> ReplicaPool:
-        """Return a pool with the options of its role in disaggregation."""
+        """Return a pool with the options of its role in disaggregation: prefill, decode or none."""
         if pool.label in self._spec.prefill_labels:
             return pool.as_prefill()
         if pool.prefill:
@@ -268,7 +270,10 @@ class Manager:
     def _num_wanted(
         self, pool: ReplicaPool, replicas: Sequence[ReplicaStatus], view: RouterView | None
     ) -> int:
-        """Return how many replicas a pool should have; the present number without a view."""
+        """Return how many replicas a pool should have.
+
+        If the router does not answer (`view` is None), the number stays as it is.
+        """
         low, high = pool.bounds
         num_alive = sum(replica.phase is not Phase.DRAINING for replica in replicas)
         num_wanted = view.num_wanted if view else max(low, num_alive)
@@ -278,7 +283,7 @@ class Manager:
     def _start_replicas(
         self, pool: ReplicaPool, replicas: Sequence[ReplicaStatus], count: int
     ) -> None:
-        """Start replicas under the smallest free numbers."""
+        """Start `count` replicas of a pool, which get the smallest free numbers."""
         numbers = {int(_name_parts(replica.name)[2]) for replica in replicas}
         for _ in range(count):
             number = next(n for n in range(len(numbers) + 1) if n not in numbers)
@@ -290,7 +295,7 @@ class Manager:
 
 
 def _num_prefill_wanted(replicas: Sequence[ReplicaStatus], view: RouterView | None) -> float | None:
-    """Return how many prefill replicas decode replicas can use; None if it is not known."""
+    """Return how many prefill replicas some decode replicas can use; None if not known."""
     if view is None:
         return None
     values = [view.prefill_per_decode.get(replica.state.url) for replica in replicas]
@@ -299,7 +304,7 @@ def _num_prefill_wanted(replicas: Sequence[ReplicaStatus], view: RouterView | No
 
 
 def _name_parts(name: str) -> list[str]:
-    """Return a replica's label, version and number."""
+    """Return the label, the version and the number in a replica's name."""
     return name.rsplit("/", 2)
 
 
@@ -310,5 +315,5 @@ def _phase(state: ServerState) -> Phase:
 
 
 def _is_usable(replica: ReplicaStatus) -> bool:
-    """Whether the router may send requests to a replica: it has a URL and does not drain."""
+    """Return whether the router may send requests to a replica: it has a URL and does not drain."""
     return bool(replica.state.url) and replica.phase is not Phase.DRAINING

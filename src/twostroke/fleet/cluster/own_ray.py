@@ -31,12 +31,12 @@ _logger = logging.getLogger("twostroke.fleet")
 
 
 class _ClusterRecord(Frozen):
-    """The file about the running cluster.
+    """The file about the Ray cluster that runs on this machine.
 
     Attributes:
         address, token: by which processes connect.
-        pid, begun: its process, and when that began, in clock ticks.
-        folder: the folder of its files.
+        pid, begun: the cluster's process, and when that began, in clock ticks.
+        folder: the folder of the cluster's files.
     """
 
     address: str
@@ -47,7 +47,7 @@ class _ClusterRecord(Frozen):
 
 
 class OwnRay:
-    """The cluster that this user's fleets share, unless they name another one.
+    """The Ray cluster on this machine that the user's fleets share, unless they name another.
 
     Its token, address and process are in a file of the cache folder that only the user can read.
     """
@@ -56,7 +56,10 @@ class OwnRay:
         self._record_file = env.cache_dir() / "fleet" / "ray.json"
 
     def find(self) -> str | None:
-        """Return its address, and set its token for this process; None if it does not run."""
+        """Return the address of the running Ray cluster; None if it does not run.
+
+        The cluster's token is set for this process.
+        """
         record = self._read()
         if record is None or _start_ticks(record.pid) != record.begun:
             return None
@@ -64,7 +67,7 @@ class OwnRay:
         return record.address
 
     def start(self) -> str:
-        """Start the cluster, and return its address.
+        """Start the Ray cluster, and return its address.
 
         Raises:
             BackendError: Ray does not start.
@@ -109,7 +112,7 @@ class OwnRay:
         return address
 
     def _wait(self, process: subprocess.Popen[bytes], folder: Path, log: Path) -> str:
-        """Return the cluster's address once it has one; raises BackendError."""
+        """Wait until the Ray cluster runs; return its address, or raise BackendError."""
         address = folder / "ray_current_cluster"
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while not address.exists():
@@ -121,7 +124,7 @@ class OwnRay:
         return address.read_text().strip()
 
     def stop(self) -> None:
-        """End the cluster and remove its files."""
+        """End the Ray cluster, and remove its files."""
         record = self._read()
         if record is None:
             return
@@ -138,7 +141,7 @@ class OwnRay:
         self._record_file.unlink(missing_ok=True)
 
     def _read(self) -> _ClusterRecord | None:
-        """Return the record of the cluster; None if it is missing or damaged."""
+        """Return the record of the Ray cluster; None if it is missing or damaged."""
         try:
             record = msgspec.convert(read_checked_json(self._record_file), _ClusterRecord)
         except (ModelFormatError, msgspec.ValidationError) as error:
@@ -151,7 +154,7 @@ class OwnRay:
 
 
 def _start_ticks(pid: int) -> str | None:
-    """Return when a process began, in clock ticks since the system's start; None if it ended."""
+    """Return when a process began, in clock ticks since the system's start; None after its end."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

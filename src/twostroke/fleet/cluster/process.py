@@ -44,12 +44,12 @@ class ServerState(Frozen):
     """The state of a server's process.
 
     Attributes:
-        url: its URL; empty while it waits for a machine.
+        url: the server's URL; empty while it waits for a machine.
         pid: the id of the process.
-        is_ready: whether it answers requests.
-        is_ending: whether it drains.
-        num_starts: how often it was started.
-        trouble: why it last ended by itself; empty once it is ready again.
+        is_ready: whether the server answers requests.
+        is_ending: whether the server drains.
+        num_starts: how often the process was started.
+        trouble: why the process last ended by itself; empty once it is ready again.
     """
 
     url: str = ""
@@ -61,7 +61,7 @@ class ServerState(Frozen):
 
 
 class ServerProcess:
-    """Runs `twostroke ARGUMENTS --host HOST --port PORT` until `close`.
+    """Runs `twostroke ARGUMENTS --host HOST --port PORT` as a child process until `close`.
 
     A process that ends is restarted after a pause that doubles. A process that does not answer
     `/health/live` for some 20 s is killed first. The server itself restarts its engine.
@@ -75,7 +75,15 @@ class ServerProcess:
         variables: dict[str, str] | None = None,
         log: Callable[[str], None] = _logger.info,
     ) -> None:
-        """Start the process and return at once; without a port, it takes a free one."""
+        """Start the server's process and return at once.
+
+        Args:
+            arguments: the command line after `twostroke`, without the address.
+            host: the address on which the server listens.
+            port: the port; None for a free port.
+            variables: environment variables of the process.
+            log: called with a sentence when the process ends or is killed.
+        """
         self._arguments = tuple(arguments)
         self._host = host
         self._fixed_port = port
@@ -90,7 +98,7 @@ class ServerProcess:
 
     @property
     def state(self) -> ServerState:
-        """The present state."""
+        """The present state of the server's process."""
         with self._lock:
             return self._state
 
@@ -138,7 +146,7 @@ class ServerProcess:
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _run_once(self, num_starts: int) -> tuple[int, str]:
-        """Start the process and monitor it until it ends; return its exit code and last error."""
+        """Start the server and monitor it until it ends; return its exit code and last error."""
         port = _free_port(self._host) if self._fixed_port is None else self._fixed_port
         host = f"[{self._host}]" if ":" in self._host else self._host
         url = f"http://{host}:{port}"
@@ -172,7 +180,7 @@ class ServerProcess:
         return code, last_error.removeprefix(_ERROR_PREFIX)
 
     def _monitor(self, process: subprocess.Popen[bytes], port: int) -> None:
-        """Update whether the process is ready, until it ends; kill it if it is frozen."""
+        """Check until the server ends whether it is ready; kill the server if it is frozen."""
         num_failed_checks = 0
         has_answered = False
         while process.poll() is None and not self._stop.is_set():
@@ -189,7 +197,7 @@ class ServerProcess:
             self._stop.wait(_CHECK_INTERVAL_S)
 
     def _check(self, port: int, path: str) -> int | None:
-        """Return the HTTP status of a path; None without an answer in time."""
+        """Return the HTTP status of a path of the server; None without an answer in time."""
         connection = http.client.HTTPConnection(self._host, port, timeout=_CHECK_TIMEOUT_S)
         try:
             connection.request("GET", path)
@@ -205,7 +213,7 @@ class ServerProcess:
 
 
 def _copy_lines(source: IO[bytes], last_lines: deque[str]) -> None:
-    """Copy the lines of a process to this process's standard error; keep the last ones."""
+    """Copy a child process's output to this process's standard error; keep the last lines."""
     with source:
         for line in source:
             last_lines.append(line.decode(errors="replace").rstrip())
@@ -214,7 +222,10 @@ def _copy_lines(source: IO[bytes], last_lines: deque[str]) -> None:
 
 
 def _free_port(host: str, port: int = 0) -> int:
-    """Return a free port, which is `port` unless that is 0; raises OSError if it is in use."""
+    """Return the number of a free port; raise OSError if the port is in use.
+
+    `port` 0 lets the system choose; otherwise only this port is tried.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as probe:
         free_port: int = probe.getsockname()[1]
@@ -222,7 +233,7 @@ def _free_port(host: str, port: int = 0) -> int:
 
 
 def _is_free(url: str) -> bool:
-    """Whether no program listens at the address of a URL."""
+    """Return whether no program listens at the address of a URL."""
     parts = urlsplit(url)
     try:
         _free_port(parts.hostname or "", parts.port or 0)

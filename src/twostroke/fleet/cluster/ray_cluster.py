@@ -40,7 +40,7 @@ _GB_BYTES: Final = 1_000_000_000
 
 
 class _ServerActor:
-    """An actor that runs one server on its machine."""
+    """A Ray actor that runs one server of a fleet on its machine."""
 
     def __init__(
         self, arguments: tuple[str, ...], address: tuple[str, int] | None, key: str
@@ -59,7 +59,7 @@ class _ServerActor:
 
 
 class _ManagerActor:
-    """The actor that manages a fleet."""
+    """The Ray actor that manages a fleet."""
 
     def __init__(self, spec: FleetSpec, key: str) -> None:
         self._link = RouterLink(spec.name, spec.router, key)
@@ -77,12 +77,12 @@ class _ManagerActor:
         return self._key
 
     def halt(self) -> None:
-        """Stop managing; the servers continue."""
+        """Stop managing the fleet; its servers continue."""
         self._is_closed.set()
         self._thread.join()
 
     def close(self) -> None:
-        """Drain all servers, the router last."""
+        """Drain all servers of the fleet, the router last."""
         self.halt()
         self._cluster.clear()
         self._link.close()
@@ -96,10 +96,16 @@ class _ManagerActor:
 
 
 class RayCluster:
-    """Implements `Cluster` with the named actors of one fleet."""
+    """The servers of one fleet as named Ray actors; implements `Cluster`."""
 
     def __init__(self, spec: FleetSpec, key: str, listing: Path) -> None:
-        """Give replicas and router a `key`, and the router a file that lists the replicas."""
+        """Create the access to the fleet's servers.
+
+        Args:
+            spec: the fleet's spec.
+            key: the secret that router and replicas share.
+            listing: the file in which the router finds the replicas.
+        """
         self._spec = spec
         self._key = key
         self._listing = listing
@@ -111,7 +117,7 @@ class RayCluster:
         self._close_calls: dict[str, Any] = {}
 
     def start(self, name: str, pool: ReplicaPool | None) -> None:
-        """Start a replica of `pool`, or the router; it may wait for a machine."""
+        """Start a replica of `pool`, or the router if `pool` is None; it may wait for a machine."""
         if pool is None:
             router = self._spec.router
             actor = _create_actor(_ServerActor, self._prefix + name, **_ON_HEAD)
@@ -126,7 +132,7 @@ class RayCluster:
         )
 
     def states(self) -> Mapping[str, ServerState]:
-        """Return the state of each server that was started and has not ended."""
+        """Return the state of each server that was started and has not ended, by name."""
         names = self._servers()
         for name in names:
             if name not in self._state_calls and name not in self._close_calls:
@@ -145,7 +151,7 @@ class RayCluster:
         return {name: self._state(name) for name in names if name in remaining}
 
     def stop(self, name: str) -> None:
-        """Drain a server and end it."""
+        """Drain a server and end its actor; returns at once."""
         if name in self._close_calls:
             return
         if not self._state(name).url:  # it has no machine yet
@@ -155,7 +161,7 @@ class RayCluster:
             self._close_calls[name] = self._handle(name).close.remote(_DRAIN_TIMEOUT_S)
 
     def clear(self) -> None:
-        """Drain all servers, the router last, and return when they have ended."""
+        """Drain all servers of the fleet, the router last, and return when they have ended."""
         replicas = [name for name in self.states() if name != ROUTER]
         for names in (replicas, [ROUTER]):
             for name in names:
@@ -165,7 +171,7 @@ class RayCluster:
                 self._forget(name)
 
     def _servers(self) -> list[str]:
-        """Return the names of the router and of the replicas that exist."""
+        """Return the names of the fleet's router and replicas that have actors."""
         actors = ray.util.list_named_actors()
         names = [
             actor.removeprefix(self._prefix) for actor in actors if actor.startswith(self._prefix)
@@ -176,7 +182,10 @@ class RayCluster:
         return ray.get_actor(self._prefix + name, _NAMESPACE)
 
     def _update_state(self, name: str) -> None:
-        """Read a call's answer if it has come; replace an actor that has been silent too long."""
+        """Read the state that a server's actor has sent, if it has answered.
+
+        Ray replaces an actor that has been silent too long.
+        """
         now_s, call = time.monotonic(), self._state_calls[name]
         if not _wait([call], 0):
             heard_s, state = self._last_states.get(name, (now_s, ServerState()))
@@ -225,7 +234,10 @@ def connect(address: str) -> None:
 
 
 def check_room(spec: FleetSpec) -> tuple[int, str] | None:
-    """Return the index of the first pool that fits on no machine, and why; None if all fit."""
+    """Return the index of the first pool whose replicas fit on no machine, and the reason.
+
+    None if all pools fit.
+    """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for index, pool in enumerate(spec.models):
         needs = {"CPU": pool.cpus, "memory": pool.memory * _GB_BYTES, **pool.resources}
@@ -246,7 +258,7 @@ def check_room(spec: FleetSpec) -> tuple[int, str] | None:
 
 
 def up(spec: FleetSpec) -> None:
-    """Start a fleet, or let one of this name become what `spec` says."""
+    """Start a fleet, or change the running fleet of this name to match `spec`."""
     key = secrets.token_urlsafe(24)
     with suppress(ValueError, RayError):
         old = _manager(spec.name)
@@ -260,7 +272,7 @@ def up(spec: FleetSpec) -> None:
 
 
 def names() -> list[str]:
-    """Return the names of the fleets of the cluster."""
+    """Return the names of the fleets that run in the Ray cluster."""
     ending = f":{_MANAGER_NAME}"
     return sorted(
         name.removesuffix(ending) for name in ray.util.list_named_actors() if name.endswith(ending)
@@ -284,7 +296,7 @@ def status(name: str) -> FleetStatus:
 
 
 def down(name: str) -> None:
-    """Drain a fleet's servers and end its actors.
+    """End a fleet: drain its servers and end its Ray actors.
 
     Raises:
         UnreachableError: there is no such fleet, or its manager does not answer.
@@ -300,7 +312,7 @@ def down(name: str) -> None:
 
 
 def _wait(calls: Iterable[Any], within_s: float) -> bool:
-    """Wait for calls to return or fail; return whether all have."""
+    """Wait until calls of Ray actors return or fail; return whether all have ended in time."""
     pending = list(calls)
     if pending:
         _, pending = ray.wait(pending, num_returns=len(pending), timeout=within_s)
@@ -312,7 +324,10 @@ def _manager(name: str) -> Any:
 
 
 def _create_actor(kind: type, name: str, **options: Any) -> Any:
-    """Return a named actor class; its actor outlives this process, and Ray restarts it."""
+    """Return a Ray actor class whose actor has a name.
+
+    The actor outlives this process, and Ray restarts it.
+    """
     return ray.remote(kind).options(
         name=name,
         namespace=_NAMESPACE,
@@ -324,5 +339,5 @@ def _create_actor(kind: type, name: str, **options: Any) -> Any:
 
 
 def leave() -> None:
-    """Disconnect from the cluster, which continues to run."""
+    """Disconnect from the Ray cluster, which continues to run."""
     ray.shutdown()

@@ -22,14 +22,22 @@ _LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - not bou
 
 
 class RouterLink:
-    """Implements `RouterControl` for a router on this machine.
+    """The manager's access to a router on this machine; implements `RouterControl`.
 
     Attributes:
         listing: the file that lists the replicas, for `twostroke route --replicas-file`.
     """
 
     def __init__(self, fleet: str, spec: RouterSpec, key: str) -> None:
-        """Use a file in the cache folder, with the replicas of an earlier manager if it exists."""
+        """List the replicas in a file of the cache folder.
+
+        An existing file of an earlier manager stays until `set_replicas` is called.
+
+        Args:
+            fleet: the name of the fleet.
+            spec: the router's spec.
+            key: the secret with which the manager asks the router for its state.
+        """
         folder = env.cache_dir() / "fleet"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.listing: Path = folder / f"{fleet}.replicas"
@@ -41,7 +49,7 @@ class RouterLink:
             self.set_replicas({})
 
     def set_replicas(self, replicas: Mapping[str, Sequence[str]]) -> None:
-        """Write the URLs of all replicas to the file."""
+        """Write the URLs of all replicas to the file that the router reads."""
         urls = sorted({url for model_urls in replicas.values() for url in model_urls})
         text = "".join(f"{url}\n" for url in urls)
         if text != self._written_text:
@@ -49,7 +57,7 @@ class RouterLink:
             self._written_text = text
 
     def views(self) -> Mapping[str, RouterView]:
-        """Return the router's view of each model; empty while the router does not answer."""
+        """Return the load of each model that the router sees; empty while it does not answer."""
         state = self._state()
         replicas = state.get("replicas", ())
         running = {replica["url"]: replica["running"] for replica in replicas}
@@ -62,7 +70,7 @@ class RouterLink:
         }
 
     def close(self) -> None:
-        """Remove the file."""
+        """Remove the file that lists the replicas."""
         self.listing.unlink(missing_ok=True)
 
     def _state(self) -> dict[str, Any]:

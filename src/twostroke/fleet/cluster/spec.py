@@ -27,21 +27,22 @@ _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,48}[a-z0-9])?")
 
 
 class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """Replicas of one model: ordinary servers with the same options.
+    """Replicas of one model in a fleet: ordinary servers with the same options.
 
     Attributes:
         model: a path, hf:owner/repo or a name, as for `twostroke serve`.
-        name: how clients call it; the last part of `model`, without a file's suffix, if not given.
-        replicas: how many, if their number is fixed.
+        name: the model's name for clients; by default the last part of `model`, without a
+            file's suffix.
+        replicas: the number of replicas, if it is fixed.
         min_replicas, max_replicas: bounds, between which the router's work decides.
-        scale_down_after: seconds for which fewer must be enough before one is drained.
+        scale_down_after: seconds for which fewer replicas must be enough before one is drained.
         cpus: cores that a replica reserves; also its threads, unless `options` has others.
-        memory: GB that it reserves.
-        resources: Ray's custom resources that it reserves, such as `{rack1: 1}`.
-        prefill: the name of the pool whose replicas prefill prompts for this one.
-        peer_port: the port at which the first replica of a prefill pool listens for decode engines;
-            the others take the next ports.
-        options: of `twostroke serve`, without the dashes.
+        memory: GB of memory that a replica reserves.
+        resources: Ray's custom resources that a replica reserves, such as `{rack1: 1}`.
+        prefill: the name of the pool whose replicas prefill prompts for this pool.
+        peer_port: the port at which the first replica of a prefill pool listens for decode
+            engines; the other replicas take the next ports.
+        options: options of `twostroke serve`, without the dashes.
     """
 
     model: str
@@ -58,7 +59,7 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
     options: Options = msgspec.field(default_factory=dict)
 
     def check(self) -> None:
-        """Check the ranges of all values; raises UsageError."""
+        """Check the ranges of all values of the pool; raises UsageError."""
         check_range(self, "peer_port", low=1, high=_LAST_PORT)
         if self.replicas is not None:
             check_range(self, "replicas", low=1, high=10_000)
@@ -78,18 +79,18 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """The model's name for clients."""
+        """The model's name for clients, which also names the pool."""
         return self.name or _FILE.sub("", Path(self.model.removeprefix("hf:")).name)
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The minimum and maximum number of replicas."""
+        """The minimum and maximum number of replicas of the pool."""
         fixed = self.replicas
         return (fixed, fixed) if fixed is not None else (self.min_replicas, self.max_replicas)
 
     @property
     def version(self) -> str:
-        """A hash of the fields that cannot change while a replica runs."""
+        """A hash of the pool's fields that cannot change while a replica runs."""
         facts = (
             self.model,
             self.name,
@@ -102,18 +103,21 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
         return sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()[:8]
 
     def as_prefill(self, number: int = 0) -> ReplicaPool:
-        """Return the pool with the options of a prefill engine, for the replica of this number."""
+        """Return the pool with the options of a prefill engine, for the replica with a number."""
         address = f"{HOST}:{self.peer_port + number}"
         return replace(self, options={**self.options, "role": "prefill", "peer-address": address})
 
     def as_decode(self, prefill_addresses: Sequence[str]) -> ReplicaPool:
-        """Return the pool with the options of decode engines, which use these prefill engines."""
+        """Return the pool with the options of decode engines.
+
+        `prefill_addresses` are the addresses of the prefill engines that they use.
+        """
         options = {**self.options, "role": "decode", "prefill-peer": list(prefill_addresses)}
         return replace(self, options=options)
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The command line after `twostroke`, without the address."""
+        """The command line of a replica after `twostroke`, without the address."""
         options: Options = {"threads": max(1, int(self.cpus)), **self.options}
         if self.name or "models" not in options:
             options["name"] = self.label  # by which the router counts its work
@@ -121,36 +125,36 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 class RouterSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """The fleet's address, and options of `twostroke route`."""
+    """The address of a fleet's router, and its options of `twostroke route`."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     options: Options = msgspec.field(default_factory=dict)
 
     def check(self) -> None:
-        """Check the ranges of all values; raises UsageError."""
+        """Check the ranges of the router's values; raises UsageError."""
         check_range(self, "port", low=1, high=_LAST_PORT)
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The command line after `twostroke`, without the address."""
+        """The command line of the router after `twostroke`, without the address."""
         return ("route", *flags(self.options))
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
+        """The host and the port on which the router listens."""
         return self.host, self.port
 
 
 class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """A router, and the pools of replicas to which it forwards requests."""
+    """A fleet: a router, and the pools of replicas to which it forwards requests."""
 
     models: tuple[ReplicaPool, ...]
     name: str = "twostroke"
     router: RouterSpec = RouterSpec()
 
     def __post_init__(self) -> None:
-        """Check that the pools fit together; raises UsageError."""
+        """Check that the fleet's pools fit together; raises UsageError."""
         if not self.models:
             raise UsageError("must name at least one model.", field="models")
         if not _NAME.fullmatch(self.name):
@@ -168,7 +172,7 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def prefill_labels(self) -> set[str]:
-        """The labels of prefill pools, whose replicas the router does not use."""
+        """The labels of prefill pools, to whose replicas the router sends no requests."""
         return {pool.prefill for pool in self.models if pool.prefill}
 
     def _check_ports(self) -> None:
@@ -191,7 +195,7 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
                 label_by_port[port] = pool.label
 
     def _check_prefill(self, pool: ReplicaPool, field: str) -> None:
-        """Check the prefill pool of a pool; raises UsageError."""
+        """Check the prefill pool that another pool uses; raises UsageError."""
         others = {other.label: other for other in self.models if other is not pool}
         other = others.get(pool.prefill)
         if other is None:
@@ -206,7 +210,7 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
-    """Return the spec in a file, and the file, for the line numbers of later errors.
+    """Return the fleet's spec in a YAML file, and the file, for the line numbers of later errors.
 
     Raises:
         UsageError: the file is not YAML, or a value is wrong; with the file's name and line.
@@ -226,7 +230,7 @@ def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
 
 
 def flags(options: Options) -> tuple[str, ...]:
-    """Return options as arguments of a command line; `false` omits one, a list repeats it."""
+    """Return options of a spec as command-line arguments; `false` omits one, a list repeats it."""
     words: list[str] = []
     for name, option in options.items():
         for value in option if isinstance(option, list) else [option]:

@@ -55,7 +55,7 @@ def content_hash(body: bytes, model: str) -> bytes:
 
 
 def _texts(value: Any) -> Iterator[str | int | float]:
-    """Yield the texts and token ids inside a value, in their order.
+    """Yield the texts and token ids inside a field of a request, in their order.
 
     Takes time in proportion to the value, however deep its lists and objects are nested.
     """
@@ -71,7 +71,7 @@ def _texts(value: Any) -> Iterator[str | int | float]:
 
 
 def _unwrapped(form: Any) -> Any:
-    """Return the schema or the grammar inside the objects that protocols wrap around it."""
+    """Return a request's schema or grammar, without the objects that protocols wrap around it."""
     if not isinstance(form, dict):
         return form
     for name in _WRAPPERS:
@@ -82,7 +82,7 @@ def _unwrapped(form: Any) -> Any:
 
 
 def _tools(tools: Any) -> list[Any]:
-    """Return the names and parameters of tools."""
+    """Return the names and parameters of a request's tools."""
     if not isinstance(tools, list):
         return []
     described: list[Any] = []

@@ -26,7 +26,7 @@ _DEATHS_TO_RUN_ALONE: Final = 2
 
 
 class _KillerRecord:
-    """What happened to engines that computed requests with the same content."""
+    """The deaths of engines that computed requests with the same content."""
 
     def __init__(self) -> None:
         self.num_deaths = self.num_losses = 0
@@ -36,21 +36,22 @@ class _KillerRecord:
 
 
 class Killers:
-    """Counts deaths of engines by the content of the requests that they computed.
+    """Counts engine deaths by the content of the requests that the engines computed.
 
     A content is a hash of `content_hash`; empty for a request that no engine computes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Know of no death."""
+        """Create the counts, without any engine death; `clock` returns monotonic seconds."""
         self._clock = clock
         self._records: OrderedDict[bytes, _KillerRecord] = OrderedDict()  # the latest death last
         self._alone = asyncio.Lock()
 
     def note_death(self, content: bytes, url: str, sent_s: float) -> None:
-        """Note that an engine died while it computed a request that was sent to it at `sent_s`.
+        """Count the death of an engine that computed a request, which was sent at `sent_s`.
 
-        Several requests with the same content that were there at one death count once.
+        `url` is the replica's. Several requests with the same content that were there at one death
+        count once.
         """
         if not content:
             return
@@ -62,7 +63,7 @@ class Killers:
         record.num_deaths += 1
 
     def note_loss(self, content: bytes) -> None:
-        """Note that a replica closed a connection while it computed a request."""
+        """Count that a replica closed a connection while it computed a request."""
         if not content:
             return
         record = self._record(content)
@@ -70,7 +71,7 @@ class Killers:
         record.lost_s = self._clock()
 
     def clear(self, content: bytes) -> None:
-        """Forget the deaths with a request's content, since the request was answered."""
+        """Forget the engine deaths of a content, since a request with it was answered."""
         if self._records:
             self._records.pop(content, None)
 
@@ -81,7 +82,7 @@ class Killers:
             raise refused(count)
 
     def count(self, content: bytes) -> int:
-        """Return how many engines were recently lost with requests of this content."""
+        """Return how many engines recently died or were lost with requests of this content."""
         record = self._records.get(content)
         if record is None:
             return 0
@@ -97,7 +98,7 @@ class Killers:
 
     @asynccontextmanager
     async def turn(self, content: bytes) -> AsyncIterator[None]:
-        """Run a block for a request, after earlier suspect requests have been answered.
+        """Run a `with` block for a request that may kill engines, in its turn.
 
         After one death, requests with the same content are sent one after another. After two
         deaths, a request is sent alone among all requests with two deaths. If another request
@@ -125,7 +126,7 @@ class Killers:
 
 
 def refused(count: int) -> EngineKillerError:
-    """Return the error for a request with whose content `count` engines were lost."""
+    """Return the error for a request whose content has ended `count` engines."""
     return EngineKillerError(
         "{count} engines died while they computed this request, so this router refuses it for up "
         "to an hour. Change the request, or report it with the logs of the servers.",

@@ -38,10 +38,10 @@ _logger = logging.getLogger("twostroke.router")
 
 
 class HealthChecker:
-    """Checks the replicas of a fleet while a router runs, and adds and removes them."""
+    """Checks the health of a router's replicas, adds newly listed replicas, and removes others."""
 
     def __init__(self, fleet: ReplicaRegistry) -> None:
-        """Check `fleet`, whose options name the replicas.
+        """Check the replicas of `fleet`, which its options name by URLs, by DNS or in a file.
 
         Raises:
             UsageError: a URL, the DNS name or the file of replicas is wrong.
@@ -58,7 +58,7 @@ class HealthChecker:
             self._urls_by_source["file"] = _read_listing(self._listing)
 
     async def start(self) -> None:
-        """Start the checks, and wait up to `_TIMEOUT_S` for the first answers."""
+        """Start the health checks, and wait up to `_TIMEOUT_S` for the replicas' first answers."""
         self._update_replicas()
         if self._dns_name is not None:
             await self._look_up(*self._dns_name)
@@ -71,7 +71,7 @@ class HealthChecker:
                 await asyncio.gather(*first_checks)
 
     async def stop(self) -> None:
-        """Stop all checks and close idle connections."""
+        """Stop all health checks, and close idle connections to replicas."""
         running = (*self._check_tasks.values(), *self._discovery_tasks)
         for task in running:
             task.cancel()
@@ -82,7 +82,7 @@ class HealthChecker:
             replica.close()
 
     async def _keep_checking(self, replica: Replica) -> None:
-        """Check a replica again and again, until it is not listed and has no requests."""
+        """Check a replica regularly, until it is not listed any more and has no requests."""
         fleet = self._fleet
         replica.pool.has_heard()
         while True:
@@ -98,7 +98,7 @@ class HealthChecker:
             await wait_until_set(replica.check_now, interval_s)
 
     async def _check(self, replica: Replica) -> None:
-        """Check a replica once, and set its state and facts."""
+        """Check a replica's health once, and set its state and facts."""
         fleet, pool = self._fleet, replica.pool
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -126,7 +126,11 @@ class HealthChecker:
             fleet.set_state(replica, state, reason)
 
     async def _ask(self, replica: Replica) -> tuple[ReplicaState, str, ReplicaFacts | None]:
-        """Return the state that a replica reports, the reason, and its facts if it reports any."""
+        """Ask a replica for its health over HTTP.
+
+        Returns:
+            The state, the reason if it is not ready, and the replica's facts; None if unknown.
+        """
         key = self._fleet.options.replica_key
         headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         if not replica.is_foreign:
@@ -143,7 +147,10 @@ class HealthChecker:
     async def _ask_foreign(
         self, replica: Replica, headers: list[tuple[bytes, bytes]]
     ) -> tuple[ReplicaState, str, ReplicaFacts | None]:
-        """Do as `_ask` for a server other than Twostroke, which has no `/api/load`."""
+        """Ask a server other than Twostroke for its health, as it has no `/api/load`.
+
+        The result is as for `_ask`.
+        """
         status, body = await _probe(replica, "/health", headers)
         reported_state = _status(body)
         if reported_state == "draining":
@@ -168,7 +175,11 @@ class HealthChecker:
     def _apply_load(
         self, replica: Replica, load: ServerLoad
     ) -> tuple[ReplicaState, str, ReplicaFacts]:
-        """Take in the report of a Twostroke server; return its state, the reason, and its facts."""
+        """Apply a Twostroke server's report of its load.
+
+        Returns:
+            The replica's state, the reason if it is not ready, and its facts.
+        """
         facts = ReplicaFacts(
             models=load.models,
             epoch=load.epoch,
@@ -199,7 +210,7 @@ class HealthChecker:
             await self._look_up(name, port)
 
     async def _look_up(self, name: str, port: int) -> None:
-        """Update the replicas from the addresses of a DNS name."""
+        """Update the list of replicas from the addresses of a DNS name."""
         loop = asyncio.get_running_loop()
         try:
             entries = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -215,7 +226,10 @@ class HealthChecker:
         self._update_replicas()
 
     async def _follow_listing(self, path: Path) -> None:
-        """Update the replicas when a file changes; an unreadable file must not remove them."""
+        """Update the list of replicas when the file that names them changes.
+
+        If the file cannot be read, the replicas stay.
+        """
         last_warning = ""
         while True:
             await asyncio.sleep(_MIN_INTERVAL_S)
@@ -232,7 +246,7 @@ class HealthChecker:
                 self._update_replicas()
 
     def _update_replicas(self) -> None:
-        """Add servers that are newly listed, and mark the servers that are not listed any more."""
+        """Add newly listed servers as replicas, and mark replicas that are not listed any more."""
         fleet = self._fleet
         urls = set[str]().union(*self._urls_by_source.values())
         for url in sorted(urls - set(fleet.replicas)):
@@ -250,7 +264,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # so that sums stay fini
 
 
 class ServerLoad(Frozen):
-    """The answer of a Twostroke server to `GET /api/load`. Older versions lack the last fields."""
+    """A Twostroke server's answer to `GET /api/load`. Older versions lack the last fields."""
 
     status: str
     epoch: str
@@ -272,7 +286,7 @@ class ServerLoad(Frozen):
 async def fetch(
     replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]
 ) -> tuple[int, bytes]:
-    """Return status and body of a GET request; raises ReplicaError."""
+    """Send a GET request to a replica; return the status and the body. Raises ReplicaError."""
     connection = await replica.pool.take()
     try:
         return await _exchange(connection, replica, path, headers)
@@ -281,7 +295,7 @@ async def fetch(
 
 
 async def fetch_status(replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]) -> int:
-    """Return the status of a GET request, without reading its body; raises ReplicaError."""
+    """Send a GET request to a replica; return the status only. Raises ReplicaError."""
     connection = await replica.pool.take()
     try:
         head = await connection.request(
@@ -295,7 +309,10 @@ async def fetch_status(replica: Replica, path: str, headers: Sequence[tuple[byte
 async def _probe(
     replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]
 ) -> tuple[int, bytes]:
-    """Do as `fetch` on the replica's probe connection, where a cut-off host is noticed soonest."""
+    """Send a GET request on a replica's connection for health checks; return status and body.
+
+    This connection shows soonest that a host is cut off from the network.
+    """
     probe = replica.probe
     if probe is None or not probe.is_usable:
         probe = replica.probe = await replica.pool.take(is_fresh=True)
@@ -327,7 +344,7 @@ _load_decoder: Final = msgspec.json.Decoder(ServerLoad)
 
 
 def _key_hint(key: str | None) -> str:
-    """Return the reason of a replica that answers 401."""
+    """Return why a replica that answers 401 is down: it needs another key than the router's."""
     if key is None:
         return "It wants a key: give it and the router the same TWOSTROKE_REPLICA_KEY."
     return "It does not accept the router's TWOSTROKE_REPLICA_KEY: give it the same one."
@@ -346,7 +363,7 @@ def _status(body: bytes) -> str:
 
 
 def _error_message(body: bytes) -> str:
-    """Return the message of an error in OpenAI's form; empty if there is none."""
+    """Return the message in an error response in OpenAI's form; empty if there is none."""
     error = decode_object(body).get("error")
     message = error.get("message") if isinstance(error, dict) else None
     return message[:_MAX_MESSAGE_LENGTH] if isinstance(message, str) else ""
@@ -358,7 +375,7 @@ def _models(body: bytes) -> tuple[str, ...]:
 
 
 def _context_length(body: bytes) -> int:
-    """Return the longest context length of the listed models; 0 without one.
+    """Return the longest context length of the models that a replica lists; 0 if not listed.
 
     vLLM lists it as `max_model_len`, llama-server as `meta.n_ctx`.
     """
@@ -372,13 +389,13 @@ def _context_length(body: bytes) -> int:
 
 
 def decode_rows(body: bytes) -> list[dict[str, Any]]:
-    """Return the objects in the list `data` of a JSON object; empty if it has none."""
+    """Return the objects in the list `data` of a JSON response; empty if there is no such list."""
     data = decode_object(body).get("data")
     return [row for row in data if isinstance(row, dict)] if isinstance(data, list) else []
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """Return a JSON object; an empty one for any other body."""
+    """Return the object in a JSON response; an empty object for any other body."""
     try:
         value = msgspec.json.decode(body)
     except JSON_ERRORS:
@@ -387,7 +404,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def _read_listing(path: Path) -> set[str]:
-    """Return the URLs in a file, without comments.
+    """Return the replicas' URLs in a file, without comments.
 
     Raises:
         UsageError: the file cannot be read, or a line is not a URL.
@@ -410,12 +427,12 @@ def _read_listing(path: Path) -> set[str]:
 
 
 def _url_host(address: str | int) -> str:
-    """Return an IP address as it is written in a URL."""
+    """Return an IP address as it is written in a URL: IPv6 in brackets."""
     return f"[{address}]" if ":" in str(address) else str(address)
 
 
 def _split_name(text: str) -> tuple[str, int]:
-    """Return a DNS name and its port.
+    """Return the DNS name and the port of the option for discovering replicas.
 
     Raises:
         UsageError: the text is not a name and a port.

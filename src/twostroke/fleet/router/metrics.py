@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RouterMetrics(Collector):
-    """Counts responses, and reads all other values when Prometheus asks for them.
+    """The Prometheus metrics of a router: counts responses, and reads the replicas at each scrape.
 
     Attributes:
         registry: the registry of all metrics.
@@ -29,7 +29,7 @@ class RouterMetrics(Collector):
     """
 
     def __init__(self, fleet: ReplicaRegistry) -> None:
-        """Measure the replicas of `fleet`."""
+        """Create the metrics of a router with the replicas of `fleet`."""
         self._fleet = fleet
         self.registry = CollectorRegistry()
         self.responses = Counter(
@@ -42,12 +42,15 @@ class RouterMetrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def expose(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics and their content type, in the format that `accept` prefers."""
+        """Return the text of all metrics and its content type, in the format that `accept` prefers.
+
+        `accept` is the value of the request's `Accept` header.
+        """
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the fleet and its replicas."""
+        """Yield the metrics of the router's replicas."""
         replicas, dispatcher = self._fleet.replicas.values(), self._fleet.dispatcher
         states = GaugeMetricFamily(
             "twostroke_router_replicas", "Replicas by state.", labels=("state",)

@@ -52,7 +52,7 @@ class NoReplicaError(GatewayError):
 
 
 class ReplicaState(StrEnum):
-    """The state of a replica; only a ready one gets requests."""
+    """The state of a replica; only a ready replica gets requests."""
 
     NEW = "new"  # not checked yet
     READY = "ready"
@@ -62,7 +62,7 @@ class ReplicaState(StrEnum):
 
 
 class ReplicaFacts(Frozen):
-    """The facts that a replica reports about itself; empty if it does not report them.
+    """The facts that a replica reports about itself; empty values for facts it does not report.
 
     Attributes:
         models: the names of its models.
@@ -85,14 +85,17 @@ class ReplicaFacts(Frozen):
     numerics_by_model: Mapping[str, str] = {}
 
     def shared_fact(self, name: str, model: str) -> str:
-        """Return the version, or the numerics of a model, by the name of the fact."""
+        """Return a fact in which the replicas of a model must agree: `version` or `numerics`.
+
+        The numerics are the model's if the replica reports them for each model.
+        """
         if name == "numerics" and self.numerics_by_model:
             return self.numerics_by_model.get(model, "")
         value: str = getattr(self, name)
         return value
 
     def find_model(self, model: str) -> str:
-        """Return the listed name of a model, empty if there is none.
+        """Return the name under which the replica lists a model; empty if it does not list it.
 
         The owner, the tag and upper case in `model` are ignored if no name is equal.
         """
@@ -103,28 +106,29 @@ class ReplicaFacts(Frozen):
 
 
 class Replica:
-    """One server.
+    """A server to which the router sends requests.
 
     Attributes:
-        address: its URL and its parts.
-        index: its index in the dispatcher.
-        pool: the connections to it.
-        state, reason: its state, and why it is not ready, for people.
+        address: the server's URL and its parts.
+        index: the replica's index in the dispatcher.
+        pool: the connections to the server.
+        state, reason: the replica's state, and why it is not ready, for people.
         since_s: when the state began, in seconds since 1970.
-        facts: its report about itself.
+        facts: the server's report about itself.
         is_foreign: whether it is a server other than Twostroke.
         trusts_router: whether it accepts the tenants that the router reports.
         is_listed: whether the options, the file or DNS still name it.
         num_requests: requests sent to it.
         num_lost_before, num_lost_after: requests that it lost before and after the first byte.
-        num_prompt_tokens, num_cached_tokens, work_s, horizon_s, prefill_per_decode: as it reports.
+        num_prompt_tokens, num_cached_tokens, work_s, horizon_s, prefill_per_decode: as it
+            reports.
         probe: the connection for health checks.
         check_now: set to check its health at once.
         was_checked: set after each health check.
     """
 
     def __init__(self, address: Address, index: int) -> None:
-        """Start in the state NEW."""
+        """Create a replica in the state NEW."""
         self.address = address
         self.index = index
         self.pool = ConnectionPool(address)
@@ -149,41 +153,41 @@ class Replica:
 
     @property
     def url(self) -> str:
-        """Its URL, which is also its name for people."""
+        """The replica's URL, which is also its name for people."""
         return self.address.url
 
     def model_name(self, model: str) -> str:
-        """Return the replica's name of a model, or of its first model if it does not have it."""
+        """Return the name under which the replica lists a model, or else its first model's name."""
         names = self.facts.models or (model,)
         return self.facts.find_model(model) or names[0]
 
     async def check_is_ready(self) -> bool:
-        """Check its health at once; return whether it gets requests."""
+        """Check the replica's health at once; return whether it gets requests."""
         self.was_checked.clear()
         self.check_now.set()
         await wait_until_set(self.was_checked, _CHECK_TIMEOUT_S)
         return self.state is ReplicaState.READY
 
     def close(self) -> None:
-        """Close the connections that no request uses."""
+        """Close the connections to the replica that no request uses."""
         self.pool.close_idle()
         if self.probe is not None:
             self.probe.close()
 
 
 class ReplicaRegistry:
-    """All replicas of a router. Belongs to the event loop.
+    """All replicas of a router. Call the methods only in the event loop's thread.
 
     Attributes:
         options: the router's options.
         router_id: a random text by which the router recognizes itself.
         replicas: the replicas by URL.
-        dispatcher: chooses replicas.
-        context_length: the longest of any replica.
+        dispatcher: chooses replicas for requests.
+        context_length: the longest context length of any replica, in tokens.
     """
 
     def __init__(self, options: RouteOptions) -> None:
-        """Start without replicas."""
+        """Create a registry without replicas."""
         self.options = options
         self.router_id = secrets.token_hex(8)
         self.replicas: dict[str, Replica] = {}
@@ -197,7 +201,7 @@ class ReplicaRegistry:
         self._masks: dict[str, npt.NDArray[np.bool_] | None] = {}  # by name of a model
 
     def add(self, address: Address) -> Replica:
-        """Add a server, or mark it as listed again; return its replica."""
+        """Add a server as a replica, or mark it as listed again; return its replica."""
         present = self.replicas.get(address.url)
         if present is not None:
             present.is_listed = True
@@ -215,7 +219,7 @@ class ReplicaRegistry:
         return replica
 
     def remove(self, replica: Replica) -> None:
-        """Remove a server that has no requests."""
+        """Remove a replica that has no requests."""
         self.dispatcher.set_open(replica.index, is_open=False)
         replica.close()
         del self.replicas[replica.url]
@@ -223,7 +227,7 @@ class ReplicaRegistry:
         self._masks.clear()
 
     def by_index(self, index: int) -> Replica:
-        """Return the replica with an index of the dispatcher."""
+        """Return the replica with this index in the dispatcher."""
         return self._by_index[index]
 
     @property
@@ -234,7 +238,7 @@ class ReplicaRegistry:
         ]
 
     def set_state(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
-        """Set the state of a replica, log changes, and open or close it for requests."""
+        """Set a replica's state, log changes, and let the replica get requests or not."""
         if state is ReplicaState.READY and not replica.is_listed:
             state, reason = ReplicaState.DRAINING, "It is not listed any more."
         replica.reason = reason
@@ -252,7 +256,7 @@ class ReplicaRegistry:
             self._became_ready = asyncio.Event()
 
     def set_facts(self, replica: Replica, facts: ReplicaFacts) -> None:
-        """Set the facts of a replica; after a restart its cache is empty."""
+        """Set the facts that a replica reports; if they show a restart, its cache is empty."""
         if facts.epoch != replica.facts.epoch or (
             not facts.epoch and replica.state is ReplicaState.DOWN
         ):
@@ -266,7 +270,7 @@ class ReplicaRegistry:
             self.context_length = longest or _DEFAULT_CONTEXT_LENGTH
 
     def set_trust(self, replica: Replica, *, trusts_router: bool) -> None:
-        """Set whether a replica accepts the router's tenants; warn once if it does not."""
+        """Set whether a replica accepts the tenants that the router names; warn once if not."""
         keys = self.options.api_keys
         trusts_router = trusts_router or keys is None or not keys.have_tenants
         if replica.trusts_router and not trusts_router:
@@ -275,13 +279,16 @@ class ReplicaRegistry:
 
     @property
     def warning(self) -> str:
-        """A sentence about replicas that ignore tenants; empty if there are none."""
+        """A sentence about replicas that ignore tenants, for people; empty if there are none."""
         count = sum(not replica.trusts_router for replica in self.replicas.values())
         sentence = f"At {count} of {len(self.replicas)} replicas tenants {_TRUST_WARNING}"
         return sentence if count else ""
 
     def disagreement(self, replica: Replica, facts: ReplicaFacts) -> str:
-        """Return how a replica differs from the ready ones with a common model; empty if not."""
+        """Return why a replica's answers would differ from other ready replicas' answers.
+
+        Only replicas with a common model are compared. Empty if they agree.
+        """
         if self.options.mixed:
             return ""
         for other in self.ready:
@@ -315,8 +322,8 @@ class ReplicaRegistry:
     def having_model(self, model: str) -> npt.NDArray[np.bool_] | None:
         """Return which replicas have a model, shape (replicas,); None if all or none have it.
 
-        Replicas that list exactly this name are preferred to replicas that list a similar one, and
-        these to replicas that may accept any name.
+        Replicas that list exactly this name are preferred to replicas that list a similar name. If
+        no replica lists the model, replicas that may accept any name count.
 
         Raises:
             ModelNotFoundError: no replica has the model or accepts any name.
@@ -364,7 +371,7 @@ class ReplicaRegistry:
         self._became_ready.set()
 
     def no_replica_error(self, model: str = "") -> NoReplicaError:
-        """Return the error for a request if no replica is ready, or none that has the model."""
+        """Return the error for a request that no replica can answer now; it names their states."""
         if not self.replicas:
             listing, name = self.options.listing, self.options.discover
             reason = f"{name} has no address" if listing is None else f"{listing} names none"
@@ -379,14 +386,17 @@ class ReplicaRegistry:
         return NoReplicaError(f"No replica{of_model} can answer now: of {len(having)}, {states}.")
 
     def set_stored_at(self, id_: str, replica: Replica) -> None:
-        """Remember which replica stores an answer or a conversation."""
+        """Remember which replica stores the response or conversation with an id."""
         self._url_by_stored_id[id_] = replica.url
         self._url_by_stored_id.move_to_end(id_)
         if len(self._url_by_stored_id) > _MAX_STORED_IDS:
             self._url_by_stored_id.popitem(last=False)
 
     def stored_at(self, id_: str) -> Replica | None:
-        """Return the replica that stores an answer or conversation; None if it is not known."""
+        """Return the replica that stores the response or conversation with an id.
+
+        None if the router does not know it.
+        """
         return self.replicas.get(self._url_by_stored_id.get(id_, ""))
 
     def file_replica(self, affinity: int, *, needs_tenants: bool) -> Replica | None:

@@ -24,7 +24,7 @@ _UNTIL_CLOSED: Final = -1  # the length of a body that lasts until the end of it
 
 
 class ReplicaError(TwostrokeError):
-    """A replica did not answer, or not by HTTP. The message is for the log."""
+    """A replica did not answer, or not in HTTP. The message is for the log."""
 
 
 class CutOffError(ReplicaError):
@@ -32,18 +32,18 @@ class CutOffError(ReplicaError):
 
 
 class FailedReplicaError(ReplicaError):
-    """A replica ended the connection of a request, or failed, perhaps because of the request."""
+    """A replica failed or closed the connection of a request, perhaps because of the request."""
 
 
 class LostError(GatewayError):
-    """A replica has lost a request; this is the client's error."""
+    """The client's error for a request that a replica has lost."""
 
     http_status = 502
     code = "replica_failed"
 
 
 class Head(Frozen):
-    """The head of a response; the names of headers are in lower case."""
+    """The status and headers of a replica's response; header names are in lower case."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -59,7 +59,7 @@ class Head(Frozen):
 
 
 class ResponseReader:
-    """Reads one response.
+    """Parses one HTTP/1.1 response of a replica as its bytes arrive.
 
     Attributes:
         head: the head of the response; None until it has come.
@@ -72,7 +72,7 @@ class ResponseReader:
                  "is_whole")  # fmt: skip
 
     def __init__(self, *, is_head: bool = False) -> None:
-        """Start reading; `is_head` says that the request's method was HEAD."""
+        """Start to parse a response; `is_head` says that the request's method was HEAD."""
         self.head: Head | None = None
         self.is_whole = False
         self.is_last = False
@@ -83,7 +83,7 @@ class ResponseReader:
         self._is_head = is_head
 
     def feed(self, data: bytes) -> bytes:
-        """Read bytes of the response, and return the bytes of its body.
+        """Parse received bytes of the response, and return the bytes of its body.
 
         Raises:
             ReplicaError: the bytes are not valid HTTP.
@@ -110,13 +110,13 @@ class ResponseReader:
         return body
 
     def close(self) -> bool:
-        """Record the end of the connection; return whether the response is complete."""
+        """Record that the connection has ended; return whether the response is complete."""
         if self.head is not None and self._num_left == _UNTIL_CLOSED and not self._is_chunked:
             self.is_whole = True
         return self.is_whole
 
     def _chunks(self, data: bytes) -> bytes:
-        """Return the data of chunks; an incomplete size or line break stays in the buffer."""
+        """Return the data of a chunked body; an incomplete size or line break stays buffered."""
         parts: list[bytes] = []
         position, end = 0, len(data)
         while position < end and not self.is_whole:
@@ -145,7 +145,7 @@ class ResponseReader:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _chunk_size(self, data: bytes, position: int) -> int:
-        """Read the size of a chunk, and the trailer after the last chunk.
+        """Parse the size of a chunk of the body, and the trailer after the last chunk.
 
         Returns the position after them; `position` if they are incomplete.
         """
@@ -187,7 +187,10 @@ class ResponseReader:
         self._set_framing(Head(status, headers), is_old=match[1] == b"0")
 
     def _set_framing(self, head: Head, *, is_old: bool) -> None:
-        """Determine where the body ends; `is_old` says that the response is HTTP/1.0."""
+        """Determine from a response's headers where its body ends.
+
+        `is_old` says that the response is HTTP/1.0.
+        """
         lengths = {value for name, value in head.headers if name == b"content-length"}
         codings = [value.lower() for name, value in head.headers if name == b"transfer-encoding"]
         connections = [value for name, value in head.headers if name == b"connection"]

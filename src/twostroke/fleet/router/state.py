@@ -12,10 +12,10 @@ _STREAMS_PER_REPLICA: Final = 8
 
 
 def fleet_state(fleet: ReplicaRegistry) -> dict[str, Any]:
-    """Return the replicas with their work in seconds, and the hit rate beside the best possible.
+    """Return the router's replicas with their queued work, and the prefix cache hit rate.
 
-    Rates are fractions of the prompts' bytes. The best possible rate counts all bytes that any
-    replica has in its prefix cache.
+    The work is in seconds. Rates are fractions of the prompts' bytes; beside the hit rate is the
+    best possible rate, which counts all bytes that any replica has in its prefix cache.
     """
     dispatcher, now_s = fleet.dispatcher, time.time()
     total = dispatcher.num_units
@@ -55,7 +55,7 @@ def fleet_state(fleet: ReplicaRegistry) -> dict[str, Any]:
 
 
 def wanted_replicas(fleet: ReplicaRegistry, model: str | None = None) -> int:
-    """Return how many replicas, of one model or of all, bring the mean wait to `busy_s`.
+    """Return how many replicas, of one model or of all, would bring the mean wait to `busy_s`.
 
     The number is smaller than the present one only if half of the present replicas would be enough,
     and if each replica then has at most `_STREAMS_PER_REPLICA` running requests: work counts

@@ -48,7 +48,7 @@ _MAX_REPORTED_TOKENS: Final = 10**12
 
 
 class ProxyLog:
-    """The way of a request through the router, for logs and usage records.
+    """A request's way through the router, for logs and usage records.
 
     Attributes:
         num_open: answers that have not ended.
@@ -57,7 +57,7 @@ class ProxyLog:
     """
 
     def __init__(self, meter: UsageMeter | None) -> None:
-        """Start without a replica; `meter` measures the answer."""
+        """Create the log of a request that was not sent yet; `meter` measures the answer."""
         self.num_open = 1
         self.num_tries = 0
         self.replica: Replica | None = None
@@ -65,36 +65,39 @@ class ProxyLog:
 
     @property
     def used(self) -> ReportedUsage | None:
-        """The tokens used so far; None if usage is not kept, or the request was refused."""
+        """The tokens that the request has used so far.
+
+        None if the router does not record usage, or the request was refused.
+        """
         meter = self._meter
         return meter.used if meter is not None and self.replica is not None else None
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields of the access log: replica, failed attempts and usage."""
+        """Return the request's fields of the access log: replica, failed attempts and usage."""
         url = self.replica.url if self.replica is not None else None
         counts = {} if self.used is None else structs.asdict(self.used)
         return {"replica": url, "tries": self.num_tries, **counts}
 
 
 class TokenRate:
-    """The average number of output tokens per second of a request, with its waiting time.
+    """The average number of output tokens per second of a request, its waiting time included.
 
     Attributes:
         per_s: the average; 0.0 without measurements.
     """
 
     def __init__(self) -> None:
-        """Start without measurements."""
+        """Create an average without measurements."""
         self.per_s = 0.0
 
     def record(self, num_tokens: int, seconds: float) -> None:
-        """Take in an answer of `num_tokens` that took `seconds`."""
+        """Add an answer of `num_tokens` that took `seconds` to the average."""
         newest = num_tokens / max(seconds, 1e-3)
         self.per_s += (_NEW_WEIGHT if self.per_s else 1.0) * (newest - self.per_s)
 
 
 class UsageMeter:
-    """Measures the usage of one request while its answer passes by.
+    """Counts the tokens of one request while the replica's answer passes through the router.
 
     Bytes of a stream are searched, and events with usage are parsed. An answer that is not streamed
     is parsed at its end.
@@ -104,7 +107,13 @@ class UsageMeter:
     """
 
     def __init__(self, num_prompt: int, max_output: int, token_rate: TokenRate) -> None:
-        """Start with an estimate of the prompt's tokens and the maximum of output tokens."""
+        """Start the measurement of a request.
+
+        Args:
+            num_prompt: the estimated number of prompt tokens.
+            max_output: the maximum number of output tokens.
+            token_rate: the average speed of answers, for estimates.
+        """
         self._began_s = time.monotonic()
         self._max_output = max_output
         self._token_rate = token_rate
@@ -123,7 +132,7 @@ class UsageMeter:
 
     @property
     def used(self) -> ReportedUsage | None:
-        """The usage so far; None if the request was refused."""
+        """The tokens used so far, estimated while the answer arrives; None if refused."""
         used = self._used
         if used is None or self._is_final:
             return used
@@ -135,14 +144,14 @@ class UsageMeter:
         return ReportedUsage(used.prompt_tokens, used.cached_tokens, num_output)
 
     def restart(self) -> None:
-        """Forget the answer of a replica that did not accept the request."""
+        """Forget the answer of a replica that refused the request, before the next attempt."""
         self._used = self._estimate
         self._is_streaming = False
 
     def begin(
         self, head: Head, *, is_free_if_silent: bool = False, strips_usage: bool = False
     ) -> None:
-        """Take in the head of the answer, and set `take`.
+        """Read the head of the replica's response, and set `take` for its body.
 
         Args:
             head: the head of the response.
@@ -173,14 +182,14 @@ class UsageMeter:
             self.take = self._take_foreign_events
 
     def finish(self, context: ServedRequest) -> None:
-        """Take in the end of the answer, and learn the token rate unless it has failed."""
+        """Determine the final usage at the answer's end; learn the token rate if it succeeded."""
         self._settle(context)
         used = self.used
         if used is not None and used.completion_tokens and context.error is None:
             self._token_rate.record(used.completion_tokens, time.monotonic() - self._began_s)
 
     def _settle(self, context: ServedRequest) -> None:
-        """Determine the final usage, by an estimate if the answer does not report it."""
+        """Determine the request's final usage; estimate it if the answer does not report it."""
         if self._is_final or self._used is None:
             return
         if self._has_usage_header:  # the line with the usage is missing
@@ -207,7 +216,7 @@ class UsageMeter:
             self._is_final = True
 
     def _take_own_events(self, data: bytes) -> bytes:
-        """Take events of a Twostroke server, and remove the last line, which has the usage."""
+        """Count the events of a Twostroke server's stream; remove the last line with the usage."""
         position = data.rfind(_USAGE_LINE_START, -_MAX_USAGE_LINE_BYTES) + 1
         if position or data.startswith(MARK):
             self._used = read_usage(data[position + len(MARK) :])
@@ -217,7 +226,10 @@ class UsageMeter:
         return data
 
     def _take_foreign_events(self, data: bytes) -> bytes:
-        """Take events of another server; remove the usage event if the router asked for it."""
+        """Read the usage from the stream of a server other than Twostroke.
+
+        The usage event is removed if only the router asked for it.
+        """
         self._num_events += data.count(self._event_end) or data.count(b"\n\r\n")
         self._last_events = data
         has_mark = b'"usage"' in data or b'"stop"' in data
@@ -234,7 +246,7 @@ class UsageMeter:
         return b"".join(kept_events)
 
     def _take_body(self, data: bytes) -> bytes:
-        """Take a part of an answer that is not streamed."""
+        """Keep a part of an answer that is not streamed, to read its usage at the end."""
         self._num_bytes += len(data)
         self._body.append(data)
         if self._num_bytes > _MAX_KEPT_BYTES:
@@ -242,7 +254,7 @@ class UsageMeter:
         return data
 
     def _add(self, part: _Part) -> None:
-        """Add the usage in an event.
+        """Add the usage that an event of the stream reports.
 
         An event has the usage so far. An event of llama-server has the usage of one of the answers.
         """
@@ -261,7 +273,10 @@ class UsageMeter:
 
 
 def with_usage_option(body: bytes, path: str) -> bytes | None:
-    """Return a body that asks for the usage at the end of its stream; None if it need not."""
+    """Return a request body with the option for usage at the end of the stream.
+
+    None if the body needs no change.
+    """
     if path not in _PATHS_WITH_USAGE_OPTION:
         return None
     try:
@@ -281,7 +296,7 @@ class _Details(msgspec.Struct):
 
 
 class _UsageFields(msgspec.Struct):
-    """OpenAI's and Anthropic's usage."""
+    """The usage in a response of OpenAI's or Anthropic's protocol."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -294,7 +309,7 @@ class _UsageFields(msgspec.Struct):
     total_tokens: int | None = None  # the only field, if there is no output
 
     def total(self) -> ReportedUsage:
-        """Return the usage; Anthropic's prompt tokens do not include cached ones."""
+        """Return the token counts; Anthropic's prompt tokens do not include cached tokens."""
         details = self.prompt_tokens_details or self.input_tokens_details
         cache_tokens = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
         output = self.completion_tokens or self.output_tokens or 0
@@ -305,13 +320,16 @@ class _UsageFields(msgspec.Struct):
 
 
 class _UsageHolder(msgspec.Struct):
-    """The object inside an event that has the usage."""
+    """The object inside a stream's event that has the usage."""
 
     usage: _UsageFields | None = None
 
 
 class _Part(msgspec.Struct):
-    """A body or an event; llama-server and Ollama have the counts as its own fields."""
+    """A response body or a stream's event, with its usage.
+
+    llama-server and Ollama have the token counts as fields of the body itself.
+    """
 
     usage: _UsageFields | None = None
     response: _UsageHolder | str | None = None
@@ -325,7 +343,7 @@ class _Part(msgspec.Struct):
 
     @property
     def has_usage_of_first_answer(self) -> bool:
-        """Whether this is llama-server's body with several answers and the usage of the first."""
+        """Whether this is a body of llama-server with several answers and the first one's usage."""
         return bool(bytes(self.timings)) and bytes(self.choices).count(b'"finish_reason":') > 1
 
 
@@ -335,7 +353,7 @@ _part_decoder: Final = msgspec.json.Decoder(list[_Part] | _Part)
 
 
 def _parse_parts(texts: list[bytes]) -> list[_Part]:
-    """Return the JSON objects in a body or in the lines of events; skip lines without JSON."""
+    """Return the JSON objects in a response body or in a stream's lines; skip other lines."""
     parts: list[_Part] = []
     for text in texts:
         try:
@@ -347,7 +365,7 @@ def _parse_parts(texts: list[bytes]) -> list[_Part]:
 
 
 def _usage_of(part: _Part) -> ReportedUsage | None:
-    """Return the usage that a body or an event reports; None if it reports none."""
+    """Return the token counts that a body or an event reports; None if it reports none."""
     holders = [
         holder for holder in (part.response, part.message) if isinstance(holder, _UsageHolder)
     ]
@@ -360,7 +378,10 @@ def _usage_of(part: _Part) -> ReportedUsage | None:
 
 
 def _bounded(prompt: int, cached: int, output: int) -> ReportedUsage:
-    """Return counts of another server within limits; some servers report -1 for unknown ones."""
+    """Return token counts of another server, limited to a valid range.
+
+    Some servers report -1 for unknown counts.
+    """
     return ReportedUsage(
         min(max(0, prompt), _MAX_REPORTED_TOKENS),
         min(max(0, cached), _MAX_REPORTED_TOKENS),

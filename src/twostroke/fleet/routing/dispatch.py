@@ -31,7 +31,9 @@ _MAX_OVERDUE_WORK_RATIO: Final = 0.5  # of pending work that counts though it sh
 
 
 class RoutingKey(Frozen):
-    """The part of a request that routing looks at. A unit is a byte of the prompt's text.
+    """The part of a request from which the router chooses a replica.
+
+    A unit of the prompt is a byte of its text.
 
     Attributes:
         block_keys: the keys of the prompt's blocks.
@@ -45,17 +47,20 @@ class RoutingKey(Frozen):
 
 
 class RoutedRequest:
-    """A request that was sent to a replica.
+    """A request that the router has sent to a replica.
+
+    A unit of the prompt is a byte of its text.
 
     Attributes:
         index: the index of the replica.
-        sent_s: when it was sent.
-        hit_units: units of its prompt that the replica should have in its cache.
-        best_hit_units: the same for the replica that has most of the prompt.
+        sent_s: when the request was sent, on the dispatcher's clock.
+        hit_units: units of the prompt that the replica should have in its cache.
+        best_hit_units: units of the prompt that the replica with the longest cached prefix has.
         missing_units: units that the replica must prefill.
-        units_ahead: units that the replica had to prefill before.
-        cached_prefix: the entry of its prompt in the prefix tree.
-        has_first_token, has_ended: how far it is.
+        units_ahead: units of earlier prompts that the replica had to prefill first.
+        cached_prefix: the prompt's entry in the prefix tree; None if the policy uses no
+            prefixes.
+        has_first_token, has_ended: whether the first token has come, and the request has ended.
     """
 
     __slots__ = (
@@ -79,7 +84,7 @@ class RoutedRequest:
         best_hit_units: int,
         missing_units: int,
     ) -> None:
-        """Start without a first token."""
+        """Create the record of a request that has no first token yet."""
         self.index = index
         self.sent_s = sent_s
         self.hit_units = hit_units
@@ -92,7 +97,7 @@ class RoutedRequest:
 
 
 class Dispatcher:
-    """Chooses replicas by a policy. Belongs to one thread.
+    """Chooses a replica for each request by a policy. Belongs to one thread.
 
     For each replica it counts the pending work: prompts that were sent there and have no first
     token yet. Work is measured in seconds: units to prefill, times the replica's seconds per unit,
@@ -111,10 +116,14 @@ class Dispatcher:
         units_of_blocks: Callable[[int], int],
         max_blocks: int = MAX_BLOCKS,
     ) -> None:
-        """Decide by the policy of this name, a key of `POLICIES`.
+        """Choose replicas by a routing policy.
 
-        `clock` returns seconds. `units_of_blocks` returns the number of units of a prompt's first
-        blocks, given the number of blocks.
+        Args:
+            policy: the name of the policy, a key of `POLICIES`.
+            clock: returns the time in seconds.
+            units_of_blocks: returns the number of units of a prompt's first blocks, given the
+                number of blocks.
+            max_blocks: the maximum number of blocks in the prefix tree.
         """
         self.prefix_tree = PrefixTree(max_blocks)
         self.unit_s: list[float] = []
@@ -142,7 +151,10 @@ class Dispatcher:
         return len(self.unit_s)
 
     def add_replica(self, name: str, index: int | None = None) -> int:
-        """Add a replica, closed at first; return its index, which is `index` if that is free."""
+        """Add a replica, which gets no requests before `set_open`; return its index.
+
+        Pass the index of a removed replica as `index` to use it again; None for a new index.
+        """
         if index is None:
             index = len(self.unit_s)
             self.unit_s.append(self._mean_unit_s)
@@ -161,7 +173,7 @@ class Dispatcher:
         return index
 
     def reset(self, index: int) -> None:
-        """Record that a replica has an empty cache and no pending work, after a restart."""
+        """Record that a replica was restarted: its cache is empty, and it has no pending work."""
         self.prefix_tree.reset(index)
         self._free_at_s[index] = 0.0
         self._set_pending(index, 0.0)
@@ -172,18 +184,22 @@ class Dispatcher:
         self._set_pending(index, self._pending_units[index])
 
     def report(self, index: int, work_s: float, horizon_s: float | None) -> None:
-        """Take in a replica's report: seconds of queued work, and the age of evicted pages."""
+        """Apply a replica's report of its queued work and of the evictions from its prefix cache.
+
+        `work_s` is the time to prefill the queue. Pages that were last used longer than `horizon_s`
+        ago have been evicted; None if no page has been evicted.
+        """
         now_s = self._clock()
         self._free_at_s[index] = max(self._free_at_s[index], now_s + work_s)
         if horizon_s is not None:
             self.prefix_tree.evict_before(index, now_s - horizon_s)
 
     def wait_s(self, index: int) -> float:
-        """Return how long a new request would wait at a replica."""
+        """Return the seconds that a new request would wait at a replica."""
         return max(self._free_at_s.item(index) - self._clock(), self._overdue_s(index))
 
     def num_open(self, index: int) -> int:
-        """Return how many requests of a replica have not ended."""
+        """Return how many requests that were sent to a replica have not ended."""
         return int(self._num_open[index])
 
     def decide(
@@ -192,7 +208,7 @@ class Dispatcher:
         allowed: npt.NDArray[np.bool_] | None = None,
         excluded: Collection[int] = (),
     ) -> RoutedRequest | None:
-        """Choose a replica for a request and add its work; return None if no replica is open.
+        """Choose a replica for a request and add the request's work; None if no replica is open.
 
         `allowed`, shape (replicas,), says which replicas suit the request; None for all. `excluded`
         are the indices of replicas that have failed.
@@ -238,10 +254,11 @@ class Dispatcher:
     def _candidates(
         self, path: Path, affinity: int, wait_s: npt.NDArray[np.float64], nearest: int
     ) -> tuple[int, dict[int, int]]:
-        """Return the blocks of the longest cached prefix, and the cached blocks of candidates.
+        """Return the length of the longest cached prefix, and the cached blocks of each candidate.
 
         Candidates are the replicas with the longest prefix, the preferred replicas of the hash
-        ring, and the `nearest` replica. Of candidates with equal cost, the first is taken.
+        ring, and the `nearest` replica. Lengths are in blocks. Of candidates with equal cost, the
+        policy takes the first.
         """
         longest, holders = self.prefix_tree.longest_prefix(path)
         cached_blocks = {index: longest for index in holders if wait_s.item(index) != math.inf}
@@ -298,7 +315,7 @@ class Dispatcher:
         self.unit_s[index] = (own_s + prior_s) / (own_units + _PRIOR_UNITS)
 
     def _learn_whole_answer(self, routed: RoutedRequest, took_s: float) -> None:
-        """Follow the fastest answers of a replica, whose decoding took the least time."""
+        """Learn a replica's speed from its fastest answers, whose decoding took the least time."""
         own_s, own_units = self._sums[routed.index]
         unit_s = took_s / (routed.units_ahead + routed.missing_units + _OVERHEAD_UNITS)
         if own_units:
@@ -323,7 +340,7 @@ class Dispatcher:
         self._set_pending(routed.index, self._pending_units[routed.index])
 
     def _remove_work(self, routed: RoutedRequest, now_s: float) -> None:
-        """Remove a request from the pending work of its replica."""
+        """Remove a request from the pending work of its replica, since its first token has come."""
         routed.has_first_token = True
         index = routed.index
         num_left = max(0.0, self._pending_units[index] - routed.missing_units)
@@ -336,7 +353,7 @@ class Dispatcher:
         self._min_wait_s[index] = min_wait_s if self._is_open[index] else math.inf
 
     def _overdue_s(self, index: int) -> float:
-        """Return the seconds that pending work takes at least, even if it should be done by now."""
+        """Return the seconds for which pending work counts, even if it should be done by now."""
         return _MAX_OVERDUE_WORK_RATIO * self._pending_units[index] * self.unit_s[index]
 
     def _waits_s(self, now_s: float) -> npt.NDArray[np.float64]:
@@ -348,5 +365,5 @@ class Dispatcher:
 def _decayed_sum(
     total: tuple[float, float], seconds: float, num_units: float
 ) -> tuple[float, float]:
-    """Return the sums of seconds and units with new values, while older values lose weight."""
+    """Add new seconds and units to their sums, in which older values lose weight."""
     return total[0] * _SUM_DECAY + seconds, total[1] * _SUM_DECAY + num_units

@@ -21,24 +21,28 @@ _NUM_PREFERRED: Final = 2
 
 
 class HashRing:
-    """Each replica has points on a ring; a hash prefers the replicas whose points follow it.
+    """Consistent hashing of prompts to replicas.
 
-    When a replica leaves, only hashes that preferred it get other replicas.
+    Each replica has points on a ring; a hash prefers the replicas whose points follow it. When a
+    replica leaves, only hashes that preferred it get other replicas.
     """
 
     def __init__(self) -> None:
-        """Start without replicas."""
+        """Create a ring without replicas."""
         self._salts: dict[int, int] = {}  # by index of the replica
         self._owners: list[int] = []  # index of the replica of each point, in the ring's order
         self._sector_starts: list[int] = []  # index in `_owners` of each sector's first point
 
     def add(self, index: int, salt: int) -> None:
-        """Add a replica, or replace the replica with this index; the salt is its identity."""
+        """Add a replica to the ring, or replace the replica with this index.
+
+        `salt` is a hash of the replica's name, from which its points are computed.
+        """
         self._salts[index] = salt
         self._owners.clear()
 
     def preferred(self, affinity: int, wait_s: npt.NDArray[np.float64]) -> list[int]:
-        """Return the indices of up to two open replicas for a 64-bit hash.
+        """Return the indices of up to two open replicas that a prompt's 64-bit hash prefers.
 
         `wait_s`, shape (replicas,), is inf for closed replicas.
         """
@@ -56,7 +60,7 @@ class HashRing:
         return preferred
 
     def _place_points(self) -> None:
-        """Compute the points of all replicas and sort them."""
+        """Compute the points of all replicas on the ring, and sort them."""
         salts = np.array(list(self._salts.values()), np.uint64)
         numbers = np.arange(1, _POINTS_PER_REPLICA + 1, dtype=np.uint64)
         points = salts[:, None] ^ (numbers * _MIX_FACTOR)  # (replicas, points)

@@ -26,17 +26,19 @@ _MASK_64: Final = (1 << 64) - 1
 
 
 class RoutingState(Frozen):
-    """The state of all replicas when a request arrives. Replicas are numbered from 0.
+    """The state of all replicas when a request arrives, from which a routing policy chooses.
+
+    Replicas are numbered from 0.
 
     Attributes:
         request_number: counts the requests.
-        wait_s: shape (replicas,): seconds until a new request would start; inf for replicas that
-            get no requests. At least one is finite. Of idle replicas, the smallest value belongs to
-            the replica with the fewest requests.
+        wait_s: shape (replicas,): seconds until a new request would start; inf for replicas
+            that get no requests. At least one is finite. Of idle replicas, the smallest value
+            belongs to the replica with the fewest requests.
         num_open: shape (replicas,): requests that have not ended.
         prefill_s: by index of a candidate, seconds to prefill the part of the prompt that its
-            prefix cache lacks, slowed down by its running requests. Empty unless the policy is one
-            of `PREFIX_POLICIES`.
+            prefix cache lacks, slowed down by its running requests. Empty unless the policy is
+            one of `PREFIX_POLICIES`.
     """
 
     request_number: int
@@ -49,9 +51,10 @@ Policy = Callable[[RoutingState], int]  # returns the index of a replica with a 
 
 
 def prefix(state: RoutingState, compute_weight: float = COMPUTE_WEIGHT) -> int:
-    """Return the candidate with the soonest first token; computing counts more than waiting.
+    """Return the replica that should give the first token soonest, also by its prefix cache.
 
-    A second of prefill also delays requests that come later, and a second of waiting does not.
+    A second of prefill counts more than a second of waiting, since prefill also delays requests
+    that come later.
     """
     best, min_cost_s = 0, math.inf
     for index, prefill_s in state.prefill_s.items():
@@ -64,7 +67,7 @@ def prefix(state: RoutingState, compute_weight: float = COMPUTE_WEIGHT) -> int:
 
 
 def least_work(state: RoutingState) -> int:
-    """Return the replica with the shortest wait; among idle replicas, the fewest requests."""
+    """Return the replica with the shortest wait; of idle replicas, fewest requests decide."""
     return int(state.wait_s.argmin())
 
 
@@ -78,7 +81,7 @@ def two_choices(state: RoutingState) -> int:
 
 
 def round_robin(state: RoutingState) -> int:
-    """Return the replicas in turn."""
+    """Return the open replicas in turn, one for each request."""
     open_replicas = np.flatnonzero(np.isfinite(state.wait_s))
     return int(open_replicas[state.request_number % len(open_replicas)])
 

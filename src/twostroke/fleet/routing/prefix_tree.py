@@ -15,32 +15,33 @@ _MAX_FREED_EDGES: Final = 4  # with each prompt, since freeing all at once would
 
 
 class CachedPrefix:
-    """Blocks that a replica has in its cache since a request.
+    """A request's prompt in the prefix tree: its blocks are in the cache of a replica.
 
     Attributes:
         index: the index of the replica.
         epoch: how often the replica had been reset when the request was sent.
-        used_s: time of the request's end, after which the blocks may be evicted; inf until then.
+        used_s: time of the request's end, after which the blocks may be evicted; inf until
+            then.
     """
 
     __slots__ = ("epoch", "index", "used_s")
 
     def __init__(self, index: int, epoch: int) -> None:
-        """Start with a running request."""
+        """Create the entry of a running request, whose blocks are in use."""
         self.index = index
         self.epoch = epoch
         self.used_s = math.inf
 
 
 class TreeEdge:
-    """An edge of the radix tree: blocks that have only come one after another so far.
+    """An edge of the radix tree of prompts: blocks that have only come one after another so far.
 
     Attributes:
         keys: the keys of the blocks.
-        holders: by index of a replica, its latest request with all of these blocks; the latest of
-            all is the last.
+        holders: by index of a replica, its latest request with all of these blocks; the latest
+            of all is the last.
         generation: the generation in which the edge was used last.
-        has_branches: whether other edges follow this one.
+        has_branches: whether other edges follow this edge.
     """
 
     __slots__ = ("generation", "has_branches", "holders", "keys")
@@ -48,7 +49,7 @@ class TreeEdge:
     def __init__(
         self, keys: tuple[int, ...], holders: dict[int, CachedPrefix], generation: int
     ) -> None:
-        """Start without branches."""
+        """Create an edge that no other edge follows."""
         self.keys = keys
         self.holders = holders
         self.generation = generation
@@ -67,7 +68,7 @@ class PrefixTree:
     """
 
     def __init__(self, max_blocks: int) -> None:
-        """Start with an empty tree for at most `max_blocks` blocks."""
+        """Create an empty tree for at most `max_blocks` blocks."""
         self._max_young_blocks = max(1, max_blocks // 2)
         self._young: dict[int, TreeEdge] = {}  # by first key: edges used in this generation
         self._old: dict[int, TreeEdge] = {}
@@ -79,11 +80,11 @@ class PrefixTree:
         self._cutoffs_s: list[float] = []  # blocks last used before have been evicted
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
+        """Return the number of blocks in the tree."""
         return self._num_young_blocks + self._num_old_blocks
 
     def reset(self, index: int) -> None:
-        """Forget all blocks of a replica, which is new or has been restarted."""
+        """Forget all cached blocks of a replica, which is new or has been restarted."""
         while index >= len(self._epochs):
             self._epochs.append(0)
             self._cutoffs_s.append(0.0)
@@ -91,11 +92,14 @@ class PrefixTree:
         self._cutoffs_s[index] = 0.0
 
     def evict_before(self, index: int, cutoff_s: float) -> None:
-        """Forget the blocks of a replica that were last used before a time."""
+        """Forget the cached blocks of a replica that were last used before the time `cutoff_s`."""
         self._cutoffs_s[index] = cutoff_s
 
     def find(self, keys: Sequence[int]) -> Path:
-        """Return the edges with which a prompt begins, and the number of equal blocks of each."""
+        """Return the edges with which a prompt begins, and the number of equal blocks of each edge.
+
+        `keys` are the keys of the prompt's blocks.
+        """
         path: Path = []
         position = 0
         young, old = self._young, self._old
@@ -113,7 +117,8 @@ class PrefixTree:
     def longest_prefix(self, path: Path) -> tuple[int, list[int]]:
         """Return the length in blocks of the longest cached prefix, and replicas that have it.
 
-        These are at most `_MAX_HOLDERS`, the latest first.
+        `path` is the result of `find` for the prompt. There are at most `_MAX_HOLDERS` replicas,
+        the latest first.
         """
         num_blocks = sum([count for _, count in path])
         for edge, count in reversed(path):
@@ -129,7 +134,10 @@ class PrefixTree:
         return 0, []
 
     def num_cached(self, path: Path, index: int) -> int:
-        """Return how many of the first blocks a replica has in its cache."""
+        """Return how many of a prompt's first blocks a replica has in its cache.
+
+        `path` is the result of `find` for the prompt.
+        """
         num_blocks = 0
         for edge, count in path:
             cached = edge.holders.get(index)
@@ -165,7 +173,7 @@ class PrefixTree:
         return cached
 
     def _split(self, edge: TreeEdge, count: int) -> None:
-        """Cut an edge after `count` blocks; its other blocks become a new edge."""
+        """Cut an edge of the tree after `count` blocks; its other blocks become a new edge."""
         tail = TreeEdge(edge.keys[count:], edge.holders.copy(), edge.generation)
         tail.has_branches = edge.has_branches
         edge.has_branches = True
@@ -174,7 +182,7 @@ class PrefixTree:
         (self._young if is_young else self._old)[tail.keys[0]] = tail
 
     def _use(self, edge: TreeEdge) -> None:
-        """Move an edge to the present generation."""
+        """Move an edge of the tree to the present generation, since a prompt uses it."""
         if edge.generation != self._generation:
             edge.generation = self._generation
             self._young[edge.keys[0]] = edge
@@ -182,7 +190,10 @@ class PrefixTree:
             self._num_old_blocks -= len(edge.keys)
 
     def _drop_old(self) -> None:
-        """Begin a new generation if this one is full, and free some dropped edges."""
+        """Drop the edges of the oldest generation if the present generation is full.
+
+        Dropped edges are freed a few at a time, so that no prompt waits long.
+        """
         if self._num_young_blocks >= self._max_young_blocks:
             self._dropped = self._old
             self._old = self._young
@@ -194,13 +205,13 @@ class PrefixTree:
             self._dropped.popitem()
 
     def _is_valid(self, cached: CachedPrefix) -> bool:
-        """Whether a replica probably still has the blocks in its cache."""
+        """Return whether a replica probably still has a prompt's blocks in its cache."""
         index = cached.index
         return cached.epoch == self._epochs[index] and cached.used_s >= self._cutoffs_s[index]
 
 
 def _num_equal(edge_keys: tuple[int, ...], keys: Sequence[int], position: int) -> int:
-    """Return how many of an edge's keys follow in `keys` from `position` on, at least one.
+    """Return how many of an edge's keys follow in `keys` from `position` on; at least the first.
 
     A key stands for all keys before it, so a bisection finds the last equal key.
     """

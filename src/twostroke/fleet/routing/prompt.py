@@ -41,7 +41,10 @@ FALSE_VALUES: Final = frozenset(
 
 
 class _PromptBody(msgspec.Struct):
-    """The fields that routing reads, undecoded, so that no value of them is an error here."""
+    """The fields of request bodies that routing reads.
+
+    They stay undecoded, so that no value of a field is an error here.
+    """
 
     model: Raw = _NONE
     tools: Raw = _NONE
@@ -69,7 +72,7 @@ class _PromptBody(msgspec.Struct):
 
 
 class RoutedPrompt(Frozen):
-    """The content of a request's body that the router uses; empty strings for missing fields.
+    """The facts that the router reads from a request's body; empty strings for missing fields.
 
     Attributes:
         key: the routing key.
@@ -94,7 +97,7 @@ class RoutedPrompt(Frozen):
     in_background: bool = False
 
     def max_answer_tokens(self, path: str, context_length: int, *, is_foreign: bool = False) -> int:
-        """Return the maximum number of tokens of all answers on a path.
+        """Return the maximum number of tokens of all answers to the request on a path.
 
         With `is_foreign`, a server other than Twostroke may answer. Which of several limit fields
         that server follows is unknown, so the largest counts. Fields that only llama-server has are
@@ -114,13 +117,13 @@ class RoutedPrompt(Frozen):
 
 
 class _Options(msgspec.Struct):
-    """Ollama's options that limit the answer."""
+    """The options in Ollama's requests that limit the answer."""
 
     num_predict: Raw = _NONE
 
 
 class _Reference(msgspec.Struct):
-    """A reference to a stored conversation."""
+    """A request's reference to a stored conversation."""
 
     id: Raw = _NONE
 
@@ -131,9 +134,10 @@ _options_decoder: Final = msgspec.json.Decoder(_Options)
 
 
 def read_prompt(body: bytes, salt: bytes) -> RoutedPrompt:
-    """Return the router's view of a body; only its size if it is not a JSON object.
+    """Return the fields of a request body that routing uses.
 
-    The salt separates tenants, whose pages are not shared.
+    If the body is not a JSON object, only its size is used. The salt separates tenants, which do
+    not share KV pages.
     """
     num_tokens = len(body) // _TOKEN_BYTES
     try:
@@ -176,7 +180,10 @@ def _conversation_id(raw: Raw) -> str:
 
 
 def block_keys(text: bytes, salt: bytes) -> tuple[int, ...]:
-    """Return a 64-bit key for each full block of a text: a hash of the text up to its end."""
+    """Return a 64-bit key for each full block of a prompt's text.
+
+    A key is a hash of the text from its beginning to the end of the block.
+    """
     digest = blake2b(salt, digest_size=8).digest()
     keys: list[int] = []
     start, end = 0, bytes_of_blocks(1)
@@ -198,7 +205,7 @@ def _hash(text: bytes) -> int:
 
 
 def _text(raw: Raw) -> str:
-    """Return a JSON string; an empty string for any other value."""
+    """Return a string from its JSON; an empty string for any other value."""
     try:
         return msgspec.json.decode(raw, type=str) if bytes(raw)[:1] == b'"' else ""
     except JSON_ERRORS:
@@ -206,7 +213,10 @@ def _text(raw: Raw) -> str:
 
 
 def _number(raw: Raw) -> int | None:
-    """Return a JSON number as an integer, also from a string, as some servers do; else None."""
+    """Return a JSON number as an integer; None for any other value.
+
+    Numbers in strings are read, too, since some servers accept them.
+    """
     try:
         return int(float(_text(raw) or bytes(raw))) if raw else None
     except (ValueError, OverflowError):
@@ -214,9 +224,10 @@ def _number(raw: Raw) -> int | None:
 
 
 def _limits_of(body: _PromptBody) -> dict[str, int]:
-    """Return the fields that limit answers, if they have whole numbers; servers refuse others.
+    """Return the fields that limit a request's answers, if their values are whole numbers.
 
-    Numbers of answers may also be strings, since some servers accept these.
+    Servers refuse other values. Numbers of answers may also be strings, since some servers accept
+    these.
     """
     limits = {name: _whole_number(getattr(body, name)) for name in _LIMIT_FIELDS}
     if bytes(body.options)[:1] == b"{":
@@ -226,7 +237,7 @@ def _limits_of(body: _PromptBody) -> dict[str, int]:
 
 
 def _whole_number(raw: Raw) -> int | None:
-    """Return a whole number, also if it is written as 5.0 or 5e0; None for any other value."""
+    """Return a whole number from its JSON, such as 5, 5.0 or 5e0; None for any other value."""
     try:
         number = msgspec.json.decode(raw, type=int | float) if raw else None
     except JSON_ERRORS:
@@ -236,7 +247,7 @@ def _whole_number(raw: Raw) -> int | None:
 
 
 def _num_prompts(raw: Raw) -> int:
-    """Return the number of prompts in the field `prompt`.
+    """Return the number of prompts in a request's field `prompt`.
 
     A list of strings or of token lists has several prompts. A list of tokens is one prompt, also if
     it is mixed with strings.

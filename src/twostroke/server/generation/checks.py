@@ -19,7 +19,7 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class AnswerChecks:
-    """Checks answers in a thread, one at a time, and counts and logs violations."""
+    """Checks answers against JSON schemas in one thread; counts and logs violations."""
 
     def __init__(self, verifier: Verifier, metrics: ServerMetrics) -> None:
         self._verifier = verifier

@@ -221,7 +221,7 @@ class EventReader:
 
 
 class _ChoiceState:
-    """The state of one choice: its open block, and the reader that finds blocks in its text."""
+    """The state of one answer: its open content block, and the reader that finds the blocks."""
 
     def __init__(self, choice: int, reader: AnswerReader | None, *, has_logprobs: bool) -> None:
         """Start an answer; without a reader the answer is one block of text."""

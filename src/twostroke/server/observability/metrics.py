@@ -135,7 +135,7 @@ _POOL_COUNTERS: Final = (
 
 
 class ServerMetrics(Collector):
-    """Counts HTTP responses and failures, and reads all other metrics at each scrape."""
+    """The Prometheus metrics of a server: counts responses, and reads engines at each scrape."""
 
     def __init__(
         self,

@@ -122,7 +122,7 @@ class Goodput:
             self._counts[service, ALL, GOOD_TOKENS] += usage.completion_tokens
 
     def miss(self, service: str, count: int) -> None:
-        """Count answers of a service tier that failed or were refused, and miss all objectives."""
+        """Count failed or refused answers of a service tier, which miss all objectives."""
         self._count(service, MISSED, self.limits[service], count)
 
     def leave(self, service: str, count: int, waited_s: float, *, has_begun: bool) -> None:
