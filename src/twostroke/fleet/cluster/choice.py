@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Phase(StrEnum):
-    """The phase of a replica's life."""
+    """The phase of a replica's life: starting, ready or draining."""
 
     STARTING = "starting"  # waits for a machine, or loads its model
     READY = "ready"  # answers requests
@@ -37,7 +37,7 @@ class ReplicaView(Frozen):
 
 
 class Actions(Frozen):
-    """How many replicas to start, and the names of the replicas to drain."""
+    """The actions for a pool: how many replicas to start, and the names of replicas to drain."""
 
     num_starts: int = 0
     drains: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ def choose(replicas: Sequence[ReplicaView], num_wanted: int, *, has_room: bool =
 
 
 def _drain_cost(replica: ReplicaView) -> tuple[bool, int, str]:
-    """Return a key that sorts replicas by the cost of draining them."""
+    """Return a sort key for replicas: the replica with the least key is drained first."""
     return replica.phase is Phase.READY, replica.num_running, replica.name
 
 

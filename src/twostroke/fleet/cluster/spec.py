@@ -176,7 +176,7 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
         return {pool.prefill for pool in self.models if pool.prefill}
 
     def _check_ports(self) -> None:
-        """Check that no two prefill pools use the same ports; raises UsageError."""
+        """Check that prefill pools do not use each other's ports; raises UsageError."""
         label_by_port: dict[int, str] = {}
         for index, pool in enumerate(self.models):
             if pool.label not in self.prefill_labels:

@@ -45,7 +45,7 @@ _logger = logging.getLogger("twostroke.router")
 
 
 class NoReplicaError(GatewayError):
-    """No replica can answer the request now."""
+    """No replica of the router can answer the request now."""
 
     http_status = 503
     code = "no_replica"
@@ -232,7 +232,7 @@ class ReplicaRegistry:
 
     @property
     def ready(self) -> list[Replica]:
-        """The replicas that get requests."""
+        """The replicas that get requests, since their state is READY."""
         return [
             replica for replica in self.replicas.values() if replica.state is ReplicaState.READY
         ]
@@ -366,7 +366,7 @@ class ReplicaRegistry:
         return not self._is_stopping
 
     def stop_waiting(self) -> None:
-        """Let no request wait for a replica any more."""
+        """Let no request wait for a ready replica any more, since the router stops."""
         self._is_stopping = True
         self._became_ready.set()
 

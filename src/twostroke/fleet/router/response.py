@@ -49,12 +49,12 @@ class Head(Frozen):
     headers: list[tuple[bytes, bytes]]
 
     def value(self, name: bytes) -> bytes:
-        """Return the first value of a header; empty if it is missing."""
+        """Return the first value of a response header; empty if it is missing."""
         return next((value for key, value in self.headers if key == name), b"")
 
     @property
     def media_type(self) -> bytes:
-        """The Content-Type in lower case, without parameters."""
+        """The response's Content-Type in lower case, without parameters."""
         return media_type(self.headers)
 
 

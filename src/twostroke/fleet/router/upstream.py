@@ -176,14 +176,14 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.take_back(self, is_reusable=self.is_over and self.is_usable)
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error, and close the connection."""
+        """End the request to the replica with an error, and close the connection."""
         if self._error is None:
             self._error = error
         self.close()
         self._wake()
 
     def close(self) -> None:
-        """Close the connection at once."""
+        """Close the connection to the replica at once."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -343,7 +343,7 @@ class _Part(msgspec.Struct):
 
     @property
     def has_usage_of_first_answer(self) -> bool:
-        """Whether this is a body of llama-server with several answers and the first one's usage."""
+        """Whether a body of llama-server has several answers, but reports the first one's usage."""
         return bool(bytes(self.timings)) and bytes(self.choices).count(b'"finish_reason":') > 1
 
 

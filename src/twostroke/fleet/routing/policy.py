@@ -67,7 +67,10 @@ def prefix(state: RoutingState, compute_weight: float = COMPUTE_WEIGHT) -> int:
 
 
 def least_work(state: RoutingState) -> int:
-    """Return the replica with the shortest wait; of idle replicas, fewest requests decide."""
+    """Return the replica with the shortest wait.
+
+    Among idle replicas, it is the replica with the fewest requests.
+    """
     return int(state.wait_s.argmin())
 
 

@@ -147,7 +147,9 @@ class PrefixTree:
         return num_blocks
 
     def add(self, keys: tuple[int, ...], path: Path, index: int) -> CachedPrefix:
-        """Add a prompt that is sent to a replica; the caller sets `used_s` when it ends.
+        """Add a prompt that is sent to a replica, and return its entry.
+
+        The caller sets the entry's `used_s` at the request's end.
 
         `path` is the result of `find` for the prompt.
         """

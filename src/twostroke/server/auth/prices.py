@@ -38,7 +38,7 @@ class TokenPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
         check_range(self, "batch_discount", low=0, high=1)
 
     def cost(self, amount: Amount) -> float:
-        """Return the cost of an amount of this model's tokens."""
+        """Return the cost of an owner's usage of this model, in the price table's currency."""
         cached = self.input if self.cached is None else self.cached
         price = (amount.input - amount.cached) * self.input + amount.cached * cached
         price = (price + amount.output * self.output) / 1e6
@@ -52,7 +52,7 @@ class Prices(Frozen, forbid_unknown_fields=True, kw_only=True):
     models: dict[str, TokenPrice]
 
     def cost(self, amount: Amount) -> float:
-        """Return the cost of an amount of tokens; raises UsageError if its model has no price."""
+        """Return the cost of an owner's usage; raises UsageError if its model has no price."""
         model = amount.owner.model
         if model not in self.models:
             raise UsageError(

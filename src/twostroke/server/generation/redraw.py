@@ -287,7 +287,10 @@ class _Sent:
             self._num_closed += 1
 
     def may_change(self, part: CheckedPart, start: int) -> bool:
-        """Return whether an answer is unsent from the offset `start` of a part on."""
+        """Return whether a new answer may differ from the offset `start` of a part on.
+
+        A new answer may differ only in text that has not been sent to the client.
+        """
         if part.index >= len(self._num_sent):
             return True
         is_open = part.index == len(self._num_sent) - 1

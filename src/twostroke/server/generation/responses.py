@@ -131,7 +131,7 @@ class EventStream:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, scope: Scope) -> AsyncGenerator[bytes]:
-        """Yield the bytes of all events; the last one may be an error."""
+        """Yield the bytes of the stream's events; the last event may be an error."""
         assert self._encoder is not None
         write = self._encoder.write
         try:
@@ -171,7 +171,7 @@ class EventStream:
         return self._answers is not None and self._answers.num_unread > limits.max_unread
 
     def _is_silent(self) -> bool:
-        """Return whether nothing has been sent for the keep-alive interval."""
+        """Return whether nothing has been sent to the client for the keep-alive interval."""
         elapsed_s = time.monotonic() - self._last_sent_s
         return self._sending_since_s is None and elapsed_s >= self._options.keep_alive_s
 

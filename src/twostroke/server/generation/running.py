@@ -69,7 +69,10 @@ class Accepting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        """Remove this object; raise ServerStoppingError if `cancel` ended the block."""
+        """Remove this object from the running requests.
+
+        Raises ServerStoppingError if `cancel` ended the block.
+        """
         self._running.discard(self)
         if isinstance(error, OverloadedError):
             self._returns.put_off(error, self.service)

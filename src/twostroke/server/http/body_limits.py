@@ -39,7 +39,11 @@ class BodyMemory:
     """
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int) -> None:
-        """Limit the bytes of all tenants' bodies to `max_bytes`, and each tenant's separately."""
+        """Create the counts of request bodies.
+
+        `max_bytes` limits the bodies of all tenants together, and `max_tenant_bytes` the bodies of
+        each tenant.
+        """
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
         self._num_bytes = 0
@@ -87,7 +91,7 @@ class Nesting(NamedTuple):
 
 
 def nesting_of(body: bytes, max_depth: int) -> Nesting:
-    """Return the nesting of a JSON text, without decoding the text.
+    """Return how deeply a JSON text is nested, without decoding the text.
 
     The result is an upper bound if the text has at most `max_depth` brackets. The time is
     proportional to the text's length for any content, and other threads can run.

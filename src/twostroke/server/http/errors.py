@@ -70,7 +70,7 @@ class UnsupportedFieldError(RequestError):
 
 
 class UnknownPathError(TwostrokeError):
-    """No route has this path."""
+    """The server has no route for the request's path."""
 
     http_status = 404
     code = "unknown_url"
@@ -133,7 +133,10 @@ class ServerStoppingError(EngineStoppedError):
 
 
 class GatewayError(TwostrokeError):
-    """A server behind this one cannot answer; clients may read the message."""
+    """A server behind this server, such as a router's replica, cannot answer the request.
+
+    Clients may read the message.
+    """
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -239,7 +242,7 @@ def report(error: Exception, scope: Scope) -> TwostrokeError:
 
 
 def one_line(text: str) -> str:
-    """Return `text` with control characters escaped, cut to `MAX_MESSAGE_LENGTH`."""
+    """Return a message as one line: control characters escaped, cut to `MAX_MESSAGE_LENGTH`."""
     text = text[: MAX_MESSAGE_LENGTH + 1]
     if not text.isprintable():
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -260,7 +263,10 @@ def _openai_body(error: TwostrokeError, _request_id: str, naming: Naming) -> byt
 
 
 def context_counts(error: TwostrokeError) -> tuple[int | UnsetType, int | UnsetType]:
-    """Return the tokens of a too long prompt and of the context; UNSET for other errors."""
+    """Return the token counts of a prompt that is too long, and of the model's context.
+
+    Both are UNSET for other errors.
+    """
     facts = dict[str, Any](error.facts)
     if not isinstance(error, ContextLengthError) or "context_length" not in facts:
         return UNSET, UNSET

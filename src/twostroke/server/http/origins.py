@@ -80,11 +80,11 @@ class Access(Protocol):
 
     @property
     def host(self) -> str:
-        """The address on which the server listens."""
+        """The address on which the server listens, such as 127.0.0.1."""
 
     @property
     def has_keys(self) -> bool:
-        """Whether clients need an API key now."""
+        """Whether the server has API keys now, so that clients need one."""
 
     @property
     def cors_origins(self) -> tuple[str, ...]:

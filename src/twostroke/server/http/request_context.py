@@ -45,15 +45,15 @@ class Used(Protocol):
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of prompt tokens."""
+        """The number of the request's prompt tokens."""
 
     @property
     def cached_tokens(self) -> int:
-        """The number of prompt tokens from the prefix cache."""
+        """The number of the request's prompt tokens that came from the prefix cache."""
 
     @property
     def completion_tokens(self) -> int:
-        """The number of answer tokens."""
+        """The number of the request's answer tokens."""
 
 
 class RequestWork(Protocol):
@@ -73,7 +73,7 @@ class RequestWork(Protocol):
 
 @dataclass(slots=True)
 class ServedRequest:
-    """The facts of a request; each layer of the server adds its own.
+    """The facts of one HTTP request and its response, to which each layer of the server adds some.
 
     Attributes:
         request_id: the client's id, or a new one.
@@ -86,7 +86,8 @@ class ServedRequest:
         timeout_s: how long the request may take.
         is_from_router: whether the sender has a router's key, and may name tenants.
         service: the service tier of an internal request; None if the request itself names one.
-        field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a list
+        field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a
+            list
             index, as in `tools[].name`.
         ignored: the names of request fields that have no effect.
         endpoint: the path of the route that answers.
@@ -96,7 +97,8 @@ class ServedRequest:
         known_model: the server's own name of the model.
         keep_s: seconds that the model stays loaded after the request, if the request says so.
         running: the work on the request, if it has started.
-        reserve: called before the request is computed, with the maximum number of tokens that it
+        reserve: called before the request is computed, with the maximum number of tokens that
+            it
             may use; raises if the key's limits do not allow them now.
         is_client_gone: whether the client disconnected before the end of the response.
         trace_id: the id of the trace; empty without traces.
