@@ -37,7 +37,7 @@ _CUT_OFF_ERRORS: Final = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH
 
 
 class Address(Frozen):
-    """The address of a replica.
+    """The address of a replica, as parts of its URL.
 
     Attributes:
         url: the normalized URL.
@@ -56,7 +56,7 @@ class Address(Frozen):
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Return the parts of a URL.
+        """Parse the URL of a replica.
 
         Raises:
             UsageError: the text is not the URL of a server.
@@ -86,18 +86,18 @@ class Address(Frozen):
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection, with at most one request at a time.
+    """One connection to a replica, with at most one request at a time.
 
     Attributes:
         has_answered: whether a byte of the present response has come.
-        sink: called with parts of the body that come while `read` waits; returns whether it took
-            them, so that no task has to wake. The last part is always read.
-        idle_since_s: when it was returned to the pool.
+        sink: called with parts of the body that come while `read` waits; returns whether it
+            took them, so that no task has to wake. The last part is always read.
+        idle_since_s: when the connection was returned to the pool.
         num_requests: requests sent so far.
     """
 
     def __init__(self, pool: ConnectionPool) -> None:
-        """Open a connection of a pool."""
+        """Create a connection that belongs to `pool`."""
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
@@ -115,26 +115,26 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether another request may be sent."""
+        """Whether the connection is open, so that another request may be sent."""
         transport = self._transport
         return transport is not None and not transport.is_closing() and self._error is None
 
     @property
     def is_read(self) -> bool:
-        """Whether the response was read to its end."""
+        """Whether the replica's response was read to its end."""
         return self._reader.is_whole and not self._body
 
     @property
     def is_over(self) -> bool:
-        """Whether the response was read, and another can follow."""
+        """Whether the response was read, and the connection can carry another request."""
         return self.is_read and not self._reader.is_last
 
     async def request(
         self, head: bytes, body: bytes | AsyncIterator[bytes] = b"", *, is_head: bool = False
     ) -> Head:
-        """Send a request, and return the head of the response when it has come.
+        """Send a request to the replica, and return the head of the response when it has come.
 
-        A body in parts is sent as they come. `is_head` says that the request's method is HEAD.
+        A body in parts is sent as the parts come. `is_head` says that the request's method is HEAD.
 
         Raises:
             ReplicaError: the connection ended before, or the response is not HTTP.
@@ -156,7 +156,7 @@ class UpstreamConnection(asyncio.Protocol):
         return self._reader.head
 
     async def read(self) -> bytes:
-        """Return the next part of the body; empty at its end. Raises as `request`."""
+        """Return the next part of the response's body; empty at its end. Raises as `request`."""
         while not self._body:
             if self._reader.is_whole:
                 return b""
@@ -171,7 +171,7 @@ class UpstreamConnection(asyncio.Protocol):
         return data
 
     def release(self) -> None:
-        """End the request: return the connection to the pool, or close it."""
+        """End the request: return the connection to the pool, or close it if it is not reusable."""
         self.sink = None
         self._pool.take_back(self, is_reusable=self.is_over and self.is_usable)
 
@@ -188,7 +188,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Set up the new connection."""
+        """Limit the buffer and the time for unacknowledged packets of the new connection."""
         self._transport = cast("asyncio.Transport", transport)
         limit_read_size(transport)
         option = getattr(socket, "TCP_USER_TIMEOUT", None)  # only Linux has it
@@ -197,7 +197,10 @@ class UpstreamConnection(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, option, _UNACKNOWLEDGED_MS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End a body that lasts until the end of the connection; fail all others."""
+        """End the request when the connection ends.
+
+        A body that lasts until the end of the connection is complete; other requests fail.
+        """
         self._pool.forget(self)
         if (exc is not None or not self._reader.close()) and self._error is None:
             url = self._pool.address.url
@@ -210,21 +213,21 @@ class UpstreamConnection(asyncio.Protocol):
         self._wake()
 
     def eof_received(self) -> bool:
-        """Close the connection, too."""
+        """Close the connection, since the replica has closed its side."""
         return False
 
     def pause_writing(self) -> None:
-        """Make a request wait before it sends more of its body."""
+        """Make `write` wait, since the connection's send buffer is full."""
         self._writable = self._loop.create_future()
 
     def resume_writing(self) -> None:
-        """Let a request send more of its body."""
+        """Let `write` continue, since the connection's send buffer has room."""
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._writable = None
 
     def data_received(self, data: bytes) -> None:
-        """Read bytes of the response."""
+        """Parse received bytes of the response, and pass its body to `sink` or `read`."""
         self.has_answered = True
         self._pool.has_heard()
         reader = self._reader
@@ -286,7 +289,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """The connections to one replica, busy and idle ones.
+    """The connections to one replica, busy and idle.
 
     Attributes:
         address: the replica's address.
@@ -294,7 +297,7 @@ class ConnectionPool:
     """
 
     def __init__(self, address: Address) -> None:
-        """Start without connections."""
+        """Create a pool without connections to the replica."""
         self.address = address
         self.heard_s = 0.0
         self._busy: set[UpstreamConnection] = set()
@@ -302,7 +305,9 @@ class ConnectionPool:
         self._tls = ssl.create_default_context() if address.is_tls else None
 
     async def take(self, *, is_fresh: bool = False) -> UpstreamConnection:
-        """Return an idle connection, or a new one if there is none or `is_fresh`.
+        """Return an idle connection to the replica, or a new connection if all are busy.
+
+        With `is_fresh` the connection is always new.
 
         Raises:
             ReplicaError: the replica cannot be reached.
@@ -319,7 +324,7 @@ class ConnectionPool:
         return connection
 
     def take_back(self, connection: UpstreamConnection, *, is_reusable: bool) -> None:
-        """Take back a connection, for the next request if it is reusable; else close it."""
+        """Take back a connection after its request; close it unless it is reusable."""
         self._busy.discard(connection)
         if is_reusable:
             connection.idle_since_s = asyncio.get_running_loop().time()
@@ -328,23 +333,23 @@ class ConnectionPool:
             connection.close()
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """Remove a connection that has ended."""
+        """Remove a connection that has ended from the pool."""
         self._busy.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
     def has_heard(self) -> None:
-        """Record that the replica has sent something."""
+        """Record that the replica has sent bytes now."""
         self.heard_s = time.monotonic()  # the event loop's clock
 
     def fail(self, error: Exception) -> None:
-        """End all requests with an error, and close all connections."""
+        """End all requests to the replica with an error, and close all connections."""
         for connection in list(self._busy):
             connection.fail(error)
         self.close_idle()
 
     def close_idle(self) -> None:
-        """Close the connections that no request uses."""
+        """Close the connections to the replica that no request uses."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
@@ -373,7 +378,7 @@ class ConnectionPool:
 
 
 def is_host_name(text: str) -> bool:
-    """Whether a text may be a DNS name or an IP address."""
+    """Return whether a text may be a DNS name or an IP address."""
     try:
         text.encode("idna")
     except UnicodeError:
@@ -384,7 +389,10 @@ def is_host_name(text: str) -> bool:
 def request_head(
     address: Address, method: str, target: bytes, headers: Headers, length: int | None
 ) -> bytes:
-    """Return the head of a request; `length` is the size of its body, None if it has none."""
+    """Return the head of a request to a replica: request line and headers.
+
+    `length` is the size of the body in bytes; None if the request has no body.
+    """
     lines = [
         b"%s %s%s HTTP/1.1" % (method.encode(), address.path.encode(), target),
         b"host: " + address.netloc,
