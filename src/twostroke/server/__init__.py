@@ -23,7 +23,10 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name at its first use: most users of this package need only a part."""
+    """Import a public name of this package when it is first used.
+
+    Importing all of them takes long, and most users of the package need only a part.
+    """
     if name not in _MODULES:
         raise AttributeError(f"module 'twostroke.server' has no attribute '{name}'")
     import importlib
@@ -32,5 +35,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, imported or not."""
+    """Return the public names of this package, imported or not."""
     return sorted(__all__)

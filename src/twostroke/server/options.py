@@ -1,4 +1,4 @@
-"""The options of a server: its clients, its protocols, and what its operators see."""
+"""The options of a server: model names, request handling, metrics and traces."""
 
 from __future__ import annotations
 

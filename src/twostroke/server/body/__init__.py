@@ -1,1 +1,1 @@
-"""Bodies of requests: decoded, explained where they are wrong, and how much is let pass."""
+"""Decodes JSON request bodies, explains errors in them, and handles unknown fields."""

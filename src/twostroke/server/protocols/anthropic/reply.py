@@ -83,7 +83,7 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 
 class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
-    """An event that begins a content block."""
+    """An event of a stream that begins a content block."""
 
     index: int
     content_block: BlockBody
@@ -118,27 +118,27 @@ class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
 
 
 class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
-    """An event that adds to a content block."""
+    """An event of a stream that adds to a content block."""
 
     index: int
     delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
-    """An event that ends a content block."""
+    """An event of a stream that ends a content block."""
 
     index: int
 
 
 class StopBody(msgspec.Struct):
-    """The reason why a message ended."""
+    """The reason why the model ended a message, and the stop sequence if there was one."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
-    """The event with the stop reason and the usage of the whole message."""
+    """The event of a stream with the stop reason and the usage of the whole message."""
 
     delta: StopBody
     usage: MessageUsage

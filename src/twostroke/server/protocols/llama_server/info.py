@@ -68,7 +68,7 @@ class Props(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class NextToken(msgspec.Struct, frozen=True):
-    """The progress of an answer, in tokens."""
+    """The progress of the answer in a busy slot, in tokens."""
 
     has_next_token: bool
     n_decoded: int
@@ -89,7 +89,7 @@ class Slot(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SlotsOffError(TwostrokeError):
-    """The server does not show its running requests."""
+    """The server does not show its slots and their running requests."""
 
     http_status = 501
     code = "slots_not_shown"

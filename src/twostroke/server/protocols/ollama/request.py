@@ -106,7 +106,7 @@ class OllamaCall(msgspec.Struct):
 
 
 class OllamaMessage(field.RequestObject):
-    """A message of the conversation."""
+    """A chat message of the conversation."""
 
     role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: str | None = None

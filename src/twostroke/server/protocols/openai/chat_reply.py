@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class FunctionCallBody(msgspec.Struct):
-    """The function of a tool call, or the next piece of its arguments."""
+    """The function of a tool call, or the next piece of the call's arguments."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class CustomCallBody(msgspec.Struct):
-    """The custom tool of a tool call, or the next piece of its input."""
+    """The custom tool of a tool call, or the next piece of the call's input."""
 
     input: str
     name: str | UnsetType = UNSET
@@ -63,7 +63,7 @@ class CallBody(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """The message of an answer; clients look for reasoning under either name."""
+    """The message of an answer. Reasoning is in two fields, since clients read either."""
 
     role: Literal["assistant"]
     content: str | None
@@ -103,7 +103,7 @@ class ChatCompletion(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct):
-    """An addition to the message; clients look for reasoning under either name."""
+    """An addition to an answer's message. Reasoning is in two fields, since clients read either."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET

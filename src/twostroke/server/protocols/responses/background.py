@@ -47,7 +47,7 @@ _STOPPED_MESSAGE: Final = "The server stopped before this response was complete.
 
 
 class BackgroundRun:
-    """One background response, with the events that it has written so far.
+    """One background response that is being computed, or has ended, with its events.
 
     Attributes:
         id: the id of the response.
@@ -58,7 +58,7 @@ class BackgroundRun:
     """
 
     def __init__(self, encoder: ResponsesEncoder) -> None:
-        """Begin a response without events; `encoder` writes them."""
+        """Begin a background response without events; `encoder` writes them."""
         self.id = encoder.body.id
         self.encoder: ResponsesEncoder | None = encoder
         self.first_number = 0
@@ -71,7 +71,10 @@ class BackgroundRun:
         self._answers: Answers | None = None
 
     async def compute(self, started: Started, scope: Scope, runs: BackgroundRuns) -> None:
-        """Write all events of the answer, and store the response at the end."""
+        """Compute a background response to its end, and store it.
+
+        Its events are added to `runs`. An error becomes the last event.
+        """
         answers = self._answers = started[0]
         encoder = self.encoder
         assert encoder is not None
@@ -94,31 +97,31 @@ class BackgroundRun:
             self._end_event.set()
 
     async def cancel(self) -> None:
-        """Stop the response, and return when it has ended."""
+        """Cancel the background response, and return when it has ended."""
         if not self.is_over and self._answers is not None:
             self._is_cancelled = True
             self._answers.cancel()
         await self._end_event.wait()
 
     def add(self, events: list[bytes]) -> None:
-        """Add events, and wake the streams that follow."""
+        """Add events of the response, and wake the streams that send them to clients."""
         self._events += events
         self.num_bytes += sum(map(len, events))
         self._announce()
 
     def drop(self, count: int) -> None:
-        """Remove the oldest `count` events."""
+        """Remove the oldest `count` events of the response from memory."""
         self.num_bytes -= sum(map(len, self._events[:count]))
         del self._events[:count]
         self.first_number += count
 
     @property
     def num_events(self) -> int:
-        """The number of events in memory."""
+        """The number of the response's events that are still in memory."""
         return len(self._events)
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events after the number `after`, and future events as they come.
+        """Yield the response's events after the number `after`, also future events as they come.
 
         Raises:
             RequestError: the next event is not in memory any more.
@@ -145,26 +148,29 @@ class BackgroundRun:
 
 
 class BackgroundRuns:
-    """The background responses of a server: all that run, and the last that ended."""
+    """The background responses of a server whose events are in memory.
+
+    These are all that run, and the last that ended.
+    """
 
     def __init__(self, max_bytes: int = MAX_LOG_BYTES) -> None:
-        """Keep events of at most `max_bytes` in memory."""
+        """Begin without responses; keep events of at most `max_bytes` in memory."""
         self._max_bytes = max_bytes
         self._runs: dict[str, BackgroundRun] = {}  # by the response's id, the oldest first
         self._num_bytes = 0
 
     def begin(self, run: BackgroundRun) -> None:
-        """Store a response as queued, and log its first events."""
+        """Store a background response with the status `queued`, and log its first events."""
         self._runs[run.id] = run
         assert run.encoder is not None
         self.log(run, run.encoder.queue())
 
     def find(self, id_: str) -> BackgroundRun | None:
-        """Return the response with this id if its events are in memory, else None."""
+        """Return the background response with this id; None if its events are not in memory."""
         return self._runs.get(id_)
 
     def log(self, run: BackgroundRun, events: list[bytes]) -> None:
-        """Add events to a response, and free memory if the limit is exceeded.
+        """Add events to a background response, and free memory if the limit is exceeded.
 
         The oldest response that has ended loses all its events. If all responses run, the response
         with the largest events loses the first half of them.
@@ -183,16 +189,18 @@ class BackgroundRuns:
             self._num_bytes += largest.num_bytes - before
 
     def forget(self, id_: str) -> None:
-        """Remove the events of a response that has ended."""
+        """Remove the events of a background response that has ended from memory."""
         run = self._runs.pop(id_, None)
         if run is not None:
             self._num_bytes -= run.num_bytes
 
 
 class BackgroundResponse:
-    """Sends the queued response, or its events, and computes the response to its end.
+    """The ASGI response to a request that is computed in the background.
 
-    Until the end the request counts as running, for the limits and the usage of its key.
+    It sends the queued response, or a stream of its events, and computes the response to its end,
+    even if the client disconnects. Until the end the request counts as running, for the limits and
+    the usage of its key.
     """
 
     def __init__(
@@ -204,7 +212,15 @@ class BackgroundResponse:
         *,
         is_streamed: bool,
     ) -> None:
-        """Compute the answer that `start` begins; `encoder` writes its events."""
+        """Prepare the response; nothing is computed yet.
+
+        Args:
+            start: queues the request in the engine.
+            encoder: writes the response's events.
+            options: the options of the server, for streams.
+            runs: the background responses of the server.
+            is_streamed: whether to send events instead of the queued response.
+        """
         self._start = start
         self._encoder = encoder
         self._options = options
@@ -212,7 +228,10 @@ class BackgroundResponse:
         self._is_streamed = is_streamed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Start the answer and respond. Raises the errors of `start`."""
+        """Queue the request in the engine, respond, and compute the response to its end.
+
+        Raises the errors of `start`.
+        """
         started = await self._start()
         run = BackgroundRun(self._encoder)
         self._runs.begin(run)
@@ -228,16 +247,22 @@ class BackgroundResponse:
 
 
 class FollowingStream(EventStream):
-    """Streams the events of a background response. The response does not depend on the stream."""
+    """Streams the events of a background response to a client.
+
+    If the client disconnects, the response is still computed.
+    """
 
     def __init__(self, run: BackgroundRun, after: int, options: ServeOptions) -> None:
-        """Send the events after the number `after`."""
+        """Stream the events of `run` whose numbers are larger than `after`."""
         super().__init__(_never_started, None, options)
         self._run = run
         self._after = after
 
     async def _events(self, _scope: Scope) -> AsyncGenerator[bytes]:
-        """Yield events as they come; the last event may be an error."""
+        """Yield the background response's events as they come.
+
+        If the client reads too slowly, so that events are dropped, the last event is an error.
+        """
         try:
             async for data in self._run.follow(self._after):
                 yield data
@@ -252,7 +277,7 @@ class FollowingStream(EventStream):
 
 
 def replay_stored(response: StoredResponse, after: int | None) -> bytes:
-    """Return events for a stored response whose own events are not in memory any more.
+    """Return server-sent events for a stored response whose own events are not in memory.
 
     The last event has the complete response. `after` is the number of the last event that the
     client has; None if it has none.
@@ -279,14 +304,17 @@ def replay_stored(response: StoredResponse, after: int | None) -> bytes:
 
 
 def check_background(job: Job, request: ServedRequest) -> None:
-    """Check that a job of a batch is not in the background; raise RequestError if it is."""
+    """Raise a RequestError if a batch request asks for a background response."""
     if job.in_background and request.service is not None:
         reason = "cannot be set in a batch, which always runs in the background: leave it out."
         raise RequestError(reason, field="background")
 
 
 def ended_by_restart(answer: bytes) -> bytes | None:
-    """Return the JSON of a stored response that was still queued as failed; None for others."""
+    """Mark a stored response that was still queued when the server stopped as failed.
+
+    Returns the new JSON of the response; None for a response that had ended.
+    """
     if not _QUEUED_RESPONSE.match(answer):
         return None
     body = _response_decoder.decode(answer)

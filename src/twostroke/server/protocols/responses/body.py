@@ -36,7 +36,7 @@ ResponseStatus = Literal[Status, "queued", "cancelled"]
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
-    """The text of a message."""
+    """The text of a message in the output."""
 
     text: str
     annotations: list[Any] = []
@@ -75,7 +75,7 @@ class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call")
 
 
 class ThoughtText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """The text of an item of reasoning."""
+    """The text of a reasoning item in the output."""
 
     text: str
 
@@ -109,7 +109,7 @@ class OutputTokensDetails(msgspec.Struct, frozen=True):
 
 
 class ResponseUsage(msgspec.Struct, frozen=True):
-    """The usage object of responses."""
+    """The usage object of responses: the numbers of input and output tokens."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -176,7 +176,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
 
 
 def begin_response(info: ResponseInfo) -> ResponseBody:
-    """Return the response before its first token."""
+    """Return the JSON body of a response before its first token is generated."""
     exchange = exchange_of(info)
     params = info.job.params
     request = exchange.request
@@ -204,21 +204,27 @@ def begin_response(info: ResponseInfo) -> ResponseBody:
 
 
 def _tool_fields(tool: ResponsesTool) -> dict[str, Any]:
-    """Return the fields of a tool as the response repeats them: a function's even if null."""
+    """Return a tool of the request as the response repeats it.
+
+    Fields that are null are left out, except a function's required fields.
+    """
     fields = msgspec.to_builtins(tool)
     required = FunctionBody.__struct_fields__ if isinstance(tool, FunctionTool) else ()
     return {name: value for name, value in fields.items() if value is not None or name in required}
 
 
 def exchange_of(info: ResponseInfo) -> Exchange:
-    """Return the conversation of a response."""
+    """Return the `Exchange` of a response: its conversation, and the parts to store."""
     (exchange,) = info.job.prompts
     assert isinstance(exchange, Exchange)
     return exchange
 
 
 def usage_body(usage: Usage, num_reasoning: int) -> ResponseUsage:
-    """Return the usage in this protocol's form; `num_reasoning` of the tokens are reasoning."""
+    """Return the engine's token counts as the usage object of responses.
+
+    `num_reasoning` is the number of reasoning tokens.
+    """
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(usage.cached_tokens),

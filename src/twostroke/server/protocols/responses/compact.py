@@ -70,7 +70,10 @@ class CompactedResponse(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def read(request: CompactRequest, tenant: Tenant) -> Job:
-    """Return the job of a request: it asks the model for a summary. Raises as `exchange.read`."""
+    """Translate a request to `/v1/responses/compact` to a job that writes a summary.
+
+    Raises RequestError as `exchange.read` does.
+    """
     response_request = ResponsesRequest(
         model=request.model,
         input=request.input,
@@ -99,15 +102,15 @@ def read(request: CompactRequest, tenant: Tenant) -> Job:
 
 
 def names(_request: CompactRequest) -> Mapping[str, str]:
-    """Return the protocol's names of the engine's fields, for errors."""
+    """Return this endpoint's names of the engine's fields, so that errors use them."""
     return {"messages": "input"}
 
 
 class CompactEncoder(ResponsesEncoder):
-    """Writes the compacted conversation, which is never streamed."""
+    """Builds the response with a compacted conversation, which is never streamed."""
 
     def _result(self) -> CompactedResponse:  # type: ignore[override]  # the caller only encodes it as JSON
-        """Return the response with the summary that the model wrote."""
+        """Return the response: one item with the summary that the model wrote."""
         body = self.body
         assert body.usage is not None
         parts = [part for item in body.output for part in getattr(item, "content", ())]

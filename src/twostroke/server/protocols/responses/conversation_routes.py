@@ -102,7 +102,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
 
 
 class Conversations:
-    """The endpoints of stored conversations."""
+    """The HTTP endpoints of stored conversations."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Conversations:
         }
 
     def routes(self) -> list[Route]:
-        """Return the routes of these endpoints."""
+        """Return the routes of /v1/conversations and the paths below it."""
         return [
             Route(LIST_PATH, self.create, methods=["POST"], name=LIST_PATH),
             Route(PATH, self.conversation, methods=["GET", "DELETE"], name=PATH),
@@ -142,7 +142,7 @@ class Conversations:
         ]
 
     async def create(self, request: Request) -> Response:
-        """Store a new conversation."""
+        """Answer POST /v1/conversations: store a new conversation, and return it."""
         read_query(request, ())
         tenant = self._tenant_of(request)
 
@@ -156,7 +156,7 @@ class Conversations:
         return to_json(await self._in_thread(request, work))
 
     async def conversation(self, request: Request) -> Response:
-        """Return a conversation, or delete it."""
+        """Answer GET and DELETE of a conversation: return or delete the conversation."""
         tenant, record = self._find(request)
         read_query(request, ())
         if request.method == "DELETE":
@@ -165,7 +165,7 @@ class Conversations:
         return to_json(stored.body_of(record))
 
     async def update(self, request: Request) -> Response:
-        """Replace the metadata of a conversation."""
+        """Answer POST of a conversation: replace its metadata, and return it."""
         tenant, record = self._find(request)
         read_query(request, ())
 
@@ -176,7 +176,10 @@ class Conversations:
         return to_json(await self._in_thread(request, work))
 
     async def list_items(self, request: Request) -> Response:
-        """Return a part of the list of a conversation's items, by default the newest first."""
+        """Answer GET of a conversation's items: return a part of the list.
+
+        By default, the newest item is the first.
+        """
         _, record = self._find(request)
         query = read_query(request, ("after", "limit", "order"))
 
@@ -186,7 +189,7 @@ class Conversations:
         return to_json(await self._readers.run_for(request, work))
 
     async def create_items(self, request: Request) -> Response:
-        """Add items to a conversation, and return them."""
+        """Answer POST of a conversation's items: add items, and return them."""
         tenant, record = self._find(request)
         read_query(request, ())
 
@@ -205,7 +208,10 @@ class Conversations:
         return to_json(await self._in_thread(request, work))
 
     async def item(self, request: Request) -> Response:
-        """Return an item, or delete it and return its conversation."""
+        """Answer GET and DELETE of a conversation's item.
+
+        GET returns the item. DELETE deletes it, and returns the conversation.
+        """
         tenant = self._tenant_of(request)
         read_query(request, ())
         id_ = request.path_params["item_id"]
@@ -238,7 +244,11 @@ class Conversations:
     def _read_items(
         self, raw_items: list[RawItem], tenant: Tenant, ids: set[str], request: Request
     ) -> list[RawItem]:
-        """Return items as they are stored; an item whose id is in `ids` gets a new id."""
+        """Check the items of a request, and return them in the form in which they are stored.
+
+        `ids` are the ids of the conversation's items; a new item with one of these ids gets a new
+        id.
+        """
         with _named_items():
             check_messages(len(raw_items), "input")
             items, ignored = read_input(raw_items, tenant, ids)
@@ -246,7 +256,10 @@ class Conversations:
         return items
 
     async def _in_thread(self, request: Request, work: Callable[[bytes], Any]) -> Any:
-        """Run `work` on the body in a thread, so that many items do not delay streams."""
+        """Receive a request's body, and return the result of `work` on it.
+
+        `work` runs in a thread, so that many items do not delay streams.
+        """
         async with body_of(request, self._limits) as body:
 
             def read() -> Any:
@@ -257,7 +270,7 @@ class Conversations:
 
 @contextmanager
 def _named_items() -> Iterator[None]:
-    """Rename the field `input` to `items` in the errors of the block."""
+    """Name the field `items` instead of `input` in RequestErrors that the block raises."""
     try:
         yield
     except RequestError as error:

@@ -61,7 +61,7 @@ def new_conversation(metadata: dict[str, str] | None) -> ConversationBody:
 def store_conversation(
     tenant: Tenant, body: ConversationBody, items: Sequence[RawItem] = ()
 ) -> None:
-    """Store a new conversation that begins with these items.
+    """Store a new conversation of a tenant, which begins with `items`.
 
     Raises:
         RequestError: the conversation is too large, or the server stores nothing.
@@ -72,7 +72,7 @@ def store_conversation(
 
 
 def find_conversation(tenant: Tenant, id_: str) -> StoredResponse:
-    """Return the record of a conversation. Raises ConversationNotFoundError."""
+    """Return the stored record of a conversation. Raises ConversationNotFoundError."""
     record = tenant.find(id_, CONVERSATION)
     if record is None:
         raise ConversationNotFoundError(
@@ -82,28 +82,31 @@ def find_conversation(tenant: Tenant, id_: str) -> StoredResponse:
 
 
 def body_of(record: StoredResponse) -> ConversationBody:
-    """Return the response body for a conversation's record."""
+    """Return the JSON body with which the server describes a stored conversation."""
     return _decoder.decode(record.answer)
 
 
 def items_in(record: StoredResponse) -> list[RawItem]:
-    """Return the items of a conversation, the oldest first."""
+    """Return all items of a stored conversation, the oldest first."""
     if record.previous is None:
         return []
     return [item for turn in record.previous.conversation() for item in items_of(turn)]
 
 
 def add_items(tenant: Tenant, record: StoredResponse, items: Sequence[RawItem]) -> None:
-    """Add items at the end of a conversation. Raises RequestError if it becomes too large."""
+    """Add items at the end of a stored conversation.
+
+    Raises a RequestError if the conversation becomes too large.
+    """
     if not append_turn(tenant, record.id, _new_turn(items, record.previous)):
         raise _too_large_error(tenant)
 
 
 def append_turn(tenant: Tenant, id_: str, turn: StoredResponse) -> bool:
-    """Add a turn at the end of a conversation; return False if it becomes too large.
+    """Add a turn at the end of a stored conversation; return False if it becomes too large.
 
-    The turn follows turns that other requests have added meanwhile. For a conversation that was
-    deleted meanwhile, nothing is stored.
+    A turn is a stored response, or items that a client added. The turn follows turns that other
+    requests have added meanwhile. For a conversation that was deleted meanwhile, nothing is stored.
     """
     while (record := tenant.find(id_, CONVERSATION)) is not None:
         if turn.previous is not record.previous:
@@ -123,13 +126,19 @@ def append_turn(tenant: Tenant, id_: str, turn: StoredResponse) -> bool:
 
 
 def replace_items(tenant: Tenant, record: StoredResponse, items: Sequence[RawItem]) -> bool:
-    """Replace all items of a conversation; return False if it has changed since it was read."""
+    """Replace all items of a stored conversation.
+
+    Returns False, without a change, if the conversation has changed since `record` was read.
+    """
     last_turn = _new_turn(items, None) if items else None
     return tenant.supersede(record, _make_record(record.id, record.answer, last_turn))
 
 
 def replace_metadata(tenant: Tenant, id_: str, metadata: dict[str, str]) -> ConversationBody:
-    """Replace the metadata of a conversation. Raises ConversationNotFoundError or RequestError."""
+    """Replace the metadata of a stored conversation, and return its JSON body.
+
+    Raises ConversationNotFoundError, or RequestError if the conversation becomes too large.
+    """
     while True:
         record = find_conversation(tenant, id_)
         body = body_of(record)
@@ -142,13 +151,19 @@ def replace_metadata(tenant: Tenant, id_: str, metadata: dict[str, str]) -> Conv
 
 
 def check_room(tenant: Tenant, turn: StoredResponse) -> None:
-    """Check that a conversation has room for a turn; raise RequestError if not."""
+    """Check that a conversation does not become too large with a turn.
+
+    Raises a RequestError if it does. The turn has the earlier turns in `previous`.
+    """
     if not tenant.fits(_make_record("", b"", turn)):
         raise _too_large_error(tenant)
 
 
 def _make_record(id_: str, answer: bytes, last_turn: StoredResponse | None) -> StoredResponse:
-    """Return the record of a conversation; `answer` is the JSON of its `ConversationBody`."""
+    """Return the record under which a conversation is stored.
+
+    `answer` is the JSON of its `ConversationBody`; `last_turn` is the newest turn, or None.
+    """
     return StoredResponse(
         id=id_,
         request_items=_NO_ITEMS,
@@ -160,7 +175,7 @@ def _make_record(id_: str, answer: bytes, last_turn: StoredResponse | None) -> S
 
 
 def _new_turn(items: Sequence[RawItem], previous: StoredResponse | None) -> StoredResponse:
-    """Return a turn of items that a client added, after the turn `previous`."""
+    """Return a turn of items that a client added to a conversation, after `previous`."""
     ids = tuple(item["id"] for item in items)
     return StoredResponse(
         id=_new_turn_id(),
@@ -176,7 +191,7 @@ def _new_turn_id() -> str:
 
 
 def _too_large_error(tenant: Tenant) -> RequestError:
-    """Return the error about a conversation that cannot be stored."""
+    """Return the error that a conversation is too large, or that the server stores none."""
     if not tenant.store.max_responses:
         reason = "Conversations cannot be stored: the server was started with --keep-responses 0."
         return RequestError(reason)

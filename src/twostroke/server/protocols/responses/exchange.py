@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class _StoredFlag(msgspec.Struct):
-    """The field of a stored response that tells whether its conversation is stored, too."""
+    """The field `store` of a stored response: whether its conversation is stored, too."""
 
     store: bool = True
 
@@ -70,14 +70,14 @@ class PreviousNotFoundError(RequestError):
 
 
 class Exchange(Conversation, kw_only=True):
-    """The conversation of one response, with the parts to store.
+    """The conversation that a response answers, with the data to store.
 
     Attributes:
         request: the request, whose options the response repeats.
         tenant: the sender, who owns the stored response.
         draft: the stored response without its answer.
-        is_stored: whether the response is stored with its conversation: false if the request does
-            not want that, or if the conversation is too large.
+        is_stored: whether the response is stored with its conversation: false if the request
+            does not want that, or if the conversation is too large.
     """
 
     request: ResponsesRequest
@@ -86,7 +86,10 @@ class Exchange(Conversation, kw_only=True):
     is_stored: bool
 
     def response(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> StoredResponse:
-        """Return the response to store: `answer` is its JSON, `item_ids` the ids of its output."""
+        """Return the record under which a response is stored.
+
+        `answer` is the response's JSON; `item_ids` are the ids of its output items.
+        """
         ids = (*self.draft.item_ids, *item_ids)
         return StoredResponse(
             id=id_,
@@ -97,7 +100,10 @@ class Exchange(Conversation, kw_only=True):
         )
 
     def hold(self, id_: str, answer: bytes) -> StoredResponse | None:
-        """Store a response that has not ended; requests cannot continue it. Return it if stored."""
+        """Store a response that has not ended, so that clients can read it meanwhile.
+
+        Requests cannot continue it yet. Returns the stored record; None if nothing is stored.
+        """
         response = self.response(id_, answer, ())
         response.is_open = True
         return response if self.is_stored and self.tenant.put(response) else None
@@ -115,7 +121,7 @@ class Exchange(Conversation, kw_only=True):
         return self.tenant.put(response)
 
     def keep_alone(self, queued: StoredResponse, answer: bytes, item_ids: Sequence[str]) -> None:
-        """Store a background response without its conversation, which makes it too large.
+        """Store a background response alone, since it is too large with its conversation.
 
         Clients can read the response, but requests cannot continue it.
         """
@@ -127,14 +133,14 @@ class Exchange(Conversation, kw_only=True):
             self.tenant.remove(queued.id)
 
     def join_conversation(self, response: StoredResponse) -> None:
-        """Add the response to the stored conversation that the request names, if any."""
+        """Add the response to the stored conversation that its request names, if any."""
         id_ = conversation_id(self.request)
         if id_ is not None:
             append_turn(self.tenant, id_, response)
 
 
 def read(request: ResponsesRequest, tenant: Tenant) -> Job:
-    """Return the job of a request.
+    """Translate a request to `/v1/responses` to a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -171,7 +177,10 @@ class InputTokens(msgspec.Struct, frozen=True):
 
 
 def count(request: ResponsesRequest, card: ModelCard, tenant: Tenant) -> InputTokens:
-    """Return the number of tokens in a request's prompt. Raises as `read`."""
+    """Return the number of tokens in the prompt of a request to `/v1/responses`.
+
+    Raises RequestError as `read` does.
+    """
     previous = request.previous_response_id or request.conversation
     if not (request.input or request.instructions or previous):
         return InputTokens(0)
@@ -181,7 +190,7 @@ def count(request: ResponsesRequest, card: ModelCard, tenant: Tenant) -> InputTo
 
 
 def names(request: ResponsesRequest) -> Mapping[str, str]:
-    """Return the protocol's names of the engine's fields, for errors.
+    """Return the Responses protocol's names of the engine's fields, so that errors use them.
 
     A request that sends the engine's own name gets the error about that field.
     """
@@ -196,7 +205,11 @@ def names(request: ResponsesRequest) -> Mapping[str, str]:
 def _exchange(
     request: ResponsesRequest, tenant: Tenant
 ) -> tuple[Exchange, Tools | None, list[Ignored]]:
-    """Return the conversation of a request, its tools, and the ignored fields of its items."""
+    """Assemble the conversation of a request, with the stored turns that it continues.
+
+    Returns the conversation, the tools that the answer may call, and the ignored fields of the
+    request's items. Raises RequestError.
+    """
     previous = _previous(request, tenant)
     turns = list(previous.conversation()) if previous else []
     if isinstance(request.input, list):
@@ -246,7 +259,10 @@ def _exchange(
 def _merge_tools(
     tools: Sequence[ResponsesTool] | None, additional: Sequence[ResponsesTool]
 ) -> list[ResponsesTool]:
-    """Return the tools of a request and of its items; of tools with equal names, the first."""
+    """Return the tools of a request, and the tools in the items of its conversation.
+
+    Of tools with equal names, the first is returned.
+    """
     merged = list(tools or ())
     names = {tool.name for tool in merged}
     for tool in additional:
@@ -257,7 +273,7 @@ def _merge_tools(
 
 
 def _thinking(request: ResponsesRequest) -> Thinking:
-    """Return the options for the model's reasoning."""
+    """Return a request's options for the model's reasoning."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     if effort is None and not request.chat_template_kwargs:
         return AS_IT_IS
@@ -266,7 +282,9 @@ def _thinking(request: ResponsesRequest) -> Thinking:
 
 
 def _previous(request: ResponsesRequest, tenant: Tenant) -> StoredResponse | None:
-    """Return the response that a request continues, or the newest turn of its conversation.
+    """Return the stored response that a request continues; None for a new conversation.
+
+    For a request that names a stored conversation, this is the conversation's newest turn.
 
     Raises:
         RequestError: the response or the conversation is not stored, or cannot be continued.
@@ -293,7 +311,7 @@ def _previous(request: ResponsesRequest, tenant: Tenant) -> StoredResponse | Non
 
 
 def _params(request: ResponsesRequest, tools: Tools | None) -> SamplingParams:
-    """Return the sampling parameters of a request. Raises RequestError."""
+    """Return the engine's sampling parameters for a request. Raises RequestError."""
     values: dict[str, Any] = {"max_tokens": RESPONSES.first_limit(request)}
     if LOGPROBS in (request.include or ()):
         values["logprobs"] = request.top_logprobs or 0
@@ -306,10 +324,12 @@ def _params(request: ResponsesRequest, tools: Tools | None) -> SamplingParams:
 
 
 def _constraint(request: ResponsesRequest) -> Constraint | None:
-    """Return the constraint that `text.format` or vLLM's fields set, or None for free text.
+    """Return the constraint that a request sets on the answer's format; None for free text.
+
+    The format may be in `text.format`, or in the fields that vLLM has.
 
     Raises:
-        RequestError: both set one.
+        RequestError: both set a format.
     """
     vllm_constraint = to_constraint(request)
     format_ = request.text.format if request.text is not None else None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class InputText(field.TaggedObject, tag="input_text"):
-    """A text part of a message or a result."""
+    """A text part of a message or of a tool's result."""
 
     other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
 
@@ -104,13 +104,13 @@ class CustomToolCallOutput(CallFields, tag="custom_tool_call_output", kw_only=Tr
 
 
 class ReasoningText(field.TaggedObject, tag="reasoning_text"):
-    """A text part of reasoning."""
+    """A text part of a reasoning item."""
 
     text: str
 
 
 class PlainReasoningText(ReasoningText, tag="text"):
-    """A text part of reasoning, by the type that some clients send."""
+    """A text part of a reasoning item, with the type that some clients send."""
 
 
 class Reasoning(field.TaggedObject, tag="reasoning"):
@@ -148,13 +148,13 @@ class ToolsItem(field.TaggedObject):
 
 
 class AdditionalTools(ToolsItem, tag="additional_tools"):
-    """Tools that a client adds during a conversation."""
+    """An item with tools that a client adds during a conversation."""
 
     role: field.SentBack = None
 
 
 class ToolSearchOutput(ToolsItem, tag="tool_search_output"):
-    """Tools that a client's search found."""
+    """An item with tools that a client's search found."""
 
     call_id: field.SentBack = None
     execution: field.SentBack = None
@@ -200,17 +200,23 @@ _SUMMARY_PREFIX: Final = "twostroke-summary:"  # begins the content of this serv
 
 
 def new_id(prefix: str) -> str:
-    """Return a random id that cannot be guessed, such as `msg_` and hexadecimal digits."""
+    """Return a random id for a stored item, which cannot be guessed.
+
+    It consists of a prefix, such as `msg_`, and hexadecimal digits.
+    """
     return prefix + secrets.token_hex(24)
 
 
 def encode_summary(text: str) -> str:
-    """Return a summary as the content of a compaction."""
+    """Encode a conversation's summary as the content of a compaction item."""
     return _SUMMARY_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
 
 
 def decode_summary(content: str) -> str | None:
-    """Return the summary in a compaction's content; None if another server made it."""
+    """Return the conversation's summary in the content of a compaction item.
+
+    Returns None if another server made the item.
+    """
     if not content.startswith(_SUMMARY_PREFIX):
         return None
     try:
@@ -222,12 +228,12 @@ def decode_summary(content: str) -> str | None:
 def read_input(
     value: str | list[RawItem] | None, tenant: Tenant, used_ids: set[str]
 ) -> tuple[list[RawItem], list[Ignored]]:
-    """Return the items of `input` as they are stored, and reports of ignored parts.
+    """Check the items of a request's `input`, and return them as they are stored.
 
-    The stored items have types and ids, and references are replaced by the items that they name.
-    Items of unknown types and references to items that are not stored are left out, together with
-    the results of their calls. An item whose id is in `used_ids` gets a new id. The ids of all
-    returned items are added to `used_ids`.
+    Also returns reports of ignored parts. The stored items have types and ids, and references are
+    replaced by the items that they name. Items of unknown types and references to items that are
+    not stored are left out, together with the results of their calls. An item whose id is in
+    `used_ids` gets a new id. The ids of all returned items are added to `used_ids`.
 
     Raises:
         RequestError: an item is not valid, or there are too many references.
@@ -267,7 +273,7 @@ def read_input(
 
 
 def tools_in(items: Iterable[RawItem]) -> list[ResponsesTool]:
-    """Return the tools in the items of a conversation."""
+    """Return the tools that the items of a conversation add."""
     tools: list[ResponsesTool] = []
     for raw in items:
         if raw.get("type") in _TOOL_ITEM_TAGS:
@@ -278,9 +284,10 @@ def tools_in(items: Iterable[RawItem]) -> list[ResponsesTool]:
 
 
 def _drop_unknown_items(raw_items: list[RawItem]) -> tuple[list[RawItem], list[Ignored]]:
-    """Return the items of known types, and a report for each unknown type.
+    """Remove items of unknown types from a request's input.
 
-    The results of calls of unknown types are left out, too.
+    Returns the other items, and a report for each unknown type. The results of calls of unknown
+    types are removed, too.
     """
     call_ids = {_call_id(raw) for raw in raw_items if _has_unknown_type(raw)} - {None}
     known_items: list[RawItem] = []
@@ -296,18 +303,21 @@ def _drop_unknown_items(raw_items: list[RawItem]) -> tuple[list[RawItem], list[I
 
 
 def _has_unknown_type(raw: RawItem) -> bool:
-    """Whether an item's type is an unknown text. A type that is no text is an error elsewhere."""
+    """Whether the type of a request's item is a text that this server does not know.
+
+    A type that is not a text is an error, which is raised elsewhere.
+    """
     return isinstance(raw["type"], str) and raw["type"] not in _ITEM_TYPES
 
 
 def _call_id(raw: RawItem) -> str | None:
-    """Return the call id of an item; None if it is missing or not a text."""
+    """Return the `call_id` of a request's item; None if it is missing or not a text."""
     call_id = raw.get("call_id")
     return call_id if isinstance(call_id, str) else None
 
 
 def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, Any]]:
-    """Return items as messages for a chat template.
+    """Return the items of a conversation as messages for a chat template.
 
     The reasoning, the text and the calls of an answer become one message. The first `num_earlier`
     items are not part of the request's `input`, so errors count items from there.
@@ -350,7 +360,10 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
 
 
 def _add_to_messages(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Add an item to the last message, or as a new message; return the message."""
+    """Add an item to the messages for a chat template; return the message that has it.
+
+    A tool call is added to the assistant's last message; other items become new messages.
+    """
     message: dict[str, Any]
     last: dict[str, Any] = messages[-1] if messages else {"role": ""}
     if isinstance(item, _RESULT_TYPES):
@@ -378,12 +391,15 @@ def _add_to_messages(item: Item, messages: list[dict[str, Any]]) -> dict[str, An
 
 
 def _read_item(raw: RawItem, where: str) -> tuple[Item, list[Ignored]]:
-    """Return the struct of an item at the path `where`, and its ignored fields."""
+    """Return an item of a request as a struct, and the fields of the item that are ignored.
+
+    `where` is the path of the item in the request. Raises RequestError.
+    """
     return convert(raw, _ITEM_TYPES.get(str(raw["type"]), Item), where)
 
 
 def _to_stored_item(raw: RawItem, item: Item) -> RawItem:
-    """Return an item of a request with the fields that stored items have."""
+    """Return a request's item in the form in which it is stored, with an id and a status."""
     raw = raw | {"id": item.id or new_id(_ID_PREFIXES[raw["type"]])}
     if not isinstance(item, Reasoning | Compaction | ToolsItem):
         raw["status"] = "completed"
@@ -396,7 +412,10 @@ def _to_stored_item(raw: RawItem, item: Item) -> RawItem:
 
 
 def _with_type(raw: RawItem) -> RawItem:
-    """Return an item with a type; without one it is a reference if it only has an id."""
+    """Return a request's item with a `type`, which clients may leave out.
+
+    An item that only has an id is a reference to a stored item; other items are messages.
+    """
     if raw.get("type") is not None:
         return raw
     return raw | {"type": "item_reference" if raw.keys() <= {"id", "type"} else "message"}

@@ -22,14 +22,14 @@ MAX_REFERENCES: Final = 1024
 
 
 def items_of(stored: StoredResponse) -> list[RawItem]:
-    """Return the items of a stored response: the items of its request, then its output."""
+    """Return the items of a stored response: the input of its request, then its output."""
     request_items: list[RawItem] = msgspec.json.decode(stored.request_items)
     answer: dict[str, Any] = msgspec.json.decode(stored.answer)
     return [*request_items, *answer["output"]]
 
 
 def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
-    """Return the stored items to which a request refers.
+    """Return the stored items to which the references in a request's `input` refer.
 
     `ids` are the ids of the items, by the index of the reference in `input`; the result has the
     same keys, without items that are not stored. Each stored response is read only once.
@@ -58,7 +58,7 @@ def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
 
 
 def missing_item(index: int, id_: str) -> RequestError:
-    """Return the error about a reference to an item that is not stored, at `input[index]`."""
+    """Return the error that `input[index]` refers to an item that is not stored."""
     reason = "Item with id '{id}' not found: items are stored with their response, "
     reason += "unless store is false. Send the item itself."
     field = f"input[{index}].item_reference"

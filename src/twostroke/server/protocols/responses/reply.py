@@ -42,10 +42,13 @@ if TYPE_CHECKING:
 
 
 class ResponsesEncoder:
-    """Builds the response, an output item for each block, and writes its numbered events."""
+    """Builds a response, with an output item for each block of the answer.
+
+    It also writes the numbered server-sent events of a stream, and stores the response at the end.
+    """
 
     def __init__(self, info: ResponseInfo) -> None:
-        """Write the response that `info` describes."""
+        """Begin the response that `info` describes, without output."""
         self._info = info
         self._body = begin_response(info)
         self._body.output = []
@@ -56,19 +59,19 @@ class ResponsesEncoder:
 
     @property
     def body(self) -> ResponseBody:
-        """The response in its present state."""
+        """The JSON body of the response in its present state, which changes with each event."""
         return self._body
 
     def write(self, event: events.Event) -> bytes:
-        """Return the named server-sent events for an event, joined."""
+        """Return the server-sent events for an event of the answer, joined."""
         return b"".join(self.write_each(event))
 
     def write_each(self, event: events.Event) -> list[bytes]:
-        """Return the named server-sent events for an event."""
+        """Return the server-sent events for an event of the answer, one by one."""
         return self._written(self._take(event))
 
     def queue(self) -> list[bytes]:
-        """Store the response in the state `queued`, and return its first events."""
+        """Store a background response with the status `queued`, and return its first events."""
         body = self._body
         body.background = True
         body.status = "queued"
@@ -76,7 +79,7 @@ class ResponsesEncoder:
         return self._written([sent.ResponseCreated(body), sent.ResponseQueued(body)])
 
     def cancel(self) -> list[bytes]:
-        """End a cancelled response, store it, and return its last event."""
+        """End a cancelled background response, store it, and return its last event."""
         if self._block is not None:
             self._complete(self._block, is_cut=True)
         self._body.status = "cancelled"
@@ -84,7 +87,10 @@ class ResponsesEncoder:
         return self._written([sent.ResponseIncomplete(self._body)])
 
     def _written(self, stream_events: Iterable[sent.StreamEvent]) -> list[bytes]:
-        """Number and encode events; each is encoded before the next one changes the body."""
+        """Number a stream's events, and encode them as server-sent events.
+
+        Each event is encoded before the next event changes the response.
+        """
         data = []
         for event in stream_events:
             event.sequence_number = self._num_events
@@ -93,7 +99,7 @@ class ResponsesEncoder:
         return data
 
     def whole_response(self, stream: Iterable[events.Event]) -> ResponseBody:
-        """Return the response that is not streamed."""
+        """Return the complete response from all events, for a request without a stream."""
         for event in stream:
             for _ in self._take(event):
                 pass  # only the changes of the body matter
@@ -103,7 +109,7 @@ class ResponsesEncoder:
         return self._body
 
     def _take(self, event: events.Event) -> Iterator[sent.StreamEvent]:
-        """Apply an event to the response, and yield the stream's events for it."""
+        """Apply an event of the answer to the response; yield the stream's events for it."""
         match event:
             case events.ContentAdded():
                 yield self._add(event)
@@ -129,7 +135,7 @@ class ResponsesEncoder:
         yield sent.ResponseInProgress(self._body)
 
     def _open(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
-        """Begin the output item of a block."""
+        """Begin the output item of a content block; yield the stream's events for that."""
         self._block = block
         item = self._empty_item(block)
         self._body.output.append(item)
@@ -140,7 +146,7 @@ class ResponsesEncoder:
             )
 
     def _empty_item(self, block: events.ContentBlock) -> OutputItem:
-        """Return the output item of a block, without content."""
+        """Return the output item of a content block, without content."""
         match block.kind:
             case events.BlockKind.TEXT:
                 return OutputMessage(new_id("msg_"), "in_progress", [])
@@ -158,7 +164,7 @@ class ResponsesEncoder:
                 )
 
     def _add(self, event: events.ContentAdded) -> sent.StreamEvent:
-        """Return the event for more content of the open block."""
+        """Return the stream's event for more content of the open output item."""
         output_index = event.block.index
         id_ = self._body.output[output_index].id
         match event.block.kind:
@@ -187,7 +193,7 @@ class ResponsesEncoder:
                 )
 
     def _close(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
-        """End the output item of a block."""
+        """End the output item of a content block; yield the stream's events for that."""
         item = self._complete(block, is_cut=block.is_cut)
         output_index = block.index
         match item:
@@ -223,7 +229,10 @@ class ResponsesEncoder:
         yield sent.OutputItemDone(output_index, item)
 
     def _complete(self, block: events.ContentBlock, *, is_cut: bool) -> OutputItem:
-        """Fill in the output item of a block, and return the item."""
+        """Fill in the output item of a content block, and return the item.
+
+        `is_cut` tells whether the block is incomplete.
+        """
         item = self._body.output[block.index]
         item.status = "incomplete" if is_cut else "completed"
         match item:
@@ -248,7 +257,7 @@ class ResponsesEncoder:
             self._body.timings = timings_body(event.usage, event.timings)
 
     def _finish(self, event: events.AnswerFinished) -> sent.StreamEvent:
-        """Complete the response, and store it for later requests."""
+        """Complete the response, store it for later requests, and return its last event."""
         body = self._body
         body.usage = usage_body(event.usage, event.num_reasoning)
         if body.incomplete_details is None:
@@ -262,7 +271,10 @@ class ResponsesEncoder:
         return sent.ResponseIncomplete(body)
 
     def _fail(self, event: events.StreamFailed) -> sent.StreamEvent:
-        """End the response with an error, and store it, so that clients can read the error."""
+        """End the response with an error, and return its last event.
+
+        The response is stored, so that clients can read the error.
+        """
         if self._block is not None:
             self._complete(self._block, is_cut=True)
         code = "server_error" if event.error.http_status >= 500 else "invalid_prompt"
@@ -272,7 +284,10 @@ class ResponsesEncoder:
         return sent.ResponseFailed(self._body)
 
     def _store(self) -> None:
-        """Store the response for later requests, and note in `store` whether that was possible."""
+        """Store the response for later requests.
+
+        The response's field `store` then tells whether it was stored with its conversation.
+        """
         body = self._body
         exchange = exchange_of(self._info)
         ids = [item.id for item in body.output]
@@ -285,7 +300,10 @@ class ResponsesEncoder:
 
 
 def _add_empty_part(item: OutputItem) -> OutputPart | None:
-    """Give an item an empty part, and return the part; None for calls, which have no parts."""
+    """Give an output item an empty text part, and return the part.
+
+    Returns None for tool calls, which have no parts.
+    """
     match item:
         case OutputMessage():
             item.content = [OutputText("")]

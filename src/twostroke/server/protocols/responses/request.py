@@ -40,7 +40,7 @@ class TextSchema(NamedSchema, tag_field="type", tag="json_schema"):
 
 
 class TextConfig(field.RequestObject):
-    """The format of the answer's text."""
+    """The options for the answer's text, such as its format."""
 
     format: Text | JsonObject | TextSchema | None = None
     verbosity: Annotated[Any, field.hint("medium")] = None
@@ -58,7 +58,7 @@ class ReasoningConfig(field.RequestObject):
 
 
 class ResponseStreamOptions(StreamOptions):
-    """Options for the events of a stream."""
+    """Options for the events of a streamed response."""
 
     include_usage: Annotated[bool | None, field.doc("The last event always has the usage.")] = None
     include_obfuscation: field.HintOff = None
@@ -153,13 +153,13 @@ class ResponsesRequest(CommonFields):
 
 
 def conversation_id(request: ResponsesRequest) -> str | None:
-    """Return the id of the conversation that a request continues; None without one."""
+    """Return the id of the stored conversation that a request continues; None without one."""
     reference = request.conversation
     return reference.id if isinstance(reference, ConversationReference) else reference
 
 
 def check(request: ResponsesRequest) -> None:
-    """Check that the fields of a request can be combined.
+    """Check that the fields of a request to `/v1/responses` can be combined.
 
     Raises:
         RequestError: a field cannot be combined with another field.

@@ -37,7 +37,7 @@ class ResponseNotFoundError(TwostrokeError):
 
 
 class Deleted(msgspec.Struct, kw_only=True, frozen=True):
-    """The response to a deletion."""
+    """The response to the deletion of a stored response."""
 
     id: str
     object: Literal["response"] = "response"
@@ -45,7 +45,7 @@ class Deleted(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class StoredResponses:
-    """The endpoints of stored responses, which may still run in the background."""
+    """The HTTP endpoints of stored responses, which may still run in the background."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class StoredResponses:
         self._options = options
 
     def routes(self) -> list[Route]:
-        """Return the routes of these endpoints."""
+        """Return the routes of /v1/responses/{id} and the paths below it."""
         items_path = f"{PATH}/input_items"
         cancel_path = f"{PATH}/cancel"
         return [
@@ -75,7 +75,11 @@ class StoredResponses:
         ]
 
     async def response(self, request: Request) -> Any:
-        """Return a response in its present state, or stream its events, or delete it."""
+        """Answer GET and DELETE of a stored response.
+
+        GET returns the response in its present state, or streams its events. DELETE cancels it if
+        it still runs, and deletes it.
+        """
         stored = self._find(request)
         run = self._runs.find(stored.id)
         if request.method == "DELETE":
@@ -98,14 +102,14 @@ class StoredResponses:
         return Response(stored.answer, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
-        """Return a part of the list of a response's input items."""
+        """Answer GET of a stored response's input items: return a part of the list."""
         stored = self._find(request)
         query = read_query(request, ("after", "limit", "order"))
         # In a thread, since decoding a long conversation would delay streams.
         return to_json(await asyncio.to_thread(_list_input_items, stored, query))
 
     async def cancel(self, request: Request) -> Response:
-        """Stop a background response that has not ended, and return the response."""
+        """Answer POST of /cancel: stop a background response if it runs, and return it."""
         stored = self._find(request)
         if (run := self._runs.find(stored.id)) is not None:
             await run.cancel()
@@ -127,7 +131,10 @@ class StoredResponses:
 
 
 def _starting_after(query: dict[str, str]) -> int | None:
-    """Return the number of the last event that a client has; None for none. Raises RequestError."""
+    """Return the query parameter `starting_after`: the last event that a client has.
+
+    None if the client has no event. Raises RequestError.
+    """
     text = query.get("starting_after")
     if text is None:
         return None
@@ -137,7 +144,10 @@ def _starting_after(query: dict[str, str]) -> int | None:
 
 
 def _list_input_items(stored: StoredResponse, query: dict[str, str]) -> ItemList:
-    """Return a part of the items before a response: of earlier turns, and of its request."""
+    """Return a part of the items that precede a stored response, as the query asks.
+
+    These are the items of the earlier turns of its conversation, and of its request.
+    """
     *earlier_turns, last = stored.conversation()
     items = [item for turn in earlier_turns for item in items_of(turn)]
     items += msgspec.json.decode(last.request_items, type=list[dict[str, Any]])

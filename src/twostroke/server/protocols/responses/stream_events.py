@@ -11,13 +11,13 @@ from twostroke.server.protocols.responses.body import OutputItem, OutputPart, Re
 
 
 class StreamEvent(msgspec.Struct, kw_only=True, tag_field="type"):
-    """The common fields of all events; `type` is the tag."""
+    """The common fields of all events of a streamed response; `type` is the tag."""
 
     sequence_number: int = 0
 
 
 class ResponseCreated(StreamEvent, tag="response.created"):
-    """The first event of a stream."""
+    """The first event of a streamed response."""
 
     response: ResponseBody
 
@@ -29,7 +29,7 @@ class ResponseQueued(StreamEvent, tag="response.queued"):
 
 
 class ResponseInProgress(StreamEvent, tag="response.in_progress"):
-    """The event before the first token."""
+    """The event of a streamed response before its first token."""
 
     response: ResponseBody
 
@@ -42,7 +42,7 @@ class OutputItemAdded(StreamEvent, tag="response.output_item.added"):
 
 
 class ContentPartAdded(StreamEvent, tag="response.content_part.added"):
-    """An event that begins a part of an item."""
+    """An event that begins a part of an output item."""
 
     item_id: str
     output_index: int
@@ -51,7 +51,7 @@ class ContentPartAdded(StreamEvent, tag="response.content_part.added"):
 
 
 class OutputTextDelta(StreamEvent, tag="response.output_text.delta"):
-    """The next text of a message."""
+    """An event with the next text of a message."""
 
     item_id: str
     output_index: int
@@ -61,7 +61,7 @@ class OutputTextDelta(StreamEvent, tag="response.output_text.delta"):
 
 
 class OutputTextDone(StreamEvent, tag="response.output_text.done"):
-    """The complete text of a message."""
+    """An event with the complete text of a message."""
 
     item_id: str
     output_index: int
@@ -71,7 +71,7 @@ class OutputTextDone(StreamEvent, tag="response.output_text.done"):
 
 
 class ReasoningTextDelta(StreamEvent, tag="response.reasoning_text.delta"):
-    """The next text of the reasoning."""
+    """An event with the next text of the reasoning."""
 
     item_id: str
     output_index: int
@@ -80,7 +80,7 @@ class ReasoningTextDelta(StreamEvent, tag="response.reasoning_text.delta"):
 
 
 class ReasoningTextDone(StreamEvent, tag="response.reasoning_text.done"):
-    """The complete text of the reasoning."""
+    """An event with the complete text of the reasoning."""
 
     item_id: str
     output_index: int
@@ -89,7 +89,7 @@ class ReasoningTextDone(StreamEvent, tag="response.reasoning_text.done"):
 
 
 class ContentPartDone(StreamEvent, tag="response.content_part.done"):
-    """A complete part of an item."""
+    """An event with a complete part of an output item."""
 
     item_id: str
     output_index: int
@@ -98,7 +98,7 @@ class ContentPartDone(StreamEvent, tag="response.content_part.done"):
 
 
 class CallArgumentsDelta(StreamEvent, tag="response.function_call_arguments.delta"):
-    """The next piece of a function call's arguments."""
+    """An event with the next piece of a function call's arguments."""
 
     item_id: str
     output_index: int
@@ -106,7 +106,7 @@ class CallArgumentsDelta(StreamEvent, tag="response.function_call_arguments.delt
 
 
 class CallArgumentsDone(StreamEvent, tag="response.function_call_arguments.done"):
-    """The complete arguments of a function call."""
+    """An event with the complete arguments of a function call."""
 
     item_id: str
     output_index: int
@@ -115,7 +115,7 @@ class CallArgumentsDone(StreamEvent, tag="response.function_call_arguments.done"
 
 
 class CustomInputDelta(StreamEvent, tag="response.custom_tool_call_input.delta"):
-    """The next piece of a custom tool call's input."""
+    """An event with the next piece of a custom tool call's input."""
 
     item_id: str
     output_index: int
@@ -123,7 +123,7 @@ class CustomInputDelta(StreamEvent, tag="response.custom_tool_call_input.delta")
 
 
 class CustomInputDone(StreamEvent, tag="response.custom_tool_call_input.done"):
-    """The complete input of a custom tool call."""
+    """An event with the complete input of a custom tool call."""
 
     item_id: str
     output_index: int
@@ -131,7 +131,7 @@ class CustomInputDone(StreamEvent, tag="response.custom_tool_call_input.done"):
 
 
 class OutputItemDone(StreamEvent, tag="response.output_item.done"):
-    """A complete output item."""
+    """An event with a complete output item."""
 
     output_index: int
     item: OutputItem
@@ -156,7 +156,7 @@ class ResponseFailed(StreamEvent, tag="response.failed"):
 
 
 class StreamError(StreamEvent, tag="error"):
-    """The stream ends before its response does: the client can retrieve the response."""
+    """The event of a stream that ends before its response does; the response can be retrieved."""
 
     code: str | None
     message: str

@@ -38,7 +38,7 @@ class FunctionTool(FunctionBody, tag_field="type", tag="function"):
     output_schema: field.Hint = None
 
     def offered(self) -> FunctionBody:
-        """Return the function that is offered to the model."""
+        """Return the function in the form in which it is shown to the model."""
         return self
 
 
@@ -57,7 +57,7 @@ class CustomTool(field.TaggedObject, tag="custom"):
     is_async: field.HintOff = msgspec.field(default=None, name="async")
 
     def offered(self) -> FreeText:
-        """Return the tool in the form that all protocols share."""
+        """Return this custom tool in the form that all protocols share."""
         grammar = self.format
         if not isinstance(grammar, TextGrammar):
             return FreeText(self.name, self.description)
@@ -104,7 +104,9 @@ Choice = Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | All
 def read_tools(
     tools: Sequence[ResponsesTool] | None, choice: Choice | None, *, parallel: bool | None
 ) -> Tools | None:
-    """Return the tools that the answer may call, or None if it may call none.
+    """Check a request's tools and tool choice; return the tools that the answer may call.
+
+    Returns None if the answer may call no tool.
 
     Raises:
         RequestError: as `to_tools`, or the choice names a function that does not exist.
@@ -122,7 +124,10 @@ def read_tools(
 
 
 def split_name(name: str, tools: Sequence[ResponsesTool] | None) -> tuple[str, str | None]:
-    """Split the name of a called tool into its name and its namespace, or None without one."""
+    """Split the name of a called tool into the tool's name and its namespace.
+
+    The namespace is None for a tool without one.
+    """
     for tool in tools or ():
         inner_name = name.removeprefix(f"{tool.name}.")
         if isinstance(tool, NamespaceTool):
@@ -133,7 +138,9 @@ def split_name(name: str, tools: Sequence[ResponsesTool] | None) -> tuple[str, s
 
 
 def _flatten(tools: Sequence[ResponsesTool]) -> Iterator[tuple[str, FunctionBody | FreeText]]:
-    """Yield each tool with its path in the request, and tools in namespaces by their full names.
+    """Yield each tool of a request with its path in the request.
+
+    Tools in a namespace are yielded one by one, by their full names.
 
     Raises:
         RequestError: a name is not valid.
