@@ -1,4 +1,4 @@
-"""One file a model family: `ModelSpec` in, `Program` out."""
+"""Model families, one file each: they turn a `ModelSpec` into a `Program`."""
 
 from __future__ import annotations
 

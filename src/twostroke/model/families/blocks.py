@@ -1,4 +1,4 @@
-"""The building blocks of decoders: each returns the operations between two named values."""
+"""Building blocks of a decoder's Program: each returns operations from one value to another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LATENT_EPSILON: Final = 1e-6  # of norms of latent vectors, in every model
 
 
 def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = None) -> Program:
-    """Return a complete decoder: embedding, layers, norm and logits.
+    """Return the Program of a complete decoder: embedding, layers, norm and logits.
 
     `layer(spec, index, x, output)` returns the operations of a layer.
     """
@@ -49,7 +49,10 @@ def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = No
 
 
 def norm(spec: ModelSpec, output: str, x: str, weight: str) -> ops.RMSNorm:
-    """Return the norm of a whole row; `weight` is given without its ".weight"."""
+    """Return the operation that normalizes a whole row (RMSNorm).
+
+    `weight` is the weight's name without ".weight".
+    """
     epsilon, offset = spec.norm_epsilon, spec.norm_offset
     return ops.RMSNorm(output, x, f"{weight}.weight", spec.hidden_size, epsilon, offset=offset)
 
@@ -57,10 +60,11 @@ def norm(spec: ModelSpec, output: str, x: str, weight: str) -> ops.RMSNorm:
 def attention(
     spec: ModelSpec, layer: int, x: str, output: str, *, query_key_norm: QueryKeyNorm = None
 ) -> list[Op]:
-    """Return the operations of attention: projections of x, rotation, attention, output projection.
+    """Return the operations of an attention block from `x` to `output`.
 
-    With a `query_key_norm`, queries and keys are normalized before they are rotated: each head by
-    itself ("head"), or the whole row ("row").
+    They are the projections, the rotation, attention, and the output projection. With a
+    `query_key_norm`, queries and keys are normalized before they are rotated: each head by itself
+    ("head"), or the whole row ("row").
     """
     name, hidden = f"blk.{layer}", spec.hidden_size
     kv_source = spec.kv_source_layer(layer)
@@ -106,7 +110,7 @@ def attention(
 def _heads(
     spec: ModelSpec, layer: int, x: str, query_key_norm: QueryKeyNorm
 ) -> tuple[list[Op], dict[str, str]]:
-    """Return the operations that compute a layer's queries, keys and values, and their outputs.
+    """Return the operations that compute a layer's queries, keys and values, and their names.
 
     A layer that shares an earlier layer's keys and values has queries alone.
     """
@@ -153,7 +157,10 @@ def _heads(
 
 
 def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return the operations of latent attention, which computes scores in the latent space."""
+    """Return the operations of latent attention (DeepSeek) from `x` to `output`.
+
+    Scores are computed in the latent space.
+    """
     assert spec.latent is not None
     name = f"blk.{layer}"
     weight = f"blk.{layer}.attn"
@@ -237,7 +244,7 @@ def _latent_projections(spec: ModelSpec, layer: int, x: str) -> list[Op]:
 
 
 def _latent_queries_and_keys(spec: ModelSpec, layer: int, q: str, latent: str) -> list[Op]:
-    """Return the operations that bring queries into the latent space and join them with keys.
+    """Return the operations that bring queries into the latent space, and join the keys.
 
     The last of them rotates the queries; the keys are not rotated yet.
     """
@@ -279,17 +286,17 @@ def _latent_queries_and_keys(spec: ModelSpec, layer: int, q: str, latent: str) -
 
 
 def _head_matrices(spec: ModelSpec, weight: str) -> tuple[str, ...]:
-    """Return the names of a weight's matrices, one for each head."""
+    """Return the names of a weight's matrices in latent attention, one for each head."""
     return tuple([f"{weight}.{head}.weight" for head in range(spec.num_heads)])
 
 
 def feed_forward(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return a gated feed-forward of x."""
+    """Return the operations of a gated feed-forward from `x` to `output`."""
     return _gated(spec, layer, x, output, width=spec.ffn_size_of(layer))
 
 
 def mixture(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return a router and a mixture of experts of x, with the shared expert if there is one."""
+    """Return the operations of a mixture of experts: router, experts and shared expert if any."""
     assert spec.experts is not None
     name = f"blk.{layer}"
     hidden = spec.hidden_size
@@ -322,7 +329,7 @@ def mixture(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
 
 
 def mixture_with_dense_ffn(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return the sum of a dense feed-forward and a mixture of experts (Gemma 4).
+    """Return operations that add a dense feed-forward and a mixture of experts (Gemma 4).
 
     The feed-forward reads x. The router and the experts read their own norms of the state from
     which x was computed. Both outputs are normalized before they are added.
@@ -376,10 +383,11 @@ def residual_layer(
     post_norms: bool = False,
     query_key_norm: QueryKeyNorm = None,
 ) -> list[Op]:
-    """Return the layer that most families share: attention, then a feed-forward, each added to x.
+    """Return the operations of a usual decoder layer: attention, then a feed-forward.
 
-    Each of the two parts may have a norm before it, named by `pre_norms`, and with `post_norms` has
-    one after it. The second part is a mixture of experts in layers that have experts.
+    The output of each part is added to its input. Each of the two parts may have a norm before it,
+    named by `pre_norms`, and with `post_norms` has one after it. The second part is a mixture of
+    experts in layers that have experts.
     """
     name, attention_output = f"blk.{layer}", f"h{layer}"
     attention_part = (
@@ -426,7 +434,10 @@ def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> ops.Rope:
 def _gated(
     spec: ModelSpec, layer: int, x: str, output: str, width: int, suffix: str = ""
 ) -> list[Op]:
-    """Return a gated feed-forward of x, `width` wide; `suffix` is part of its matrices' names."""
+    """Return the operations of a gated feed-forward of x that is `width` wide.
+
+    `suffix` is part of its matrices' names.
+    """
     name, hidden = f"blk.{layer}", spec.hidden_size
     gate, up, gated = (f"{name}.{part}{suffix}" for part in ("gate", "up", "gated"))
     return [

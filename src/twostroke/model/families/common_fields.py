@@ -26,7 +26,7 @@ _LAYER_TYPES = {"sliding_attention": True, "full_attention": False}
 
 
 def read_sizes(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Read the sizes of a `ModelSpec`; `keys` names the file's key for each field.
+    """Read the sizes of a model from its file's metadata; `keys` names the key of each size.
 
     The default number of key-value heads is the number of heads. The default head width is the
     model's width divided by the number of heads.
@@ -51,7 +51,7 @@ def read_sizes(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
 
 
 def without_mtp_layers(fields: Fields) -> dict[str, Any]:
-    """Return values of a GGUF file that leave out its layers for multi-token prediction.
+    """Return values that remove a GGUF file's layers for multi-token prediction.
 
     Only the layers before them compute the next token.
     """
@@ -61,7 +61,10 @@ def without_mtp_layers(fields: Fields) -> dict[str, Any]:
 
 
 def all_but_every(period: int, num_layers: int) -> tuple[bool, ...]:
-    """Return, for each layer, whether it has a window, where every `period`-th layer has none."""
+    """Return, for each layer, whether it has a sliding window.
+
+    Every `period`-th layer has none.
+    """
     return tuple((layer + 1) % period != 0 for layer in range(num_layers))
 
 
@@ -96,7 +99,7 @@ def config_window(fields: Fields, slides: tuple[bool, ...]) -> WindowSpec | None
 
 
 def config_window_of_all(fields: Fields, num_layers: int) -> WindowSpec | None:
-    """Read the sliding window of a family that has it in all layers or in none; null for none.
+    """Read the sliding window that all layers of a family have; None if it is off.
 
     As in transformers, `layer_types` changes nothing here.
     """
@@ -106,7 +109,7 @@ def config_window_of_all(fields: Fields, num_layers: int) -> WindowSpec | None:
 
 
 def gguf_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
-    """Read the experts of a GGUF file; None if it has none."""
+    """Read the mixture of experts of a GGUF file; None if the model has no experts."""
     unsupported_keys = "expert_shared_count", "expert_shared_feed_forward_length"
     for key in (*unsupported_keys, "leading_dense_block_count"):
         fields.expect(key, 0)
@@ -123,7 +126,7 @@ def gguf_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
 def config_experts(
     fields: Fields, spec: ModelSpec, ffn_size: int, *, normalize: bool
 ) -> ExpertSpec:
-    """Read from a config.json the number of experts and how many of them a row uses."""
+    """Read a mixture of experts from a config.json: how many experts, and how many a row uses."""
     for key in ("n_shared_experts", "shared_expert_intermediate_size"):
         fields.expect(key, 0)
     count = "num_experts" if fields.has("num_experts") else "num_local_experts"

@@ -31,9 +31,10 @@ _MULTIPLIER: Final = "rope.scaling.yarn_log_multiplier"
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return the sizes of a token's stored latent vector; older files have sizes of expanded heads.
+    """Return corrected metadata of a DeepSeek GGUF file: sizes of a token's latent vector.
 
-    YaRN's multiplier applies to the scores alone: rotated keys keep their length.
+    Older files have sizes of expanded heads instead. YaRN's multiplier applies to the scores alone:
+    rotated keys keep their length.
     """
     width = _stored_width(fields, "attention.kv_lora_rank", "rope.dimension_count")
     values: dict[str, Any] = dict.fromkeys(
@@ -45,13 +46,13 @@ def gguf_values(fields: Fields) -> dict[str, Any]:
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return the sizes of a token's stored latent vector."""
+    """Return corrected metadata of a DeepSeek config.json: sizes of a token's latent vector."""
     width = _stored_width(fields, "kv_lora_rank", "qk_rope_head_dim")
     return {"num_key_value_heads": 1, "head_dim": width}
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read latent attention and experts from a GGUF file."""
+    """Read latent attention and experts of a DeepSeek model from a GGUF file."""
     is_new = fields.has("attention.key_length_mla")
     ending = "_mla" if is_new else ""
     rotated = spec.rope.dim
@@ -73,7 +74,7 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read latent attention and experts from a config.json."""
+    """Read latent attention and experts of a DeepSeek model from a config.json."""
     fields.expect("attention_bias", False)  # noqa: FBT003 - the only value
     model_type = fields.text("model_type")
     has_query_rank = fields.has("q_lora_rank")
@@ -101,7 +102,7 @@ def _stored_width(fields: Fields, latent: str, rotated: str) -> int:
 
 
 def _scale(fields: Fields, latent: LatentSpec) -> float:
-    """Return the scale of attention scores, which YaRN's `mscale_all_dim` changes."""
+    """Return the scale of latent attention's scores, which YaRN's `mscale_all_dim` changes."""
     part = fields.part("rope_scaling") or fields.part("rope_parameters")
     weight = None if part is None else part.optional_number("mscale_all_dim")
     multiplier = 1.0
@@ -121,7 +122,7 @@ def _config_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
 
 
 def _first_expert_layer(fields: Fields, spec: ModelSpec) -> int:
-    """Return the first layer with experts; earlier layers are dense."""
+    """Return the first layer with experts; layers before it have a dense feed-forward."""
     if fields.text("model_type") != "glm4_moe_lite":
         return fields.integer("first_k_dense_replace", MAX_LAYERS, low=0, default=0)
     key = "mlp_layer_types"
@@ -136,7 +137,10 @@ def _first_expert_layer(fields: Fields, spec: ModelSpec) -> int:
 
 
 def _check_heads(fields: Fields, spec: ModelSpec) -> None:
-    """Refuse more heads than any known model has, since each head becomes two matrices."""
+    """Refuse more attention heads than any known model has.
+
+    In latent attention each head becomes two matrices.
+    """
     max_heads = max_experts(spec)
     if spec.num_heads > max_heads:
         fields.fault(f"has {spec.num_heads} attention heads; at most {max_heads} are supported")

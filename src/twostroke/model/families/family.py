@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def unchanged_spec(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Return the spec unchanged: for families without additional fields."""
+    """Return the model's spec unchanged: for families whose files have no additional fields."""
     del fields
     return spec
 
 
 def no_values(fields: Fields) -> dict[str, Any]:
-    """Return no values: the file's own values are used."""
+    """Return no corrections of a file's metadata: the file's own values are used."""
     del fields
     return {}
 

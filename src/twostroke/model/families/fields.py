@@ -1,4 +1,4 @@
-"""Typed, bounded reading of the metadata of model files."""
+"""Typed reading of a model file's metadata, with limits for each value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REQUIRED: Any = object()
 
 
 class Fields(Frozen):
-    """The values of file `name` by key; each method that reads a value checks its type and range.
+    """Reads the metadata of the model file `name`; each method checks a value's type and range.
 
     `prefix` is prepended to every key. Every fault is a ModelFormatError that names the file, the
     key and the limit.
@@ -38,32 +38,35 @@ class Fields(Frozen):
     prefix: str = ""
 
     def within(self, prefix: str) -> Fields:
-        """Return the same values, with `prefix` before every key."""
+        """Return a reader of the same metadata that puts `prefix` before every key."""
         return Fields(self.name, self.values, prefix)
 
     def changed(self, values: Mapping[str, Any]) -> Fields:
-        """Return the same fields with other values of some keys."""
+        """Return a reader of the same metadata with other values of some keys."""
         changed_values = {self.prefix + key: value for key, value in values.items()}
         return Fields(self.name, {**self.values, **changed_values}, self.prefix)
 
     def value(self, key: str) -> Any:
-        """Return the value at `key`, unchecked; None if it is missing."""
+        """Return the metadata value at `key`, unchecked; None if it is missing."""
         return self.values.get(self.prefix + key)
 
     def fault(self, text: str) -> NoReturn:
-        """Raise a ModelFormatError about this file."""
+        """Raise a ModelFormatError about this model file."""
         raise ModelFormatError(f"{self.name!r} {text}.")
 
     def refuse(self, key: str, problem: str) -> NoReturn:
-        """Raise a ModelFormatError about the value at `key`."""
+        """Raise a ModelFormatError about the metadata value at `key`."""
         self.fault(f"has {self.prefix}{key} = {_format_value(self.value(key))}, {problem}")
 
     def has(self, key: str) -> bool:
-        """Whether the key is there with a value other than null."""
+        """Whether the metadata has the key, with a value other than null."""
         return self.value(key) is not None
 
     def integer(self, key: str, high: int, *, low: int = 1, default: Any = _REQUIRED) -> int:
-        """Return the whole number at `key`, from `low` to `high`, or `default` if there is none."""
+        """Return the whole number at a metadata key, from `low` to `high`.
+
+        If the key is missing, return `default`, or raise ModelFormatError without one.
+        """
         value = self._value(key, default)
         if type(value) is not int or not low <= value <= high:
             self.refuse(key, f"not a whole number from {low} to {high}")
@@ -77,7 +80,10 @@ class Fields(Frozen):
         high: float = _MAX_NUMBER,
         default: Any = _REQUIRED,
     ) -> float:
-        """Return the number at `key`, from `low` to `high`, or `default` if there is none."""
+        """Return the number at a metadata key, from `low` to `high`.
+
+        If the key is missing, return `default`, or raise ModelFormatError without one.
+        """
         value = self._value(key, default)
         # Comparing before converting: an int may be too large for a float.
         if type(value) not in {int, float} or not low <= value <= high:
@@ -87,14 +93,14 @@ class Fields(Frozen):
     def optional_number(
         self, key: str, *, low: float = _MIN_NUMBER, default: float | None = None
     ) -> float | None:
-        """Return the number at `key` as `number` does; None for zero, `default` if missing."""
+        """Return the number at a metadata key; None for zero, `default` if it is missing."""
         value = self.value(key)
         if type(value) in {int, float} and value == 0:
             return None
         return default if value is None else self.number(key, low=low)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Return the `count` positive numbers of the list at `key`."""
+        """Return the list of `count` positive numbers at a metadata key."""
         values = self._value(key, _REQUIRED)
         if not isinstance(values, list) or len(values) != count:
             self.fault(f"has {self.prefix}{key} that is not a list of {count} numbers")
@@ -102,7 +108,7 @@ class Fields(Frozen):
         return tuple(entries.number(name) for name in entries.values)
 
     def part(self, key: str) -> Fields | None:
-        """Return the object at `key` as `Fields`, or None if there is none."""
+        """Return the object at a metadata key as a reader of its fields; None if it is missing."""
         value = self.value(key)
         if value is None:
             return None
@@ -111,7 +117,10 @@ class Fields(Frozen):
         return Fields(f"{self.name}: {key}", value)
 
     def choices(self, key: str, value_map: Mapping[Any, T], count: int) -> tuple[T, ...]:
-        """Map the `count` values of the list at `key` by `value_map`; refuse other values."""
+        """Return the list of `count` values at a metadata key, mapped by `value_map`.
+
+        A value that is not in the map is refused.
+        """
         values = self._value(key, _REQUIRED)
         if not isinstance(values, list) or len(values) != count:
             self.fault(f"has {self.prefix}{key} that is not a list of {count} values")
@@ -124,27 +133,28 @@ class Fields(Frozen):
         return tuple(value_map[value] for value in values)
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """Return the truth value at `key`, or `default` if there is none."""
+        """Return the truth value at a metadata key, or `default` if it is missing."""
         value = self._value(key, default)
         if type(value) is not bool:
             self.refuse(key, "not true or false")
         return value
 
     def text(self, key: str, *, default: Any = _REQUIRED) -> str:
-        """Return the text at `key`, or `default` if there is none."""
+        """Return the text at a metadata key, or `default` if it is missing."""
         value = self._value(key, default)
         if type(value) is not str:
             self.refuse(key, "not text")
         return value
 
     def optional_text(self, key: str) -> str | None:
-        """Return the text at `key`, or None."""
+        """Return the text at a metadata key, or None if it is missing."""
         return self.text(key) if self.has(key) else None
 
     def token_ids(self, key: str, num_tokens: int) -> tuple[int, ...]:
-        """Return the token id, or list of ids, at `key`, each below `num_tokens`; () if missing.
+        """Return the token id or ids at a metadata key; () if it is missing.
 
-        Other values are left out with a warning: files often have -1 where there is no such token.
+        Only ids below `num_tokens` are returned. Other values are left out with a warning: files
+        often have -1 where there is no such token.
         """
         value = self.value(key)
         ids = value if isinstance(value, list) else [value]
@@ -157,7 +167,7 @@ class Fields(Frozen):
         return tuple(token_ids)
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Refuse the model if the value at `key` is there and is not one of `allowed`."""
+        """Refuse the model file if a metadata value is there and is not one of `allowed`."""
         value = self.value(key)
         if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
             self.refuse(key, "which is not supported yet")
@@ -172,7 +182,7 @@ class Fields(Frozen):
 
 
 def _format_value(value: Any) -> str:
-    """Format a value for an error message: short, and in one line."""
+    """Return a metadata value as text for an error message: short, and in one line."""
     if isinstance(value, int):
         # Too many digits would not even be converted to text.
         return str(value) if abs(value) < 1 << 64 else "a huge number"

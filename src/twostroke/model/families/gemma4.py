@@ -43,7 +43,10 @@ _KV_HEADS, _FFN = "attention.head_count_kv", "feed_forward_length"
 
 
 def gemma4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return a layer: attention, feed-forward, the added layer input, and the layer's factor."""
+    """Return the operations of a Gemma 4 layer.
+
+    They are attention, the feed-forward, the added layer input, and the layer's factor.
+    """
     name = f"blk.{layer}"
     width = spec.layer_inputs
     hidden = spec.hidden_size
@@ -69,11 +72,10 @@ def gemma4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
 
 
 def _inputs(spec: ModelSpec, x: str) -> list[Op]:
-    """Return the operations that compute each token's inputs of all layers.
+    """Return the operations that compute each token's additional inputs of all layers.
 
-    An input is the scaled sum of a table's row and a projection of x. The projection is
-    divided by the root of the model's width and normalized, which equals a norm with a larger
-    epsilon.
+    An input is the scaled sum of a table's row and a projection of x. The projection is divided by
+    the root of the model's width and normalized, which equals a norm with a larger epsilon.
     """
     input_size, hidden = spec.layer_inputs, spec.hidden_size
     width = input_size * spec.num_layers
@@ -96,7 +98,10 @@ def _inputs(spec: ModelSpec, x: str) -> list[Op]:
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return the sizes of layers without a window, and of layers that compute keys and values."""
+    """Return corrected metadata of a Gemma 4 GGUF file, whose sizes differ between layers.
+
+    The values are the sizes of layers without a window, and of layers that compute keys and values.
+    """
     count = fields.integer("block_count", MAX_LAYERS)
     slides = _slides(fields, count)
     values = {"attention.shared_kv_layers": 0}
@@ -106,7 +111,7 @@ def gguf_values(fields: Fields) -> dict[str, Any]:
 
 
 def gemma4_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read windows, layers with shared keys and values, and layer inputs."""
+    """Read Gemma 4's windows, layers with shared keys and values, and layer inputs (GGUF)."""
     count = spec.num_layers
     sizes = _layer_sizes(fields, _FFN, spec.num_layers)
     kv_heads = _layer_sizes(fields, _KV_HEADS, count)
@@ -160,7 +165,10 @@ def gemma4_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return the sizes of layers without a window; text is always read causally."""
+    """Return corrected metadata of a Gemma 4 config.json: sizes of layers without a window.
+
+    Text is always read causally.
+    """
     values: dict[str, Any] = {"head_dim": fields.value("global_head_dim")}
     if fields.flag("attention_k_eq_v", default=False) and fields.has("num_global_key_value_heads"):
         values["num_key_value_heads"] = fields.value("num_global_key_value_heads")
@@ -179,7 +187,7 @@ def config_values(fields: Fields) -> dict[str, Any]:
 
 
 def gemma4_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read windows, layers with shared keys and values, and layer inputs."""
+    """Read Gemma 4's windows, shared keys and values, and layer inputs from a config.json."""
     window = config_window(fields, all_but_every(_WINDOW_PERIOD, spec.num_layers))
     if window is not None:
         window = replace(window, slides=(*window.slides[:-1], False))  # as in transformers
@@ -222,7 +230,10 @@ def gemma4_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def _ropes(fields: Fields, kind: str) -> Mapping[str, Any]:
-    """Return the RoPE parameters of both kinds of layers; a file that has any must have `kind`."""
+    """Return the RoPE parameters of layers with and without a window.
+
+    A file that has any parameters must have those for `kind`.
+    """
     ropes = fields.part("rope_parameters")
     if ropes is None:
         return _ROPES
@@ -258,7 +269,10 @@ def _check_heads(fields: Fields, spec: ModelSpec) -> None:
 
 
 def _slides(fields: Fields, count: int) -> tuple[bool, ...]:
-    """Return which layers of a GGUF file have a sliding window; at least one has none."""
+    """Return, for each layer of a GGUF file, whether it has a sliding window.
+
+    At least one layer has none.
+    """
     usual = (*all_but_every(_WINDOW_PERIOD, count)[:-1], False)
     fields.integer("attention.sliding_window", MAX_CONTEXT, low=0)  # required
     window = gguf_window(fields, usual)
@@ -269,7 +283,7 @@ def _slides(fields: Fields, count: int) -> tuple[bool, ...]:
 
 
 def _layer_sizes(fields: Fields, key: str, count: int) -> list[int]:
-    """Return a size for each layer; a GGUF file has one number for all layers, or a list."""
+    """Return a size for each layer of a GGUF file, which has one number for all, or a list."""
     value = fields.value(key)
     if not isinstance(value, list):
         return [fields.integer(key, MAX_WIDTH)] * count
@@ -280,7 +294,7 @@ def _layer_sizes(fields: Fields, key: str, count: int) -> list[int]:
 
 
 def with_shared_kv_layers(fields: Fields, spec: ModelSpec, count: int, ffn_size: int) -> ModelSpec:
-    """Return the spec with `count` last layers that share keys and values of earlier layers."""
+    """Return a spec whose last `count` layers share keys and values of earlier layers."""
     if count == 0:
         return spec
     window_kinds = {spec.window_of(layer) is None for layer in range(spec.num_layers - count)}
@@ -295,7 +309,7 @@ def with_shared_kv_layers(fields: Fields, spec: ModelSpec, count: int, ffn_size:
 def _experts(
     fields: Fields, spec: ModelSpec, count_key: str, used_key: str, width_key: str
 ) -> ExpertSpec:
-    """Read the experts that are added to each feed-forward, from the given keys."""
+    """Read the experts that Gemma 4 adds to each feed-forward, from the given metadata keys."""
     num_experts = fields.integer(count_key, min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers))
     num_used = fields.integer(used_key, num_experts)
     size = fields.integer(width_key, MAX_WIDTH)

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 def glm4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return Llama's layer, perhaps with query-key norms; the second norm has another GGUF name."""
+    """Return the operations of a GLM 4 layer: Llama's layer, perhaps with query-key norms.
+
+    The second norm has another name in GGUF files.
+    """
     return residual_layer(
         spec,
         layer,
@@ -39,12 +42,15 @@ def glm4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the experts."""
+    """Read the experts of a GLM 4 model from a GGUF file."""
     return replace(spec, experts=gguf_routed_experts(fields, spec, default_gating=SIGMOID))
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the experts; `attention_bias` applies only to queries, keys and values."""
+    """Read the experts of a GLM 4 model from a config.json.
+
+    `attention_bias` applies only to queries, keys and values.
+    """
     first = fields.integer("first_k_dense_replace", MAX_LAYERS, low=0)
     experts = config_routed_experts(fields, spec, first, has_groups=fields.has("n_group"))
     return replace(spec, experts=experts, output_bias=False)

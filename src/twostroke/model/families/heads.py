@@ -32,7 +32,7 @@ LAYER_SIZES: Final = (
 
 
 class HeadsSpec(Frozen):
-    """The shapes of trained heads.
+    """The shapes of trained draft heads (EAGLE or Medusa).
 
     `layer` describes the decoder layer (EAGLE) or the residual blocks (Medusa); its `vocab_size`
     and `hidden_size` are the target model's. Heads propose one of `num_tokens` tokens, and were
@@ -48,14 +48,20 @@ class HeadsSpec(Frozen):
 def heads_for(
     target: ModelSpec, kind: str, *, num_tokens: int, depth: int, ffn_size: int, window: int
 ) -> HeadsSpec:
-    """Return the shapes of heads for a target model; their attention window has `window` tokens."""
+    """Return the shapes of draft heads for a target model.
+
+    Their attention window has `window` tokens.
+    """
     sizes = {name: getattr(target, name) for name in LAYER_SIZES} | {"ffn_size": ffn_size}
     rope = RopeSpec(target.rope.base, target.head_dim, target.rope.interleaved)
     return HeadsSpec(kind, heads_layer(target.name, rope, window, sizes), num_tokens, depth)
 
 
 def heads_layer(name: str, rope: RopeSpec, window: int, sizes: Mapping[str, Any]) -> ModelSpec:
-    """Return the spec of a layer for heads; `sizes` has a value for each of `LAYER_SIZES`."""
+    """Return the spec of a decoder layer for draft heads.
+
+    `sizes` has a value for each of `LAYER_SIZES`.
+    """
     return ModelSpec(
         architecture="llama",
         name=name,
@@ -68,7 +74,10 @@ def heads_layer(name: str, rope: RopeSpec, window: int, sizes: Mapping[str, Any]
 
 
 def build_heads(spec: HeadsSpec) -> Program:
-    """Return the Program of heads; `last_hidden` names the hidden state that it computes."""
+    """Return the Program of draft heads.
+
+    `last_hidden` names the hidden state that the Program computes.
+    """
     return _eagle(spec) if spec.kind == EAGLE else _medusa(spec)
 
 
@@ -78,10 +87,11 @@ def last_hidden(program: Program) -> str:
 
 
 def _eagle(spec: HeadsSpec) -> Program:
-    """Return one decoder layer that computes the next hidden state, and logits from it.
+    """Return the Program of an EAGLE head: one decoder layer, and logits.
 
     A row's inputs are a token's embedding and the hidden state from which that token was sampled:
-    the target's, or the layer's own if the token is a draft. Both are normalized and projected.
+    the target's, or the layer's own if the token is a draft. Both are normalized and projected. The
+    layer computes the next hidden state.
     """
     layer = spec.layer
     hidden = layer.hidden_size
@@ -99,11 +109,11 @@ def _eagle(spec: HeadsSpec) -> Program:
 
 
 def _medusa(spec: HeadsSpec) -> Program:
-    """Return residual blocks that all read one hidden state; block i proposes one token.
+    """Return the Program of Medusa heads: residual blocks that each propose one token.
 
-    Block i proposes the token i steps after the next one. A row's "token" is the number of its
-    block. The blocks are experts, and a row uses the expert with its number: the table of scores
-    has a large number on its diagonal.
+    All blocks read one hidden state. Block i proposes the token i steps after the next one. A row's
+    "token" is the number of its block. The blocks are experts, and a row uses the expert with its
+    number: the table of scores has a large number on its diagonal.
     """
     layer = spec.layer
     count = spec.depth

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read window and experts; GGUF's "llama" includes Mistral and Mixtral."""
+    """Read the sliding window and the experts of a Llama, Mistral or Mixtral GGUF file."""
     return replace(
         spec,
         window=gguf_window(fields, (True,) * spec.num_layers),
@@ -34,10 +34,11 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read window and experts, where the model type has them.
+    """Read the sliding window and the experts of a Llama or Mistral config.json.
 
     A llama with a window is refused, because transformers ignores the window and vLLM applies it. A
-    mistral with `layer_types` is transformers' ministral: they tell which layers have the window.
+    mistral with `layer_types` is transformers' ministral: `layer_types` tells which layers have the
+    window.
     """
     match fields.text("model_type"):
         case "llama":

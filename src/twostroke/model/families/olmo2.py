@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Refuse OLMo 3, which GGUF also calls olmo2: its layers with a window have another RoPE."""
+    """Refuse a GGUF file of OLMo 3, which GGUF also calls olmo2.
+
+    OLMo 3's layers with a window have another RoPE.
+    """
     fields.expect("attention.sliding_window", 0)
     return spec
 

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def qwen3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the window, which is off by default and which the first layers never have."""
+    """Read the sliding window of a Qwen3 model from a config.json.
+
+    The window is off by default, and the first layers never have it.
+    """
     if not fields.flag("use_sliding_window", default=False):
         return spec
     num_full_layers = fields.integer("max_window_layers", MAX_LAYERS, low=0)
@@ -35,13 +38,16 @@ def qwen3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def qwen2_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the window; `attention_bias` is ignored, since queries, keys and values have biases."""
+    """Read the sliding window of a Qwen2 model from a config.json.
+
+    `attention_bias` is ignored, since queries, keys and values always have biases.
+    """
     spec = qwen3_from_config(fields, spec)
     return replace(spec, qkv_bias=True, output_bias=False)
 
 
 def experts_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the experts; every layer has them."""
+    """Read the experts of a Qwen model from a GGUF file; every layer has experts."""
     experts = gguf_experts(fields, spec)
     if experts is None:
         fields.fault("is a mixture of experts, but its expert_count is 0")
@@ -49,7 +55,10 @@ def experts_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def experts_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the experts, which every layer must have, and the window."""
+    """Read experts and sliding window of a Qwen model from a config.json.
+
+    Every layer must have experts.
+    """
     fields.expect("decoder_sparse_step", 1)
     fields.expect("mlp_only_layers", [])
     if fields.flag("use_sliding_window", default=False):

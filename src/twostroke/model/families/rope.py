@@ -114,7 +114,10 @@ def config_rope(
 
 
 def _config_scaling(part: Fields, plain: RopeSpec, original: int, context: int) -> RopeAndContext:
-    """Apply a file's RoPE scaling; `original` is the context length before the extension."""
+    """Return RoPE with the context extension that a config.json describes.
+
+    `original` is the context length before the extension.
+    """
     key = "rope_type" if part.has("rope_type") else "type"
     kind = part.text(key, default="default")
     if part.has("short_factor") and kind in {"su", "yarn"}:
@@ -135,12 +138,12 @@ def _config_scaling(part: Fields, plain: RopeSpec, original: int, context: int) 
 
 
 def _linear(plain: RopeSpec, factor: float) -> RopeSpec:
-    """Divide all positions by `factor` (arXiv:2306.15595)."""
+    """Return RoPE with all positions divided by `factor` (arXiv:2306.15595)."""
     return plain if factor == 1 else _divided(plain, [factor] * (plain.dim // 2))
 
 
 def _proportional(plain: RopeSpec, part: Fields) -> RopeSpec:
-    """Rotate only the share of the pairs with the highest frequencies."""
+    """Return RoPE that rotates only the pairs with the highest frequencies; others stay."""
     share = part.number("partial_rotary_factor", high=1.0, default=1.0)
     factor, count = part.number("factor", low=1.0, default=1.0), int(share * plain.dim // 2)
     rotating = [frequency / factor for frequency in plain.frequencies[:count]]
@@ -149,7 +152,7 @@ def _proportional(plain: RopeSpec, part: Fields) -> RopeSpec:
 
 
 def _divided(plain: RopeSpec, divisors: Sequence[float], magnitude: float = 1.0) -> RopeSpec:
-    """Divide each pair's frequency by its divisor."""
+    """Return RoPE with the frequency of each pair divided by its divisor."""
     pairs = zip(plain.frequencies, divisors, strict=True)
     scaled = tuple(
         [
@@ -161,10 +164,11 @@ def _divided(plain: RopeSpec, divisors: Sequence[float], magnitude: float = 1.0)
 
 
 def _llama3(plain: RopeSpec, part: Fields, original: int) -> RopeSpec:
-    """Scale by Llama 3.1's rule: divide low frequencies by a factor, keep high ones, blend between.
+    """Return RoPE extended by Llama 3.1's rule: low frequencies are divided by a factor.
 
-    A frequency is high if its pair makes at least `high_freq_factor` turns within the `original`
-    context, and low if it makes at most `low_freq_factor` turns.
+    High frequencies stay, and between them the rule blends. A frequency is high if its pair makes
+    at least `high_freq_factor` turns within the `original` context, and low if it makes at most
+    `low_freq_factor` turns.
     """
     low, high = part.number("low_freq_factor"), part.number("high_freq_factor")
     factor = part.number("factor", low=1.0)
@@ -179,7 +183,10 @@ def _llama3(plain: RopeSpec, part: Fields, original: int) -> RopeSpec:
 
 
 def _longrope(plain: RopeSpec, part: Fields, original: int, context: int) -> RopeAndContext:
-    """Divide by the factors for short contexts, up to the original length (arXiv:2402.13753)."""
+    """Return RoPE with LongRoPE's factors for short contexts (arXiv:2402.13753).
+
+    They hold up to the original context length.
+    """
     factor = part.number("factor", low=1.0, default=max(1.0, context / original))
     magnitude = part.optional_number("attention_factor")
     if magnitude is None:
@@ -189,11 +196,11 @@ def _longrope(plain: RopeSpec, part: Fields, original: int, context: int) -> Rop
 
 
 class _Yarn(Frozen):
-    """YaRN: divides low frequencies by `factor`, keeps high ones, blends between.
+    """YaRN's context extension of RoPE (arXiv:2309.00071).
 
-    The blend goes from the pair that makes `beta_fast` turns within `original` tokens to the pair
-    that makes `beta_slow` turns. `truncate` rounds these ends outward to whole pairs
-    (arXiv:2309.00071).
+    It divides low frequencies by `factor`, keeps high ones, and blends between. The blend goes from
+    the pair that makes `beta_fast` turns within `original` tokens to the pair that makes
+    `beta_slow` turns. `truncate` rounds these ends outward to whole pairs.
     """
 
     factor: float
@@ -204,10 +211,13 @@ class _Yarn(Frozen):
     truncate: bool = True
 
     def scale(self, plain: RopeSpec, context: int) -> RopeAndContext:
-        """Return the scaled RoPE; `context` is the length in the file, often the original one."""
+        """Return RoPE extended by YaRN.
+
+        `context` is the length in the file, often the original one.
+        """
 
         def pair_of(turns: float) -> float:
-            """Return the pair that makes that many turns within the original context."""
+            """Return the pair of values that makes `turns` turns within the original context."""
             ratio = self.original / (turns * 2 * math.pi)
             return plain.dim * math.log(ratio) / (2 * math.log(plain.base))
 
@@ -246,7 +256,10 @@ def _config_yarn(part: Fields, original: int, context: int) -> _Yarn:
 
 
 def _yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return YaRN's recommended magnitude for a context extended by `factor`."""
+    """Return YaRN's recommended magnitude of rotated values.
+
+    The context is extended by `factor`.
+    """
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

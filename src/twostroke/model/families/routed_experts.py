@@ -31,7 +31,7 @@ EXPERT_NAMES: Final = {
 def gguf_routed_experts(
     fields: Fields, spec: ModelSpec, *, default_gating: int
 ) -> ExpertSpec | None:
-    """Read the experts of a GGUF file; None if it has none.
+    """Read the mixture of experts of a GGUF file; None if the model has no experts.
 
     `default_gating` is the scoring function if the file does not name one.
     """
@@ -66,9 +66,10 @@ def gguf_routed_experts(
 def config_routed_experts(
     fields: Fields, spec: ModelSpec, first: int, *, has_groups: bool, is_sigmoid: bool = True
 ) -> ExpertSpec | None:
-    """Read the experts of a config.json; layers before `first` have none.
+    """Read the mixture of experts of a config.json; None if the model has no experts.
 
-    With `has_groups`, experts are chosen from the best groups.
+    Layers before `first` have no experts. With `has_groups`, experts are chosen from the best
+    groups.
     """
     count = fields.integer("n_routed_experts", max_experts(spec))
     fields.expect("moe_layer_freq", 1)
@@ -106,7 +107,7 @@ def _routing(
     *,
     is_sigmoid: bool,
 ) -> RoutingSpec | None:
-    """Return the rule by which experts are chosen; None for plain softmax.
+    """Return the rule by which a model chooses experts for a row; None for plain softmax.
 
     `counts` are the number of experts and the number that a row uses. `groups` are the keys for the
     number of groups and the number that a row uses.

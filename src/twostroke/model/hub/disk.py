@@ -1,4 +1,4 @@
-"""The disk under a download: locks, free space, checksums, progress, errors of a full disk."""
+"""The disk during a download: locks, free space, checksums, progress, errors of a full disk."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ _SPARE_BYTES = 16 << 20  # left free by a download
 
 
 class ModelFolder(Frozen):
-    """A folder for models; users can move it with the environment variable `variable`."""
+    """A folder for downloaded models.
+
+    Users can move it with the environment variable `variable`.
+    """
 
     folder: Path
     variable: str = "TWOSTROKE_CACHE"
 
     def require_space(self, name: str, num_bytes: int) -> None:
-        """Raise DownloadError unless the folder's disk has room for `num_bytes` more."""
+        """Raise DownloadError unless the disk of the model folder has `num_bytes` free bytes."""
         free = shutil.disk_usage(self.folder).free
         if free < num_bytes + _SPARE_BYTES:
             raise DownloadError(
@@ -39,7 +42,7 @@ class ModelFolder(Frozen):
 
     @contextmanager
     def report_failures(self, name: str, describe_kept: Callable[[], str]) -> Iterator[None]:
-        """Turn disk errors and interrupts inside the block into messages for the user.
+        """Turn disk errors and Ctrl-C during a download into messages for the user.
 
         `describe_kept` returns a sentence about the part of the download that is kept.
         """
@@ -58,9 +61,9 @@ class ModelFolder(Frozen):
 
 @contextmanager
 def locked(path: Path, watch: Watcher) -> Iterator[None]:
-    """Hold the lock file at `path`; report to `watch` if another process holds it.
+    """Hold the lock file at `path` during the block; tell `watch` if another process holds it.
 
-    The empty file stays, because deleting it would be a race.
+    The empty file stays afterwards, because deleting it would be a race.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
@@ -81,7 +84,7 @@ def is_locked(path: Path) -> bool:
 def file_sha256(
     path: Path, watch: Watcher, bytes_before: int = 0, total_bytes: int | None = None
 ) -> str:
-    """Return the SHA-256 of a file, in hexadecimal, reporting progress to `watch`.
+    """Return the SHA-256 of a file in hexadecimal, and report the progress to `watch`.
 
     If the file is one of several, `bytes_before` of `total_bytes` were checked before it.
     """
@@ -97,7 +100,7 @@ def file_sha256(
 
 
 class DownloadProgress(Frozen):
-    """The progress of a download or a check.
+    """The progress of a model's download, or of the check of its files.
 
     `phase` is "choose" (`note` names the choice), "wait" (another process fetches the same model),
     "download", "unpack" or "verify". `total_bytes` is None if unknown.
@@ -116,5 +119,5 @@ Inspect: TypeAlias = "Callable[[Path, str], str | None]"
 
 
 def ignore(progress: DownloadProgress) -> None:
-    """Ignore progress reports."""
+    """Ignore reports of download progress."""
     del progress

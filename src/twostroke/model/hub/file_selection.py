@@ -1,4 +1,4 @@
-"""Selects the files of a repository that make up a requested model."""
+"""Selects the files of a hub repository that make up a requested model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MAX_LISTED = 12
 
 
 class RepoFile(Frozen):
-    """A file of a repository; `sha256` is known for large files only."""
+    """A file of a hub repository; `sha256` is known for large files only."""
 
     path: str
     num_bytes: int
@@ -51,10 +51,10 @@ class RepoFile(Frozen):
 
 
 class FileSelection(Frozen):
-    """The files of one model; `entry` is the file to load, None to load their folder.
+    """The files of a hub repository that make up one model.
 
-    `number_format` is the quantization, if file names show it. `note` tells which model was chosen
-    if the name matches several.
+    `entry` is the file to load, None to load their folder. `number_format` is the quantization, if
+    file names show it. `note` tells which model was chosen if the name matches several.
     """
 
     files: tuple[RepoFile, ...]
@@ -64,7 +64,7 @@ class FileSelection(Frozen):
 
 
 def choose_files(name: HubName, files: Sequence[RepoFile]) -> FileSelection:
-    """Return the files to fetch for `name` from a repository with `files`.
+    """Return the files of a hub repository to fetch for the model name `name`.
 
     For safetensors these are the small files; `add_weights` adds the weight files.
 
@@ -99,9 +99,9 @@ def choose_files(name: HubName, files: Sequence[RepoFile]) -> FileSelection:
 def add_weights(
     choice: FileSelection, index: Mapping[str, object] | None, files: Sequence[RepoFile]
 ) -> FileSelection:
-    """Return the selection of a safetensors repository with its weight files.
+    """Return the file selection of a safetensors repository with its weight files added.
 
-    `index` is the content of its index file, None if it has none.
+    `index` is the content of the repository's index file, None if it has none.
     """
     weight_map = {"": SINGLE_FILE} if index is None else index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -114,7 +114,7 @@ def add_weights(
 
 
 def quantization(path: str) -> str | None:
-    """Return the quantization at the end of a GGUF file's name, in capitals, or None."""
+    """Return the quantization at the end of a GGUF file's name, such as Q4_K_M, or None."""
     split = _SPLIT.fullmatch(path)
     stem = split["stem"] if split else path.rsplit(".", 1)[0]
     match = _QUANTIZATION.search(stem.rsplit("/", 1)[-1])
@@ -145,7 +145,10 @@ def _label(model: _Model) -> str:
 
 
 def _find_named(name: HubName, requested: str, models: list[_Model]) -> _Model:
-    """Find a model by the path of one of its files, by its quantization, or by its file name."""
+    """Return the model of a repository that a user named.
+
+    The name is the path of one of its files, its quantization, or its file name.
+    """
     for model in models:
         if requested in {file.path.lower() for file in model}:
             return model

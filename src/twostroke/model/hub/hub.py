@@ -1,10 +1,4 @@
-"""The Hugging Face hub: lists the files of a repository and downloads them to the hub's cache.
-
-This is the only module that imports huggingface_hub, the extra `hub`, and only for names of the
-hub. The client knows addresses, tokens, mirrors and proxies (HF_ENDPOINT, HF_TOKEN, HF_HOME, ...)
-and manages the cache. Large files are downloaded here instead: the client does not resume after an
-interruption, compares no checksums, and cannot stop after the first megabytes.
-"""
+"""The Hugging Face hub: lists a repository's files and downloads them to the hub's cache."""
 
 from __future__ import annotations
 
@@ -38,13 +32,13 @@ _LOGIN_ADVICE: Final = "log in with 'hf auth login' or set HF_TOKEN"
 
 
 class HubUnreachableError(DownloadError):
-    """The hub could not be reached."""
+    """The Hugging Face hub could not be reached."""
 
 
 class Listing(Frozen):
-    """A repository at one commit: its files and its licence.
+    """A hub repository at one commit: its files and its licence.
 
-    `is_cached`: the hub could not be reached, and these are the files in its cache.
+    If `is_cached`, the hub could not be reached, and these are the files in the hub's cache.
     """
 
     commit: str
@@ -54,10 +48,10 @@ class Listing(Frozen):
 
 
 class Hub:
-    """One repository of the hub; every failure is a TwostrokeError."""
+    """Access to one repository of the Hugging Face hub; every failure is a TwostrokeError."""
 
     def __init__(self, name: HubName) -> None:
-        """Import the client; DownloadError if it is not installed."""
+        """Import the package huggingface_hub; raise DownloadError if it is not installed."""
         try:
             import huggingface_hub
             from huggingface_hub import constants, errors, utils
@@ -79,11 +73,11 @@ class Hub:
 
     @property
     def page(self) -> str:
-        """The repository's web page."""
+        """The web address of the repository on the hub."""
         return f"{self.endpoint}/{self.name.repo}"
 
     def listing(self) -> Listing:
-        """Return the files on the hub, or in its cache if the hub cannot be reached.
+        """Return the repository's files on the hub, or in the hub's cache if it is unreachable.
 
         Raises HubUnreachableError if the cache has none.
         """
@@ -125,15 +119,15 @@ class Hub:
         return Listing(folder.name, tuple(files), None, is_cached=True)
 
     def snapshot(self, commit: str) -> Path:
-        """Return the cache's folder for a commit."""
+        """Return the folder of a commit in the hub's cache."""
         return self._folder / "snapshots" / commit
 
     def lock(self, file: RepoFile) -> Path:
-        """Return the path of a large file's lock, which other programs use, too."""
+        """Return the path of a large file's lock file, which other programs use, too."""
         return self.cache / ".locks" / self._folder.name / f"{file.sha256}.lock"
 
     def missing_bytes(self, file: RepoFile) -> int:
-        """Return how many bytes of a file have not been downloaded."""
+        """Return how many bytes of a repository's file have not been downloaded."""
         if file.sha256 is None or self._has_blob(file):
             return 0
         return file.num_bytes - (file_size(self._partial(file)) or 0)
@@ -141,7 +135,7 @@ class Hub:
     def transfer(
         self, commit: str, file: RepoFile, on_growth: Callable[[Path, int], None], watch: Watcher
     ) -> None:
-        """Download a large file into the cache's blobs; continue an earlier incomplete download.
+        """Download a large file into the hub's cache; continue an earlier incomplete download.
 
         `on_growth` gets the partial file and its size, and may refuse the file by a
         ModelFormatError: then it is deleted. `watch` gets the progress of the SHA-256 check.
@@ -164,7 +158,10 @@ class Hub:
         place_file(partial, self._blob(file))
 
     def link(self, commit: str, file: RepoFile) -> None:
-        """Link a file into the snapshot; the client downloads the file if it is small."""
+        """Link a downloaded file into the commit's folder in the hub's cache.
+
+        If the file is small, the hub's client downloads it first.
+        """
         force = file.sha256 is None  # the copy in the cache is damaged
         self._retry(
             lambda: self._client.hf_hub_download(
@@ -173,7 +170,7 @@ class Hub:
         )
 
     def remember(self, commit: str) -> None:
-        """Store in the cache which commit the revision is."""
+        """Store in the hub's cache that the requested revision is this commit."""
         ref = self._folder / "refs" / self.name.revision
         if self.name.revision != commit:
             ref.parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +192,7 @@ class Hub:
     def _receive_all(
         self, commit: str, file: RepoFile, partial: Path, on_growth: Callable[[Path, int], None]
     ) -> None:
-        """Send requests until the file is complete, or until several in a row return nothing."""
+        """Send requests until a file is complete, or several requests in a row return nothing."""
         size = file_size(partial) or 0
         num_failures = 0
         while size < file.num_bytes:
@@ -215,7 +212,7 @@ class Hub:
                 time.sleep(RETRY_PAUSES_S[0])
 
     def read_range(self, commit: str, file: RepoFile, start: int, num_bytes: int) -> bytes:
-        """Return a byte range of a file, always from the network."""
+        """Return a byte range of a repository's file, always from the network."""
         if not num_bytes:
             return b""
         response = self._retry(lambda: self._get(commit, file, f"{start}-{start + num_bytes - 1}"))
@@ -236,7 +233,10 @@ class Hub:
         return requested
 
     def _receive(self, commit: str, file: RepoFile, partial: Path) -> Iterator[int]:
-        """Append the response to one request; yield the partial file's size after each chunk."""
+        """Append the response to one request to a partial file.
+
+        Yield the partial file's size after each chunk.
+        """
         response = self._retry(lambda: self._get(commit, file, f"{file_size(partial) or 0}-"))
         try:
             # A server without ranges starts again.
@@ -251,7 +251,7 @@ class Hub:
             response.close()
 
     def _get(self, commit: str, file: RepoFile, span: str) -> Any:
-        """Request the byte range `span` of a file."""
+        """Request the byte range `span` of a repository's file, and return the response."""
         url = self._client.hf_hub_url(
             self.name.repo, file.path, revision=commit, endpoint=self.endpoint
         )
@@ -271,7 +271,7 @@ class Hub:
         return response
 
     def _retry(self, call: Callable[[], T]) -> T:
-        """Return the result of `call`; repeat the call while the hub is busy."""
+        """Return the result of `call`, a request to the hub; repeat it while the hub is busy."""
         for pause_s in (*RETRY_PAUSES_S, None):
             try:
                 return call()
@@ -282,7 +282,7 @@ class Hub:
         raise AssertionError
 
     def _user_error(self, error: BaseException) -> BaseException:
-        """Convert a failure of the client to an error that tells the user what to do."""
+        """Convert a failure of the hub's client to an error that tells the user what to do."""
         errors = self._errors
         repo = self.name.repo
         status = _status(error)
@@ -316,7 +316,7 @@ class Hub:
 
 
 def unfinished_files(caches: set[Path]) -> Iterator[tuple[Path, Path]]:
-    """Yield each unfinished download in the client's cache and in `caches`, with its lock."""
+    """Yield each unfinished download in the hub's cache and in `caches`, with its lock file."""
     with suppress(ImportError):
         from huggingface_hub import constants
 
@@ -338,7 +338,7 @@ def _listing(info: Any) -> Listing:
 
 
 def _repo_files(siblings: list[Any]) -> Iterator[RepoFile]:
-    """Yield the files whose size is known and whose path stays in the repository."""
+    """Yield a repository's files whose size is known and whose path stays in the repository."""
     for sibling in siblings:
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
         size = sibling.lfs.size if sibling.lfs else sibling.size
@@ -348,7 +348,7 @@ def _repo_files(siblings: list[Any]) -> Iterator[RepoFile]:
 
 
 def _licence(info: Any) -> str | None:
-    """Return the licence's name, with its address if the author wrote it."""
+    """Return the name of a model's licence, with its address if the author wrote it; or None."""
     card = info.card_data
     name = getattr(card, "license_name", None) or getattr(card, "license", None)
     link = getattr(card, "license_link", None)

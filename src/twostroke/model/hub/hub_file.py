@@ -28,17 +28,18 @@ _RANGE: Final = re.compile(r"bytes (\d+)-")
 
 
 class HubUnavailableError(DownloadError):
-    """The hub cannot be reached, or does not have the file."""
+    """The Hugging Face hub cannot be reached, or does not have the file."""
 
 
 def receive(file: HubFile, partial: Path, num_bytes: int, on_growth: Callable[[int], None]) -> None:
-    """Download the missing end of `partial`, which is complete with `num_bytes`.
+    """Download the missing end of a hub file to `partial`, which is complete with `num_bytes`.
 
     `on_growth` is called with the size of the partial file as it grows. An interrupted transfer
     continues in the same call, or in a later call.
 
     Raises:
-        HubUnavailableError: the hub cannot be reached, does not have the file, or stops sending.
+        HubUnavailableError: the hub cannot be reached, does not have the file, or stops
+            sending.
     """
     if env.hub_is_offline():
         raise HubUnavailableError(f"{file} cannot be fetched: HF_HUB_OFFLINE is set.")
@@ -66,7 +67,10 @@ def receive(file: HubFile, partial: Path, num_bytes: int, on_growth: Callable[[i
 
 
 def _append(file: HubFile, partial: Path, size: int) -> Iterator[int]:
-    """Append the response to one request; yield the partial file's size after each chunk."""
+    """Append the response to one request to a partial file.
+
+    Yield the partial file's size after each chunk.
+    """
     import http.client  # commands that fetch nothing start without it
     import ssl
     import urllib.error

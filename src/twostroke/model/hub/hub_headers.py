@@ -1,8 +1,4 @@
-"""Fetches only the configuration and headers of a model on the hub: some megabytes of any model.
-
-Files get their full size, with holes in place of the weights, so that the usual functions can read
-their headers. They would read weights as zeros.
-"""
+"""Fetches only the configuration and headers of a model on the hub: a few megabytes."""
 
 from __future__ import annotations
 
@@ -32,9 +28,9 @@ _MAX_HEADER_BYTES: Final = 1 << 24
 
 
 def fetch_headers(name: HubName, folder: Path, inspect: Inspect) -> Path:
-    """Fetch configuration and headers into an empty `folder`; return the path of the model.
+    """Fetch a hub model's configuration and headers into an empty folder, for plans.
 
-    `inspect` reads the beginning of a GGUF file.
+    Return the path of the model. `inspect` reads the beginning of a GGUF file.
 
     Raises:
         ModelNotFoundError: there is no such repository, revision or file.
@@ -75,7 +71,7 @@ class _HeaderDownload:
         self._path(TOKENIZER).touch()
 
     def _fetch_gguf(self, file: RepoFile, inspect: Inspect) -> None:
-        """Fetch larger beginnings of a file until its header is complete."""
+        """Fetch larger and larger beginnings of a GGUF file until its header is complete."""
         size = 0
         for limit in (*_TRIED_BYTES, file.num_bytes):
             end = min(limit, file.num_bytes)
@@ -91,7 +87,10 @@ class _HeaderDownload:
     def _fetch_range(
         self, file: RepoFile, start: int, num_bytes: int, *, set_size: bool = True
     ) -> bytes:
-        """Fetch a byte range into the file; with `set_size` the file gets its full size."""
+        """Fetch a byte range of a hub file into the local file; return the bytes.
+
+        With `set_size` the local file gets its full size.
+        """
         path = self._path(file.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = self._hub.read_range(self._listing.commit, file, start, num_bytes)

@@ -1,4 +1,4 @@
-"""Fetches a model of the hub: selects its files, refuses unsupported models, writes a record."""
+"""Downloads a model of the Hugging Face hub: selects its files, and writes its record."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _INSPECTED_BYTES: Final = tuple(1 << power for power in (16, 20, 22, 23, 24, 25,
 
 
 def pull_from_hub(name: HubName, inspect: Inspect, watch: Watcher) -> ModelRecord:
-    """Fetch the files that `name` asks for into the hub's cache; write and return their record.
+    """Download the files of a hub model into the hub's cache; write and return its record.
 
     Raises:
         ModelNotFoundError: there is no such repository, revision or file.
@@ -47,7 +47,10 @@ def pull_from_hub(name: HubName, inspect: Inspect, watch: Watcher) -> ModelRecor
 
 
 class _HubDownload:
-    """One download: `large_files` have `total_bytes` and are not on this machine yet."""
+    """One download of a hub model.
+
+    `large_files` have `total_bytes` and are not on this machine yet.
+    """
 
     def __init__(self, hub: Hub, inspect: Inspect, watch: Watcher) -> None:
         self.hub = hub
@@ -74,19 +77,19 @@ class _HubDownload:
         return self.record(selection)
 
     def path(self, name: str | None) -> Path:
-        """Return the path of a file in the cache, or of the model's folder for None."""
+        """Return the path of a model's file in the hub's cache, or of its folder for None."""
         return self.hub.snapshot(self.listing.commit) / (name or "")
 
     def is_here(self, file: RepoFile) -> bool:
         return file_size(self.path(file.path)) == file.num_bytes
 
     def family(self, entry: str | None) -> str | None:
-        """Return the model's family; ModelFormatError if the model cannot run here."""
+        """Return the downloaded model's family; raise ModelFormatError if it cannot run here."""
         name = entry or CONFIG
         return self.inspect(self.path(name), name)
 
     def fetch_small_files(self, selection: FileSelection) -> FileSelection:
-        """Fetch the configuration first, to refuse unsupported models; then select the weights."""
+        """Fetch a model's configuration, refuse an unsupported model, and select its weights."""
         self.fetch([file for file in selection.files if file.path == CONFIG])
         self.family(None)
         self.fetch(selection.files)
@@ -95,7 +98,7 @@ class _HubDownload:
         return add_weights(selection, index, self.listing.files)
 
     def fetch(self, files: Sequence[RepoFile], entry: str | None = None) -> None:
-        """Fetch the missing files; the GGUF file `entry` is inspected while it arrives."""
+        """Fetch the model's missing files; the GGUF file `entry` is inspected while it arrives."""
         missing = [file for file in files if not self.is_here(file)]
         if not missing:  # the cache may be read-only
             return
@@ -124,14 +127,14 @@ class _HubDownload:
             self.hub.transfer(self.listing.commit, file, on_growth, self.watch)
 
     def describe_kept(self) -> str:
-        """Return a sentence about the received part of the large files."""
+        """Return a sentence about the part of the large files that was received."""
         kept_bytes = self.total_bytes - sum(map(self.hub.missing_bytes, self.large_files))
         if not kept_bytes:
             return "Nothing was kept."
         return f"{megabytes(kept_bytes)} are kept: pull again to continue."
 
     def record(self, selection: FileSelection) -> ModelRecord:
-        """Write and return the record of the fetched model."""
+        """Write and return the record of the downloaded model."""
         snapshot = self.path(None)
         path = self.path(selection.entry)
         old_record = next((record for record in stored_records() if record.path == path), None)

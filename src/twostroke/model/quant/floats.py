@@ -22,28 +22,28 @@ _QUIET_NAN = np.uint32(0x0040_0000)
 
 
 def decode_single(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 4) to float32 (n, 1)."""
+    """Decode F32 weights, bytes (n, 4), to float32 (n, 1)."""
     return blocks.view(np.float32)
 
 
 def encode_single(values: Floats) -> Bytes:
-    """Encode float32 (n, 1) as bytes (n, 4)."""
+    """Encode float32 (n, 1) as F32 weights, bytes (n, 4)."""
     return values.view(np.uint8)
 
 
 def decode_half(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 2) of IEEE half precision to float32 (n, 1)."""
+    """Decode F16 weights (IEEE half precision), bytes (n, 2), to float32 (n, 1)."""
     return blocks.view(np.float16).astype(np.float32)
 
 
 def decode_bfloat(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 2) of bfloat16 to float32 (n, 1)."""
+    """Decode BF16 weights, bytes (n, 2), to float32 (n, 1)."""
     upper = blocks.view(np.uint16).astype(np.uint32)
     return (upper << np.uint32(16)).view(np.float32)
 
 
 def encode_bfloat(values: Floats) -> Bytes:
-    """Encode float32 (n, 1) as bfloat16, bytes (n, 2), rounded to nearest even; NaN stays NaN."""
+    """Encode float32 (n, 1) as BF16, bytes (n, 2), rounded to nearest even; NaN stays NaN."""
     bits = values.view(np.uint32)
     is_nan = (bits & np.uint32(0x7FFF_FFFF)) > _INFINITY
     odd = (bits >> np.uint32(16)) & np.uint32(1)
@@ -75,9 +75,9 @@ SCALE_OFFSETS: Final[Mapping[str, tuple[int, ...]]] = {
 
 
 def terms_by_scale(tensor: QuantTensor) -> tuple[Floats, ...]:
-    """Return the part of a matrix that each float16 scale contributes, whose sum is the matrix.
+    """Return the part of a quantized matrix that each of its float16 scales contributes.
 
-    Each term is float32 (rows, blocks, block_size).
+    The sum of the parts is the matrix. Each part is float32 (rows, blocks, block_size).
     """
     fmt = tensor.format
     blocks = np.ascontiguousarray(tensor.data).reshape(-1, fmt.block_bytes)
@@ -92,7 +92,10 @@ def terms_by_scale(tensor: QuantTensor) -> tuple[Floats, ...]:
 
 
 def multiply_scales(tensor: QuantTensor, factors: tuple[Floats, ...]) -> QuantTensor:
-    """Return a matrix with its float16 scales multiplied by `factors` (rows, blocks), rounded."""
+    """Return a quantized matrix with its float16 scales multiplied by factors, and rounded.
+
+    The factors of each scale are (rows, blocks).
+    """
     fmt = tensor.format
     blocks = np.ascontiguousarray(tensor.data).reshape(-1, fmt.block_bytes).copy()
     for offset, factor in zip(SCALE_OFFSETS[fmt.name], factors, strict=True):
@@ -128,26 +131,35 @@ _POSITIVE_E4M3 = E4M3[:0x7F]
 
 
 def nearest_e4m3(values: Floats) -> Bytes:
-    """Return the codes of the nearest E4M3 numbers; larger values become 448."""
+    """Return the codes of the E4M3 (8-bit float) numbers nearest to values.
+
+    Larger values than 448 become 448.
+    """
     codes = _nearest(np.abs(values), _POSITIVE_E4M3)
     return codes | (np.signbit(values).astype(np.uint8) << np.uint8(7))
 
 
 def nearest_e8m0(values: Floats) -> Bytes:
-    """Return the codes of the largest powers of two that are not above the positive `values`."""
+    """Return the E8M0 codes of the largest powers of two that are not above positive values."""
     _, exponent = np.frexp(values)
     codes: Bytes = np.clip(exponent + 126, 0, 254).astype(np.uint8)
     return codes
 
 
 def nearest_e2m1(values: Floats) -> Bytes:
-    """Return the codes of the nearest E2M1 numbers; larger values become 6."""
+    """Return the codes of the E2M1 (4-bit float) numbers nearest to values.
+
+    Larger values than 6 become 6.
+    """
     codes = _nearest(np.abs(values), _E2M1_MAGNITUDES)
     return codes | (np.signbit(values).astype(np.uint8) << np.uint8(3))
 
 
 def _nearest(values: Floats, ascending: Floats) -> Bytes:
-    """Return the index of the nearest number in `ascending`; the even index if two are nearest."""
+    """Return the index of the number in `ascending` that is nearest to each value.
+
+    If two numbers are equally near, the even index is returned.
+    """
     middles = (ascending[1:] + ascending[:-1]) / np.float32(2)
     up = np.searchsorted(middles, values, side="right")
     down = np.searchsorted(middles, values, side="left")

@@ -20,7 +20,7 @@ _FLOAT_KERNELS = (0, 1, 30)  # F32, F16 and BF16
 
 
 class Format(Frozen):
-    """A way to store float values: blocks of `block_size` values in `block_bytes` bytes.
+    """A number format of weights: blocks of `block_size` values in `block_bytes` bytes.
 
     `kernel_id` is the number of the native kernels that multiply the format (`WeightType` in
     native/linear/linear.h), -1 if there are none. `to_kernel` maps rows of bytes to the bytes that
@@ -44,16 +44,16 @@ class Format(Frozen):
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of one value, with its share of the block's scales."""
+        """The number of bits of one value, with the value's share of the block's scales."""
         return 8 * self.block_bytes / self.block_size
 
     @property
     def meets_floats(self) -> bool:
-        """Whether its kernels multiply unquantized activations."""
+        """Whether the format's kernels multiply unquantized activations."""
         return self.kernel_id in _FLOAT_KERNELS
 
     def num_bytes(self, num_values: int) -> int:
-        """Return the bytes of `num_values` values, which must fill whole blocks."""
+        """Return the bytes that `num_values` values take; the values must fill whole blocks."""
         blocks, rest = divmod(num_values, self.block_size)
         if rest:
             raise ValueError(
@@ -62,12 +62,12 @@ class Format(Frozen):
         return blocks * self.block_bytes
 
     def dequantize(self, data: Bytes) -> Floats:
-        """Map bytes (..., row_bytes) to float32 (..., row_values)."""
+        """Decode bytes (..., row_bytes) of this format to float32 (..., row_values)."""
         blocks = np.ascontiguousarray(data).reshape(-1, self.block_bytes)
         return self.decode(blocks).reshape(*data.shape[:-1], -1)
 
     def quantize(self, values: Floats) -> Bytes:
-        """Map float32 (..., row_values) to bytes (..., row_bytes).
+        """Encode float32 (..., row_values) as bytes (..., row_bytes) of this format.
 
         Raises:
             ValueError: a row does not fill whole blocks, or the format is only read.
@@ -86,7 +86,7 @@ def ggml_format(
     decode: Callable[[Bytes], Floats],
     encode: Callable[[Floats], Bytes],
 ) -> Format:
-    """Return a format of ggml, whose kernels have its number in GGUF files.
+    """Return a number format of ggml; its kernels have the format's number in GGUF files.
 
     `sizes` are the values of a group, the values of a block, and the bytes of a block.
     """
@@ -94,22 +94,23 @@ def ggml_format(
 
 
 def half_column(blocks: Bytes, start: int) -> Floats:
-    """Return the float16 at byte `start` of each block as float32 (blocks, 1)."""
+    """Return the float16 at byte `start` of each block, such as a scale, as float32 (blocks, 1)."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
 
 
 def half_bytes(values: Floats) -> Bytes:
-    """Return float32 (blocks, 1) rounded to float16, as bytes (blocks, 2)."""
+    """Return scales, float32 (blocks, 1), as the bytes of float16 numbers, (blocks, 2)."""
     with np.errstate(over="ignore"):
         return values.astype(np.float16).view(np.uint8)
 
 
 def unpack_planes(packed: Bytes, bits: int, run: int) -> Bytes:
-    """Unpack bit planes: (blocks, bytes) to codes below 2**bits, uint8 (blocks, bytes * 8 / bits).
+    """Unpack quantized codes that are stored in bit planes of their blocks.
 
-    Every block format of ggml packs this way: a run of bytes holds a run of codes in each of its
-    bit planes. With 2-bit codes, a run of 32 bytes holds values 0 to 31 in bits 0 and 1, values 32
-    to 63 in bits 2 and 3, and so on. In a run of 1 byte neighbouring codes share a byte.
+    Bytes (blocks, bytes) become codes below 2**bits, uint8 (blocks, bytes * 8 / bits). Every block
+    format of ggml packs this way: a run of bytes holds a run of codes in each of its bit planes.
+    With 2-bit codes, a run of 32 bytes holds values 0 to 31 in bits 0 and 1, values 32 to 63 in
+    bits 2 and 3, and so on. In a run of 1 byte neighbouring codes share a byte.
     """
     runs = packed.reshape(packed.shape[0], -1, 1, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
@@ -119,9 +120,9 @@ def unpack_planes(packed: Bytes, bits: int, run: int) -> Bytes:
 
 
 def pack_planes(codes: Bytes, bits: int, run: int) -> Bytes:
-    """Pack codes below 2**bits, uint8 (blocks, codes), into bit planes: (blocks, codes * bits / 8).
+    """Pack quantized codes into bit planes of their blocks; the inverse of `unpack_planes`.
 
-    See `unpack_planes`.
+    Codes are below 2**bits, uint8 (blocks, codes); the result is (blocks, codes * bits / 8).
     """
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     planes = codes.reshape(codes.shape[0], -1, len(shifts), run) << shifts[:, None]

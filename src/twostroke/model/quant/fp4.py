@@ -1,14 +1,4 @@
-"""MXFP4 and NVFP4 of GGUF files: E2M1 numbers in groups that share a small float as scale.
-
-Layout of a block of MXFP4 (ggml `block_mxfp4`), 32 values: the scale, E8M0; 16 bytes of codes,
-values 0 to 15 in the low nibbles and 16 to 31 in the high ones.
-
-Layout of a block of NVFP4 (ggml `block_nvfp4`), 64 values in 4 groups: the scale of each group,
-E4M3 without a sign; 8 bytes of codes for each group, values 0 to 7 in the low nibbles and 8 to 15
-in the high ones.
-
-Kernels multiply the same groups with float32 scales (see `grouped`).
-"""
+"""MXFP4 and NVFP4 of GGUF files: E2M1 numbers in groups that share a small float as scale."""
 
 from __future__ import annotations
 
@@ -30,7 +20,10 @@ _DOUBLED_MIDDLES = (_DOUBLED_MAGNITUDES[1:] + _DOUBLED_MAGNITUDES[:-1]) / 2
 
 
 def _nv_scales() -> Floats:
-    """Return E4M3's numbers as ggml reads them: without a sign, and 0x7F is zero."""
+    """Return the values of NVFP4's scale codes: E4M3 without a sign, and 0x7F is zero.
+
+    ggml reads the codes in this way.
+    """
     codes = np.arange(256) & 0x7F
     scales: Floats = E4M3[codes]
     scales[0x7F], scales[0xFF] = 0, 480
@@ -38,7 +31,7 @@ def _nv_scales() -> Floats:
 
 
 class _Fp4Layout(Frozen, eq=False):
-    """The layout of a block: `num_groups` scales, then the groups' codes."""
+    """The layout of an MXFP4 or NVFP4 block: `num_groups` scales, then the groups' codes."""
 
     group: int
     num_groups: int
@@ -50,7 +43,7 @@ class _Fp4Layout(Frozen, eq=False):
         return grouped(4, self.group, "f32", table="e2m1")
 
     def to_kernel(self, data: Bytes) -> Bytes:
-        """Convert rows of blocks, uint8 (rows, row_bytes), to the kernels' groups."""
+        """Convert rows of MXFP4 or NVFP4 blocks, uint8 (rows, row_bytes), for the kernels."""
         size = self.num_groups + self.num_groups * self.group // 2
         blocks = data.reshape(-1, size)
         scales = self.scales[blocks[:, : self.num_groups]].reshape(-1, 1)
@@ -78,7 +71,10 @@ def _encode(layout: _Fp4Layout, values: Floats) -> Bytes:
 
 
 def _nearest_mx(largest: Floats) -> Bytes:
-    """Return the code of the power of two that scales the largest magnitude to between 4 and 8."""
+    """Return the MXFP4 scale code for the largest magnitude of each group.
+
+    The scale is a power of two; the magnitude divided by the scale is at least 4 and below 8.
+    """
     _, exponent = np.frexp(largest)
     codes: Bytes = np.where(largest > 0, exponent + 124, 0).astype(np.uint8)
     return codes

@@ -1,9 +1,4 @@
-"""E4M3 numbers in groups of a row that share a scale: matrices of published FP8 folders.
-
-A block is a group. The layout is Twostroke's own: the scale, float32 or bfloat16, then a byte for
-each value. A value is the E4M3 number times the scale, in float32. Kernels of the cpu backend read
-these values as BF16 if scales have so few bits that this is exact, else as F32.
-"""
+"""FP8 weights of published folders: E4M3 numbers in groups of a row that share a scale."""
 
 from __future__ import annotations
 
@@ -23,9 +18,10 @@ _MIN_BF16_SCALE: Final = np.float32(2.0**-100)  # products of smaller scales are
 
 @cache
 def e4m3(group: int, scale: str = "f32") -> Format:
-    """Return the format of E4M3 in groups of `group` values; `scale` is "f32" or "bf16".
+    """Return the format of E4M3 weights in groups of `group` values that share a scale.
 
-    The format with bfloat16 is for scales of four significant bits, and is only read.
+    `scale` is "f32" or "bf16". The format with bfloat16 is for scales of four significant bits, and
+    is only read.
     """
     float_format = F32 if scale == "f32" else BF16
     scale_bytes = float_format.block_bytes
@@ -43,7 +39,7 @@ def e4m3(group: int, scale: str = "f32") -> Format:
 
 
 def e4m3_tensor(codes: Bytes, scales: Floats) -> QuantTensor:
-    """Return E4M3 codes (outputs, inputs) with scales (outputs, groups) as one tensor."""
+    """Return E4M3 codes (outputs, inputs) and their scales (outputs, groups) as one tensor."""
     outputs, inputs = codes.shape
     groups = scales.shape[1]
     scales = np.ascontiguousarray(scales, np.float32).reshape(-1, 1)
@@ -71,7 +67,7 @@ def _encode(values: Floats) -> Bytes:
 
 
 def _to_kernel(scale_bytes: int, group: int, data: Bytes) -> Bytes:
-    """Convert rows of blocks, uint8 (rows, row_bytes), to F32 or BF16."""
+    """Convert rows of E4M3 blocks, uint8 (rows, row_bytes), to F32 or BF16 for the kernels."""
     values = _decode(scale_bytes, np.ascontiguousarray(data).reshape(-1, scale_bytes + group))
     raw = values.view(np.uint8) if scale_bytes == F32.block_bytes else encode_bfloat(values)
     return raw.reshape(len(data), -1)

@@ -1,16 +1,4 @@
-"""Integers or table entries in groups of a row: the formats of published quantized folders.
-
-A block is a group. The layout is Twostroke's own: the scale, in its own type; the zero point, a
-byte, if the format has one; the codes, which are bytes, or nibbles with even values in the low
-ones.
-
-A value is (code - zero point) * scale; without a zero point, (code - half) * scale, with half = 8
-or 128. With the table E2M1 the code is a number of 4 bits, a sign and 0 to 6, times the scale.
-
-Kernels read a few of these formats, in groups of 16, 32 or 128 with float32 scales
-(`KERNEL_FORMATS`). `to_kernel` converts blocks of the other formats to these, which changes no
-value.
-"""
+"""Formats of published quantized folders: integers or table entries in groups of a row."""
 
 from __future__ import annotations
 
@@ -84,7 +72,7 @@ _TRIAL_PEAKS: Final = {
 def grouped(
     bits: int, group: int, scale: str, *, zero: bool = False, table: str | None = None
 ) -> Format:
-    """Return the format of groups of `group` values, which may be whole rows.
+    """Return the format of weights with codes in groups of `group` values, or whole rows.
 
     `bits` is 4 or 8; `scale` a name in `SCALE_BYTES`; `table` None or "e2m1", without a zero point.
 
@@ -109,10 +97,11 @@ def grouped(
 
 
 def assemble(fmt: Format, codes: Bytes, scales: Bytes, zeros: Bytes | None = None) -> QuantTensor:
-    """Return a tensor of codes (rows, inputs), a byte each, with scales and zero points.
+    """Return a quantized tensor from its codes, scales and zero points.
 
-    `scales` are uint8 (rows, groups, bytes of a scale); `zeros` are uint8 (rows, groups), for a
-    format with zero points. `fmt` comes from `grouped`.
+    Codes are uint8 (rows, inputs), a byte each. `scales` are uint8 (rows, groups, bytes of a
+    scale); `zeros` are uint8 (rows, groups), for a format with zero points. `fmt` comes from
+    `grouped`.
     """
     rows, inputs = codes.shape
     groups = inputs // fmt.block_size
@@ -127,7 +116,7 @@ def assemble(fmt: Format, codes: Bytes, scales: Bytes, zeros: Bytes | None = Non
 
 
 def scale_rows(tensor: QuantTensor, factors: Floats) -> QuantTensor:
-    """Return a matrix whose rows are multiplied by powers of two; codes do not change."""
+    """Return a quantized matrix with its rows multiplied by powers of two; codes do not change."""
     scale = tensor.format.name.split("_")[2].lower()
     blocks = tensor.data.reshape(len(factors), -1, tensor.format.block_bytes).copy()
     size = SCALE_BYTES[scale]
@@ -138,7 +127,7 @@ def scale_rows(tensor: QuantTensor, factors: Floats) -> QuantTensor:
 
 
 class _GroupedLayout(Frozen):
-    """The layout of a block: bits of a code, size of a group, type of a scale, and so on."""
+    """The layout of a block of a grouped format: bits of a code, size of a group, type of scale."""
 
     bits: int
     group: int
@@ -153,7 +142,7 @@ class _GroupedLayout(Frozen):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of scale and zero point."""
+        """The number of bytes of a block's scale and zero point."""
         return SCALE_BYTES[self.scale] + self.zero
 
     @property
@@ -162,23 +151,23 @@ class _GroupedLayout(Frozen):
 
     @property
     def kernel_group(self) -> int:
-        """The group size of the kernels; other groups above 128 must be whole rows."""
+        """The group size that the kernels use; other groups above 128 must be whole rows."""
         if self.table is not None:
             return 32 if self.group % 32 == 0 else 16
         return 128 if self.group >= 128 else 32
 
     def scales_of(self, blocks: Bytes) -> Floats:
-        """Return the scales, float32 (n, 1)."""
+        """Return the scales of blocks, float32 (n, 1)."""
         raw = np.ascontiguousarray(blocks[:, : SCALE_BYTES[self.scale]])
         return _DECODE_SCALE[self.scale](raw)
 
     def codes_of(self, blocks: Bytes) -> Bytes:
-        """Return the codes, uint8 (n, group)."""
+        """Return the codes of the values in blocks, uint8 (n, group)."""
         packed = blocks[:, self.head_bytes :]
         return packed if self.bits == 8 else unpack_planes(packed, 4, run=1)
 
     def to_kernel(self, data: Bytes) -> Bytes:
-        """Convert rows of blocks, uint8 (rows, row_bytes), to the kernels' form."""
+        """Convert rows of grouped blocks, uint8 (rows, row_bytes), to the kernels' form."""
         rows = len(data)
         head = self.head_bytes
         size = self.kernel_group * self.bits // 8
@@ -211,7 +200,10 @@ def _decode(layout: _GroupedLayout, blocks: Bytes) -> Floats:
 
 
 def _encode(layout: _GroupedLayout, values: Floats) -> Bytes:
-    """Quantize: round the scale to its type first, then compute codes with the rounded scale."""
+    """Quantize values to blocks of a grouped format.
+
+    The scale is rounded to its type first; then codes are computed with the rounded scale.
+    """
     max_code = np.float32((1 << layout.bits) - 1)
     half = np.float32(1 << (layout.bits - 1))
     parts = []

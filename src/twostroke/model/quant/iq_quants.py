@@ -60,7 +60,7 @@ _ONE_IN_EACH_BYTE: Final = np.uint64(0x0101010101010101)
 
 
 class Codebook(Frozen, eq=False):
-    """A kernel's decoding of codes: `levels` of each code, times the group's scale and `unit`."""
+    """The kernels' decoding of an IQ format: code level, times the group's scale, times `unit`."""
 
     name: str
     kernel_id: int
@@ -70,12 +70,12 @@ class Codebook(Frozen, eq=False):
 
     @property
     def num_groups(self) -> int:
-        """The number of groups in a block."""
+        """The number of groups in a block of 256 values."""
         return _BLOCK_SIZE // self.group
 
     @property
     def format(self) -> Format:
-        """The format of the kernels' blocks."""
+        """The number format of the blocks that the kernels read."""
         return Format(
             self.name,
             kernel_id=self.kernel_id,
@@ -86,7 +86,10 @@ class Codebook(Frozen, eq=False):
         )
 
     def parts(self, blocks: Bytes) -> tuple[Floats, Bytes]:
-        """Return the groups' scales, float32 (n, groups), and the codes, uint8 (n, 256)."""
+        """Divide the kernels' blocks into scales and codes.
+
+        Return the groups' scales, float32 (n, groups), and the codes, uint8 (n, 256).
+        """
         end = 2 + self.num_groups
         scales = half_column(blocks, 0) * np.float32(self.unit)
         return scales * blocks[:, 2:end].astype(np.float32), blocks[:, end:]
@@ -122,7 +125,7 @@ _IQ1, _IQ2, _IQ2_XXS, _IQ3_XXS, _IQ3_S = CODEBOOKS
 
 @cache
 def _entries(name: str) -> NDArray[Any]:
-    """Return a codebook's entries, each as one integer with a byte for each code."""
+    """Return a codebook's entries, each as one integer that has a byte for each code."""
     codes = unpack_codebook(name)
     entries: NDArray[Any] = codes.view(f"u{GRIDS[name].width}")[:, 0]
     return entries
@@ -130,13 +133,19 @@ def _entries(name: str) -> NDArray[Any]:
 
 @cache
 def _sign_bytes(bit: int) -> NDArray[np.uint64]:
-    """Return (256,) integers: entry s sets `bit` in the bytes of values whose bit in s is 1."""
+    """Return (256,) integers that set a sign bit in the bytes of eight codes.
+
+    Entry s sets `bit` in the bytes of values whose bit in s is 1.
+    """
     signs = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return (signs << np.uint8(bit)).view(np.uint64)[:, 0]
 
 
 def _even_signs() -> Bytes:
-    """Return the sign bytes of eight values, by the low seven bits."""
+    """Return the sign bits of eight values, by their low seven bits.
+
+    IQ2 and IQ3 store seven bits; the number of negative values is even.
+    """
     low_bits = np.arange(128, dtype=np.uint8)
     odd = np.unpackbits(low_bits[:, None], axis=1).sum(axis=1) & 1
     signs: Bytes = low_bits | (odd << 7).astype(np.uint8)
@@ -147,14 +156,14 @@ _EVEN_SIGNS: Final = _even_signs()
 
 
 def _view_words(data: Bytes, dtype: type[np.unsignedinteger]) -> NDArray[np.uint32]:
-    """Return the little-endian words of each block."""
+    """Return the bytes of each block as little-endian words."""
     return np.ascontiguousarray(data).view(dtype).astype(np.uint32)
 
 
 def _bit_fields(
     words: NDArray[np.uint32], shifts: tuple[int, ...], mask: int
 ) -> NDArray[np.uint32]:
-    """Return bit fields of words (n, k) as (n, k * shifts)."""
+    """Return bit fields of words: (n, k) words become (n, k * shifts) numbers."""
     fields = words[:, :, None] >> np.array(shifts, np.uint32) & np.uint32(mask)
     return fields.reshape(len(words), -1)
 
@@ -164,7 +173,10 @@ def _group_factors(nibbles: NDArray[Any]) -> Bytes:
 
 
 def _iq2_xxs(blocks: Bytes) -> Parts:
-    """66 bytes: the scale; for each 32 values four indices, then four signs and a step."""
+    """Read IQ2_XXS blocks of 66 bytes; return scales, steps and codes.
+
+    A block has the scale, and for each 32 values four indices, then four signs and a step.
+    """
     words = _view_words(blocks[:, 2:], np.uint32)
     signs = _EVEN_SIGNS[_bit_fields(words[:, 1::2], (0, 7, 14, 21), 127)]
     entries = _entries("IQ2_XXS")[_bit_fields(words[:, ::2], (0, 8, 16, 24), 255)]
@@ -172,14 +184,20 @@ def _iq2_xxs(blocks: Bytes) -> Parts:
 
 
 def _iq2_xs(blocks: Bytes) -> Parts:
-    """74 bytes: the scale; for each 8 values an index and signs; nibbles of the steps."""
+    """Read IQ2_XS blocks of 74 bytes; return scales, steps and codes.
+
+    A block has the scale, for each 8 values an index and signs, and nibbles of the steps.
+    """
     words = _view_words(blocks[:, 2:66], np.uint16)
     codes = _entries("IQ2_XS")[words & 511] | _sign_bytes(2)[_EVEN_SIGNS[words >> 9]]
     return blocks[:, :2], _group_factors(unpack_planes(blocks[:, 66:], 4, run=1)), codes
 
 
 def _iq2_s(blocks: Bytes) -> Parts:
-    """82 bytes: the scale, 32 indices, 32 signs, the indices' high bits, nibbles of the steps."""
+    """Read IQ2_S blocks of 82 bytes; return scales, steps and codes.
+
+    A block has the scale, 32 indices, 32 signs, the indices' high bits, and nibbles of the steps.
+    """
     high = unpack_planes(blocks[:, 66:74], 2, run=1).astype(np.uint32)
     entries = _entries("IQ2_S")[blocks[:, 2:34] | high << 8]
     steps = _group_factors(unpack_planes(blocks[:, 74:], 4, run=1))
@@ -187,7 +205,10 @@ def _iq2_s(blocks: Bytes) -> Parts:
 
 
 def _iq3_xxs(blocks: Bytes) -> Parts:
-    """98 bytes: the scale; 64 indices; for each 32 values four signs and a step."""
+    """Read IQ3_XXS blocks of 98 bytes; return scales, steps and codes.
+
+    A block has the scale, 64 indices, and for each 32 values four signs and a step.
+    """
     words = _view_words(blocks[:, 66:], np.uint32)
     signs = _EVEN_SIGNS[_bit_fields(words, (0, 7, 14, 21), 127)]
     entries = _entries("IQ3_XXS")[blocks[:, 2:66]].view(np.uint64)
@@ -195,7 +216,10 @@ def _iq3_xxs(blocks: Bytes) -> Parts:
 
 
 def _iq3_s(blocks: Bytes) -> Parts:
-    """110 bytes: the scale, 64 indices, their high bits, 32 signs, nibbles of the steps."""
+    """Read IQ3_S blocks of 110 bytes; return scales, steps and codes.
+
+    A block has the scale, 64 indices, their high bits, 32 signs, and nibbles of the steps.
+    """
     high = unpack_planes(blocks[:, 66:74], 1, run=1).astype(np.uint32)
     entries = _entries("IQ3_S")[blocks[:, 2:66] | high << 8].view(np.uint64)
     steps = _group_factors(unpack_planes(blocks[:, 106:], 4, run=1))
@@ -203,7 +227,10 @@ def _iq3_s(blocks: Bytes) -> Parts:
 
 
 def _iq1_s(blocks: Bytes) -> Parts:
-    """50 bytes: the scale; 32 indices; for each 32 values their high bits, a step and a sign."""
+    """Read IQ1_S blocks of 50 bytes; return scales, steps and codes.
+
+    A block has the scale, 32 indices, and for each 32 values their high bits, a step and a sign.
+    """
     words = _view_words(blocks[:, 34:], np.uint16)
     entries = _entries("IQ1_S")[blocks[:, 2:34] | _bit_fields(words, (0, 3, 6, 9), 7) << 8]
     minus = np.repeat(words >> 15, 4, axis=1) * (np.uint64(4) * _ONE_IN_EACH_BYTE)
@@ -211,9 +238,10 @@ def _iq1_s(blocks: Bytes) -> Parts:
 
 
 def _iq1_m(blocks: Bytes) -> Parts:
-    """56 bytes: 32 indices; nibbles of a high part and a sign; four words of steps.
+    """Read IQ1_M blocks of 56 bytes; return scales, steps and codes.
 
-    The scale is in the upper nibbles of these words.
+    A block has 32 indices, nibbles of a high part and a sign, and four words of steps. The scale is
+    in the upper nibbles of these words.
     """
     nibbles = unpack_planes(blocks[:, 32:48], 4, run=1).astype(np.uint32)
     entries = _entries("IQ1_S")[blocks[:, :32] | (nibbles & 7) << 8]
@@ -226,20 +254,20 @@ def _iq1_m(blocks: Bytes) -> Parts:
 
 
 class _CodebookLayout(Frozen, eq=False):
-    """A format of files: its kernels' codebook, bytes of a block, and how blocks are read."""
+    """The layout of an IQ format in files: its codebook, bytes of a block, and reader of blocks."""
 
     book: Codebook
     block_bytes: int
     read: Callable[[Bytes], Parts]
 
     def to_kernel(self, data: Bytes) -> Bytes:
-        """Convert rows of blocks, uint8 (rows, row_bytes), to the kernels' blocks."""
+        """Convert rows of file blocks, uint8 (rows, row_bytes), to the blocks that kernels read."""
         scales, steps, codes = self.read(data.reshape(-1, self.block_bytes))
         parts = [scales, steps, codes.view(np.uint8)]
         return np.concatenate(parts, axis=1).reshape(len(data), -1)
 
     def decode(self, blocks: Bytes) -> Floats:
-        """Decode blocks (n, block_bytes) to float32 (n, 256)."""
+        """Decode blocks of the IQ format (n, block_bytes) to float32 (n, 256)."""
         return _decode(self.book, self.to_kernel(blocks))
 
 
@@ -267,7 +295,10 @@ IQ3_S = _format("IQ3_S", 21, _CodebookLayout(_IQ3_S, 110, _iq3_s), 4.375)
 
 
 class CodebookGrid(Frozen):
-    """The shape of a codebook: `width` digits below `num_levels`; bits begin at byte `start`."""
+    """The shape of a codebook's entries: `width` digits below `num_levels`.
+
+    The codebook's bits begin at byte `start` of the packed bits.
+    """
 
     num_levels: int
     width: int
@@ -275,7 +306,7 @@ class CodebookGrid(Frozen):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its bits, one bit for each possible combination of digits."""
+        """The bytes of the codebook's bits, one bit for each possible combination of digits."""
         return (int(self.num_levels**self.width) + 7) // 8
 
 
@@ -348,14 +379,14 @@ _CODE_OF_HALF_STEP = np.searchsorted(_IQ4_MIDDLES, np.arange(-256, 256) / 2, sid
 
 
 def decode_iq4_nl(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 18) to float32 (n, 32)."""
+    """Decode IQ4_NL blocks, bytes (n, 18), to float32 (n, 32)."""
     values = IQ4_LEVELS[unpack_planes(blocks[:, 2:], 4, run=16)]
     values *= half_column(blocks, 0)
     return values
 
 
 def encode_iq4_nl(values: Floats) -> Bytes:
-    """Encode float32 (n, 32) as bytes (n, 18), with a scale fitted by least squares."""
+    """Encode float32 (n, 32) as IQ4_NL blocks, bytes (n, 18); least squares fit the scale."""
     scale = half_bytes(fit_scale(values, nearest_level, _TRIAL_PEAKS))
     levels = nearest_scaled(values[:, None], half_column(scale, 0), nearest_level)
     codes = level_codes(levels.reshape(-1, 32))
@@ -363,7 +394,7 @@ def encode_iq4_nl(values: Floats) -> Bytes:
 
 
 def decode_iq4_xs(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 136) to float32 (n, 256)."""
+    """Decode IQ4_XS blocks, bytes (n, 136), to float32 (n, 256)."""
     scale_codes = unpack_planes(blocks[:, 4:8], 4, run=1)
     scale_codes |= unpack_planes(blocks[:, 2:4], 2, run=1) << np.uint8(4)
     scales = half_column(blocks, 0) * (scale_codes.astype(np.float32) - np.float32(32))
@@ -373,7 +404,10 @@ def decode_iq4_xs(blocks: Bytes) -> Floats:
 
 
 def encode_iq4_xs(values: Floats) -> Bytes:
-    """Encode float32 (n, 256) as bytes (n, 136), with groups' scales fitted by least squares."""
+    """Encode float32 (n, 256) as IQ4_XS blocks, bytes (n, 136).
+
+    The groups' scales are fitted by least squares.
+    """
     groups = values.reshape(-1, 8, 32)
     scale, scale_codes = quantize_scales(
         fit_scale(groups, nearest_level, _TRIAL_PEAKS)[:, :, 0], -32, 31
@@ -383,7 +417,7 @@ def encode_iq4_xs(values: Floats) -> Bytes:
 
 
 def pack_iq4_xs(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
-    """Pack the scale of the scales (n, 1), the scales (n, 8) and codes (n, 256)."""
+    """Pack IQ4_XS blocks from the scale of the scales (n, 1), scales (n, 8) and codes (n, 256)."""
     unsigned_codes = (scale_codes + np.float32(32)).astype(np.uint8)
     parts = [
         half_bytes(scale),
@@ -395,12 +429,12 @@ def pack_iq4_xs(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
 
 
 def nearest_level(values: Floats) -> Floats:
-    """Map each value to the nearest level."""
+    """Return the level of IQ4 formats that is nearest to each value."""
     return IQ4_LEVELS[level_codes(values)]
 
 
 def level_codes(values: Floats) -> Bytes:
-    """Return the index of the level nearest to each value."""
+    """Return the index of the IQ4 level that is nearest to each value."""
     half_steps = np.clip(np.floor(values * np.float32(2)), np.float32(-256), np.float32(255))
     codes: Bytes = _CODE_OF_HALF_STEP[half_steps.astype(np.int16) + np.int16(256)]
     return codes

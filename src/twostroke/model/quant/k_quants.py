@@ -1,39 +1,4 @@
-"""Q2_K to Q6_K, TQ1_0 and TQ2_0 of GGUF files: blocks of 256 values.
-
-The layouts are ggml's (`block_q2_K` and so on). "Planes" are explained at `unpack_planes`.
-
-Q3_K and Q6_K have 16 groups with a signed scale; a value is (code - half) * scale.
-
-- Q3_K, half = 4: 32 bytes with the codes' upper bits, eight planes of one bit; 64 bytes with the
-  lower two bits, where each run of 32 bytes holds 128 values in four planes; 12 bytes of 6-bit
-  scales plus 32: the low nibbles of all 16 in two planes of 8 bytes, and their upper two bits in
-  four planes of 4 bytes; then a float16, the scale of the scales.
-- Q6_K, half = 32: 128 bytes with the codes' low nibbles, where each run of 64 bytes holds 128
-  values in two planes; 64 bytes with their upper two bits, where each run of 32 bytes holds 128
-  values in four planes; 16 signed bytes, the groups' scales; then a float16, the scale of the
-  scales.
-
-Q2_K, Q4_K and Q5_K have a scale and a minimum for each group; a value is scale * code - minimum.
-
-- Q2_K has 16 groups: 16 bytes, a group's scale in the low nibble and its minimum in the high one;
-  64 bytes of codes, where each run of 32 bytes holds 128 values in four planes of two bits; then
-  two float16, the scale of the scales and the scale of the minimums.
-- Q4_K and Q5_K have 8 groups: two float16, the scale of the scales and the scale of the minimums;
-  12 bytes for eight scales and eight minimums; in Q5_K 32 bytes with the codes' fifth bits, group i
-  in bit i; 128 bytes with the codes' lower four bits, where each run of 32 bytes holds one group
-  in the low nibbles and the next group in the high ones. In the 12 bytes (ggml `get_scale_min_k4`),
-  bytes 0 to 3 hold scales 0 to 3 in their low six bits, and bytes 4 to 7 minimums 0 to 3; bytes 8
-  to 11 hold the low four bits of scales 4 to 7 and, above them, of minimums 4 to 7, whose upper two
-  bits are the upper two bits of bytes 0 to 3 and of bytes 4 to 7.
-
-TQ1_0 and TQ2_0 hold -1, 0 and 1, times one float16 scale for the block, which comes last.
-
-- TQ2_0: 64 bytes of 2-bit codes, where each run of 32 bytes holds 128 values in four planes. A
-  code of 3 stands for 2.
-- TQ1_0: 32 bytes with five codes each, whose first codes are values 0 to 31; 16 bytes with five
-  codes; 4 bytes with four. A byte is a fraction of 256: multiplied by 3, it has the first code
-  before the point, and the next codes follow.
-"""
+"""Q2_K to Q6_K, TQ1_0 and TQ2_0 of GGUF files: quantized blocks of 256 values."""
 
 from __future__ import annotations
 
@@ -63,7 +28,7 @@ _Q6_TRIAL_PEAKS = (-33.0, -32.5, -32.0, -31.5, -31.0, -30.5, -30.0, 31.0)
 
 
 def decode_q3_k(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 110) to float32 (n, 256)."""
+    """Decode Q3_K blocks, bytes (n, 110), to float32 (n, 256)."""
     scale_codes = unpack_planes(blocks[:, 96:104], 4, run=8)
     scale_codes |= unpack_planes(blocks[:, 104:108], 2, run=4) << np.uint8(4)
     scales = half_column(blocks, 108) * (scale_codes.astype(np.float32) - np.float32(32))
@@ -73,12 +38,15 @@ def decode_q3_k(blocks: Bytes) -> Floats:
 
 
 def encode_q3_k(values: Floats) -> Bytes:
-    """Encode float32 (n, 256) as bytes (n, 110), with groups' scales fitted by least squares."""
+    """Encode float32 (n, 256) as Q3_K blocks, bytes (n, 110).
+
+    The groups' scales are fitted by least squares.
+    """
     return pack_q3_k(*_fit_around_zero(values, 4, _Q3_TRIAL_PEAKS, 32))
 
 
 def pack_q3_k(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
-    """Pack the scale of the scales (n, 1), the scales (n, 16) and codes (n, 256)."""
+    """Pack Q3_K blocks from the scale of the scales (n, 1), scales (n, 16) and codes (n, 256)."""
     unsigned_codes = (scale_codes + np.float32(32)).astype(np.uint8)
     parts = [
         pack_planes(codes >> np.uint8(2), 1, run=32),
@@ -91,7 +59,7 @@ def pack_q3_k(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
 
 
 def decode_q6_k(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 210) to float32 (n, 256)."""
+    """Decode Q6_K blocks, bytes (n, 210), to float32 (n, 256)."""
     scales = half_column(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
     codes = unpack_planes(blocks[:, :128], 4, run=64)
     codes |= unpack_planes(blocks[:, 128:192], 2, run=32) << np.uint8(4)
@@ -99,12 +67,15 @@ def decode_q6_k(blocks: Bytes) -> Floats:
 
 
 def encode_q6_k(values: Floats) -> Bytes:
-    """Encode float32 (n, 256) as bytes (n, 210), with groups' scales fitted by least squares."""
+    """Encode float32 (n, 256) as Q6_K blocks, bytes (n, 210).
+
+    The groups' scales are fitted by least squares.
+    """
     return pack_q6_k(*_fit_around_zero(values, 32, _Q6_TRIAL_PEAKS, 128))
 
 
 def pack_q6_k(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
-    """Pack the scale of the scales (n, 1), the scales (n, 16) and codes (n, 256)."""
+    """Pack Q6_K blocks from the scale of the scales (n, 1), scales (n, 16) and codes (n, 256)."""
     parts = [
         pack_planes(codes & np.uint8(15), 4, run=64),
         pack_planes(codes >> np.uint8(4), 2, run=32),
@@ -115,7 +86,10 @@ def pack_q6_k(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
 
 
 def _scale_around_zero(codes: Bytes, half: int, scales: Floats) -> Floats:
-    """Return (code - half) * scale, float32 (n, 256), for codes (n, 256) and scales (n, 16)."""
+    """Dequantize blocks whose codes are around `half`: return (code - half) * scale.
+
+    Codes are (n, 256), scales (n, 16), values float32 (n, 256).
+    """
     values = codes.astype(np.float32).reshape(-1, 16, 16)
     values -= np.float32(half)
     values *= scales[:, :, None]
@@ -125,7 +99,7 @@ def _scale_around_zero(codes: Bytes, half: int, scales: Floats) -> Floats:
 def _fit_around_zero(
     values: Floats, half: int, peaks: tuple[float, ...], max_scale_code: int
 ) -> tuple[Floats, Floats, Bytes]:
-    """Fit float32 (n, 256) with codes below 2 * `half` and signed integer scales.
+    """Quantize float32 (n, 256) to codes below 2 * `half`, with signed integer scales.
 
     Returns the scale of the scales (n, 1), the scales (n, 16) from -`max_scale_code` to
     `max_scale_code - 1`, and the codes (n, 256).
@@ -147,14 +121,17 @@ _HIGH_TWO = np.uint8(0xC0)
 
 
 def decode_q2_k(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 84) to float32 (n, 256)."""
+    """Decode Q2_K blocks, bytes (n, 84), to float32 (n, 256)."""
     scales = half_column(blocks, 80) * (blocks[:, :16] & np.uint8(15)).astype(np.float32)
     minimums = half_column(blocks, 82) * (blocks[:, :16] >> np.uint8(4)).astype(np.float32)
     return _scale_from_minimum(unpack_planes(blocks[:, 16:80], 2, run=32), scales, minimums)
 
 
 def encode_q2_k(values: Floats) -> Bytes:
-    """Encode float32 (n, 256) as bytes (n, 84), fitting groups' scales and minimums."""
+    """Encode float32 (n, 256) as Q2_K blocks, bytes (n, 84).
+
+    The groups' scales and minimums are fitted by least squares.
+    """
     (scale, minimum), (scales, minimums), codes = _fit_from_minimum(
         values.reshape(-1, 16, 16), 3, 15
     )
@@ -164,26 +141,32 @@ def encode_q2_k(values: Floats) -> Bytes:
 
 
 def decode_q4_k(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 144) to float32 (n, 256)."""
+    """Decode Q4_K blocks, bytes (n, 144), to float32 (n, 256)."""
     return _scale_from_minimum(
         unpack_planes(blocks[:, 16:], 4, run=32), *_scales_and_minimums(blocks)
     )
 
 
 def encode_q4_k(values: Floats) -> Bytes:
-    """Encode float32 (n, 256) as bytes (n, 144), fitting groups' scales and minimums."""
+    """Encode float32 (n, 256) as Q4_K blocks, bytes (n, 144).
+
+    The groups' scales and minimums are fitted by least squares.
+    """
     return pack_super_blocks(*_fit_from_minimum(values.reshape(-1, 8, 32), 15, 63), 4)
 
 
 def decode_q5_k(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 176) to float32 (n, 256)."""
+    """Decode Q5_K blocks, bytes (n, 176), to float32 (n, 256)."""
     codes = unpack_planes(blocks[:, 48:], 4, run=32)
     codes |= unpack_planes(blocks[:, 16:48], 1, run=32) << np.uint8(4)
     return _scale_from_minimum(codes, *_scales_and_minimums(blocks))
 
 
 def encode_q5_k(values: Floats) -> Bytes:
-    """Encode float32 (n, 256) as bytes (n, 176), fitting groups' scales and minimums."""
+    """Encode float32 (n, 256) as Q5_K blocks, bytes (n, 176).
+
+    The groups' scales and minimums are fitted by least squares.
+    """
     return pack_super_blocks(*_fit_from_minimum(values.reshape(-1, 8, 32), 31, 63), 5)
 
 
@@ -203,7 +186,10 @@ def pack_super_blocks(
 
 
 def unpack_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """Unpack bytes (n, 12) into scales and minimums, each uint8 (n, 8) below 64."""
+    """Unpack the scales and minimums of Q4_K or Q5_K blocks, bytes (n, 12).
+
+    Both are uint8 (n, 8) below 64.
+    """
     first, second, low_nibbles = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & _LOW_SIX, low_nibbles & 15 | (first & _HIGH_TWO) >> 2], axis=1)
     minimums = np.concatenate(
@@ -213,7 +199,10 @@ def unpack_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
 
 
 def pack_scales(scales: Bytes, minimums: Bytes) -> Bytes:
-    """Pack scales and minimums, each uint8 (n, 8) below 64, into bytes (n, 12)."""
+    """Pack the scales and minimums of Q4_K or Q5_K blocks into bytes (n, 12).
+
+    Both are uint8 (n, 8) below 64.
+    """
     first = scales[:, :4] | (scales[:, 4:] & 0x30) << 2
     second = minimums[:, :4] | (minimums[:, 4:] & 0x30) << 2
     low_nibbles = scales[:, 4:] & 15 | minimums[:, 4:] << 4
@@ -230,7 +219,10 @@ def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:
 
 
 def _scale_from_minimum(codes: Bytes, scales: Floats, minimums: Floats) -> Floats:
-    """Return code * scale - minimum, float32 (n, 256); scales and minimums are (n, groups)."""
+    """Dequantize blocks with minimums: return code * scale - minimum, float32 (n, 256).
+
+    Scales and minimums are (n, groups).
+    """
     values = codes.astype(np.float32).reshape(*scales.shape, -1)
     values *= scales[:, :, None]
     values -= minimums[:, :, None]
@@ -240,7 +232,7 @@ def _scale_from_minimum(codes: Bytes, scales: Floats, minimums: Floats) -> Float
 def _fit_from_minimum(
     groups: Floats, max_code: int, max_scale_code: int
 ) -> tuple[tuple[Floats, Floats], tuple[Bytes, Bytes], Bytes]:
-    """Fit groups (n, k, size) with codes up to `max_code`, and integer scales and minimums.
+    """Quantize groups (n, k, size) to codes up to `max_code`, with integer scales and minimums.
 
     Returns the scale of the scales and the scale of the minimums (n, 1), the scales and the
     minimums (n, k) up to `max_scale_code`, and the codes (n, 256).
@@ -259,7 +251,7 @@ Q5_K = ggml_format("Q5_K", 13, (32, 256, 176), decode_q5_k, encode_q5_k)
 
 
 def decode_tq2_0(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 66) to float32 (n, 256)."""
+    """Decode TQ2_0 blocks, bytes (n, 66), to float32 (n, 256)."""
     values = unpack_planes(blocks[:, :64], 2, run=32).astype(np.float32)
     values -= np.float32(1)
     values *= half_column(blocks, 64)
@@ -267,7 +259,7 @@ def decode_tq2_0(blocks: Bytes) -> Floats:
 
 
 def decode_tq1_0(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 54) to float32 (n, 256)."""
+    """Decode TQ1_0 blocks, bytes (n, 54), to float32 (n, 256)."""
     return decode_tq2_0(_to_tq2_0(blocks))
 
 

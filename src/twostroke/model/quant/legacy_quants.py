@@ -28,7 +28,7 @@ from twostroke.model.quant.format import (
 
 
 def decode_around_zero(blocks: Bytes, bits: int) -> Floats:
-    """Decode bytes (n, 18) with 4 bits or (n, 22) with 5 bits to float32 (n, 32)."""
+    """Decode blocks of Q4_0, bytes (n, 18), or Q5_0, bytes (n, 22), to float32 (n, 32)."""
     values = unpack_codes(blocks[:, 2:]).astype(np.float32)
     values -= np.float32(1 << (bits - 1))
     values *= half_column(blocks, 0)
@@ -36,7 +36,10 @@ def decode_around_zero(blocks: Bytes, bits: int) -> Floats:
 
 
 def encode_around_zero(values: Floats, bits: int) -> Bytes:
-    """Encode float32 (n, 32) as bytes; the value farthest from zero becomes code 0 exactly."""
+    """Encode float32 (n, 32) as Q4_0 or Q5_0 blocks, by the number of bits.
+
+    The value farthest from zero becomes code 0 exactly.
+    """
     half = 1 << (bits - 1)
     farthest = np.abs(values).argmax(axis=1)[:, None]
     scale = np.take_along_axis(values, farthest, axis=1) / np.float32(-half)
@@ -45,7 +48,7 @@ def encode_around_zero(values: Floats, bits: int) -> Bytes:
 
 
 def decode_from_smallest(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 20) with 4 bits or (n, 24) with 5 bits to float32 (n, 32)."""
+    """Decode blocks of Q4_1, bytes (n, 20), or Q5_1, bytes (n, 24), to float32 (n, 32)."""
     values = unpack_codes(blocks[:, 4:]).astype(np.float32)
     values *= half_column(blocks, 0)
     values += half_column(blocks, 2)
@@ -53,7 +56,10 @@ def decode_from_smallest(blocks: Bytes) -> Floats:
 
 
 def encode_from_smallest(values: Floats, bits: int) -> Bytes:
-    """Encode float32 (n, 32) as bytes, in even steps from the smallest value to the largest."""
+    """Encode float32 (n, 32) as Q4_1 or Q5_1 blocks, by the number of bits.
+
+    The levels are even steps from the smallest value to the largest.
+    """
     low = values.min(axis=1, keepdims=True)
     scale = (values.max(axis=1, keepdims=True) - low) / np.float32((1 << bits) - 1)
     codes = np.trunc((values - low) * _inverse_or_zero(scale) + np.float32(0.5))
@@ -62,14 +68,14 @@ def encode_from_smallest(values: Floats, bits: int) -> Bytes:
 
 
 def decode_bytes(blocks: Bytes) -> Floats:
-    """Decode bytes (n, 34) to float32 (n, 32)."""
+    """Decode Q8_0 blocks, bytes (n, 34), to float32 (n, 32)."""
     values = blocks[:, 2:].view(np.int8).astype(np.float32)
     values *= half_column(blocks, 0)
     return values
 
 
 def encode_bytes(values: Floats) -> Bytes:
-    """Encode float32 (n, 32) as bytes (n, 34), with ties rounded away from zero."""
+    """Encode float32 (n, 32) as Q8_0 blocks, bytes (n, 34), with ties rounded away from zero."""
     scale = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
     scaled = values * _inverse_or_zero(scale)
     magnitude = np.abs(scaled)
@@ -81,7 +87,10 @@ def encode_bytes(values: Floats) -> Bytes:
 
 
 def unpack_codes(packed: Bytes) -> Bytes:
-    """Unpack (n, 16) bytes of 4-bit codes, or (n, 20) bytes of 5-bit codes, into uint8 (n, 32)."""
+    """Unpack the codes of Q4 or Q5 blocks into uint8 (n, 32).
+
+    The packed bytes are (n, 16) with 4 bits or (n, 20) with 5 bits.
+    """
     codes = unpack_planes(packed[:, -16:], 4, run=16)
     if packed.shape[1] > 16:
         codes |= unpack_planes(packed[:, :4], 1, run=1) << np.uint8(4)
@@ -89,7 +98,10 @@ def unpack_codes(packed: Bytes) -> Bytes:
 
 
 def pack_codes(codes: Floats, bits: int) -> Bytes:
-    """Clip codes (n, 32) and pack them into (n, 16) bytes with 4 bits or (n, 20) with 5 bits."""
+    """Clip the codes (n, 32) of Q4 or Q5 blocks and pack them into bytes.
+
+    The packed bytes are (n, 16) with 4 bits or (n, 20) with 5 bits.
+    """
     integer_codes = np.clip(codes, 0, (1 << bits) - 1).astype(np.uint8)
     nibbles = pack_planes(integer_codes & np.uint8(15), 4, run=16)
     if bits == 4:

@@ -19,7 +19,7 @@ _VALUES_PER_CHUNK = 1 << 18  # decoded at once, to stay in the processor's cache
 
 
 class QuantTensor(Frozen, eq=False):
-    """A stored tensor: bytes, their format, and their shape.
+    """A weight as its file stores it: the bytes, their number format, and the shape.
 
     `shape` is row-major: (outputs, inputs) for a matrix, (values,) for a vector, (experts, outputs,
     inputs) for a stack. `data` is uint8 (rows, row_bytes), usually a read-only view into a memory-
@@ -44,7 +44,7 @@ class QuantTensor(Frozen, eq=False):
 
     @classmethod
     def from_floats(cls, values: Floats, fmt: Format) -> QuantTensor:
-        """Quantize `values` (any shape whose last dimension fills whole blocks)."""
+        """Quantize float values to a format; their last dimension must fill whole blocks."""
         data = fmt.quantize(values).reshape(prod(values.shape[:-1]), -1)
         return cls(fmt, values.shape, data)
 
@@ -65,12 +65,15 @@ class QuantTensor(Frozen, eq=False):
 
     @property
     def packed_bytes(self) -> int:
-        """About how many bytes the cpu backend's kernels read: `num_bytes` or more."""
+        """The approximate number of bytes that the cpu backend's kernels read for the tensor.
+
+        It is `num_bytes` or more.
+        """
         bits = self.format.packed_bits
         return self.num_bytes if bits is None else int(self.num_values * bits / 8)
 
     def part(self, first: int, end: int) -> QuantTensor:
-        """Return some of the outputs of a matrix, or values of a vector, without a copy."""
+        """Return outputs `first` to `end` of a matrix, or values of a vector, without a copy."""
         if len(self.shape) == 1:
             return self.columns(first, end)
         rows = self.num_rows // self.shape[0]
@@ -78,13 +81,19 @@ class QuantTensor(Frozen, eq=False):
         return replace(self, shape=(end - first, *self.shape[1:]), data=data)
 
     def columns(self, first: int, end: int) -> QuantTensor:
-        """Return some inputs, in whole blocks, without a copy; the matrix must have no order."""
+        """Return inputs `first` to `end` of a matrix, in whole blocks, without a copy.
+
+        The matrix must have no `order`.
+        """
         assert self.order is None
         data = self.data[:, self.format.num_bytes(first) : self.format.num_bytes(end)]
         return QuantTensor(self.format, (*self.shape[:-1], end - first), data)
 
     def dequantize(self, rows: slice | None = None) -> Floats:
-        """Return the values as float32: all in `shape`, or the selected rows as (rows, inputs)."""
+        """Return the tensor's values as float32, in its shape.
+
+        With `rows`, only the selected rows are returned, as (rows, inputs).
+        """
         data = self.data if rows is None else self.data[rows]
         out = np.empty((data.shape[0], self.shape[-1]), dtype=np.float32)
         columns = slice(None) if self.order is None else self.order

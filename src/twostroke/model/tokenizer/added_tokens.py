@@ -29,9 +29,10 @@ _NO_ID: Final = -1  # the id of a token until `_with_ids` finds its id
 
 
 class FolderTokens(Frozen):
-    """The added tokens, by ascending id, and the texts of named tokens such as `bos_token`.
+    """The added tokens of a Hugging Face folder's tokenizer, by ascending id.
 
-    `additional_texts` are the texts of the listed special tokens without names.
+    `named_texts` has the texts of tokens such as `bos_token`; `additional_texts` has the texts of
+    the listed special tokens without names.
     """
 
     added: tuple[AddedToken, ...]
@@ -75,7 +76,7 @@ def read_added_tokens(
 
 
 def _named_tokens(config: Json, special_map: Json) -> dict[str, str | Json]:
-    """Return the special tokens that have names, in the order of the names.
+    """Return a folder's special tokens that have names, such as `bos_token`, in a fixed order.
 
     A token is a text, or an object with flags.
     """
@@ -94,7 +95,7 @@ def _named_tokens(config: Json, special_map: Json) -> dict[str, str | Json]:
 
 
 def _unnamed_tokens(config: Json, special_map: Json) -> list[str | Json]:
-    """Return the special tokens without names."""
+    """Return a folder's listed special tokens that have no names."""
     older, newer = "additional_special_tokens", "extra_special_tokens"
     lists = [config.get(newer) or config.get(older), special_map.get(newer)]
     extras = [value for texts in lists if isinstance(texts, list) for value in texts]
@@ -103,7 +104,10 @@ def _unnamed_tokens(config: Json, special_map: Json) -> list[str | Json]:
 
 
 def _listed_by_text(config: Json, special_map: Json, added_json: Json) -> dict[int, Json]:
-    """Return the tokens of added_tokens.json by id, special if the other files say so."""
+    """Return the tokens of added_tokens.json by id, as objects with flags.
+
+    A token is special if the other files list its text as special.
+    """
     named_values = {
         name: value for name, value in config.items() if isinstance(value, str)
     } | special_map
@@ -128,13 +132,16 @@ def _text(value: str | Json) -> str:
 
 
 def _own_token(entry: Json) -> AddedToken:
-    """Return a token of tokenizer.json; missing flags are false."""
+    """Return an added token from its entry in tokenizer.json; missing flags are false."""
     flags = {flag: bool(entry.get(flag)) for flag in ("special", "normalized", *_FLAGS)}
     return AddedToken(_id_of(entry["id"]), str(entry["content"]), **flags)
 
 
 def _token(value: str | Json, specials: Iterable[str]) -> AddedToken:
-    """Return the token of an object with flags, or of a text, which becomes a special token."""
+    """Return an added token from an object with flags, or from the text of a special token.
+
+    `specials` are texts that are special in any case. The token has no id yet.
+    """
     entry = {"content": value, "special": True} if isinstance(value, str) else value
     text = str(entry["content"])
     special = bool(entry.get("special")) or text in specials
@@ -155,9 +162,10 @@ def _id_of(value: object) -> int:
 def _with_ids(
     own_tokens: Iterable[AddedToken], more_tokens: Iterable[AddedToken], vocab: Mapping[str, int]
 ) -> tuple[AddedToken, ...]:
-    """Return tokenizer.json's tokens and `more_tokens`, which replace tokens of equal text.
+    """Return the added tokens of tokenizer.json and of the other files, with their ids.
 
-    A text that has no id in the vocabulary gets the next free id.
+    A token of `more_tokens` replaces a token of equal text. A text that has no id in the vocabulary
+    gets the next free id.
     """
     added = {token.id: token for token in own_tokens}
     ids = {token.text: token.id for token in added.values()}

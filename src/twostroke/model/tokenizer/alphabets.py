@@ -15,7 +15,7 @@ SPACE = "\u2581"  # how SentencePiece spells a space
 
 
 def _byte_characters() -> list[str]:
-    """Return the character that spells each byte value.
+    """Return the character that spells each byte value in byte-level vocabularies.
 
     GPT-2's table (encoder.py of openai/gpt-2): printable Latin-1 characters spell their own byte,
     and the characters from U+0100 on spell the other byte values in order.
@@ -30,7 +30,7 @@ _BYTES = {char: bytes([value]) for value, char in enumerate(_CHARACTERS)}
 
 
 def byte_level_text(word: str) -> str:
-    """Return a word's UTF-8 bytes, each as the character that byte-level tokens use for it."""
+    """Return a word's UTF-8 bytes, each as the character that spells it in byte-level tokens."""
     return word.encode().decode("latin-1").translate(_CHARACTERS)
 
 
@@ -55,16 +55,19 @@ def byte_token(text: str) -> bytes | None:
 
 
 def mark_spaces(*, prefix: bool) -> Cut:
-    """Return a cut into one word, with spaces as U+2581; with `prefix`, U+2581 comes first."""
+    """Return a function that turns a text into one word, with spaces as U+2581 (SentencePiece).
+
+    With `prefix`, U+2581 is also put first.
+    """
     start = SPACE if prefix else ""
     return lambda text: [start + text.replace(" ", SPACE)]
 
 
 def cut_before_spaces(vocabulary: Vocabulary) -> Cut:
-    """Return a cut of marked text before its spaces, except inside tokens that contain a space.
+    """Return a function that cuts text before its marked spaces (U+2581), for SentencePiece.
 
-    Merging the resulting words one by one has the same result as merging the whole text, but words
-    occur repeatedly and can be cached.
+    Text is not cut inside tokens that contain a space. Merging the resulting words one by one has
+    the same result as merging the whole text, but words occur repeatedly and can be cached.
     """
     chars_before_space = re.escape(vocabulary.characters_before(SPACE))
     joined = f"(?:(?<=[{chars_before_space}]){SPACE}+[^{SPACE}]*)*" if chars_before_space else ""

@@ -38,11 +38,11 @@ _SCHEMES = (frozenset({"always", "first"}), frozenset({"always"}), frozenset[str
 
 
 class WordSplitter(Frozen):
-    """Functions that cut a text into words: it is normalized, then cut.
+    """The functions by which a tokenizer.json cuts a text into words, after normalizing it.
 
     `cut` cuts the first segment of a text, `cut_rest` each segment after an added token.
-    `cut_exact` adds no space before a text. `has_bytes`: tokens spell bytes instead of characters.
-    `spells_bytes`: the words already spell bytes.
+    `cut_exact` adds no space before a text. With `has_bytes`, tokens spell bytes instead of
+    characters. With `spells_bytes`, the words already spell bytes.
     """
 
     normalize: Normalize
@@ -54,7 +54,7 @@ class WordSplitter(Frozen):
 
 
 def read_words(description: Description) -> WordSplitter:
-    """Return the word splitter of a tokenizer's description.
+    """Return the functions by which a tokenizer.json normalizes text and cuts it into words.
 
     Raises ModelFormatError for an unknown kind of step. The fields of the steps must have been
     checked before (`check_steps`).
@@ -90,7 +90,10 @@ def read_words(description: Description) -> WordSplitter:
 
 
 def _cuts(steps: list[Description], schemes: frozenset[str], *, spells_bytes: bool) -> list[Cut]:
-    """Return a cut for each step; with `spells_bytes`, ByteLevel spells the bytes of its words."""
+    """Return a cutting function for each pre-tokenizer step.
+
+    With `spells_bytes`, a ByteLevel step also spells the bytes of its words as characters.
+    """
     cuts: list[Cut] = []
     for step in steps:
         with _name_step_in_errors("pre-tokenizer", step):
@@ -102,7 +105,7 @@ def _cuts(steps: list[Description], schemes: frozenset[str], *, spells_bytes: bo
 
 @contextmanager
 def _name_step_in_errors(kind: str, step: Description) -> Iterator[None]:
-    """Add the step's name to an error about its pattern or table."""
+    """Add the name of a tokenizer step to an error about its pattern or table."""
     try:
         yield
     except ModelFormatError as error:
@@ -127,7 +130,7 @@ def _reader_of(readers: dict[str, Any], step: Description, kind: str) -> Any:
 
 
 def pattern_of(step: Description) -> str:
-    """Return a step's pattern as a regular expression; the file may have a text instead."""
+    """Return a tokenizer step's pattern as a regular expression; the file may have plain text."""
     ((kind, pattern),) = step["pattern"].items()
     return re.escape(pattern) if kind == "String" else str(pattern)
 
@@ -180,7 +183,10 @@ def _word_length(step: Description) -> int:
 
 
 def _behavior_for(behavior: str, schemes: frozenset[str]) -> str:
-    """Return the behavior of a cut; matches are kept if text must be encoded exactly."""
+    """Return how a tokenizer step treats matches of its pattern.
+
+    Matches are always kept if text must be encoded exactly.
+    """
     return behavior if schemes or behavior != "Removed" else "Isolated"
 
 

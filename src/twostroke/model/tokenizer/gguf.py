@@ -64,7 +64,10 @@ def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 
 
 def _byte_level(fields: _TokenizerFields) -> Tokenizer:
-    """Read a GPT-2 tokenizer: words by a pattern, bytes spelled as characters, merges listed."""
+    """Read a GPT-2 tokenizer from a GGUF file.
+
+    Words are cut by a pattern, bytes are spelled as characters, and merges are listed.
+    """
     name = fields.get("pre", str) or "default"
     if name in SENTENCEPIECE_NAMES:
         return _sentencepiece_merges(fields)
@@ -87,7 +90,10 @@ def _byte_level(fields: _TokenizerFields) -> Tokenizer:
 
 
 def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
-    """Read a SentencePiece tokenizer: characters merged by scores, other characters as bytes."""
+    """Read a SentencePiece tokenizer from a GGUF file.
+
+    Characters are merged by the scores of tokens. Other characters become bytes.
+    """
     # Runs of spaces are listed as user-defined, but are merged like ordinary tokens, and first.
     space_run_ids = {
         token.id for token in fields.added() if not token.special and _is_spaces(token.text)
@@ -128,7 +134,10 @@ def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
 
 
 def _sentencepiece_merges(fields: _TokenizerFields) -> Tokenizer:
-    """Read Gemma 4's tokenizer: characters merged as listed, other characters as bytes."""
+    """Read Gemma 4's tokenizer from a GGUF file.
+
+    Characters are merged in a listed order. Other characters become bytes.
+    """
     added = fields.added()
     bytes_of = _byte_tokens(fields)
     vocabulary = Vocabulary(fields.tokens, [*_special_ids(added), *bytes_of])
@@ -160,7 +169,10 @@ def _parts(
     *,
     begin: bool,
 ) -> TokenizerParts:
-    """Return the parts that all kinds share; `begin` is the default of `add_bos_token`."""
+    """Return the tokenizer parts that all kinds of GGUF tokenizers share.
+
+    `begin` is the default of `add_bos_token`.
+    """
     prefix, suffix = fields.around(begin=begin)
     return TokenizerParts(
         merges=merges,
@@ -180,9 +192,10 @@ def _parts(
 
 
 def _with_phi3_stripping(added: tuple[AddedToken, ...]) -> tuple[AddedToken, ...]:
-    """Return `added` with Phi-3's flag `rstrip`, which GGUF files cannot store.
+    """Return the added tokens with Phi-3's flag `rstrip`, which GGUF files cannot store.
 
-    Phi-3's tokens for the turns include the white space after them, which its templates write.
+    Phi-3's tokens for the turns of a chat include the white space after them, which its templates
+    write.
     """
     if not {token.text for token in added if token.special} >= _PHI3_TURN_TOKENS:
         return added
@@ -198,7 +211,10 @@ def _is_spaces(text: str) -> bool:
 
 
 def _character_options(fields: _TokenizerFields, bytes_of: Mapping[int, bytes]) -> MergeOptions:
-    """Return the merge options of SentencePiece tokenizers: characters, else their bytes."""
+    """Return the merge options of SentencePiece tokenizers.
+
+    A word is divided into characters; a character that is no token becomes its bytes.
+    """
     ids_of = {value[0]: id_ for id_, value in bytes_of.items()}
     return MergeOptions(
         byte_level=False,
@@ -209,7 +225,10 @@ def _character_options(fields: _TokenizerFields, bytes_of: Mapping[int, bytes]) 
 
 
 def _byte_tokens(fields: _TokenizerFields) -> dict[int, bytes]:
-    """Return the byte tokens; if SentencePiece's file has no such type, found by their texts."""
+    """Return the tokens of a GGUF file that spell one byte, by id.
+
+    If a SentencePiece file does not mark these tokens, they are found by their texts.
+    """
     ids: Iterable[int] = [id_ for id_, kind in fields.types.items() if kind == _BYTE]
     if not ids and fields.spells_pieces:
         ids = range(len(fields.tokens))
@@ -218,7 +237,7 @@ def _byte_tokens(fields: _TokenizerFields) -> dict[int, bytes]:
 
 
 class _TokenizerFields:
-    """The fields that every kind of tokenizer has in a file, as Python values.
+    """Reads the tokenizer fields of a GGUF file's metadata as Python values.
 
     Each method raises ModelFormatError for a value that is missing or of the wrong type.
     """
@@ -246,7 +265,7 @@ class _TokenizerFields:
             self.types |= {self.unknown_id: _UNKNOWN} if self.unknown_id is not None else {}
 
     def added(self) -> tuple[AddedToken, ...]:
-        """Return the tokens that are recognized as a whole in a text."""
+        """Return the GGUF file's tokens that are recognized as a whole in a text."""
         return tuple(
             AddedToken(id_, self.tokens[id_], special=kind != _USER_DEFINED)
             for id_, kind in self.types.items()
@@ -254,7 +273,10 @@ class _TokenizerFields:
         )
 
     def around(self, *, begin: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids before and after a text; `begin` is the default of `add_bos_token`."""
+        """Return the token ids that the model expects before and after a text.
+
+        `begin` is the default of `add_bos_token`.
+        """
         wants_begin = self.get("add_bos_token", bool)
         wants_begin = begin if wants_begin is None else wants_begin
         before_id = self.bos_id if wants_begin else None
@@ -262,9 +284,10 @@ class _TokenizerFields:
         return () if before_id is None else (before_id,), () if after_id is None else (after_id,)
 
     def infill(self) -> tuple[list[int | None], list[int | None], list[int | None]]:
-        """Return ids for filling in the middle: the three marks, the two heads, the end tokens.
+        """Return the token ids for filling in the middle: three marks, two heads, and end tokens.
 
-        Marks stand before prefix, suffix and middle, heads before the names of repository and file.
+        Marks stand before prefix, suffix and middle; heads stand before the names of repository and
+        file.
         """
         mark_ids = []
         for key, older_key in _INFILL_KEYS:
@@ -274,12 +297,12 @@ class _TokenizerFields:
         return mark_ids, heads, [self.token_id(key) for key in _INFILL_END_KEYS]
 
     def named_texts(self) -> dict[str, str]:
-        """Return the texts of `bos_token` and so on, by the names that templates use."""
+        """Return the texts of special tokens such as `bos_token`, by names that templates use."""
         ids = {name: self.token_id(f"{key}_token_id") for name, key in _TOKEN_NAMES.items()}
         return {f"{name}_token": self.tokens[id_] for name, id_ in ids.items() if id_ is not None}
 
     def chat_templates(self) -> dict[str, str]:
-        """Return the chat templates by name."""
+        """Return the chat templates of the GGUF file by name."""
         key = "tokenizer.chat_template"
         # Select by name first: reading the value of every key would decode the large arrays.
         names = [name for name in self._metadata if name == key or name.startswith(key + ".")]
@@ -287,7 +310,7 @@ class _TokenizerFields:
         return {name: source for name, source in sources.items() if isinstance(source, str)}
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """Return a value of that type; None if the file has none."""
+        """Return the tokenizer field at `key`, a value of type `kind`; None without a value."""
         value = self._metadata.get(f"tokenizer.ggml.{key}")
         if value is None:
             return None
@@ -298,7 +321,10 @@ class _TokenizerFields:
         return value
 
     def array(self, key: str, kind: type[T], *, optional: bool = False) -> Sequence[T]:
-        """Return an array of one type; a missing `optional` array is empty."""
+        """Return the tokenizer field at `key`, an array of one type.
+
+        A missing array is empty if it is `optional`.
+        """
         value = self._metadata.get(f"tokenizer.ggml.{key}")
         if value is None and optional:
             return ()
@@ -314,7 +340,7 @@ class _TokenizerFields:
         return items
 
     def token_id(self, key: str) -> int | None:
-        """Return a token's id; None if the file has none or an invalid id such as -1."""
+        """Return the token id at `key`; None if the file has none, or an invalid id such as -1."""
         ids = self.token_ids(key)
         return ids[0] if ids else None
 

@@ -134,7 +134,10 @@ def _build(
 
 
 def _check_added_ids(added: tuple[AddedToken, ...], *, limit: int) -> None:
-    """Refuse an added token whose id is far above all other ids: the ids between take memory."""
+    """Refuse an added token whose id is far above all other ids.
+
+    The unused ids between would take memory.
+    """
     for token in added:
         if token.id >= limit:
             raise ModelFormatError(
@@ -144,7 +147,7 @@ def _check_added_ids(added: tuple[AddedToken, ...], *, limit: int) -> None:
 
 
 def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[AddedToken, ...]:
-    """Return the added tokens that have a row in the embedding table; log the others."""
+    """Return the added tokens that have a row in the embedding table; log the other tokens."""
     rowless = [token.text for token in added if num_rows is not None and token.id >= num_rows]
     if not rowless:
         return added
@@ -156,7 +159,7 @@ def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[Add
 
 
 def _texts(vocab: dict[str, int]) -> list[str]:
-    """Return the texts by id; an id that the file leaves out has an empty text."""
+    """Return the texts of a vocabulary by token id; an id that the file leaves out has no text."""
     ids = vocab.values()
     limit = len(vocab) + _MAX_UNUSED_IDS
     if any(type(id_) is not int or not 0 <= id_ < limit for id_ in ids):
@@ -170,7 +173,7 @@ def _texts(vocab: dict[str, int]) -> list[str]:
 def _read_merges(
     model: dict[str, Any], added: tuple[AddedToken, ...], *, byte_level: bool
 ) -> tuple[Merges, int]:
-    """Return the merges and the number of their ids; no merge results in a special token."""
+    """Return a tokenizer.json's merges, and the number of ids; no merge makes a special token."""
     for name in _UNSUPPORTED_OPTIONS:
         if model.get(name):
             raise ModelFormatError(f"its option {name} is not known.")
@@ -191,7 +194,10 @@ def _read_merges(
 
 
 def _merge_lines(model: dict[str, Any]) -> Iterator[str]:
-    """Yield each merge as a line; both texts and the merged text must be tokens."""
+    """Yield each BPE merge of a tokenizer.json as a line of two texts.
+
+    Both texts and the merged text must be tokens.
+    """
     vocab = model["vocab"]
     for merge in model["merges"]:
         left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
@@ -209,7 +215,7 @@ def _unknown_id(model: dict[str, Any], vocabulary: Vocabulary) -> int | None:
 
 
 def _surrounding_ids(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that a post-processor puts before and after a single text."""
+    """Return the token ids that a tokenizer.json's post-processor puts before and after a text."""
     before: list[int] = []
     after: list[int] = []
     for step in flatten_steps(processor, "processors"):
@@ -230,7 +236,7 @@ def _surrounding_ids(processor: dict[str, Any] | None) -> tuple[tuple[int, ...],
 
 
 def _template_ids(step: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Return the ids that a template puts before and after a single text."""
+    """Return the token ids that a post-processor's template puts before and after a text."""
     before: list[int] = []
     after: list[int] = []
     side = before
@@ -243,7 +249,10 @@ def _template_ids(step: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def _strips_space(description: dict[str, Any]) -> bool:
-    """Return whether decoding removes the first space of a text; refuse unknown decoders."""
+    """Return whether a tokenizer's decoder removes the first space of a text.
+
+    An unknown decoder is refused.
+    """
     strips = False
     for step in flatten_steps(description.get("decoder"), "decoders"):
         kind = step.get("type")
@@ -258,7 +267,7 @@ def _strips_space(description: dict[str, Any]) -> bool:
 
 
 def _piece_bytes(description: dict[str, Any]) -> Callable[[str], bytes]:
-    """Return a function from a token of characters to its bytes, by the steps of the decoder."""
+    """Return a function that turns a token's text into its bytes, by the decoder's steps."""
     replacements = []
     for step in flatten_steps(description.get("decoder"), "decoders"):
         if step.get("type") == "Replace":

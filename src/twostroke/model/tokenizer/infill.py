@@ -42,7 +42,7 @@ def infill_tokens(
     extra_end_ids: Iterable[int | None],
     added: Iterable[AddedToken],
 ) -> InfillTokens | None:
-    """Return a vocabulary's tokens for filling in the middle; None if it has none.
+    """Return a vocabulary's tokens for filling in the middle of a text; None if it has none.
 
     `mark_ids` are the ids before prefix, suffix and middle that the model's files name, `head_ids`
     the ids before repository and file names, and `extra_end_ids` further ids that end a middle.
@@ -87,10 +87,10 @@ def encode_infill(
     suffix: str,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Return the prompt for the text between `prefix` (a text, or ids) and `suffix`.
+    """Return the prompt that asks a model for the text between `prefix` and `suffix`.
 
-    Text that looks like one of the special tokens stays text. `max_tokens` limits the tokens of
-    each of the two texts, as in `Tokenizer.encode`.
+    `prefix` is a text or token ids. Text that looks like one of the special tokens stays text.
+    `max_tokens` limits the tokens of each of the two texts, as in `Tokenizer.encode`.
     """
     before = prefix
     if isinstance(prefix, str):
@@ -108,10 +108,10 @@ def encode_part(
     *,
     continues_text: bool = False,
 ) -> list[int]:
-    """Return the ids of a text in an infill prompt, in which the texts of `tokens` stay text.
+    """Return the token ids of one text in a fill-in-the-middle prompt.
 
-    With `continues_text`, no space is added before the text, even if the tokenizer usually adds
-    one. `max_tokens` as in `Tokenizer.encode`.
+    The texts of special tokens in it stay text. With `continues_text`, no space is added before the
+    text, even if the tokenizer usually adds one. `max_tokens` is as in `Tokenizer.encode`.
     """
     # Some files list these tokens as ordinary added tokens, which are recognized in every text.
     # The text is cut after the first character of each, so that they stay text.

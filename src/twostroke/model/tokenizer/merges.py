@@ -1,4 +1,4 @@
-"""Byte-pair encoding: words to tokens, by merging neighbours in the order of their rank."""
+"""Byte-pair encoding: turns words into tokens by merging neighbours in the order of their rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TooManyTokensError(Exception):
 
 
 class MergeOptions(Frozen):
-    """How a word becomes its first symbols, and what replaces characters outside the vocabulary.
+    """How byte-pair encoding divides a word into its first symbols, before merging.
 
     `byte_level` spells a word's bytes as characters (GPT-2); without it the symbols are the word's
     own characters. `ignore_merges` keeps a word that is a token unmerged. A character that is no
@@ -62,11 +62,11 @@ class MergeOptions(Frozen):
 
 
 class Merges:
-    """A vocabulary and its ranked merges; the ids are the same as in Hugging Face's `tokenizers`.
+    """Encodes words by byte-pair encoding, with a vocabulary and its ranked merges.
 
-    The pair of neighbours with the lowest rank is merged first, and of equal ones the leftmost
-    (Sennrich et al., arXiv:1508.07909). Words are cached, up to a limit. Safe to share between
-    threads.
+    The ids are the same as in Hugging Face's `tokenizers`. The pair of neighbours with the lowest
+    rank is merged first, and among pairs of equal rank the leftmost (Sennrich et al.,
+    arXiv:1508.07909). Words are cached, up to a limit. The object can be shared between threads.
     """
 
     def __init__(self, vocabulary: Vocabulary, pairs: _Pairs, options: MergeOptions) -> None:
@@ -79,7 +79,7 @@ class Merges:
     def encode(
         self, words: Sequence[str], max_tokens: int = sys.maxsize, num_before: int = 0
     ) -> list[int]:
-        """Return the ids of words, one after the other.
+        """Return the token ids of words, one word after the other.
 
         Raises:
             TooManyTokensError: the words and `num_before` other tokens exceed `max_tokens`.
@@ -122,7 +122,7 @@ class Merges:
         return merge(symbols)
 
     def min_tokens(self, text: str, longest_added: int = 1) -> int:
-        """Return a lower bound of the number of tokens in a text, for any cut into words.
+        """Return a lower bound of the number of tokens in a text, however it is cut into words.
 
         `longest_added` is the size in bytes of the longest added token that may be in the text.
         """
@@ -151,7 +151,10 @@ class Merges:
         return -(-num_symbols // max(self.vocabulary.max_length(chars), longest_added))
 
     def _symbols(self, spelled: str) -> list[int]:
-        """Return the first symbols of a word: characters, and the replacements of unknown ones."""
+        """Return the token ids of a word before merging: its characters or bytes.
+
+        Characters that are not in the vocabulary are replaced.
+        """
         char_id = self._char_id
         options = self._options
         ids: list[int | None] = []
@@ -195,7 +198,10 @@ class Merges:
         return symbols
 
     def _merge_long(self, symbols: list[int]) -> list[int]:
-        """Do the same as `_merge_short` in n log n steps, with a heap and a linked list."""
+        """Merge the symbols of a long word, with the same result as `_merge_short`.
+
+        A heap and a linked list make this take n log n steps.
+        """
         rank_of = self._pairs
         end = len(symbols)
         next_of, previous_of = list(range(1, end + 1)), list(range(-1, end - 1))
@@ -234,7 +240,10 @@ class Merges:
 
 
 def _chunk_starts(length: int) -> Iterator[int]:
-    """Yield the start of each chunk of a long list; call `check_not_cancelled` between chunks."""
+    """Yield the start of each chunk of a long list, so that a long encoding can be cancelled.
+
+    `check_not_cancelled` is called between chunks.
+    """
     for start in range(0, length, _CHUNK_SYMBOLS):
         if start:
             check_not_cancelled()
@@ -242,14 +251,18 @@ def _chunk_starts(length: int) -> Iterator[int]:
 
 
 class _Pairs(dict[int, int]):
-    """The rank of a pair of token ids, `pairs[left << 32 | right]`; lower ranks are merged first.
+    """The merge rank of each pair of token ids; lower ranks are merged first.
 
-    A pair whose joined texts are not a token has the rank `_NO_MERGE`. Ranks are cached, up to a
-    limit.
+    The rank is `pairs[left << 32 | right]`. A pair whose joined texts are not a token has the rank
+    `_NO_MERGE`. Ranks are cached, up to a limit.
     """
 
     def __init__(self, vocabulary: Vocabulary, order: Order) -> None:
-        """`order(left, right, merged)` returns how late a pair becomes a token, or None."""
+        """Compute ranks by `order(left, right, merged)`.
+
+        The function returns how late the pair `left`, `right` becomes the token `merged`, or None
+        if it never does.
+        """
         super().__init__()
         self._vocabulary = vocabulary
         self._order = order
@@ -267,24 +280,28 @@ class _Pairs(dict[int, int]):
 
 
 class ListedPairs(_Pairs):
-    """The merges of a file, ranked by their order in it."""
+    """Merge ranks from a file's list of merges: the order in the list is the rank."""
 
     def __init__(self, merges: Iterable[str], vocabulary: Vocabulary) -> None:
-        """`merges` are lines of two texts with a space between; of equal lines the last counts."""
+        """Read merges, each a line of two texts with a space between.
+
+        The last of equal lines counts.
+        """
         lines = Vocabulary(merges)
         super().__init__(vocabulary, lambda left, right, _: lines.find(left + b" " + right))
 
 
 class ScoredPairs(_Pairs):
-    """SentencePiece's rule: neighbours may merge if their joined text is a token.
+    """Merge ranks from token scores, by SentencePiece's rule.
 
-    The token with the best score comes first; of several pairs that make one token, the pair with
-    the longest left part. Hugging Face's converters list the pairs of a vocabulary in the same
-    order (`generate_merges` of transformers' tokenization_utils_base.py).
+    Neighbours may merge if their joined text is a token. The token with the best score comes first;
+    of several pairs that make one token, the pair with the longest left part. Hugging Face's
+    converters list the pairs of a vocabulary in the same order (`generate_merges` of transformers'
+    tokenization_utils_base.py).
     """
 
     def __init__(self, scores: Sequence[float], vocabulary: Vocabulary) -> None:
-        """`scores` has a score for each token, by id."""
+        """Use the score of each token of the vocabulary, by token id."""
         by_score = np.argsort(-np.asarray(scores, np.float64), kind="stable")
         order_by_id = np.empty(len(by_score), np.uint32)
         order_by_id[by_score] = np.arange(len(by_score), dtype=np.uint32)

@@ -38,28 +38,28 @@ _HAS_LEAF, _VALUE, _LABEL = 0x100, 0x7FFFFFFF, 0x800000FF
 
 
 def lower_case(text: str) -> str:
-    """Return the text in lower case, each character independent of its neighbours."""
+    """Return a text in lower case; each character is converted without regard to its neighbours."""
     return text.lower() if text.isascii() else "".join(map(str.lower, text))
 
 
 def strip(text: str, *, left: bool, right: bool) -> str:
-    """Return the text without the white space at its sides."""
+    """Return a text without the white space at its left or right side."""
     text = text.lstrip(WHITE_SPACE) if left else text
     return text.rstrip(WHITE_SPACE) if right else text
 
 
 def strip_accents(text: str) -> str:
-    """Return the text without combining marks; composed characters do not change."""
+    """Return a text without combining marks; composed characters do not change."""
     return text if text.isascii() else _MARKS.sub("", text)
 
 
 def nmt(text: str) -> str:
-    """Return the text after SentencePiece's rule `nmt`, which drops control characters."""
+    """Return a text normalized by SentencePiece's rule `nmt`, which drops control characters."""
     return text.translate(_NMT)
 
 
 def bert(step: dict[str, Any]) -> Callable[[str], str]:
-    """Return BERT's normalizer with the options of `step`."""
+    """Return BERT's text normalizer with the options of a tokenizer.json's `step`."""
     lowers_case = bool(step.get("lowercase", True))
     accents = step.get("strip_accents")
     strips_accents = lowers_case if accents is None else bool(accents)
@@ -87,7 +87,7 @@ def _clean(char: str) -> str:
 
 
 def precompiled(step: dict[str, Any]) -> Callable[[str], str]:
-    """Return the normalizer for a table of a SentencePiece model (`precompiled_charsmap`).
+    """Return the text normalizer for a SentencePiece model's table (`precompiled_charsmap`).
 
     Raises ModelFormatError for a damaged table.
     """
@@ -100,7 +100,7 @@ def precompiled(step: dict[str, Any]) -> Callable[[str], str]:
 
 
 class _CharacterMap:
-    """A map from texts to their replacements, as a double array of their bytes.
+    """A SentencePiece normalization table: texts and their replacements, as a double array.
 
     SentencePiece writes it as Darts-clone does (s-yata/darts-clone, include/darts.h): the size of
     the array in bytes, the array of 32-bit units, then the replacements, each ended by a zero byte.
@@ -115,7 +115,10 @@ class _CharacterMap:
         self._cache: dict[str, str] = {}
 
     def replaced_cluster(self, cluster: str) -> str:
-        """Return the replacement of a grapheme cluster; without one, replace its characters."""
+        """Return the normalized text of a grapheme cluster.
+
+        Without an entry for the cluster, its characters are replaced one by one.
+        """
         replacement = self._cache.get(cluster)
         if replacement is None:
             replacement = self._replace(cluster)
@@ -132,7 +135,7 @@ class _CharacterMap:
         return "".join(char if text is None else text for char, text in replacements)
 
     def _find(self, text: str) -> str | None:
-        """Return the replacement of the shortest prefix of `text` that has one."""
+        """Return the replacement of the shortest prefix of `text` in the table, or None."""
         units = self._units
         index = _offset(units[0])
         for byte in text.encode():

@@ -80,10 +80,11 @@ _MAX_DEPTH: Final = 50  # groups, classes and repetitions inside each other
 
 
 def compile_pattern(pattern: str, form: str = "{}") -> regex.Pattern[str]:
-    """Return the compiled pattern; raises regex.error if it is invalid or too large.
+    """Compile an Oniguruma pattern of a tokenizer.json for Python's `regex` package.
 
-    As in Oniguruma, `^` and `$` match at every line. `form` is the text around the pattern, in the
-    syntax of `regex`.
+    As in Oniguruma, `^` and `$` match at every line. `form` is a template in the syntax of `regex`;
+    the translated pattern replaces its `{}`. Raises regex.error if the pattern is not valid or too
+    large.
     """
     if len(pattern) > _MAX_LENGTH:
         raise regex.error(f"it has more than {_MAX_LENGTH} characters")
@@ -95,10 +96,11 @@ def compile_pattern(pattern: str, form: str = "{}") -> regex.Pattern[str]:
 
 
 class _Translation:
-    """Translates a pattern from left to right; `has_sets`: it has nested or intersected classes.
+    """Translates an Oniguruma pattern to `regex`'s syntax, from left to right.
 
-    Each method that reads a part returns its translation, or the translation and a size: the number
-    of characters and classes after `regex` has expanded all repetitions, for which it takes memory.
+    `has_sets` tells whether the pattern has nested or intersected character classes. Each method
+    that reads a part returns its translation, or the translation and a size: the number of
+    characters and classes after `regex` has expanded all repetitions, for which it takes memory.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -113,7 +115,7 @@ class _Translation:
         self.has_sets = False
 
     def translate(self) -> str:
-        """Return the translation of the whole pattern."""
+        """Return the translation of the whole Oniguruma pattern."""
         text, _ = self._alternatives(extended=False)
         if self._position < len(self._pattern):
             raise self._error("a parenthesis is closed that is not open")
@@ -147,7 +149,10 @@ class _Translation:
         return size
 
     def _alternatives(self, *, extended: bool) -> tuple[str, int]:
-        """Return the alternatives up to the end of the group that contains them."""
+        """Translate a pattern's alternatives, up to the end of their group; return text and size.
+
+        With `extended`, white space and comments in the pattern are ignored.
+        """
         self._deeper()
         parts = []
         size = 0
@@ -164,7 +169,7 @@ class _Translation:
         return "".join(parts), size
 
     def _repeated(self, *, extended: bool) -> tuple[str, int]:
-        """Return a part with the repetitions after it."""
+        """Translate the next part of the pattern and its repetitions; return text and size."""
         text, size = self._part(extended=extended)
         num_repetitions = 0
         while True:
@@ -182,7 +187,10 @@ class _Translation:
             self._deeper()
 
     def _repetition(self) -> tuple[str, int]:
-        """Return a repetition, and how often it expands its part; "" without a repetition."""
+        """Translate a repetition such as `*` or `{2,3}`; return "" if none comes next.
+
+        The second value is how often `regex` copies the repeated part.
+        """
         if self._position < len(self._pattern) and self._pattern[self._position] in "?*+":
             text = self._next()
             return text + (self._next() if self._at("?") or self._at("+") else ""), 0
@@ -208,7 +216,7 @@ class _Translation:
         return text + (self._next() if self._at("?") else ""), max(numbers)
 
     def _part(self, *, extended: bool) -> tuple[str, int]:
-        """Return the next character, class or group, with its size."""
+        """Translate the pattern's next character, class or group; return text and size."""
         char = self._pattern[self._position]
         if char == "(":
             return self._group(extended=extended)
@@ -268,7 +276,7 @@ class _Translation:
         self._position += 1
 
     def _reference(self, name: str) -> int:
-        """Return the number of the group that a name or a number refers to."""
+        """Return the number of the pattern's group to which a name or a number refers."""
         if re.fullmatch(r"-?[0-9]{1,4}", name):
             if self._has_names:
                 raise self._error("a group is named by its number beside groups with names")
@@ -281,7 +289,7 @@ class _Translation:
         raise self._error(f"it refers to {name!r}, which is not the name of one group before it")
 
     def _escape(self) -> str:
-        """Return the translation of an escape outside a class."""
+        """Translate the next backslash escape of the pattern, outside a character class."""
         if reference := self._take(_REFERENCE):
             return rf"\g<{self._reference(reference[1] or reference[2])}>"
         digits = _DIGITS.match(self._pattern, self._position)
@@ -322,7 +330,10 @@ class _Translation:
         return str(regex.escape(char, special_only=False))
 
     def _members(self, members: str, *, is_inverse: bool) -> str:
-        """Return members of a class, or their complement, as a class inside the class."""
+        """Return members of a character class as a class inside the class.
+
+        With `is_inverse`, return the class of all other characters.
+        """
         self.has_sets |= is_inverse
         return f"[^{members}]" if is_inverse else members
 
@@ -332,7 +343,7 @@ class _Translation:
         return rf"\U{code:08x}"
 
     def _class(self) -> str:
-        """Return the class that begins here, with the classes inside it."""
+        """Translate the character class that begins here, with the classes inside it."""
         self._deeper()
         self._position += 1
         inverse = self._next() if self._at("^") else ""
@@ -355,7 +366,10 @@ class _Translation:
         return f"[{inverse}{'&&'.join(map(''.join, operands))}]"
 
     def _member(self) -> str:
-        """Return the next character, escape, named class or class inside a class."""
+        """Translate the next member of a character class.
+
+        A member is a character, an escape, a named class, or a class inside the class.
+        """
         char = self._pattern[self._position]
         if char == "\\":
             return self._escape_anywhere(_ESCAPES_IN_CLASS)

@@ -15,7 +15,7 @@ MAX_BLANKS: Final = 100  # before the opening mark
 
 
 class SegmentKind(Enum):
-    """The kinds of segments of an answer."""
+    """The kind of a segment of an answer, such as the reasoning or the text after it."""
 
     MARK = "mark"  # opens or closes the preface
     INSIDE = "inside"
@@ -23,13 +23,13 @@ class SegmentKind(Enum):
 
 
 class PrefaceCutter:
-    """Cuts text into its reasoning section and the rest; the joined segments are the text.
+    """Divides an answer's text, as it arrives, into the reasoning section and the text after it.
 
-    Only text that may be part of a mark is held back.
+    The joined segments are the text. Only text that may be part of a delimiter is held back.
     """
 
     def __init__(self, preface: ReasoningSection) -> None:
-        """Start at the beginning of an answer."""
+        """Start at the beginning of an answer; `preface` delimits the reasoning section."""
         self._begin, self._end = preface.begin, preface.end
         self._buffer = ""
         self.segment = (
@@ -37,7 +37,7 @@ class PrefaceCutter:
         )  # of the text that comes next
 
     def feed(self, text: str) -> list[tuple[SegmentKind, str]]:
-        """Return the segments that are certain after `text`; none of them is empty."""
+        """Add text of the answer; return the segments that are now certain, without empty ones."""
         self._buffer += text
         segments: list[tuple[SegmentKind, str]] = []
         if self.segment is SegmentKind.MARK:
@@ -49,14 +49,14 @@ class PrefaceCutter:
         return segments
 
     def finish(self) -> list[tuple[SegmentKind, str]]:
-        """Return the text that was held back."""
+        """Return the segments of text that was held back, at the end of the answer."""
         segments: list[tuple[SegmentKind, str]] = []
         kind = SegmentKind.AFTER if self.segment is SegmentKind.MARK else self.segment
         self._take(segments, kind, len(self._buffer))
         return segments
 
     def _find_begin(self, segments: list[tuple[SegmentKind, str]]) -> None:
-        """Look for the opening mark; blanks may come before it."""
+        """Look for the text that opens the reasoning section; blanks may come before it."""
         body = self._buffer.lstrip()
         num_blanks = len(self._buffer) - len(body)
         if num_blanks > MAX_BLANKS:
@@ -68,7 +68,7 @@ class PrefaceCutter:
             self.segment = SegmentKind.AFTER
 
     def _find_end(self, segments: list[tuple[SegmentKind, str]]) -> None:
-        """Look for the closing mark."""
+        """Look for the text that closes the reasoning section."""
         offset = self._buffer.find(self._end)
         if offset < 0:
             self._take(
@@ -86,10 +86,10 @@ class PrefaceCutter:
 
 
 class PrefaceCounter:
-    """Counts the tokens of an answer that belong to its reasoning section, marks included."""
+    """Counts the tokens of an answer's reasoning section, delimiters included."""
 
     def __init__(self, preface: ReasoningSection, tokenizer: Tokenizer) -> None:
-        """Start at the beginning of an answer."""
+        """Start at the beginning of an answer; `preface` delimits the reasoning section."""
         # Bytes are treated as characters, since a token may be a part of a character.
         marks = (mark.encode().decode("latin-1") for mark in (preface.begin, preface.end))
         self._cutter = PrefaceCutter(type(preface)(*marks))
@@ -98,7 +98,7 @@ class PrefaceCounter:
         self.count = 0
 
     def feed(self, tokens: Iterable[int]) -> None:
-        """Count more tokens of the answer."""
+        """Add tokens of the answer to the count."""
         for token in tokens:
             if self._cutter.segment is SegmentKind.AFTER:
                 return
@@ -113,7 +113,7 @@ class PrefaceCounter:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of `mark`."""
+    """Return how many characters at the end of `text` may be the beginning of the text `mark`."""
     for count in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:count]):
             return count

@@ -96,7 +96,7 @@ _CHAMELEON = (
 
 
 class PreTokenizer(Frozen):
-    """A rule for cutting text into words before merging.
+    """A rule by which a tokenizer cuts text into words before merging.
 
     `patterns` apply one after the other, each to the words from the pattern before; matches and the
     text between them become words. With `ignore_merges` a word that is a token stays unmerged.
@@ -236,7 +236,7 @@ SENTENCEPIECE_NAMES = frozenset({"gemma4", "granite-embed-multi-311m", "sarvam-m
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """Return the pre-tokenizer of that GGUF name; ModelFormatError if the name is unknown."""
+    """Return the pre-tokenizer with this GGUF name; raise ModelFormatError if it is unknown."""
     result = PRE_TOKENIZERS.get(name)
     if result is None:
         names = ", ".join(PRE_TOKENIZERS)

@@ -51,12 +51,15 @@ class Splitter:
     """
 
     def __init__(self, tokens: Iterable[AddedToken], normalize: Callable[[str], str] = str) -> None:
-        """Normalize the tokens' texts; of equal texts a special token wins, else the first."""
+        """Normalize the texts of added tokens.
+
+        Of tokens with equal texts a special token is used, else the first token.
+        """
         self._tokens = sorted(tokens, key=lambda token: not token.special)
         self._normalize = normalize
 
     def split(self, text: str, *, parse_special: bool) -> Iterator[str | AddedToken]:
-        """Yield plain segments of `text` as strings, and the tokens between them, in order."""
+        """Yield the plain segments of a text as strings, and the added tokens between, in order."""
         end_of_last = 0
         matches = self._matches(text) if self._can_find(parse_special=parse_special) else iter(())
         for start, end, token in matches:
@@ -101,7 +104,10 @@ class Splitter:
 
 
 class _TokenPrefixes:
-    """Tokens by text, and the lengths of tokens by their first two characters."""
+    """Finds the longest added token at a position of a text.
+
+    Tokens are stored by text, and their lengths by their first two characters.
+    """
 
     def __init__(self, by_text: dict[str, AddedToken]) -> None:
         self.by_text = by_text
@@ -113,7 +119,7 @@ class _TokenPrefixes:
         self.starts = re.compile("|".join(map(re.escape, starts)) or r"(?!)")
 
     def length_at(self, text: str, start: int) -> int:
-        """Return the length of the longest token that begins at `start`, or 0."""
+        """Return the length of the longest added token that begins at `start`, or 0."""
         for key in (text[start : start + 2], text[start]):
             for length in self._lengths.get(key, ()):
                 if text[start : start + length] in self.by_text:
@@ -135,7 +141,7 @@ _END_TEXTS = """
 
 
 def end_ids(named_ids: Iterable[int], added: Iterable[AddedToken]) -> frozenset[int]:
-    """Return the ids that end a generation: `named_ids`, and the ids of well-known texts.
+    """Return the token ids that end an answer: `named_ids`, and ids of well-known texts.
 
     Where `<|return|>` exists (the harmony format), `<|end|>` ends a message and not the answer.
     """

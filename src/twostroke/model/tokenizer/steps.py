@@ -20,7 +20,10 @@ _MAX_TEXT: Final = 1 << 15  # characters
 
 
 class _Field(NamedTuple):
-    """The type of a field; errors call it `type_name`. An optional field may be null."""
+    """The expected type of a field in a tokenizer.json; errors call the type `type_name`.
+
+    An optional field may be null.
+    """
 
     type_name: str
     is_valid: Callable[[Any], bool]
@@ -151,10 +154,10 @@ _TOKEN_FLAGS: Final = ("special", "normalized", "lstrip", "rstrip", "single_word
 
 
 def check_steps(description: Step) -> None:
-    """Refuse a tokenizer.json with a field of a step or token that is missing or of another type.
+    """Refuse a tokenizer.json if a field of a step or token is missing or has a wrong type.
 
     Raises:
-        ModelFormatError: names the step and the field.
+        ModelFormatError: a field is missing or wrong; the error names the step and the field.
     """
     for kind, fields_by_type in _FIELDS.items():
         member, key = _MEMBERS[kind]
@@ -170,7 +173,10 @@ def check_steps(description: Step) -> None:
 
 
 def check_fields(step: object, fields: Mapping[str, _Field], where: str) -> None:
-    """Raise ModelFormatError for the first field that is missing or of another type."""
+    """Raise ModelFormatError for a step's first field that is missing or of another type.
+
+    `where` names the step in the error.
+    """
     if not isinstance(step, dict):
         raise ModelFormatError(f"{where} is damaged: it is not an object.")
     for name, field in fields.items():
@@ -188,7 +194,10 @@ def check_fields(step: object, fields: Mapping[str, _Field], where: str) -> None
 def flatten_steps(
     description: Any, key: str, kind: str = "step", nesting: int = 0
 ) -> Iterator[Step]:
-    """Yield the steps of a description; a Sequence has its steps at `key`, and may be nested."""
+    """Yield the steps of a tokenizer description, with the steps of each Sequence in its place.
+
+    A Sequence has its steps at `key`. Sequences may be nested.
+    """
     if description is None:
         return
     if not isinstance(description, dict) or not isinstance(description.get("type"), str):
@@ -206,10 +215,11 @@ def flatten_steps(
 
 
 def check_characters(value: object) -> None:
-    """Refuse a text with half of a surrogate pair, which is no character and has no bytes.
+    """Refuse a tokenizer file with half of a surrogate pair, which is no character.
 
     Raises:
-        ModelFormatError: names the path of the text.
+        ModelFormatError: a text has half of a surrogate pair; the error names the path of the
+            text.
     """
     pending: list[tuple[str, object]] = [("", value)]
     while pending:

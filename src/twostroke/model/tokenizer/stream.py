@@ -18,7 +18,7 @@ _NO_TEXTS: Final[Mapping[int, str]] = {}
 
 
 class StreamDecoder:
-    """Decodes the tokens of one answer to pieces of text, one call a token.
+    """Decodes the tokens of one answer to pieces of text, one token at a call.
 
     The joined pieces are the text of all tokens. If a stop string was found, the text ends before
     the stop string, or after it if `include_stop`. A piece never ends inside a character, and text
@@ -40,10 +40,12 @@ class StreamDecoder:
         preface: ReasoningSection | None = None,
         drops_space: bool = False,
     ) -> None:
-        """Do not search the first `min_tokens` tokens and a `preface` for stop strings.
+        """Prepare to decode an answer that ends at one of `stop_strings`.
 
-        Special tokens are left out, except `shown_ids`. With `drops_space`, a space at the start of
-        the text is left out: the tokenizer added it to the first token.
+        Stop strings are not searched in the first `min_tokens` tokens, and not in the reasoning
+        section that `preface` delimits. Special tokens are left out, except `shown_ids`. With
+        `drops_space`, a space at the start of the text is left out: the tokenizer added it to the
+        first token.
         """
         self._tokenizer = tokenizer
         specials = tokenizer.special_ids
@@ -62,7 +64,10 @@ class StreamDecoder:
         self._update_cached_texts()
 
     def feed(self, token_id: int) -> str:
-        """Return the text that can be shown after `token_id`; empty after a stop string."""
+        """Add the answer's next token; return the text that can now be shown.
+
+        The text is empty after a stop string.
+        """
         if (text_of_token := self.cached_texts.get(token_id)) is not None:
             return text_of_token
         if self._finished or token_id in self._skipped:
@@ -91,7 +96,8 @@ class StreamDecoder:
     def finish(self) -> str:
         """Return the text that was held back, at the end of the answer.
 
-        An incomplete character becomes U+FFFD. Empty after a stop string, or when called again.
+        An incomplete character becomes U+FFFD. The text is empty after a stop string, or at a
+        second call.
         """
         if self._finished:
             return ""
@@ -106,12 +112,15 @@ class StreamDecoder:
         return text
 
     def _update_cached_texts(self) -> None:
-        """Set `cached_texts`: all texts while each token adds only its own text, else none."""
+        """Update `cached_texts`: the texts of tokens that can be shown without `feed`.
+
+        It has all texts while each token adds only its own text, else none.
+        """
         is_plain = not (self._partial or self._matcher or self._drops_space or self._finished)
         self.cached_texts = self._texts if is_plain else _NO_TEXTS
 
     def _split_preface(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Return the text of the preface, which is not searched, and the text after it."""
+        """Return an answer's reasoning, which may contain stop strings, and the text after it."""
         if self._cutter is None:
             return "", text
         segments = self._cutter.feed(text) + (self._cutter.finish() if is_last else [])
@@ -138,23 +147,24 @@ class StreamDecoder:
 
 
 class StopMatcher:
-    """Finds the first of several stop strings in text that arrives in pieces.
+    """Finds the first of several stop strings in an answer's text, which arrives in pieces.
 
-    The first stop string to be complete wins; if several end at the same character, the longest
+    The stop string that is complete first wins; if several end at the same character, the longest
     one. So the result does not depend on how the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Ignore empty stop strings."""
+        """Search for these stop strings; empty ones are ignored."""
         self._partial_by_stop = {
             stop: "" for stop in stops if stop
         }  # the beginning of each that the text ends with
         self.num_held = 0  # last characters that may begin a stop string
 
     def feed(self, text: str) -> tuple[int, str] | None:
-        """Search `text`; return the offset after a stop string and that string, or None.
+        """Search the next piece of text for a stop string.
 
-        After a match no more text may be fed.
+        Return the offset in `text` after the stop string, and the stop string; None if there is
+        none. After a match no more text may be fed.
         """
         matches: list[tuple[int, int, str]] = []
         for stop, partial in self._partial_by_stop.items():

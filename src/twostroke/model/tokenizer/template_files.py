@@ -20,10 +20,11 @@ FOLDERS: Final = ("additional_chat_templates", "chat_templates")
 
 
 def read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a folder by name; the usual template is "default".
+    """Return the chat templates of a Hugging Face folder by name.
 
-    chat_template.jinja replaces all templates in `config` (tokenizer_config.json). If a folder has
-    neither, chat_template.json is read, which older image models have.
+    The usual template is called "default". chat_template.jinja replaces all templates in `config`
+    (tokenizer_config.json). If a folder has neither, chat_template.json is read, which older image
+    models have.
     """
     templates = dict(_in_files(folder))
     if "default" in templates:
@@ -32,7 +33,7 @@ def read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _in_files(folder: Path) -> list[tuple[str, str]]:
-    """Return the names and texts of the templates that have their own files."""
+    """Return the names and texts of the chat templates that have their own files."""
     templates = [("default", _text(folder / _FILE))] if is_there(folder / _FILE) else []
     for inner in FOLDERS:
         files = sorted((folder / inner).glob(f"*{_SUFFIX}"))
@@ -41,7 +42,7 @@ def _in_files(folder: Path) -> list[tuple[str, str]]:
 
 
 def _in_value(value: object) -> list[tuple[str, str]]:
-    """Return the names and texts of templates in a configuration: a text, a list or an object."""
+    """Return the names and texts of chat templates in a configuration: a text, list or object."""
     if isinstance(value, str):
         return [("default", value)]
     if isinstance(value, list):
@@ -54,7 +55,7 @@ def _in_value(value: object) -> list[tuple[str, str]]:
 
 
 def _in_processor(folder: Path) -> list[tuple[str, str]]:
-    """Return the names and texts of templates in chat_template.json; empty if not readable."""
+    """Return the names and texts of chat templates in chat_template.json; empty if unreadable."""
     file = folder / "chat_template.json"
     try:
         value = json.loads(_text(file)) if is_there(file) else None
@@ -64,9 +65,9 @@ def _in_processor(folder: Path) -> list[tuple[str, str]]:
 
 
 def _text(file: Path) -> str:
-    """Return a template's text, cut at `_MAX_BYTES`, which is more than can be compiled.
+    """Return a chat template's text, cut at `_MAX_BYTES`.
 
-    Raises ModelFormatError if the file cannot be read.
+    A longer template cannot be compiled. Raises ModelFormatError if the file cannot be read.
     """
     try:
         with open_regular_file(file) as opened:

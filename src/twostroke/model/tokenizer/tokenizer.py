@@ -35,17 +35,20 @@ _AROUND_SPACE_MARKS = re.compile(f"({SPACE})")
 
 
 class Piece(Frozen):
-    """A segment of a prompt; `special` if it is exactly one special token of the template."""
+    """A segment of a rendered chat prompt.
+
+    `special` is true if the segment is exactly one special token of the template.
+    """
 
     text: str
     special: bool = False
 
 
 class Prompt(Frozen):
-    """A rendered chat prompt: its pieces in order.
+    """A rendered chat prompt, as pieces in order.
 
-    Special pieces become single ids, all other pieces plain text; so text in a user's message that
-    looks like a special token never becomes one.
+    A special piece becomes a single token id, every other piece plain text. So text in a user's
+    message that looks like a special token never becomes one.
     """
 
     pieces: tuple[Piece, ...]
@@ -57,10 +60,11 @@ class Prompt(Frozen):
 
 
 class InfillTokens(Frozen):
-    """The token ids before prefix, suffix and middle in a prompt for filling in the middle.
+    """The special tokens of a vocabulary for filling in the middle of a text.
 
-    `repository` and `file` come before the names of a repository or file, if the vocabulary has
-    them. `end_ids` end an answer; `texts` are the texts of all these tokens.
+    The prompt has a token before the prefix, the suffix and the middle. `repository` and `file`
+    come before the names of a repository or file, if the vocabulary has them. `end_ids` end an
+    answer; `texts` are the texts of all these tokens.
     """
 
     prefix: int
@@ -143,12 +147,12 @@ class Tokenizer:
 
     @property
     def prefix_ids(self) -> list[int]:
-        """The ids that `add_special` puts before a text."""
+        """The token ids that `add_special` puts before a text, such as begin of sequence."""
         return list(self._parts.prefix_ids)
 
     @cached_property
     def adds_space(self) -> bool:
-        """Whether encoding adds a space before a text."""
+        """Whether encoding adds a space before a text that does not begin with one."""
         return self.encode("a") != self.encode_exact("a")
 
     @property
@@ -184,7 +188,7 @@ class Tokenizer:
         return self._with_ends(ids) if add_special else ids
 
     def _with_ends(self, ids: list[int]) -> list[int]:
-        """Add the begin and end of sequence to the ids of a text that does not have them yet."""
+        """Add begin and end of sequence to a text's token ids that do not have them yet."""
         before, after = list(self._parts.prefix_ids), list(self._parts.suffix_ids)
         if before and ids[: len(before)] == before:
             before = []
@@ -222,7 +226,7 @@ class Tokenizer:
         return ids if b"".join(map(self.token_bytes, ids)) == text.encode() else None
 
     def _spell_character(self, char: str) -> list[int]:
-        """Return the token of a character, else the tokens of its bytes; empty without either."""
+        """Return the token of a character, else the tokens of its bytes, else nothing."""
         data = char.encode()
         token = self._ids_of_characters.get(data)
         if token is not None:
@@ -234,7 +238,7 @@ class Tokenizer:
 
     @cached_property
     def _ids_of_characters(self) -> dict[bytes, int]:
-        """Ordinary tokens of one character or one byte, by their bytes."""
+        """The ids of ordinary tokens of one character or one byte, by their bytes."""
         ids: dict[bytes, int] = {}
         for token in range(self.vocab_size):
             data = self.token_bytes(token)
@@ -244,9 +248,9 @@ class Tokenizer:
         return ids
 
     def encode_prompt(self, prompt: Prompt, *, max_tokens: int | None = None) -> list[int]:
-        """Return the token ids of a rendered chat prompt; each special piece is one id.
+        """Return the token ids of a rendered chat prompt; each special piece becomes one id.
 
-        `max_tokens` limits the tokens as in `encode`, which tells the errors, too.
+        `max_tokens` limits the tokens, and errors are raised, as in `encode`.
         """
         texts = [piece.text for piece in prompt.pieces]
         limit = _token_limit(max_tokens, sum(map(len, texts)))
@@ -267,7 +271,7 @@ class Tokenizer:
         return self._encode_pieces(pieces, parse_special=False, max_tokens=limit)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
+        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD.
 
         Control tokens are left out unless `skip_special` is false. Bytes are joined before they are
         decoded, so a character that several tokens share is complete.
@@ -285,7 +289,7 @@ class Tokenizer:
         return data
 
     def token_text(self, token_id: int) -> str | None:
-        """Return the token's spelling in the vocabulary; None for an id outside of it."""
+        """Return a token's spelling in the vocabulary; None for an id outside of the vocabulary."""
         added = self._added_by_id.get(token_id)
         if added is not None:
             return added.text
@@ -301,7 +305,7 @@ class Tokenizer:
         return self._merges.vocabulary.find(token_text.encode("utf-8", "surrogateescape"))
 
     def special_texts(self) -> list[str]:
-        """Return the texts of the control tokens."""
+        """Return the texts of the control tokens, such as `<|im_start|>`."""
         return [token.text for token in self._added_by_id.values() if token.special]
 
     def _spell(self, token_id: int) -> bytes:
@@ -354,7 +358,10 @@ class Tokenizer:
     def _encode_pieces(
         self, pieces: Iterable[str | AddedToken], *, parse_special: bool, max_tokens: int
     ) -> list[int]:
-        """Return the ids of text pieces, and of tokens found before the text is normalized."""
+        """Return the token ids of pieces of text, and of added tokens that were found before.
+
+        Added tokens are found before the text is normalized.
+        """
         ids: list[int] = []
         parts = self._parts
         cut = parts.cut
@@ -378,12 +385,12 @@ class Tokenizer:
 
 
 def _token_limit(max_tokens: int | None, num_chars: int) -> int:
-    """Return the token limit for a text; a short text has none."""
+    """Return the token limit that is checked while a text is encoded; a short text has none."""
     return sys.maxsize if max_tokens is None or num_chars <= _SHORT_TEXT_CHARS else max_tokens
 
 
 def _replace_surrogates(text: str) -> str:
-    """Return `text` without halves of surrogate pairs, which JSON can contain.
+    """Return a text without halves of surrogate pairs, which JSON text can contain.
 
     Two adjacent halves become one character; a single half becomes U+FFFD.
     """

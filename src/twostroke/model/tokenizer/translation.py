@@ -1,4 +1,4 @@
-"""Translates tokens of one vocabulary to tokens of another with the same text."""
+"""Translates tokens of one model's vocabulary to tokens of another with the same text."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CONTINUATION_BYTE, _LEAD_BYTE = 0x80, 0xC0  # the lowest of each kind of byte i
 
 @dataclass(slots=True)
 class TranslatedTokens:
-    """Translated tokens; `tokens[i]` ends at byte `ends[i]` of the text.
+    """Tokens that were translated to another vocabulary; `tokens[i]` ends at byte `ends[i]`.
 
-    `is_whole` is false if the text ends inside a character, whose first bytes are not translated
-    yet.
+    The offsets are in the text's bytes. `is_whole` is false if the text ends inside a character,
+    whose first bytes are not translated yet.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -29,7 +29,7 @@ class TranslatedTokens:
 
 
 class Translation:
-    """Translates tokens of `source` to tokens of `target`.
+    """Translates tokens of the tokenizer `source` to tokens of the tokenizer `target`.
 
     Text is encoded by the target's tokenizer. A control token becomes the control token with the
     same text; without one, an end token becomes the target's first end token, and other tokens are
@@ -48,7 +48,7 @@ class Translation:
         }
 
     def translate(self, ids: Iterable[int]) -> TranslatedTokens:
-        """Return the same text in the target's tokens, up to its last complete character."""
+        """Return the text of source tokens as target tokens, up to its last complete character."""
         translated = TranslatedTokens()
         text = bytearray()
         offset = 0
@@ -66,11 +66,14 @@ class Translation:
         return translated
 
     def end_offsets(self, ids: Iterable[int]) -> list[int]:
-        """Return for each of the source's tokens the byte offset in the text at which it ends."""
+        """Return, for each source token, the byte offset in the text at which the token ends."""
         return list(accumulate(len(self.source.token_bytes(token)) for token in ids))
 
     def character_starts(self, ids: Sequence[int]) -> dict[int, int]:
-        """Map byte offsets at which characters begin to the number of source tokens before."""
+        """Map byte offsets at which characters begin to the number of source tokens before.
+
+        The offsets are in the text of the source tokens.
+        """
         num_tokens_before = {}
         end = 0
         for count, token in enumerate(ids):
@@ -82,12 +85,12 @@ class Translation:
         return num_tokens_before
 
     def preserves_text(self) -> bool:
-        """Whether translating ordinary text does not change it."""
+        """Whether ordinary text is unchanged by translating its tokens."""
         tokens = self._encode(string.printable)
         return b"".join(map(self.target.token_bytes, tokens)) == string.printable.encode()
 
     def _add_text(self, translated: TranslatedTokens, text: bytearray, start: int) -> int:
-        """Add the tokens of a text that begins at byte `start`; return the byte at which it ends.
+        """Add the target tokens of a text that begins at byte `start`; return where the text ends.
 
         Bytes that are not UTF-8 are left out.
         """
@@ -108,7 +111,7 @@ class Translation:
         return start + len(text)
 
     def _add_tokens(self, translated: TranslatedTokens, text: bytes, start: int) -> None:
-        """Add the tokens of a text of complete characters.
+        """Add the target tokens of a text of complete characters.
 
         If the tokenizer changes the text, later tokens get the end of the whole text.
         """

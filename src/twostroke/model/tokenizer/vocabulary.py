@@ -1,4 +1,4 @@
-"""Many texts in one block of memory, and the lookup of a text's id."""
+"""A vocabulary's texts in one block of memory, and the lookup of a text's token id."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Vocabulary:
     """The texts of the token ids 0, 1, 2 and so on, in UTF-8; `find` returns the id of a text.
 
-    A quarter of a million Python strings and a dictionary of them take some 35 MB; this takes about
-    7 MB. Texts are found by their hashes in a sorted array, then compared.
+    A quarter of a million Python strings and a dictionary of them take some 35 MB; this class takes
+    about 7 MB. Texts are found by their hashes in a sorted array, and are then compared.
     """
 
     def __init__(
@@ -32,9 +32,10 @@ class Vocabulary:
         hidden: Collection[int] = (),
         changed: Mapping[int, str] | None = None,
     ) -> None:
-        """`hidden` ids have a text but are never found by it; `changed` ids have another text.
+        """Store the texts of a vocabulary's tokens.
 
-        Raises ModelFormatError for more text than can be addressed.
+        The ids `hidden` have a text, but `find` never returns them. The ids in `changed` have
+        another text. Raises ModelFormatError for more text than can be addressed.
         """
         self._blob, starts, ends = _text_spans(texts)
         if len(self._blob) >= 1 << 32:
@@ -57,7 +58,7 @@ class Vocabulary:
         return len(self._starts)
 
     def find(self, text: bytes) -> int | None:
-        """Return the last id whose text is `text` in UTF-8, or None."""
+        """Return the last token id whose text is `text` in UTF-8; None if there is none."""
         keys, key = self._sorted_keys, hash(text)
         index = bisect_left(keys, key)
         token_id = None
@@ -82,7 +83,7 @@ class Vocabulary:
         return spelling.decode("utf-8", "surrogateescape") if spelling else None
 
     def max_length(self, chars: str) -> int:
-        """Return the number of characters of the longest text whose bytes are all in `chars`."""
+        """Return the most characters of a token's text whose bytes are all in `chars`."""
         used = chars.encode("utf-8", "surrogateescape")
         blob = np.frombuffer(self._blob, np.uint8)
         starts, ends = np.asarray(self._starts), np.asarray(self._ends)
@@ -95,7 +96,10 @@ class Vocabulary:
         return max(longest, *(len(text.decode()) for text in changed), 0)
 
     def characters_before(self, char: str) -> str:
-        """Return the characters directly before `char` inside any token, except `char` itself."""
+        """Return the characters that come directly before `char` inside any token's text.
+
+        `char` itself is not included.
+        """
         encoded = char.encode()
         matches = re.finditer(re.escape(encoded), self._blob)
         offsets = np.fromiter((match.start() for match in matches), np.int64)
@@ -105,7 +109,7 @@ class Vocabulary:
 
 
 def _text_spans(texts: Iterable[str]) -> Spans:
-    """Return bytes, and the offsets in them at which each text begins and ends.
+    """Return the texts' bytes in one block, and the offsets at which each text begins and ends.
 
     Arrays of a file that offer their bytes are not decoded.
     """

@@ -34,12 +34,15 @@ NUMBER_THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 
 
 def normalize_by(steps: Sequence[Normalize]) -> Normalize:
-    """Return a function that applies all `steps` to a text."""
+    """Return a text normalizer that applies all `steps` in order."""
     return lambda text: reduce(lambda current, step: step(current), steps, text)
 
 
 def cut_by_all(cuts: Sequence[Cut]) -> Cut:
-    """Return a function that applies all `cuts`, each to the words from the cut before."""
+    """Return a function that applies all `cuts`, each to the words from the cut before.
+
+    A cut divides a text into words before merging.
+    """
 
     def words_of(text: str) -> list[str]:
         words = [text] if text else []
@@ -51,18 +54,18 @@ def cut_by_all(cuts: Sequence[Cut]) -> Cut:
 
 
 def unicode_form(form: Form) -> Normalize:
-    """Return a function that brings a text into a Unicode normal form."""
+    """Return a text normalizer that brings a text into a Unicode normal form."""
     return lambda text: text if text.isascii() else normalize(form, text)
 
 
 def replace_matches(pattern: str, content: str) -> Normalize:
-    """Return a function that replaces every match of `pattern` by `content`."""
+    """Return a text normalizer that replaces every match of `pattern` by `content`."""
     compiled = _compile(pattern)
     return lambda text: compiled.sub(lambda _match: content, text)
 
 
 def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) -> Cut:
-    """Return a function that cuts a text at every match of `pattern`.
+    """Return a function that cuts a text into words at every match of `pattern`.
 
     `behavior` tells what happens to matches; `invert` swaps matches and the text between them
     (tokenizer.json, `Split`). No word is empty. Raises ModelFormatError for an invalid pattern,
@@ -97,14 +100,17 @@ def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) ->
 
 
 def cut_by_length(length: int) -> Cut:
-    """Return a function that cuts a text into words of `length` characters, but for the last."""
+    """Return a function that cuts a text into words of `length` characters.
+
+    The last word may be shorter.
+    """
     if length < 1:
         raise ModelFormatError(f"its pre-tokenizer makes words of {length} characters.")
     return lambda text: [text[start : start + length] for start in range(0, len(text), length)]
 
 
 def _cut_thousands(run: str, *, isolates: bool = True, before_word: bool = True) -> Cut:
-    """Return a function that cuts long numbers into groups of three digits, from the right.
+    """Return a function that cuts long numbers in a text into groups of three digits.
 
     `run` is the pattern of a number. With `isolates`, text is also cut before and after a number.
     Without `before_word`, a number directly before a word character is not cut.
@@ -164,10 +170,10 @@ _INVERTED = {
 
 
 def _matches_in(compiled: regex.Pattern[str], text: str) -> Iterator[regex.Match[str]]:
-    """Yield the matches of a pattern that may match empty text, as callers of Oniguruma find them.
+    """Yield the matches of a pattern in a text as Oniguruma's users find them.
 
-    After an empty match the search continues at the next character. `finditer` would first look for
-    a longer match at the same character.
+    The pattern may match empty text. After an empty match the search continues at the next
+    character. `finditer` would first look for a longer match at the same character.
     """
     start = 0
     last_end = -1
