@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line and exit."""
+    """Run the command `twostroke` with this process's arguments, and exit."""
     try:
         from twostroke.cli.app import main as run
 

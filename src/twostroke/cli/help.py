@@ -33,7 +33,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that the arguments name."""
+        """Find the subcommand that the command-line arguments name."""
         names = self.list_commands(ctx)
         if args and args[0] not in names and not args[0].startswith("-"):
             hint = nearest(args[0], names)

@@ -44,7 +44,7 @@ class MarkdownStream:
         self._next_draw_s = 0.0
 
     def __enter__(self) -> Self:
-        """Show a placeholder until text arrives."""
+        """Show a placeholder until the first Markdown text arrives."""
         self._live.start()
         self._live.update(Text("…"), refresh=True)
         return self

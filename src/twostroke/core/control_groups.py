@@ -254,7 +254,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a file; empty if it cannot be read."""
+    """Return the lines of a control group's file; empty if it cannot be read."""
     try:
         # Names of groups may be any bytes.
         return path.read_bytes().decode(errors="surrogateescape").split("\n")

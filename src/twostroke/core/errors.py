@@ -62,9 +62,10 @@ class TwostrokeError(Exception):
         return self.sentence()
 
     def sentence(self, naming: Naming = str) -> str:
-        """Return the error's sentence.
+        """Return the error's sentence with field names that the caller uses.
 
-        `naming` maps the engine's name of a field to the caller's name.
+        `naming` maps the engine's name of a field to the caller's name, such as a command-line
+        flag.
         """
         reason, field = self.reason, self.field and naming(self.field)
         is_whole = field is None or reason[:1].isupper()

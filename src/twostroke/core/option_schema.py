@@ -221,7 +221,7 @@ def option_fields(kind: type) -> dict[str, OptionField]:
 
 
 def check(options: OptionStruct) -> None:
-    """Check every option of a struct against its declaration.
+    """Check every command-line option of a struct against its declaration.
 
     None passes if the type of its field includes None.
 

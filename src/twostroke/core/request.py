@@ -33,7 +33,7 @@ NO_PAGE = -1  # in a list of pages: the page was released, since no later row re
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """Why the engine ended a request; shown to clients as `finish_reason`."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens (perhaps 0) or the context length
@@ -72,7 +72,7 @@ NO_HINTS = Hints()
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence of tokens on its way through the engine.
+    """One sequence of tokens on its way through the engine: a prompt and its answer.
 
     There are no phases: a step computes a slice `tokens[num_planned:num_planned + count]`, and a
     request is decoding once all of its tokens except the last are computed. Only the scheduler
@@ -93,16 +93,18 @@ class Request:
         timeout_s: seconds from arrival to the end.
         spent_s: seconds of `timeout_s` that were used before arrival.
         hints: advice about speculation and caching.
-        matcher: tells which tokens the constraint in `params` allows; None without a constraint.
+        matcher: tells which tokens the constraint in `params` allows; None without a
+            constraint.
         pooling: the hidden states to return for an embedding; no token is sampled then.
         arrival_s: the time when the request was added.
         started_s: the time when the request first got pages; 0 before that.
         num_computed: how many tokens committed steps have computed.
-        num_planned: how many tokens are computed by committed steps or by steps in flight; it may
-            exceed `len(tokens)`, since a step in flight may sample a token that the next computes.
-        pages: a list for each of the model's cache groups, all equally long: entry i is the id of
-            the KV page with the group's part of `tokens[i * page_size:]`, or `NO_PAGE` if the page
-            is entirely before the group's window. Empty while the request waits.
+        num_planned: how many tokens are computed by committed steps or by steps in flight; it
+            may exceed `len(tokens)`, since a step in flight may sample a token that the next
+            computes.
+        pages: a list for each of the model's cache groups, all equally long: entry i is the id
+            of the KV page with the group's part of `tokens[i * page_size:]`, or `NO_PAGE` if
+            the page is entirely before the group's window. Empty while the request waits.
         num_final: how many tokens are final; None for all. Further tokens are drafts of another
             model's request, which this request follows, and may be removed.
         num_cached: prompt tokens found in the prefix cache when the request first started.
@@ -110,8 +112,9 @@ class Request:
         num_drafted: draft tokens that were computed.
         num_accepted: draft tokens that were accepted.
         num_preemptions: how often the request lost all of its pages.
-        num_moves: how often some entries of `pages` were replaced, by a preemption or by the pages
-            of an accepted branch. Otherwise the lists only grow, or get `NO_PAGE` before windows.
+        num_moves: how often some entries of `pages` were replaced, by a preemption or by the
+            pages of an accepted branch. Otherwise the lists only grow, or get `NO_PAGE` before
+            windows.
         finish_reason: why the request ended; None until then.
     """
 
@@ -200,7 +203,7 @@ class Request:
 
     @property
     def num_settled(self) -> int:
-        """The number of tokens that are both computed and final."""
+        """The number of the request's tokens that are both computed and final."""
         if self.num_final is None:
             return self.num_computed
         return min(self.num_computed, self.num_final)

@@ -47,5 +47,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, imported or not."""
+    """Return the public names of the package, imported or not."""
     return sorted(__all__)

@@ -74,7 +74,7 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        """Use a connected stream socket; `close` closes the socket."""
+        """Use a socket that is connected to another rank; `close` closes the socket."""
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -154,12 +154,12 @@ class Channel:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, after_s * 1000)
 
     def own_address(self) -> str:
-        """Return the network address of this end of the connection."""
+        """Return the network address of this process's end of the connection."""
         host: str = self._socket.getsockname()[0]
         return host
 
     def fileno(self) -> int:
-        """Return the file descriptor of the socket, for `select`."""
+        """Return the file descriptor of the channel's socket, for `select`."""
         return self._socket.fileno()
 
     def cut(self) -> None:

@@ -84,7 +84,7 @@ def config_of(source: LoadedModel) -> dict[str, Any]:
 
 
 def write_tokenizer(source: LoadedModel, folder: Path) -> None:
-    """Write the tokenizer's files into `folder`.
+    """Write the files of a model's tokenizer into a Hugging Face folder.
 
     Raises:
         TwostrokeError: the tokenizer of a GGUF file cannot be written, or the written tokenizer

@@ -179,7 +179,7 @@ def make_report(
 
 
 def check_canary(loaded: LoadedModel, backend: CpuBackend, message: str = _REMOVED) -> Canary:
-    """Run the canary prompt on a model and return the result.
+    """Check by a canary prompt that a model writes no garbage; return the result.
 
     `message` is the text of the error, with fields `model` and `fault`.
 
@@ -195,11 +195,11 @@ def check_canary(loaded: LoadedModel, backend: CpuBackend, message: str = _REMOV
 
 
 def load_report(model: str) -> FileReport:
-    """Return the report in a model's files.
+    """Return the quality report that a quantized model's files contain.
 
     Raises:
         ModelFormatError: the files have no report, or it is damaged.
-        TwostrokeError: as `load`.
+        TwostrokeError: the model cannot be loaded, as in `load`.
     """
     loaded = load(model)
     text = read_report(loaded)

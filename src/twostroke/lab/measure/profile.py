@@ -93,7 +93,7 @@ class Spread(Frozen):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """Return the spread of `values`."""
+        """Return median, minimum and maximum of `values`."""
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1])
 

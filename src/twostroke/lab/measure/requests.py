@@ -57,7 +57,7 @@ class RequestLog(Frozen):
 
 
 class Objectives(Frozen):
-    """Latency objectives in seconds; None for no limit."""
+    """The latency objectives of requests, in seconds; None for no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -210,7 +210,7 @@ class _Window:
         self.output_tokens = float(has_first_token.sum() + further_tokens.sum())
 
     def count_ended(self, logs: Sequence[RequestLog]) -> int:
-        """Return the number of requests that ended in the window."""
+        """Return the number of requests that ended in this window of the run."""
         return int(self._contains(np.array([log.timings.last_token_s for log in logs])).sum())
 
     @property

@@ -130,7 +130,7 @@ class Calibration(Frozen):
 
     @property
     def num_steps(self) -> int:
-        """The number of shapes of steps that were measured."""
+        """The number of shapes of steps that were measured for the calibration."""
         return len(self.points) + len(self.served_steps)
 
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:

@@ -203,7 +203,7 @@ def _with_experts(
 
 
 def _layer(spec: ModelSpec, layer: int, x: str, output: str, parts: tuple[Part, Part]) -> list[Op]:
-    """Return the operations of a layer.
+    """Return the operations of a decoder layer, from its attention and its feed-forward.
 
     They compute `h = x + attention(norm(x))` and `h + feed_forward(norm(h))`.
     """
@@ -259,9 +259,9 @@ def _spec(fields: Fields, name: str) -> ModelSpec:
 
 
 def _only(fields: Fields, key: str) -> Any:
-    """Return a value of the configuration.
+    """Return a value of the configuration that is the same in all layers.
 
-    From a list with one value per layer, it is the value that all layers share.
+    The file has one value, or a list with one value per layer.
     """
     value = fields.value(key)
     if not isinstance(value, list) or not value:

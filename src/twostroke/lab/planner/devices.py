@@ -63,7 +63,7 @@ class Device(Frozen):
 
 
 class _DeviceRow(Frozen, forbid_unknown_fields=True):
-    """One row of devices.csv, or a user's device file."""
+    """One row of the device table (devices.csv), or a user's device file."""
 
     name: str
     bandwidth_gb_s: float
@@ -102,7 +102,7 @@ class _DeviceRow(Frozen, forbid_unknown_fields=True):
 
 
 def known_devices() -> dict[str, Device]:
-    """Return the devices of the table (devices.csv), by name."""
+    """Return the devices of the planner's table (devices.csv), by name."""
     text = resources.files("twostroke.lab.planner").joinpath("devices.csv").read_text("utf-8")
     rows = csv.DictReader(text.splitlines())
     given_values = [{key: value for key, value in row.items() if value} for row in rows]

@@ -160,7 +160,7 @@ class Plans:
         self._num_waiting: Counter[str] = Counter()  # by tenant
 
     def routes(self, options: ServeOptions, note_ignored: NoteIgnored) -> list[Route]:
-        """Return the HTTP routes for plans.
+        """Return the HTTP routes by which clients ask for plans.
 
         `note_ignored` reports fields of a request that have no effect.
         """

@@ -21,7 +21,7 @@ def _missing_packages() -> str:
 
 
 class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """A model of the fleet, its load and its objectives.
+    """A model that a fleet must serve: its load and its latency objectives.
 
     Attributes:
         model: a name or path, as in `load_planned_model`.

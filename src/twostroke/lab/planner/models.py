@@ -79,7 +79,7 @@ class PlannedModel(Frozen):
 
     @property
     def hidden_size(self) -> int:
-        """The width of the hidden states between layers."""
+        """The width of the planned model's hidden states between layers."""
         return self.program.value_widths[self.program.layer_outputs[-1]]
 
     def with_weights(self, weights: str) -> PlannedModel:

@@ -95,7 +95,7 @@ class Packer:
     """Packs replicas onto device groups; patterns that earlier packings found are used again."""
 
     def __init__(self, options: Sequence[Option]) -> None:
-        """Take the possible replicas of each device group.
+        """Take the device groups, each with the possible replicas on it.
 
         Raises:
             UsageError: the solver is not installed.
@@ -317,7 +317,7 @@ class _Program:
         self._columns.append(pattern)
 
     def solve(self) -> None:
-        """Solve the linear program."""
+        """Solve the linear program of the packing, and store its dual prices."""
         self._solver.run()
         self._duals = np.array(self._solver.getSolution().row_dual)
 

@@ -138,7 +138,7 @@ class _TimesByRunning(Frozen):
 
     @property
     def counts(self) -> np.ndarray:
-        """Numbers of requests in progress, from 1."""
+        """The numbers of requests in progress to which the times belong: 1, 2, ..."""
         return np.arange(1, len(self.step_s) + 1)
 
     @property

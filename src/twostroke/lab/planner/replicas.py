@@ -86,7 +86,7 @@ class Shortfall(Frozen):
 
     @property
     def times(self) -> float:
-        """The figure's value as a multiple of its limit."""
+        """How many times as large as its limit the figure is."""
         return self.value / self.limit
 
 
@@ -94,7 +94,7 @@ class Replicas:
     """Finds the possible replicas of one model, in one weight format, on device groups."""
 
     def __init__(self, index: int, planner: Planner, load: float, utilization: float) -> None:
-        """Find replicas of the model with this index.
+        """Find possible replicas of the model with this index in the fleet.
 
         `load` is the model's load in requests per second. A replica is busy for `utilization` of
         its time.

@@ -234,7 +234,7 @@ class Roofline:
         )
 
     def work(self, batches: Sequence[BatchShape]) -> OpWork:
-        """Return the arithmetic and memory traffic of steps.
+        """Return the arithmetic and memory traffic of several steps of the model.
 
         They are the same on all devices, except for KV copies.
         """
@@ -247,7 +247,7 @@ class Roofline:
         return OpWork(counts * flops, counts * num_bytes, num_rows)
 
     def min_step(self, batch: BatchShape) -> PlannedStepTime:
-        """Return the minimum time of a step, without correction."""
+        """Return the minimum time of a step on the devices, without correction."""
         work = self.work([batch])
         ops: dict[str, PlannedOpTime] = {}
         all_bytes = work.bytes[0] * self._kv_copies

@@ -75,7 +75,7 @@ class SimulatedFleet:
         self._changed_replicas: set[int] = set()  # may start a step after the current events
 
     def run(self, load: Workload) -> None:
-        """Simulate serving all requests of a workload."""
+        """Serve all requests of a workload on the simulated replicas."""
         self._load = load
         begin_s = START_S + self._overhead_s
         for number, arrival in enumerate(load.arrivals):

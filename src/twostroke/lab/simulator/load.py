@@ -65,7 +65,7 @@ class Workload(Frozen):
 
     @property
     def rate(self) -> float:
-        """The mean number of requests per second."""
+        """The mean number of requests of the workload that arrive per second."""
         seconds = self.arrivals[-1].at_s - self.arrivals[0].at_s
         return (len(self.arrivals) - 1) / seconds if seconds else 0.0
 

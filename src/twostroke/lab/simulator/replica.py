@@ -227,10 +227,10 @@ class SimulatedReplica:
         self.bytes += num_bytes
 
     def finish(self) -> tuple[list[Request], list[Request]]:
-        """Commit the step in flight at its end.
+        """Commit the replica's simulated step at its end; return started and finished requests.
 
-        Return the requests that got their first token, and the requests that finished. Steps of a
-        fast-forward start and finish no requests.
+        Started requests got their first token. Steps of a fast-forward start and finish no
+        requests.
         """
         started: list[Request] = []
         self._last_end_s = self._clock.now_s

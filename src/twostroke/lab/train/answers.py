@@ -84,7 +84,7 @@ def collect(
 
 
 def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[TrainingPrompt]:
-    """Return training prompts: built-in prompts, or a file's.
+    """Yield training prompts: the built-in prompts, or the prompts in a user's file.
 
     Each line of the file is a question, or {"prompt": "a text"}.
     """

@@ -72,7 +72,7 @@ class Descent:
         return self.seconds / self.budget_s
 
     def descend(self, loss: Tensor) -> None:
-        """Take one step against the gradient of the loss."""
+        """Take one training step against the gradient of the loss."""
         # Warm up, then follow half a cosine down to `_MIN_RATE_SHARE`.
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
         warm_up = max((self.num_steps + 1) / _WARM_UP_STEPS, self.progress / _WARM_UP_SHARE)

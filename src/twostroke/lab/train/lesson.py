@@ -75,7 +75,7 @@ class Lesson:
         return [answer for index, answer in enumerate(self._answers) if index % _HELD_OUT_INTERVAL]
 
     def rows(self, pieces: Sequence[tuple[int, int]]) -> Rows:
-        """Return a training batch of pieces.
+        """Return a training batch from pieces of recorded answers.
 
         Each piece is the index of an answer and the piece's first row.
         """

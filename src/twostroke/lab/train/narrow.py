@@ -32,7 +32,7 @@ class Widths(Frozen):
     channels: tuple[tuple[int, ...], ...]
 
     def narrowed(self, spec: ModelSpec) -> ModelSpec:
-        """Return the specification of the narrower model."""
+        """Return the specification of the model that has only these heads and channels."""
         num_kv_heads = len(self.groups[0])
         return replace(
             spec,

@@ -108,7 +108,7 @@ def _learner(
     token_ids: tuple[int, ...],
     answers: list[RecordedAnswer],
 ) -> Learner:
-    """Return the trainer of new draft heads.
+    """Return the trainer of new draft heads for a model.
 
     Without `answers`, the heads' first weights are not fitted, since a checkpoint replaces them.
     """

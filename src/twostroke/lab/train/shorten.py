@@ -102,7 +102,7 @@ class _ShortenedModel:
         self._state = TorchStepState(tokens, positions, torch.arange(len(tokens)), weights, keeper)
 
     def states(self) -> list[Tensor]:
-        """Return the hidden states before each layer."""
+        """Return the shortened model's hidden states before each layer."""
         values = self._run(self._program.ops, {})
         return [values[name] for name in self._layer_inputs[:-1]]
 

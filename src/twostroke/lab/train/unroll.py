@@ -118,7 +118,7 @@ class _DepthsAttention:
         self._keys_and_values: list[tuple[Tensor, Tensor]] = []  # by depth
 
     def attend(self, op: ops.Attention, values: Mapping[str, Tensor]) -> Tensor:
-        """Return the attention's output: (rows, width)."""
+        """Return the output of draft heads' attention at the current depth: (rows, width)."""
         q, k, v = (values[name].unflatten(0, self._shape) for name in op.inputs)
         group = op.num_heads // op.num_kv_heads
         q = q.unflatten(2, (op.num_heads, -1)).transpose(1, 2)  # (pieces, heads, length, dim)

@@ -22,7 +22,7 @@ class RopeSpec(Frozen):
 
     @property
     def frequencies(self) -> tuple[float, ...]:
-        """The angle per position of each pair, in radians."""
+        """The angle per position, in radians, by which each pair of values is rotated."""
         if self.scaled_frequencies is not None:
             return self.scaled_frequencies
         return tuple([self.base ** (-2 * pair / self.dim) for pair in range(self.dim // 2)])
@@ -166,7 +166,7 @@ class ModelSpec(Frozen):
         return max(i for i in range(first) if (self.window_of(i) is not None) == slides)
 
     def ffn_size_of(self, layer: int) -> int:
-        """Return the width of a layer's feed-forward."""
+        """Return the width of a layer's feed-forward, in values."""
         if self.shared_kv is None or self.kv_source_layer(layer) is None:
             return self.ffn_size
         return self.shared_kv.ffn_size

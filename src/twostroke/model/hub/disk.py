@@ -74,7 +74,7 @@ def locked(path: Path, watch: Watcher) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock file at `path`."""
+    """Whether a process holds a download's lock file at `path`."""
     if not path.exists():
         return False
     with path.open("ab") as file:

@@ -233,7 +233,7 @@ class Hub:
         return requested
 
     def _receive(self, commit: str, file: RepoFile, partial: Path) -> Iterator[int]:
-        """Append the response to one request to a partial file.
+        """Append the response to one download request to a partial file.
 
         Yield the partial file's size after each chunk.
         """

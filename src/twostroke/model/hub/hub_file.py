@@ -67,7 +67,7 @@ def receive(file: HubFile, partial: Path, num_bytes: int, on_growth: Callable[[i
 
 
 def _append(file: HubFile, partial: Path, size: int) -> Iterator[int]:
-    """Append the response to one request to a partial file.
+    """Append the response to one download request to a partial file.
 
     Yield the partial file's size after each chunk.
     """

@@ -47,7 +47,7 @@ def pull_from_hub(name: HubName, inspect: Inspect, watch: Watcher) -> ModelRecor
 
 
 class _HubDownload:
-    """One download of a hub model.
+    """One download of a model from the Hugging Face hub.
 
     `large_files` have `total_bytes` and are not on this machine yet.
     """

@@ -250,7 +250,7 @@ def _fetched_record(name: str) -> ModelRecord:
 
 
 def _num_bytes(path: Path) -> int:
-    """Return the size of a file, or of all files in a folder."""
+    """Return the size in bytes of a model file, or of all files in a model's folder."""
     return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 

@@ -93,7 +93,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
             os.utime(self.file)
 
     def write(self) -> None:
-        """Write the record to its JSON file."""
+        """Write the model's record to its JSON file."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         raw = msgspec.json.encode(self, enc_hook=str)
         write_checked_json(self.file, msgspec.json.decode(raw))

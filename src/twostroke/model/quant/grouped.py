@@ -237,7 +237,7 @@ def _encode(layout: _GroupedLayout, values: Floats) -> Bytes:
 
 
 def _inverse(scales: Floats) -> Floats:
-    """Return 1 / scales, and 0 where a scale is 0."""
+    """Return 1 / scales for quantization, and 0 where a scale is 0."""
     with np.errstate(divide="ignore", over="ignore"):
         return np.where(scales == 0, np.float32(0), np.float32(1) / scales)
 

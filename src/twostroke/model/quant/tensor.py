@@ -50,7 +50,7 @@ class QuantTensor(Frozen, eq=False):
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of `data`."""
+        """The number of rows of the tensor's stored bytes, `data`."""
         return prod(self.shape[:-1])
 
     @property
@@ -60,7 +60,7 @@ class QuantTensor(Frozen, eq=False):
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of `data`."""
+        """The number of bytes in which the tensor is stored."""
         return self.data.nbytes
 
     @property
@@ -90,7 +90,7 @@ class QuantTensor(Frozen, eq=False):
         return QuantTensor(self.format, (*self.shape[:-1], end - first), data)
 
     def dequantize(self, rows: slice | None = None) -> Floats:
-        """Return the tensor's values as float32, in its shape.
+        """Return the values of the quantized tensor as float32, in its shape.
 
         With `rows`, only the selected rows are returned, as (rows, inputs).
         """

@@ -90,7 +90,7 @@ def read_words(description: Description) -> WordSplitter:
 
 
 def _cuts(steps: list[Description], schemes: frozenset[str], *, spells_bytes: bool) -> list[Cut]:
-    """Return a cutting function for each pre-tokenizer step.
+    """Return a function for each pre-tokenizer step that cuts text into words.
 
     With `spells_bytes`, a ByteLevel step also spells the bytes of its words as characters.
     """

@@ -98,7 +98,7 @@ class PrefaceCounter:
         self.count = 0
 
     def feed(self, tokens: Iterable[int]) -> None:
-        """Add tokens of the answer to the count."""
+        """Add tokens of the answer to the count of reasoning tokens."""
         for token in tokens:
             if self._cutter.segment is SegmentKind.AFTER:
                 return

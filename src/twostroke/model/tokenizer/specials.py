@@ -51,7 +51,7 @@ class Splitter:
     """
 
     def __init__(self, tokens: Iterable[AddedToken], normalize: Callable[[str], str] = str) -> None:
-        """Normalize the texts of added tokens.
+        """Prepare to find added tokens in texts; normalize the texts of the tokens.
 
         Of tokens with equal texts a special token is used, else the first token.
         """

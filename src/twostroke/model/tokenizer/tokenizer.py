@@ -171,7 +171,7 @@ class Tokenizer:
         parse_special: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Return the token ids of `text`.
+        """Return the token ids of a text.
 
         `add_special` adds the begin and end of sequence that the model expects, unless the text has
         them already. `parse_special` turns the texts of control tokens into these tokens: this is

@@ -37,7 +37,7 @@ class Translation:
     """
 
     def __init__(self, source: Tokenizer, target: Tokenizer) -> None:
-        """Pair the control tokens of both vocabularies."""
+        """Find the control tokens of `target` that correspond to the control tokens of `source`."""
         self.source = source
         self.target = target
         names = {target.token_text(token): token for token in target.special_ids}
