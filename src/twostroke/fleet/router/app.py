@@ -11,7 +11,6 @@ from starlette.responses import Response
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_io import encode_json
 from twostroke.core.request import DEFAULT_SERVICE_TIER, SERVICE_TIERS
-from twostroke.fleet.router.content_hash import content_hash
 from twostroke.fleet.router.forward import Forwarder
 from twostroke.fleet.router.health_checker import (
     HealthChecker,
@@ -80,7 +79,6 @@ class _RouteLabel:
         self.path = path
 
 
-_LARGE_BODY_BYTES: Final = 64 * 1024
 _FORM_OVERHEAD_BYTES: Final = 64 * 1024  # of a form, besides its file
 _OTHER_LABEL: Final = _RouteLabel("other")
 _LABELS: Final = {path: _RouteLabel(path) for path in (*COMPUTED_PATHS, *FILE_PATHS)}
@@ -175,7 +173,8 @@ class Router:
         prompt = read_prompt(body, salt)
         content = b""
         if path not in ENGINELESS_PATHS:
-            content = await self._check_content(body, prompt.model)
+            model = self.fleet.listed_name(prompt.model)
+            content = await self._forwarder.killers.check_body(body, model)
         request = ProxiedRequest(
             scope,
             receive,
@@ -222,21 +221,6 @@ class Router:
         request.stored_id = stored[1] if stored is not None else ""
         request.only_replica = file_replica
         await self._forwarder.forward(request)
-
-    async def _check_content(self, body: bytes, model: str) -> bytes:
-        """Return the hash of a request's content, equal for all names of its model.
-
-        Raises:
-            EngineKillerError: too many engines have died while they computed this content.
-        """
-        listed_names = (replica.facts.find_model(model) for replica in self.fleet.replicas.values())
-        name = next((listed for listed in listed_names if listed), "")
-        if len(body) <= _LARGE_BODY_BYTES:
-            content = content_hash(body, name)
-        else:  # other requests continue meanwhile
-            content = await asyncio.to_thread(content_hash, body, name)
-        self._forwarder.killers.check(content)
-        return content
 
     def _admit(self, prompt: RoutedPrompt, scope: Scope) -> UsageMeter | None:
         """Check a request against the limits of its key; return its meter, None if it is free.

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import EngineKillerError
+from twostroke.fleet.router.content_hash import content_hash
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,7 @@ MAX_TRIES: Final = 3  # that a request may lose: it may be what kills
 FORGET_DEATHS_S: Final = 3600.0  # after the last death of an engine
 FORGET_LOSSES_S: Final = 60.0  # after the last lost connection, which says less
 _MAX_RECORDS: Final = 4096
+_LARGE_BODY_BYTES: Final = 64 * 1024  # hashed in a thread
 _DEATHS_TO_RUN_ALONE: Final = 2
 
 
@@ -74,6 +76,15 @@ class Killers:
         """Forget the engine deaths of a content, since a request with it was answered."""
         if self._records:
             self._records.pop(content, None)
+
+    async def check_body(self, body: bytes, model: str) -> bytes:
+        """Return the content of a request to a model, by its listed name; raise as `check`."""
+        if len(body) <= _LARGE_BODY_BYTES:
+            content = content_hash(body, model)
+        else:  # other requests continue meanwhile
+            content = await asyncio.to_thread(content_hash, body, model)
+        self.check(content)
+        return content
 
     def check(self, content: bytes) -> None:
         """Raise EngineKillerError if requests with this content have ended too many engines."""

@@ -305,6 +305,11 @@ class ReplicaRegistry:
                     )
         return ""
 
+    def listed_name(self, model: str) -> str:
+        """Return the first replica's name of a model, equal for all its names; empty if unknown."""
+        names = (replica.facts.find_model(model) for replica in self.replicas.values())
+        return next((name for name in names if name), "")
+
     def choose(
         self, key: RoutingKey, model: str, excluded: Collection[int]
     ) -> tuple[Replica, RoutedRequest] | None:
