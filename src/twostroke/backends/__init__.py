@@ -22,7 +22,7 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    """Import the public names on first use, so that `import twostroke.backends` stays cheap."""
+    """Import the package's public names on first use, to keep `import twostroke.backends` cheap."""
     if name not in _MODULES:
         raise AttributeError(f"module 'twostroke.backends' has no attribute '{name}'")
     import importlib
@@ -31,5 +31,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, whether they are imported yet or not."""
+    """Return the package's public names, whether they are imported yet or not."""
     return sorted(__all__)

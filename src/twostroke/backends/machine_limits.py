@@ -87,7 +87,9 @@ class MachineLimits:
 def machine(
     level: str, num_threads: int, stream_bytes: int, *, remeasure: bool = False
 ) -> Hardware:
-    """Return the machine's bandwidth and peak for kernels of `level` on `num_threads` threads.
+    """Measure this machine's memory bandwidth and peak FLOP/s, or read them from the cache.
+
+    The result is for kernels of instruction-set level `level` on `num_threads` threads.
 
     `stream_bytes` is the number of bytes that each step reads, which is the size of the weights:
     models that fit into the last-level cache have a higher bandwidth. A measurement takes less than

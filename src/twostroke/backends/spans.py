@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class RowSpan(Frozen):
-    """Consecutive rows of a step that belong to one sequence, and the KV pages of the sequence.
+    """Consecutive rows of a step that belong to one sequence, and the sequence's KV pages.
 
     `rows`: the rows of the step. `start`: the position of the first row. `pages`: the pages of the
-    sequence. `above`: rows of the step with draft tokens of an earlier branch, at the positions
-    just before `start`; their keys and values are also stored in `pages`. `copies`: (target,
-    source) pages to copy before the step.
+    sequence. `above`: for a branch of draft tokens, the step's earlier rows that the branch
+    continues, at the positions just before `start`; their keys and values are also stored in
+    `pages`. `copies`: (target, source) pages to copy before the step.
     """
 
     rows: slice

@@ -145,9 +145,10 @@ def allocate(
 
 
 def _bins(error: float, budget: float, num_bins: int) -> int:
-    """Return a knapsack item's error in bins of the budget, rounded up.
+    """Return the error of a knapsack item (a choice of activation bits), in bins of the budget.
 
-    `num_bins` + 1 if the error exceeds the budget or is not a number.
+    The number is rounded up. It is `num_bins` + 1 if the error exceeds the budget or is not a
+    number.
     """
     if error <= 0:
         return 0

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class CpuBackend:
-    """Runs a Program on this machine's processor."""
+    """Runs a model on this machine's CPU: native kernels for one instruction-set level."""
 
     def __init__(  # noqa: PLR0913 - each is a fact that only the caller knows
         self,
@@ -63,7 +63,7 @@ class CpuBackend:
         embeds: bool = False,
         weight_shard: WeightShard | None = None,
     ) -> None:
-        """Pack the weights and reserve the pages, which take memory only once they are used.
+        """Pack the weights and reserve the KV pages, which take memory only once they are used.
 
         Args:
             program: the whole model.
@@ -76,7 +76,8 @@ class CpuBackend:
             activation_bits: one of `core.options.ACTIVATION_BITS`, or a choice for this model.
             release: called with tensors that are not read again.
             progress: called with the bytes of weights packed so far, and of all weights.
-            share_threads_with: a backend whose threads this one uses, because two sets of threads
+            share_threads_with: a backend whose threads this one uses, because two sets of
+                threads
                 would spin against each other. This backend must be closed first.
             tapped_value: the value of the Program that steps return for the rows that draw.
             embeds: steps return the normed last hidden states of slices that ask for them;
@@ -220,7 +221,10 @@ class CpuBackend:
         return self._lowered.parts
 
     def times(self) -> list[MeasuredOpTime]:
-        """Return the time of each group of `fused` since the last call, summed over steps."""
+        """Return the time of each operation group in `fused` since the last call.
+
+        The times are summed over steps.
+        """
         return self._plan.times()
 
     def measure_collectives(self, test: CollectiveTest) -> tuple[list[float], list[float]]:

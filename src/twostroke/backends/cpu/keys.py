@@ -131,7 +131,7 @@ def _mean_rotation(frequencies: tuple[float, ...]) -> tuple[Doubles, Doubles]:
 
 
 def _pairs(x: NDArray[Any], rope: Rope) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return views of the two values of each pair that RoPE rotates, (heads, pairs) each."""
+    """Return views of the two channels of each pair that RoPE rotates, (heads, pairs) each."""
     count = len(rope.inverse_frequencies)
     if rope.interleaved:
         return x[:, 0 : 2 * count : 2], x[:, 1 : 2 * count : 2]

@@ -48,7 +48,7 @@ class StepArrays:
         returns_tapped: bool = False,
         sends_best: bool = False,
     ) -> None:
-        """Prepare arrays for any number of rows.
+        """Prepare the arrays of steps, which grow to any number of rows.
 
         `max_pages`: the largest number of pages of a request in one cache group. `tapped_width`:
         the width of the tapped value; 0: steps have no tap. `returns_tapped`: results have the

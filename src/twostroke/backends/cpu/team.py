@@ -22,7 +22,7 @@ _logger = logging.getLogger("twostroke.engine")
 
 @contextmanager
 def thread_pool(library: ctypes.CDLL, num_threads: int) -> Iterator[int]:
-    """Yield the address of a native thread pool, which ends with the context.
+    """Yield the address of a native thread pool; the threads end with the context.
 
     With several NUMA nodes, each thread stays on its node.
 

@@ -214,7 +214,7 @@ class GpuBackend:
             raise
 
     def finish(self) -> StepResult:
-        """Wait for the oldest step in flight, and return its result."""
+        """Wait for the oldest step in flight on the GPU, and return its result."""
         step = self._in_flight.popleft()
         start_s = max(step.start_s, self._finished_s)
         with checked(self._gpu):

@@ -118,7 +118,7 @@ class StepMemory:
         self.memory = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=gpu.device)
 
     def tensor(self, buffer: int, num_rows: int) -> Tensor:
-        """Return a buffer of type STREAM or ELEMENT as a tensor (rows, width)."""
+        """Return a step's buffer of type STREAM or ELEMENT as a tensor (rows, width)."""
         device_buffer = self._buffers[buffer]
         dtype = torch.float32 if device_buffer.kind is BufferType.STREAM else self._gpu.element
         return self._view(buffer, num_rows * device_buffer.width, dtype).view(
@@ -146,7 +146,7 @@ class StepMemory:
         return Parts(self._view(buffer, count * stride, torch.float32), width, width, count, stride)
 
     def lines(self, buffer: int, num_rows: int) -> Parts:
-        """Return a buffer of type LINES with each line as a separate row."""
+        """Return a step's buffer of type LINES with each line as a separate row."""
         partial_sums = self.all_columns(buffer, num_rows)
         return Parts(partial_sums.values, partial_sums.width, partial_sums.width)
 

@@ -61,7 +61,7 @@ class Launcher(Protocol):
         """Start rank number `rank`, or wait until it connects, and return its process."""
 
     def close(self) -> None:
-        """Start or accept no more ranks."""
+        """Start or accept no more rank processes."""
 
 
 class LocalRank:
@@ -133,7 +133,7 @@ class LocalRanks:
             return LocalRank(rank, self._files)
 
     def close(self) -> None:
-        """Do nothing, because each rank is ended separately."""
+        """Do nothing, because each rank's process is ended separately."""
 
 
 @contextmanager
@@ -185,7 +185,7 @@ class RemoteRank:
         self.channel = channel
 
     def exit_reason(self) -> str | None:
-        """Return None, because only the rank's machine knows the reason."""
+        """Return None, because only the rank's machine knows why the rank's process ended."""
         return None
 
     def kill(self) -> None:
@@ -381,7 +381,7 @@ def describe_command(model: str, parallel: ParallelOptions) -> str:
 
 
 def follow_if_launched(model: str, parallel: ParallelOptions) -> None:
-    """If a launcher made this process a rank other than 0, run it until rank 0 ends, and exit.
+    """If torchrun or mpirun made this process a rank other than 0, run the rank, then exit.
 
     Raises:
         UsageError: see `assigned_rank`.

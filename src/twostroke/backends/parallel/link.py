@@ -48,7 +48,7 @@ class Link(Protocol):
         """
 
     def close(self) -> None:
-        """Free the link's connections and memory."""
+        """Free the connections and memory of this rank's end of the link."""
 
 
 def _join_shared(rank: int, num_ranks: int, level: str, link: str) -> Link:

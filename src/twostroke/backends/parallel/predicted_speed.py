@@ -213,7 +213,7 @@ def part_of_machine(limits: Hardware, count: int) -> Hardware:
 
 @dataclass(slots=True)
 class _SimulatedRank:
-    """A rank in the simulation of a step: its next operation, and its clock."""
+    """A rank in the simulation of a step: its next operation, and its clock in seconds."""
 
     ops: Sequence[Op]
     cost: CostModel

@@ -122,7 +122,7 @@ class Ranks:
         self._wait_for(self.ready, timeout_s)
 
     def times(self) -> dict[int, RankTimes]:
-        """Return the times of each rank's steps since the last call.
+        """Return the times of each other rank's steps since the last call.
 
         Raises:
             RanksLostError: a rank is lost.
@@ -372,7 +372,7 @@ class Ranks:
 
 
 class Stall:
-    """Detects that a link moves no bytes although all ranks wait in a collective."""
+    """Detects that the link moves no bytes although all ranks wait in a collective."""
 
     def __init__(self) -> None:
         """Start with no observation of the link."""

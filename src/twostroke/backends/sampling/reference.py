@@ -242,9 +242,10 @@ def pick(ids: NDArray[np.intp], weight: NDArray[np.uint64], bits: int) -> int:
 
 
 def token_logprobs(logits: NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
-    """Return the log-softmax of `logits` at `token` and at the `num_top` likeliest tokens.
+    """Return log-probabilities of `token` and of the `num_top` likeliest tokens.
 
-    Tokens with logits of minus infinity are not listed. Values are at least `MIN_LOGPROB`.
+    They are the log-softmax of `logits`. Tokens with logits of minus infinity are not listed.
+    Values are at least `MIN_LOGPROB`.
     """
     top = logits.max()
     if np.isposinf(top):
@@ -283,7 +284,7 @@ _NUM_ROUNDS = 10
 def philox4x32(
     counter: tuple[int, int, int, int], key: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    """Return four random 32-bit words, a function of the counter and the key: Philox4x32-10.
+    """Return four random 32-bit words by Philox4x32-10, from a counter and a key.
 
     Source: Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
     """

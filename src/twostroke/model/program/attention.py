@@ -36,7 +36,7 @@ class Projection(Frozen):
 
 
 class QkProjections(Frozen):
-    """How a layer's queries and keys are computed before `rope` rotates them.
+    """How an attention layer's queries and keys are computed before RoPE rotates them.
 
     The projections tell how large the keys are, which KV formats of few bits use. `first` is the
     index of this part's first value among all keys of the layer. In latent attention `keys`
@@ -51,7 +51,7 @@ class QkProjections(Frozen):
 
 
 class Attention(Operation):
-    """Causal attention over cache layer `layer`; first stores this step's keys and values there.
+    """Causal attention, which first stores the step's keys and values in KV cache layer `layer`.
 
     Query head h reads key-value head `(first_head + h) // group_size` (grouped queries,
     arXiv:2305.13245). All groups have the same size, unless this is one rank's part: then `group`

@@ -58,7 +58,7 @@ class Program(Frozen, dict=True):
 
     @property
     def last_states(self) -> str:
-        """The name of the normalized last hidden states, from which the logits are computed."""
+        """Return the name of the last hidden states after the final norm, which the logits read."""
         return next(op.x for op in reversed(self.ops) if isinstance(op, Logits))
 
     @cached_property

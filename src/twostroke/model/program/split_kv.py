@@ -178,7 +178,7 @@ class SplitKvAttention(Operation):
     def stores(self) -> Mapping[int, CacheLayer]:
         """Return the KV cache layer that this operation stores.
 
-        None if an earlier one stores it.
+        Empty if an earlier operation stores the layer.
         """
         return {} if self.reads_shared_kv else {self.layer: self.stored}
 

@@ -89,7 +89,7 @@ _STACK_NAME = re.compile(r"(?:(?:mlp|block_sparse_moe)\.)?experts\.(\w+)")
 
 
 def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
-    """Return the canonical name of a Hugging Face tensor, or None if it is not needed.
+    """Return the canonical (GGUF) name of a Hugging Face tensor; None if it is not needed.
 
     `layer_names` are a family's names of a layer's weights, where they differ from Llama's. An
     unknown name is returned without prefixes, for the error message.

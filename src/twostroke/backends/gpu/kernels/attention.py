@@ -40,7 +40,7 @@ _WITH_OPERANDS_IN_MEMORY = 90, 100
 
 
 class HeadLayout(Frozen):
-    """The shape of a layer's attention, and the layout of its keys and values in pages.
+    """The shape of an attention layer, and the layout of its keys and values in KV pages.
 
     Query head h reads KV head `h // group`. `window` 0 means no window.
 

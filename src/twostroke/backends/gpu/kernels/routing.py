@@ -111,7 +111,7 @@ def launch(
     routes: Routes,
     choice: ExpertSelection,
 ) -> None:
-    """Launch the choice of each row's experts by its scores, and sort the pairs by expert.
+    """Launch the router of a mixture: choose each row's experts, and sort pairs by expert.
 
     Among equal scores, the first expert is chosen. If a score is NaN, the row's weights are NaN.
     """

@@ -177,7 +177,7 @@ class GlooEngine:
         return 0
 
     def _find_sockets(self) -> None:
-        """Find the sockets of Gloo, which the first collective has opened, to count their bytes."""
+        """Find Gloo's sockets, which the first collective has opened, to watch and close them."""
         if self._files_before is None:
             return
         ends = (_connection(number) for number in _open_files() - self._files_before)
@@ -190,7 +190,10 @@ def _open_files() -> set[int]:
 
 
 def _connection(number: int) -> socket.socket | None:
-    """Return a socket object for an open file, if the file is a connected socket; else None."""
+    """Return a socket object for an open file of this process; None if it is no connected socket.
+
+    `number`: the file descriptor.
+    """
     with suppress(OSError):
         if stat.S_ISSOCK(os.fstat(number).st_mode):
             end = socket.socket(fileno=os.dup(number))

@@ -93,7 +93,7 @@ class Rendezvous:
         return self._has_ended.is_set()
 
     def end(self) -> None:
-        """End the link for all ranks; any thread may call this, more than once."""
+        """End the link between ranks for all of them; any thread may call this, more than once."""
         if not self._has_ended.is_set():
             self._has_ended.set()
             for channel in self._channels.values():

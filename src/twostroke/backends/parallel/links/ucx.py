@@ -117,7 +117,10 @@ class UcxConnections:
     """One rank's UCX worker, and its endpoints to the other ranks."""
 
     def __init__(self, rank: int, num_ranks: int, on_error: c_void_p) -> None:
-        """Open a worker; UCX calls `on_error` with the address of a rank's entry in `lost`.
+        """Open this rank's UCX worker.
+
+        If a connection breaks, UCX calls `on_error` with the address of the other rank's entry in
+        `lost`.
 
         Raises:
             BackendError: UCX is not installed, or returns an error.
@@ -144,7 +147,7 @@ class UcxConnections:
             call.ucp_worker_release_address(self._worker, address)
 
     def connect(self, addresses: Sequence[bytes]) -> UcxRecord:
-        """Create endpoints to all other ranks; UCX connects with the first collective."""
+        """Create UCX endpoints to all other ranks; UCX connects with the first collective."""
         for rank, address in enumerate(addresses):
             if rank == self._rank:
                 continue

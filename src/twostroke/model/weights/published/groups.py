@@ -38,7 +38,7 @@ class Scales(Frozen, eq=False):
     raw: NDArray[Any]
 
     def transposed(self) -> Scales:
-        """Return the scales with rows and columns exchanged."""
+        """Return the quantization scales with rows and columns exchanged."""
         return Scales(self.kind, self.raw.T)
 
     def columns(self, indexes: NDArray[Any]) -> Scales:
