@@ -170,7 +170,7 @@ class Client:
         hints: Hints,
         grammar: GrammarMatcher | None,
     ) -> None:
-        """Submit prompts whose outputs go to `generation`; otherwise as `generate_many_async`."""
+        """Submit prompts whose outputs go to `generation`; else as `generate_many_async`."""
         params = self.card.sampling.fill(params)
         self._check_hints(hints)
         self._check_prompts(prompts, params, caller)

@@ -63,7 +63,7 @@ class Distribution(Frozen):
         return BOUNDS[self.unit]
 
     def __sub__(self, earlier: Distribution) -> Distribution:
-        """Return the distribution of the values counted since `earlier`."""
+        """Return the distribution of the values counted since the distribution `earlier`."""
         pairs = zip(self.counts, earlier.counts, strict=True)
         counts = tuple([count - earlier_count for count, earlier_count in pairs])
         return Distribution(self.unit, counts, self.sum - earlier.sum)
@@ -118,7 +118,7 @@ class Histogram:
         self._read: Distribution | None = None
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Add a value, `count` times."""
+        """Add a measured value, `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
         self._read = None
@@ -161,7 +161,7 @@ class SumHistory(Generic[T]):
         self._marks: deque[tuple[int, T]] = deque([(0, read())], maxlen=MAX_SECONDS + 2)
 
     def advance(self, now_s: float) -> None:
-        """Store the sums if a new second has begun; call this before each change of the sums."""
+        """Store the sums if a new second has begun; call this before each change of a sum."""
         second = int(now_s - self._start_s)
         if second != self._marks[-1][0]:
             self._marks.append((second, self._read()))
@@ -272,7 +272,7 @@ class TierTotals(Frozen):
 
 
 class TimedRows(NamedTuple):
-    """The size and time of one step.
+    """The number of rows in one step, and its time.
 
     Attributes:
         rows: tokens computed.

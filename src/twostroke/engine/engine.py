@@ -228,9 +228,10 @@ def _build_planning(
     sources: _DraftSources,
     resources: ExitStack,
 ) -> tuple[Scheduler, Speculator, str | None]:
-    """Return the scheduler and the speculator of an engine, and the name of its draft model.
+    """Build the scheduler and the speculator of an engine.
 
-    Adds to `resources` what must be closed if the build fails later.
+    Also returns the name of the draft model, None without one. Adds to `resources` what must be
+    closed if the build fails later.
     """
     facts = backend.facts
     hardware = limits.hardware()

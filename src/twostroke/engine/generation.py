@@ -39,7 +39,10 @@ class Outputs:
         self._waiting: deque[RequestListener] = deque()  # not submitted yet
 
     def submit(self, listeners: Sequence[RequestListener]) -> None:
-        """Submit all requests, or none after an error; raises as `EngineLoop.submit`."""
+        """Submit all requests of the call, or none after an error.
+
+        Raises as `EngineLoop.submit`.
+        """
         self.request_ids += [listener.request.id for listener in listeners]
         self._submit(listeners)
 
@@ -64,7 +67,10 @@ class Outputs:
         return bool(self.num_open or self._waiting)
 
     def cancel(self) -> None:
-        """Cancel all unfinished requests; their last outputs have the finish reason `CANCEL`."""
+        """Cancel all unfinished requests of the call.
+
+        Their last outputs have the finish reason `CANCEL`.
+        """
         self._loop.cancel(self.request_ids)
         waiting, self._waiting = self._waiting, deque()
         self.request_ids += [listener.request.id for listener in waiting]
@@ -133,7 +139,7 @@ class Generation(Outputs):
             self.cancel()
 
     def outputs(self) -> Iterator[Output]:
-        """Yield outputs as they arrive, until every request has ended.
+        """Yield the outputs of the call's requests as they arrive, until every request has ended.
 
         A reader may stop and call this again later.
 
@@ -149,7 +155,7 @@ class Generation(Outputs):
                 self.submit_waiting()
 
     def wait(self) -> list[Completion]:
-        """Read all outputs and return the complete answers, in the order of their index."""
+        """Read all outputs; return the complete answers, sorted by index."""
         return _join_all(list(self), len(self.request_ids))
 
 
@@ -165,7 +171,7 @@ class AsyncGeneration(Outputs):
         super().__init__(loop, Mailbox(self._queue.put_nowait, schedule))
 
     async def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield outputs as they arrive, until every request has ended.
+        """Yield the outputs of the call's requests as they arrive, until every request has ended.
 
         A reader that stops early calls `cancel`, or iterates again later.
 
@@ -183,7 +189,7 @@ class AsyncGeneration(Outputs):
                 self.submit_waiting()
 
     async def wait(self) -> list[Completion]:
-        """Read all outputs and return the complete answers, in the order of their index."""
+        """Read all outputs; return the complete answers, sorted by index."""
         return _join_all([output async for output in self], len(self.request_ids))
 
     @property

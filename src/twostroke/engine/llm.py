@@ -47,7 +47,7 @@ _EMBEDDING_CALLER = Caller(prompt_field="input")
 
 
 class LLM(AbstractContextManager["LLM"]):
-    """A model that answers in this process.
+    """A language model that runs in this process and answers prompts and conversations.
 
     >>> with LLM("smollm2") as llm:
     ...     llm.generate(["The capital of France is"], SamplingParams(max_tokens=8))
@@ -315,7 +315,7 @@ class LLM(AbstractContextManager["LLM"]):
 
 
 class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
-    """A model that answers in this process, for asyncio.
+    """A language model that runs in this process, for asyncio.
 
     >>> async with AsyncLLM("smollm2") as llm:
     ...     async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64)):
@@ -566,7 +566,7 @@ def _describe(kind: str, engine: Engine) -> str:
 
 
 def _as_prompts(prompts: Text | Sequence[Text]) -> list[Text]:
-    """Return a list of prompts; a single prompt becomes a list of one."""
+    """Return the argument of `generate` or `embed` as a list; a single prompt becomes a list."""
     is_list = not isinstance(prompts, str | bytes | Mapping) and hasattr(prompts, "__getitem__")
     if not is_list or (len(prompts) > 0 and hasattr(prompts[0], "__index__")):
         return [prompts]  # type: ignore[list-item]

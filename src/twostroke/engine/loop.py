@@ -46,7 +46,7 @@ _RANK_CHECK_INTERVAL_S = 0.2  # while there are no requests
 
 
 class EngineLoop:
-    """Owns the scheduler and the backend, and runs steps while there are requests.
+    """The thread that owns the scheduler and the backend, and runs steps for requests.
 
     Up to `SchedulerConfig.steps_ahead` further steps are started before the oldest is finished;
     steps finish in the order of their start.
@@ -92,7 +92,7 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, listeners: Iterable[RequestListener], waited_s: float = 0.0) -> None:
-        """Queue all requests, or none of them after an error.
+        """Queue all of some requests, or none of them after an error.
 
         `waited_s` is the time that the requests have waited elsewhere.
 
@@ -216,7 +216,7 @@ class EngineLoop:
     def _end_now(
         self, listener: RequestListener, reason: FinishReason, error: TwostrokeError | None = None
     ) -> None:
-        """End a request without another step, and deliver its last output."""
+        """End a request without another step, such as a cancelled one; deliver its last output."""
         output = listener.cut(reason, error)
         self._end(listener, output)
         deliver([(listener.mailbox, output)])
@@ -401,7 +401,10 @@ class EngineLoop:
             return self._scheduler.add_drafts(slice_, drafts, parents)
 
     def _outputs_of(self, deltas: list[RequestDelta]) -> list[tuple[Mailbox, Output]]:
-        """Return the outputs of a step, each with its mailbox; end the requests that are done."""
+        """Return the outputs of a step's requests, each with its mailbox.
+
+        Requests with their last output are removed.
+        """
         now_s = time.monotonic()
         outputs: list[tuple[Mailbox, Output]] = []
         for delta in deltas:

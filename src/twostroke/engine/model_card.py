@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ModelCard(Frozen):
-    """Facts about an engine's model.
+    """Facts about an engine's model, which servers and commands read.
 
     Attributes:
         format: the number formats of the weights.

@@ -144,7 +144,7 @@ class AnswerChunk(Frozen, repr_omit_defaults=True):
 
 
 class Completion(Frozen):
-    """One complete answer.
+    """One complete answer to a prompt or a conversation.
 
     `logprobs` has an entry for each token, and `prompt_logprobs` one for each prompt token but the
     first; both are empty if not requested. In the answer to a conversation, `reasoning` and
@@ -218,7 +218,7 @@ def join(outputs: list[Output]) -> Completion:
 
 
 class Mailbox(Frozen):
-    """The destination of a generation's outputs.
+    """Where the outputs of a call's requests are delivered.
 
     Attributes:
         put: called with each output.

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class PoolAccess:
-    """Transfers into an engine's pages, and leases of its pages. Any thread may call the methods.
+    """Lets threads transfer KV pages into an engine's page pool, and lease its pages.
+
+    Any thread may call the methods.
 
     A transfer has these steps:
 
@@ -88,7 +90,7 @@ class PoolAccess:
                 return
 
     def on_request_end(self, request: Request) -> None:
-        """Call the functions in `on_end` for a request that has ended."""
+        """Call the functions in `on_end`, which stop KV transfers, for an ended request."""
         for end_transfer in self.on_end:
             end_transfer(request)
 

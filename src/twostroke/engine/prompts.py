@@ -196,7 +196,7 @@ def encode_turn(
 
 
 def chat_of(card: ModelCard) -> Chat:
-    """Return the chat template of a model.
+    """Return the chat templates of a model.
 
     Raises:
         RequestError: the model has no chat template.

@@ -60,7 +60,7 @@ def with_seed(params: SamplingParams) -> SamplingParams:
 
 
 class EncodedPrompt(Frozen):
-    """A prompt as token ids, with all that is needed to answer it.
+    """A prompt as token ids, with the parameters and the format of its answers.
 
     Attributes:
         tokens: the prompt.

@@ -259,7 +259,7 @@ def redrawn_params(params: SamplingParams, work: DrawAgain) -> SamplingParams:
 
 
 def replace_answer(answer: Completion, other: Completion) -> Completion:
-    """Return a new answer with the index and the first times of the answer that it replaces."""
+    """Return a new answer with the index and the first times of the answer it replaces."""
     first = answer.timings
     return replace(
         other,

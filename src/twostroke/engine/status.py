@@ -34,7 +34,7 @@ class Health(Enum):
 
 
 class StepProgress(Frozen):
-    """The progress of an engine.
+    """How far the engine loop is: its finished steps, and the age of the current step.
 
     Attributes:
         num_steps: finished steps.
@@ -105,7 +105,7 @@ class LoopHeartbeat:
 
 @dataclass(slots=True)  # not frozen: that would triple the time to make hundreds of them
 class RequestView:
-    """A running request.
+    """A running request as `RunningRequests` shows it.
 
     Times are on the engine's clock, and 0 until the event. `pages` has the request's page indices,
     a tuple for each cache group; missing pages are `NO_PAGE`.
@@ -137,7 +137,7 @@ class RunningRequests(Frozen):
 
 
 def view_running(view: SchedulerView, listeners: Mapping[str, RequestListener]) -> RunningRequests:
-    """Return the scheduler's view, with the progress of each request's output."""
+    """Return the running requests of the scheduler's view, with the progress of their output."""
     running = [
         _view_request(request, listeners.get(request.id), pages)
         for request, pages in zip(view.running, view.pages, strict=True)

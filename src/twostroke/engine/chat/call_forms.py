@@ -175,5 +175,5 @@ FORMS: Final[dict[str, CallForm]] = {
 
 
 def _without_blanks(text: str) -> str:
-    """Return a text without blanks."""
+    """Return a text of a prompt or an answer without blanks, for comparison."""
     return "".join(text.split())

@@ -172,10 +172,11 @@ class CallReader:
         return match is not None and any(name.startswith(match["name"]) for name in self._names)
 
     def _match(self, pattern: regex.Pattern[str]) -> tuple[regex.Match[str] | None, bool]:
-        """Match the pending text; return the match, and whether more text could give a match.
+        """Match a regular expression with the part of the answer that was not read yet.
 
-        At most `_MAX_HELD_CHARS` characters are matched, so that the result does not depend on the
-        sizes of the pieces of text.
+        Returns the match, and whether more text could give a match. At most `_MAX_HELD_CHARS`
+        characters are matched, so that the result does not depend on the sizes of the pieces of
+        text.
         """
         end = self._offset + _MAX_HELD_CHARS + 1
         match = pattern.match(self._pending_text, pos=self._offset, endpos=end, partial=True)

@@ -169,7 +169,7 @@ class TriedTemplate:
 
     @cached_property
     def _needs_parts(self) -> bool:
-        """Whether message content must be a list of parts, since the template fails on a text."""
+        """Whether message content must be a list of parts: the chat template fails on a text."""
         text = "probed text"
         parts = [{"type": "text", "text": text}]
         return not self._shows_content(text) and self._shows_content(parts)
@@ -203,7 +203,7 @@ class TriedTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
     ) -> Prompt:
-        """Return the prompt of a conversation, as `Chat.render` describes."""
+        """Return a conversation's prompt, rendered with this template; see `Chat.render`."""
         template, tools_to_show = self.template, self._without_tools
         has_tools = bool(tools) or any(
             message.get("tool_calls") or message.get("role") == "tool" for message in messages
@@ -245,7 +245,7 @@ class TriedTemplate:
     def _render_in_order(
         self, messages: list[dict[str, Any]], *, continues: bool, **options: Any
     ) -> Prompt:
-        """Render messages in an order that the template accepts.
+        """Render messages in an order that the chat template accepts.
 
         If the template refuses that order, too, stricter orders are tried.
         """

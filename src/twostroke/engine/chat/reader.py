@@ -117,7 +117,7 @@ class AnswerReader:
         return 0 if self._counter is None else self._counter.count
 
     def take(self, answer: AnswerPart) -> list[Piece]:
-        """Read a part of the answer, and return the pieces that are certain now."""
+        """Read a part of the answer; return the pieces of text and calls that are certain now."""
         if self._counter is not None:
             self._counter.feed(answer.token_ids)
         pieces = self.feed(answer.text) if answer.text else []
@@ -133,7 +133,7 @@ class AnswerReader:
         return self._pieces_of(self._cutter.feed(text))
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
-        """End the answer, and return the pieces that were held back.
+        """End the answer, and return the pieces of text and calls that were held back.
 
         If the answer `is_cut` (by its token limit or a stop string), an incomplete call is dropped.
         """

@@ -279,7 +279,10 @@ def _filtered(name: str, node: nodes.Expr) -> nodes.Filter:
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace, printed as its name: the contents of nested ones have no bound."""
+    """Jinja's `namespace` for chat templates, printed as its name only.
+
+    The contents of nested namespaces could be printed at any length.
+    """
 
     def __repr__(self) -> str:
         return "<Namespace>"
@@ -296,7 +299,7 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
-        """Return a dictionary with one value for all keys."""
+        """Return a dictionary with one value for all keys, as `dict.fromkeys` does."""
         return dict.fromkeys(keys, value)
 
 

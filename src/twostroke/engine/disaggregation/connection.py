@@ -305,7 +305,7 @@ def _check_user(sock: socket.socket) -> None:
 
 
 def _detect_lost_host(sock: socket.socket) -> None:
-    """Make a TCP connection end after its other host has been unreachable for `_SILENCE_S`."""
+    """Make a TCP connection end if its other host is unreachable for `_SILENCE_S` seconds."""
     for level, name, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

@@ -114,7 +114,10 @@ class PrefillPlacement:
         page_size: int,
         page_bytes: int,
     ) -> None:
-        """Decide for the requests of `scheduler`; `cost` computes the work of prompts."""
+        """Decide where the prompts of `scheduler`'s requests are prefilled.
+
+        `cost` computes the work of prompts.
+        """
         self.rule = rule
         self.decisions: Counter[str] = Counter()
         self._scheduler = scheduler
@@ -230,7 +233,7 @@ def local_prefill_s(
     local: LocalPrefill,
     default_flops_per_s: float = _DEFAULT_FLOPS_PER_S,
 ) -> float:
-    """Return the seconds that prefilling a prompt here costs all requests together.
+    """Return the seconds that prefilling a prompt in this engine costs all its requests.
 
     The prompt waits for prompts before it, and each running stream waits for the steps with parts
     of the prompt, unless it ends before.

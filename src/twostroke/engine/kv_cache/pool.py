@@ -126,7 +126,7 @@ class PagePool:
                     self._free.append(page)
 
     def release_out_of_window(self, page: int, *, is_reusable: bool = False) -> None:
-        """Drop a reference to a page that the sliding window of its request has left behind.
+        """Drop a reference to a KV page that its request's sliding window has passed.
 
         The page becomes the first to be evicted, unless it `is_reusable`. In a group with a window
         a page is useful only where another request's prefix ends, and few pages are such ends.

@@ -170,7 +170,7 @@ class DiskTier:
         self._scanner.join()
 
     def close(self) -> None:
-        """Do nothing, since no file stays open."""
+        """Do nothing: the disk tier keeps no file open."""
 
     def _path(self, name: bytes) -> Path:
         text = name.hex()

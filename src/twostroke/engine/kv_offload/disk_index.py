@@ -49,7 +49,7 @@ class _ScoredPage(NamedTuple):
 
 
 class DiskIndex:
-    """The pages of a folder by name, with at most `max_bytes` in all.
+    """The stored KV pages of a disk tier's folder by name, with at most `max_bytes` in all.
 
     A page has at least the value of the pages that follow it in a sequence, and stays as long,
     since they are useless without it. Pages that must be kept are evicted last, and only those

@@ -163,9 +163,10 @@ class Accepted(Frozen, array_like=True, tag=5):
 
 
 class RequestsStarted(Frozen, array_like=True, tag=6):
-    """The calls of these ids use the engine from now on, so they may be the cause if it dies.
+    """The engine process reports calls that use the engine from now on.
 
-    Their requests are in a step, or their constraints are being compiled.
+    They may be the cause if the process dies. Their requests are in a step, or their constraints
+    are being compiled. The message has the ids of the calls.
     """
 
     ids: list[int]
@@ -222,7 +223,7 @@ T = TypeVar("T")
 
 
 class _EncodedError(Frozen, array_like=True):
-    """An error as a message holds it: the name of its class, and its arguments.
+    """An error in a message between server and engine: the name of its class, and arguments.
 
     `fields` are the names of the facts that are of the type `Field`.
     """

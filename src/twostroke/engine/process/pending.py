@@ -72,7 +72,7 @@ class RemoteOutputs:
         self._num_unread_ends = num_open
 
     async def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield outputs as they arrive, until every answer has ended.
+        """Yield the call's outputs as they arrive, until every answer has ended.
 
         Raises:
             RequestError: the request's constraint leaves no token to sample.
@@ -347,7 +347,7 @@ class CrashHistory:
 
 
 def _content_hash(message: wire.ServerMessage) -> bytes:
-    """Return a hash that requests with the same content share."""
+    """Return a hash of a request message that messages with the same content share."""
     match message:
         case wire.Generate():
             content: object = (message.prompts, message.params)

@@ -274,7 +274,7 @@ class RemoteEngine:
     def generate_message(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> wire.Generate:
-        """Return the message that submits prompts, with a new id."""
+        """Return a message to the engine process that submits prompts, with a new id."""
         return wire.Generate(
             id=next(self._ids),
             prompts=[list(tokens) for tokens in prompts],
@@ -286,7 +286,7 @@ class RemoteEngine:
     def embed_message(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> wire.EmbedTexts:
-        """Return the message that submits texts to embed, with a new id."""
+        """Return a message to the engine process that submits texts to embed, with a new id."""
         return wire.EmbedTexts(
             id=next(self._ids),
             texts=[list(tokens) for tokens in texts],

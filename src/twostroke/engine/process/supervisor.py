@@ -349,7 +349,7 @@ class Supervisor:
 
 
 class ProgressWatchdog:
-    """Judges from messages and heartbeats whether an engine makes progress.
+    """Judges whether an engine process makes progress, from its messages and heartbeats.
 
     Times are on a monotonic clock.
     """

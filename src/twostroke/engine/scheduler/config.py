@@ -160,16 +160,15 @@ class SchedulerView(Frozen):
 
 
 def max_len(request: Request, context_length: int, num_slots: int) -> int:
-    """Return the number of tokens, prompt included, at which a request ends.
+    """Return the number of tokens, prompt included, at which a request must end.
 
     `num_slots` is how many tokens of one request the page pool can hold. A request with
     `cuts_limit` ends where the context or the pool is full.
 
     Raises:
         RequestError: the prompt is empty.
-        ContextLengthError: the prompt, or prompt and `max_tokens`, exceed the context length or
-            the page pool. The message about the context length is OpenAI's, for which clients
-            search.
+        ContextLengthError: the prompt, or prompt and `max_tokens`, exceed the context length or the
+            page pool. The message about the context length is OpenAI's, for which clients search.
     """
     max_output, num_prompt = request.max_output, len(request.tokens)
     prompt_field = request.prompt_field

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DraftPages:
-    """Gives drafts rows and pages in a planned step, and keeps the accepted pages at its commit.
+    """Gives draft tokens rows and KV pages in a planned step; keeps accepted pages at commit.
 
     A chain of drafts is written to the request's own pages. A branch of a draft tree gets separate
     pages from the point where it leaves the path of the other drafts. If the branch is accepted,

@@ -29,7 +29,7 @@ class KvCacheManager:
     """Allocates and releases the KV pages of running requests in every cache group."""
 
     def __init__(self, pool: PagePool, token_budget: int) -> None:
-        """Manage pages of `pool` for steps that compute at most `token_budget` tokens."""
+        """Manage the KV pages of `pool`, for steps of at most `token_budget` tokens."""
         self._pool = pool
         self._groups = pool.groups
         self._num_groups = len(pool.groups.windows)

@@ -70,7 +70,7 @@ class WaitingQueue:
         return sum(self.tokens.values())
 
     def check(self, request: Request) -> PriorityKey:
-        """Return the priority key of a request that arrives now.
+        """Return the priority key of a request that arrives now, if the queue has room.
 
         Raises:
             OverloadedError: the queue is full, or too long for the request's deadline.
@@ -192,7 +192,7 @@ class FairOrder:
 
 
 class _TenantAccount:
-    """One tenant's requests of one priority.
+    """The requests of one tenant with one priority, and the account of their costs.
 
     Attributes:
         paid_until: virtual time at which all requests of the tenant will be paid for.

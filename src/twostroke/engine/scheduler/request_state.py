@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PriorityKey(NamedTuple):
-    """The sort key of a request; the smallest key is served first and preempted last.
+    """The sort key of a request in all queues: the smallest is served first, preempted last.
 
     Attributes:
         position: `turn`, shifted by the request's priority level.

@@ -228,9 +228,10 @@ class Scheduler:
         return deltas
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
-        """End a request at any time, without a delta; return False if it has ended already.
+        """End a request at any time; return False if it has ended already.
 
-        Results of steps in flight are dropped, and its pages are released after these steps.
+        No delta reports the end. Results of steps in flight are dropped, and the request's pages
+        are released after these steps.
         """
         state = self._states.get(request.id)
         if state is None or state.request is not request:
@@ -266,7 +267,7 @@ class Scheduler:
         self._num_recoveries += 1
 
     def replace_tokens(self, request: Request, num_kept: int, tokens: Sequence[int]) -> None:
-        """Replace a request's tokens after the first `num_kept`, which stay computed.
+        """Replace a request's tokens after the first `num_kept`, whose KV cache stays.
 
         Draft models follow their target request this way.
         """

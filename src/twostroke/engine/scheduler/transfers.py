@@ -185,7 +185,7 @@ class Transfers:
         return True
 
     def seconds_until(self, expires_at_s: float) -> float | None:
-        """Return the seconds until a transfer expires; None if it never does."""
+        """Return the seconds until a KV transfer expires, at `expires_at_s`; None for never."""
         return None if expires_at_s == math.inf else max(0.0, expires_at_s - self._clock())
 
     def end(self, transfer: Transfer) -> None:

@@ -83,7 +83,7 @@ class AcceptanceRate:
         self._scale(kind, _FADE_FACTOR)
 
     def recover(self, weight: float = _RECOVERY_WEIGHT) -> None:
-        """Move the rate of first drafts towards its prior."""
+        """Move the rate of first draft tokens towards its prior, so that drafts are tried again."""
         if self._shared is not None:
             self._shared.recover(weight)
         self.first += weight * (self._first_prior - self.first)

@@ -266,7 +266,7 @@ class TokenTranslator(Frozen):
 
 @dataclass(slots=True, eq=False)
 class DraftTokens:
-    """A request's text in the draft model's tokens.
+    """A request's text in the tokens of a draft model with another vocabulary.
 
     Attributes:
         translator: translates the tokens.

@@ -177,7 +177,7 @@ class TimedRunner:
 
 
 class ModelProposer(Generic[F]):
-    """The base of proposers with a draft model or heads; subclasses implement `propose`."""
+    """The base of draft proposers with a draft model or heads; subclasses have `propose`."""
 
     def __init__(self, name: str, runner: TimedRunner, forget: Callable[[Request], None]) -> None:
         """Run the draft model or heads with `runner`.

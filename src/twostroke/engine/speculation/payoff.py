@@ -101,7 +101,7 @@ class WhilePaying:
         return DraftCost(row_chance, tokens_per_s, max_drafts, lambda n: seconds(n, 0))
 
     def counts(self, max_rows: int, proposals: Sequence[Proposal]) -> list[int]:
-        """Return how many of the first drafts of each proposal pay, at most `max_rows` in all."""
+        """Return how many of the first drafts of each proposal pay, `max_rows` at most in all."""
         drafts = [
             (value, owner, is_fork)
             for owner, proposal in enumerate(proposals)
@@ -167,7 +167,7 @@ class ProposerGain:
         return not self._rest
 
     def add(self, won: float, spent: float) -> None:
-        """Add the gain and the cost of the drafts of a round, both in steps without drafts."""
+        """Add the gain and the cost of a round's draft tokens, both in steps without drafts."""
         change = won - (spent if spent > _MIN_COUNTED_STEPS else 0.0)
         self.saved += max(-_MAX_LOST_STEPS, change)
         if self.saved >= _MAX_SAVED_STEPS:

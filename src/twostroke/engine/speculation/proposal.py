@@ -51,7 +51,7 @@ class Proposal(Frozen):
 
     @property
     def parent_indices(self) -> Sequence[int]:
-        """The index of the draft that each draft follows, or `ROOT`, also for a chain."""
+        """The index of the draft that each draft token follows, or `ROOT`; also for a chain."""
         return self.parents or range(-1, len(self.tokens) - 1)
 
     @property
@@ -70,7 +70,7 @@ class Proposal(Frozen):
         return self._pick(sorted(range(len(self.tokens)), key=lambda index: -self.values[index]))
 
     def _pick(self, order: Sequence[int]) -> Proposal:
-        """Return a proposal of the drafts with these indices, in this order."""
+        """Return a proposal of the draft tokens with these indices, in this order."""
         new_index = {old: new for new, old in enumerate(order)} | {ROOT: ROOT}
         parents: tuple[int, ...] = ()
         if self.parents:

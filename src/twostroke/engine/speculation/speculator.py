@@ -209,7 +209,7 @@ class Speculator:
         self.stats.saved_s += plain_s * num_tokens / num_plain - elapsed_s
 
     def finish(self, request: Request) -> None:
-        """Tell proposers and watchers that a request has ended."""
+        """Tell draft proposers and watchers that a request has ended."""
         observers: tuple[Proposer | Watcher, ...] = (*self._proposers, *self._watchers)
         for observer in observers:
             with self._dropping_failed(observer):
@@ -354,7 +354,7 @@ class Speculator:
 
 
 def _num_sampling(plan: StepPlan) -> int:
-    """Return the number of slices that sample a token."""
+    """Return the number of a plan's slices that sample a token."""
     if plan.is_decode:
         return len(plan.slices)
     return sum([slice_.samples for slice_ in plan.slices])

@@ -41,7 +41,7 @@ class Match(Frozen):
 
 
 class TokenIndex:
-    """Finds the longest suffix of a context in a list of tokens that only grows.
+    """Finds where a text's last tokens occur in a list of tokens that only grows.
 
     NumPy sorts the initial tokens once (some 30 ms for 100,000), and appended tokens go into a
     dictionary, so that lookups do not get slower as the list grows. An initial token takes 12 bytes

@@ -103,7 +103,10 @@ class Exclusions:
         return Exclusions(rests, self._texts, self._ends)
 
     def clear(self, matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
-        """Clear the tokens in a mask that complete an excluded text or inevitably lead to one."""
+        """Clear the tokens in a mask that would make the answer an excluded text.
+
+        These are tokens that complete an excluded text or inevitably lead to one.
+        """
         self._clear_complete(row)
         dead_ends: set[bytes] = set()
         for token in self._partial_tokens(row, is_near=True):
@@ -180,7 +183,7 @@ class Exclusions:
 
 
 def _copy_after(matcher: LLMatcher, token: int) -> LLMatcher:
-    """Return a copy of a matcher, with one more token consumed."""
+    """Return a copy of llguidance's matcher, with one more token consumed."""
     copy = matcher.deep_copy()
     copy.consume_token(token)
     return copy

@@ -293,12 +293,12 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return tokens with exactly the bytes of a text, without special tokens."""
+        """Return the model's tokens for the bytes of a text, without special tokens."""
         return self._tokenizer.encode_exact(text if isinstance(text, str) else text.decode())
 
 
 class GrammarMatcher:
-    """A compiled grammar, and the position of one request's output in it.
+    """A compiled constraint, and the position of one request's output in its grammar.
 
     Attributes:
         gaps: keywords of JSON schemas that the grammar does not enforce. If there are any, the
@@ -506,7 +506,7 @@ def _may_force(constraint: Constraint) -> bool:
 
 
 def _disable_forcing(grammar: str) -> str:
-    """Return a grammar for which llguidance follows no forced text.
+    """Return the grammar with an option by which llguidance follows no forced text.
 
     A grammar is in Lark's notation, or one of llguidance's JSON objects.
     """
@@ -547,7 +547,7 @@ def _first_line(text: str) -> str:
 
 
 def on_large_stack(function: Callable[[Argument], Result], argument: Argument) -> Result:
-    """Call `function(argument)` in a thread with a large stack and low priority.
+    """Call `function(argument)` for llguidance in a thread with a large stack and low priority.
 
     llguidance follows rules that refer to each other by recursion, a stack frame for each rule, so
     the stack must suffice for the longest grammar. Only the used part takes memory.

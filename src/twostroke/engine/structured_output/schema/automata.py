@@ -503,7 +503,11 @@ def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
     trackers = automaton.tracked
 
     def settled(formula: Formula, tracked: tuple[Formula, ...]) -> tuple[Formula, ...]:
-        """Return a state: its formula and the formulas of the trackers, resolved."""
+        """Return a state of the deterministic automaton: its resolved formulas.
+
+        They are the formula of the rest of the text, and the formulas of the trackers of earlier
+        text.
+        """
         nothing = (False,) * len(trackers)
         resolved_trackers = tuple(automaton.resolved(formula, nothing) for formula in tracked)
         flags = tuple(map(accepts_end, resolved_trackers))
@@ -555,7 +559,7 @@ def _minimize(table: Table) -> Table:
 
 
 def to_expression(table: Table) -> str:
-    """Return a regular expression that matches the texts that an automaton accepts.
+    """Return a regular expression that matches the texts that a deterministic automaton accepts.
 
     Raises:
         UnsupportedError: the expression would be too long, or no text is accepted.
@@ -647,7 +651,7 @@ def _grouped(text: str) -> str:
 
 
 def _set_text(ranges: Ranges) -> str:
-    """Return the regular expression of a set of characters."""
+    """Return the regular expression of a set of characters, given as ranges."""
     if ranges == subtract_ranges(_ANY, _UNMENTIONED_CONTROLS):
         return r"[^\x{0}-\x{7}\x{b}\x{e}-\x{1f}\x{7f}]"
     parts = []
@@ -673,7 +677,7 @@ def without_look_around(source: str) -> tuple[str, ...] | None:
 
 @lru_cache(MAX_CACHED)
 def opposite_pattern(source: str) -> str | None:
-    """Return an expression that matches the texts in which a pattern does not match.
+    """Return a regular expression for the texts in which a pattern does not match.
 
     None if the pattern is not regular, or too large.
     """

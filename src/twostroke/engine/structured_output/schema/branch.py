@@ -84,7 +84,7 @@ class ArrayPart(NamedTuple):
 
 
 class Contains(NamedTuple):
-    """A `contains` keyword: from `min_count` to `max_count` array items fit a schema."""
+    """A JSON schema's `contains`: from `min_count` to `max_count` array items fit a schema."""
 
     item: SchemaItem
     min_count: int
@@ -201,7 +201,7 @@ class SchemaBranch:
         return other
 
     def add_gap(self, location: str, kind_: str = "") -> None:
-        """Record a keyword that the grammar does not enforce, and the type that it is about."""
+        """Record a schema's keyword that the grammar does not enforce, and its type of values."""
         self.gaps.setdefault(location, kind_)
 
     def exclude(self, values: Sequence[Any]) -> None:

@@ -137,7 +137,7 @@ class Document:
         return target
 
     def resolve_dynamic(self, node: Node, reference: str) -> dict[str, Any] | bool | None:
-        """Return the schema that a `$dynamicRef` names; None if this depends on the instance."""
+        """Return the schema to which a `$dynamicRef` refers; None if that depends on the value."""
         fragment = reference.partition("#")[2]
         target = self.resolve(node, reference)
         if not isinstance(target, dict) or target.get("$dynamicAnchor") != fragment:
@@ -152,7 +152,10 @@ class Document:
         return target if len(resources) == 1 else None
 
     def _follow_pointer(self, resource: Resource, pointer: str) -> object:
-        """Return the value that a JSON pointer names, and index it if it is a schema; or None."""
+        """Return the part of a JSON schema that a JSON pointer names; None if there is none.
+
+        A schema is indexed.
+        """
         value: Any = resource.root
         outer = self._nodes[id(value)]
         for step in pointer.split("/")[1:]:
@@ -230,7 +233,7 @@ def _subschemas(schema: dict[str, Any], outer_path: str) -> Iterator[tuple[Any, 
 
 
 def _joined(path: str, step: str) -> str:
-    """Return a JSON pointer with one more step; of a long pointer, only the end."""
+    """Return a JSON pointer with one more step, for errors; of a long pointer, only the end."""
     return f"{path}/{step}"[-_MAX_QUOTED_CHARS - 1 :]
 
 

@@ -30,7 +30,7 @@ _ESCAPE: Final = re.compile(r"\\u\{[0-9a-f]+\}")  # the spelling of control char
 
 
 def needs_escapes(schema: Schema) -> bool:
-    """Whether a prepared schema has strings that need escapes of control characters."""
+    """Whether strings of a prepared JSON schema need escapes of control characters."""
     return any(map(_names_control, _schemas(schema)))
 
 
@@ -67,7 +67,7 @@ def _other_names(names: Iterable[str]) -> str | None:
 
 
 def _names_control(schema: Schema) -> bool:
-    """Whether a schema, without schemas inside it, mentions a control character."""
+    """Whether a JSON schema, without its subschemas, mentions a control character."""
     texts = [value for value in schema.get("enum", ()) if isinstance(value, str)]
     if any(not _CONTROLS.isdisjoint(text) for text in texts):
         return True
@@ -76,7 +76,7 @@ def _names_control(schema: Schema) -> bool:
 
 
 def _schemas(schema: Any) -> Iterator[Schema]:
-    """Yield a prepared schema and all schemas inside it."""
+    """Yield a prepared JSON schema and all its subschemas."""
     if isinstance(schema, dict):
         yield schema
         for keyword in ("anyOf", "allOf", "prefixItems"):

@@ -129,7 +129,7 @@ class Expander:
         return SchemaItem(self.document.node(schema, outer), holds)
 
     def keywords(self, state: State) -> list[str]:
-        """Return the keywords of a state's schemas, each with its JSON pointer, for errors."""
+        """Return the keywords of the schemas of a state, each with its JSON pointer, for errors."""
         return [
             item.node.location(keyword)
             for item in state

@@ -72,7 +72,7 @@ def objects(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[
 def _with_counts(
     branch: SchemaBranch, members: dict[str, AnySchema], others: Schema
 ) -> Iterator[Schema]:
-    """Yield schemas of objects with an allowed number of members.
+    """Yield schemas of objects that have an allowed number of members, for llguidance.
 
     `members` are the schemas of named members, `others` the keywords about all other members.
     """

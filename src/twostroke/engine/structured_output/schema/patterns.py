@@ -72,9 +72,10 @@ class RegexPattern(Frozen):
 
 @lru_cache(_MAX_CACHED_PATTERNS)
 def translate_pattern(source: str) -> RegexPattern | None:
-    """Translate a pattern for llguidance; None if it cannot be translated.
+    """Translate a regular expression of a JSON schema for llguidance.
 
-    As in JSON Schema, a text matches if the pattern matches anywhere in it.
+    None if it cannot be translated. As in JSON Schema, a text matches if the pattern matches
+    anywhere in it.
     """
     pattern = _translate_parts(source)
     if pattern is not None:
@@ -291,7 +292,10 @@ def _matcher(source: str) -> jsonschema_rs.Validator | None:
 
 
 def matches(pattern: RegexPattern, text: str) -> bool:
-    """Return whether a pattern matches a text, in linear time; True for an unknown pattern."""
+    """Return whether a schema's pattern matches a text, in linear time.
+
+    True for a pattern that cannot be matched here.
+    """
     matcher = _matcher(pattern.source)
     return matcher is None or matcher.is_valid(text)
 
@@ -303,7 +307,7 @@ def listed_texts(pattern: RegexPattern) -> list[str]:
 
 
 def are_disjoint(x: RegexPattern, y: RegexPattern) -> bool:
-    """Return whether no text matches both patterns, because they have other prefixes."""
+    """Return whether no text matches both patterns, because their matches begin differently."""
     a, b = (_prefix(pattern.source) for pattern in (x, y))
     return bool(a and b) and not (a.startswith(b) or b.startswith(a))
 

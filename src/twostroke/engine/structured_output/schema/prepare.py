@@ -70,19 +70,19 @@ class Prepared(Frozen):
 
     @property
     def json_form(self) -> Mapping[str, Any]:
-        """Llguidance's options for the form of the JSON."""
+        """Llguidance's options for the form of the JSON that answers have."""
         return with_escapes(JSON_FORM) if self.escapes else JSON_FORM
 
 
 def with_escapes(form: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return options for the form of the JSON that also allow escaped control characters."""
+    """Return llguidance's options for JSON that also allow escaped control characters."""
     allowed = form.get("json_allowed_escapes", "u")
     return {**form, "json_allowed_escapes": allowed if "u" in allowed else f"{allowed}u"}
 
 
 @lru_cache(_MAX_CACHED_SCHEMAS)
 def prepare(text: str, deadline: Deadline = _NO_DEADLINE) -> Prepared:
-    """Rewrite a JSON schema for llguidance.
+    """Rewrite a JSON schema in the form that llguidance compiles exactly.
 
     Raises:
         ValueError: the text is not a schema, the schema is too complex, or no value fits it.
@@ -121,7 +121,7 @@ class _Rewriter:
         self._schemas: list[Schema | bool] = []
 
     def rewrite(self) -> Schema:
-        """Return the rewritten schema of the document."""
+        """Return the document's JSON schema in llguidance's form."""
         root = self._child([(SchemaItem(self._root),)])
         if root is False:
             raise ValueError(self._why_empty([(SchemaItem(self._root),)]))
@@ -228,7 +228,7 @@ class _Rewriter:
                 self.gaps[location] = None
 
     def _drop_empty(self) -> None:
-        """Replace the schemas that no value fits by False.
+        """Replace rewritten schemas that no value fits by False.
 
         All schemas count as empty at first, because a schema that requires itself has no finite
         value. A schema that needs only schemas that are not empty is not empty.

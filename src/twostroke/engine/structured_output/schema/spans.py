@@ -115,9 +115,9 @@ def checked_places(gaps: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
 
 
 def _instance_path(pointer: str) -> PathPattern | None:
-    """Return the path in answers of the values that the subschema at `pointer` describes.
+    """Return the path, in answers, of the values that a subschema describes.
 
-    None if the pointer does not determine the path.
+    `pointer` is the subschema's JSON pointer. None if it does not determine the path.
     """
     path: list[str | int | None] = []
     steps = pointer.split("/")[1:]
@@ -153,7 +153,7 @@ class HeldBack:
 
     @property
     def is_in_name(self) -> bool:
-        """Whether the text ends inside a name, which may repeat an earlier name of its object."""
+        """Whether the streamed text ends inside a name, which may repeat one of its object."""
         return self._string is not None and self._expects_name and bool(self._names[-1])
 
     def feed(self, text: str) -> None:

@@ -51,7 +51,7 @@ class SchemaViolation(Frozen):
 
 
 class UncheckedError(ValueError):
-    """An answer or a schema could not be checked; the message says why."""
+    """An answer could not be checked against its JSON schema; the message says why."""
 
 
 class Verifier:
