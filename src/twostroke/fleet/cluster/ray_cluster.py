@@ -219,7 +219,7 @@ class RayCluster:
 
 
 def connect(address: str) -> None:
-    """Join a Ray cluster.
+    """Connect this process to a Ray cluster.
 
     Raises:
         BackendError: the cluster cannot be reached, or has another version of Ray.

@@ -313,10 +313,11 @@ class ReplicaRegistry:
     def choose(
         self, key: RoutingKey, model: str, excluded: Collection[int]
     ) -> tuple[Replica, RoutedRequest] | None:
-        """Choose a ready replica for a request; None if no ready replica suits it.
+        """Choose a ready replica for a request; None if no ready replica suits the request.
 
-        Returns the replica, and the request for the dispatcher, which must be told of its end.
-        `excluded` are the indices of replicas that have failed.
+        Returns the replica, and the dispatcher's record of the request, for which the caller must
+        call `Dispatcher.end` at the request's end. `excluded` are the indices of replicas that have
+        failed.
 
         Raises:
             ModelNotFoundError: no replica has the model or accepts any name.
@@ -424,7 +425,7 @@ class ReplicaRegistry:
 
 
 def hash_text(text: str) -> int:
-    """Return a 64-bit hash of a text."""
+    """Return a 64-bit hash of a text, such as a replica's URL, to choose the same replica again."""
     value = 0
     for byte in text.encode():
         value = mix(value ^ byte)

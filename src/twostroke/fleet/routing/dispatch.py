@@ -179,7 +179,7 @@ class Dispatcher:
         self._set_pending(index, 0.0)
 
     def set_open(self, index: int, *, is_open: bool) -> None:
-        """Let a replica get new requests, or no more."""
+        """Open a replica for new requests, or close it."""
         self._is_open[index] = is_open
         self._set_pending(index, self._pending_units[index])
 
@@ -199,7 +199,7 @@ class Dispatcher:
         return max(self._free_at_s.item(index) - self._clock(), self._overdue_s(index))
 
     def num_open(self, index: int) -> int:
-        """Return how many requests that were sent to a replica have not ended."""
+        """Return the number of requests at a replica that have not ended."""
         return int(self._num_open[index])
 
     def decide(

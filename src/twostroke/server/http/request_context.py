@@ -141,7 +141,7 @@ class ServedRequest:
 
     @property
     def is_tried_again(self) -> bool:
-        """Whether this is a batch request that its runner will send again."""
+        """Whether this is a batch request that the batch runner will send again."""
         return self.service is not None and self.status in RETRYABLE_STATUSES
 
     @property

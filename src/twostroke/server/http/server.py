@@ -64,7 +64,7 @@ class AppHealth(Protocol):
         """
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Call `on_end` in the running event loop once the application can answer no requests."""
+        """Call `on_end` in the running event loop once no request can be answered any more."""
 
 
 class Application(Protocol):

@@ -117,7 +117,7 @@ class ModelPool:
             engine.close()
 
     async def _manage(self) -> None:
-        """Decide regularly which models are loaded, and whenever an engine's state changes."""
+        """Decide which models are loaded: regularly, and whenever an engine's state changes."""
         while not self._has_ended:
             self._changed.clear()
             self._decide()

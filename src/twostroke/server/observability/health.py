@@ -146,7 +146,10 @@ class HealthReports:
 
 
 def _numerics(engine: ServedEngine) -> str:
-    """Return a text that is equal for engines with equal answers; empty before the first load."""
+    """Return a text that is equal for engines with equal answers.
+
+    The text is empty before an engine's model is loaded for the first time.
+    """
     backend = engine.facts.backend
     if not backend.num_threads:
         return ""

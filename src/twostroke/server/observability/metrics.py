@@ -288,7 +288,7 @@ def _pool_metrics(pool: ModelPool) -> Iterator[Metric]:
 def _utilization_metrics(
     limits: MachineLimits | None, span: TimeSpan[Snapshot]
 ) -> Iterator[Metric]:
-    """Yield metrics of the shares of the machine's limits that the last seconds used."""
+    """Yield metrics of utilization: the shares of the machine's limits used in the last seconds."""
     seconds = WINDOWS[0]
     phases = span.last.phases - span.first.phases
     totals_by_phase = {("prefill",): phases.prefill, ("decode",): phases.decode}
