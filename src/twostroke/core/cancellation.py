@@ -28,7 +28,10 @@ class WorkCancelledError(Exception):
 
 @contextmanager
 def cancellable(event: threading.Event) -> Iterator[None]:
-    """Make `check_not_cancelled` raise in this thread once `event` is set, during the block."""
+    """Make `check_not_cancelled` raise in this thread, during the block, once `event` is set.
+
+    Another thread sets the event to cancel the work of this thread.
+    """
     _thread.event = event
     try:
         yield

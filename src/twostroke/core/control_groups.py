@@ -173,7 +173,7 @@ def _usual_mounts(controller: str) -> list[_Mount]:
 
 
 def _shows(mount: _Mount, path: str) -> bool:
-    """Whether a mounted hierarchy shows the control group with this path."""
+    """Whether the control group with this path is visible in a mounted hierarchy."""
     return not _below(mount, path).startswith("..")
 
 
@@ -212,7 +212,7 @@ def _own_groups(root: Path) -> Iterator[tuple[frozenset[str], str]]:
 
 
 def _mounts(root: Path) -> Iterator[_Mount]:
-    """Yield the mounted hierarchies of control groups."""
+    """Yield the hierarchies of control groups that are mounted for this process."""
     versions = {"cgroup": 1, "cgroup2": 2}
     for line in _lines(root / "proc/self/mountinfo"):
         # number, parent, device, root, folder, options, [fields ...] - type, source, options

@@ -71,7 +71,7 @@ def parents_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
 
 
 def path_to(draft: int, parents: Sequence[int]) -> list[int]:
-    """Return the drafts on the path from a tree's root to a draft.
+    """Return the drafts of a draft tree on the path from the root to a draft.
 
     The draft itself is the last; the path of `ROOT` is empty.
     """

@@ -30,7 +30,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    """Import the public names on first use."""
+    """Import a public name of the package at its first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'twostroke.model' has no attribute '{name}'")
     import importlib
@@ -39,5 +39,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, imported or not."""
+    """Return the public names of the package, imported or not."""
     return sorted(__all__)

@@ -110,10 +110,10 @@ BUILT_IN: Final = {
 
 
 def check_template(template: str) -> None:
-    """Check that a template is Jinja source or the name of a built-in template.
+    """Check that a chat template is Jinja source or the name of a built-in chat template.
 
     Raises:
-        UsageError: the template is a single word that is not such a name.
+        UsageError: the template is a single word that is not the name of a built-in template.
     """
     if template in BUILT_IN or "{" in template or len(template.split()) > 1:
         return
@@ -124,7 +124,7 @@ def check_template(template: str) -> None:
 
 
 def template_source(template: str, tokenizer: Tokenizer) -> str:
-    """Return the Jinja source of a built-in template by its name; return other texts unchanged.
+    """Return the Jinja source of a built-in chat template; return other texts unchanged.
 
     The source of a built-in template starts with the tokens that the tokenizer puts before a text.
     """

@@ -159,7 +159,7 @@ class ChannelEqualizer:
         return QuantTensor.from_floats((norm.dequantize() + offset) / factors - offset, norm.format)
 
     def _divided(self, name: str, factors: Floats, tensors: Tensors) -> dict[str, QuantTensor]:
-        """Return the weights of the product `name`, with its outputs divided by factors."""
+        """Return the changed weights, by name, of a matrix product whose outputs are divided."""
         op = self._op_by_output[name]
         assert isinstance(op, ops.Linear)
         weight = tensors[op.weight]

@@ -230,7 +230,7 @@ def _measure(loaded: LoadedModel) -> _FileMeasurement:
 
 
 def scoring_backend(loaded: LoadedModel) -> CpuBackend:
-    """Return a backend that scores a model, with pages for one short stream."""
+    """Return a backend to score a quantized model, with KV pages for one short stream."""
     program = build_program(loaded.spec)
     groups = PageGroups(_PAGE_SIZE, tuple(group.window for group in program.cache_groups))
     num_pages = _shape(program).num_pages(groups)

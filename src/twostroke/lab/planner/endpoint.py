@@ -94,7 +94,7 @@ class PlanRequest(field.RequestObject):
 
 
 class PlanDevice(msgspec.Struct, frozen=True):
-    """A device: its name, its memory, and its price; None if unknown."""
+    """A device that plans can be made for: its name, memory and price; None if unknown."""
 
     name: str
     memory_bytes: float | None

@@ -65,10 +65,10 @@ class PlacementGroup(Frozen):
 
 
 class ServedLoad(Frozen):
-    """A model's load and the part of it that is served, in requests per second.
+    """The load of a model in a fleet's plan, and how much of it is served.
 
-    `next_usd` is the price per hour of one more request per second. For the objective
-    "performance" it is the value that other models would lose.
+    Both are in requests per second. `next_usd` is the price per hour of one more request per
+    second. For the objective "performance" it is the value that other models would lose.
     """
 
     model: str

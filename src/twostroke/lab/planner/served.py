@@ -156,7 +156,7 @@ def server_threads(url: str, key: str | None, model: PlannedModel) -> int:
 
 
 def on_threads(count: int) -> str:
-    """Return "on 1 thread" or "on 2 threads"."""
+    """Return a number of threads as text: "on 1 thread" or "on 2 threads"."""
     return f"on {count} {'thread' if count == 1 else 'threads'}"
 
 

@@ -45,7 +45,7 @@ def decode_name(streams: int) -> str:
 
 
 def num_streams(count: int) -> str:
-    """Return "1 stream" or "2 streams"."""
+    """Return a number of streams as text: "1 stream" or "2 streams"."""
     return f"{count:,} {'stream' if count == 1 else 'streams'}"
 
 

@@ -208,7 +208,10 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
 
 
 def _latent_projections(spec: ModelSpec, layer: int, x: str) -> list[Op]:
-    """Return the operations that compute queries, latent vectors and rotated keys from x."""
+    """Return the operations of latent attention that project x.
+
+    They compute queries, latent vectors and rotated keys.
+    """
     assert spec.latent is not None
     name = f"blk.{layer}"
     weight = f"blk.{layer}.attn"

@@ -88,7 +88,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.file.stat().st_mtime if self.file.exists() else None
 
     def touch(self) -> None:
-        """Note that the model is used now, if the cache is writable."""
+        """Store the present time as the model's last use, if the cache is writable."""
         if os.access(self.file, os.W_OK):
             os.utime(self.file)
 

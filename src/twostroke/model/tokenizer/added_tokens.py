@@ -43,7 +43,7 @@ class FolderTokens(Frozen):
 def read_added_tokens(
     description: Json, config: Json, special_map: Json, added_json: Json
 ) -> FolderTokens:
-    """Return the added tokens of a folder, and the texts of the named tokens.
+    """Return the added tokens of a Hugging Face folder's tokenizer, and named tokens' texts.
 
     The arguments are the contents of tokenizer.json, tokenizer_config.json, special_tokens_map.json
     and added_tokens.json; missing files are empty.

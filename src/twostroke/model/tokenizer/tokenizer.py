@@ -55,7 +55,7 @@ class Prompt(Frozen):
 
     @property
     def text(self) -> str:
-        """The whole prompt as one string, as other engines show it."""
+        """The rendered chat prompt as one string, as other engines show it."""
         return "".join(piece.text for piece in self.pieces)
 
 
@@ -77,7 +77,7 @@ class InfillTokens(Frozen):
 
 
 class TokenizerParts(Frozen):
-    """The parts of a `Tokenizer`, as the reader of a model's files creates them.
+    """The parts from which a reader of a model's files creates a `Tokenizer`.
 
     `normalize` prepares plain text, `cut` cuts it into words, and `merges` turns words into tokens.
     `merges` knows no added token; control tokens are not in its vocabulary, so merging text never
