@@ -185,7 +185,7 @@ def _decode_one_level(data: Any) -> Any:
 
 
 def _accepts(kind: inspect.Type, value: Any) -> bool:
-    """Whether a type accepts the JSON type of a value.
+    """Whether a type accepts the JSON type of a value, such as a text or a list.
 
     Limits of the value and its contents are not checked.
     """

@@ -128,7 +128,7 @@ class Packer:
         return program.packed(time_limit_s, prices)
 
     def _find_patterns(self, group_items: Sequence[_GroupItems], program: _Program) -> None:
-        """Solve the linear program, and add patterns until no pattern lowers its value."""
+        """Solve the linear program of a packing, and add patterns that lower its value."""
         for _ in range(_MAX_ITERATIONS):
             program.solve()
             patterns = [pattern for items in group_items if (pattern := items.best(program))]

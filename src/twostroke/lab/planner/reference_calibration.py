@@ -46,7 +46,7 @@ class ReferenceCalibration(Frozen):
         return cell_of(batch)
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
-        """Return the correction factors at the center of a cell of similar shapes."""
+        """Return the correction factors for all steps of similar shape, by their key `cell`."""
         return self._factors_at(roofline, cell_center(cell))
 
     def _factors_at(self, roofline: Roofline, position: Sequence[float]) -> Factors:

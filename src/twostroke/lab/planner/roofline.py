@@ -72,7 +72,7 @@ class Correction(Protocol):
         """Return a key that shapes of steps with nearly equal correction factors share."""
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
-        """Return the correction factors for all steps of a cell of similar shapes."""
+        """Return the correction factors for all steps of similar shape, by their key `cell`."""
 
 
 class PlannedOpTime(Frozen):
