@@ -102,7 +102,7 @@ def make_calibration(folder: Path, number: int) -> list[Path]:
         calibration.Point(1, 512, rows, 1e-3, 2e-3, 3e-4 + number) for rows in (1, 2 + number)
     )
     found = calibration.Calibration(points, "2026-01-01", 1)
-    calibration._keep(f"model{number}", found)
+    calibration._store(f"model{number}", found)
     return list((folder / "calibrations").iterdir())
 
 
@@ -284,7 +284,7 @@ def read_partial(folder: Path) -> Any:
     """Return the results that the next run takes over."""
     with Results(folder / "out", resumes=True) as out, Results(folder / "err", resumes=True) as err:
         Files(folder / "in.jsonl", out, err, "m").check(_LIMITS)
-        out.finish(iter(sorted(out.places)))
+        out.finish(iter(sorted(out.extents)))
     path = folder / "out"
     return path.read_text().splitlines() if path.exists() else None
 
