@@ -51,7 +51,7 @@ _WRONG_BLOCKS: Final[dict[str, tuple[type, ...]]] = {
 
 
 class AnthropicMessage(field.RequestObject):
-    """A message of the conversation."""
+    """A message of the conversation: its role, and a text or content blocks."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
@@ -64,7 +64,7 @@ class JsonFormat(field.TaggedObject, tag="json_schema"):
 
 
 class OutputConfig(field.RequestObject):
-    """The format of the answer."""
+    """The options for the answer, such as its format."""
 
     format: JsonFormat | None = None
     effort: field.Hint = None
@@ -77,7 +77,7 @@ Display = Annotated[
 
 
 class ThinkingOn(field.TaggedObject, tag="enabled"):
-    """A thinking mode in which the model reasons first."""
+    """A thinking mode in which the model reasons before the answer."""
 
     budget_tokens: Annotated[
         Annotated[int, Meta(ge=1)],
@@ -149,13 +149,13 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 class TokenCount(msgspec.Struct, frozen=True):
-    """The number of tokens in a prompt, including cached tokens."""
+    """The number of tokens in a request's prompt, including cached tokens."""
 
     input_tokens: int
 
 
 def read(request: MessagesRequest, tenant: Tenant) -> Job:
-    """Translate a request to `/v1/messages` to a job for the engine.
+    """Turn a request to `/v1/messages` into a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -301,5 +301,5 @@ def _constraint(request: MessagesRequest) -> Constraint | None:
 
 
 def names(_request: CountRequest) -> Mapping[str, str]:
-    """Return Anthropic's names of the engine's fields, so that errors use them."""
+    """Map the engine's field names to Anthropic's, for error messages."""
     return {"stop": "stop_sequences", "tools[].parameters": "tools[].input_schema"}

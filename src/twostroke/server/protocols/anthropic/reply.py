@@ -63,7 +63,7 @@ BlockBody = TextBody | ThinkingBody | ToolUseBody
 
 
 class MessageBody(msgspec.Struct, tag_field="type", tag="message"):
-    """A message; `stop_reason` and `stop_sequence` are null until it ends."""
+    """A message of the model; `stop_reason` and `stop_sequence` are null until it ends."""
 
     id: str
     role: Literal["assistant"]
@@ -77,7 +77,7 @@ class MessageBody(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
-    """The first event of a stream."""
+    """The first event of a stream, with the message before its content."""
 
     message: MessageBody
 
@@ -112,7 +112,7 @@ class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
 
 
 class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    """The next piece of the JSON of a tool call's input."""
+    """The next piece of a tool call's input, as JSON text."""
 
     partial_json: str
 

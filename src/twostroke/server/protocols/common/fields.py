@@ -283,7 +283,7 @@ _LLAMA_NAMES: Final = {"max_tokens": "n_predict", "repetition_penalty": "repeat_
 
 
 def llama_server_aliases(request: CommonFields) -> dict[str, str]:
-    """Return the llama-server names of fields that a request uses, by the engine's names.
+    """Map the engine's field names to llama-server's, if the request uses them.
 
     For example, `n_predict` is llama-server's name of `max_tokens`. Errors about a value then name
     the field that the client has sent.
@@ -383,7 +383,7 @@ def to_caller(request: ServiceFields, prompt_field: str, tenant: Tenant) -> Call
 
 
 def to_job(request: CommonFields, prompts: tuple[Prompt, ...], **other_fields: Any) -> Job:
-    """Translate the common fields of a chat or completion request to a `Job` for the engine.
+    """Turn the common fields of a chat or completion request into a `Job` for the engine.
 
     `other_fields` are further fields of the job, which depend on the protocol.
     """

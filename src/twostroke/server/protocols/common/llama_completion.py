@@ -52,7 +52,7 @@ class ScoredToken(LikelyToken, kw_only=True, frozen=True):
 
 
 def _always(value: object) -> Meta:
-    """Annotate a response field whose value never changes."""
+    """Annotate a response field whose value is always `value`."""
     return Meta(extra_json_schema={"const": value})
 
 
@@ -125,7 +125,7 @@ class Verbose:
         self._tokens: dict[int, list[int]] = {}  # by choice
 
     def begin(self, event: ChoiceStarted) -> None:
-        """Note that the engine has started an answer, whose tokens `event` holds."""
+        """Note that the engine has started an answer. `event` holds its growing list of tokens."""
         self._tokens[event.choice] = event.tokens
 
     def body(self, event: ChoiceEnded) -> LlamaCompletion | UnsetType:

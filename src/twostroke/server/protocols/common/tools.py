@@ -169,7 +169,7 @@ class NamedCustom(NamedFunction):
 
 
 class NamedChoice(field.TaggedObject, tag="function"):
-    """A tool choice by which the answer must call this function."""
+    """A tool choice by which the answer must call the named function."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
 
@@ -182,7 +182,7 @@ class NamedChoice(field.TaggedObject, tag="function"):
 
 
 class NamedCustomChoice(field.TaggedObject, tag="custom"):
-    """A tool choice by which the answer must call this custom tool."""
+    """A tool choice by which the answer must call the named custom tool."""
 
     custom: NamedCustom
 
@@ -202,7 +202,7 @@ class AllowedTools(field.RequestObject):
 
 
 class AllowedToolsChoice(field.TaggedObject, tag="allowed_tools"):
-    """A tool choice by which only these tools may be called, although the model sees all tools."""
+    """A tool choice by which only some tools may be called; the model sees all tools."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
 

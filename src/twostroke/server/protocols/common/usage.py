@@ -91,7 +91,7 @@ class UsageSoFar:
         self._started: dict[int, ChoiceStarted] = {}  # by choice
 
     def begin(self, event: ChoiceStarted) -> None:
-        """Note that the engine has started an answer, whose tokens `event` holds."""
+        """Note that the engine has started an answer. `event` holds its growing list of tokens."""
         self._started[event.choice] = event
 
     def body(self, choice: int) -> UsageBody | None:

@@ -65,7 +65,7 @@ class LlamaJob(Job, kw_only=True):
 
 
 def read(request: LlamaRequest, tenant: Tenant) -> Job:
-    """Translate a request to `/completion` to a job for the engine.
+    """Turn a request to `/completion` into a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.

@@ -54,7 +54,7 @@ class LlamaEmbedding(msgspec.Struct, frozen=True):
 
 
 def read(request: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
-    """Translate a request to `/embeddings` to an embedding job for the engine.
+    """Turn a request to `/embeddings` into an embedding job for the engine.
 
     Raises:
         RequestError: there is no input, or an input is empty; the error's `field` names it.

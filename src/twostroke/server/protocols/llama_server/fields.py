@@ -230,7 +230,7 @@ def to_params(request: TextFields) -> SamplingParams:
 
 
 def names(request: TextFields) -> dict[str, str]:
-    """Return llama-server's names of the engine's fields, so that errors use them.
+    """Map the engine's field names to llama-server's, for error messages.
 
     A field that the request sends by the engine's name is left out.
     """

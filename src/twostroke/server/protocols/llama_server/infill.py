@@ -136,7 +136,7 @@ class Gap(Frozen):
 
 
 def read(request: InfillRequest, tenant: Tenant) -> Job:
-    """Translate a request to `/infill` to a job for the engine.
+    """Turn a request to `/infill` into a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.

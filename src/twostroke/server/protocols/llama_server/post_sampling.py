@@ -21,7 +21,7 @@ def scored_for_sampling(params: SamplingParams, num_reported: int) -> SamplingPa
     `num_reported` is how many likely tokens the response reports for each token.
 
     Raises:
-        UnsupportedFieldError: the settings allow more tokens than the engine reports log-
+        UnsupportedFieldError: sampling may choose among more tokens than the engine can report
             probabilities for.
     """
     if params.is_greedy:

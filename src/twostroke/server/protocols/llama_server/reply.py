@@ -68,7 +68,7 @@ class _Progress:
         self.num_sent = 0
 
     def read(self, event: events.PrefillAdvanced, elapsed_s: float) -> None:
-        """Note how much of the answer's prompt is prefilled, and that the answer has not begun."""
+        """Note how many tokens of the answer's prompt are prefilled after `elapsed_s`."""
         self.usage = event.usage
         self.prompt_s = elapsed_s
         self.answer_started_s = time.monotonic()

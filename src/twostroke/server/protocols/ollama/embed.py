@@ -66,7 +66,7 @@ class OldEmbedBody(msgspec.Struct, frozen=True):
 
 
 def read(request: EmbedRequest, tenant: Tenant) -> EmbeddingJob:
-    """Translate a request to `/api/embed` to an embedding job for the engine.
+    """Turn a request to `/api/embed` into an embedding job for the engine.
 
     Raises:
         RequestError: a value is out of bounds; the error's `field` names it.
@@ -84,7 +84,7 @@ def read(request: EmbedRequest, tenant: Tenant) -> EmbeddingJob:
 
 
 def read_old(request: OldEmbedRequest, tenant: Tenant) -> EmbeddingJob:
-    """Translate a request to `/api/embeddings` to an embedding job for the engine."""
+    """Turn a request to `/api/embeddings` into an embedding job for the engine."""
     texts = [request.prompt or ""]
     return _job(request.model, texts, EmbeddingParams(), prompt_field="prompt", tenant=tenant)
 

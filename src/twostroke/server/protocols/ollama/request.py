@@ -181,7 +181,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 
 
 def read_chat(request: OllamaChatRequest, tenant: Tenant) -> Job:
-    """Translate a request to `/api/chat` to a job for the engine.
+    """Turn a request to `/api/chat` into a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -200,7 +200,7 @@ def read_chat(request: OllamaChatRequest, tenant: Tenant) -> Job:
 
 
 def read_generate(request: OllamaGenerateRequest, tenant: Tenant) -> Job:
-    """Translate a request to `/api/generate` to a job for the engine.
+    """Turn a request to `/api/generate` into a job for the engine.
 
     Raises RequestError as `read_chat` does.
     """
@@ -226,7 +226,7 @@ def read_generate(request: OllamaGenerateRequest, tenant: Tenant) -> Job:
 
 
 def names(_request: OllamaRequest) -> Mapping[str, str]:
-    """Return Ollama's names of the engine's fields, so that errors name the client's fields."""
+    """Map the engine's field names to Ollama's, for error messages."""
     return _NAMES
 
 

@@ -110,7 +110,7 @@ class ChatRequest(CommonFields, kw_only=True):
 
 
 def read(request: ChatRequest, tenant: Tenant) -> Job:
-    """Translate a chat completion request to a job for the engine.
+    """Turn a chat completion request into a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -197,7 +197,7 @@ def _num_alternatives(request: ChatRequest) -> int | None:
 
 
 def names(request: ChatRequest) -> Mapping[str, str]:
-    """Return the request's names of the engine's fields, so that errors use them.
+    """Map the engine's field names to the names that this request uses, for error messages.
 
     For example, `max_tokens` may be sent as `max_completion_tokens`.
     """

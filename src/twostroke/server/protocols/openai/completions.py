@@ -47,7 +47,7 @@ class CompletionRequest(CommonFields, kw_only=True):
 
 
 def read(request: CompletionRequest, tenant: Tenant) -> Job:
-    """Translate a completion request to a job for the engine.
+    """Turn a completion request into a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.

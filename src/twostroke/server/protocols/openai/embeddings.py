@@ -75,7 +75,7 @@ class EmbeddingList(msgspec.Struct, frozen=True):
 
 
 def read(request: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
-    """Translate an embedding request to an embedding job for the engine.
+    """Turn an embedding request into an embedding job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.

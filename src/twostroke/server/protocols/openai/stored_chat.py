@@ -87,7 +87,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: MetadataRequest}
 
 
 def read(request: ChatRequest, tenant: Tenant) -> Job:
-    """Translate a chat completion request to a job, which stores the answer if `store` is set.
+    """Turn a chat completion request into a job, which stores the answer if `store` is set.
 
     Raises RequestError as `chat.read` does.
     """
@@ -96,7 +96,7 @@ def read(request: ChatRequest, tenant: Tenant) -> Job:
 
 
 def read_as_llama_server(request: ChatRequest, tenant: Tenant) -> Job:
-    """Translate a request to `/chat/completions`, llama-server's path, to a job.
+    """Turn a request to `/chat/completions`, llama-server's path, into a job.
 
     If the last message is the assistant's, the answer continues it. Raises RequestError as `read`
     does.

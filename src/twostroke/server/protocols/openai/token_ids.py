@@ -41,7 +41,7 @@ class TokenIds:
         self._num_sent: dict[int, int] = {}
 
     def begin(self, event: ChoiceStarted) -> None:
-        """Note that the engine has started an answer, whose tokens `event` holds."""
+        """Note that the engine has started an answer. `event` holds its growing list of tokens."""
         self._tokens[event.choice] = event.tokens
 
     def take(self, choice: int) -> list[int] | UnsetType:

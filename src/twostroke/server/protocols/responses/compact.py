@@ -70,7 +70,7 @@ class CompactedResponse(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def read(request: CompactRequest, tenant: Tenant) -> Job:
-    """Translate a request to `/v1/responses/compact` to a job that writes a summary.
+    """Turn a request to `/v1/responses/compact` into a job that writes a summary.
 
     Raises RequestError as `exchange.read` does.
     """
@@ -102,7 +102,7 @@ def read(request: CompactRequest, tenant: Tenant) -> Job:
 
 
 def names(_request: CompactRequest) -> Mapping[str, str]:
-    """Return this endpoint's names of the engine's fields, so that errors use them."""
+    """Map the engine's field names to this endpoint's, for error messages."""
     return {"messages": "input"}
 
 

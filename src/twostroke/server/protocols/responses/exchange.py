@@ -140,7 +140,7 @@ class Exchange(Conversation, kw_only=True):
 
 
 def read(request: ResponsesRequest, tenant: Tenant) -> Job:
-    """Translate a request to `/v1/responses` to a job for the engine.
+    """Turn a request to `/v1/responses` into a job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -190,7 +190,7 @@ def count(request: ResponsesRequest, card: ModelCard, tenant: Tenant) -> InputTo
 
 
 def names(request: ResponsesRequest) -> Mapping[str, str]:
-    """Return the Responses protocol's names of the engine's fields, so that errors use them.
+    """Map the engine's field names to the Responses protocol's, for error messages.
 
     A request that sends the engine's own name gets the error about that field.
     """

@@ -84,15 +84,15 @@ ResponsesTool = FunctionTool | CustomTool | NamespaceTool
 
 
 class NamedTool(NamedFunction, tag_field="type", tag="function"):
-    """A tool choice by which the answer must call this function."""
+    """A tool choice by which the answer must call the named function."""
 
 
 class NamedCustomTool(NamedCustom, tag_field="type", tag="custom"):
-    """A tool choice by which the answer must call this custom tool."""
+    """A tool choice by which the answer must call the named custom tool."""
 
 
 class AllowedChoice(field.TaggedObject, tag="allowed_tools"):
-    """A tool choice by which only these tools may be called, although the model sees all tools."""
+    """A tool choice by which only some tools may be called; the model sees all tools."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool | NamedCustomTool], field.unknown_left_out()]
