@@ -441,7 +441,10 @@ class GenerationOptions(OptionStruct):
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise UsageError if an option, or a value of the override, is not valid."""
+        """Raise UsageError if an option is not valid.
+
+        The names and values in `override_generation_config` are checked, too.
+        """
         check(self)
         self.override()
 

@@ -348,9 +348,10 @@ def _with_lists(message: Message) -> Message:
 
 
 def _with_texts(turn: Message) -> Message:
-    """Return a message whose content and reasoning are joined again, after `_with_lists`.
+    """Undo `_with_lists`: return a message with one content and one reasoning text.
 
-    The content becomes a text or a list of parts, the reasoning a text.
+    Several texts in the list of contents, or of reasoning, become one text with blank lines
+    between. If a content has parts, all contents become one list of parts.
     """
     contents = [content for content in turn["content"] if content]
     content: Any = (

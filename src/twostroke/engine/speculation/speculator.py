@@ -171,8 +171,9 @@ class Speculator:
     ) -> None:
         """Learn from a step's result which drafts were right, and how long such steps take.
 
-        `elapsed_s` includes all work that was done meanwhile. The time of proposers is charged to
-        the proposers, and not to steps of this size.
+        `elapsed_s` is the time of the step, including the time in which proposers were asked for
+        drafts. That time is subtracted before the step time is learned; it counts as a cost of the
+        proposers.
         """
         for watcher in self._watchers:
             with self._dropping_failed(watcher):

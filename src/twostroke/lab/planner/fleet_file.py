@@ -167,9 +167,9 @@ def read_fleet_with_lines(path: Path) -> tuple[FleetQuestion, YamlFile]:
 
 
 def at_line(file: YamlFile, error: TwostrokeError) -> TwostrokeError:
-    """Return an error with the line of the fleet's file that its field is on.
+    """Return `error` with the line number of its field in the fleet's file in its message.
 
-    An error without a field is returned unchanged.
+    An error that is about no field is returned unchanged.
     """
     if error.field is None:
         return error

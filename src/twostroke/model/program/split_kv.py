@@ -102,7 +102,10 @@ class SplitKvAttention(Operation):
 
     @property
     def exchange_name(self) -> str:
-        """Return the name of the exchange, which is the same on all ranks of the team."""
+        """Return the name by which the team's ranks match their parts of this communication.
+
+        The ranks exchange partial attentions. The name is the same on all of them.
+        """
         return f"pieces for {self.q}"
 
     @property

@@ -102,12 +102,13 @@ class Results:
     def __init__(self, path: Path, *, resumes: bool, replaces: bool = False) -> None:
         """Open the partial file of results; with `resumes`, keep intact lines of an earlier run.
 
-        With `replaces`, a file with the final name is left from an earlier run, which ended just
-        before its last step, and is removed.
+        With `replaces`, a file that already has the final name is removed first. An interrupted run
+        can leave one: the file of errors gets its final name before the file of results does.
 
         Raises:
-            UsageError: a file with the final name exists, or the partial file is no file of
-                results or is in use.
+            UsageError: a file with the final name exists and `replaces` is false, or the
+                partial
+                file is no file of results or is in use.
             OSError: the file cannot be written.
         """
         if replaces:

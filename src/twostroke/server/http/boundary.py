@@ -113,7 +113,10 @@ class Boundary:
             self._report(served_request)
 
     def _endpoint(self, scope: Scope) -> str:
-        """Return the path of a request's route, also if an earlier layer refuses the request."""
+        """Return the name of a request's endpoint in metrics: the path template of its route.
+
+        A request that was refused before it was routed gets the name from `find_endpoint`.
+        """
         route = scope.get("route")
         return self._find_endpoint(scope) if route is None else getattr(route, "path", "unknown")
 

@@ -228,7 +228,10 @@ class BodyReader:
         limits: RequestLimits,
         is_awaiting_continue: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Read a request's body from `receive`, and delay the end of the response to `send`.
+        """Read a request's body from `receive`, and pass the application's response to `send`.
+
+        If the application answers before it has read the whole body, the end of the response is
+        held back until the rest has been read and dropped, within `limits`.
 
         `is_awaiting_continue` returns whether the client waits for `100 Continue` before it sends
         its body.

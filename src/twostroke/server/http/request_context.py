@@ -65,7 +65,10 @@ class RequestWork(Protocol):
 
     @property
     def used(self) -> Used | None:
-        """The tokens that the request has used so far; None if it uses none or was refused."""
+        """How many prompt and answer tokens the request has used so far.
+
+        None for a request that runs no model, or that was refused.
+        """
 
     def figures(self) -> dict[str, Any]:
         """Return the request's current token counts and times for logs and traces."""
@@ -146,7 +149,10 @@ class ServedRequest:
 
     @property
     def used(self) -> Used | None:
-        """The tokens that the request has used so far; None if it uses none."""
+        """How many prompt and answer tokens the request has used so far.
+
+        None for a request that runs no model, or that was refused.
+        """
         return None if self.running is None else self.running.used
 
     def end(self) -> None:
