@@ -76,8 +76,7 @@ class CpuBackend:
             activation_bits: one of `core.options.ACTIVATION_BITS`, or a choice for this model.
             release: called with tensors that are not read again.
             progress: called with the bytes of weights packed so far, and of all weights.
-            share_threads_with: a backend whose threads this one uses, because two sets of
-                threads
+            share_threads_with: a backend whose threads this one uses, because two sets of threads
                 would spin against each other. This backend must be closed first.
             tapped_value: the value of the Program that steps return for the rows that draw.
             embeds: steps return the normed last hidden states of slices that ask for them;

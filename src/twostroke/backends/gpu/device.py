@@ -98,8 +98,7 @@ def find_device(device_name: str = "auto") -> GpuDevice:
     With `TRITON_INTERPRET` set, the device is the processor.
 
     Raises:
-        BackendError: no driver, or an old one; no PyTorch or Triton; no such device, or a
-            device
+        BackendError: no driver, or an old one; no PyTorch or Triton; no such device, or a device
             that is too old; the folder for compiled kernels is not writable; no C compiler.
     """
     for package, module in (("PyTorch", "torch"), ("Triton", "triton")):

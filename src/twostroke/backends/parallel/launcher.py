@@ -222,8 +222,7 @@ class RemoteRanks:
 
         Raises:
             RanksLostError: the rank does not connect in time, or this launcher was closed.
-            BackendError: a process connects that was started for another number of ranks,
-                before
+            BackendError: a process connects that was started for another number of ranks, before
                 all ranks have connected once; later, such a process is only refused.
         """
         deadline = time.monotonic() + ARRIVAL_TIMEOUT_S

@@ -106,8 +106,7 @@ class Results:
         can leave one: the file of errors gets its final name before the file of results does.
 
         Raises:
-            UsageError: a file with the final name exists and `replaces` is false, or the
-                partial
+            UsageError: a file with the final name exists and `replaces` is false, or the partial
                 file is no file of results or is in use.
             OSError: the file cannot be written.
         """

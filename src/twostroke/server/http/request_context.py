@@ -89,8 +89,7 @@ class ServedRequest:
         timeout_s: how long the request may take.
         is_from_router: whether the sender has a router's key, and may name tenants.
         service: the service tier of an internal request; None if the request itself names one.
-        field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a
-            list
+        field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a list
             index, as in `tools[].name`.
         ignored: the names of request fields that have no effect.
         endpoint: the path of the route that answers.
@@ -100,8 +99,7 @@ class ServedRequest:
         known_model: the server's own name of the model.
         keep_s: seconds that the model stays loaded after the request, if the request says so.
         running: the work on the request, if it has started.
-        reserve: called before the request is computed, with the maximum number of tokens that
-            it
+        reserve: called before the request is computed, with the maximum number of tokens that it
             may use; raises if the key's limits do not allow them now.
         is_client_gone: whether the client disconnected before the end of the response.
         trace_id: the id of the trace; empty without traces.

@@ -67,12 +67,10 @@ class LoadBody(msgspec.Struct, frozen=True):
         numerics: servers with equal numerics give equal answers; of the first model.
         numerics_by_model: the same of each model that was loaded.
         prompt_tokens, cached_tokens: counts since the start.
-        horizon_s: seconds since the last use of the page that was evicted last; pages used
-            later
+        horizon_s: seconds since the last use of the page that was evicted last; pages used later
             are still in the prefix cache. Unloading a model evicts its pages.
         context_length: of the first model.
-        prefill_per_decode: the number of prefill engines that a decode engine like this can
-            use,
+        prefill_per_decode: the number of prefill engines that a decode engine like this can use,
             once it has been measured.
         keeps_files: whether the server has files and batches.
         trusts_sender: whether the request had a router's key, whose sender may name tenants.
