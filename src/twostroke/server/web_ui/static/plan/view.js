@@ -129,7 +129,7 @@ function fitsOf({ question, context_length, memory, shown }) {
 function answerOf({ chosen, verdict, bound, prefill_per_decode: ratio }) {
   if (!chosen) return verdict;
   const apart = ratio ? ` Prefill and decode apart: ${rate(ratio)} prefill devices for each that decodes.` : "";
-  return `${counted(chosen.streams, "stream")}${bound && ` (bound by ${bound})`}: ${rate(chosen.tokens_per_s)} tokens/s, ${rate(1 / chosen.tpot_s)} for each.${apart}`;
+  return `${counted(chosen.streams, "stream")}${bound && ` (limited by ${bound})`}: ${rate(chosen.tokens_per_s)} tokens/s, ${rate(1 / chosen.tpot_s)} for each.${apart}`;
 }
 
 function tilesOf(plan) {
