@@ -66,6 +66,7 @@ _SAME_OPTION: Final[dict[str, tuple[str, ...]]] = {
     "parallel": ("max_running", "--max-running"),
     "predict": ("max_tokens", "--max-tokens"),
     "repeat_penalty": ("repetition_penalty", "--repetition-penalty"),
+    "s": ("seed", "--seed"),
     "split_mode": ("tensor", "--tensor-parallel"),
     "t": ("num_threads", "--threads"),
     "temp": ("temperature", "--temperature"),
@@ -106,11 +107,14 @@ _SAME_OPTION: Final[dict[str, tuple[str, ...]]] = {
 
 # Options that Twostroke does not have or need, and why.
 _WITHOUT_OPTION: Final = {
+    "api_key": "Set the key in TWOSTROKE_API_KEY, or put keys into a file for --api-keys.",
+    "cont_batching": "Leave it out: batching is always continuous.",
     "data_parallel_size": "Start several servers, and put `twostroke route` in front of them.",
     "do_sample": "The temperature 0 always takes the likeliest token.",
     "dp_size": "Start several servers, and put `twostroke route` in front of them.",
     "dtype": "Weights keep the format of the model's file; `twostroke quantize` writes others.",
     "enable_chunked_prefill": "Chunked prefill is always on.",
+    "enable_auto_tool_choice": "Leave it out: the model's chat template decides.",
     "enforce_eager": "Leave it out.",
     "fa": "Leave it out: attention never stores the whole matrix.",
     "flash_attn": "Leave it out: attention never stores the whole matrix.",
