@@ -99,8 +99,8 @@ bool Signal::spin(uint32_t old, std::chrono::microseconds spin_for) const {
 
 void Signal::set(uint32_t value) {
   // Sequentially consistent with the sleepers' count: either the sleeper sees the new value
-  // before it sleeps, or it is counted here. An exchange and not a store: emulators of AArch64
-  // (QEMU 7.2) let a later load pass a store, and a thread then slept for ever.
+  // before it sleeps, or it is counted here. An exchange and not a store: once, under QEMU 7.2, all
+  // threads slept for ever. The supposed cause is that this emulator lets the load pass a store.
   value_.exchange(value);
   if (num_sleepers_.load() == 0) return;
   {

@@ -1,7 +1,4 @@
-"""The quickstarts without a server run as they stand, with SmolLM2 in place of their models.
-
-`make long SUITE=clients` runs those that use OpenAI's client.
-"""
+"""The quickstarts without a server run as they stand, with SmolLM2 in place of their models."""
 
 from __future__ import annotations
 
