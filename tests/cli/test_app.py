@@ -184,7 +184,7 @@ def test_help_needs_no_numpy() -> None:
         "import sys; from twostroke.cli.app import run\n"
         "for name in ('', 'generate', 'chat', 'serve', 'models', 'pull'):\n"
         "    assert run([name, '--help'] if name else ['--help']) == 0\n"
-        "heavy = {'numpy', 'rich', 'jinja2', 'starlette', 'uvicorn', 'prompt_toolkit', 'asyncio'}\n"
+        "heavy = {'numpy', 'rich', 'jinja2', 'starlette', 'uvicorn', 'asyncio'}\n"
         "print(*sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(

@@ -252,7 +252,6 @@ def test_a_pipe_is_no_terminal(cli: Callable[..., Ran], tiny: str) -> None:
 
 
 def test_keys_reach_the_conversation(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")  # nobody answers as a terminal would
     master, slave = pty.openpty()
     line = ("chat", endless, "--temperature", "0", "--ignore-eos", "--backend", "reference")
     with started(*line, stdin=slave, stdout=slave, stderr=slave) as process:

@@ -35,7 +35,6 @@ from twostroke.core.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from prompt_toolkit import PromptSession
     from rich.console import Console
 
     from twostroke.core.sampling import SamplingParams
@@ -84,6 +83,8 @@ def command(**values: Any) -> None:
     with open_engine(model, options, accept=_check_template) as engine:
         from rich.console import Console
 
+        from twostroke.cli.line_editor import typed_messages
+
         card, console = engine.card, Console(highlight=False)
         detail = engine.facts.full_detail if is_verbose else engine.facts.detail
         about = f"{card.format} · {detail} · {engine.context_length} tokens of context"
@@ -91,7 +92,7 @@ def command(**values: Any) -> None:
             about += f" · {engine.draft} drafts tokens"
         console.print(f"{printable(card.name)} · {about}", style="bold", markup=False)
         console.print("/help shows the commands, Ctrl-D leaves.", style="dim")
-        ChatSession(engine, params, console, system).run(_lines())
+        ChatSession(engine, params, console, system).run(typed_messages())
 
 
 def _check_template(card: ModelCard) -> None:
@@ -290,43 +291,3 @@ class ChatSession:
 
     def _say(self, text: str, style: str) -> None:
         self.console.print(printable(text), style=style, markup=False, highlight=False)
-
-
-def _lines() -> Iterator[str]:
-    """Yield the lines that the user types, until Ctrl-D; Ctrl-C clears the line."""
-    session = _line_editor()
-    while True:
-        try:
-            line = session.prompt("> ", prompt_continuation="  ")
-        except KeyboardInterrupt:
-            continue
-        except EOFError:
-            return
-        if line.strip():
-            yield line
-
-
-def _line_editor() -> PromptSession[str]:
-    """Return a line editor with the history of earlier sessions; Alt-Enter starts a new line."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-
-    from twostroke.core.env import cache_dir
-
-    keys = KeyBindings()
-
-    @keys.add("escape", "enter")
-    def new_line(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    history: History
-    path = cache_dir() / "chat_history"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        path.open("ab").close()
-        history = FileHistory(path)
-    except OSError:
-        history = InMemoryHistory()
-    return PromptSession(history=history, key_bindings=keys)

@@ -1,0 +1,36 @@
+"""The history of the messages typed into `twostroke chat`."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from twostroke.cli.line_editor import append_to_history, read_history
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_history_returns_what_was_appended(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    parts = ["a", "+", "# no comment", "", " ", "grüße 漢", "\n", "\n\n", "\\"]
+    messages = ["".join(rng.choices(parts, k=rng.randint(1, 6))) for _ in range(200)]
+    path = tmp_path / "folder" / "chat_history"
+    for message in messages:
+        append_to_history(path, message)
+    assert list(read_history(path)) == messages
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_history_of_a_missing_or_unwritable_file_is_empty(tmp_path: Path) -> None:
+    append_to_history(tmp_path, "a folder is no file")
+    assert list(read_history(tmp_path)) == []
+    assert list(read_history(tmp_path / "missing")) == []
+
+
+def test_only_the_last_entries_are_recalled(tmp_path: Path) -> None:
+    path = tmp_path / "chat_history"
+    for number in range(1005):
+        append_to_history(path, str(number))
+    entries = list(read_history(path))
+    assert (entries[0], entries[-1], len(entries)) == ("5", "1004", 1000)
