@@ -29,7 +29,7 @@ from twostroke.engine.settling import (
     replace_answer,
     settling,
 )
-from twostroke.engine.structured_output.schema.spans import HeldBack, checked_places
+from twostroke.engine.structured_output.schema.spans import HoldBackDetector, checked_paths
 from twostroke.engine.structured_output.schema.verify import UncheckedError
 from twostroke.model.tokenizer.preface import PrefaceCutter, SegmentKind
 
@@ -164,12 +164,12 @@ class Redrawer:
         if form.notation == "json_schema":
             self._text = _PartRule(form.text, form.is_strict)
             if not prompt.functions:
-                self._held_paths = checked_places(gaps, form.text)
+                self._held_paths = checked_paths(gaps, form.text)
 
     def new_sent_part(self) -> SentPart:
         """Return an empty record of the outputs of one answer that a stream has sent."""
         preface = None if self._preface is None else PrefaceCutter(self._preface)
-        return SentPart(HeldBack(self._held_paths), preface)
+        return SentPart(HoldBackDetector(self._held_paths), preface)
 
     def settle(self, answer: Completion, sent: SentPart | None = None) -> Completion:
         """Check an answer against its JSON schema; generate it again while it breaks the schema.
@@ -245,7 +245,7 @@ class Redrawer:
 class SentPart:
     """The outputs of one answer. A stream has sent the first outputs, which must not change."""
 
-    def __init__(self, held_back: HeldBack, preface: PrefaceCutter | None) -> None:
+    def __init__(self, held_back: HoldBackDetector, preface: PrefaceCutter | None) -> None:
         self.outputs: list[Output] = []
         self._held_back = held_back
         self._preface = preface

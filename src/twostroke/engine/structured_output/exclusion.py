@@ -56,15 +56,17 @@ class TokenTexts:
             index += 1
 
     def proper_prefixes_of(self, text: bytes) -> Iterator[int]:
-        """Yield the tokens with which a text begins, and that are shorter than the text."""
+        """Yield the tokens whose bytes are a beginning of a text, but not the whole text."""
         for length in range(1, min(len(text), self.longest + 1)):
             yield from self.tokens_equal_to(text[:length])
 
 
-class _Rest(NamedTuple):
-    """The end of an excluded text that the answer does not have yet.
+class _RemainingText(NamedTuple):
+    """The remainder of an excluded text: the bytes that would still complete it.
 
-    `num_before` of these bytes come before the wrong value. `is_whole` is as in `Excluded`.
+    Empty `text` means that the answer has become the excluded text. `num_before` of the remaining
+    bytes come before the wrong value; it is negative inside the value. `is_whole` has the meaning
+    of `Excluded.is_whole`: only an answer that equals the text is excluded.
     """
 
     text: bytes
@@ -73,9 +75,16 @@ class _Rest(NamedTuple):
 
 
 class Exclusions:
-    """The excluded texts, such as wrong values, that an answer can still become."""
+    """The texts that one answer must not begin with, and how much of each the answer has already.
 
-    def __init__(self, rests: Sequence[_Rest], texts: TokenTexts, ends: Collection[int]) -> None:
+    When an answer breaks its JSON schema, it is generated again, and the broken beginning is
+    excluded. The grammar's matcher uses this class to remove tokens from its masks. Texts that the
+    answer can no longer become are dropped.
+    """
+
+    def __init__(
+        self, rests: Sequence[_RemainingText], texts: TokenTexts, ends: Collection[int]
+    ) -> None:
         self._rests = rests
         self._texts = texts
         self._ends = ends
@@ -84,28 +93,31 @@ class Exclusions:
     def of(
         cls, excluded: Iterable[Excluded], texts: TokenTexts, ends: Collection[int]
     ) -> Exclusions:
-        """Return the excluded texts for a new answer, which has no tokens yet."""
-        rests = [_Rest(value.text.encode(), value.start, value.is_whole) for value in excluded]
+        """Return the exclusions of a new answer, which has no tokens yet."""
+        rests = [
+            _RemainingText(value.text.encode(), value.start, value.is_whole) for value in excluded
+        ]
         return cls(rests, texts, ends)
 
     def after(self, tokens: Iterable[int]) -> Exclusions:
-        """Return the excluded texts that the answer can still become after more of its tokens."""
+        """Return the exclusions that remain after the answer has grown by some tokens."""
         rests = self._rests
         for token in tokens:
             if not rests:
                 return self
             text = self._texts.text(token)
             rests = [
-                _Rest(rest.text[len(text) :], rest.num_before - len(text), rest.is_whole)
+                _RemainingText(rest.text[len(text) :], rest.num_before - len(text), rest.is_whole)
                 for rest in rests
                 if rest.text.startswith(text)
             ]
         return Exclusions(rests, self._texts, self._ends)
 
     def clear(self, matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
-        """Clear the tokens in a mask that would make the answer an excluded text.
+        """Remove tokens from a mask that would make the answer an excluded text.
 
-        These are tokens that complete an excluded text or inevitably lead to one.
+        These are tokens that complete an excluded text, and tokens after which the grammar allows
+        nothing but excluded texts. `row` is the mask, one bit for each token of the vocabulary.
         """
         self._clear_complete(row)
         dead_ends: set[bytes] = set()
@@ -124,9 +136,9 @@ class Exclusions:
                 row[token // 32] &= ~np.uint32(1 << (token % 32))
 
     def _partial_tokens(self, row: NDArray[np.uint32], *, is_near: bool = False) -> dict[int, None]:
-        """Return the allowed tokens after which the answer is still a prefix of an excluded text.
+        """Return a mask's tokens after which the answer still begins an excluded text.
 
-        With `is_near`, texts whose wrong value is further away than one token are left out.
+        With `is_near`, skip excluded texts whose wrong value cannot be reached by the next token.
         """
         tokens: dict[int, None] = {}
         for rest in self._rests:
@@ -140,11 +152,11 @@ class Exclusions:
     def _has_alternative(
         self, matcher: LLMatcher, token: int, num_words: int, dead_ends: set[bytes]
     ) -> bool:
-        """Return whether, after a token, the answer can become a text that is not excluded.
+        """Return whether the answer can avoid all excluded texts after a token.
 
-        Many sequences of tokens spell the same text, which can continue in the same ways: each text
-        is looked at once. `dead_ends` are texts that inevitably lead to an excluded text; the
-        method adds the dead ends that it finds.
+        Searches the continuations that the grammar allows, and returns True if the search reaches
+        its limit. Many sequences of tokens spell the same text, so each text is looked at once.
+        `dead_ends` are texts that inevitably lead to an excluded text; the method adds new ones.
         """
         seen = set(dead_ends)
         waiting = [(self, matcher, b"", token)]
@@ -167,9 +179,10 @@ class Exclusions:
         return False
 
     def take_partial_tokens(self, row: NDArray[np.uint32]) -> list[int]:
-        """Clear the tokens in a mask that complete an excluded text or may lead to one.
+        """Remove all tokens from a mask that complete, or may lead to, an excluded text.
 
-        Returns the tokens that may lead to one.
+        Returns the tokens that may lead to an excluded text. The search for another continuation
+        follows them one by one.
         """
         self._clear_complete(row)
         tokens = [*self._partial_tokens(row)]
@@ -178,12 +191,12 @@ class Exclusions:
         return tokens
 
     def __bool__(self) -> bool:
-        """Whether the answer can still become an excluded text."""
+        """Whether any excluded text can still be reached by the answer."""
         return bool(self._rests)
 
 
 def _copy_after(matcher: LLMatcher, token: int) -> LLMatcher:
-    """Return a copy of llguidance's matcher, with one more token consumed."""
+    """Return a copy of llguidance's matcher that has consumed one more token."""
     copy = matcher.deep_copy()
     copy.consume_token(token)
     return copy

@@ -74,7 +74,7 @@ _LIMITS: Final[dict[str, Any]] = {
     "verbose_errors": False,
 }
 # A `multipleOf` with more remainders gets `_LARGE_LIMITS`. llguidance computes each remainder once
-# for all requests, and `_walk` makes it compute most of them before the first step.
+# for all requests, and `_warm_mask_cache` makes it compute most of them before the first step.
 _MAX_SMALL_REMAINDERS: Final = 1000
 _LARGE_LIMITS: Final = _LIMITS | {"step_lexer_fuel": 5_000_000, "max_lexer_states": 500_000}
 _NUM_WALKS: Final = 8
@@ -125,18 +125,19 @@ _stack_lock = threading.Lock()  # the stack size of new threads is set for the w
 
 
 class Grammars:
-    """Compiles constraints on answers for one model's vocabulary, and caches the last ones.
+    """Compiles constraints on answers into matchers for one model, and caches the last matchers.
 
-    Several threads may use it; they compile one after another.
+    A constraint is a JSON schema, a regular expression or a grammar. Several threads may use this
+    class; they compile one after another.
 
     Attributes:
         ends: the end tokens of the model.
         num_words: 32-bit words of a mask over the vocabulary.
-        verifier: checks finished answers against their schemas.
+        verifier: checks finished answers against their JSON schemas.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Compile constraints for rows of `vocab_size` logits; some may stand for no token."""
+        """Prepare for a model with `vocab_size` logits; some of them may stand for no token."""
         self.ends = tokenizer.eos_ids
         self.num_words = -(-vocab_size // 32)
         self._tokenizer = tokenizer
@@ -150,14 +151,19 @@ class Grammars:
         self._schema_verifier = Verifier()
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher:
-        """Return a matcher of a constraint for a new request; raises as `compile`."""
+        """Return a constraint's matcher for a new request.
+
+        Raises:
+            RequestError: the constraint cannot be compiled.
+        """
         return self.compile(constraint).for_request(constraint)
 
     def compile(self, constraint: Constraint, limit_s: float = math.inf) -> GrammarMatcher:
-        """Compile a constraint; new requests copy the returned matcher with `for_request`.
+        """Compile a constraint, or take its matcher from the cache.
 
-        The time limit is checked between the stages of the work, and within our own stages.
-        llguidance's stage has limits of its work (`_LIMITS`).
+        Each new request gets its own copy of the returned matcher by `for_request`. The time limit
+        is checked between the stages of the work, and inside the stages that are not llguidance's.
+        llguidance's compilation has limits of its own (`_LIMITS`).
 
         Raises:
             RequestError: the constraint is not valid, not supported or too complex, or takes
@@ -166,43 +172,49 @@ class Grammars:
         if not self.ends:
             reason = "needs an end token, which this model lacks."
             raise RequestError(reason, field=constraint.param)
-        result = self._find(constraint)
+        result = self._cached_result(constraint)
         if result is None:
             with self._compile_lock:
-                result = self._find(constraint) or self._try(constraint, Deadline(limit_s))
+                result = self._cached_result(constraint) or self._compile_and_cache(
+                    constraint, Deadline(limit_s)
+                )
         if isinstance(result, str):
             raise _error(constraint, result)
         return result
 
     def cached(self, constraint: Constraint) -> GrammarMatcher | None:
-        """Return a compiled constraint from the cache; None if it is not cached."""
-        result = self._find(constraint)
+        """Return a constraint's matcher from the cache without compiling.
+
+        None if the constraint is not in the cache, or cannot be used.
+        """
+        result = self._cached_result(constraint)
         return None if isinstance(result, str) else result
 
     def refusal(self, constraint: Constraint, *, only_known: bool = False) -> str | None:
-        """Return why a constraint cannot be used, or None if it can.
+        """Return why a constraint cannot be used, or None if it can be used.
 
-        With `only_known`, look in the cache only, which takes no time.
+        With `only_known`, nothing is compiled: only a refusal that is in the cache is returned, and
+        None means that no refusal is known.
         """
         if not only_known:
             with suppress(RequestError):
                 self.compile(constraint)
-        cached = self._find(constraint)
+        cached = self._cached_result(constraint)
         return cached if isinstance(cached, str) else None
 
     def prepare(self) -> None:
-        """Index the vocabulary now rather than with the first constraint.
+        """Index the vocabulary at start, so that the first constrained request need not wait.
 
-        This takes a second or two, in which other threads hardly run.
+        The index takes a second or two, in which other threads hardly run.
         """
         with self._compile_lock:
             if self.ends:
                 _ = self._vocabulary
 
-    def _find(self, constraint: Constraint) -> GrammarMatcher | str | None:
-        """Return a constraint from the cache: compiled, or the reason for its refusal.
+    def _cached_result(self, constraint: Constraint) -> GrammarMatcher | str | None:
+        """Return a constraint's cached matcher, or the cached reason for its refusal.
 
-        None if it is not cached.
+        None if the constraint is not in the cache.
         """
         with self._cache_lock:  # not `_compile_lock`: a compilation must not block readers
             cached = self._cache.get(constraint)
@@ -210,8 +222,14 @@ class Grammars:
                 self._cache.move_to_end(constraint)
             return cached
 
-    def _try(self, constraint: Constraint, deadline: Deadline) -> GrammarMatcher | str:
-        """Compile a constraint, or find the reason for its refusal; cache the result."""
+    def _compile_and_cache(
+        self, constraint: Constraint, deadline: Deadline
+    ) -> GrammarMatcher | str:
+        """Compile a constraint, and cache the matcher or the reason for the refusal.
+
+        Raises RequestError, and caches nothing, if the time limit is over: the next attempt may be
+        faster.
+        """
         result: GrammarMatcher | str
         try:
             result = on_large_stack(partial(self._compile, deadline=deadline), constraint)
@@ -245,16 +263,16 @@ class Grammars:
         # The first mask is the most work. llguidance caches the result.
         matcher.masks((), (), (), np.zeros((1, matcher.num_words), np.uint32))
         for seed in range(_NUM_WALKS if is_large else 0):
-            _walk(matcher.for_request(constraint), np.random.default_rng(seed), deadline)
+            _warm_mask_cache(matcher.for_request(constraint), np.random.default_rng(seed), deadline)
         return matcher
 
     def _to_llguidance(
         self, constraint: Constraint, deadline: Deadline
     ) -> tuple[str, tuple[str, ...]]:
-        """Return llguidance's grammar of a constraint.
+        """Return a constraint's grammar for llguidance, and the JSON schema's unenforced keywords.
 
-        Also returns the keywords of a JSON schema that the grammar does not enforce. Refuses a JSON
-        schema that can be neither enforced nor checked.
+        The grammar does not enforce these keywords, so finished answers are checked against the
+        schema. Raises RequestError if the schema cannot be used for that check either.
         """
         text, gaps = _limited_grammar(constraint, deadline)
         if gaps and constraint.notation == "json_schema":
@@ -266,7 +284,7 @@ class Grammars:
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """The bytes of all tokens, to compare them with texts that an answer must not have."""
+        """The bytes of each token in the vocabulary; built at first use, for excluded texts."""
         return TokenTexts(self._tokenizer)
 
     @cached_property
@@ -278,7 +296,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """A model's tokenizer with the interface that llguidance needs."""
+    """Gives llguidance a model's tokens and tokenizer in the form that it expects."""
 
     is_tokenizer_wrapper = True
 
@@ -298,7 +316,9 @@ class _Vocabulary:
 
 
 class GrammarMatcher:
-    """A compiled constraint, and the position of one request's output in its grammar.
+    """A constraint's compiled grammar, and how far one request's output has got in it.
+
+    It computes masks: which tokens of the vocabulary may come next.
 
     Attributes:
         gaps: keywords of JSON schemas that the grammar does not enforce. If there are any, the
@@ -314,7 +334,7 @@ class GrammarMatcher:
         constraint: Constraint,
         gaps: tuple[str, ...] = (),
     ) -> None:
-        """Begin at the start of the grammar, with no output of a request."""
+        """Begin at the start of the grammar, before any output."""
         self.gaps = gaps
         self._matcher = matcher
         self._is_shared = False  # whether other requests use `_matcher`, too
@@ -326,10 +346,10 @@ class GrammarMatcher:
         self.num_words = grammars.num_words
 
     def for_request(self, constraint: Constraint) -> GrammarMatcher:
-        """Return a matcher for a new request with the same constraint.
+        """Return a copy of the matcher for a new request with the same constraint.
 
-        The grammar is copied at the first use of the matcher. Copying a large grammar takes half a
-        millisecond, and a call may have a thousand requests.
+        llguidance's grammar is copied when the new matcher is used first: copying a large grammar
+        takes half a millisecond, and one call may submit a thousand requests.
         """
         assert not self._num_consumed
         matcher = GrammarMatcher(self._matcher, self._grammars, constraint, self.gaps)
@@ -346,7 +366,11 @@ class GrammarMatcher:
         parents: Sequence[int],
         out: NDArray[np.uint32],
     ) -> None:
-        """Write masks of the tokens that may come next, as `core.constraint.Matcher` says."""
+        """Write the mask of allowed tokens after `output`, and one after each draft token.
+
+        `parents` has the index of each draft's parent in the draft tree. `out` has one row for the
+        output and one for each draft, with one bit for each token (see `core.constraint.Matcher`).
+        """
         self._consume(output)
         _mask(self._matcher, out[0])
         self._check()
@@ -361,7 +385,7 @@ class GrammarMatcher:
     def _mask_drafts(
         self, drafts: Sequence[int], parents: Sequence[int], out: NDArray[np.uint32]
     ) -> None:
-        """Write a mask for each draft: the tokens that may follow it; none after a wrong draft."""
+        """Write the mask of allowed tokens after each draft; none after a draft that is wrong."""
         # A copy, so that a wrong draft that exceeds a limit of llguidance does not end the request.
         matcher = self._matcher.deep_copy()
         path = [ROOT]  # the drafts that the copy has consumed
@@ -385,9 +409,9 @@ class GrammarMatcher:
                 return
 
     def count_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` the grammar allows after `output`.
+        """Return how many tokens of a draft the grammar allows in sequence after `output`.
 
-        0 after a failure of llguidance.
+        The speculator cuts a draft there. 0 if llguidance has failed.
         """
         self._consume(output)
         if self._matcher.is_error():
@@ -395,16 +419,17 @@ class GrammarMatcher:
         return self._matcher.deep_copy().validate_tokens(list(tokens))
 
     def forced(self, output: Sequence[int]) -> Sequence[int]:
-        """Return tokens that must follow `output`, since the grammar leaves no choice.
+        """Return the next tokens after `output` if the grammar leaves no choice; empty otherwise.
 
-        llguidance ends the search at a limit.
+        The n-gram proposer drafts these tokens. llguidance's search has a limit, so there may be
+        more.
         """
         self._consume(output)
         # A copy, because a matcher is unusable after a search that reached the limit.
         return () if self._matcher.is_error() else self._matcher.deep_copy().compute_ff_tokens()
 
     def _consume(self, output: Sequence[int]) -> None:
-        """Advance the position in the grammar by the new tokens of the request's output."""
+        """Advance the grammar by the tokens of `output` that the matcher has not consumed yet."""
         if self._is_shared:
             self._matcher = self._matcher.deep_copy()
             self._is_shared = False
@@ -421,16 +446,20 @@ class GrammarMatcher:
 
 
 def _num_remainders(multiple: Decimal) -> Decimal:
-    """Return how many remainders division by a `multipleOf` can have.
+    """Return how many remainders division by a JSON schema's `multipleOf` can have.
 
-    A fraction is scaled to an integer first.
+    llguidance's automaton for the keyword has a state for each remainder, so a large number of
+    remainders needs larger limits. A fraction is scaled to an integer first.
     """
     _, digits, exponent = multiple.normalize().as_tuple()
     return Decimal((0, digits, max(int(exponent), 0)))
 
 
-def _walk(matcher: GrammarMatcher, rng: np.random.Generator, deadline: Deadline) -> None:
-    """Compute the masks of a random answer's first tokens, so that llguidance caches them."""
+def _warm_mask_cache(matcher: GrammarMatcher, rng: np.random.Generator, deadline: Deadline) -> None:
+    """Compute the masks along one random answer, so that llguidance caches them for requests.
+
+    Stops after `_WALK_TOKENS` tokens. Raises TimeoutError if the deadline is over.
+    """
     output: list[int] = []
     mask = np.zeros((1, matcher.num_words), np.uint32)
     while len(output) < _WALK_TOKENS:
@@ -447,11 +476,11 @@ def _mask(matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
 
 
 def _limited_grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
-    """Return llguidance's grammar of a constraint, with limited forced text.
+    """Return a constraint's grammar for llguidance, with long forced text disabled.
 
-    Also returns the keywords of a JSON schema that the grammar does not enforce. Forced text (text
-    without a choice) is not followed if it can be very long: llguidance would follow it to its end
-    within one step.
+    Forced text is text without a choice. llguidance would follow it to its end within one step,
+    which can take long, so a grammar that may force much text gets an option against this. Also
+    returns the keywords of a JSON schema that the grammar does not enforce.
     """
     from llguidance import LLMatcher
 
@@ -472,7 +501,7 @@ def _limited_grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, t
 def _grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
     """Return llguidance's grammar of a constraint that is not a JSON schema.
 
-    Also returns the keywords of JSON schemas in it that the grammar does not enforce.
+    Also returns the keywords that the grammar does not enforce, of JSON schemas inside the grammar.
     """
     from llguidance import grammar_from
 
@@ -493,10 +522,11 @@ def _grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str
 
 
 def _may_force(constraint: Constraint) -> bool:
-    """Whether llguidance may follow forced text, which has no choice of a next token.
+    """Whether llguidance may add forced text (text without a choice) under a constraint.
 
-    A client's grammar can force text of any length. Grammars in the notation "lark" come from us,
-    or from programs that use the library; where necessary they contain `NO_FORCING` themselves.
+    False if the forced text may be long. A client's grammar can force text of any length. Grammars
+    in the notation "lark" come from Twostroke itself, or from programs that use the library, and
+    contain `NO_FORCING` where necessary.
     """
     match constraint.notation:
         case "regex" | "choice":
@@ -506,7 +536,7 @@ def _may_force(constraint: Constraint) -> bool:
 
 
 def _disable_forcing(grammar: str) -> str:
-    """Return the grammar with an option by which llguidance follows no forced text.
+    """Return a grammar with the option that keeps llguidance from following forced text.
 
     A grammar is in Lark's notation, or one of llguidance's JSON objects.
     """
@@ -534,7 +564,7 @@ def _error(constraint: Constraint, why: str) -> RequestError:
 
 
 def _first_line(text: str) -> str:
-    """Return the first line of llguidance's error; later lines are about its internals."""
+    """Return the first line of llguidance's error message; later lines are about its internals."""
     if "Unsatisfiable schema" in text:
         text = "no value fits it"
     for message_part, explanation in _EXPLANATIONS.items():
@@ -547,10 +577,11 @@ def _first_line(text: str) -> str:
 
 
 def on_large_stack(function: Callable[[Argument], Result], argument: Argument) -> Result:
-    """Call `function(argument)` for llguidance in a thread with a large stack and low priority.
+    """Call `function(argument)` in a thread with a large stack and low priority; return its result.
 
-    llguidance follows rules that refer to each other by recursion, a stack frame for each rule, so
-    the stack must suffice for the longest grammar. Only the used part takes memory.
+    The compiler of grammars, llguidance, follows rules that refer to each other by recursion, a
+    stack frame for each rule, so the stack must suffice for the longest grammar. Only the used part
+    of the stack takes memory.
     """
     with ThreadPoolExecutor(1, "twostroke-grammar", _lower_priority) as thread, _stack_lock:
         before = threading.stack_size(_STACK_BYTES)

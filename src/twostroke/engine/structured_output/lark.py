@@ -26,14 +26,18 @@ TEXT: Final = r"TEXT: /(.|\n)*/"  # a rule for any text without special tokens
 def special_marks(marks: Iterable[str], tokenizer: Tokenizer) -> dict[str, int]:
     """Return the token ids of the marks that are special tokens, by mark.
 
-    Text rules of a grammar do not match special tokens.
+    Marks are texts such as `<tool_call>` that delimit parts of an answer. A grammar must name a
+    special token by its id, because text rules do not match special tokens.
     """
     ids = {mark: tokenizer.find(mark) for mark in marks if mark}
     return {mark: id_ for mark, id_ in ids.items() if id_ in tokenizer.special_ids}
 
 
 def to_lark(text: str, specials: Mapping[str, int]) -> str:
-    """Return a literal text in Lark's notation, in which marks in `specials` are tokens."""
+    """Return a grammar expression, in Lark's notation, that matches a literal text.
+
+    Marks in `specials` (token ids by text) become references to special tokens.
+    """
     cuts = re.split("|".join(f"({re.escape(mark)})" for mark in specials), text)
     parts = [part for part in (cuts if specials else [text]) if part]
     return " ".join(
@@ -43,25 +47,28 @@ def to_lark(text: str, specials: Mapping[str, int]) -> str:
 
 
 def text_until(name: str, mark: str, specials: Mapping[str, int]) -> str:
-    """Return a grammar rule for any text up to the first occurrence of a mark, with the mark."""
+    """Return a grammar rule that matches any text up to and with the first occurrence of a mark.
+
+    `name` is the rule's name. `specials` has the token ids of marks that are special tokens.
+    """
     if mark in specials:
         return f"{name}: TEXT {to_lark(mark, specials)}"
     return f"{name}[lazy]: TEXT {to_lark(mark, specials)}"
 
 
 def section_begin(preface: ReasoningSection, specials: Mapping[str, int]) -> str:
-    """Return the beginning of a reasoning section in Lark's notation."""
+    """Return a grammar expression, in Lark's notation, for the opening of a reasoning section."""
     mark = to_lark(preface.begin, specials)
     return mark if preface.begin in specials else rf"/\s{{0,{MAX_BLANKS}}}/ {mark}"
 
 
 def text_without_prefix(*terminals: str) -> str:
-    """Return the grammar rule `TEXT` for any text that begins with none of these terminals."""
+    """Return the grammar rule `TEXT`: any text that begins with none of the given terminals."""
     return f"{TEXT} & ~(({' | '.join(terminals)}) /(.|\\n)*/)" if terminals else TEXT
 
 
 def union_grammar(first: str, second: str) -> str:
-    """Return a grammar for the answers that either of two grammars allows.
+    """Return a grammar that allows the answers of two grammars, for a constraint's alternative.
 
     A grammar is in Lark's notation, or one of llguidance's JSON objects.
     """
@@ -70,7 +77,7 @@ def union_grammar(first: str, second: str) -> str:
 
 
 def with_prepared_schemas(rules: str, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
-    """Rewrite each JSON schema in a grammar's rules for llguidance.
+    """Rewrite the JSON schemas inside a grammar's rules into a form that llguidance compiles.
 
     Returns the rules, and the schemas' keywords that the grammar does not enforce. Each schema is a
     separate rule. Its `x-guidance` has options for the form of the JSON.
@@ -99,7 +106,7 @@ def with_prepared_schemas(rules: str, deadline: Deadline) -> tuple[str, tuple[st
 
 
 def with_reasoning_section(preface: ReasoningSection, grammar: str, tokenizer: Tokenizer) -> str:
-    """Return a grammar for answers with a reasoning section before text of `grammar`.
+    """Return a grammar for an optional reasoning section, and then text that `grammar` allows.
 
     A grammar is in Lark's notation, or one of llguidance's JSON objects.
     """
@@ -115,6 +122,6 @@ def with_reasoning_section(preface: ReasoningSection, grammar: str, tokenizer: T
 
 
 def _named(name: str, grammar: str) -> list[dict[str, object]]:
-    """Return a grammar as a list of llguidance's JSON objects, the first with a name."""
+    """Return a grammar as llguidance's JSON objects; rules can refer to the first by `name`."""
     parts = json.loads(grammar)["grammars"] if grammar[0] == "{" else [{"lark_grammar": grammar}]
     return [{**parts[0], "name": name}, *parts[1:]]

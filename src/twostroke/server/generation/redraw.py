@@ -22,7 +22,7 @@ from twostroke.engine.settling import (
     redrawn_params,
     settling,
 )
-from twostroke.engine.structured_output.schema.spans import HeldBack, checked_places
+from twostroke.engine.structured_output.schema.spans import HoldBackDetector, checked_paths
 from twostroke.engine.structured_output.schema.verify import UncheckedError
 from twostroke.server.generation.events import (
     AnswerFinished,
@@ -89,11 +89,11 @@ class AnswerGuard:
         self._calls = {}
         for tool in job.tools.functions if job.tools is not None else ():
             schema = json.dumps(tool.schema)
-            self._calls[tool.name] = _Rule(schema, tool.is_strict, checked_places(gaps, schema))
+            self._calls[tool.name] = _Rule(schema, tool.is_strict, checked_paths(gaps, schema))
         constraint = job.params.constraint
         self._text: _Rule | None = None
         if constraint is not None and constraint.notation == "json_schema":
-            paths = checked_places(gaps, constraint.text)
+            paths = checked_paths(gaps, constraint.text)
             self._text = _Rule(constraint.text, constraint.is_strict, paths)
 
     @property
@@ -233,7 +233,7 @@ class _Sent:
         self._blocks: list[ContentBlock] = []
         self._num_closed = 0
         self._num_sent: list[int] = []  # characters sent of each block
-        self._readers: list[HeldBack | None] = []
+        self._readers: list[HoldBackDetector | None] = []
         self._waiting: list[Event] = []  # the text may be a member name that occurs twice
 
     def release(self, events: list[Event], *, is_last: bool) -> list[Event]:
@@ -277,7 +277,7 @@ class _Sent:
         rule = self._guard.rule(block)
         self._blocks.append(block)
         self._num_sent.append(0)
-        self._readers.append(None if rule is None else HeldBack(rule.paths))
+        self._readers.append(None if rule is None else HoldBackDetector(rule.paths))
 
     def _note(self, event: Event) -> None:
         if isinstance(event, ContentAdded):

@@ -1,4 +1,4 @@
-"""Writes the arrays of a branch for llguidance."""
+"""Writes llguidance's schemas for the arrays that a JSON schema allows."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ _MAX_MIN_CONTAINS: Final = 64
 
 
 def arrays(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[Schema]:
-    """Yield schemas that allow the arrays of a schema's branch, for llguidance.
+    """Yield llguidance's schemas for the arrays that a branch of a JSON schema allows.
 
-    Keywords that these schemas do not enforce are added to the branch's gaps.
+    A branch is a set of keywords that a value must all fit. Keywords that the yielded schemas do
+    not enforce are added to the branch's gaps, so that finished answers are checked. `child`
+    returns the schema of an item.
     """
     listed = _distinct_arrays(branch, expander)
     if listed is not None:
@@ -63,9 +65,10 @@ def arrays(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[S
 def _containing_each(
     branch: SchemaBranch, keywords: Sequence[Contains], child: Child
 ) -> Iterator[Schema]:
-    """Yield schemas of arrays with an item for each of several `contains` keywords.
+    """Yield array schemas for several `contains` keywords, with a fitting item at fixed indices.
 
-    An item may fit several of them.
+    In place of the keywords, each yielded schema chooses an index for each keyword, among the first
+    `_MAX_POSITIONS`. The same item may fit several keywords.
     """
     high = branch.num_items.high
     for indices in product(range(_MAX_POSITIONS), repeat=len(keywords)):
@@ -77,9 +80,9 @@ def _containing_each(
 
 
 def _containing(branch: SchemaBranch, contains: Contains, child: Child) -> Iterator[Schema]:
-    """Yield schemas of arrays with a run of items that fit a `contains` keyword.
+    """Yield array schemas for one `contains` keyword, each with a run of fitting items.
 
-    If the number of such items is limited, no other items fit.
+    If `maxContains` limits the number of fitting items, the items outside the run must not fit.
     """
     low = contains.min_count
     high = branch.num_items.high
@@ -106,10 +109,13 @@ def _array_schema(
     fixed: Mapping[int, Sequence[Contains]] = _NO_ITEMS,
     limited: Contains | None = None,
 ) -> Iterator[Schema]:
-    """Yield the schema of a branch's arrays for llguidance, unless no array fits.
+    """Yield llguidance's schema of a branch's arrays; nothing if no array fits.
 
-    `fixed` has the `contains` that the items at some indices fit. If `limited` has a maximum, no
-    other items fit it.
+    Args:
+        branch: keywords of a JSON schema that a value must all fit.
+        child: returns the schema for an item that must fit some states.
+        fixed: for some indices, the `contains` keywords that the item must fit.
+        limited: a `contains` keyword; if it has a maximum, items elsewhere must not fit it.
     """
     parts = [*branch.arrays, *branch.unevaluated_items()]
     end = max(fixed, default=-1) + 1
@@ -144,10 +150,11 @@ def _array_schema(
 
 
 def _distinct_arrays(branch: SchemaBranch, expander: Expander) -> list[list[Any]] | None:
-    """Return all arrays that a branch's `uniqueItems` allows, if they are few.
+    """List all arrays that a branch's `uniqueItems` allows, if they are few.
 
-    Returns None without `uniqueItems`, if all items are different anyway, or if there are many
-    arrays; in the last case `uniqueItems` becomes a gap.
+    The list then replaces the keyword in the grammar. Returns None without `uniqueItems`, if items
+    are distinct anyway, or if the arrays are too many to list; in the last case `uniqueItems`
+    becomes a gap, which the check of the finished answer covers.
     """
     high = branch.num_items.high
     if branch.unique is None or (high is not None and high < 2):
@@ -168,10 +175,10 @@ def _distinct_arrays(branch: SchemaBranch, expander: Expander) -> list[list[Any]
 
 
 def _list_arrays(branch: SchemaBranch, expander: Expander, length: int) -> list[list[Any]] | None:
-    """Return all arrays of distinct items that a branch allows.
+    """List all arrays with distinct items that a branch of a JSON schema allows.
 
-    None if they are many, or items are not listed. From the index `length` on, all items have the
-    same schema.
+    None if they are too many, or a schema of items does not list its values. All items from the
+    index `length` on have the same schema.
     """
     low, high = branch.num_items.low, branch.num_items.high
     values_at: dict[int, dict[Any, Any] | None] = {}
@@ -206,7 +213,7 @@ def _list_arrays(branch: SchemaBranch, expander: Expander, length: int) -> list[
 
 
 def _are_items_disjoint(branch: SchemaBranch, expander: Expander, length: int) -> bool:
-    """Return whether no two of an array's first `length` items can be equal."""
+    """Return whether no two of an array's first `length` items can be equal, by their schemas."""
     states = [expander.state(branch.item(index)) for index in range(length)]
     return all(
         state is None or other is None or are_disjoint(state, other, expander)
@@ -216,9 +223,9 @@ def _are_items_disjoint(branch: SchemaBranch, expander: Expander, length: int) -
 
 
 def _values(expander: Expander, state: State) -> dict[Any, Any] | None:
-    """Return the values that fit a state (schemas that a value must all fit), by key.
+    """Return the values that fit a state (a set of schemas that a value must all fit), by key.
 
-    None if the state does not list its values.
+    The caller lists all arrays of such values. None if the schemas do not list their values.
     """
     values_by_key: dict[Any, Any] = {}
     for branch in expander.branches(state):

@@ -47,11 +47,11 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class UnsupportedError(ValueError):
-    """A regular expression has a part that is not regular, or its automaton is too large."""
+    """A JSON schema's pattern cannot become an automaton: it is not regular, or too large."""
 
 
 class PatternNode(NamedTuple):
-    """A part of a parsed regular expression: its kind and its parts."""
+    """A node of a parsed regular expression's tree: its kind, and its operands or child nodes."""
 
     kind: str
     parts: tuple[Any, ...] = ()
@@ -61,7 +61,7 @@ _ANYTHING: Final = PatternNode("repeat", (PatternNode("set", (_ANY,)), 0, None))
 
 
 class _Parser:
-    """Parses a regular expression of ECMA-262 into a tree."""
+    """Parses a JSON schema's pattern (a regular expression of ECMA-262) into a tree."""
 
     def __init__(self, source: str) -> None:
         self._source, self._offset = source, 0
@@ -156,9 +156,9 @@ class _Parser:
         return PatternNode("set", (self._escaped(),))
 
     def _escaped(self) -> Ranges:
-        """Return the characters of an escape sequence of the expression, as ranges.
+        """Return the characters for which an escape sequence stands, as ranges.
 
-        Its backslash has been read.
+        The backslash has been read already.
         """
         source, letter = self._source, self._source[self._offset]
         if letter.lower() in _SETS:
@@ -267,8 +267,8 @@ FALSE: Final = ("false",)
 END: Final = ("end",)
 
 
-def negate(formula: Formula) -> Formula:
-    """Return the opposite of a formula of an automaton."""
+def negate_formula(formula: Formula) -> Formula:
+    """Return the negation of an automaton's formula, a condition on the text that follows."""
     if formula == TRUE:
         return FALSE
     if formula == FALSE:
@@ -276,14 +276,17 @@ def negate(formula: Formula) -> Formula:
     return formula[1] if formula[0] == "not" else ("not", formula)
 
 
-def join(kind: str, formulas: Iterable[Formula]) -> Formula:
-    """Return the conjunction ("and") or disjunction ("or") of formulas of an automaton."""
+def join_formulas(kind: str, formulas: Iterable[Formula]) -> Formula:
+    """Return the simplified conjunction ("and") or disjunction ("or") of an automaton's formulas.
+
+    `kind` is "and" or "or".
+    """
     neutral, absorbing = (TRUE, FALSE) if kind == "and" else (FALSE, TRUE)
     parts: set[Formula] = set()
     for formula in formulas:
         parts |= set(formula[1]) if formula[0] == kind else {formula}
     parts.discard(neutral)
-    if absorbing in parts or any(negate(part) in parts for part in parts):
+    if absorbing in parts or any(negate_formula(part) in parts for part in parts):
         return absorbing
     if not parts:
         return neutral
@@ -291,7 +294,11 @@ def join(kind: str, formulas: Iterable[Formula]) -> Formula:
 
 
 class _Automaton:
-    """The alternating automaton of a regular expression, with trackers of earlier text."""
+    """An alternating automaton: a regular expression as formulas about the text that follows.
+
+    A formula combines conditions by "and", "or" and "not". Look-behind needs the text before: for
+    each look-behind, a tracker (an automaton of its own) follows the text from its start.
+    """
 
     def __init__(self, node: PatternNode, *, is_negated: bool = False) -> None:
         # For each position: its characters, and the formula of the text after one of them.
@@ -311,7 +318,11 @@ class _Automaton:
         self.start = self.formula(PatternNode("sequence", (_ANYTHING, node)), TRUE)
 
     def formula(self, node: PatternNode, after: Formula) -> Formula:
-        """Return the formula of texts that match a part of the expression, and then `after`."""
+        """Return the formula of a text that begins with a match of `node`, followed by `after`.
+
+        `node` is a part of the regular expression; `after` is the formula of the text after the
+        match.
+        """
         kind, parts = node
         self.num_steps += 1
         if self.num_steps > _MAX_POSITIONS:
@@ -325,48 +336,56 @@ class _Automaton:
                     after = self.formula(part, after)
                 return after
             case "either":
-                return join("or", [self.formula(part, after) for part in parts])
+                return join_formulas("or", [self.formula(part, after) for part in parts])
             case "repeat":
                 part, low, high = parts
                 return self._repeated(part, low, high, after)
         return self._assertion(kind, parts, after)
 
     def _assertion(self, kind: str, parts: tuple[Any, ...], after: Formula) -> Formula:
-        """Return the formula of an assertion, such as `^` or a look-ahead, and then `after`.
+        """Return the formula of an assertion, such as `^` or a look-ahead, followed by `after`.
 
-        An assertion consumes no character.
+        An assertion consumes no character. `kind` and `parts` come from its node in the tree.
         """
         if kind in {"edge", "not edge"}:
-            return self._edge(after, is_edge=kind == "edge")
+            return self._word_boundary(after, is_edge=kind == "edge")
         if kind in {"ahead", "not ahead"}:
             was_denied = self._is_denied
             if kind == "not ahead":
-                self._deny()
+                self._enter_negation()
             rule = self.formula(parts[0], TRUE)
             self._is_denied = was_denied
-            return join("and", (negate(rule) if kind == "not ahead" else rule, after))
+            return join_formulas(
+                "and", (negate_formula(rule) if kind == "not ahead" else rule, after)
+            )
         if kind == "end":
-            return join("and", (END, after))
+            return join_formulas("and", (END, after))
         if kind == "not behind":
-            self._deny()
+            self._enter_negation()
         if kind == "begin":
             return self._look_behind(PatternNode("set", (_ANY,)), FALSE, after)
         choice = (after, FALSE) if kind == "behind" else (FALSE, after)
         return self._look_behind(parts[0], if_so=choice[0], if_not=choice[1])
 
-    def _deny(self) -> None:
-        """Enter a part of the expression that must not match, such as a negative look-ahead."""
+    def _enter_negation(self) -> None:
+        """Note that the next part of the expression must not match, as in a negative look-ahead.
+
+        In such a part, line endings are left out of the resulting expression's characters.
+        """
         self._is_denied = True
         self.avoided = merge_ranges((*self.avoided, *_LINE_ENDS))
 
-    def _edge(self, after: Formula, *, is_edge: bool) -> Formula:
-        """Return the formula of a word boundary, or of its absence, between ASCII characters."""
+    def _word_boundary(self, after: Formula, *, is_edge: bool) -> Formula:
+        """Return the formula of a word boundary, or of its absence, followed by `after`.
+
+        Characters outside ASCII beside the boundary never match.
+        """
         word, other = PatternNode("set", (_WORD,)), PatternNode("set", (_NOT_ASCII,))
         if self._is_denied:
             self.avoided = merge_ranges((*self.avoided, *_NOT_ASCII))
         is_word, is_other = self.formula(word, TRUE), self.formula(other, TRUE)
-        inside = join("and", (is_word, after))
-        outside = join("and", (negate(is_word), negate(is_other), after))
+        inside = join_formulas("and", (is_word, after))
+        outside = join_formulas("and", (negate_formula(is_word), negate_formula(is_other), after))
         after_word, after_rest = (outside, inside) if is_edge else (inside, outside)
         after_rest = self._look_behind(other, if_so=FALSE, if_not=after_rest)
         return self._look_behind(word, if_so=after_word, if_not=after_rest)
@@ -377,20 +396,20 @@ class _Automaton:
             self._loops.append(lambda: FALSE)
             loop: Formula = ("loop", number)
             inner = self.formula(part, loop)
-            repeated = join("or", (inner, after))
+            repeated = join_formulas("or", (inner, after))
             self._loops[number] = lambda: repeated
             after = loop
         else:
             for _ in range(high - low):
-                after = join("or", (self.formula(part, after), after))
+                after = join_formulas("or", (self.formula(part, after), after))
         for _ in range(low):
             after = self.formula(part, after)
         return after
 
     def _look_behind(self, node: PatternNode, if_so: Formula, if_not: Formula) -> Formula:
-        """Return a formula that decides whether the text before ends with a match of a part.
+        """Return a condition on the text before: whether it ends with a match of `node`.
 
-        The formula is `if_so` then, and `if_not` otherwise.
+        The condition stands for the formula `if_so` if it does, and for `if_not` otherwise.
         """
         if self._is_tracking:
             raise UnsupportedError("it has a look-behind inside a look-behind")
@@ -406,9 +425,11 @@ class _Automaton:
     def resolved(
         self, formula: Formula, flags: tuple[bool, ...], open_loops: frozenset[int] = frozenset()
     ) -> Formula:
-        """Return a formula in which each condition on earlier text is decided.
+        """Return a formula in which each condition on the text before is decided.
 
-        `flags` are the results of the automata that track earlier text.
+        Loops are replaced by their formulas. `flags` say for each look-behind whether the text
+        before ends with a match. `open_loops` are the loops that were entered without consuming a
+        character.
         """
         self.num_steps += 1
         if self.num_steps > _MAX_STEPS:
@@ -422,16 +443,16 @@ class _Automaton:
                     return FALSE
                 return self.resolved(self._loops[formula[1]](), flags, open_loops | {formula[1]})
             case "not":
-                return negate(self.resolved(formula[1], flags, open_loops))
+                return negate_formula(self.resolved(formula[1], flags, open_loops))
             case "and" | "or":
                 parts = [self.resolved(part, flags, open_loops) for part in formula[1]]
-                return join(formula[0], parts)
+                return join_formulas(formula[0], parts)
         return formula
 
     def after(self, formula: Formula, code: int) -> Formula:
-        """Return the formula that the text after one more character must satisfy.
+        """Return the formula for the rest of the text once a character has been consumed.
 
-        `formula`, for the text with the character, is resolved.
+        `formula` is the condition on the text from this character on, without look-behind.
         """
         self.num_steps += 1
         match formula[0]:
@@ -441,13 +462,16 @@ class _Automaton:
             case "end":
                 return FALSE
             case "not":
-                return negate(self.after(formula[1], code))
+                return negate_formula(self.after(formula[1], code))
             case "and" | "or":
-                return join(formula[0], [self.after(part, code) for part in formula[1]])
+                return join_formulas(formula[0], [self.after(part, code) for part in formula[1]])
         return formula
 
     def classes(self) -> list[Ranges]:
-        """Return classes of characters; the automaton treats all characters of a class the same."""
+        """Return the classes of characters that the automaton does not tell apart, as ranges.
+
+        The deterministic automaton has one transition for each class.
+        """
         edges = {0, LAST_CODE + 1}
         for ranges, _ in self._next:
             edges |= {edge for low, high in ranges for edge in (low, high + 1)}
@@ -464,7 +488,7 @@ class _Automaton:
 
 
 def accepts_end(formula: Formula) -> bool:
-    """Return whether a resolved formula holds for the empty text, at the end of an answer."""
+    """Return whether the empty text satisfies an automaton's formula: a match may end here."""
     match formula[0]:
         case "true" | "end":
             return True
@@ -477,8 +501,8 @@ def accepts_end(formula: Formula) -> bool:
     return False
 
 
-class Table(NamedTuple):
-    """A deterministic automaton of a regular expression, as a table.
+class DfaTable(NamedTuple):
+    """A deterministic finite automaton (DFA) of a regular expression, as a table of transitions.
 
     Attributes:
         classes: the classes of characters.
@@ -493,27 +517,27 @@ class Table(NamedTuple):
     avoided: Ranges
 
 
-def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
-    """Return the deterministic automaton of the texts in which a regular expression matches.
+def build_dfa(node: PatternNode, *, is_negated: bool = False) -> DfaTable:
+    """Build the deterministic automaton of all texts in which a regular expression matches.
 
-    With `is_negated`, the automaton of the texts in which it does not match.
+    With `is_negated`, of all texts in which the expression does not match.
     """
     automaton = _Automaton(node, is_negated=is_negated)
     classes = automaton.classes()
     trackers = automaton.tracked
 
-    def settled(formula: Formula, tracked: tuple[Formula, ...]) -> tuple[Formula, ...]:
-        """Return a state of the deterministic automaton: its resolved formulas.
+    def state_of(formula: Formula, tracked: tuple[Formula, ...]) -> tuple[Formula, ...]:
+        """Return the state of the deterministic automaton for a set of formulas.
 
-        They are the formula of the rest of the text, and the formulas of the trackers of earlier
-        text.
+        The state is a tuple: the formula of the rest of the text, then each look-behind's formula,
+        with all conditions on earlier text decided.
         """
         nothing = (False,) * len(trackers)
         resolved_trackers = tuple(automaton.resolved(formula, nothing) for formula in tracked)
         flags = tuple(map(accepts_end, resolved_trackers))
         return (automaton.resolved(formula, flags), *resolved_trackers)
 
-    states = {settled(automaton.start, tuple(trackers)): 0}
+    states = {state_of(automaton.start, tuple(trackers)): 0}
     transitions: list[list[int]] = []
     final: list[bool] = []
     waiting = list(states)
@@ -523,7 +547,7 @@ def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
         row = []
         for ranges in classes:
             formulas = [automaton.after(formula, ranges[0][0]) for formula in state]
-            other = settled(formulas[0], tuple(formulas[1:]))
+            other = state_of(formulas[0], tuple(formulas[1:]))
             if other not in states:
                 states[other] = len(states)
                 waiting.append(other)
@@ -531,11 +555,11 @@ def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
                     raise UnsupportedError("its automaton is too large")
             row.append(states[other])
         transitions.append(row)
-    return _minimize(Table(classes, transitions, final, automaton.avoided))
+    return _minimize(DfaTable(classes, transitions, final, automaton.avoided))
 
 
-def _minimize(table: Table) -> Table:
-    """Return the smallest deterministic automaton that accepts the same texts."""
+def _minimize(table: DfaTable) -> DfaTable:
+    """Return the deterministic automaton with the fewest states that accepts the same texts."""
     block = [int(is_final is not table.final[0]) for is_final in table.final]
     while True:
         keys: dict[tuple[int, ...], int] = {}
@@ -555,11 +579,11 @@ def _minimize(table: Table) -> Table:
         [order[block[to]] for to in table.transitions[first[number]]] for number in by_order
     ]
     final = [table.final[first[number]] for number in by_order]
-    return Table(table.classes, transitions, final, table.avoided)
+    return DfaTable(table.classes, transitions, final, table.avoided)
 
 
-def to_expression(table: Table) -> str:
-    """Return a regular expression that matches the texts that a deterministic automaton accepts.
+def to_expression(table: DfaTable) -> str:
+    """Return a regular expression that matches exactly the texts that an automaton accepts.
 
     Raises:
         UnsupportedError: the expression would be too long, or no text is accepted.
@@ -592,7 +616,7 @@ def to_expression(table: Table) -> str:
         for source in into[state]:
             before = edges[source].pop(state)
             for to, after in outward.items():
-                path = _wrapped(before) + star + _wrapped(after)
+                path = _as_sequence_part(before) + star + _as_sequence_part(after)
                 old = edges[source].get(to)
                 edges[source][to] = path if old is None else _either(old, path)
         if sum(len(text) for row in edges.values() for text in row.values()) > 4 * _MAX_TEXT:
@@ -614,7 +638,7 @@ def _cost(edges: dict[int, dict[int, str]], state: int, sources: list[int]) -> i
 
 
 def _either(first: str, second: str) -> str:
-    """Return a regular expression that matches the texts of either of two expressions."""
+    """Return a regular expression that matches what either of two expressions matches."""
     if first == "":
         return f"{_grouped(second)}?"
     if second == "":
@@ -622,11 +646,8 @@ def _either(first: str, second: str) -> str:
     return f"{first}|{second}"
 
 
-def _wrapped(text: str) -> str:
-    """Return a regular expression that can stand in a sequence.
-
-    It becomes a group if it has alternatives.
-    """
+def _as_sequence_part(text: str) -> str:
+    """Return a regular expression in a form that can be concatenated: a group if it has `|`."""
     depth, is_escaped, in_set = 0, False, False
     for character in text:
         if is_escaped:
@@ -651,7 +672,7 @@ def _grouped(text: str) -> str:
 
 
 def _set_text(ranges: Ranges) -> str:
-    """Return the regular expression of a set of characters, given as ranges."""
+    """Return a set of characters in the notation of regular expressions, such as `[a-z]`."""
     if ranges == subtract_ranges(_ANY, _UNMENTIONED_CONTROLS):
         return r"[^\x{0}-\x{7}\x{b}\x{e}-\x{1f}\x{7f}]"
     parts = []
@@ -663,35 +684,35 @@ def _set_text(ranges: Ranges) -> str:
 
 
 def without_look_around(source: str) -> tuple[str, ...] | None:
-    """Return regular expressions without look-around that together replace a pattern.
+    """Rewrite a JSON schema's pattern as regular expressions without look-around or inner anchors.
 
-    The pattern matches in the texts that match all of the expressions. Each expression matches
-    whole texts. None if the pattern is not regular, or too large.
+    llguidance supports neither. The pattern matches in a text if all returned expressions match the
+    whole text. None if the pattern is not regular, or too large.
     """
     try:
         conjuncts = _conjuncts(_Parser(source).pattern())
-        return tuple(f"^(?:{to_expression(table_of(node))})$" for node in conjuncts)
+        return tuple(f"^(?:{to_expression(build_dfa(node))})$" for node in conjuncts)
     except (UnsupportedError, RecursionError):
         return None
 
 
 @lru_cache(MAX_CACHED)
 def opposite_pattern(source: str) -> str | None:
-    """Return a regular expression for the texts in which a pattern does not match.
+    """Return a regular expression for all texts in which a JSON schema's pattern does not match.
 
-    None if the pattern is not regular, or too large.
+    Used for a pattern under `not`. None if the pattern is not regular, or too large.
     """
     try:
-        table = table_of(_Parser(source).pattern(), is_negated=True)
+        table = build_dfa(_Parser(source).pattern(), is_negated=True)
         return f"^(?:{to_expression(table)})$"
     except (UnsupportedError, RecursionError):
         return None
 
 
 def _conjuncts(node: PatternNode) -> list[PatternNode]:
-    """Split look-arounds at both ends off a pattern.
+    """Split a pattern with look-around at its ends into patterns that a text must all match.
 
-    A text matches the pattern if it matches all of the returned patterns.
+    Separate patterns have smaller automata than the whole pattern.
     """
     parts = list(node.parts) if node.kind == "sequence" else [node]
     conjuncts: list[PatternNode] = []

@@ -28,7 +28,7 @@ class SchemaItem(NamedTuple):
 
     @property
     def flipped(self) -> SchemaItem:
-        """The same schema with the opposite `holds`."""
+        """The opposite: values must not fit the schema if they had to, and vice versa."""
         return SchemaItem(self.node, not self.holds)
 
 
@@ -40,14 +40,17 @@ Scope = tuple[int, ...]
 
 
 class ObjectPart(NamedTuple):
-    """The `properties`, `patternProperties` and `additionalProperties` of one JSON schema.
+    """One JSON schema's `properties`, `patternProperties` and `additionalProperties`, as states.
+
+    A state is a set of schemas that a value must all fit.
 
     Attributes:
         names: the state of each named member.
         patterns: the state of members whose names match a pattern.
         others: the state of all other members.
         is_open: whether the schema has no `additionalProperties`.
-        scope: the applications of schemas that the keywords lie in.
+        scope: the `unevaluated*` keywords of outer schemas that these keywords count for, by
+            number.
     """
 
     names: dict[str, State | None]
@@ -57,20 +60,23 @@ class ObjectPart(NamedTuple):
     scope: Scope = ()
 
     def of(self, name: str) -> tuple[State | None, ...]:
-        """Return the states (sets of schemas) that the object's member with this name must fit."""
+        """Return the states (sets of schemas) that an object's member with this name must fit."""
         states = [self.names[name]] if name in self.names else []
         states += [state for pattern, state in self.patterns.items() if matches(pattern, name)]
         return tuple(states) or (self.others,)
 
 
 class ArrayPart(NamedTuple):
-    """The `prefixItems` and `items` of one JSON schema.
+    """One JSON schema's `prefixItems` and `items`, as states.
+
+    A state is a set of schemas that a value must all fit.
 
     Attributes:
         first: the states of the first items.
         others: the state of all other items.
         is_open: whether the schema has no `items` for the other items.
-        scope: the applications of schemas that the keywords lie in.
+        scope: the `unevaluated*` keywords of outer schemas that these keywords count for, by
+            number.
     """
 
     first: tuple[State | None, ...]
@@ -84,7 +90,7 @@ class ArrayPart(NamedTuple):
 
 
 class Contains(NamedTuple):
-    """A JSON schema's `contains`: from `min_count` to `max_count` array items fit a schema."""
+    """A JSON schema's `contains`: `min_count` to `max_count` array items must fit a schema."""
 
     item: SchemaItem
     min_count: int
@@ -94,9 +100,11 @@ class Contains(NamedTuple):
 
 
 class Unevaluated(NamedTuple):
-    """An `unevaluated*` keyword: the state of members or items that no other keyword evaluates.
+    """A JSON schema's `unevaluatedProperties` or `unevaluatedItems`.
 
-    `application` numbers the application of the keyword's schema.
+    `state` has the schemas for all members or items that no other keyword evaluates. `application`
+    is the number of this use of the schema: other keywords count for it if their scope has the
+    number.
     """
 
     application: int
@@ -106,9 +114,9 @@ class Unevaluated(NamedTuple):
 
 
 class Alternatives(NamedTuple):
-    """Alternatives of a JSON schema's keyword such as `anyOf`; a value must fit one of them.
+    """The alternatives of a JSON schema's keyword such as `anyOf`: a value must fit one of them.
 
-    If they are not exact, they allow some values that the keyword does not allow.
+    If they are not exact, they also allow some values that the keyword forbids.
     """
 
     alternatives: tuple[tuple[State, Scope], ...]
@@ -117,13 +125,13 @@ class Alternatives(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A range of string lengths or of item counts: from `low` to `high`, or without an end."""
+    """A range of string lengths or item counts, from `low` to `high` (None: without limit)."""
 
     low: int = 0
     high: int | None = None
 
     def narrowed(self, low: int = 0, high: int | None = None) -> Range:
-        """Return the intersection with a range from `low` to `high`."""
+        """Return the intersection of the range with one from `low` to `high`."""
         highs = [limit for limit in (self.high, high) if limit is not None]
         return Range(max(self.low, low), min(highs, default=None))
 
@@ -138,7 +146,10 @@ class Range(NamedTuple):
 
 
 class SchemaBranch:
-    """Keywords of JSON schemas that a value must all fit, as limits for each type of values.
+    """A branch of JSON schemas: limits that a value must all fit, for each type of values.
+
+    The schemas that a value must fit become a union of branches, in which `anyOf` and other
+    alternatives are resolved. Each branch is then written as a simple schema for llguidance.
 
     Attributes:
         kinds: the types of values that are allowed.
@@ -160,14 +171,14 @@ class SchemaBranch:
         unique: the location of `uniqueItems`, if items must be distinct.
         unevaluated: the `unevaluated*` keywords.
         choices: alternatives that are not resolved yet.
-        gaps: locations of keywords that are not enforced, and the type that each is about ("" for
-            all types).
+        gaps: locations of keywords that are not enforced, and the type that each is about (""
+            for all types).
         seen: the schemas that were added already.
         is_touched: whether anything but choices was added.
     """
 
     def __init__(self) -> None:
-        """Begin with all JSON values allowed."""
+        """Begin without limits: all JSON values are allowed."""
         self.kinds = frozenset(KINDS)
         self.values: dict[Any, Any] | None = None
         self.excluded: dict[Any, Any] = {}
@@ -201,15 +212,19 @@ class SchemaBranch:
         return other
 
     def add_gap(self, location: str, kind_: str = "") -> None:
-        """Record a schema's keyword that the grammar does not enforce, and its type of values."""
+        """Record a schema's keyword that the grammar will not enforce.
+
+        Finished answers are then checked against the schema. `kind_` is the type of values that the
+        keyword is about; empty for all types.
+        """
         self.gaps.setdefault(location, kind_)
 
     def exclude(self, values: Sequence[Any]) -> None:
-        """Disallow these JSON values."""
+        """Disallow these JSON values in the branch."""
         self.excluded |= {key(value): value for value in values}
 
     def limit_values(self, values: Sequence[Any]) -> None:
-        """Allow only these JSON values, if they were allowed before."""
+        """Allow only these JSON values, without values that earlier keywords excluded."""
         allowed = {key(value): value for value in values}
         if self.values is not None:
             allowed = {name: value for name, value in self.values.items() if name in allowed}
@@ -235,7 +250,10 @@ class SchemaBranch:
         self.multiple = new
 
     def add_part(self, part: ObjectPart) -> None:
-        """Add a schema's keywords about the members of objects."""
+        """Add one JSON schema's keywords about members of objects to the branch.
+
+        Schemas that only list members are kept in `simple_members`, which is faster.
+        """
         self.member_names |= dict.fromkeys(part.names)
         if part.patterns or not part.is_open or part.scope:
             self.objects.append(part)
@@ -244,9 +262,9 @@ class SchemaBranch:
             self.simple_members[name] = (*self.simple_members.get(name, ()), state)
 
     def object_parts(self) -> list[ObjectPart]:
-        """Return all keywords about members of objects, `unevaluatedProperties` included.
+        """Return the parts about members of objects, `unevaluatedProperties` included.
 
-        `simple_members` are left out.
+        Members from schemas that only list members (`simple_members`) are left out.
         """
         return [
             *self.objects,
@@ -254,9 +272,9 @@ class SchemaBranch:
         ]
 
     def unevaluated_items(self, excluded_scope: Scope = ()) -> list[ArrayPart]:
-        """Return the limits that `unevaluatedItems` sets on array items.
+        """Return the array parts that stand for the branch's `unevaluatedItems` keywords.
 
-        Applications of schemas in `excluded_scope` are left out.
+        Keywords whose number is in `excluded_scope` are left out: they count an item as evaluated.
         """
         parts = []
         for keyword in self._unevaluated_of(is_of_objects=False):
@@ -280,10 +298,7 @@ class SchemaBranch:
         return ObjectPart(names, patterns, keyword.state, is_open=False)
 
     def _is_evaluated(self, keyword: Unevaluated) -> bool:
-        """Whether an `unevaluated*` keyword has no effect.
-
-        Another such keyword in its application evaluates everything then.
-        """
+        """Whether an `unevaluated*` keyword has no effect: an inner one covers everything."""
         return any(
             keyword.application in other.scope and keyword.is_of_objects == other.is_of_objects
             for other in self.unevaluated
@@ -295,7 +310,7 @@ class SchemaBranch:
     def member(self, name: str, parts: Sequence[ObjectPart] | None = None) -> list[State | None]:
         """Return the states (sets of schemas) that an object's member with this name must fit.
 
-        `parts` are the `object_parts`, if they are computed already.
+        `parts` are the branch's `object_parts`, if the caller has computed them already.
         """
         parts = self.object_parts() if parts is None else parts
         states = [state for part in parts for state in part.of(name)]
@@ -306,9 +321,9 @@ class SchemaBranch:
         return [part.of(index) for part in [*self.arrays, *self.unevaluated_items()]]
 
     def allowed(self) -> list[Any] | None:
-        """Return the allowed values if the branch lists them, without objects and arrays.
+        """Return the scalar values that the branch allows, if it lists them; otherwise None.
 
-        None if values are not listed.
+        `const` and `enum` list values, as do the types null and boolean.
         """
         if self.values is None:
             if self.kinds - {"null", "boolean"}:
@@ -321,7 +336,10 @@ class SchemaBranch:
         return [value for value in self.values.values() if self.is_allowed(value)]
 
     def is_possible(self) -> bool:
-        """Return whether any value may fit the branch; members and items are not examined."""
+        """Return whether the branch may allow any value; types without allowed values are removed.
+
+        Members of objects and items of arrays are not examined.
+        """
         kinds = set(self.kinds)
         if not self.has_range():
             kinds -= _NUMBERS
@@ -337,7 +355,7 @@ class SchemaBranch:
         return bool(self.kinds)
 
     def has_range(self) -> bool:
-        """Whether there is a number between the bounds of numbers."""
+        """Whether any number is between the branch's lower and upper bound."""
         if self.minimum is None or self.maximum is None:
             return True
         (low, is_low_open), (high, is_high_open) = self.minimum, self.maximum
@@ -349,7 +367,7 @@ class SchemaBranch:
         return bool(low < high or (low == high and not is_low_open and not is_high_open))
 
     def is_allowed(self, value: Any) -> bool:
-        """Whether a scalar JSON value is within the branch's limits."""
+        """Whether a scalar JSON value is within all limits of the branch."""
         if kind(value) not in self.kinds or key(value) in self.excluded:
             return False
         if isinstance(value, str):
@@ -360,7 +378,7 @@ class SchemaBranch:
         return True
 
     def has_number(self, value: Any) -> bool:
-        """Whether a number is within the bounds, and a multiple of `multiple`."""
+        """Whether a number is within the branch's bounds, and a multiple of its `multipleOf`."""
         low, high = self.minimum, self.maximum
         if low is not None and (value < low[0] or (low[1] and value == low[0])):
             return False
@@ -380,7 +398,7 @@ def kind(value: object) -> str:
 
 
 def key(value: Any) -> Any:
-    """Return a hashable key that only equal JSON values share."""
+    """Return a hashable key of a JSON value, the same for equal values only."""
     if isinstance(value, list):
         return ("array", *map(key, value))
     if isinstance(value, dict):

@@ -35,13 +35,14 @@ _OLD_DRAFTS: Final = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07"
 
 
 class Resource:
-    """A JSON schema with an identifier (`$id`), and the anchors in it.
+    """A JSON schema, or a part of one, with its own identifier (`$id`) and the anchors in it.
 
-    `is_old` says whether it follows a draft before 2019, in which `$ref` hides its neighbours.
+    References name a resource and an anchor. `is_old` says whether the schema follows a draft
+    before 2019, in which `$ref` hides the keywords beside it.
     """
 
     def __init__(self, uri: str, root: dict[str, Any], *, is_old: bool) -> None:
-        """Begin without anchors in the schema."""
+        """Register a schema at a URI, without anchors yet."""
         self.uri = uri
         self.root = root
         self.is_old = is_old
@@ -50,7 +51,7 @@ class Resource:
 
 
 class Node:
-    """A JSON schema or subschema at its location.
+    """A JSON schema or subschema in a document, with its location.
 
     Nodes are compared by identity: a location has one node.
     """
@@ -58,13 +59,13 @@ class Node:
     __slots__ = ("path", "resource", "schema")
 
     def __init__(self, schema: dict[str, Any], path: str, resource: Resource) -> None:
-        """Hold `schema`, whose JSON pointer in `resource` is `path`."""
+        """Wrap a schema, whose JSON pointer in `resource` is `path`."""
         self.schema = schema
         self.path = path
         self.resource = resource
 
     def location(self, keyword: str) -> str:
-        """Return a keyword of the schema with the schema's JSON pointer, for errors.
+        """Return a keyword with its schema's JSON pointer, for errors and gaps: `minimum (/items)`.
 
         `#` is the root.
         """
@@ -100,7 +101,7 @@ class Document:
         self.root = self._nodes[id(schema)]
 
     def node(self, schema: dict[str, Any], outer: Node) -> Node:
-        """Return the node of a subschema inside the schema of the node `outer`."""
+        """Return the node of a subschema, made if necessary; `outer` is the node of its parent."""
         node = self._nodes.get(id(schema))
         if node is None:
             node = Node(schema, outer.path, outer.resource)
@@ -108,14 +109,17 @@ class Document:
         return node
 
     def derived(self, schema: dict[str, Any], outer: Node, key: object = None) -> Node:
-        """Return a node of a new schema, derived from the node `outer`: one node for each `key`."""
+        """Return the node of a schema that was made from a part of the document, such as a `not`.
+
+        The same `key` gives the same node. For errors, the new schema has the location of `outer`.
+        """
         key = (json.dumps(schema, default=str) if key is None else key, id(outer.resource))
         if key not in self._derived:
             self._derived[key] = self.node(schema, outer)
         return self._derived[key]
 
     def resolve(self, node: Node, reference: str) -> dict[str, Any] | bool:
-        """Return the schema to which a `$ref` in the schema of `node` refers.
+        """Return the schema to which a `$ref` in a node's schema refers.
 
         Raises:
             ValueError: this document has no such schema.
@@ -137,7 +141,10 @@ class Document:
         return target
 
     def resolve_dynamic(self, node: Node, reference: str) -> dict[str, Any] | bool | None:
-        """Return the schema to which a `$dynamicRef` refers; None if that depends on the value."""
+        """Return the schema to which a `$dynamicRef` in a node's schema refers.
+
+        None if the schema differs between the values that are validated.
+        """
         fragment = reference.partition("#")[2]
         target = self.resolve(node, reference)
         if not isinstance(target, dict) or target.get("$dynamicAnchor") != fragment:
@@ -152,9 +159,9 @@ class Document:
         return target if len(resources) == 1 else None
 
     def _follow_pointer(self, resource: Resource, pointer: str) -> object:
-        """Return the part of a JSON schema that a JSON pointer names; None if there is none.
+        """Return the part of a resource's schema that a JSON pointer names; None if there is none.
 
-        A schema is indexed.
+        A part that is a schema gets a node, even at a location that usually has no schema.
         """
         value: Any = resource.root
         outer = self._nodes[id(value)]
@@ -193,7 +200,10 @@ class Document:
             )
 
     def _resource_of(self, schema: dict[str, Any], outer: Resource) -> Resource:
-        """Return the resource (schema with an `$id`) of a subschema, and register its anchors."""
+        """Return a subschema's resource: a new one if it has an `$id`, else the outer schema's.
+
+        Also registers the subschema's anchors.
+        """
         resource = outer
         identifier = schema.get("$id", schema.get("id"))
         is_hidden = outer.is_old and "$ref" in schema
@@ -233,7 +243,7 @@ def _subschemas(schema: dict[str, Any], outer_path: str) -> Iterator[tuple[Any, 
 
 
 def _joined(path: str, step: str) -> str:
-    """Return a JSON pointer with one more step, for errors; of a long pointer, only the end."""
+    """Return a JSON pointer with one more step, for errors, or only the end of a long pointer."""
     return f"{path}/{step}"[-_MAX_QUOTED_CHARS - 1 :]
 
 
@@ -249,7 +259,7 @@ def _joined_uri(base: str, uri: str) -> str:
 
 
 def _number(text: str) -> int | Decimal:
-    """Return a JSON number exactly: an integer if it is whole, so that `2.0` is 2."""
+    """Return a JSON number exactly: an integer if it is whole (`2.0` is 2), else a Decimal."""
     try:
         value = Decimal(text)
     except InvalidOperation:
@@ -264,7 +274,7 @@ def _no_number(text: str) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number, as `Document` parses numbers."""
+    """Whether a value of a parsed document is a number; a boolean is not."""
     return isinstance(value, int | Decimal) and not isinstance(value, bool)
 
 
@@ -308,13 +318,13 @@ _SHAPES: Final[dict[str, Callable[[object], bool]]] = {
 
 
 class Deadline:
-    """A time limit for compiling a schema.
+    """The time at which compiling a JSON schema must end.
 
-    All deadlines are equal, so that a cache ignores them in its keys.
+    All deadlines are equal, so that the cache of prepared schemas ignores them.
     """
 
     def __init__(self, limit_s: float = math.inf) -> None:
-        """Start the time limit now."""
+        """Start a time limit of `limit_s` seconds now."""
         self._limit_s = limit_s
         self._at_s = time.monotonic() + limit_s
 
@@ -324,9 +334,9 @@ class Deadline:
             raise TimeoutError(f"took longer than {self._limit_s:g} s to compile: simplify it.")
 
     def __eq__(self, other: object) -> bool:
-        """Whether `other` is a deadline, too: all deadlines are equal."""
+        """Whether `other` is a deadline: all deadlines are equal, so that caches ignore them."""
         return isinstance(other, Deadline)
 
     def __hash__(self) -> int:
-        """Return the same hash for all deadlines."""
+        """Return the same hash for all deadlines, so that caches ignore them."""
         return 0

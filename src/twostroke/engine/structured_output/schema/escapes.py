@@ -30,15 +30,19 @@ _ESCAPE: Final = re.compile(r"\\u\{[0-9a-f]+\}")  # the spelling of control char
 
 
 def needs_escapes(schema: Schema) -> bool:
-    """Whether strings of a prepared JSON schema need escapes of control characters."""
+    """Whether answers for a rewritten JSON schema may need escaped control characters in strings.
+
+    True if an `enum` or pattern names such characters. The grammar then allows escapes in strings.
+    """
     return any(map(_names_control, _schemas(schema)))
 
 
 def with_plain_strings(schema: Schema) -> bool:
-    """Exclude control characters from strings and names of a JSON schema.
+    """Forbid control characters in the strings and names of a schema that do not mention them.
 
-    Strings and names whose schemas mention control characters are left unchanged. Returns whether
-    this also excludes some members that the schema allows without listing them.
+    Changes the schema, and returns whether this also forbids some members that the original schema
+    allows without listing them. Used if other strings of the schema need escaped control
+    characters.
     """
     has_excluded_members = False
     for part in _schemas(schema):
@@ -56,7 +60,7 @@ def with_plain_strings(schema: Schema) -> bool:
 
 
 def _other_names(names: Iterable[str]) -> str | None:
-    """Return a pattern for member names besides these, without control characters.
+    """Return a pattern for member names other than these, without control characters.
 
     None if the pattern would be too large.
     """
@@ -67,7 +71,7 @@ def _other_names(names: Iterable[str]) -> str | None:
 
 
 def _names_control(schema: Schema) -> bool:
-    """Whether a JSON schema, without its subschemas, mentions a control character."""
+    """Whether a JSON schema's `enum` or patterns, without subschemas, name a control character."""
     texts = [value for value in schema.get("enum", ()) if isinstance(value, str)]
     if any(not _CONTROLS.isdisjoint(text) for text in texts):
         return True
@@ -76,7 +80,7 @@ def _names_control(schema: Schema) -> bool:
 
 
 def _schemas(schema: Any) -> Iterator[Schema]:
-    """Yield a prepared JSON schema and all its subschemas."""
+    """Yield a rewritten JSON schema and all its subschemas."""
     if isinstance(schema, dict):
         yield schema
         for keyword in ("anyOf", "allOf", "prefixItems"):

@@ -53,14 +53,14 @@ _ASSERTIONS: Final = (
 
 
 class Expander:
-    """Expands the states of a JSON schema into branches, and caches them.
+    """Expands the schemas of a JSON schema document into branches, and caches the results.
 
-    A state is a set of schemas that a value must all fit. A branch is a set of keywords that a
-    value must all fit; a value fits the state if it fits a branch.
+    A state is a set of schemas that a value must all fit. A branch is a set of limits that a value
+    must all fit. A value fits a state if it fits any of the state's branches.
     """
 
     def __init__(self, document: Document, deadline: Deadline) -> None:
-        """Expand the schemas of `document` within the deadline."""
+        """Prepare to expand a document's schemas; methods raise TimeoutError after the deadline."""
         self.document = document
         self._deadline = deadline
         self.work = 0
@@ -71,9 +71,10 @@ class Expander:
         self._applications = 0
 
     def state(self, states: Iterable[State | None]) -> State | None:
-        """Return the state of the values that fit all of some states, in its simplest form.
+        """Combine states (sets of schemas) into the state of the values that fit all of them.
 
-        None if no value fits.
+        References and `allOf` are replaced by the schemas that they name, so that equal states are
+        found equal. None if no value fits.
         """
         items: dict[SchemaItem, None] = {}
         seen: set[SchemaItem] = set()
@@ -96,9 +97,10 @@ class Expander:
         return tuple(items)
 
     def _simplified(self, item: SchemaItem) -> list[SchemaItem | None] | None:
-        """Return the schemas to which a schema only refers, by `$ref` or `allOf`.
+        """Return the schemas that replace a schema with a single keyword such as `$ref` or `allOf`.
 
-        None if it has further keywords.
+        An empty list means that the schema allows every value, and None in the list that no value
+        fits. None if the schema must stay as it is.
         """
         node, holds = item
         schema = node.schema
@@ -121,7 +123,10 @@ class Expander:
         return None
 
     def _item(self, schema: AnySchema, outer: Node, *, holds: bool = True) -> SchemaItem | None:
-        """Return the item of a subschema inside the schema of `outer`; None if no value fits."""
+        """Return a subschema as an item that must fit or, without `holds`, must not fit.
+
+        `outer` is the node of the schema around it. None if no value fits.
+        """
         if isinstance(schema, bool):
             return (
                 None if schema is not holds else SchemaItem(self.document.derived({}, outer, "any"))
@@ -129,7 +134,7 @@ class Expander:
         return SchemaItem(self.document.node(schema, outer), holds)
 
     def keywords(self, state: State) -> list[str]:
-        """Return the keywords of the schemas of a state, each with its JSON pointer, for errors."""
+        """Return the keywords of a state's schemas with their JSON pointers, for error messages."""
         return [
             item.node.location(keyword)
             for item in state
@@ -138,12 +143,20 @@ class Expander:
         ]
 
     def state_of(self, schema: AnySchema, outer: Node) -> State | None:
-        """Return the state of a subschema inside the schema of `outer`; None if no value fits."""
+        """Return the state with a single subschema; None if no value fits.
+
+        `outer` is the node of the schema around it.
+        """
         item = self._item(schema, outer)
         return None if item is None else (item,)
 
     def branches(self, state: State) -> list[SchemaBranch]:
-        """Return the branches of a state: a value fits the state if it fits a branch."""
+        """Return the branches of a state (a set of schemas): a value fits the state if it fits one.
+
+        Raises:
+            ValueError: the alternatives combine to too many cases.
+            TimeoutError: the deadline is over.
+        """
         if state not in self._branches:
             self._open.add(state)
             self._branches[state] = []  # a state may depend on itself
@@ -152,9 +165,10 @@ class Expander:
         return self._branches[state]
 
     def alternatives(self, state: State) -> Alternatives | None:
-        """Return the alternatives of a state that has only one keyword, such as `anyOf`.
+        """Return the alternatives of a state (a set of schemas) with a single keyword like `anyOf`.
 
-        None if the state has other keywords.
+        The caller then writes a simple union instead of combining them. None if there are other
+        keywords.
         """
         branch = self._unexpanded(state)
         if branch.is_touched or len(branch.choices) != 1 or branch.unevaluated or branch.gaps:
@@ -162,7 +176,7 @@ class Expander:
         return branch.choices[0]
 
     def _unexpanded(self, state: State) -> SchemaBranch:
-        """Return the branch of a state before its alternatives are resolved."""
+        """Return a state's limits as one branch, in which `anyOf` and the like are unresolved."""
         if state not in self._started:
             self._started[state] = SchemaBranch()
             self._apply(self._started[state], [(item, ()) for item in state])
@@ -197,7 +211,10 @@ class Expander:
         return done
 
     def _is_possible(self, branch: SchemaBranch) -> bool:
-        """Return whether a value may fit a branch; an object's required members are examined."""
+        """Return whether any value may fit a branch, from its limits and its required members.
+
+        Disallows objects in the branch if a required member has no possible value.
+        """
         if not branch.is_possible():
             return False
         if "object" not in branch.kinds:
@@ -212,14 +229,18 @@ class Expander:
         return bool(branch.kinds)
 
     def _is_empty(self, state: State) -> bool:
-        """Whether a state has no branch, so that no value fits.
+        """Whether no value fits a state (a set of schemas).
 
-        A state that is being expanded counts as not empty.
+        A state that contains itself, and is still being expanded, counts as not empty.
         """
         return state not in self._open and not self.branches(state)
 
     def _apply(self, branch: SchemaBranch, items: Sequence[tuple[SchemaItem, Scope]]) -> None:
-        """Add the keywords of schemas, and of the schemas that they refer to, to a branch."""
+        """Add the limits of schemas, and of the schemas that they refer to, to a branch.
+
+        Each item comes with its scope: the outer `unevaluated*` keywords that its keywords count
+        for.
+        """
         tasks: list[tuple[Node, str | None, Scope, bool]] = [
             (item.node, None, scope, item.holds) for item, scope in reversed(items)
         ]
@@ -256,7 +277,11 @@ class Expander:
     def _keyword(
         self, branch: SchemaBranch, node: Node, keyword: str, scope: Scope
     ) -> list[SchemaItem]:
-        """Add a schema's keyword to a branch; return the schemas that a value must fit as well."""
+        """Add one keyword of a schema to a branch.
+
+        Returns further schemas that the value must fit, such as the elements of `allOf`, for the
+        caller to add.
+        """
         value = node.schema[keyword]
         if keyword in _IN_PLACE:
             items = self._in_place(branch, node, keyword)
@@ -282,9 +307,10 @@ class Expander:
         return []
 
     def _parts(self, branch: SchemaBranch, node: Node, keyword: str, scope: Scope) -> None:
-        """Add a schema's keyword about members or items to a branch.
+        """Add a schema's keyword about members of objects or items of arrays to a branch.
 
-        Keywords that belong together are added once.
+        Keywords that depend on each other, such as `properties` and `additionalProperties`, are
+        added together, at the first of them.
         """
         for group in (_OBJECT, _ARRAY):
             if keyword in group and keyword != next(name for name in node.schema if name in group):
@@ -315,7 +341,10 @@ class Expander:
                 branch.kinds -= {"array"}
 
     def _in_place(self, branch: SchemaBranch, node: Node, keyword: str) -> list[SchemaItem | None]:
-        """Return the schemas that a value must fit as well because of a keyword such as `allOf`."""
+        """Return the schemas that the same value must fit because of `allOf`, `not` or a reference.
+
+        None in the list means that no value fits.
+        """
         value = node.schema[keyword]
         match keyword:
             case "allOf":
@@ -331,7 +360,7 @@ class Expander:
         return [self._item(schema, node)]
 
     def _choices(self, node: Node, keyword: str, scope: Scope) -> Iterator[Alternatives]:
-        """Yield the alternatives of a schema's keyword such as `anyOf`; a value must fit one."""
+        """Yield the alternatives of a schema's keyword such as `anyOf`: a value must fit one."""
         value = node.schema[keyword]
         location = node.location(keyword)
         match keyword:
@@ -368,7 +397,10 @@ class Expander:
         return SchemaItem(self.document.derived(schema, node, key))
 
     def _choice_of_values(self, node: Node, keyword: str, values: Sequence[Any]) -> Alternatives:
-        """Return the alternatives of an `enum` or `const`; objects and arrays become schemas."""
+        """Return the alternatives of an `enum` or `const` that lists objects or arrays.
+
+        Each object or array becomes a schema that allows only this value.
+        """
         scalars = [value for value in values if not isinstance(value, list | dict)]
         schemas: list[dict[str, Any]] = [{"enum": scalars}] if scalars else []
         for value in values:
@@ -388,7 +420,7 @@ class Expander:
         return Alternatives(alternatives, node.location(keyword))
 
     def _condition(self, node: Node, scope: Scope) -> Iterator[Alternatives]:
-        """Yield the alternatives of `if`: `if` with `then`, or its opposite with `else`."""
+        """Yield two alternatives of `if`: it holds, with `then`, or its opposite, with `else`."""
         schema = node.schema
         if "then" not in schema and "else" not in schema:
             return
@@ -430,7 +462,7 @@ class Expander:
         return [ArrayPart(states, others, rest not in schema, scope)]
 
     def _negate(self, branch: SchemaBranch, node: Node) -> None:
-        """Add alternatives to a branch: the ways in which a value can break a schema."""
+        """Add the alternatives of a negated schema to a branch: each way to break the schema."""
         broken = list(negations(self.document, node))
         branch.choices.append(
             Alternatives(

@@ -20,9 +20,9 @@ NOT_PATTERN: Final = "not pattern"
 
 
 class Negation(NamedTuple):
-    """A JSON schema of the values that break a keyword.
+    """A schema for the values that break one keyword of a negated JSON schema.
 
-    If it is not exact, it also has some values that do not break the keyword.
+    If it is not exact, it also allows some values that do not break the keyword.
     """
 
     item: SchemaItem
@@ -31,7 +31,10 @@ class Negation(NamedTuple):
 
 
 def negations(document: Document, node: Node) -> Iterator[Negation]:
-    """Yield a schema for each way in which a value can break the schema of `node`."""
+    """Yield a schema for each way in which a value can break a node's JSON schema.
+
+    A value fits `not` if it fits one of the yielded schemas.
+    """
     schema = node.schema
     is_hidden = node.resource.is_old and "$ref" in schema
     for keyword, value in schema.items():

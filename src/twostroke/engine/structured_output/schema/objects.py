@@ -1,4 +1,4 @@
-"""Writes the objects of a branch for llguidance."""
+"""Writes llguidance's schemas for the objects that a JSON schema allows."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ MAX_QUOTED_NAME_CHARS: Final = 80
 
 
 def objects(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[Schema]:
-    """Yield schemas that allow the objects of a schema's branch, for llguidance.
+    """Yield llguidance's schemas for the objects that a branch of a JSON schema allows.
 
-    Keywords that these schemas do not enforce are added to the branch's gaps.
+    A branch is a set of keywords that a value must all fit. Keywords that the yielded schemas do
+    not enforce are added to the branch's gaps, so that finished answers are checked. `child`
+    returns the schema of a member.
     """
     parts = branch.object_parts()
     allowed = _Names(branch, expander)
@@ -72,9 +74,11 @@ def objects(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[
 def _with_counts(
     branch: SchemaBranch, members: dict[str, AnySchema], others: Schema
 ) -> Iterator[Schema]:
-    """Yield schemas of objects that have an allowed number of members, for llguidance.
+    """Yield object schemas that keep `minProperties` and `maxProperties`.
 
-    `members` are the schemas of named members, `others` the keywords about all other members.
+    If the counts cannot be written directly, each yielded schema chooses which optional members an
+    object has. `members` are the schemas of named members, `others` the keywords about all other
+    members.
     """
     low, high = branch.num_members
     required = [name for name in members if name in branch.required]
@@ -118,11 +122,10 @@ def _with_counts(
 def _selections(
     required: Sequence[str], optional: Sequence[str], num_members: Range, *, has_others: bool
 ) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """Yield choices of optional members, to limit the number of an object's members.
+    """Yield choices of optional members that together keep an object's number of members in range.
 
-    Each is a pair: members that an object has, and members that it may have. Together the pairs
-    cover all allowed objects. With `has_others`, objects may have other members, which count as
-    well.
+    Each choice is a pair: optional members that the object must have, and optional members that it
+    may have. With `has_others`, objects may also have unnamed members, which count as well.
     """
     low, high = num_members
     num_named = len(required) + len(optional)
@@ -147,18 +150,19 @@ def _counts(low: int, high: int | None) -> Schema:
 
 
 def _mentions_others(branch: SchemaBranch, parts: Sequence[ObjectPart]) -> bool:
-    """Whether a JSON schema has a keyword about all members that it does not name.
+    """Whether a JSON schema says anything about members that it does not name.
 
-    By default such members are allowed, but a schema that does not mention them needs none.
+    By default JSON Schema allows such members, but an answer to a schema that does not mention them
+    needs none.
     """
     return bool(branch.name_items) or any(not part.is_open for part in parts)
 
 
 def _without_unmentioned(others: Schema, *, has_names: bool) -> Schema:
-    """Disallow members that a schema does not mention, except as `patternProperties` allows.
+    """Forbid members that a JSON schema does not mention, except as `patternProperties` allows.
 
-    They stay allowed if patterns only forbid names, or if the schema has no usable names
-    (`has_names`).
+    `others` has llguidance's keywords about members without a name in the schema. They stay allowed
+    if patterns only forbid names, or if the schema has no usable names (`has_names`).
     """
     patterns = others.get("patternProperties", {})
     if any(inner is not False for inner in patterns.values()):
@@ -173,7 +177,7 @@ def _patterns(parts: Sequence[ObjectPart]) -> dict[RegexPattern, None]:
 def _other_members(
     parts: Sequence[ObjectPart], allowed: _Names, named: Sequence[str], child: Child
 ) -> Schema:
-    """Return the keywords about members that a schema does not name.
+    """Return llguidance's keywords about an object's members that the JSON schema does not name.
 
     Empty if an object cannot have such members.
     """
@@ -212,7 +216,10 @@ def _other_members(
 
 
 def _grouped(patterns: Sequence[RegexPattern]) -> list[list[RegexPattern]]:
-    """Group patterns of member names so that no name matches patterns of two groups."""
+    """Group patterns of member names, so that no name matches patterns of two groups.
+
+    Each group becomes one pattern of llguidance's `patternProperties`.
+    """
     groups: list[list[RegexPattern]] = []
     for pattern in patterns:
         overlapping = [
@@ -224,7 +231,7 @@ def _grouped(patterns: Sequence[RegexPattern]) -> list[list[RegexPattern]]:
 
 
 class _Names:
-    """The names of members that `propertyNames` allows.
+    """The names that a branch's `propertyNames` allows for an object's members.
 
     Attributes:
         listed: names that the schema lists.
@@ -269,7 +276,7 @@ class _Names:
         ]
 
     def has(self, name: str) -> bool:
-        """Whether `propertyNames` allows a name."""
+        """Whether `propertyNames` allows a member's name."""
         if self._branches is None:
             return True
         return any(
@@ -285,9 +292,10 @@ def _num_limits(names: SchemaBranch) -> int:
 
 
 def _pattern(names: SchemaBranch) -> str | None:
-    """Return a pattern of the member names that a branch allows.
+    """Return a regular expression for the member names that `propertyNames` allows.
 
-    If the branch has several limits on names, the pattern has only one of them.
+    If the names have several limits, the expression keeps only one of them. None if it would be too
+    large.
     """
     low, high = names.lengths
     if names.patterns:

@@ -27,7 +27,7 @@ _SIMPLE: Final = frozenset(
 
 
 class SchemaStates(Protocol):
-    """The JSON schemas of a document, grouped into states; `Expander` implements it.
+    """The interface of `Expander` that this module needs to compare schemas.
 
     A state is a set of schemas that a value must all fit.
     """
@@ -35,18 +35,18 @@ class SchemaStates(Protocol):
     document: Document
 
     def state(self, states: Iterable[State | None]) -> State | None:
-        """Return the state of the values that fit all of some states; None if no value fits."""
+        """Combine states into the state of values that fit all of them; None if no value fits."""
 
     def branches(self, state: State) -> list[SchemaBranch]:
-        """Return the branches of a state: a value fits the state if it fits a branch."""
+        """Return the branches of a state: a value fits the state if it fits one of them."""
 
 
 def make_exclusive(items: Sequence[SchemaItem], space: SchemaStates) -> tuple[list[State], bool]:
-    """Return the alternatives of `oneOf`, each without values of the others.
+    """Rewrite the alternatives of `oneOf` so that no value fits two of them.
 
-    An alternative that overlaps with others also excludes these. If this is not possible, the
-    schemas are returned unchanged. The second value says whether the alternatives certainly exclude
-    each other.
+    The grammar is only their union. An alternative that overlaps with others gets schemas that
+    exclude their values. If this is not possible, the alternatives are returned unchanged. The
+    second value says whether the alternatives certainly exclude each other.
     """
     unchanged: list[State] = [(item,) for item in items]
     if _are_tagged(items, space):
@@ -74,7 +74,7 @@ def make_exclusive(items: Sequence[SchemaItem], space: SchemaStates) -> tuple[li
 
 
 def _are_tagged(items: Sequence[SchemaItem], space: SchemaStates) -> bool:
-    """Whether a required member (a tag) has different values in each of several schemas."""
+    """Whether schemas are told apart by a tag: a required member with different values in each."""
     branches: list[SchemaBranch] = []
     for item in items:
         item_branches = space.branches(space.state([(item,)]) or ())
@@ -87,9 +87,9 @@ def _are_tagged(items: Sequence[SchemaItem], space: SchemaStates) -> bool:
 
 
 def _is_tag(name: str, branches: Sequence[SchemaBranch], space: SchemaStates) -> bool:
-    """Whether a member can tell branches apart: no two branches allow the same value.
+    """Whether a required member lists different allowed values in each branch, so that it is a tag.
 
-    It must be required, and list its values, in each branch.
+    Objects with different values of this member cannot fit two branches.
     """
     seen_keys: set[Any] = set()
     for branch in branches:
@@ -105,7 +105,8 @@ def _is_tag(name: str, branches: Sequence[SchemaBranch], space: SchemaStates) ->
 def _excluding(other: SchemaItem, item: SchemaItem, space: SchemaStates) -> SchemaItem | None:
     """Return a schema that excludes the values of `other` from the values of `item`.
 
-    None if no such schema is known.
+    The schema is the opposite of `other`, or demands that a member is missing that only `other`
+    requires. None if neither is possible.
     """
     if other.holds and _SIMPLE.issuperset(other.node.schema):
         return other.flipped
@@ -129,7 +130,7 @@ def _excluding(other: SchemaItem, item: SchemaItem, space: SchemaStates) -> Sche
 
 
 def are_disjoint(x: State, y: State, space: SchemaStates, depth: int = 0) -> bool:
-    """Return whether no JSON value fits both states (sets of schemas).
+    """Return whether no JSON value fits both of two states (sets of schemas).
 
     False if that is not easy to prove.
     """
@@ -147,7 +148,10 @@ def are_disjoint(x: State, y: State, space: SchemaStates, depth: int = 0) -> boo
 def _are_branches_disjoint(
     x: SchemaBranch, y: SchemaBranch, space: SchemaStates, depth: int
 ) -> bool:
-    """Return whether no JSON value fits both branches; False if that is not easy to prove."""
+    """Return whether no JSON value fits both of two branches (sets of limits on a value).
+
+    False if that is not easy to prove.
+    """
     kinds = x.kinds & y.kinds
     for listing, other in ((x, y), (y, x)):
         values = listing.allowed()

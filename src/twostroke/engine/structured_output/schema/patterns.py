@@ -62,7 +62,7 @@ class RegexPattern(Frozen):
     Attributes:
         source: the expression of the schema.
         text: the translation for llguidance.
-        other_texts: further translated expressions; a value must match all of them, too.
+        other_texts: further translations; a string must match `text` and all of these.
     """
 
     source: str
@@ -72,10 +72,10 @@ class RegexPattern(Frozen):
 
 @lru_cache(_MAX_CACHED_PATTERNS)
 def translate_pattern(source: str) -> RegexPattern | None:
-    """Translate a regular expression of a JSON schema for llguidance.
+    """Translate a JSON schema's `pattern` into a regular expression for llguidance.
 
-    None if it cannot be translated. As in JSON Schema, a text matches if the pattern matches
-    anywhere in it.
+    As JSON Schema demands, the pattern may match anywhere in a string. None if it cannot be
+    translated exactly.
     """
     pattern = _translate_parts(source)
     if pattern is not None:
@@ -85,9 +85,10 @@ def translate_pattern(source: str) -> RegexPattern | None:
 
 
 def _translate_parts(source: str) -> RegexPattern | None:
-    """Translate a pattern for llguidance part by part.
+    """Translate a pattern for llguidance part by part, from left to right.
 
-    None if a part needs a rewrite by `automata`.
+    None if the pattern has look-around, inner anchors or other parts that llguidance lacks; the
+    caller then rewrites the whole pattern.
     """
     parts: list[str] = []
     offset = 0
@@ -129,10 +130,10 @@ def _translate_parts(source: str) -> RegexPattern | None:
 
 @lru_cache(_MAX_CACHED_PATTERNS)
 def relax_pattern(source: str) -> RegexPattern | None:
-    r"""Translate a pattern for llguidance without its look-around, `\b` and `\B`.
+    r"""Translate a pattern for llguidance, leaving out its look-around, `\b` and `\B`.
 
-    None if that is not possible. Assertions only restrict the matches, so the result matches each
-    text that the pattern matches.
+    Used if the exact translation fails. These assertions only restrict the matches, so the result
+    matches all texts that the pattern matches, and more. None if this cannot be translated either.
     """
     parts: list[str] = []
     offset = 0
@@ -162,7 +163,7 @@ def _plain(character: str) -> str:
 
 
 def _literal(character: str) -> str:
-    """Return the regular expression of one literal character."""
+    """Return a regular expression that matches one literal character."""
     if character.isalnum() or ord(character) > 127 or character in "_ ":
         return character
     return (
@@ -173,9 +174,9 @@ def _literal(character: str) -> str:
 
 
 def _translate_escape(match: re.Match[str], *, inside: bool) -> str:
-    """Translate an escape sequence of a regular expression for llguidance.
+    """Translate an escape sequence of a pattern, such as the class of digits, for llguidance.
 
-    `inside` brackets, a set is returned without its brackets.
+    With `inside`, it stands in brackets, so a set of characters is returned without brackets.
     """
     name = match.lastgroup
     value = match[match.lastgroup or 0]
@@ -195,7 +196,7 @@ def _translate_escape(match: re.Match[str], *, inside: bool) -> str:
 
 
 def _pair(value: str) -> str:
-    """Return the regular expression of the character of a UTF-16 surrogate pair."""
+    """Return the regular expression of the character of an escaped UTF-16 surrogate pair."""
     high, low = int(value[:4], 16), int(value[-4:], 16)
     return f"\\x{{{0x10000 + ((high - 0xD800) << 10) + low - 0xDC00:x}}}"
 
@@ -210,10 +211,10 @@ _ESCAPES: Final[dict[str | None, Callable[[str], str]]] = {
 
 
 def _set(source: str, offset: int) -> tuple[str | None, int]:
-    """Translate a set in brackets of a regular expression.
+    """Translate a bracketed set of characters of a pattern, such as `[a-z]`, for llguidance.
 
-    Returns the result, or None if it is not supported, and the offset after the set. `offset` is
-    after the opening bracket.
+    `offset` is after the opening bracket. Returns the translation, or None if the set is not
+    supported, and the offset after the closing bracket.
     """
     is_negated = source.startswith("^", offset)
     offset += is_negated
@@ -255,7 +256,7 @@ def _set(source: str, offset: int) -> tuple[str | None, int]:
 
 
 def _without_controls(text: str) -> str:
-    """Return the regular expression of a set without control characters."""
+    """Return the regular expression of a set of characters, with control characters removed."""
     return rf"[{text}&&[^{UNMENTIONED_CONTROLS}]]"
 
 
@@ -270,7 +271,10 @@ def _is_range(members: list[tuple[str, bool]], index: int) -> bool:
 
 
 def _has_outer_anchors(parts: list[str]) -> bool:
-    """Whether each `^` of a regular expression begins an alternative, and each `$` ends one."""
+    """Whether a pattern's anchors stand only at the ends of its alternatives.
+
+    Each `^` must begin an alternative, and each `$` must end one. llguidance supports no others.
+    """
     for index, part in enumerate(parts):
         before = parts[index - 1] if index else "|"
         after = parts[index + 1] if index + 1 < len(parts) else "|"
@@ -294,29 +298,32 @@ def _matcher(source: str) -> jsonschema_rs.Validator | None:
 def matches(pattern: RegexPattern, text: str) -> bool:
     """Return whether a schema's pattern matches a text, in linear time.
 
-    True for a pattern that cannot be matched here.
+    True for a pattern that the matching library cannot compile.
     """
     matcher = _matcher(pattern.source)
     return matcher is None or matcher.is_valid(text)
 
 
 def listed_texts(pattern: RegexPattern) -> list[str]:
-    """Return the texts that a pattern lists, as `^(a|b)$` does; an empty list for others."""
+    """Return the texts of a pattern that only lists texts, such as `^(a|b)$`.
+
+    An empty list for all other patterns.
+    """
     match = _LIST.fullmatch(pattern.source)
     return (match[1] or match[2]).split("|") if match else []
 
 
 def are_disjoint(x: RegexPattern, y: RegexPattern) -> bool:
-    """Return whether no text matches both patterns, because their matches begin differently."""
+    """Return whether the fixed beginnings of two patterns differ, so that no text matches both.
+
+    False if a pattern has no fixed beginning.
+    """
     a, b = (_prefix(pattern.source) for pattern in (x, y))
     return bool(a and b) and not (a.startswith(b) or b.startswith(a))
 
 
 def _prefix(source: str) -> str:
-    """Return the text with which all matches begin, if the pattern begins with plain text.
-
-    Empty otherwise.
-    """
+    """Return the fixed text with which all matches of a pattern begin; empty if it has none."""
     if "|" in source or not source.startswith("^"):
         return ""
     match = re.match(r"[\w/ -]*", source[1:])
@@ -326,16 +333,16 @@ def _prefix(source: str) -> str:
 
 
 def pattern_without(words: list[str]) -> str | None:
-    """Return a pattern of all texts except these words; None if it would be too large."""
+    """Return a regular expression of all texts but these words; None if it would be too large."""
     if any(len(word) > 64 for word in words) or sum(map(len, words)) > 2000:
         return None
     return f"^{_other_texts(sorted(set(words)), 0)}$"
 
 
 def _other_texts(words: list[str], depth: int) -> str:
-    """Return a regular expression for the ends of texts that are none of some words.
+    """Return a regular expression for texts that are none of some words, after a common beginning.
 
-    All words have the same first `depth` characters, which come before these ends.
+    All words share their first `depth` characters, which the text has already.
     """
     rest = [word for word in words if len(word) > depth]
     heads = sorted({word[depth] for word in rest})

@@ -54,13 +54,13 @@ _REPEATED_NAMES_GAP: Final = "additionalProperties (names that repeat)"
 
 
 class Prepared(Frozen):
-    r"""A JSON schema in llguidance's form, and the keywords that its grammar does not enforce.
+    r"""A JSON schema in the form that llguidance compiles, and the keywords that are not enforced.
 
     Attributes:
         text: the schema for llguidance.
         gaps: keywords that are not enforced, each with its JSON pointer, such as `uniqueItems
-            (/properties/tags)`. If there are any, the finished answer must be checked against the
-            original schema. Without gaps, each value that the grammar allows is valid.
+            (/properties/tags)`. If there are any, the finished answer must be checked against
+            the original schema. Without gaps, each value that the grammar allows is valid.
         escapes: whether strings may have escaped control characters, such as `\u0007`.
     """
 
@@ -70,12 +70,12 @@ class Prepared(Frozen):
 
     @property
     def json_form(self) -> Mapping[str, Any]:
-        """Llguidance's options for the form of the JSON that answers have."""
+        """Options of llguidance for how answers write JSON, such as white space and escapes."""
         return with_escapes(JSON_FORM) if self.escapes else JSON_FORM
 
 
 def with_escapes(form: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return llguidance's options for JSON that also allow escaped control characters."""
+    """Return llguidance's options for the form of JSON, with escaped control characters allowed."""
     allowed = form.get("json_allowed_escapes", "u")
     return {**form, "json_allowed_escapes": allowed if "u" in allowed else f"{allowed}u"}
 
@@ -83,6 +83,9 @@ def with_escapes(form: Mapping[str, Any]) -> Mapping[str, Any]:
 @lru_cache(_MAX_CACHED_SCHEMAS)
 def prepare(text: str, deadline: Deadline = _NO_DEADLINE) -> Prepared:
     """Rewrite a JSON schema in the form that llguidance compiles exactly.
+
+    llguidance supports only some keywords. The others are rewritten, or listed as gaps that only a
+    check of the finished answer covers.
 
     Raises:
         ValueError: the text is not a schema, the schema is too complex, or no value fits it.
@@ -107,9 +110,10 @@ def prepare(text: str, deadline: Deadline = _NO_DEADLINE) -> Prepared:
 
 
 class _Rewriter:
-    """Rewrites a JSON schema for llguidance, state by state.
+    """Rewrites a JSON schema for llguidance, one state after another.
 
-    A state is a set of schemas that a value must all fit; other states are referred to by number.
+    A state is a set of schemas that a value must all fit. Rewritten schemas refer to other states
+    by number, until all are nested into one schema.
     """
 
     def __init__(self, document: Document, deadline: Deadline) -> None:
@@ -121,7 +125,11 @@ class _Rewriter:
         self._schemas: list[Schema | bool] = []
 
     def rewrite(self) -> Schema:
-        """Return the document's JSON schema in llguidance's form."""
+        """Return the document's whole JSON schema in llguidance's form.
+
+        Raises:
+            ValueError: the schema is too complex, or no value fits it.
+        """
         root = self._child([(SchemaItem(self._root),)])
         if root is False:
             raise ValueError(self._why_empty([(SchemaItem(self._root),)]))
@@ -149,7 +157,10 @@ class _Rewriter:
         return zip(self._numbers, self._schemas, strict=True)
 
     def _why_empty(self, empty: Sequence[State]) -> str:
-        """Explain why no value fits the schema; `empty` are the states that no value fits."""
+        """Return an error message that says why no value fits the JSON schema.
+
+        `empty` are the states (sets of schemas) that no value fits.
+        """
         if not empty:
             return "no value fits it: each value would have to contain another value, without end"
         values = [
@@ -169,7 +180,10 @@ class _Rewriter:
         return f"no value fits it: {number} in {named} has more digits than float64 can hold"
 
     def _child(self, states: Sequence[State | None]) -> Schema | bool:
-        """Return a schema, mostly a reference by number, for the values that fit all states."""
+        """Return the schema of a member or item that must fit all of some states (sets of schemas).
+
+        Mostly the schema is a reference to a state by its number; False if no value fits.
+        """
         state = self._expander.state(states)
         if state is None:
             return False
@@ -178,7 +192,10 @@ class _Rewriter:
         return {"$ref": self._numbers.setdefault(state, len(self._numbers))}
 
     def _rewrite_state(self, state: State) -> Schema | bool:
-        """Return llguidance's schema of a state: a union of simple schemas."""
+        """Return llguidance's schema of a state (a set of schemas): a union of simple schemas.
+
+        False if no value fits.
+        """
         choice = self._expander.alternatives(state)
         if choice is not None:
             if not choice.is_exact:
@@ -217,9 +234,9 @@ class _Rewriter:
         self._add_gaps(branch)
 
     def _add_gaps(self, branch: SchemaBranch) -> None:
-        """Record keywords of a branch that the grammar does not enforce.
+        """Record the keywords of a branch that the grammar does not enforce.
 
-        Keywords about values that the branch does not allow are left out.
+        Keywords about types of values that the branch does not allow are left out.
         """
         for location, kind in branch.gaps.items():
             # Listed values satisfy all keywords but patterns of strings.
@@ -228,10 +245,11 @@ class _Rewriter:
                 self.gaps[location] = None
 
     def _drop_empty(self) -> None:
-        """Replace rewritten schemas that no value fits by False.
+        """Replace rewritten schemas that no finite value fits by False.
 
-        All schemas count as empty at first, because a schema that requires itself has no finite
-        value. A schema that needs only schemas that are not empty is not empty.
+        Begins by taking all schemas as empty, because a schema that requires itself has no finite
+        value. A schema that needs only schemas that are not empty is not empty; this is repeated
+        until nothing changes.
         """
         empty = set(range(len(self._schemas)))
         num_before = len(empty) + 1
@@ -246,7 +264,7 @@ class _Rewriter:
 
 
 def _is_empty(schema: AnySchema, empty: set[int]) -> bool:
-    """Whether no value fits a schema, if no value fits the states in `empty`."""
+    """Whether no value fits a rewritten schema; `empty` are the states that no value fits."""
     if isinstance(schema, bool):
         return not schema
     if "$ref" in schema:
@@ -266,7 +284,10 @@ def _is_empty(schema: AnySchema, empty: set[int]) -> bool:
 
 
 class _Layout:
-    """Nests rewritten schemas for llguidance; schemas that are used several times get names."""
+    """Nests rewritten schemas into one schema for llguidance.
+
+    Before, schemas refer to each other by number. Schemas that are used several times get names.
+    """
 
     def __init__(self, schemas: list[Schema | bool]) -> None:
         self._schemas = schemas
@@ -294,7 +315,10 @@ class _Layout:
         return {**schema, "$defs": definitions} if definitions else schema
 
     def _nest(self, schema: AnySchema, depth: int) -> Schema | bool:
-        """Return a schema in which nested schemas, or names, replace references by number."""
+        """Return a rewritten schema in which references by number are replaced.
+
+        A reference becomes the nested schema, or the name of a schema that is used several times.
+        """
         if isinstance(schema, bool):
             return schema
         if "$ref" in schema:
@@ -331,7 +355,10 @@ class _Layout:
 
 
 def _has_free_names(schema: Schema) -> bool:
-    """Whether a rewritten schema allows two members that it does not name, or any value."""
+    """Whether a rewritten schema allows at least two members that it does not name.
+
+    The grammar cannot keep such members from having the same name.
+    """
     if schema.get("type") != "object":
         return not schema
     is_free = schema["additionalProperties"] is not False or "patternProperties" in schema
@@ -362,7 +389,7 @@ def _any_of(schemas: list[Schema]) -> Schema | bool:
 
 
 def _is_free(branch: SchemaBranch) -> bool:
-    """Whether a branch has no limits on values that a schema could express."""
+    """Whether a branch sets no limits on values, so that its schema is empty."""
     defaults = vars(SchemaBranch())
     return all(
         value == defaults[name]

@@ -1,4 +1,4 @@
-"""Writes the scalar values of a branch (null, booleans, numbers, strings) for llguidance."""
+"""Writes llguidance's schemas for the null, booleans, numbers and strings of a JSON schema."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _MAX_MULTIPLE_DIGITS: Final = 8
 
 
 def scalars(branch: SchemaBranch) -> Iterator[Schema]:
-    """Yield schemas that allow the scalar values of a schema's branch, for llguidance.
+    """Yield llguidance's schemas for the scalar values that a branch of a JSON schema allows.
 
-    Keywords that these schemas do not enforce are added to the branch's gaps.
+    A branch is a set of keywords that a value must all fit. Keywords that the yielded schemas do
+    not enforce are added to the branch's gaps, so that finished answers are checked.
     """
     values = branch.allowed()
     if values is not None:
@@ -89,7 +90,7 @@ def _numbers(branch: SchemaBranch) -> Iterator[Schema]:
 
 
 def _is_easy(multiple: Decimal) -> bool:
-    """Return whether llguidance reads a `multipleOf` exactly and handles it quickly."""
+    """Return whether llguidance can handle a `multipleOf` exactly and quickly."""
     _, digits, exponent = multiple.normalize().as_tuple()
     size, num_zeros = int("".join(map(str, digits))), int(exponent)
     if size > _MAX_MULTIPLE or abs(num_zeros) > _MAX_MULTIPLE_DIGITS:
@@ -100,7 +101,7 @@ def _is_easy(multiple: Decimal) -> bool:
 
 
 def _digits_read(number: float) -> float:
-    """Return the digits of a fraction as llguidance reads them.
+    """Return the digits of a fractional `multipleOf` as llguidance reads them, to find misreadings.
 
     llguidance multiplies by 10 in float64 until the number is whole, which may round.
     """
@@ -134,10 +135,10 @@ def _bounds(
 
 
 def _separate_bounds(low: tuple[Any, bool] | None, high: tuple[Any, bool] | None) -> Iterator[Any]:
-    """Yield the lower and the upper bound of numbers, for llguidance.
+    """Yield the lower and the upper bound of numbers, in a form that llguidance treats exactly.
 
-    In a range narrower than 1, an excluded integer is moved inwards: llguidance would allow the
-    excluded integer itself in such a range.
+    In a range narrower than 1, an excluded integer is moved inwards: llguidance would allow it
+    there.
     """
     if low is None or high is None or high[0] - low[0] >= 1:
         yield from (low, high)
@@ -167,9 +168,9 @@ def _strings(branch: SchemaBranch) -> Iterator[Schema]:
 
 
 def _patterns(branch: SchemaBranch, more_patterns: Sequence[str]) -> Schema:
-    """Return the keywords for all patterns that strings of a branch must match.
+    """Return llguidance's keywords for all patterns that a branch's strings must match.
 
-    `more_patterns` are further patterns.
+    `more_patterns` are patterns from other keywords, such as the length.
     """
     texts = [text for pattern in branch.patterns for text in (pattern.text, *pattern.other_texts)]
     texts += more_patterns
@@ -189,7 +190,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def is_exact(value: Any) -> bool:
-    """Whether llguidance represents a JSON value exactly; it reads numbers as float64."""
+    """Whether llguidance, which reads numbers as float64, represents a JSON value exactly."""
     if kind(value) not in {"integer", "fraction"}:
         return True
     if abs(value) > _MAX_INTEGER:
@@ -201,5 +202,5 @@ def is_exact(value: Any) -> bool:
 
 
 def can_be_written(text: str) -> bool:
-    """Whether a text can be written as UTF-8: it has no lone surrogate."""
+    """Whether a text can be encoded as UTF-8: it has no lone surrogate."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -14,11 +14,11 @@ _PART: Final = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]|\{\s*\d+|.", re.DOTAL
 
 
 def forces_little(schema: object) -> bool:
-    """Return whether a prepared schema limits forced text to about `MAX_FORCED_BYTES` bytes.
+    """Return whether a rewritten JSON schema forces at most about `MAX_FORCED_BYTES` bytes of text.
 
-    llguidance follows forced text (text without a choice) to its end within one step. This function
-    visits each subschema as often as references and minimum counts repeat it. It stops after
-    `MAX_FORCED_BYTES` bytes, so that cycles end, too.
+    Forced text is text without a choice. llguidance follows it to its end within one step, so the
+    caller disables this for schemas that force more. Each subschema counts as often as references
+    and minimum counts repeat it. Counting stops at the limit, so that cycles end, too.
     """
     defs = schema.get("$defs", {}) if isinstance(schema, dict) else {}
     definitions = {f"#/$defs/{name}": inner for name, inner in defs.items()}
@@ -52,7 +52,7 @@ def forces_little(schema: object) -> bool:
 
 
 def pattern_size(pattern: str) -> float:
-    """Return the most bytes that a regular expression can force, from its size and counts."""
+    """Return the most bytes of text that a regular expression can force, by its size and counts."""
     sizes = [0.0]  # of the open groups
     last = 0.0  # size of the part that a count would repeat
     for part in _PART.findall(pattern):

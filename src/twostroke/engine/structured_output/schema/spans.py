@@ -25,8 +25,9 @@ _IN_PLACE: Final = frozenset(("allOf", "anyOf", "oneOf"))  # followed by an inde
 def wrong_span(text: str, fault: SchemaViolation) -> tuple[int, int]:
     """Return the start and end offsets, in an answer's text, of a value that breaks its schema.
 
-    For a name that occurs twice, these are the offsets of its second occurrence. If the fault's
-    path leads to no value, they are the offsets of the last value on the path.
+    The answer is generated again from there. For a name that occurs twice in an object, these are
+    the offsets of its second occurrence. If the violation's path leads to no value, they are the
+    offsets of the last value on the path.
     """
     if fault.name:
         return _repeated_span(text, fault.name)
@@ -40,9 +41,10 @@ def wrong_span(text: str, fault: SchemaViolation) -> tuple[int, int]:
 
 
 def _member_offset(text: str, start: int, step: str | int) -> int | None:
-    """Return the start offset of a member's or item's value in a JSON text.
+    """Return the start offset of one member's or item's value in a JSON text.
 
-    `start` is the offset of the object or array. None if the member is missing.
+    `start` is the offset of the object or array, `step` the member's name or the item's index. None
+    if the member or item is missing.
     """
     for key, begin, _ in _members(text, start):
         if key == step:
@@ -73,7 +75,10 @@ def _members(text: str, start: int) -> list[tuple[str | int, int, int]]:
 
 
 def _repeated_span(text: str, name: str) -> tuple[int, int]:
-    """Return the offsets, in a JSON text, of a name that occurred before in its object."""
+    """Return the start and end offsets of a name that its object in a JSON text has twice.
+
+    The offsets belong to the second occurrence.
+    """
     waiting = [_skip(text, 0)]
     while waiting:
         start = waiting.pop()
@@ -87,20 +92,18 @@ def _repeated_span(text: str, name: str) -> tuple[int, int]:
 
 
 def _skip(text: str, offset: int) -> int:
-    """Return the offset of the first character of a JSON text that is not white space.
-
-    The search begins at `offset`.
-    """
+    """Return the offset of the next character of a JSON text that is not white space."""
     match = _BLANKS.match(text, offset)
     assert match
     return match.end()
 
 
-def checked_places(gaps: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
+def checked_paths(gaps: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
     """Return the paths of values in an answer that only the check of the finished answer covers.
 
-    The grammar does not enforce all of their keywords. An empty path stands for the whole answer.
-    Repeated names have no path here, since `HeldBack` finds them.
+    The grammar does not enforce all keywords there (`gaps`), so a streamed answer is held back from
+    the first such value on. An empty path stands for the whole answer. Repeated names have no path
+    here, because `HoldBackDetector` finds them.
     """
     patterns: dict[PathPattern, None] = {}
     for gap in gaps:
@@ -115,7 +118,7 @@ def checked_places(gaps: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
 
 
 def _instance_path(pointer: str) -> PathPattern | None:
-    """Return the path, in answers, of the values that a subschema describes.
+    """Return the path of the values in an answer that a subschema describes.
 
     `pointer` is the subschema's JSON pointer. None if it does not determine the path.
     """
@@ -138,11 +141,15 @@ def _instance_path(pointer: str) -> PathPattern | None:
     return tuple(path)
 
 
-class HeldBack:
-    """Reads a streamed JSON text up to the first value or name that may still change."""
+class HoldBackDetector:
+    """Decides from where on a streamed JSON answer must be held back.
+
+    `is_held` is true from the first value or name that the check of the finished answer may reject.
+    The text before it can be sent to the client at once.
+    """
 
     def __init__(self, patterns: Sequence[PathPattern]) -> None:
-        """Hold back values at the paths `patterns`, and names that occur twice in an object."""
+        """Hold back values at the paths in `patterns`, and names that an object has already."""
         self._patterns = patterns
         self._path: list[str | int] = []  # path of the value that is being read
         self._names: list[set[str] | None] = []  # names in each open object; None for an array
@@ -153,14 +160,11 @@ class HeldBack:
 
     @property
     def is_in_name(self) -> bool:
-        """Whether the streamed text ends inside a name, which may repeat one of its object."""
+        """Whether the streamed text ends inside a member's name, which may yet repeat another."""
         return self._string is not None and self._expects_name and bool(self._names[-1])
 
     def feed(self, text: str) -> None:
-        """Read more of the answer's text.
-
-        `is_held` is true from the first value or name to hold back.
-        """
+        """Read more of a streamed answer; set `is_held` at the first value or name to hold back."""
         for character in text:
             if self.is_held:
                 return
@@ -205,7 +209,7 @@ class HeldBack:
         self.is_held = self.is_held or self._is_checked()
 
     def _is_checked(self) -> bool:
-        """Whether the value that begins now must be held back, since its path is checked later."""
+        """Whether the value that begins now must wait for the check of the finished answer."""
         return any(
             len(path) == len(self._path)
             and all(

@@ -26,7 +26,7 @@ _CHECK_TIMEOUT_S: Final = 20.0  # the process ends itself after 2 s of processor
 
 
 class SchemaViolation(Frozen):
-    """The JSON schema's rule that an answer breaks.
+    """The rule of a JSON schema that a finished answer breaks, and where.
 
     Attributes:
         keyword: the schema's keyword; "repeated member" for a name that an object has twice.
@@ -66,10 +66,9 @@ class Verifier:
         self._lock = threading.Lock()
 
     def check_schema(self, schema: str) -> None:
-        """Check that answers can be checked against a JSON schema.
+        """Raise UncheckedError if the validator cannot check answers against a JSON schema.
 
-        Raises:
-            UncheckedError: the validator cannot use the schema.
+        Called when a constraint with such a schema is compiled, before its first answer.
         """
         with self._lock:
             self._ask(schema, None)
@@ -111,7 +110,7 @@ class Verifier:
         return SchemaViolation(**{**reason, "path": tuple(reason.get("path", ()))})
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """Return the process that checks answers; start a new one if it has ended."""
+        """Return the process that checks answers, and start it if necessary."""
         if self._process is None or self._process.poll() is not None:
             self._free()
             self._process = _start()
@@ -120,7 +119,7 @@ class Verifier:
 
 
 def _line(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
-    """Return the next line that the checking process wrote; None if the process has ended."""
+    """Return the next line from the process that checks answers, decoded; None if it has ended."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line.endswith(b"\n"):

@@ -46,7 +46,7 @@ _DEFAULT_DRAFTS = (
 
 
 def main() -> None:
-    """Check the answers that arrive on standard input, until it ends."""
+    """Check the answers that arrive on standard input, until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     os.nice(_NICENESS)
@@ -120,7 +120,10 @@ def _validator(text: str) -> Any:
 
 
 def _without_contents(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of a JSON schema without keywords that only draft 7's validators check."""
+    """Drop keywords from an object of a JSON schema that only draft 7's validators check.
+
+    These are `contentEncoding` and `contentMediaType`, which Twostroke does not check.
+    """
     return {
         name: value
         for name, value in pairs
@@ -129,7 +132,7 @@ def _without_contents(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _RepeatedError(Exception):
-    """An object in an answer has a member twice."""
+    """An object in a finished answer has two members of the same name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -146,7 +149,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read(text: str, make_object: Any) -> Any:
-    """Return the JSON value of a text, with exact numbers."""
+    """Parse a JSON text with exact numbers; `make_object` builds each object from its members."""
     return json.loads(text, parse_float=_number, object_pairs_hook=make_object)
 
 
