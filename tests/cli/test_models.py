@@ -15,7 +15,7 @@ import pytest
 
 from twostroke.cli.pull import open_engine, watcher
 from twostroke.cli.terminal import Bar
-from twostroke.core.files import megabytes
+from twostroke.core.files import format_bytes
 from twostroke.core.options import CacheOptions, EngineOptions
 from twostroke.model import hub as fetch
 from twostroke.model import loader
@@ -229,7 +229,7 @@ def test_unused_days_must_not_be_negative(cli: Cli, mini: Path, days: str) -> No
 
 def test_sizes_are_shown_in_a_unit_that_people_can_read() -> None:
     sizes = (12_345_678, 9_999_000_000, 12_340_000_000, 12_300_000_000_000)
-    assert [*map(megabytes, sizes)] == ["12 MB", "9,999 MB", "12.3 GB", "12.3 TB"]
+    assert [*map(format_bytes, sizes)] == ["12 MB", "9,999 MB", "12.3 GB", "12.3 TB"]
 
 
 def test_a_user_s_own_file_is_not_removed(cli: Cli, own_cache: Path, tiny: str) -> None:

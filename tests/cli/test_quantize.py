@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.files import unfinished
+from twostroke.core.files import atomic_output
 from twostroke.lab.compress import choose
 from twostroke.lab.compress import quantize as module
 from twostroke.lab.compress.calibrate import generated_pieces
@@ -210,9 +210,9 @@ def test_nothing_is_named_that_cannot_pass(
     refused("has parts of the held-out text", 2, "--text", str(held_out))
     refused("must end with .gguf", 2, name="x.bin")
     refused("cannot be written: Is a directory", 1, "--out", str(directory))
-    with pytest.raises(TwostrokeError, match="Is a directory"), unfinished(directory):
+    with pytest.raises(TwostrokeError, match="Is a directory"), atomic_output(directory):
         pytest.fail("the work was done all the same")
-    with unfinished(folder.parent / "x.gguf"):
+    with atomic_output(folder.parent / "x.gguf"):
         refused("Another command writes", 2, "--out", str(folder.parent / "x.gguf"))
     refused("must not be the source", 2, "--out", tiny)
     refused("cannot be written: No such file", 1, name="no/x.gguf")

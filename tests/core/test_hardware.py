@@ -19,19 +19,19 @@ def test_other_programs_have_a_share_of_all_processors(
 ) -> None:
     used_s, clock_s = iter([10.0, 13.0]), iter([100.0, 103.0])
     with monkeypatch.context() as patch:
-        patch.setattr(hardware, "_others_s", lambda: next(used_s))
+        patch.setattr(hardware, "_other_programs_s", lambda: next(used_s))
         patch.setattr(hardware, "time", SimpleNamespace(monotonic=lambda: next(clock_s)))
         patch.setattr(hardware.os, "cpu_count", lambda: 2)
-        assert hardware.OtherPrograms().share() == 0.5
-    real = hardware.OtherPrograms().share()
+        assert hardware.OtherProgramsLoad().share() == 0.5
+    real = hardware.OtherProgramsLoad().share()
     assert real is None or real >= 0
 
 
 def test_the_share_is_unknown_if_the_system_does_not_report_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hardware, "_others_s", lambda: None)
-    assert hardware.OtherPrograms().share() is None
+    monkeypatch.setattr(hardware, "_other_programs_s", lambda: None)
+    assert hardware.OtherProgramsLoad().share() is None
 
 
 def made_up(folder: Path, online: str, **cores: str) -> Path:

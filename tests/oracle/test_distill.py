@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.core.errors import QualityError, TwostrokeError, UsageError
-from twostroke.core.files import alone
+from twostroke.core.files import exclusive_output
 from twostroke.lab.train.options import DistillOptions, StudentShape
 from twostroke.model.families import build_program
 from twostroke.model.loader import load
@@ -238,7 +238,7 @@ def test_a_folder_is_for_what_was_made_in_it(teacher: Path, tmp_path: Path) -> N
     with pytest.raises(TwostrokeError, match="cannot be written: Is a directory"):
         distill(str(teacher), StudentShape(3), folder, SHORT, print)
     lock.rmdir()
-    with alone(lock, folder), pytest.raises(UsageError, match="Another command writes"):
+    with exclusive_output(lock, folder), pytest.raises(UsageError, match="Another command writes"):
         distill(str(teacher), StudentShape(3), folder, SHORT, print)
     assert list(folder.iterdir()) == []
     mistyped = replace(SHORT, data=str(tmp_path / "nowhere.txt"))

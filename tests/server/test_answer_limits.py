@@ -18,7 +18,7 @@ from support.replicas import live_router
 from support.servers import live_server, wait_for
 from support.tiny import Tiny, infill_metadata
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.mismatch import parts
+from twostroke.core.mismatch import union_members
 from twostroke.fleet.router.paths import COMPUTED_PATHS, ENGINELESS_PATHS, PROMPT_ONLY_PATHS
 from twostroke.fleet.routing.prompt import RoutedPrompt, read_prompt
 from twostroke.server.body.decode import BodyDecoder
@@ -158,7 +158,7 @@ def _whole_numbers(kind: type[msgspec.Struct]) -> Iterator[str]:
         struct = inspect.type_info(waiting.pop())
         assert isinstance(struct, inspect.StructType)
         for field in struct.fields:
-            for part in parts([field.type]):
+            for part in union_members([field.type]):
                 item = part.item_type if isinstance(part, inspect.ListType) else part
                 is_inner = isinstance(item, inspect.StructType) and field.name == "options"
                 if isinstance(part, inspect.IntType):

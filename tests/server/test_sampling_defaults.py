@@ -10,7 +10,7 @@ from msgspec.structs import asdict, force_setattr
 from support.gguf_writer import Typed
 from support.servers import live_server
 from twostroke.core.options import GenerationOptions
-from twostroke.core.sampling import DEFAULTED, LOCAL_DEFAULTS, OPENAI_DEFAULTS
+from twostroke.core.sampling import LOCAL_DEFAULTS, MODEL_DEFAULT_FIELDS, OPENAI_DEFAULTS
 from twostroke.server.protocols.ollama.request import DEFAULTS as OLLAMA
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ def values_of(server: LiveServer, path: str, body: dict[str, Any]) -> dict[str, 
         server.client.loop.submit = submit  # type: ignore[method-assign]
     assert response.status_code == 200, response.text
     found = asdict(drawn[0])
-    return {name: found[name] for name in DEFAULTED}
+    return {name: found[name] for name in MODEL_DEFAULT_FIELDS}
 
 
 def usual(params: SamplingParams) -> dict[str, Any]:
-    return {name: asdict(params)[name] for name in DEFAULTED}
+    return {name: asdict(params)[name] for name in MODEL_DEFAULT_FIELDS}
 
 
 @pytest.mark.parametrize("path", PROTOCOLS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import MemoryLimitError, UsageError
-from twostroke.core.files import megabytes as _mb
+from twostroke.core.files import format_bytes as _mb
 from twostroke.core.frozen import Frozen
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.model.program.mesh import ONE_RANK

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from msgspec import field
 
-from twostroke.core.draft_tree import ends_of
+from twostroke.core.draft_tree import branches_with_ends
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_PAGE
 from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS
@@ -95,7 +95,7 @@ def _spans(slice_: Slice, first: int) -> Iterator[RowSpan]:
     pages = np.array(slice_.request.pages, np.int64)
     end = slice_.branches[0].first if slice_.branches else len(slice_.drafts)
     yield RowSpan(slice(first, first + slice_.count + end), slice_.start, pages)
-    for branch, end in ends_of(len(slice_.drafts), slice_.branches):
+    for branch, end in branches_with_ends(len(slice_.drafts), slice_.branches):
         branch_pages = np.array(branch.pages, np.int64)
         copies: tuple[tuple[int, int], ...] = ()
         if branch.is_copied:

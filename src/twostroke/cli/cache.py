@@ -17,7 +17,7 @@ from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import show_table
 from twostroke.core.distributed_options import OffloadOptions
 from twostroke.core.errors import UsageError
-from twostroke.core.files import megabytes
+from twostroke.core.files import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ def list_command(folder: Path, as_json: bool) -> None:
         (
             *(kind.model, kind.kv_format, kind.arithmetic),
             *(f"{kind.num_pages:,}", f"{kind.num_pages * kind.page_size:,}"),
-            *(megabytes(kind.num_bytes), f"{kind.saved_s:,.1f} s", _date(kind.used_s)),
+            *(format_bytes(kind.num_bytes), f"{kind.saved_s:,.1f} s", _date(kind.used_s)),
             *(f"{kind.num_kept:,} of {kind.num_pages:,}", _date(kind.kept_until_s)),
         )
         for kind in kinds
@@ -100,7 +100,7 @@ def clean_command(folder: Path, model: str | None, days: float | None, is_all: b
     before_s = time.time() - days * _DAY_S if days is not None else float("inf")
     count, num_bytes, why = clean(folder, model, before_s)
     others = f" Others cannot be removed: {why}." if why else ""
-    click.echo(f"Removed {count:,} pages, {megabytes(num_bytes)}.{others}")
+    click.echo(f"Removed {count:,} pages, {format_bytes(num_bytes)}.{others}")
     return int(bool(why))
 
 

@@ -70,7 +70,7 @@ def up_command(file: Path, may_grow: bool, timeout_s: float, as_json: bool) -> N
         lack = None if may_grow else ray.check_room(spec)
         if lack is not None:
             index, text = lack
-            raise source.at(["models", index], text[0].upper() + text[1:])
+            raise source.error_at(["models", index], text[0].upper() + text[1:])
         is_new = spec.name not in ray.names()
         ray.up(spec)
         try:
@@ -157,14 +157,14 @@ def _check_program_options(
     names = sorted(param_by_name)
     for name, value in options.items():
         if name in _FLEET_OPTIONS[program]:
-            raise source.at([*path, name], f"the fleet sets --{name} itself.")
+            raise source.error_at([*path, name], f"the fleet sets --{name} itself.")
         if name not in param_by_name:
             hint = foreign_hint(name, [f"--{name}" for name in names]) or nearest(name, names)
             text = f"`twostroke {program}` has no option --{name}.{hint}"
-            raise source.at([*path, name], text)
+            raise source.error_at([*path, name], text)
         fault = _value_fault(name, param_by_name[name], value)
         if fault is not None:
-            raise source.at([*path, name], fault)
+            raise source.error_at([*path, name], fault)
 
 
 def _value_fault(name: str, param: click.Option, value: Any) -> str | None:

@@ -13,7 +13,7 @@ from twostroke.cli import pull
 from twostroke.cli.help import CommandGroup, option
 from twostroke.cli.terminal import Bar, printable, show_table
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
-from twostroke.core.files import megabytes
+from twostroke.core.files import format_bytes
 from twostroke.core.json_io import encode_json
 from twostroke.model import hub as fetch
 from twostroke.model.families import ARCHITECTURES
@@ -52,7 +52,7 @@ def list_command(as_json: bool) -> None:
         *(_row(record) for record in records if not record.is_here),
     ]
     show_table(rows, right={_HEAD.index("SIZE")})
-    total = megabytes(sum(record.num_bytes for record in cached_records))
+    total = format_bytes(sum(record.num_bytes for record in cached_records))
     click.echo(f"The models here take {total}. 'twostroke models show NAME' shows where one is.")
     click.echo("'twostroke pull NAME' fetches one, 'twostroke pull hf:OWNER/REPO' one of the hub.")
 
@@ -111,13 +111,15 @@ def remove_command(models: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete MODEL from the cache, after asking; scripts need --yes."""
     total = sum(record.num_bytes for record in map(fetch.find, models) if record.is_here)
     if total and not yes:
-        _confirm(f"{', '.join(models)} ({megabytes(total)})")
+        _confirm(f"{', '.join(models)} ({format_bytes(total)})")
     freed = {name: fetch.remove(name) for name in models}
     if as_json:
         _print_json([{"name": name, "freed_bytes": size} for name, size in freed.items()])
         return
     for name, size in freed.items():
-        result = f"{megabytes(size)} freed." if size else "other programs or models use its files."
+        result = (
+            f"{format_bytes(size)} freed." if size else "other programs or models use its files."
+        )
         click.echo(printable(f"Removed {name}: {result}"))
 
 
@@ -135,7 +137,7 @@ def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool)
     if unfinished or unused_records:
         total = _show_waste(unfinished, unused_records)
         if not yes:
-            _confirm(f"these {megabytes(total)}")
+            _confirm(f"these {format_bytes(total)}")
     freed = sum(leftover.num_bytes for leftover in unfinished)
     for leftover in unfinished:
         fetch.drop(leftover)
@@ -147,7 +149,7 @@ def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool)
         _print_json({"removed": removed, "freed_bytes": freed})
     else:
         is_clean = not unfinished and not unused_records
-        click.echo("There is nothing to clean." if is_clean else f"{megabytes(freed)} freed.")
+        click.echo("There is nothing to clean." if is_clean else f"{format_bytes(freed)} freed.")
 
 
 _ALIASES = {"rm": remove_command, "pull": pull.command}
@@ -170,7 +172,7 @@ def _show_waste(unfinished: Sequence[Leftover], unused_records: Sequence[ModelRe
         for record in unused_records
     ]
     for size, text in rows:
-        click.echo(printable(f"{megabytes(size):>10}  {text}"), err=True)
+        click.echo(printable(f"{format_bytes(size):>10}  {text}"), err=True)
     return sum(size for size, _ in rows)
 
 
@@ -205,7 +207,7 @@ def _row(record: ModelRecord) -> tuple[str, ...]:
     used = _ago(record.last_used) if record.is_here else "not here"
     used = used if _runs(record) else "not supported yet"
     licence = (record.licence or "unknown").split(" (")[0]
-    size = megabytes(record.num_bytes)
+    size = format_bytes(record.num_bytes)
     format_ = record.number_format or "?"
     return (record.name, record.family or "?", format_, size, licence, used, record.good_for or "")
 

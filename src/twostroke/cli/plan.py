@@ -22,7 +22,7 @@ from twostroke.cli.planning import (
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core import env
 from twostroke.core.errors import Field, UnreachableError, UsageError
-from twostroke.core.files import unfinished
+from twostroke.core.files import atomic_output
 from twostroke.core.json_io import encode_json
 
 if TYPE_CHECKING:
@@ -364,8 +364,8 @@ def _draw(plan: Plan, plot: Path | None, html: Path | None) -> None:
     from twostroke.lab.planner.report import report
 
     if plot is not None:
-        with unfinished(plot) as part:
+        with atomic_output(plot) as part:
             save(draw(plan), part)
     if html is not None:
-        with unfinished(html) as part:
+        with atomic_output(html) as part:
             part.write_text(report(plan), encoding="utf-8")

@@ -21,7 +21,7 @@ from twostroke.cli.options import (
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.errors import UsageError
-from twostroke.core.files import unfinished
+from twostroke.core.files import atomic_output
 from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.lab.measure import plots
 
@@ -121,7 +121,7 @@ def command(model: str, as_json: bool, plot: Path | None, **values: Any) -> None
         click.echo(json.dumps(result))
     if plot is not None:
         title = f"{model} on {profiles[0].hardware.name}: {profiles[0].detail}"
-        with unfinished(plot) as part:
+        with atomic_output(plot) as part:
             plots.save(plots.roofline(title, profiles), part)
 
 

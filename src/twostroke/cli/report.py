@@ -8,7 +8,7 @@ import click
 
 from twostroke.cli.help import Command, option
 from twostroke.cli.terminal import printable, show_table
-from twostroke.core.files import megabytes
+from twostroke.core.files import format_bytes
 
 if TYPE_CHECKING:
     from twostroke.lab.compress.report import FileReport, TextFacts
@@ -41,7 +41,10 @@ def show_report(report: FileReport) -> None:
         ("Source", f"{report.source}, {report.source_bits:.2f} bits for each weight"),
         ("SHA-256", report.source_sha256),
         ("Format", f"{report.target}, {report.bits:.2f} bits for each weight of a layer"),
-        ("Size", f"{megabytes(report.num_bytes)}, in memory {megabytes(report.memory_bytes)}"),
+        (
+            "Size",
+            f"{format_bytes(report.num_bytes)}, in memory {format_bytes(report.memory_bytes)}",
+        ),
         ("KL", divergence),
         ("Same top token", f"{comparison.top1_agreement:.2%}"),
         ("Perplexity", f"{comparison.perplexity:.3f}, source {comparison.right_perplexity:.3f}"),
@@ -59,7 +62,7 @@ def show_report(report: FileReport) -> None:
         click.echo(printable(f"{name:<16}{text}"))
     click.echo()
     rows = [
-        (kind.name, kind.formats, f"{kind.bits:.2f}", megabytes(kind.num_bytes))
+        (kind.name, kind.formats, f"{kind.bits:.2f}", format_bytes(kind.num_bytes))
         for kind in report.kinds
     ]
     show_table([("MATRICES", "FORMAT", "BITS", "SIZE"), *rows], right=(2, 3))

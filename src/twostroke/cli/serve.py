@@ -39,7 +39,7 @@ from twostroke.cli.process_options import (
 from twostroke.cli.pull import open_engine, open_remote
 from twostroke.core import env
 from twostroke.core.distributed_options import DisaggregationOptions, OffloadOptions
-from twostroke.core.files import megabytes
+from twostroke.core.files import format_bytes
 from twostroke.core.options import BatchOptions, EngineOptions, GenerationOptions
 from twostroke.server.options import ServeOptions
 
@@ -245,7 +245,7 @@ def _announce(
     name = serving.model_names[0] if serving.model_names else engine.card.name
     _warn_of_open_access(url, serving)
     backend = engine.facts.backend
-    used, reserved = megabytes(engine.memory_bytes), megabytes(backend.cache_bytes)
+    used, reserved = format_bytes(engine.memory_bytes), format_bytes(backend.cache_bytes)
     memory = f"It uses {used} of memory; conversations may take up to {reserved} (--kv-memory)."
     memory += _about_chat({name: engine.card}) + _about_batching(batch)
     detail = backend.full_detail if is_verbose else backend.detail
@@ -264,14 +264,14 @@ def _announce_several(
 ) -> None:
     """Report the address of a server of several models, as `_announce` does for one model."""
     _warn_of_open_access(url, serving)
-    names, budget = ", ".join(models.engines), megabytes(models.budget_bytes)
+    names, budget = ", ".join(models.engines), format_bytes(models.budget_bytes)
     chat = _about_chat({name: engine.card for name, engine in models.engines.items()})
     chat += _about_batching(batch)
     if log_format == "json":
         _logger.info("Serving %s at %s on demand; %s for all.%s", names, url, budget, chat)
         return
     sizes = ", ".join(
-        f"{name} ({megabytes(engine.num_bytes)})" for name, engine in models.engines.items()
+        f"{name} ({format_bytes(engine.num_bytes)})" for name, engine in models.engines.items()
     )
     print_to_stderr(
         f"Twostroke serves {sizes} at {url}, each when it is requested, within {budget} of memory "

@@ -158,7 +158,7 @@ def command(model: str, *, as_json: bool, record: Path | None, **values: Any) ->
     The engine's own scheduler, KV pages, prefix cache and speculation run. Only the steps are not
     computed: each takes the predicted time of its operations on the device. MODEL is as for `plan`.
     """
-    from twostroke.core.files import unfinished
+    from twostroke.core.files import atomic_output
     from twostroke.lab.measure.requests import Objectives
     from twostroke.lab.simulator import simulate, sweep
     from twostroke.lab.simulator.sweep import check_objectives
@@ -180,7 +180,7 @@ def command(model: str, *, as_json: bool, record: Path | None, **values: Any) ->
         simulation = simulate(setup, load, objectives)
     if record is not None:
         log = encode_json({"requests": simulation.logs})
-        with unfinished(record) as part:
+        with atomic_output(record) as part:
             part.write_bytes(log + b"\n")
     if as_json:
         printed: Any = replace(simulation, logs=())

@@ -23,14 +23,16 @@ _thread = threading.local()
 
 
 class WorkCancelledError(Exception):
-    """The caller cancelled the work that runs in this thread."""
+    """Raised in a thread by `check_not_cancelled`: the result of the thread's work is unneeded."""
 
 
 @contextmanager
 def cancellable(event: threading.Event) -> Iterator[None]:
-    """Make `check_not_cancelled` raise in this thread, during the block, once `event` is set.
+    """Let another thread cancel the work of this block by setting `event`.
 
-    Another thread sets the event to cancel the work of this thread.
+    Once the event is set, the next `check_not_cancelled` of this thread raises WorkCancelledError.
+    The server wraps work of a request that runs in a thread, such as tokenizing a long prompt, in
+    this block.
     """
     _thread.event = event
     try:
@@ -40,7 +42,11 @@ def cancellable(event: threading.Event) -> Iterator[None]:
 
 
 def check_not_cancelled() -> None:
-    """Raise WorkCancelledError if the event of this thread's `cancellable` block is set."""
+    """Raise WorkCancelledError if this thread's work was cancelled (see `cancellable`).
+
+    Long loops call this function regularly, because Python cannot stop a thread from outside.
+    Outside of a `cancellable` block it does nothing.
+    """
     event = getattr(_thread, "event", None)
     if event is not None and event.is_set():
         raise WorkCancelledError

@@ -24,13 +24,16 @@ MAX_CONSTRAINT = 256 * 1024  # characters
 
 
 class ReasoningSection(Frozen):
-    """The delimiters of a model's reasoning, which precedes its answer.
+    """The texts that enclose a model's reasoning, such as `<think>` and `</think>`.
 
-    Constraints and stop strings do not apply to the reasoning.
+    The reasoning comes before the answer. Constraints and stop strings do not apply to it.
 
     Attributes:
-        begin: the text that opens the reasoning, at the start of the output. An output that begins
-            otherwise has no reasoning. It is empty if the prompt already ends with it.
+        begin: the text that opens the reasoning, at the start of the output. An output that
+            does
+            not begin with this text has no reasoning. Empty if the prompt already ends with
+                the
+            opening text.
         end: the text that closes the reasoning.
     """
 
@@ -39,16 +42,19 @@ class ReasoningSection(Frozen):
 
 
 @dataclass(frozen=True, slots=True)
-class Excluded:
-    """A text that a request's answer must not begin with.
+class ExcludedPrefix:
+    """A text that a request's new answer must not begin with, because its last answer did.
 
-    When an answer breaks its JSON schema, it is generated again. The excluded text is the beginning
-    of the broken answer, up to the wrong value.
+    When an answer breaks its JSON schema, the answer is generated again. The beginning of the
+    broken answer, up to and including the wrong value, is then excluded, so that the new answer
+    differs.
 
     Attributes:
         text: the excluded text.
-        start: how many bytes of the text come before the wrong value.
-        is_whole: whether only an answer that equals the text is excluded.
+        start: how many bytes of `text` come before the wrong value.
+        is_whole: whether only an answer that equals `text` is excluded; longer answers that
+            begin
+            with `text` are allowed.
     """
 
     text: str
@@ -80,7 +86,7 @@ class Constraint:
     param: str = field(default="constraint", compare=False)
     preface: ReasoningSection | None = None
     alternative: Constraint | None = None
-    excluded: tuple[Excluded, ...] = field(default=(), compare=False)
+    excluded: tuple[ExcludedPrefix, ...] = field(default=(), compare=False)
     is_strict: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +145,7 @@ class Constraint:
         return cls("grammar", text, "grammar")
 
     def after(self, preface: ReasoningSection) -> Constraint:
-        """Return a copy of the constraint that applies to the text after the model's reasoning.
+        """Return a copy of the constraint that applies only after the model's reasoning.
 
         `preface` has the texts that open and close the reasoning.
         """
@@ -147,7 +153,7 @@ class Constraint:
 
 
 class Matcher(Protocol):
-    """Tells which tokens may follow the output of one request, whose answer is constrained.
+    """The state of one request's constraint: tells the sampler which tokens may come next.
 
     Every call passes all output tokens so far; the matcher keeps its state between calls and reads
     only the new tokens. A mask is an array of `num_words` 32-bit words with one bit for each token
@@ -185,7 +191,7 @@ class Matcher(Protocol):
         """
 
     def forced(self, output: Sequence[int]) -> Sequence[int]:
-        """Return tokens that the constraint forces after `output`, so that no step computes them.
+        """Return the tokens that must come next after `output`: the constraint allows no others.
 
-        The list may end before the last forced token.
+        The n-gram proposer takes them as drafts. The list may end before the last forced token.
         """

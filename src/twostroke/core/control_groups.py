@@ -26,9 +26,10 @@ _UNLIMITED: Final = 1 << 60
 
 
 class MemoryLimit(Frozen):
-    """A memory limit of a Linux control group, and how many bytes of it are free.
+    """A memory limit that a Linux control group sets, and how many bytes of it are free.
 
-    `source` names the file of the limit, such as "memory.max of /sys/fs/cgroup/system.slice".
+    `source` names the file that sets the limit, such as "memory.max of
+    /sys/fs/cgroup/system.slice".
     """
 
     limit_bytes: int
@@ -37,9 +38,9 @@ class MemoryLimit(Frozen):
 
 
 class CoreLimit(Frozen):
-    """A processor-time limit of a Linux control group, as a number of cores.
+    """A limit of processor time that a Linux control group sets, as a number of cores (2.5, say).
 
-    `source` names the file of the limit.
+    `source` names the file that sets the limit.
     """
 
     num_cores: float
@@ -47,9 +48,10 @@ class CoreLimit(Frozen):
 
 
 class _Mount(Frozen):
-    """A mounted hierarchy of control groups.
+    """A place where control groups are mounted: one line of /proc/self/mountinfo.
 
-    The files of the group with the path `root` are in the folder `folder`.
+    The control group with the path `root` is the folder `folder` of the file system. `controllers`
+    is only used for version 1 of control groups, whose controllers have a hierarchy each.
     """
 
     version: int
@@ -61,11 +63,11 @@ class _Mount(Frozen):
 def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
     """Return the memory limits of this process's control group and of each parent group.
 
-    `root` is the folder that has proc and sys.
+    `root` is the folder above `proc` and `sys`; tests pass a copy.
     """
     limits: list[MemoryLimit] = []
     for version, groups in _hierarchies(root, "memory"):
-        read = _memory_limits_1 if version == 1 else _memory_limits_2
+        read = _v1_memory_limits if version == 1 else _v2_memory_limits
         limits += read(root, groups)
     return limits
 
@@ -73,7 +75,7 @@ def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
 def core_limits(root: Path = _ROOT) -> list[CoreLimit]:
     """Return the processor-time limits of this process's control group and of each parent group.
 
-    `root` is the folder that has proc and sys.
+    `root` is the folder above `proc` and `sys`; tests pass a copy.
     """
     limits = []
     for version, groups in _hierarchies(root, "cpu"):
@@ -92,51 +94,57 @@ def core_limits(root: Path = _ROOT) -> list[CoreLimit]:
     return limits
 
 
-def _memory_limits_2(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]:
-    """Yield the memory limits of control groups of version 2.
+def _v2_memory_limits(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]:
+    """Yield the memory limits of version 2 control groups, whose folders are `groups`.
 
-    Above `memory.high` the system slows a group down, so that is yielded as a limit too.
+    `memory.high` is a limit too: Linux slows down a group that uses more.
     """
     for group in groups:
         folder = _within(root, group)
-        stat, used_bytes = _table(folder / "memory.stat"), _number(folder / "memory.current") or 0
+        stat, used_bytes = (
+            _named_numbers(folder / "memory.stat"),
+            _number(folder / "memory.current") or 0,
+        )
         cached = sum(stat.get(key, 0) for key in ("inactive_file", "active_file"))
         for name in ("memory.max", "memory.high"):
             limit = _number(folder / name)
             if limit is not None:
-                free_bytes = _free(limit, used_bytes, cached)
+                free_bytes = _free_bytes(limit, used_bytes, cached)
                 yield MemoryLimit(limit, free_bytes, f"{name} of {group}")
 
 
-def _memory_limits_1(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]:
-    """Yield the memory limits of control groups of version 1.
+def _v1_memory_limits(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]:
+    """Yield the memory limits of version 1 control groups, whose folders are `groups`.
 
-    The last limit, from memory.stat, includes parent groups that are not mounted.
+    The last limit, from memory.stat of the first group, covers parent groups that are not mounted.
     """
     for group in groups:
         folder = _within(root, group)
         limit = _number(folder / "memory.limit_in_bytes")
         limits_inner_groups = _number(folder / "memory.use_hierarchy") != 0
         if limit is not None and (group == groups[0] or limits_inner_groups):
-            yield from _memory_limit_1(root, group, "memory.limit_in_bytes", limit)
-    stat = _table(_within(root, groups[0]) / "memory.stat")
+            yield from _v1_memory_limit(root, group, "memory.limit_in_bytes", limit)
+    stat = _named_numbers(_within(root, groups[0]) / "memory.stat")
     if "hierarchical_memory_limit" in stat:
         name = "hierarchical_memory_limit in memory.stat"
-        yield from _memory_limit_1(root, groups[0], name, stat["hierarchical_memory_limit"])
+        yield from _v1_memory_limit(root, groups[0], name, stat["hierarchical_memory_limit"])
 
 
-def _memory_limit_1(root: Path, group: str, name: str, limit: int) -> Iterator[MemoryLimit]:
-    """Yield a memory limit of a version 1 group; yield nothing if the number means "no limit"."""
+def _v1_memory_limit(root: Path, group: str, name: str, limit: int) -> Iterator[MemoryLimit]:
+    """Yield the memory limit `limit` of a version 1 control group, unless it means "no limit"."""
     if limit >= _UNLIMITED:
         return
     folder = _within(root, group)
-    stat, used_bytes = _table(folder / "memory.stat"), _number(folder / "memory.usage_in_bytes")
+    stat, used_bytes = (
+        _named_numbers(folder / "memory.stat"),
+        _number(folder / "memory.usage_in_bytes"),
+    )
     cached = stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
-    yield MemoryLimit(limit, _free(limit, used_bytes or 0, cached), f"{name} of {group}")
+    yield MemoryLimit(limit, _free_bytes(limit, used_bytes or 0, cached), f"{name} of {group}")
 
 
-def _free(limit_bytes: int, used_bytes: int, reclaimable_bytes: int) -> int:
-    """Return how many bytes of a memory limit can still be allocated.
+def _free_bytes(limit_bytes: int, used_bytes: int, reclaimable_bytes: int) -> int:
+    """Return how many bytes a process can still allocate within a control group's memory limit.
 
     Cached files count as free, since the system drops them before it refuses memory.
     """
@@ -144,9 +152,10 @@ def _free(limit_bytes: int, used_bytes: int, reclaimable_bytes: int) -> int:
 
 
 def _hierarchies(root: Path, controller: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the version and the folders of each control group hierarchy with a controller.
+    """Yield the groups that limit this process, for each control group hierarchy with a controller.
 
-    The first folder belongs to this process's group, the next ones to its parents.
+    Each item is the version (1 or 2) and a list of folders: the folder of this process's own group,
+    then the folders of its parent groups. `controller` is "memory" or "cpu".
     """
     mounts = list(_mounts(root)) or _usual_mounts(controller)
     for controllers, path in _own_groups(root):
@@ -159,39 +168,39 @@ def _hierarchies(root: Path, controller: str) -> Iterator[tuple[int, list[str]]]
             if mount.version == version and (version == 2 or controller in mount.controllers)
         ]
         # Other mounts may show the subtrees of other containers.
-        with_group = [mount for mount in candidate_mounts if _shows(mount, path)]
+        with_group = [mount for mount in candidate_mounts if _is_visible(mount, path)]
         for mount in with_group or candidate_mounts:
-            yield version, _levels(root, mount, path)
+            yield version, _group_folders(root, mount, path)
 
 
 def _usual_mounts(controller: str) -> list[_Mount]:
-    """Return the usual mounts of control groups, for systems whose mounts cannot be read."""
+    """Return where control groups are usually mounted, for systems without a list of mounts."""
     return [
         _Mount(2, frozenset(), "/", "/sys/fs/cgroup"),
         _Mount(1, frozenset((controller,)), "/", f"/sys/fs/cgroup/{controller}"),
     ]
 
 
-def _shows(mount: _Mount, path: str) -> bool:
-    """Whether the control group with this path is visible in a mounted hierarchy."""
-    return not _below(mount, path).startswith("..")
+def _is_visible(mount: _Mount, path: str) -> bool:
+    """Return whether the control group with this path lies below a mount's root."""
+    return not _relative_path(mount, path).startswith("..")
 
 
-def _below(mount: _Mount, path: str) -> str:
-    """Return the path of a control group relative to the root of a mounted hierarchy."""
+def _relative_path(mount: _Mount, path: str) -> str:
+    """Return the path of a control group relative to the root of a mount."""
     relative = posixpath.relpath(posixpath.normpath(path), posixpath.normpath(mount.root))
     return relative if relative.split("/")[0] == ".." else f"./{relative}"
 
 
-def _levels(root: Path, mount: _Mount, path: str) -> list[str]:
-    """Return the folders of a control group and of its parents, innermost first.
+def _group_folders(root: Path, mount: _Mount, path: str) -> list[str]:
+    """Return the folders of a control group and of its parents, from the group up to the mount.
 
-    A container may see only its own subtree, with or without its own namespace. If the path of the
-    group then does not lie below the mounted root, the mounted root is used as the group.
+    A container may see only its own subtree, with or without a namespace. If the path of the group
+    then does not lie below the root of the mount, the root itself is taken as the group.
     """
     top = PurePosixPath(mount.folder)
-    relative = _below(mount, path)
-    if not _shows(mount, path):
+    relative = _relative_path(mount, path)
+    if not _is_visible(mount, path):
         relative = posixpath.normpath(path).lstrip("/")
         if not _within(root, str(top / relative)).is_dir():
             relative = "."
@@ -201,9 +210,9 @@ def _levels(root: Path, mount: _Mount, path: str) -> list[str]:
 
 
 def _own_groups(root: Path) -> Iterator[tuple[frozenset[str], str]]:
-    """Yield the controllers and the path of each control group of this process.
+    """Yield the controllers and the path of each control group that this process belongs to.
 
-    The controllers are empty for version 2.
+    The set of controllers is empty for version 2.
     """
     for line in _lines(root / "proc/self/cgroup"):
         parts = line.split(":", 2)
@@ -242,8 +251,8 @@ def _is_number(word: str) -> bool:
     return word.isascii() and word.isdecimal()
 
 
-def _table(path: Path) -> dict[str, int]:
-    """Return the numbers in a file with lines such as "inactive_file 4096", by name."""
+def _named_numbers(path: Path) -> dict[str, int]:
+    """Return a control group file's numbers by name, from lines like "inactive_file 4096"."""
     pairs = (line.split() for line in _lines(path))
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and _is_number(pair[1])}
 

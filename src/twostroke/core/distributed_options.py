@@ -211,12 +211,13 @@ class ParallelOptions(OptionStruct):
 
 
 class DisaggregationOptions(OptionStruct):
-    """Whether prefill and decode run in different engines.
+    """Whether this engine prefills prompts, decodes them, or does both (disaggregated prefill).
 
-    `role` "mixed" does both. "prefill" also prefills prompts for decode engines, which connect to
-    `peer_address`. "decode" lets the engines at `prefill_peers` prefill the prompts that
-    `disaggregate` chooses, and fetches the KV pages: "always", "never", or "auto" where that saves
-    time. `peer_link` "auto" and "nixl" take the transfer method that is measured to be faster.
+    `role` "mixed": the engine prefills and decodes its own requests. "prefill": it also prefills
+    prompts for decode engines, which connect to `peer_address`. "decode": it lets the engines at
+    `prefill_peers` prefill prompts, and fetches the KV pages. `disaggregate` chooses these prompts:
+    "always", "never", or "auto", where a remote prefill saves time. `peer_link` is the transfer
+    method; "auto" and "nixl" measure the methods and take the faster.
     """
 
     SECTION: ClassVar[str] = "Disaggregated prefill and decode"
@@ -354,7 +355,7 @@ class OffloadOptions(OptionStruct):
 
     @property
     def field(self) -> str:
-        """The name of the option that turned KV offload on; error messages name the option."""
+        """The name of the option that turned KV offload on, for error messages."""
         return "page_store" if self.page_cache is None else "page_cache"
 
 

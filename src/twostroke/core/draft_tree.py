@@ -13,22 +13,23 @@ ROOT = -1  # the request's newest token, which the first drafts follow
 
 
 class DraftBranch(Frozen):
-    """A chain of draft tokens that leaves the path of earlier drafts in a draft tree.
+    """One branch of a draft tree: a chain of draft tokens that leaves an earlier chain.
 
-    Drafts are proposed tokens of speculative decoding. A row of the step attends only to its
-    ancestors, so a branch has KV pages that other branches do not use. The first of these pages
-    begins with tokens that the branch shares with other branches.
+    Drafts are the proposed tokens of speculative decoding. The first chain of a tree uses the
+    request's own KV pages. Each branch proposes other tokens for the same positions, so it needs KV
+    pages of its own. Its first own page starts with tokens that the branch has in common with the
+    chain that it leaves.
 
     Attributes:
-        first: the index of the branch's first draft; its last draft is before the next branch's
-            first draft. Each draft follows the previous one.
+        first: the index of the branch's first draft. The branch ends before the next branch's
+            first draft, and each of its drafts follows the previous one.
         parent: the draft that the first draft follows, or `ROOT`.
         position: the token position of the first draft.
-        page_index: the index in the request's page lists that `pages` begins at; earlier pages
-            are the request's.
+        page_index: where `pages` begins in the request's page lists; before this index, the
+            branch uses the request's pages.
         pages: for each cache group, the ids of the branch's pages from `page_index` on.
         num_own: how many pages at the end of each list belong to this branch alone; the pages
-            before belong to its parent.
+            before belong to the chain that the branch leaves.
         above: rows of this step, counted from the slice's first row, whose keys and values are
             also stored in the branch's first own page; they end at `position` - 1.
         is_copied: whether the first own page begins as a copy of the request's page, because
@@ -60,7 +61,7 @@ class DraftBranch(Frozen):
 
 
 def parents_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
-    """Return the index of the draft that each draft of a tree follows, or `ROOT`.
+    """Return, for each draft of a tree, the index of the draft that it follows.
 
     The result has `num_drafts` entries. `ROOT` stands for the request's newest token.
     """
@@ -71,9 +72,10 @@ def parents_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
 
 
 def path_to(draft: int, parents: Sequence[int]) -> list[int]:
-    """Return the drafts of a draft tree on the path from the root to a draft.
+    """Return the indices of the drafts on the path from a draft tree's root to a draft.
 
-    The draft itself is the last; the path of `ROOT` is empty.
+    `parents` is the result of `parents_of`. The draft itself is the last; the path of `ROOT` is
+    empty.
     """
     path = []
     while draft != ROOT:
@@ -83,27 +85,32 @@ def path_to(draft: int, parents: Sequence[int]) -> list[int]:
 
 
 def depths_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
-    """Return how many drafts precede each draft of a tree on its path from the root."""
+    """Return, for each draft of a tree, how many drafts are before it on its path from the root."""
     depths = list(range(num_drafts))
-    for branch, end in ends_of(num_drafts, branches):
+    for branch, end in branches_with_ends(num_drafts, branches):
         depth = 0 if branch.parent == ROOT else depths[branch.parent] + 1
         depths[branch.first : end] = range(depth, depth + end - branch.first)
     return depths
 
 
-def ends_of(num_drafts: int, branches: Sequence[DraftBranch]) -> Iterator[tuple[DraftBranch, int]]:
-    """Yield each branch of a draft tree with the index after its last draft."""
+def branches_with_ends(
+    num_drafts: int, branches: Sequence[DraftBranch]
+) -> Iterator[tuple[DraftBranch, int]]:
+    """Yield each branch of a draft tree with the index after its last draft.
+
+    A `DraftBranch` stores only where it begins.
+    """
     ends = [branch.first for branch in branches[1:]]
     return zip(branches, [*ends, num_drafts], strict=True) if branches else iter(())
 
 
 def num_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
-    """Return how many drafts of a chain are accepted, since they equal the sampled tokens.
+    """Return how many drafts of a chain are accepted: the first ones, up to a wrong draft.
 
-    `sampled[i]` was sampled after the first i drafts. If these are right, `sampled[i]` equals the
-    token of a run without drafts, at any temperature, because sampling depends only on the logits,
-    the seed and the token's index. So the first `num_accepted + 1` sampled tokens are the request's
-    next tokens.
+    A draft is right if it equals the token that was sampled at its position: `sampled[i]` was
+    sampled after the first i drafts. If these are right, `sampled[i]` equals the token of a run
+    without drafts, at any temperature, because sampling depends only on the logits, the seed and
+    the token's index. So the first `num_accepted + 1` sampled tokens are the request's next tokens.
     """
     accepted = 0
     for draft, token in zip(drafts, sampled, strict=False):
@@ -113,11 +120,12 @@ def num_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
     return accepted
 
 
-def right_drafts(
+def accepted_drafts(
     drafts: Sequence[int], branches: Sequence[DraftBranch], sampled: Sequence[int]
 ) -> Sequence[int]:
-    """Return the indices of the accepted drafts of a tree, from the root downwards.
+    """Return the indices of the accepted drafts of a draft tree, from the root downwards.
 
+    A draft is accepted if it equals the token that was sampled after the draft before it.
     `sampled[0]` was sampled after the request's newest token, `sampled[1 + i]` after draft i. The
     request's next tokens are `sampled[0]` and the tokens sampled after the accepted drafts.
     """

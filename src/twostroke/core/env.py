@@ -46,7 +46,7 @@ def expand_home(path: str | Path) -> Path:
 
 
 def cpu_level() -> str | None:
-    """Return the instruction-set level that `TWOSTROKE_CPU_LEVEL` forces; None if not set.
+    """Return the instruction-set level of the kernels that `TWOSTROKE_CPU_LEVEL` forces, or None.
 
     Without the variable, kernels use the highest level of the processor.
     """
@@ -54,12 +54,12 @@ def cpu_level() -> str | None:
 
 
 def num_threads() -> str | None:
-    """Return the text of `TWOSTROKE_NUM_THREADS`, the number of threads; None if not set."""
+    """Return the text of `TWOSTROKE_NUM_THREADS` (the number of threads); None if not set."""
     return os.environ.get("TWOSTROKE_NUM_THREADS") or None
 
 
 def native_dir() -> Path | None:
-    """Return the folder of native kernels in `TWOSTROKE_NATIVE_DIR`; None if not set."""
+    """Return the folder of compiled kernels that `TWOSTROKE_NATIVE_DIR` names; None if not set."""
     path = os.environ.get("TWOSTROKE_NATIVE_DIR")
     return Path(path) if path else None
 
@@ -75,7 +75,10 @@ def api_key() -> str | None:
 
 
 def client_api_key() -> str | None:
-    """Return the key that this program, as a client, sends to servers; None if it has no key."""
+    """Return the API key that this command sends to a server; None if no key is set.
+
+    It is in `TWOSTROKE_API_KEY`, like the key that a server demands of its clients.
+    """
     return os.environ.get("TWOSTROKE_API_KEY", "").strip() or None
 
 
@@ -91,10 +94,10 @@ def replica_key() -> str | None:
 
 
 def _secret(name: str, kind: str = "secret") -> str | None:
-    """Return the secret in an environment variable; None if it is not set.
+    """Return the secret in the environment variable `name`; None if the variable is not set.
 
-    `kind` is the word for the secret in the error. Raises UsageError if the variable is set and
-    empty.
+    `kind` names the secret in the error: "key" or "secret". Raises UsageError if the variable is
+    set and empty, since that is a mistake of a script rather than a wish for no secret.
     """
     secret = os.environ.get(name)
     if secret is not None and not secret.strip():
@@ -102,8 +105,11 @@ def _secret(name: str, kind: str = "secret") -> str | None:
     return secret
 
 
-def launcher() -> dict[str, str]:
-    """Return the environment variables that a launcher of ranks, such as torchrun, has set."""
+def launcher_variables() -> dict[str, str]:
+    """Return the environment variables with which torchrun, MPI or Slurm tells a process its rank.
+
+    Only variables that are set are returned; empty if no launcher started this process.
+    """
     name_groups = (
         ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
@@ -171,10 +177,11 @@ def hub_is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
-def link() -> str | None:
-    """Return the link between ranks on different hosts that `TWOSTROKE_LINK` forces.
+def forced_link() -> str | None:
+    """Return the type of link between hosts that `TWOSTROKE_LINK` forces, such as "gloo"; or None.
 
-    None means that the fastest link is chosen.
+    Ranks on different hosts exchange values over a link. None means that the fastest type is
+    chosen.
     """
     return os.environ.get("TWOSTROKE_LINK") or None
 
@@ -185,12 +192,15 @@ def ray_address() -> str | None:
 
 
 def use_ray_token(token: str) -> None:
-    """Make Ray require and send a token, in this process and in its child processes."""
+    """Set Ray's environment variables so that a Ray cluster requires and sends a secret token.
+
+    They apply to this process and its child processes.
+    """
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
 
 
 def notify_socket() -> str | None:
-    """Return the address of the socket that tells systemd that the server is ready.
+    """Return the address of systemd's socket, to which the server reports that it is ready.
 
     It is None if systemd did not start this process.
     """
@@ -198,7 +208,10 @@ def notify_socket() -> str | None:
 
 
 def watchdog_s() -> float | None:
-    """Return the seconds within which systemd expects a sign of life; None without a watchdog."""
+    """Return the most seconds between two signs of life that systemd demands of the server.
+
+    It is None if systemd watches no process, or another one.
+    """
     period_us, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
     if not period_us.isdigit() or (pid and pid != str(os.getpid())):
         return None
@@ -206,12 +219,15 @@ def watchdog_s() -> float | None:
 
 
 def set_default(name: str, value: str) -> None:
-    """Set an environment variable that a library reads, unless the user has set it."""
+    """Set an environment variable for a library, unless the user has set the variable."""
     os.environ.setdefault(name, value)
 
 
 def engine_environment() -> dict[str, str]:
-    """Return the environment variables of the engine process, without the API key."""
+    """Return the environment variables for the engine process that a server starts.
+
+    The server's API key is left out, since only the server needs it.
+    """
     return {name: value for name, value in os.environ.items() if name != "TWOSTROKE_API_KEY"}
 
 
@@ -221,20 +237,20 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def install_command(extra: str) -> str:
-    """Return the shell command that adds an extra such as "train" to this installation.
+    """Return the shell command that installs an extra such as "train", for messages to the user.
 
     If the package was installed from a clone or from a wheel in a folder, the command names the
     clone or the wheel.
     """
-    source = _source()
+    source = _install_source()
     if source is None:
         return f"pip install 'twostroke[{extra}]'"
     path = "." if source == Path.cwd() else str(source)
     return f"pip install '{path}[{extra}]'"
 
 
-def _source() -> Path | None:
-    """Return the clone or wheel from which Twostroke was installed; None for a package index."""
+def _install_source() -> Path | None:
+    """Return the clone or wheel that Twostroke was installed from; None for a package index."""
     from importlib.metadata import PackageNotFoundError, distribution  # slow to import
     from urllib.parse import unquote, urlsplit
 

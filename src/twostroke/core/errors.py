@@ -23,9 +23,10 @@ _MAX_COMPARED_LENGTH: Final = 200  # longer words are cut, because comparing tak
 
 
 class Field(str):
-    """The name of another field in the facts of an error.
+    """A fact of an error that is the name of an option or field, such as "max_tokens".
 
-    The message shows the caller's name of the field, such as a command-line flag.
+    When the error is shown, this name becomes the caller's name of the field, such as a command-
+    line flag (see `TwostrokeError.sentence`).
     """
 
     __slots__ = ()
@@ -38,9 +39,11 @@ class TwostrokeError(Exception):
     field's name: field `n`, reason "must be at least 1, got 0.".
 
     Attributes:
-        reason: the sentence, or its rest after the field's name. `{name}` stands for a fact, and
-            `{name!r}` for its `repr`; `{field}` stands for the field.
-        field: the engine's name of the wrong field, or a path such as `messages[3].content`.
+        reason: the sentence, or the rest of the sentence after the field's name. `{name}`
+            stands
+            for a fact, and `{name!r}` for its `repr`; `{field}` stands for the field.
+        field: the name of the wrong option or field in Python, or a path such as
+            `messages[3].content`. None if no single field is wrong.
         facts: the values of the placeholders in the reason, by name.
         exit_code: the exit code of the command line.
         http_status: the status of a server's response.
@@ -58,14 +61,13 @@ class TwostrokeError(Exception):
         self.facts = facts
 
     def __str__(self) -> str:
-        """Return the error's sentence, with the engine's own names of fields."""
+        """Return the error as a sentence, in which fields have their names in Python."""
         return self.sentence()
 
     def sentence(self, naming: Naming = str) -> str:
-        """Return the error's sentence with field names that the caller uses.
+        """Return the error as a sentence, in which fields have the names that the caller uses.
 
-        `naming` maps the engine's name of a field to the caller's name, such as a command-line
-        flag.
+        `naming` maps a field's name in Python to the caller's name, such as a command-line flag.
         """
         reason, field = self.reason, self.field and naming(self.field)
         is_whole = field is None or reason[:1].isupper()
@@ -96,7 +98,7 @@ class UsageError(TwostrokeError):
 
 
 class ModelNotFoundError(TwostrokeError):
-    """There is no model with this name or path."""
+    """There is no model with the given name or path."""
 
     exit_code = 3
     http_status = 404
@@ -112,7 +114,7 @@ class ModelFormatError(TwostrokeError):
 
 
 class QualityError(ModelFormatError):
-    """A model's files can be read, but the model writes garbage."""
+    """A model's files can be read, but the model predicts a known text far too badly."""
 
     code = "model_quality"
 
@@ -131,7 +133,7 @@ class MemoryLimitError(TwostrokeError):
 
 
 class UnreachableError(TwostrokeError):
-    """No plan of `twostroke plan` meets the request.
+    """`twostroke plan` finds no plan that meets the request.
 
     Either the model does not fit on the device, or a latency objective cannot be met.
     """
@@ -174,10 +176,10 @@ class RequestError(TwostrokeError):
 class ContextLengthError(RequestError):
     """A prompt, or a prompt with its answer, can never fit into the context or the KV cache.
 
-    If the context length is the reason, the facts have these numbers of tokens: `context_length`,
-    `num_prompt` and, if the prompt alone fits, `num_answer`. The fact `least` is "at least " if the
-    prompt was not counted to its end. The protocols of the server write their own sentences from
-    these facts.
+    If the context length is the reason, the error's facts have these numbers of tokens:
+    `context_length`, `num_prompt` and, if the prompt alone fits, `num_answer`. The fact `least` is
+    "at least " if only a part of the prompt was counted, else empty. Each protocol of the server
+    writes its own sentence from these facts.
     """
 
     code = "context_length_exceeded"
@@ -186,9 +188,9 @@ class ContextLengthError(RequestError):
 class OverloadedError(TwostrokeError):
     """The queue of requests is full; the same request may be accepted later.
 
-    The facts may have `room_s`, the seconds until the queue has room; `turn_s`, the seconds for
-    which the request's own tokens will occupy the queue; and `is_full`, whether shorter requests of
-    the same caller are refused as well.
+    The error's facts may have `room_s`, the seconds until the queue has room; `turn_s`, the seconds
+    by which this request, once queued, would delay later ones; and `is_full`, whether shorter
+    requests of the same caller are refused as well.
     """
 
     http_status = 429
@@ -205,9 +207,9 @@ class DeadlineError(TwostrokeError):
     def of_timeout(
         cls, timeout_s: float, predicate: str = "was stopped: it took longer than"
     ) -> Self:
-        """Return the error of a request that is past its own timeout.
+        """Return the error of a request that took longer than the timeout that its caller set.
 
-        `predicate` continues "The request", and "its timeout" follows.
+        `predicate` is the middle of the sentence "The request ... its timeout of 5 s.".
         """
         return cls(f"The request {predicate} its timeout of {timeout_s:g} s.")
 
@@ -222,8 +224,8 @@ class EngineStoppedError(TwostrokeError):
 class EngineDiedError(EngineStoppedError):
     """The engine's process died while it computed the request; a new engine process is started.
 
-    The message contains `SENTENCE` in every protocol, so that a router recognizes the error also in
-    protocols that have no field for its code.
+    The message contains `SENTENCE` in every protocol. So a router recognizes the error also in
+    protocols that have no field for the error's code.
     """
 
     code = "engine_died"
@@ -231,13 +233,13 @@ class EngineDiedError(EngineStoppedError):
 
 
 class ModelNotLoadedError(EngineStoppedError):
-    """One of a server's models cannot be loaded now; its other models are served."""
+    """The model of the request cannot be loaded now; the server's other models are served."""
 
     code = "model_not_loaded"
 
 
 class EngineKillerError(RequestError):
-    """The engine's process died each time it computed this request.
+    """The engine's process died each time it computed this request, so the request is refused.
 
     The last time, the engine computed no other requests, so the request is the cause.
     """
@@ -253,9 +255,10 @@ class SchemaMissError(TwostrokeError):
 
 
 def nearest(word: str, known_words: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the known word most similar to `word`, or an empty string.
+    """Return the hint ` Did you mean 'x'?` for an unknown word, for the end of an error message.
 
-    Case is ignored. Two words are similar if most of their letters are equal (more if their first
+    x is the known word most similar to `word`; the hint is empty if no known word is similar. Case
+    is ignored. Two words are similar if most of their letters are equal (more if their first
     letters differ), or if one of them, with at least four letters, begins the other.
     """
     return _nearest(word[: _MAX_COMPARED_LENGTH + 1], tuple(known_words))
@@ -292,16 +295,16 @@ _logger = logging.getLogger("twostroke.weights")
 
 
 def warn_of_wrong_token_id(key: str, value: object) -> None:
-    """Log that a model file names a special token by an id that no token has.
+    """Log that a model file gives a special token an id outside of the vocabulary.
 
-    The special token is left out. `key` is the metadata field of the model file.
+    The loader ignores that special token. `key` is the metadata field of the model file.
     """
     id_text = "-1" if value == (1 << 32) - 1 else str(value)[:40]
     notice(f"{key} is {id_text}, which is not the id of a token: left out.")
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first few names in quotes, and how many further names there are, for errors."""
+    """Return the first few of `names` in quotes and "and N more", for error messages."""
     text = ", ".join(repr(name[:MAX_NAME_LENGTH]) for name in names[:_MAX_NAMES])
     num_more = len(names) - _MAX_NAMES
     return f"{text} and {num_more} more" if num_more > 0 else text
@@ -309,5 +312,5 @@ def first_names(names: Sequence[str]) -> str:
 
 @cache
 def notice(text: str) -> None:
-    """Log a sentence as a warning, at most once in a process."""
+    """Log a sentence as a warning, unless this process has logged the same sentence before."""
     _logger.warning("%s", text)

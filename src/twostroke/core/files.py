@@ -22,7 +22,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which editors on Windows write
 
 
 class IrregularFileError(OSError):
-    """A path names a folder, pipe, socket, device or link, not a regular file."""
+    """A path that must be a regular file is a folder, pipe, socket, device or link."""
 
 
 def open_regular_file(path: Path, *, follows_links: bool = True) -> BinaryIO:
@@ -51,16 +51,16 @@ def open_regular_file(path: Path, *, follows_links: bool = True) -> BinaryIO:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a path exists, as a file, folder, pipe or dangling link.
+    """Return whether a path exists, even as a folder, a pipe or a link to a missing file.
 
-    An optional file of a model whose path exists but is not a regular file is damaged, and must not
-    count as absent.
+    Loaders ask this about optional files of a model: a path that exists but is not a regular file
+    is an error, and must not count as absent.
     """
     return os.path.lexists(path)
 
 
 def read_regular_file(path: Path) -> bytes:
-    """Return the bytes of a regular file; raises as `open_regular_file`."""
+    """Return the bytes of a regular file; raise the errors of `open_regular_file`."""
     with open_regular_file(path) as file:
         return file.read()
 
@@ -93,7 +93,10 @@ def read_at_most(file: BinaryIO, max_bytes: int) -> bytes:
 
 
 def read_small_file(path: Path) -> bytes:
-    """Return the bytes of a small file; raise ModelFormatError if it is unreadable or too large."""
+    """Return the bytes of a small file, such as JSON, without a byte order mark.
+
+    Raises ModelFormatError if the file cannot be read, or has more than `MAX_JSON_BYTES`.
+    """
     try:
         with open_regular_file(path) as file:
             raw = read_at_most(file, MAX_JSON_BYTES + 1)
@@ -115,10 +118,10 @@ def write_text(path: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def place_file(part: Path, path: Path) -> None:
-    """Rename a finished temporary file to its final path.
+def move_into_place(part: Path, path: Path) -> None:
+    """Rename a finished temporary file to its final path, so that a power failure cannot lose it.
 
-    The data and the folder are flushed to disk, so that neither is lost at a power failure.
+    The data and the folder are flushed to disk.
     """
     _sync(part)
     part.replace(path)
@@ -133,7 +136,7 @@ def file_size(path: Path) -> int | None:
         return None
 
 
-def megabytes(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """Return a number of bytes as text for people, such as "98 MB" or "12.3 GB"."""
     if num_bytes >= 10**13:
         return f"{num_bytes / 1e12:,.1f} TB"
@@ -150,8 +153,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def locks(descriptor: int) -> bool:
-    """Lock an open file until it is closed; return False if another process holds its lock."""
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed; return False if another process holds its lock.
+
+    `descriptor` is the file's descriptor.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -160,32 +166,34 @@ def locks(descriptor: int) -> bool:
 
 
 @contextmanager
-def unfinished(out: Path) -> Iterator[Path]:
-    """Yield a hidden path beside the output file `out`, and rename the file to `out` at the end.
+def atomic_output(out: Path) -> Iterator[Path]:
+    """Write an output file so that it appears complete or not at all.
 
-    If the block fails or is interrupted, the hidden file is removed, and `out` stays as it was.
+    Yields a hidden path beside the output file `out`, which is renamed to `out` after the block. If
+    the block fails or is interrupted, the hidden file is removed, and `out` stays as it was.
 
     Raises:
         UsageError: another process is writing `out`.
         TwostrokeError: the disk cannot be written.
     """
     part = out.with_name(f".{out.stem}.part{out.suffix}")
-    with _write_errors(out), alone(out.with_name(f".{out.name}.lock"), out):
+    with _write_errors(out), exclusive_output(out.with_name(f".{out.name}.lock"), out):
         try:
             if out.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             part.touch()  # to fail now, not after the work
             yield part
-            place_file(part, out)
+            move_into_place(part, out)
         finally:
             part.unlink(missing_ok=True)
 
 
 @contextmanager
-def unfinished_folder(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder beside `out`, and rename it to `out` after the block.
+def atomic_output_folder(out: Path) -> Iterator[Path]:
+    """Write an output folder so that it appears complete or not at all.
 
-    If the block fails or is interrupted, the hidden folder is removed.
+    Yields a hidden folder beside `out`, which is renamed to `out` after the block. If the block
+    fails or is interrupted, the hidden folder is removed.
 
     Raises:
         UsageError: `out` exists already, or another process is writing it.
@@ -196,7 +204,7 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
     import shutil  # slow to import
 
     part = out.with_name(f".{out.name}.part")
-    with _write_errors(out), alone(out.with_name(f".{out.name}.lock"), out):
+    with _write_errors(out), exclusive_output(out.with_name(f".{out.name}.lock"), out):
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
@@ -207,7 +215,7 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def alone(path: Path, out: Path) -> Iterator[None]:
+def exclusive_output(path: Path, out: Path) -> Iterator[None]:
     """Hold a lock file during the block, so that no other process writes the output `out`.
 
     `path` is the lock file.
@@ -216,7 +224,7 @@ def alone(path: Path, out: Path) -> Iterator[None]:
         UsageError: another process holds the lock.
     """
     with path.open("ab") as file:
-        is_locked = not locks(file.fileno())
+        is_locked = not try_lock(file.fileno())
         # The other process may have removed the file just before it was locked here.
         if is_locked or not os.fstat(file.fileno()).st_nlink:
             raise UsageError(f"Another command writes {str(out)!r} now.", field="out")
@@ -239,11 +247,14 @@ def _write_errors(out: Path) -> Iterator[None]:
         ) from None
 
 
-def need(path: Path, num_bytes: float) -> None:
-    """Raise TwostrokeError if the disk of the file `path` has fewer than `num_bytes` bytes free."""
+def require_disk_space(path: Path, num_bytes: float) -> None:
+    """Check, before a file is written, that its disk has `num_bytes` bytes free.
+
+    Raises TwostrokeError if the disk of the file `path` has fewer.
+    """
     import shutil
 
     free = shutil.disk_usage(path.parent).free
     if free < num_bytes:
-        needed, left = megabytes(int(num_bytes)), megabytes(free)
+        needed, left = format_bytes(int(num_bytes)), format_bytes(free)
         raise TwostrokeError(f"The file needs {needed}, and the disk has {left} left.")

@@ -135,10 +135,11 @@ _WITHOUT_OPTION: Final = {
 
 
 def foreign_hint(name: str, known_names: Collection[str]) -> str:
-    """Return a hint for an option of vLLM, llama.cpp or another program: its name in Twostroke.
+    """Return a hint for an unknown option that another inference program has, such as vLLM.
 
-    The hint is a sentence that begins with a space. It is empty if the option is not known, or if
-    none of `known_names`, the options of the command, does the same.
+    The hint is a sentence that names Twostroke's option and begins with a space. It is empty if no
+    other program is known to have the option, or if none of `known_names`, the options of the
+    command, does the same.
     """
     bare = name.lstrip("-").replace("-", "_").lower()
     if bare in _WITHOUT_OPTION:

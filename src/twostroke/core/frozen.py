@@ -11,11 +11,11 @@ from twostroke.core.errors import UsageError
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Frozen(Struct, frozen=True):
-    """The base of structs with typed fields that never change, as in a frozen dataclass.
+    """The base class of immutable data with typed fields, used like a frozen dataclass.
 
-    msgspec makes them in C. A class takes 16 us to define instead of 700 us, which shortens the
-    start of the program; an instance takes 0.13 us instead of 1.0 us. `msgspec.structs.replace`
-    returns a copy with other values.
+    The classes are msgspec structs, which are made in C. A class takes 16 us to define instead of
+    700 us, which shortens the start of the program; an instance takes 0.13 us instead of 1.0 us.
+    `msgspec.structs.replace` returns a copy with other values.
     """
 
 
@@ -23,7 +23,9 @@ _MAX_DIGITS: Final = 40  # of an integer in an error; it may be too large for a 
 
 
 def check_range(owner: object, *names: str, high: float, low: float | None = None) -> None:
-    """Check that fields of `owner` are from `low` to `high`, as `check_number`; accept None.
+    """Check that the named number fields of `owner` are from `low` to `high`.
+
+    None in a field passes. Without `low`, the numbers must be greater than 0.
 
     Raises:
         UsageError: a field's value is out of range.
@@ -37,7 +39,7 @@ def check_range(owner: object, *names: str, high: float, low: float | None = Non
 def check_number(name: str, value: float, *, high: float, low: float | None = None) -> None:
     """Check that a number is from `low` to `high`, both included; NaN is refused.
 
-    Without `low`, the number must be greater than 0.
+    Without `low`, the number must be greater than 0. `name` is the field that the error names.
 
     Raises:
         UsageError: the number is out of range.

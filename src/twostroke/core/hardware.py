@@ -22,14 +22,16 @@ _NODES = Path("/sys/devices/system/node")
 
 
 class Hardware(Frozen):
-    """The limits of a machine's speed, to which the speed of the engine is compared.
+    """The limits of a machine's speed: memory bandwidth and peak arithmetic.
+
+    The engine's speed is shown as a share of them (MBU and MFU).
 
     Attributes:
         name: the processor or device.
         num_threads: how many threads the limits are for.
         memory_bytes: the size of the memory.
-        bandwidth: memory bandwidth in bytes per second, for reading as many bytes as a model
-            has.
+        bandwidth: memory bandwidth in bytes per second, for reading data as large as a model's
+            weights.
         peak: operations per second of the fastest arithmetic that the kernels use; a multiply-
             add counts as two operations.
         peak_kind: the arithmetic of `peak`, as text.
@@ -46,7 +48,7 @@ class Hardware(Frozen):
 
 
 class MemoryNode(Frozen):
-    """A NUMA node: the part of the memory with this number, and the cores near it.
+    """A NUMA node of this machine: its number, and the cores near its memory.
 
     Only cores that this process may use are included.
     """
@@ -56,9 +58,9 @@ class MemoryNode(Frozen):
 
 
 def memory_total() -> int:
-    """Return the bytes of memory that this process can have at most.
+    """Return the most bytes of memory that this process can have.
 
-    This is the machine's memory, or a lower limit of a control group.
+    This is the machine's memory, or the limit of a control group if that is lower.
     """
     limit = memory_limit()
     return limit.limit_bytes if limit else _memory_of_machine()
@@ -74,7 +76,7 @@ def memory_available() -> int:
 
 
 def memory_limit() -> MemoryLimit | None:
-    """Return the lowest memory limit of a control group.
+    """Return the lowest memory limit that a control group sets on this process.
 
     It is None if no control group allows less than the machine's memory.
     """
@@ -83,7 +85,7 @@ def memory_limit() -> MemoryLimit | None:
 
 
 def scarcest_memory() -> MemoryLimit | None:
-    """Return the control group's memory limit with the fewest free bytes.
+    """Return the memory limit of the control group that has the fewest free bytes.
 
     It is None if the machine itself has fewer free bytes.
     """
@@ -96,7 +98,7 @@ def _memory_of_machine() -> int:
 
 
 def _available_on_machine() -> int:
-    available_kb = _words(Path("/proc/meminfo"), after="MemAvailable:")
+    available_kb = _line_words(Path("/proc/meminfo"), after="MemAvailable:")
     if available_kb:
         return int(available_kb[0]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
@@ -121,9 +123,9 @@ def num_cores() -> int:
 
 
 def core_limit() -> CoreLimit | None:
-    """Return the lowest processor-time quota of a control group.
+    """Return the lowest limit of processor time that a control group sets on this process.
 
-    It is None if no quota is below the number of cores that affinity and cpusets allow.
+    It is None if no limit is below the number of cores that affinity and cpusets allow.
     """
     limit = min(core_limits(_ROOT), key=lambda limit: limit.num_cores, default=None)
     return limit if limit and limit.num_cores < _num_allowed_cores() else None
@@ -157,7 +159,7 @@ def resolve_num_threads(requested: int | None) -> int:
 
 def processor_name() -> str:
     """Return the name of the processor, or its architecture if the name is unknown."""
-    words = _words(Path("/proc/cpuinfo"), after="model name\t:")
+    words = _line_words(Path("/proc/cpuinfo"), after="model name\t:")
     return " ".join(words) or platform.processor() or platform.machine()
 
 
@@ -172,8 +174,8 @@ def memory_nodes(folder: Path = _NODES) -> tuple[MemoryNode, ...]:
         return ()
     allowed = os.sched_getaffinity(0)
     nodes = []
-    for number in sorted(_numbers(folder / "online")):
-        cores = _numbers(folder / f"node{number}" / "cpulist") & allowed
+    for number in sorted(_numbers_in_list_file(folder / "online")):
+        cores = _numbers_in_list_file(folder / f"node{number}" / "cpulist") & allowed
         if cores:
             nodes.append(MemoryNode(number, tuple(sorted(cores))))
     if sorted(core for node in nodes for core in node.cores) != sorted(allowed):
@@ -186,7 +188,8 @@ def threads_by_node(nodes: Sequence[MemoryNode], num_threads: int) -> dict[Memor
 
     The cores of all nodes, in a row, are divided into `num_threads` equal parts. Each thread goes
     to the node with the middle of its part, so a node's number of threads differs from its share by
-    less than one. If all threads would be on one node, the operating system places them.
+    less than one. If all threads would be on one node, the result is empty, and the operating
+    system chooses their cores.
     """
     if not nodes:
         return {}
@@ -197,32 +200,35 @@ def threads_by_node(nodes: Sequence[MemoryNode], num_threads: int) -> dict[Memor
     return dict(counts) if len(counts) > 1 else {}
 
 
-class OtherPrograms:
-    """Measures the processor time that other programs have used since this object was created."""
+class OtherProgramsLoad:
+    """Measures how busy other programs keep the processors, from its creation on.
+
+    Measurements such as `twostroke profile` warn if other programs disturbed them.
+    """
 
     def __init__(self) -> None:
         """Start measuring the processor time of other programs."""
         self._began_s = time.monotonic()
-        self._before_s = _others_s()
+        self._before_s = _other_programs_s()
 
     def share(self) -> float | None:
-        """Return the share of all processors' time that other programs used, from 0 to 1.
+        """Return the share of all processors' time that other programs have used, from 0 to 1.
 
-        It is None if the system does not report the time.
+        The time counts from the object's creation. None if the system does not report the time.
         """
-        after_s = _others_s()
+        after_s = _other_programs_s()
         if self._before_s is None or after_s is None:
             return None
         total_s = (time.monotonic() - self._began_s) * (os.cpu_count() or 1)
         return max(0.0, after_s - self._before_s) / total_s
 
 
-def _others_s() -> float | None:
-    """Return the processor seconds of other programs since the machine's start.
+def _other_programs_s() -> float | None:
+    """Return the processor seconds that other programs have used since the machine's start.
 
     It is None if the system does not report them.
     """
-    times = _words(Path("/proc/stat"), after="cpu", num_words=8)
+    times = _line_words(Path("/proc/stat"), after="cpu", num_words=8)
     if len(times) < 8:
         return None
     user, nice, system, _, _, *interrupts = map(int, times)
@@ -231,7 +237,7 @@ def _others_s() -> float | None:
     return busy_ticks / os.sysconf("SC_CLK_TCK") - own_times.user - own_times.system
 
 
-def _numbers(path: Path) -> set[int]:
+def _numbers_in_list_file(path: Path) -> set[int]:
     """Return the numbers in a Linux list file such as `0-3,8,10-11`; empty if it is damaged."""
     try:
         parts = [part.split("-") for part in path.read_text().strip().split(",")]
@@ -240,8 +246,8 @@ def _numbers(path: Path) -> set[int]:
         return set()
 
 
-def _words(path: Path, after: str = "", num_words: int | None = None) -> list[str]:
-    """Return the words of the first line of a file that begins with `after`, without `after`.
+def _line_words(path: Path, after: str = "", num_words: int | None = None) -> list[str]:
+    """Return the words after `after` in the first line of a file that begins with `after`.
 
     The result has at most `num_words` words. It is empty if the file cannot be read or has no such
     line.

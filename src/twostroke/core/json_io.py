@@ -28,7 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
-    """Replace a small file atomically by a JSON object."""
+    """Replace a small file by a JSON object; readers see the old content or the new one."""
     write_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -75,15 +75,15 @@ _LINE_ENDS: Final = {
 
 
 def encode_json(body: Any) -> bytes:
-    """Return a value as one line of UTF-8 JSON, with escapes for Unicode line ends.
+    """Return a value as one line of UTF-8 JSON, for server-sent events and JSON lines.
 
-    Some readers of lines would split the text at such characters.
+    Unicode line ends inside texts are escaped, since some clients would split the line there.
     """
     return escape_line_ends(_encode(body))
 
 
 def escape_line_ends(data: bytes) -> bytes:
-    """Return encoded JSON with escapes for characters that some readers take as line ends."""
+    """Return encoded JSON in which Unicode line ends (U+2028, U+2029, U+0085) are escaped."""
     if data.isascii():  # much faster than three searches
         return data
     for character, escaped in _LINE_ENDS.items():

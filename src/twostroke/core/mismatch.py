@@ -42,19 +42,25 @@ Problem = Literal["missing", "unknown", "type", "word", "limits", "key limits"]
 
 
 class Mismatch(Frozen):
-    """A value that does not fit its expected type, as found by `find_mismatch`.
+    """The first value of some data that does not fit its expected type (see `find_mismatch`).
 
     Attributes:
         path: where the value is, such as `models[2].name`; for a missing or unknown field,
             where the field would be.
         problem: "missing" for a required field, "unknown" for a field that the type does not
-            have, "type" for a value of another JSON type, "word" for a text that is not one of
-            a few, "limits" for a number or a length, and "key limits" for the length of a key.
+            have, "type" for a value of another JSON type, "word" for a text that is not one
+                of
+            the accepted words, "limits" for a number or a length out of range, and "key
+                limits"
+            for the length of a key.
         expected: the accepted JSON types, the accepted words, or the known fields.
-        actual: the JSON type, the word, or the name of the field. For "limits" the number or
-            the length, and for a fraction in place of an integer the fraction; None if unknown.
+        actual: the wrong value itself, if it is a word, a number or the name of an unknown
+            field;
+            for other values of a wrong type, their JSON type; for "limits" of a text, list
+                or
+            object, its length. None if unknown.
         limits: the limits in words, such as `be from 0 to 2`.
-        advice: what to do instead, by word; `*` is for any other word.
+        advice: what to write instead of a wrong word, by word; `*` is for any other word.
     """
 
     path: str
@@ -66,13 +72,16 @@ class Mismatch(Frozen):
 
 
 def find_mismatch(kind: Any, data: Any, path: str = "") -> Mismatch | None:
-    """Return the first value in decoded data or JSON that does not fit a type; None if all fit.
+    """Return the first value of some data that does not fit a type; None if all values fit.
+
+    Servers and file readers use this after msgspec refuses data, to write their own error about the
+    value.
 
     Args:
         kind: the expected type, such as a msgspec struct.
         data: decoded data, or JSON as bytes, a mapped file or `msgspec.Raw`. JSON is decoded no
             deeper than needed.
-        path: the path of `data` in a larger document, with which the paths in errors begin.
+        path: the path of `data` in a larger document; the mismatch's path begins with it.
     """
     try:
         return _find(data, [type_of(kind)], path)
@@ -81,8 +90,11 @@ def find_mismatch(kind: Any, data: Any, path: str = "") -> Mismatch | None:
 
 
 def _find(data: Any, kinds: list[inspect.Type], path: str) -> Mismatch | None:
-    """Return the mismatch of a value with all accepted types, or of a wrong value inside."""
-    kinds = list(parts(kinds))
+    """Return the mismatch of a value, or of a value inside it, with all of the types `kinds`.
+
+    The result is None if the value fits one of the types.
+    """
+    kinds = list(union_members(kinds))
     if any(isinstance(kind, _UNCHECKED) for kind in kinds):
         return None
     try:
@@ -106,24 +118,24 @@ def _find_in_list(value: list[Any], kinds: list[inspect.Type], path: str) -> Mis
     """Return the mismatch of the first wrong item of a JSON list; None if all items fit."""
     item_types = [kind.item_type for kind in kinds if isinstance(kind, _LIST_TYPES)]
     for index, item in enumerate(value):
-        if mismatch := _find(item, item_types, join(path, f"[{index}]")):
+        if mismatch := _find(item, item_types, join_path(path, f"[{index}]")):
             return mismatch
     return None
 
 
 def _find_in_object(value: dict[str, Any], kinds: list[inspect.Type], path: str) -> Mismatch | None:
-    """Return the mismatch of the first wrong key or value, or of a missing field, of an object."""
+    """Return the mismatch of an object's first wrong key or value, or of a missing field."""
     structs = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
     if structs:
         struct, mismatch = _choose_struct(value, structs, path)
         return mismatch if struct is None else _find_in_struct(value, struct, path)
     dict_types = [kind for kind in kinds if isinstance(kind, inspect.DictType)]
     value_types = [kind.value_type for kind in dict_types]
-    key_types = list(parts(kind.key_type for kind in dict_types))
+    key_types = list(union_members(kind.key_type for kind in dict_types))
     for key, inner in value.items():
         if limits := _exceeded_limits(key, key_types):
             return Mismatch(path=path, problem="key limits", limits=limits, actual=len(key))
-        if mismatch := _find(inner, value_types, join(path, "[...]")):
+        if mismatch := _find(inner, value_types, join_path(path, "[...]")):
             return mismatch
     if limits := _exceeded_limits(value, [*dict_types]):
         return Mismatch(path=path, problem="limits", limits=limits, actual=len(value))
@@ -133,14 +145,15 @@ def _find_in_object(value: dict[str, Any], kinds: list[inspect.Type], path: str)
 def _choose_struct(
     value: dict[str, Any], structs: list[inspect.StructType], path: str
 ) -> tuple[inspect.StructType | None, Mismatch | None]:
-    """Return the struct type that a JSON object's tag names, and no mismatch.
+    """Return the struct type among `structs` whose tag a JSON object has.
 
-    For a missing or unknown tag, return None and the mismatch.
+    The second value is None. For a missing or unknown tag, the first value is None, and the second
+    is the mismatch.
     """
     tag_field = structs[0].tag_field
     if tag_field is None or (len(structs) == 1 and tag_field not in value):
         return structs[0], None
-    tag_path = join(path, tag_field)
+    tag_path = join_path(path, tag_field)
     if tag_field not in value:
         return None, Mismatch(path=tag_path, problem="missing")
     tag = _decode_one_level(value[tag_field])
@@ -162,20 +175,20 @@ def _find_in_struct(
     for name, inner in value.items():
         if name not in types and name != struct.tag_field and struct.forbid_unknown_fields:
             return Mismatch(
-                path=join(path, name), problem="unknown", expected=tuple(types), actual=name
+                path=join_path(path, name), problem="unknown", expected=tuple(types), actual=name
             )
-        if name in types and (mismatch := _find(inner, [types[name]], join(path, name))):
+        if name in types and (mismatch := _find(inner, [types[name]], join_path(path, name))):
             return mismatch
     for field in struct.fields:
         if field.required and field.encode_name not in value:
-            return Mismatch(path=join(path, field.encode_name), problem="missing")
+            return Mismatch(path=join_path(path, field.encode_name), problem="missing")
     return None
 
 
 def _decode_one_level(data: Any) -> Any:
-    """Decode JSON one level deep: items of lists and objects stay encoded.
+    """Decode the outermost list or object of JSON; the values inside stay encoded.
 
-    A value that is not JSON bytes is returned unchanged.
+    Data that is not encoded JSON is returned unchanged.
     """
     if not isinstance(data, bytes | mmap | msgspec.Raw):
         return data
@@ -185,9 +198,9 @@ def _decode_one_level(data: Any) -> Any:
 
 
 def _accepts(kind: inspect.Type, value: Any) -> bool:
-    """Whether a type accepts the JSON type of a value, such as a text or a list.
+    """Return whether a type accepts values of this value's JSON type, such as a text or a list.
 
-    Limits of the value and its contents are not checked.
+    Limits and the values inside are not checked.
     """
     name = _json_type(value)
     if isinstance(kind, inspect.FloatType) and name == "int":
@@ -202,7 +215,7 @@ def _json_type(value: Any) -> str:
 
 
 def _type_mismatch(value: Any, kinds: list[inspect.Type], path: str) -> Mismatch:
-    """Return the mismatch of a value whose JSON type is not accepted."""
+    """Return the mismatch of a value whose JSON type none of the types `kinds` accepts."""
     if value is None and path and not path.endswith("]"):
         return Mismatch(path=path, problem="missing")
     accepted = {name for kind in kinds for name in _ACCEPTED_JSON_TYPES.get(type(kind), ())}
@@ -224,10 +237,7 @@ def _word_mismatch(word: str, kinds: list[inspect.Type], path: str) -> Mismatch 
 
 
 def _exceeded_limits(value: Any, kinds: list[inspect.Type]) -> str:
-    """Return the limits that a number or a length exceeds, as text; empty if it fits.
-
-    A value that fits one of the types `kinds` fits.
-    """
+    """Return the limits that a number or a length exceeds, as text; empty if a type accepts it."""
     if value is None or isinstance(value, bool):
         return ""
     size = _size(value)
@@ -241,7 +251,7 @@ def _exceeded_limits(value: Any, kinds: list[inspect.Type]) -> str:
 
 
 def _size(value: Any) -> Any:
-    """Return the size that limits apply to: a number itself, and the length of other values."""
+    """Return the number to which a type's limits apply: a number itself, else a value's length."""
     return value if isinstance(value, int | float) else len(value)
 
 
@@ -272,30 +282,33 @@ def _limits(kind: inspect.Type) -> str:
 
 @cache
 def type_of(kind: Any) -> inspect.Type:
-    """Return msgspec's description of a type; the result is cached, since it is slow to make."""
+    """Return msgspec's description of a type; it is cached, because it is slow to make."""
     return inspect.type_info(kind)
 
 
-def parts(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
-    """Yield types, with each union replaced by its alternative types."""
+def union_members(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
+    """Yield types, with each union replaced by the types that it joins."""
     for kind in kinds:
         if isinstance(kind, inspect.Metadata):
             yield kind
-            yield from parts([kind.type])
+            yield from union_members([kind.type])
         elif isinstance(kind, inspect.UnionType):
-            yield from parts(kind.types)
+            yield from union_members(kind.types)
         else:
             yield kind
 
 
 def extra_of(kind: inspect.Type) -> dict[str, Any]:
-    """Return the `extra` values of a type annotated with msgspec's `Meta`; else no values."""
+    """Return the `extra` values of a type that is annotated with msgspec's `Meta`, by name.
+
+    Other types have none.
+    """
     return (kind.extra or {}) if isinstance(kind, inspect.Metadata) else {}
 
 
-def join(path: str, name: str) -> str:
-    """Return the path of a field or an item inside another path, for errors about values.
+def join_path(path: str, name: str) -> str:
+    """Return the path of a field inside a value, such as `models[2].name`, for errors.
 
-    An item such as `[3]` is added without a dot.
+    An index such as `[3]` is added without a dot.
     """
     return f"{path}.{name}" if path and name and not name.startswith("[") else path + name

@@ -47,12 +47,12 @@ class Option(Frozen):
             log"; empty for a field that is set only in Python.
         help: the effect of the option, with units.
         default: the default in words, for fields whose default is None.
-        section: the heading in the help, if it is another one than the struct's `SECTION`.
+        section: the heading under which `--help` lists the option; empty for the heading
+            `SECTION` of the options struct.
         low, high: the least and the greatest value; None for no bound.
         excludes_low: whether the value must be greater than `low`.
         choices: all allowed values, if there are only a few.
-        named_values: pairs of a word of the command line and the value that the word stands
-            for.
+        named_values: pairs of a word that the command line accepts and the value that it means.
         flag_value: the value that the flag stands for, if the flag takes no value.
         metavar: the placeholder for the value in the help.
         form: how the command line reads a value: "size" (such as 2GB), "path", "file" (the text
@@ -88,14 +88,14 @@ class Option(Frozen):
         return f"at least {low}" if low else f"at most {high}" if high else ""
 
     def choices_text(self) -> str:
-        """Return the option's allowed values as text; empty if it has no list of choices."""
+        """Return the allowed values as text, such as "8, 16 or 32"; empty if it has no choices."""
         if all(isinstance(choice, str) for choice in self.choices):
             return f"one of {', '.join(map(str, self.choices))}" if self.choices else ""
         *first_choices, last = self.choices
         return f"{', '.join(map(str, first_choices))} or {last}"
 
     def number_text(self, number: float) -> str:
-        """Return a value of the option as text; whole megabytes are written as 10MB."""
+        """Return a number of the option as text; whole megabytes of a size are written as 10MB."""
         if self.form == "size" and number and number % _MEGABYTE == 0:
             return f"{int(number) // _MEGABYTE}MB"
         return f"{number:.15g}" if isinstance(number, float) else str(number)
@@ -171,7 +171,7 @@ class UnknownOptionError(UsageError, TypeError):
 
 
 class _OptionMeta(StructMeta):
-    """The metaclass of option structs: an unknown keyword is an error with the nearest name."""
+    """Metaclass of options structs: an unknown keyword is an error that names the nearest field."""
 
     def __call__(cls, *values: Any, **named_values: Any) -> Any:  # noqa: N805
         """Create an options struct; raise UnknownOptionError for an unknown keyword."""
@@ -186,15 +186,15 @@ class _OptionMeta(StructMeta):
 
 
 class OptionStruct(Frozen, metaclass=_OptionMeta):
-    """The base of frozen structs of options.
+    """The base of immutable options structs, whose fields declare command-line options.
 
-    An unknown keyword is an error that names the nearest field.
+    A call with an unknown keyword raises an error that names the nearest field.
     """
 
 
 @cache
 def option_fields(kind: type) -> dict[str, OptionField]:
-    """Return the fields of a struct that are declared as command-line options, by name."""
+    """Return the fields of an options struct that are annotated with an `Option`, by name."""
     annotations: dict[str, Any] = {}
     for owner in reversed(kind.__mro__):
         annotations |= _annotated_fields(owner)
@@ -221,7 +221,7 @@ def option_fields(kind: type) -> dict[str, OptionField]:
 
 
 def check(options: OptionStruct) -> None:
-    """Check every command-line option of a struct against its declaration.
+    """Check all values of an options struct against the declarations of its fields.
 
     None passes if the type of its field includes None.
 
@@ -235,10 +235,10 @@ def check(options: OptionStruct) -> None:
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return an options struct with the given values, by the names of its fields.
+    """Return an options struct from values by field name, such as the keywords of `LLM(...)`.
 
-    A field of an inner struct, such as `num_threads` of `EngineOptions.compute`, is given by its
-    own name, without the name of the inner struct.
+    A field of a nested struct, such as `num_threads` of `EngineOptions.compute`, is given by its
+    own name, without the name of the nested struct.
 
     Raises:
         UsageError: there is no field of that name, or its value is wrong.
@@ -281,7 +281,7 @@ def unknown_option(name: str, known_names: Iterable[str], *, owner: str = "") ->
 def _defaults(kind: type) -> dict[str, Any]:
     """Return the defaults of a struct's fields, by name; fields without a default are left out.
 
-    A default may be a msgspec factory.
+    A default may be msgspec's record of a factory, see `_default_value`.
     """
     names: tuple[str, ...] = kind.__struct_fields__  # type: ignore[attr-defined]
     defaults: tuple[Any, ...] = kind.__struct_defaults__  # type: ignore[attr-defined]
@@ -294,9 +294,10 @@ def _default_value(default: Any) -> Any:
 
 
 class _AnnotationNames(dict[str, Any]):
-    """The names that can be used in the annotations of a module.
+    """The names that the text of an annotation may use: its module's, and Python's builtins.
 
-    A name that the module imports only for type checkers stands for `object`.
+    A name that the module imports only for type checkers is unknown at run time, and becomes
+    `object`.
     """
 
     def __init__(self, module: str) -> None:
@@ -309,7 +310,7 @@ class _AnnotationNames(dict[str, Any]):
 
 
 def _annotated_fields(owner: type) -> dict[str, Any]:
-    """Return the types of a class's own `Annotated[...]` fields, by name."""
+    """Return the types of the `Annotated[...]` fields that a class itself declares, by name."""
     texts = {
         name: text
         for name, text in vars(owner).get("__annotations__", {}).items()
@@ -323,7 +324,7 @@ def _annotated_fields(owner: type) -> dict[str, Any]:
 
 
 def _plain_types(annotation: Any) -> tuple[tuple[type, ...], type | None]:
-    """Return the Python types of an annotation without None, and the item type of a sequence.
+    """Return the Python types that an annotation accepts, without None, and its item type.
 
     The item type is None if the annotation is not a sequence.
     """

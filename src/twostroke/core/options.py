@@ -21,8 +21,8 @@ from twostroke.core.errors import Field, RequestError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.option_schema import Option, OptionStruct, check
 from twostroke.core.sampling import (
-    DEFAULTED,
     LOCAL_DEFAULTS,
+    MODEL_DEFAULT_FIELDS,
     OPENAI_DEFAULTS,
     SamplingDefaults,
     SamplingParams,
@@ -49,11 +49,11 @@ Bits: TypeAlias = "int | Mapping[str, int]"
 
 
 class ActivationBits(Frozen):
-    """The number of bits of activations, chosen for each matrix product of one model.
+    """The number of bits to which a model's activations are rounded, for each matrix product.
 
     Attributes:
         model_id: the `weights_identity` of the model's file.
-        version: the version of the method that made the choice.
+        version: the version of the method that chose the bits.
         bits: by name, the matrices whose activations have fewer than 15 bits, with their bits.
         divergence: the mean KL divergence in nats from the answers with 15 bits, measured on
             the text for which the bits were chosen.
@@ -67,7 +67,7 @@ class ActivationBits(Frozen):
     num_products: int
 
     def __str__(self) -> str:
-        """Return a short name of this choice of bits; equal choices share it on every machine."""
+        """Return a short name of this choice of bits; equal choices have equal names everywhere."""
         lines = "".join(f"{name} {bits}\n" for name, bits in sorted(self.bits.items()))
         return f"chosen-{hashlib.sha256(lines.encode()).hexdigest()[:12]}"
 
@@ -240,7 +240,11 @@ class CacheOptions(OptionStruct):
 
     @property
     def tokens_in_page(self) -> int:
-        """The number of tokens in a KV page, unless `kv_shares` is "places"."""
+        """The number of tokens in a KV page: the option `page_size`, or its default.
+
+        If ranks divide keys and values by tokens (`kv_shares` "places"), pages are larger: see
+        `Mesh.page_size`.
+        """
         return DEFAULT_PAGE_SIZE if self.page_size is None else self.page_size
 
 
@@ -323,21 +327,21 @@ class BatchOptions(OptionStruct):
 
 
 class SpeculationOptions(OptionStruct):
-    """How next tokens are drafted before they are computed; this changes speed, never an answer.
+    """How draft tokens are proposed for speculative decoding; changes speed, never an answer.
 
     `method` is one of these:
 
     - "ngram": repeats text that followed the same words earlier in the request, in the caller's
-      predicted output, or in other answers of the tenant.
+    predicted output, or in other answers of the tenant.
     - "draft": a smaller model.
     - "lookahead": the model itself drafts several tokens at once.
     - "medusa", "eagle": heads that were trained for the model.
     - "auto": n-grams, and also the draft model and the heads if they are named. It is "off" on
-      backends that start a step before the last one's tokens are known, unless a draft model or
-      heads are named.
+    backends that start a step before the last one's tokens are known, unless a draft model or heads
+    are named.
 
-    `draft` "auto" is the catalogue's draft model for this model, if it is in the cache. It is left
-    out if heads are named, another method is chosen, or memory is short.
+    `draft` "auto" is the draft model that the catalogue names for this model, if it is in the
+    cache. It is left out if heads are named, another method is chosen, or memory is short.
     """
 
     SECTION: ClassVar[str] = "Speculation"
@@ -454,9 +458,11 @@ class GenerationOptions(OptionStruct):
         if not isinstance(values, Mapping):
             raise UsageError("must be an object with names and values.", field=name)
         for key in values:
-            if key not in DEFAULTED:
-                reason = f"has {{key!r}}; known: {', '.join(DEFAULTED)}."
-                raise UsageError(reason + nearest(str(key), DEFAULTED), field=name, key=key)
+            if key not in MODEL_DEFAULT_FIELDS:
+                reason = f"has {{key!r}}; known: {', '.join(MODEL_DEFAULT_FIELDS)}."
+                raise UsageError(
+                    reason + nearest(str(key), MODEL_DEFAULT_FIELDS), field=name, key=key
+                )
         try:
             return SamplingParams(**values)  # type: ignore[arg-type]
         except RequestError as error:
@@ -468,7 +474,7 @@ class GenerationOptions(OptionStruct):
         override = self.override()
         if self.generation_config != "auto":
             return SamplingDefaults(override, usual)
-        missing = [name for name in DEFAULTED if getattr(override, name) is None]
+        missing = [name for name in MODEL_DEFAULT_FIELDS if getattr(override, name) is None]
         recommended = {name: getattr(published, name) for name in missing}
         return SamplingDefaults(replace(override, **recommended), usual)
 

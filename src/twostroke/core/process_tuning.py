@@ -23,7 +23,7 @@ _OBJECTS_PER_COLLECTION = 10_000
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Turn cyclic garbage collection off during a block that creates no cycles."""
+    """Turn Python's cyclic garbage collector off during a block that creates no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -34,10 +34,10 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def tune_garbage_collector() -> None:
-    """Exempt all present objects from cyclic collection, and collect new objects rarely.
+    """Make Python's cyclic garbage collector run rarely, and skip all objects that exist now.
 
-    Call this function when the model is loaded, in a process that only serves it. Reference counts
-    free the objects of requests; cycles stay longer, and take one or two megabytes.
+    A process that serves a model calls this function once, after the model is loaded. Reference
+    counts free the objects of requests; cycles stay longer, and take one or two megabytes.
     """
     gc.collect()
     gc.freeze()
@@ -53,14 +53,14 @@ _RESET_ON_FORK: Final = 1  # SCHED_FLAG_RESET_ON_FORK
 
 
 def request_short_time_slices(thread: int = 0) -> bool:
-    """Ask Linux for short time slices for a thread; return whether the thread got them.
-
-    `thread` is the system's id of a thread of this process; 0 is the calling thread. Child
-    processes and threads do not inherit the request.
+    """Ask Linux to run a thread in short time slices; return whether Linux agreed.
 
     Since Linux 6.12, a thread with a short slice interrupts threads with long slices when it wakes.
     So an event loop, which works for a moment at a time, does not wait for threads that compute.
     Its share of the processor time stays the same.
+
+    `thread` is the system's id of a thread of this process; 0 is the calling thread. Child
+    processes and threads do not inherit the request.
     """
     call_number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or call_number is None:
@@ -83,10 +83,10 @@ _TRIM_INTERVAL_S: Final = 60.0
 
 
 def return_freed_memory() -> bool:
-    """Return freed memory to the operating system; return whether the C library can do so.
+    """Give memory that Python freed back to the operating system; return False without glibc.
 
-    glibc returns by itself only the free memory at the end of its heap. Requests leave holes
-    between blocks that live longer, so that a busy server grows by some kilobytes a request.
+    glibc itself gives back only the free memory at the end of its heap. Requests leave holes
+    between blocks that live longer, so that a busy server would grow by some kilobytes a request.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is None:
@@ -96,11 +96,11 @@ def return_freed_memory() -> bool:
 
 
 async def return_freed_memory_regularly() -> NoReturn:
-    """Collect garbage cycles and return freed memory to the operating system every minute.
+    """Give freed memory back to the operating system every minute; a task of a server's event loop.
 
-    Collecting first halves the growth that trimming the heap leaves. The collection runs on the
-    event loop, since the freed objects may belong to the loop. Trimming takes some milliseconds,
-    and runs in a thread.
+    Each time, garbage cycles are collected first, which halves the remaining growth. The collection
+    runs on the event loop, since the freed objects may belong to the loop. Trimming the heap takes
+    some milliseconds, and runs in a thread.
     """
     import asyncio  # slow: most users of this module have no event loop
 
@@ -114,9 +114,9 @@ _MAX_OPEN_FILES: Final = 1 << 16  # if the system allows it
 
 
 def raise_open_file_limit() -> int:
-    """Raise this process's limit of open files and connections; return the limit.
+    """Raise this process's limit of open files and connections, and return the new limit.
 
-    Shells often set a low limit.
+    Shells often set a limit that is too low for a server.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a negative number is no limit
     limit = min(_MAX_OPEN_FILES, hard) if hard >= 0 else _MAX_OPEN_FILES

@@ -50,15 +50,15 @@ class Pooling(Enum):
 
 
 class Hints(Frozen):
-    """Advice about a request that may change its speed, and never its tokens.
+    """Advice of a caller about its request, which may change the speed and never the tokens.
 
     Attributes:
         speculate: the method of speculation, a name in `core.options.SPECULATE`.
         prediction: the output that the caller expects, as token ids.
         shows_progress: whether the caller gets an output after each step that prefills a part
             of the prompt.
-        keep_s: seconds for which the prompt's KV pages should stay, in a page cache if there is
-            one.
+        keep_s: seconds for which the prompt's KV pages should stay in the page cache, if the
+            engine has one.
     """
 
     speculate: str = "auto"
@@ -157,7 +157,7 @@ class Request:
 
     @property
     def output(self) -> list[int]:
-        """The token ids that are generated so far."""
+        """The token ids that the request has generated so far."""
         return self.tokens[self.num_prompt :]
 
     @property
@@ -177,12 +177,12 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        """The number of tokens that are generated so far."""
+        """The number of tokens that the request has generated so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def num_pending(self) -> int:
-        """The number of the request's tokens that no step has been planned to compute.
+        """The number of tokens that the scheduler has still to plan in a step.
 
         It is 0 while the next token is being sampled.
         """
@@ -194,16 +194,20 @@ class Request:
         return self.num_planned > self.num_computed
 
     @property
-    def draws_by_itself(self) -> bool:
-        """Whether the next token can be sampled before the tokens in flight are known.
+    def can_sample_ahead(self) -> bool:
+        """Whether a token can be sampled while the scheduler does not yet know the token before it.
 
-        A constraint, a penalty or pooling needs these tokens first.
+        The step before, which samples the earlier token, is then still in flight. A constraint, a
+        penalty or pooling needs the earlier token first.
         """
         return self.matcher is None and self.pooling is None and not self.params.has_penalties
 
     @property
     def num_settled(self) -> int:
-        """The number of the request's tokens that are both computed and final."""
+        """The number of computed tokens that cannot be removed any more.
+
+        Without `num_final` these are all computed tokens.
+        """
         if self.num_final is None:
             return self.num_computed
         return min(self.num_computed, self.num_final)
@@ -217,7 +221,7 @@ class Request:
 
     @property
     def max_output(self) -> int | None:
-        """The most tokens to sample; None if only the context length is a limit."""
+        """The most tokens to generate; None if only the context length is a limit."""
         return self.params.max_tokens if self.pooling is None else 0
 
     @property

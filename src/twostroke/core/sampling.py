@@ -30,7 +30,7 @@ MAX_TOKENS = MAX_ID  # more than any context holds
 
 
 class Bounds(Frozen):
-    """The type, the bounds and the description of a number in `SamplingParams`.
+    """The range of a numeric sampling parameter: its type, least and greatest value, and help text.
 
     With `above`, the value must be greater than `low`.
     """
@@ -53,12 +53,14 @@ _LOCAL_VALUES: Final[dict[str, float]] = {
     "repetition_penalty": 1.0,
 }
 # The fields that `SamplingDefaults` gives a value if a request leaves them out.
-DEFAULTED: Final = tuple(_LOCAL_VALUES)
-_MAY_BE_NONE: Final = frozenset(("max_tokens", "seed", "logprobs", "prompt_logprobs", *DEFAULTED))
+MODEL_DEFAULT_FIELDS: Final = tuple(_LOCAL_VALUES)
+_MAY_BE_NONE: Final = frozenset(
+    ("max_tokens", "seed", "logprobs", "prompt_logprobs", *MODEL_DEFAULT_FIELDS)
+)
 
 
 def _default_text(name: str) -> str:
-    """Return help text for the default of a sampling option that the model's files may replace."""
+    """Return the default of a sampling option for its help: the model's own, or a number."""
     return f"the model's own, else {_LOCAL_VALUES[name]:g}"
 
 
@@ -287,11 +289,11 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
 
     @property
     def values(self) -> SamplingValues:
-        """The sampling values of the fields in `DEFAULTED`, as numbers.
+        """The temperature, top-k, top-p, min-p and repetition penalty, as numbers.
 
         A field that is None gets the number that has no effect, such as 1.0 for `top_p`.
         """
-        values = {name: getattr(self, name) for name in DEFAULTED}
+        values = {name: getattr(self, name) for name in MODEL_DEFAULT_FIELDS}
         return SamplingValues(
             **{name: value for name, value in values.items() if value is not None}
         )
@@ -326,9 +328,9 @@ BOUNDS: Final = _bounds()
 
 
 class SamplingValues(Frozen):
-    """Temperature, top-k, top-p, min-p and repetition penalty of a request, all as numbers.
+    """A request's temperature, top-k, top-p, min-p and repetition penalty, none of them None.
 
-    These are the fields in `DEFAULTED`. The defaults of this class have no effect.
+    The defaults of this class have no effect on sampling.
     """
 
     temperature: float = 1.0
@@ -372,11 +374,14 @@ OPENAI_DEFAULTS: Final = SamplingParams(
 
 
 class SamplingDefaults(Frozen):
-    """Sampling values for requests that leave them out, for the fields in `DEFAULTED`.
+    """Values for the sampling parameters that a request leaves out: a model's own, or usual ones.
+
+    The parameters are temperature, top-k, top-p, min-p and repetition penalty
+    (`MODEL_DEFAULT_FIELDS`).
 
     Attributes:
-        recommended: the values that the operator or the model's files name; None for other
-            fields.
+        recommended: the values that the operator or the model's files name; None in a field for
+            which they name no value.
         usual: a value for each field, which applies if `recommended` has None.
     """
 
@@ -384,12 +389,12 @@ class SamplingDefaults(Frozen):
     usual: SamplingParams = LOCAL_DEFAULTS
 
     def fill(self, params: SamplingParams, usual: SamplingParams | None = None) -> SamplingParams:
-        """Return a request's sampling parameters with a value in each field in `DEFAULTED`.
+        """Return a request's sampling parameters with values in place of None.
 
         `usual` has the defaults that a protocol, such as OpenAI's, documents; they replace
         `self.usual`.
         """
-        missing = [name for name in DEFAULTED if getattr(params, name) is None]
+        missing = [name for name in MODEL_DEFAULT_FIELDS if getattr(params, name) is None]
         if not missing:
             return params
         sources = (self.recommended, usual or self.usual, self.usual)

@@ -23,10 +23,10 @@ NO_TOKEN = -1  # sampled from logits that are NaN: only this request fails
 
 
 class Slice(Struct):  # a step makes hundreds
-    """One request's share of a step: compute `request.tokens[start:start + count]` and `drafts`.
+    """One request's share of a step: its next tokens to compute, and its drafts.
 
-    The keys and values of these tokens are stored in `request.pages`, which already have room for
-    them. Each token is a row of the step.
+    These are `request.tokens[start:start + count]` and `drafts`. Each token is a row of the step.
+    The keys and values of the rows are stored in `request.pages`, which already have room for them.
 
     A blind slice has one row: the token that the request samples in the step before. Only the
     backend knows this token yet. A blind slice samples, and has no drafts.
@@ -38,9 +38,11 @@ class Slice(Struct):  # a step makes hundreds
         samples: whether the last of the `count` rows is the request's newest token, so that a
             token is sampled from the row's logits.
         drafts: drafts of the next tokens. A token is sampled after each draft as well, as if
-            the drafts up to it were part of the request. Drafts are a chain or, after a slice
+            the drafts up to it were part of the request. Drafts are a chain or, after a
+                slice
             of one row, a tree.
-        branches: the paths of a tree besides its first one, by the index of their first drafts.
+        branches: the chains of a draft tree besides its first one, ordered by their first
+            drafts.
         num_scored: how many rows, before the rows that sample, report the log-probability of
             the prompt's next token.
         num_pooled: how many rows, at the end, return their hidden states.
@@ -57,7 +59,7 @@ class Slice(Struct):  # a step makes hundreds
 
     @property
     def is_blind(self) -> bool:
-        """Whether the token that the slice computes is still being sampled by the step before."""
+        """Whether the slice computes a token that the step before is still sampling."""
         return self.start >= len(self.request.tokens)
 
     @property
@@ -69,13 +71,13 @@ class Slice(Struct):  # a step makes hundreds
     def num_drawn(self) -> int:
         """The number of tokens that are sampled for the slice: one, and one for each draft.
 
-        It is 0 if the slice does not sample.
+        It is 0 if the slice ends before the prompt's last token, so that no token is sampled.
         """
         return 1 + len(self.drafts) if self.samples else 0
 
     @property
     def num_with_logits(self) -> int:
-        """The number of rows at the end of the slice for which logits are computed."""
+        """The number of rows at the slice's end that need logits: to sample or to score a token."""
         return self.num_scored + self.num_drawn
 
     @property
@@ -89,14 +91,16 @@ class Slice(Struct):  # a step makes hundreds
 
 
 class StepPlan(Frozen):
-    """The work of one engine step: a slice for each request in the step.
+    """The work of one engine step, which the scheduler plans: a slice for each request in the step.
 
     Attributes:
         slices: the slices, in the order of their rows.
         preempted: requests that lost their pages to make room, and wait again; they have no
             slice.
         budget: how many draft tokens may be added to the step.
-        external: (rows, width) the value of the Program's `ExternalInput`, if it has one.
+        external: (rows, width) input values for the Program's `ExternalInput` operation, None
+            if
+            it has none. Draft heads read the main model's hidden states in this way.
         requests: the request of each slice; collected once, because a step needs it several
             times.
         starts: `start` of each slice.
@@ -141,9 +145,9 @@ class StepPlan(Frozen):
 
     @property
     def draws(self) -> list[bool]:
-        """For each row with logits, in order, whether a token is sampled from them.
+        """For each row with logits, in order, whether a token is sampled from its logits.
 
-        From the logits of other rows, the log-probability of the prompt's next token is reported.
+        The logits of the other rows only give the log-probability of the prompt's next token.
         """
         return [
             row >= slice_.num_scored
@@ -155,7 +159,7 @@ class StepPlan(Frozen):
 class TokenLogprobs(Frozen):
     """Natural log-probabilities of a token and of the likeliest tokens at its position.
 
-    They are from the model's own distribution, before temperature, penalties and other sampling
+    They follow from the model's logits alone, before temperature, penalties and other sampling
     rules.
     """
 

@@ -43,10 +43,12 @@ _NUMBER_PATTERNS = {
 
 
 class YamlFile:
-    """The values of a YAML file, with the line of each value for errors."""
+    """A parsed YAML file that remembers the line of each value, for errors."""
 
     def __init__(self, path: Path, needs: str) -> None:
-        """Parse a YAML file; `needs` is the error's text if PyYAML is not installed.
+        """Parse the YAML file at `path`.
+
+        `needs` is the text of the error if PyYAML is not installed.
 
         Raises:
             UsageError: the file is not YAML, or PyYAML is missing.
@@ -78,15 +80,18 @@ class YamlFile:
         try:
             return msgspec.convert(self._values, kind)
         except UsageError as error:  # of __post_init__
-            raise self.at(steps(error.field or ""), str(error)) from None
+            raise self.error_at(path_steps(error.field or ""), str(error)) from None
         except msgspec.ValidationError as error:
             mismatch = find_mismatch(kind, self._values)
             if mismatch is None:
                 raise UsageError(f"{self._name}: {error}.") from None
             raise self._explained(mismatch) from None
 
-    def at(self, path: Steps, text: str) -> UsageError:
-        """Return an error that names the line of the value at `path`, or of its nearest parent."""
+    def error_at(self, path: Steps, text: str) -> UsageError:
+        """Return an error about the value at `path` that names the file and the line.
+
+        If there is no such value, the line is the nearest parent's.
+        """
         node, line = self._root, 1 if self._root is None else self._root.start_mark.line + 1
         for step in path:
             children = node.value if node is not None and node.id != "scalar" else []
@@ -124,11 +129,11 @@ class YamlFile:
                 reason = f"must be {expected}, got {_TYPE_TEXTS.get(kind, kind)}{where}."
             case _:
                 reason = f"must {mismatch.limits}, got {actual}{where}."
-        return self.at(steps(mismatch.path), reason)
+        return self.error_at(path_steps(mismatch.path), reason)
 
 
-def steps(path: str) -> list[str | int]:
-    """Return the names and indices in a path such as `models[2].weights`."""
+def path_steps(path: str) -> list[str | int]:
+    """Return the names and indices in a path: `models[2].weights` is "models", 2, "weights"."""
     return [int(word) if word.isdecimal() else word for word in _STEP.findall(path)]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from twostroke.backends.sampling.reference import allows_only
-from twostroke.core.draft_tree import right_drafts
+from twostroke.core.draft_tree import accepted_drafts
 from twostroke.core.errors import (
     DeviceLostError,
     MemoryLimitError,
@@ -133,7 +133,7 @@ def find_unusable(plan: StepPlan, result: StepResult) -> Iterator[tuple[Request,
     tokens = iter(result.tokens)
     for slice_ in plan.slices:
         sampled = list(islice(tokens, slice_.num_drawn))
-        accepted = right_drafts(slice_.drafts, slice_.branches, sampled)
+        accepted = accepted_drafts(slice_.drafts, slice_.branches, sampled)
         used_tokens = sampled[:1] + [sampled[1 + draft] for draft in accepted]
         for index, token in enumerate(used_tokens):
             if token == NO_TOKEN:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from twostroke.core.constraint import Excluded
+from twostroke.core.constraint import ExcludedPrefix
 from twostroke.core.errors import DeadlineError, OverloadedError, RequestError, SchemaMissError
 from twostroke.core.request import FinishReason
 from twostroke.core.sampling import MAX_SEED
@@ -94,7 +94,7 @@ class DrawAgain(NamedTuple):
     """
 
     answer: Completion
-    excluded: tuple[Excluded, ...]
+    excluded: tuple[ExcludedPrefix, ...]
 
 
 class Settled(NamedTuple):
@@ -129,7 +129,7 @@ def settling(
     schema. The number of new answers and of their tokens is bounded, so that the result does not
     depend on the speed of the machine.
     """
-    excluded: list[Excluded] = []
+    excluded: list[ExcludedPrefix] = []
     num_left = max(MIN_REDRAWN_TOKENS, MAX_REDRAWN_RATIO * len(answer.token_ids))
     end_s = time.monotonic() + MAX_REDRAW_S
     miss = yield from _find_miss(answer, read_parts, tokenizer)
@@ -220,7 +220,7 @@ def text_of_tokens(answer: Completion, tokenizer: Tokenizer) -> str | None:
         return None
 
 
-def exclusions(written: str | None, miss: Miss, level: int) -> Iterator[Excluded]:
+def exclusions(written: str | None, miss: Miss, level: int) -> Iterator[ExcludedPrefix]:
     """Yield the texts that the next answer must not contain, after an answer broke its schema.
 
     At level 0 this is the text up to the end of the wrong value; at higher levels it ends with a
@@ -235,14 +235,14 @@ def exclusions(written: str | None, miss: Miss, level: int) -> Iterator[Excluded
     num_bytes = len(before.encode())
     length = max(min(2, len(value)), len(value) >> level)
     if length < len(value):
-        yield Excluded(before + value[:length], num_bytes)
+        yield ExcludedPrefix(before + value[:length], num_bytes)
     elif value[-1] in '"}]':
-        yield Excluded(before + value, num_bytes)
+        yield ExcludedPrefix(before + value, num_bytes)
     elif begin + len(value) == len(written):
-        yield Excluded(before + value, num_bytes, is_whole=True)
+        yield ExcludedPrefix(before + value, num_bytes, is_whole=True)
     else:
         for sign in _AFTER_NUMBER:
-            yield Excluded(before + value + sign, num_bytes)
+            yield ExcludedPrefix(before + value + sign, num_bytes)
 
 
 def redrawn_params(params: SamplingParams, work: DrawAgain) -> SamplingParams:

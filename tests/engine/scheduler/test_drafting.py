@@ -8,7 +8,7 @@ import pytest
 
 from support.invariants import check_pool, check_scheduler
 from support.steps import Steps
-from twostroke.core.draft_tree import ROOT, parents_of, path_to, right_drafts
+from twostroke.core.draft_tree import ROOT, accepted_drafts, parents_of, path_to
 
 TREE = ((10, 11, 12, 13, 14, 15), (ROOT, ROOT, 0, 0, 1, 2))
 # By rows: 10, 12, 15; then 13; then 11, 14.
@@ -111,7 +111,7 @@ def test_the_right_drafts_are_the_longest_matching_path(seed):
     found = parents_of(len(drafts), piece.branches)
     depths = [len(path_to(i, found)) for i in range(len(drafts))]
     drawn = [text[0], *(text[depth] for depth in depths)]
-    right = right_drafts(piece.drafts, piece.branches, drawn)
+    right = accepted_drafts(piece.drafts, piece.branches, drawn)
     said = [piece.drafts[i] for i in right]
     assert said == text[: len(said)]
     assert [found[i] for i in right] == [ROOT, *right][: len(right)]

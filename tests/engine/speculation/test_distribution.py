@@ -20,7 +20,7 @@ from support.native import load_level
 from support.sampling import run_rows
 from twostroke.backends.sampling.reference import adjust, distribution
 from twostroke.backends.sampling.rows import RESULT, RowTable, read_results
-from twostroke.core.draft_tree import ROOT, num_accepted, right_drafts
+from twostroke.core.draft_tree import ROOT, accepted_drafts, num_accepted
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import StepResult
@@ -271,7 +271,7 @@ class DrawsAgain(Table):
 
 def trusts_a_sibling(drafts, branches, drawn):
     """Of two guesses the second is kept, whatever was drawn, if the first was wrong."""
-    right = [*right_drafts(drafts, branches, drawn)]
+    right = [*accepted_drafts(drafts, branches, drawn)]
     return right or [branches[-1].first] if branches else right
 
 
@@ -283,7 +283,7 @@ def test_a_wrongly_accepted_draft_changes_the_distribution(table, monkeypatch, f
 
 
 def test_a_wrongly_accepted_branch_changes_the_distribution(table, monkeypatch):
-    monkeypatch.setattr("twostroke.engine.scheduler.results.right_drafts", trusts_a_sibling)
+    monkeypatch.setattr("twostroke.engine.scheduler.results.accepted_drafts", trusts_a_sibling)
     params = CASES[0]
     assert deviate(answers(table, params, "any tree"), exact(params)) > DIFFERS
 

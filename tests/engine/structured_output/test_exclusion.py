@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support.byte_tokenizer import byte_tokenizer
-from twostroke.core.constraint import Constraint, Excluded
+from twostroke.core.constraint import Constraint, ExcludedPrefix
 from twostroke.core.draft_tree import ROOT
 from twostroke.core.errors import RequestError
 from twostroke.engine.structured_output import exclusion
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer import Tokenizer
 
 NAMES = {"type": "array", "items": {"enum": ["one", "two", "onetwo"]}, "minItems": 2, "maxItems": 2}
-CASES: list[tuple[dict[str, Any], list[Excluded], list[str]]] = [
+CASES: list[tuple[dict[str, Any], list[ExcludedPrefix], list[str]]] = [
     (
         {"enum": ["hello", "hell", "help"]},
-        [Excluded('"hello"', 0)],
+        [ExcludedPrefix('"hello"', 0)],
         ['"hell"', '"help"'],
     ),
-    ({"enum": [1, 12, 123]}, [Excluded("12", 0, is_whole=True)], ["1", "123"]),
-    ({"enum": [1, 12, 123]}, [Excluded("12", 0)], ["1"]),
+    ({"enum": [1, 12, 123]}, [ExcludedPrefix("12", 0, is_whole=True)], ["1", "123"]),
+    ({"enum": [1, 12, 123]}, [ExcludedPrefix("12", 0)], ["1"]),
     (
         NAMES,
-        [Excluded('["one", "one"', 8), Excluded('["two', 1)],
+        [ExcludedPrefix('["one", "one"', 8), ExcludedPrefix('["two', 1)],
         ['["one", "two"]', '["one", "onetwo"]']
         + [f'["onetwo", "{name}"]' for name in ("one", "two", "onetwo")],
     ),
-    ({"enum": ["wé", "wè"]}, [Excluded('"wé"', 0)], ['"wè"']),
+    ({"enum": ["wé", "wè"]}, [ExcludedPrefix('"wé"', 0)], ['"wè"']),
 ]
 
 
@@ -54,7 +54,7 @@ def test_all_other_texts_and_no_others_can_be_drawn(
     grammars: Grammars,
     tokenizer: Tokenizer,
     schema: dict[str, Any],
-    excluded: list[Excluded],
+    excluded: list[ExcludedPrefix],
     others: list[str],
 ) -> None:
     """Go through all answers, by drafts as well, and look for places without any token."""
@@ -87,7 +87,11 @@ def test_texts_with_many_spellings_are_looked_at_once(monkeypatch: pytest.Monkey
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     run, forced = "a" * 64, "b" * 2 * MAX_FORCED_BYTES  # so much that grammars force no token
     rules = f'start: "{run}" | "{run}b" | "{forced}"'
-    excluded = (Excluded(run + "b", 0), Excluded(run, 0, is_whole=True), Excluded("bb", 0))
+    excluded = (
+        ExcludedPrefix(run + "b", 0),
+        ExcludedPrefix(run, 0, is_whole=True),
+        ExcludedPrefix("bb", 0),
+    )
     constraint = Constraint("lark", rules, excluded=excluded)
     num_copies = 0
     copy_after = exclusion._copy_after
@@ -106,7 +110,7 @@ def test_texts_with_many_spellings_are_looked_at_once(monkeypatch: pytest.Monkey
 
 
 def test_a_grammar_with_excluded_texts_alone_is_an_error(grammars: Grammars) -> None:
-    excluded = (Excluded('"hel', 0),)
+    excluded = (ExcludedPrefix('"hel', 0),)
     constraint = Constraint("json_schema", json.dumps({"enum": ["hell", "help"]}), "form")
     matcher = grammars.matcher(replace(constraint, excluded=excluded))
     mask = np.zeros((1, matcher.num_words), np.uint32)

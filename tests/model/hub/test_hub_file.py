@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from support.hub import COMMIT, Repo
 from twostroke.core.errors import DownloadError, UsageError
-from twostroke.core.files import megabytes
+from twostroke.core.files import format_bytes
 from twostroke.model.hub import hub_file
 from twostroke.model.hub.catalogue import CATALOGUE, HubFile, PackagedModel, WheelPart
 from twostroke.model.hub.disk import DownloadProgress
@@ -190,7 +190,7 @@ def test_each_name_of_the_catalogue_has_a_commit_and_a_purpose() -> None:
 def test_the_page_lists_the_catalogue() -> None:
     page = (Path(__file__).parents[3] / "docs" / "guide" / "models.md").read_text()
     for name, model in CATALOGUE.items():
-        size = megabytes(model.file_bytes or 0)
+        size = format_bytes(model.file_bytes or 0)
         end = f", {model.number_format} | {size} | {model.good_for} |"
         lines = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
         assert any(line.endswith(end) for line in lines), name

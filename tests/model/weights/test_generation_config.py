@@ -11,14 +11,19 @@ from support.gguf_writer import Typed
 from support.tiny import write_tiny_folder, write_tiny_gguf
 from twostroke.core.errors import UsageError
 from twostroke.core.options import EngineOptions, GenerationOptions
-from twostroke.core.sampling import DEFAULTED, LOCAL_DEFAULTS, OPENAI_DEFAULTS, SamplingParams
+from twostroke.core.sampling import (
+    LOCAL_DEFAULTS,
+    MODEL_DEFAULT_FIELDS,
+    OPENAI_DEFAULTS,
+    SamplingParams,
+)
 from twostroke.model.weights import load_path
 
 
 def set_values(params: SamplingParams) -> dict[str, float]:
     """Return the values of the parameters that have defaults, without unset ones."""
     values = asdict(params)
-    return {name: values[name] for name in DEFAULTED if values[name] is not None}
+    return {name: values[name] for name in MODEL_DEFAULT_FIELDS if values[name] is not None}
 
 
 QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}

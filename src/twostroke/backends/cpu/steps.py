@@ -12,7 +12,7 @@ from twostroke.backends.cpu.page_tables import PageTables
 from twostroke.backends.cpu.records import StepRecord
 from twostroke.backends.sampling.rows import RESULT, RowTable, only_best, read_results, read_scores
 from twostroke.backends.step_frame import StepFrame, encode
-from twostroke.core.draft_tree import ends_of
+from twostroke.core.draft_tree import branches_with_ends
 from twostroke.core.step import Slice, StepPlan
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class StepArrays:
         for slice_, (row, count, start, table) in zip(slices_of_step, rows_of_slices, strict=True):
             num_main = slice_.branches[0].first + slice_.count if slice_.branches else count
             runs.append([row, num_main, start, table])
-            for branch, end in ends_of(len(slice_.drafts), slice_.branches):
+            for branch, end in branches_with_ends(len(slice_.drafts), slice_.branches):
                 branch_table = self.tables.branch(num_tables, table, branch)
                 num_tables += 1
                 first = row + slice_.count + branch.first

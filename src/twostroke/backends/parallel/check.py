@@ -116,7 +116,7 @@ def _collect_reports(own_rank: LauncherEnv, model: str | None) -> RankCheck:
         reports += [unpack(_next_message(channel), RankReport) for channel in channels]
         problems = mismatches(reports)
         usable = [k for k in LINK_TYPES if not any(report.obstacles[k] for report in reports)]
-        requested_kind = env.link()
+        requested_kind = env.forced_link()
         kind = next((k for k in usable if requested_kind in {None, k}), None)
         if kind is None:
             problems += [f"No link: {why}" for why in _no_link(reports, requested_kind)]

@@ -72,7 +72,7 @@ def read_launcher_env() -> LauncherEnv | None:
     Raises:
         UsageError: a variable of the launcher is missing or not a number.
     """
-    variables = env.launcher()
+    variables = env.launcher_variables()
     step = variables.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= _SLURM_BATCH:
         variables.pop("SLURM_PROCID", None)  # also set for a batch script, which is not a rank

@@ -220,7 +220,7 @@ class RankGroup:
 
             return TorchLink(0, count, host) if host else TorchLink(0, count)
         if host:
-            return open_link(choose_link_type(env.link()), 0, count, self._level, host)
+            return open_link(choose_link_type(env.forced_link()), 0, count, self._level, host)
         # Untouched memory costs nothing, so there is room for all values that `compare` may trace.
         program = self._program
         traced = shard(program, self._mesh, [*program.layer_outputs, last_hidden(program)])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twostroke.backends.sampling.reference import MIN_PENALTY, allows_only, fill_masks
-from twostroke.core.draft_tree import depths_of, ends_of, parents_of, path_to
+from twostroke.core.draft_tree import branches_with_ends, depths_of, parents_of, path_to
 from twostroke.core.sampling import MAX_LOGPROBS
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
 
@@ -235,7 +235,7 @@ class RowTable:
             if request not in self._histories:
                 continue
             parents = parents_of(count, slice_.branches)
-            for branch, end in ends_of(count, slice_.branches):
+            for branch, end in branches_with_ends(count, slice_.branches):
                 path = [slice_.drafts[i] for i in path_to(end - 1, parents)]
                 tokens = np.array([*request.tokens, *path], np.int32)
                 rows["tokens"][first + 1 + branch.first : first + 1 + end] = tokens.ctypes.data

@@ -23,7 +23,7 @@ class WireError(BackendError):
 
 
 def frame(body: bytes) -> bytes:
-    """Return a message as it is sent: the length of the body, and the body."""
+    """Return a message with the length of its body in front, ready to be sent."""
     return _HEAD.pack(len(body)) + body
 
 
@@ -39,7 +39,7 @@ def read_frame(file: BufferedReader, decoder: msgspec.msgpack.Decoder[Any]) -> A
 
 
 class Frames:
-    """Splits the bytes of a connection into messages, as they arrive."""
+    """Splits the bytes that arrive on a connection into messages, and decodes them."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         """Decode the body of each message with `decoder`."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from twostroke.core.draft_tree import ROOT, right_drafts
+from twostroke.core.draft_tree import ROOT, accepted_drafts
 from twostroke.core.request import FinishReason
 from twostroke.core.step import NO_LOGPROBS, RequestDelta
 
@@ -128,7 +128,7 @@ def _accept(
     With `max_tokens=0` the sampled token is discarded.
     """
     request = state.request
-    accepted = right_drafts(slice_.drafts, slice_.branches, [token for token, _ in sampled])
+    accepted = accepted_drafts(slice_.drafts, slice_.branches, [token for token, _ in sampled])
     new_tokens = [sampled[0], *(sampled[1 + draft] for draft in accepted)]
     for count, (token, _) in enumerate(new_tokens, 1):
         request.tokens.append(token)

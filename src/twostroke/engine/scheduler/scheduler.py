@@ -121,7 +121,7 @@ class Scheduler:
         key = self._waiting.check(request)
         request.arrival_s = request.arrival_s or self._clock()
         state = RequestState(request, key, limit, self.prefix_cache.chain(request.salt))
-        state.may_sample_ahead = self.config.samples_ahead and request.draws_by_itself
+        state.may_sample_ahead = self.config.samples_ahead and request.can_sample_ahead
         self._states[request.id] = state
         self._waiting.add(state)
         self._deadlines.add(state, len(self._states))

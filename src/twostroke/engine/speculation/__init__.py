@@ -1,8 +1,8 @@
 """Speculative decoding: drafts of the next tokens, and how many of them to use in a step.
 
 Drafts are rows like any other. A step samples a token after each of them, and the scheduler keeps
-the tokens that follow right drafts (`core.draft_tree.right_drafts`). So speculation never changes
-an answer; it only costs or saves time.
+the tokens that follow accepted drafts (`core.draft_tree.accepted_drafts`). So speculation never
+changes an answer; it only costs or saves time.
 
 The value of a draft follows from two estimates. `AcceptanceRate` learns how often drafts of each
 kind are right, and `StepTimeModel` learns the time of steps by their number of rows. Together they

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import force_setattr
 
-from twostroke.core.draft_tree import ROOT, right_drafts
+from twostroke.core.draft_tree import ROOT, accepted_drafts
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def sampled_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[Slice, li
         rows = [first]
         if slice_.drafts:
             tokens = result.tokens[first : first + slice_.num_drawn]
-            accepted = right_drafts(slice_.drafts, slice_.branches, tokens)
+            accepted = accepted_drafts(slice_.drafts, slice_.branches, tokens)
             rows += [first + 1 + draft for draft in accepted]
         yield slice_, rows
         first += slice_.num_drawn

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from twostroke.core.draft_tree import right_drafts
+from twostroke.core.draft_tree import accepted_drafts
 from twostroke.core.frozen import Frozen
 from twostroke.engine.speculation.payoff import ProposerGain
 from twostroke.engine.speculation.proposal import DraftOutcome
@@ -319,7 +319,7 @@ class Speculator:
             if draft is None:
                 continue
             tried, name, source = draft.tried, draft.proposer.name, draft.proposal.source
-            rows = right_drafts(slice_.drafts, slice_.branches, sampled)
+            rows = accepted_drafts(slice_.drafts, slice_.branches, sampled)
             accepted = [tried[row] for row in rows]
             with self._dropping_failed(draft.proposer):
                 outcome = DraftOutcome(tried, accepted, sampled)

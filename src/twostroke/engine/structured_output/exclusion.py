@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
     from numpy.typing import NDArray
 
-    from twostroke.core.constraint import Excluded
+    from twostroke.core.constraint import ExcludedPrefix
     from twostroke.model.tokenizer import Tokenizer
 
 _MAX_LOOKAHEAD: Final = 256  # texts that a step looks at
@@ -66,7 +66,7 @@ class _RemainingText(NamedTuple):
 
     Empty `text` means that the answer has become the excluded text. `num_before` of the remaining
     bytes come before the wrong value; it is negative inside the value. `is_whole` has the meaning
-    of `Excluded.is_whole`: only an answer that equals the text is excluded.
+    of `ExcludedPrefix.is_whole`: only an answer that equals the text is excluded.
     """
 
     text: bytes
@@ -91,7 +91,7 @@ class Exclusions:
 
     @classmethod
     def of(
-        cls, excluded: Iterable[Excluded], texts: TokenTexts, ends: Collection[int]
+        cls, excluded: Iterable[ExcludedPrefix], texts: TokenTexts, ends: Collection[int]
     ) -> Exclusions:
         """Return the exclusions of a new answer, which has no tokens yet."""
         rests = [

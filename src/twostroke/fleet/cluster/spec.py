@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen, check_number, check_range
-from twostroke.core.yaml_file import YamlFile, steps
+from twostroke.core.yaml_file import YamlFile, path_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -225,7 +225,7 @@ def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
         try:
             part.check()
         except UsageError as error:
-            raise file.at([*position, *steps(error.field or "")], str(error)) from None
+            raise file.error_at([*position, *path_steps(error.field or "")], str(error)) from None
     return spec, file
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.backends.activation_bits.tree import KnapsackItem, allocate
 from twostroke.core.errors import UsageError
-from twostroke.core.files import megabytes
+from twostroke.core.files import format_bytes
 from twostroke.core.frozen import Frozen
 from twostroke.model.quant import FORMATS
 
@@ -39,7 +39,7 @@ class Goal(Frozen):
             return f"KL {self.kl:g}"
         if self.bits is not None:
             return f"{self.bits:g} bits"
-        return megabytes(self.num_bytes or 0)
+        return format_bytes(self.num_bytes or 0)
 
 
 def within_size(
@@ -78,7 +78,7 @@ def size_limit(
         message = f"is less than any mix of formats has: the smallest has {min_bits:.2f}."
         raise UsageError(message, field="bits")
     if min_bytes > limit:
-        smallest = megabytes(int(min_bytes) + other_bytes)
+        smallest = format_bytes(int(min_bytes) + other_bytes)
         message = f"is less than any mix of formats takes: the smallest takes {smallest}."
         raise UsageError(message, field="size")
     return limit

@@ -10,7 +10,7 @@ import msgspec
 
 from twostroke.backends.torch import TorchModel
 from twostroke.core.errors import ModelFormatError, QualityError, TwostrokeError, UsageError
-from twostroke.core.files import alone, need, unfinished
+from twostroke.core.files import atomic_output, exclusive_output, require_disk_space
 from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.engine.drafters import has_same_tokens
@@ -203,8 +203,8 @@ class _DistillRun(Frozen):
         for name, weight in self.imitator.model.weights.items():
             fmt = _VECTOR if weight.ndim == 1 else _MATRIX
             tensors[name] = QuantTensor.from_floats(weight.detach().numpy(), fmt)
-        with unfinished(self.path) as part:
-            need(part, sum(tensor.num_bytes for tensor in tensors.values()))
+        with atomic_output(self.path) as part:
+            require_disk_space(part, sum(tensor.num_bytes for tensor in tensors.values()))
             write_gguf(part, student.metadata | {"general.file_type": 1}, tensors)
             written = load(str(part))
             with closing(scoring_backend(written)) as backend:
@@ -231,7 +231,7 @@ def _locked_folder(folder: Path, about: dict[str, Any]) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(alone(lock, folder))
+            stack.enter_context(exclusive_output(lock, folder))
             has_work = path.is_file() and any(file not in {path, lock} for file in folder.iterdir())
             if has_work and _read(path, dict, folder) != about:
                 raise UsageError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from twostroke.core.errors import ModelFormatError, TwostrokeError
-from twostroke.core.files import need, write_text
+from twostroke.core.files import require_disk_space, write_text
 from twostroke.core.json_io import write_json
 from twostroke.engine.canary import REPORT_FILE
 from twostroke.lab.compress.equalize import ChannelEqualizer
@@ -86,7 +86,7 @@ def write_folder(
         (fmt if key in products else FORMATS[dtype]).num_bytes(tensor.num_values)
         for key, tensor in tensors.items()
     ]
-    need(part, sum(sizes))
+    require_disk_space(part, sum(sizes))
     pieces = calibration.pieces
     store = calibration.saved_work.matrices(tensors, f"{fmt.name} evened", pieces)
     equalizer = ChannelEqualizer(program, round_weight, store)

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.backends.create import check_can_run
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.core.files import megabytes, need, unfinished, unfinished_folder
+from twostroke.core.files import (
+    atomic_output,
+    atomic_output_folder,
+    format_bytes,
+    require_disk_space,
+)
 from twostroke.core.options import ComputeOptions
 from twostroke.engine.canary import REPORT_KEY
 from twostroke.lab.compress.choose import CalibrationText, FormatChooser, check_size, round_matrices
@@ -102,10 +107,10 @@ def quantize(
     if isinstance(target, str) and is_folder:
         if tuning_minutes:
             raise UsageError("is for GGUF files, not for folders.", field="tuning_minutes")
-        with unfinished_folder(out) as part:
+        with atomic_output_folder(out) as part:
             report = write_folder(source, target, part, calibration, notice)
     else:
-        with unfinished(out) as part:
+        with atomic_output(out) as part:
             report = _write(
                 source,
                 target,
@@ -116,8 +121,8 @@ def quantize(
             )
         if out.stat().st_size >= source.file_bytes:
             notice(
-                f"{out.name} has {megabytes(out.stat().st_size)}, its source "
-                f"{megabytes(source.file_bytes)}: it did not get smaller."
+                f"{out.name} has {format_bytes(out.stat().st_size)}, its source "
+                f"{format_bytes(source.file_bytes)}: it did not get smaller."
             )
     calibration.saved_work.drop()
     return report
@@ -147,13 +152,15 @@ def _write(
     if isinstance(target, str):
         _warn_if_not_fewer_bits(source.tensors, formats, notice)
         _warn_if_larger(source, other_bytes + _size_in_formats(source.tensors, rounded), notice)
-        need(part, _size_in_formats(source.tensors, formats))
+        require_disk_space(part, _size_in_formats(source.tensors, formats))
         file_type = mix.file_type
         if rounded:
             tensors |= round_matrices(program, tensors, rounded, calibration, notice)
     else:
         if target.kl is None:
-            need(part, other_bytes + check_size(tensors, rounded, target, other_bytes))
+            require_disk_space(
+                part, other_bytes + check_size(tensors, rounded, target, other_bytes)
+            )
         chooser = FormatChooser(
             program,
             source,
@@ -163,7 +170,7 @@ def _write(
             notice=notice,
         )
         tensors |= chooser.reach(target, other_bytes)
-        need(part, sum(tensor.num_bytes for tensor in tensors.values()))
+        require_disk_space(part, sum(tensor.num_bytes for tensor in tensors.values()))
         formats_by_key = {key: tensors[key].format.name for key in rounded}
         _warn_if_not_fewer_bits(source.tensors, formats_by_key, notice)
         file_type = file_type_of(tensors[key] for key in rounded)
@@ -207,9 +214,9 @@ def _warn_if_larger(source: LoadedModel, num_bytes: float, notice: Notice) -> No
     """Warn, before the work starts, if the quantized file will not be smaller than its source."""
     if num_bytes >= source.file_bytes:
         notice(
-            f"The source has {megabytes(source.file_bytes)}, the result will have some "
-            f"{megabytes(int(num_bytes))}: it will be neither smaller nor better. Use fewer bits, "
-            "such as --to iq4_nl, or --size."
+            f"The source has {format_bytes(source.file_bytes)}, the result will have some "
+            f"{format_bytes(int(num_bytes))}: it will be neither smaller nor better. Use fewer "
+            "bits, such as --to iq4_nl, or --size."
         )
 
 

@@ -27,7 +27,7 @@ from twostroke.backends.kv_size import CacheSize
 from twostroke.backends.machine_limits import machine
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.core.hardware import OtherPrograms, resolve_num_threads
+from twostroke.core.hardware import OtherProgramsLoad, resolve_num_threads
 from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.lab.measure.report_text import Label, labels
 from twostroke.lab.measure.single_step import FILL_ROWS, SingleStep
@@ -285,7 +285,7 @@ def _profile(
 ) -> StepProfile:
     single = SingleStep(backend, cost.program, shape)
     try:
-        other_programs = OtherPrograms()
+        other_programs = OtherProgramsLoad()
         runs_s, times = _measure(backend, single, options)
         others_share = other_programs.share()
         scheduler_s = statistics.median(single.scheduler_times())

@@ -10,7 +10,7 @@ import msgspec
 from twostroke.core.env import install_command
 from twostroke.core.errors import TwostrokeError, UsageError, nearest
 from twostroke.core.frozen import Frozen, check_range
-from twostroke.core.yaml_file import YamlFile, steps
+from twostroke.core.yaml_file import YamlFile, path_steps
 from twostroke.lab.planner.devices import find_device
 from twostroke.lab.planner.question import MIN_EFFICIENCY, Question, default_token_budget
 from twostroke.model.program.cost import WEIGHTS
@@ -154,7 +154,7 @@ def read_fleet_with_lines(path: Path) -> tuple[FleetQuestion, YamlFile]:
         try:
             model.question(question.mfu, question.mbu, question.token_budget)
         except UsageError as error:
-            raise file.at(["models", index, error.field or ""], str(error)) from None
+            raise file.error_at(["models", index, error.field or ""], str(error)) from None
     for field in ("stock", "devices", "prices"):
         names = getattr(question, field)
         for index, device in enumerate(names):
@@ -162,7 +162,7 @@ def read_fleet_with_lines(path: Path) -> tuple[FleetQuestion, YamlFile]:
                 find_device(device)
             except TwostrokeError as error:
                 step = index if field == "devices" else device
-                raise file.at([field, step], str(error)) from None
+                raise file.error_at([field, step], str(error)) from None
     return question, file
 
 
@@ -173,4 +173,4 @@ def at_line(file: YamlFile, error: TwostrokeError) -> TwostrokeError:
     """
     if error.field is None:
         return error
-    return type(error)(str(file.at(steps(error.field), str(error))))
+    return type(error)(str(file.error_at(path_steps(error.field), str(error))))

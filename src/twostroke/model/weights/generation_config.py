@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.errors import RequestError
-from twostroke.core.sampling import DEFAULTED, SamplingParams
+from twostroke.core.sampling import MODEL_DEFAULT_FIELDS, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +32,7 @@ def folder_sampling(generation_config: Fields) -> SamplingParams:
 
     `do_sample` is ignored, since many published files have it by accident.
     """
-    return _sampling(generation_config, {name: name for name in DEFAULTED})
+    return _sampling(generation_config, {name: name for name in MODEL_DEFAULT_FIELDS})
 
 
 def gguf_sampling(fields: Fields) -> SamplingParams:

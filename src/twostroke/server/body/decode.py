@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import msgspec
 from msgspec import inspect
 
-from twostroke.core.mismatch import extra_of, join, parts, type_of
+from twostroke.core.mismatch import extra_of, join_path, type_of, union_members
 from twostroke.server.body.explain import explain
 from twostroke.server.body.field import Effect
 from twostroke.server.body.lenient import drop_unknown
@@ -223,14 +223,14 @@ def _fields_without_effect(value: object, where: str, marks: Marks) -> Iterator[
     """
     seen = set[tuple[int, str]]()
     for inner_path, extra in _find_marked_fields(value, marks):
-        refusal = partial(_unsupported, join(where, inner_path), extra)
+        refusal = partial(_unsupported, join_path(where, inner_path), extra)
         if extra["effect"] is Effect.REFUSED:
             raise refusal()
         key = (id(extra), inner_path.rpartition(".")[2])
         if key not in seen and len(seen) < MAX_IGNORED:
             seen.add(key)
             is_hint = extra["effect"] is Effect.HINT
-            yield Ignored(join(where, inner_path), refusal if is_hint else None, is_known=True)
+            yield Ignored(join_path(where, inner_path), refusal if is_hint else None, is_known=True)
 
 
 def _unsupported(field: str, extra: dict[str, Any]) -> RequestError:
@@ -249,14 +249,14 @@ def _find_marked_fields(value: object, marks: Marks) -> Iterator[tuple[str, dict
     if isinstance(value, list):
         for index, item in enumerate(value):
             for inner_path, mark in _find_marked_fields(item, marks):
-                yield join(f"[{index}]", inner_path), mark
+                yield join_path(f"[{index}]", inner_path), mark
     for attribute, name, extra in marks.get(type(value), ()):
         item = getattr(value, attribute)
         if item is None:
             continue
         if extra is None:
             for inner_path, mark in _find_marked_fields(item, marks):
-                yield join(name, inner_path), mark
+                yield join_path(name, inner_path), mark
         elif not any(_is_same_json(item, neutral) for neutral in extra["neutral"]):
             yield name, extra
 
@@ -278,7 +278,7 @@ def _collect_marked_fields(kind: inspect.Type, marks: Marks) -> bool:
     Returns whether the type has any marked fields.
     """
     has_any = False
-    for alternative in parts([kind]):
+    for alternative in union_members([kind]):
         if isinstance(alternative, inspect.ListType):
             has_any |= _collect_marked_fields(alternative.item_type, marks)
         elif isinstance(alternative, inspect.StructType):

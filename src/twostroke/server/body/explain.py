@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.errors import RequestError, nearest
-from twostroke.core.mismatch import Mismatch, find_mismatch, join
+from twostroke.core.mismatch import Mismatch, find_mismatch, join_path
 from twostroke.server.http.errors import MissingFieldError, UnknownFieldError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def unknown_field(path: str, name: str, known_names: Iterable[str]) -> UnknownFi
     names = sorted(known_names)
     hint = "" if path else _other_endpoint_hint(shortened_name, names)
     hint = hint or nearest(shortened_name, names)
-    field = join(path, shortened_name or "''")
+    field = join_path(path, shortened_name or "''")
     return UnknownFieldError("is not a known field.{hint}", field=field, hint=hint)
 
 

@@ -11,7 +11,7 @@ from msgspec import inspect
 from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
-from twostroke.core.mismatch import extra_of, join, parts, type_of
+from twostroke.core.mismatch import extra_of, join_path, type_of, union_members
 from twostroke.server.body.explain import MAX_NAME_LENGTH, explain, unknown_field
 from twostroke.server.body.well_known import KNOWN_HINTS, has_meaning
 from twostroke.server.http.errors import UnknownFieldError
@@ -150,7 +150,7 @@ class _LenientWalk:
                 self._note(fields, name, where=where, refusal=refusal, is_known=False)
         for name, shape in fields.searchable.items():
             if name in value:
-                value[name] = self.fit(value[name], shape, join(where, name))
+                value[name] = self.fit(value[name], shape, join_path(where, name))
         for name in fields.droppable_types:
             if name not in value:
                 continue
@@ -162,7 +162,7 @@ class _LenientWalk:
                     str(error),
                     fields.droppable_types[name],
                     body=value.pop(name),
-                    where=join(where, name),
+                    where=join_path(where, name),
                 )
                 self._note(fields, name, where=where, refusal=explanation, is_known=True)
 
@@ -171,7 +171,7 @@ class _LenientWalk:
     ) -> None:
         key = (id(fields), name)
         if key not in self.ignored and len(self.ignored) < MAX_IGNORED:
-            note = Ignored(join(where, name) or "''", refusal, is_known)
+            note = Ignored(join_path(where, name) or "''", refusal, is_known)
             is_hint = not is_known and note.name in KNOWN_HINTS
             self.ignored[key] = replace(note, is_known=True) if is_hint else note
 
@@ -199,7 +199,7 @@ def _shape_of(kind: Any) -> _Shape | None:
 def _describe(kind: inspect.Type, fields_by_struct: dict[type, _StructFields]) -> _Shape | None:
     """Return the shape of a field's type; None if lenient decoding never changes its values."""
     shape = _Shape()
-    all_parts = list(parts([kind]))
+    all_parts = list(union_members([kind]))
     for part in all_parts:
         if extra_of(part).get("leaves_out"):
             shape.omission_rules = extra_of(part)

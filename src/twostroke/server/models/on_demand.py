@@ -19,7 +19,7 @@ from twostroke.core.errors import (
     OverloadedError,
     TwostrokeError,
 )
-from twostroke.core.files import megabytes
+from twostroke.core.files import format_bytes
 from twostroke.core.request import Pooling
 from twostroke.engine.client import UNSAMPLED, new_request
 from twostroke.engine.counters import Counters
@@ -147,7 +147,7 @@ class OnDemandEngine:
                 auto_format=auto_kv_format(options.compute),
             )
         except MemoryLimitError as error:
-            limit = f"With {megabytes(budget_bytes)} of memory for all models (--memory), "
+            limit = f"With {format_bytes(budget_bytes)} of memory for all models (--memory), "
             raise MemoryLimitError(limit + str(error)) from None
         options = replace(options, cache=replace(options.cache, memory_bytes=size.cache_bytes))
         cost = cost_model(program, loaded.tensors, size.kv_format, options.compute.backend)

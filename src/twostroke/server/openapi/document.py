@@ -11,7 +11,7 @@ from msgspec import inspect
 
 from twostroke.core.errors import DeadlineError
 from twostroke.core.frozen import Frozen
-from twostroke.core.mismatch import parts
+from twostroke.core.mismatch import union_members
 from twostroke.server.auth.keys import KeyMissingError
 from twostroke.server.auth.limits import RateLimitError
 from twostroke.server.body.field import NEUTRAL, WRONG_IS_IGNORED, Fact, reference
@@ -194,7 +194,7 @@ def _structs_without_tag(kinds: tuple[Any, ...]) -> set[type[msgspec.Struct]]:
     in_unions = set(get_args(Item))
     types = [inspect.type_info(kind) for kind in kinds]
     while types:
-        alternatives = list(parts([types.pop()]))
+        alternatives = list(union_members([types.pop()]))
         structs = [part for part in alternatives if isinstance(part, inspect.StructType)]
         if len(structs) > 1:
             in_unions.update(part.cls for part in structs)

@@ -9,7 +9,6 @@ from msgspec import Meta
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import (
     BOUNDS,
-    DEFAULTED,
     LOCAL_DEFAULTS,
     MAX_BIAS,
     MAX_LOGIT_BIAS,
@@ -17,6 +16,7 @@ from twostroke.core.sampling import (
     MAX_STOP_LENGTH,
     MAX_STOPS,
     MAX_TOKENS,
+    MODEL_DEFAULT_FIELDS,
     SamplingParams,
 )
 from twostroke.server.body import field
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # llama-server's defaults, which its clients expect, for models whose files have no others.
 DEFAULTS: Final = LOCAL_DEFAULTS
-_NUMBER_FIELDS: Final = (*DEFAULTED, "presence_penalty", "frequency_penalty")
+_NUMBER_FIELDS: Final = (*MODEL_DEFAULT_FIELDS, "presence_penalty", "frequency_penalty")
 # llama-server's names of fields, by the engine's names.
 _LLAMA_NAMES: Final = {
     "max_tokens": "n_predict",
