@@ -403,10 +403,10 @@ class Api:
         """
         context = served_of(request.scope)
         fields, ignored = decoder.decode(body)
-        context.field_names = protocol.names(fields)
+        context.field_names = protocol.field_names(fields)
         self._ignored.note(ignored, context)
         name, model = self.models.choose(fields.model, context, protocol.keep_s(fields))
-        if (empty := protocol.empty(fields, name)) is not None:
+        if (empty := protocol.empty_response(fields, name)) is not None:
             return to_json(empty)
         try:
             job = protocol.reader_of(context.path)(fields, self._tenant(request))
@@ -467,7 +467,7 @@ class Api:
             fields, ignored = decoder.decode(body)
             self._ignored.note(ignored, context)
             name, model = self.models.choose(fields.model, context, protocol.keep_s(fields))
-            if (empty := protocol.empty(fields, name)) is not None:
+            if (empty := protocol.empty_response(fields, name)) is not None:
                 return to_json(empty)
             job = protocol.read(fields, self._tenant(request))
             job = with_sender(job, context, self.metrics.goodput)
@@ -521,7 +521,7 @@ class Api:
 
         def answer(body: bytes, request: Request) -> Response:
             fields, ignored = decoder.decode(body)
-            served_of(request.scope).field_names = endpoint.names(fields)
+            served_of(request.scope).field_names = endpoint.field_names(fields)
             self._ignored.note(ignored, served_of(request.scope))
             _, model = self.models.find(fields.model)
             if endpoint.recalls:

@@ -18,7 +18,7 @@ from twostroke.server.protocols.anthropic.reply import MessageEncoder
 from twostroke.server.protocols.common.fields import llama_server_aliases
 from twostroke.server.protocols.llama_server import completion, infill
 from twostroke.server.protocols.llama_server import embeddings as llama_embeddings
-from twostroke.server.protocols.llama_server.fields import names as llama_names
+from twostroke.server.protocols.llama_server.fields import field_names as llama_field_names
 from twostroke.server.protocols.llama_server.reply import LlamaEncoder
 from twostroke.server.protocols.ollama import embed, models
 from twostroke.server.protocols.ollama import reply as ollama_reply
@@ -36,7 +36,7 @@ GENERATION_PROTOCOLS: Final[dict[str, ApiProtocol[Any]]] = {
         request=chat.ChatRequest,
         read=stored_chat.read,
         encoder=stored_chat.encoder,
-        names=chat.names,
+        field_names=chat.field_names,
         read_as_llama_server=stored_chat.read_as_llama_server,
     ),
     "/v1/completions": ApiProtocol(
@@ -44,21 +44,21 @@ GENERATION_PROTOCOLS: Final[dict[str, ApiProtocol[Any]]] = {
         request=completions.CompletionRequest,
         read=completions.read,
         encoder=CompletionEncoder,
-        names=llama_server_aliases,
+        field_names=llama_server_aliases,
     ),
     "/v1/messages": ApiProtocol(
         prefix="msg_",
         request=messages.MessagesRequest,
         read=messages.read,
         encoder=MessageEncoder,
-        names=messages.names,
+        field_names=messages.field_names,
     ),
     "/v1/responses": ApiProtocol(
         prefix="resp_",
         request=ResponsesRequest,
         read=responses.read,
         encoder=ResponsesEncoder,
-        names=responses.names,
+        field_names=responses.field_names,
         recalls=True,
     ),
     "/v1/responses/compact": ApiProtocol(
@@ -66,7 +66,7 @@ GENERATION_PROTOCOLS: Final[dict[str, ApiProtocol[Any]]] = {
         request=compact.CompactRequest,
         read=compact.read,
         encoder=compact.CompactEncoder,
-        names=compact.names,
+        field_names=compact.field_names,
         recalls=True,
     ),
     "/completion": ApiProtocol(
@@ -74,23 +74,23 @@ GENERATION_PROTOCOLS: Final[dict[str, ApiProtocol[Any]]] = {
         request=completion.LlamaRequest,
         read=completion.read,
         encoder=LlamaEncoder,
-        names=llama_names,
+        field_names=llama_field_names,
     ),
     "/infill": ApiProtocol(
         prefix="cmpl-",
         request=infill.InfillRequest,
         read=infill.read,
         encoder=LlamaEncoder,
-        names=llama_names,
+        field_names=llama_field_names,
     ),
     "/api/chat": ApiProtocol(
         prefix="",
         request=ollama.OllamaChatRequest,
         read=ollama.read_chat,
         encoder=partial(ollama_reply.LineEncoder, make=ollama_reply.chat_line),
-        names=ollama.names,
+        field_names=ollama.field_names,
         framing=NDJSON,
-        empty=ollama_reply.empty_chat,
+        empty_response=ollama_reply.empty_chat_response,
         keep_s=ollama.keep_alive_s,
     ),
     "/api/generate": ApiProtocol(
@@ -98,9 +98,9 @@ GENERATION_PROTOCOLS: Final[dict[str, ApiProtocol[Any]]] = {
         request=ollama.OllamaGenerateRequest,
         read=ollama.read_generate,
         encoder=partial(ollama_reply.LineEncoder, make=ollama_reply.generate_line),
-        names=ollama.names,
+        field_names=ollama.field_names,
         framing=NDJSON,
-        empty=ollama_reply.empty_generate,
+        empty_response=ollama_reply.empty_generate_response,
         keep_s=ollama.keep_alive_s,
     ),
 }
@@ -119,31 +119,39 @@ EMBEDDING_PROTOCOLS: Final[dict[str, EmbeddingProtocol[Any]]] = {
         request=embed.EmbedRequest,
         read=embed.read,
         whole_response=embed.to_response,
-        empty=embed.empty,
+        empty_response=embed.empty_response,
         keep_s=ollama.keep_alive_s,
     ),
     "/api/embeddings": EmbeddingProtocol(
         request=embed.OldEmbedRequest,
         read=embed.read_old,
         whole_response=embed.to_old_response,
-        empty=embed.empty_old,
+        empty_response=embed.empty_old_response,
         keep_s=ollama.keep_alive_s,
     ),
 }
 UTILITY_ENDPOINTS: Final[dict[str, UtilityEndpoint[Any]]] = {
     "/v1/messages/count_tokens": UtilityEndpoint(
-        request=messages.CountRequest, answer=messages.count, names=messages.names
+        request=messages.CountRequest,
+        answer=messages.count_tokens,
+        field_names=messages.field_names,
     ),
     "/v1/responses/input_tokens": UtilityEndpoint(
-        request=ResponsesRequest, answer=responses.count, names=responses.names, recalls=True
+        request=ResponsesRequest,
+        answer=responses.count_tokens,
+        field_names=responses.field_names,
+        recalls=True,
     ),
     "/v1/chat/completions/input_tokens": UtilityEndpoint(
-        request=chat.ChatRequest, answer=chat.count, names=chat.names, recalls=True
+        request=chat.ChatRequest,
+        answer=chat.count_tokens,
+        field_names=chat.field_names,
+        recalls=True,
     ),
     "/tokenize": UtilityEndpoint(
         request=tokens.TokenizeRequest,
         answer=tokens.tokenize,
-        names=lambda _request: chat.TOOL_NAMES,
+        field_names=lambda _request: chat.TOOL_NAMES,
     ),
     "/detokenize": UtilityEndpoint(request=tokens.DetokenizeRequest, answer=tokens.detokenize),
     "/api/show": UtilityEndpoint(request=models.ShowRequest, answer=models.show),
@@ -151,7 +159,7 @@ UTILITY_ENDPOINTS: Final[dict[str, UtilityEndpoint[Any]]] = {
     "/apply-template": UtilityEndpoint(
         request=tokens.TemplateRequest,
         answer=tokens.apply_template,
-        names=lambda _request: chat.TOOL_NAMES,
+        field_names=lambda _request: chat.TOOL_NAMES,
     ),
 }
 

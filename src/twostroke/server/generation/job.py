@@ -169,7 +169,7 @@ class Conversation(Frozen):
         )
 
 
-class Composed(Protocol):
+class ComposedPrompt(Protocol):
     """A prompt that an API protocol assembles itself, for example from text and token ids."""
 
     def encode(self, card: ModelCard) -> list[int]:
@@ -181,7 +181,7 @@ class Composed(Protocol):
         """
 
 
-Prompt = str | list[int] | Conversation | Composed
+Prompt = str | list[int] | Conversation | ComposedPrompt
 
 
 @dataclass(slots=True)

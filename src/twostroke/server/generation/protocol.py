@@ -34,34 +34,36 @@ NDJSON: Final = Framing("application/x-ndjson", b" ")
 
 
 class ApiProtocol(Frozen, Generic[T]):
-    """An API protocol for generated answers.
+    """One generation API: how its requests become jobs, and how its responses are encoded.
+
+    `server/routes.py` has an instance for each path, such as `/v1/chat/completions`.
 
     Attributes:
         prefix: the beginning of response ids.
         request: the struct of request bodies.
         read: translates a valid request of a tenant to a job; raises RequestError.
         encoder: creates the encoder of one response.
-        names: returns the protocol's names of the engine's fields, for errors (see
-            `ServedRequest`).
+        field_names: maps the engine's parameter names to the protocol's field names, for
+            errors.
         recalls: whether a prompt may be longer than its body, because it continues a stored
             conversation.
         framing: the framing of streams.
-        empty: returns the response, from the request and the model's name, to a request that needs
-            no generated answer; None for other requests.
+        empty_response: returns the response to a request that needs no generated answer, from
+            the request and the model's name; None for other requests.
         keep_s: returns how many seconds the model stays loaded after the request; None if the
             request does not say; raises RequestError.
-        read_as_llama_server: replaces `read` for llama-server's paths, which have no /v1; None for
-            `read`.
+        read_as_llama_server: replaces `read` for llama-server's paths, which have no /v1; None
+            for `read`.
     """
 
     prefix: str
     request: type[T]
     read: Callable[[T, Tenant], Job]
     encoder: Callable[[ResponseInfo], Encoder]
-    names: Callable[[T], Mapping[str, str]] = lambda _request: {}
+    field_names: Callable[[T], Mapping[str, str]] = lambda _request: {}
     recalls: bool = False
     framing: Framing = SSE
-    empty: Callable[[T, str], msgspec.Struct | None] = lambda _request, _name: None
+    empty_response: Callable[[T, str], msgspec.Struct | None] = lambda _request, _name: None
     keep_s: Callable[[T], float | None] = lambda _request: None
     read_as_llama_server: Callable[[T, Tenant], Job] | None = None
 
@@ -77,7 +79,9 @@ class ApiProtocol(Frozen, Generic[T]):
 
 
 class EmbeddingProtocol(Frozen, Generic[T]):
-    """An API protocol for embeddings.
+    """One embedding API: how its requests become jobs, and how its responses are built.
+
+    `server/routes.py` has an instance for each path, such as `/v1/embeddings`.
 
     Attributes:
         request: the struct of request bodies.
@@ -85,8 +89,8 @@ class EmbeddingProtocol(Frozen, Generic[T]):
         whole_response: returns the response from the model's name, the encoded embedding of
             each text, the number of tokens in all texts, and the seconds since the request's
             arrival.
-        empty: returns the response to a request without texts, from the request and the model's
-            name; None for other requests.
+        empty_response: returns the response to a request without texts, from the request and
+            the model's name; None for other requests.
         keep_s: returns how many seconds the model stays loaded after the request; None if the
             request does not say.
     """
@@ -94,23 +98,26 @@ class EmbeddingProtocol(Frozen, Generic[T]):
     request: type[T]
     read: Callable[[T, Tenant], EmbeddingJob]
     whole_response: Callable[[str, list[msgspec.Raw], int, float], Any]
-    empty: Callable[[T, str], msgspec.Struct | None] = lambda _request, _name: None
+    empty_response: Callable[[T, str], msgspec.Struct | None] = lambda _request, _name: None
     keep_s: Callable[[T], float | None] = lambda _request: None
 
 
 class UtilityEndpoint(Frozen, Generic[T]):
     """An endpoint that needs a model's tokenizer or chat template, but not its engine.
 
+    `/tokenize` is an example.
+
     Attributes:
         request: the struct of request bodies, with a field `model`.
         answer: returns the response to a valid request; raises RequestError.
-        names: returns the protocol's names of the engine's fields, for errors.
+        field_names: maps the engine's parameter names to the protocol's field names, for
+            errors.
         recalls: whether `answer` reads stored responses; its last argument is then the tenant.
     """
 
     request: type[T]
     answer: Callable[..., msgspec.Struct]
-    names: Callable[[T], Mapping[str, str]] = lambda _request: {}
+    field_names: Callable[[T], Mapping[str, str]] = lambda _request: {}
     recalls: bool = False
 
 

@@ -1,1 +1,1 @@
-"""The protocols of the server: OpenAI, Responses, Anthropic, llama-server, Ollama."""
+"""The server's API protocols: OpenAI, Responses, Anthropic, llama-server and Ollama."""

@@ -58,13 +58,13 @@ class AnthropicMessage(field.RequestObject):
 
 
 class JsonFormat(field.TaggedObject, tag="json_schema"):
-    """An answer format: JSON that fits a schema."""
+    """An answer format in a request: the answer is JSON that fits this schema."""
 
     schema: dict[str, Any]
 
 
 class OutputConfig(field.RequestObject):
-    """The options for the answer, such as its format."""
+    """The field `output_config` of a request: the answer's format."""
 
     format: JsonFormat | None = None
     effort: field.Hint = None
@@ -77,7 +77,7 @@ Display = Annotated[
 
 
 class ThinkingOn(field.TaggedObject, tag="enabled"):
-    """A thinking mode in which the model reasons before the answer."""
+    """The field `thinking` of a request, which lets the model reason before the answer."""
 
     budget_tokens: Annotated[
         Annotated[int, Meta(ge=1)],
@@ -87,20 +87,23 @@ class ThinkingOn(field.TaggedObject, tag="enabled"):
 
 
 class ThinkingAsNeeded(field.TaggedObject, tag="adaptive"):
-    """A thinking mode in which the model decides whether to reason."""
+    """The field `thinking` of a request, which lets the model decide whether to reason."""
 
     display: Display = None
 
 
 class ThinkingOff(field.TaggedObject, tag="disabled"):
-    """A thinking mode in which the model does not reason."""
+    """The field `thinking` of a request, which makes the model answer without reasoning."""
 
 
 ThinkingConfig = ThinkingOn | ThinkingAsNeeded | ThinkingOff
 
 
 class CountRequest(field.RequestObject):
-    """The fields that become the prompt; null is the same as leaving a field out."""
+    """The body of a request to `/v1/messages/count_tokens`: all fields that become the prompt.
+
+    A field that is null counts as left out.
+    """
 
     messages: Annotated[
         list[AnthropicMessage],
@@ -149,13 +152,13 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 class TokenCount(msgspec.Struct, frozen=True):
-    """The number of tokens in a request's prompt, including cached tokens."""
+    """The response to `/v1/messages/count_tokens`: the prompt's tokens, including cached tokens."""
 
     input_tokens: int
 
 
 def read(request: MessagesRequest, tenant: Tenant) -> Job:
-    """Turn a request to `/v1/messages` into a job for the engine.
+    """Translate the body of a `/v1/messages` request into a job that the engine can run.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -190,9 +193,9 @@ def read(request: MessagesRequest, tenant: Tenant) -> Job:
 
 
 def _cache_marks(request: MessagesRequest) -> Iterator[CacheControlField | None]:
-    """Yield each `cache_control` of a request, or None where it is not set.
+    """Yield the `cache_control` of a request and of its tools and content blocks.
 
-    The request, its tools and its content blocks may have one.
+    Yields None for each of them that does not set the field.
     """
     yield request.cache_control
     parts: list[Any] = [
@@ -207,8 +210,8 @@ def _cache_marks(request: MessagesRequest) -> Iterator[CacheControlField | None]
             parts.append(getattr(block, "content", None))  # of a tool's result
 
 
-def count(request: CountRequest, card: ModelCard) -> TokenCount:
-    """Return the number of tokens in the prompt of a request.
+def count_tokens(request: CountRequest, card: ModelCard) -> TokenCount:
+    """Answer POST /v1/messages/count_tokens with the number of tokens in the request's prompt.
 
     Raises:
         RequestError: a field is not supported, or the messages do not suit the chat template.
@@ -221,8 +224,8 @@ def _conversation(request: CountRequest, tools: Tools | None) -> Conversation:
     """Return a request's system prompt and messages as a conversation for the chat template.
 
     Raises:
-        RequestError: a block does not suit its message, or the last message cannot be
-            continued.
+        RequestError: a content block does not suit its message's role, or the answer cannot
+            continue the last message, because that message ends with a tool call or a space.
     """
     template_messages: list[dict[str, Any]] = []
     call_ids = set[str]()
@@ -249,12 +252,16 @@ def _conversation(request: CountRequest, tools: Tools | None) -> Conversation:
 
 
 def _check_blocks(message: AnthropicMessage, path: str, call_ids: set[str]) -> None:
-    """Check that a message's content blocks suit its role and the earlier tool calls.
+    """Check that a message's content blocks suit its role, and that results follow their calls.
 
-    `path` is the path of the message's content, for errors.
+    Args:
+        message: the message to check.
+        path: where the message's content is in the request, for errors.
+        call_ids: the ids of all tool calls in earlier messages.
 
     Raises:
-        RequestError: the role cannot have a block, or a result is of a call not in `call_ids`.
+        RequestError: the role cannot have such a block, or a tool result belongs to no earlier
+            call.
     """
     blocks = () if isinstance(message.content, str) else message.content
     wrong_types = _WRONG_BLOCKS[message.role]
@@ -268,9 +275,9 @@ def _check_blocks(message: AnthropicMessage, path: str, call_ids: set[str]) -> N
 
 
 def _template_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """Return an Anthropic message as messages for a chat template.
+    """Convert one Anthropic message to the messages that chat templates read.
 
-    Each tool result in the message becomes a message of its own.
+    A chat template needs a message for each tool result, so the result may have several messages.
     """
     template_message: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
     results = []
@@ -300,6 +307,6 @@ def _constraint(request: MessagesRequest) -> Constraint | None:
     return None
 
 
-def names(_request: CountRequest) -> Mapping[str, str]:
-    """Map the engine's field names to Anthropic's, for error messages."""
+def field_names(_request: CountRequest) -> Mapping[str, str]:
+    """Map the engine's parameter names to Anthropic's field names, for error messages."""
     return {"stop": "stop_sequences", "tools[].parameters": "tools[].input_schema"}

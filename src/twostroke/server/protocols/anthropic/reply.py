@@ -1,4 +1,4 @@
-"""Anthropic's messages: the complete response, or a stream of named events."""
+"""Anthropic's responses: a complete message, or a stream of named server-sent events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """Anthropic's usage object; `input_tokens` excludes tokens found in the prefix cache.
+    """The `usage` of a message; `input_tokens` excludes prompt tokens found in the prefix cache.
 
     Caching is automatic and free, so no token counts as cache creation.
     """
@@ -39,20 +39,24 @@ class MessageUsage(msgspec.Struct, frozen=True):
 
 
 class TextBody(msgspec.Struct, tag_field="type", tag="text"):
-    """A content block of text."""
+    """A content block of a response: text."""
 
     text: str
 
 
 class ThinkingBody(msgspec.Struct, tag_field="type", tag="thinking"):
-    """A content block of reasoning, with a signature that clients expect; it is never checked."""
+    """A content block of a response: the model's reasoning.
+
+    Clients expect a `signature`. The server makes one, and does not check it when clients send it
+    back.
+    """
 
     thinking: str
     signature: str
 
 
 class ToolUseBody(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A content block with a tool call; in a stream, its input follows in deltas."""
+    """A content block of a response: a tool call, whose input a stream sends in later events."""
 
     id: str
     name: str
@@ -63,7 +67,10 @@ BlockBody = TextBody | ThinkingBody | ToolUseBody
 
 
 class MessageBody(msgspec.Struct, tag_field="type", tag="message"):
-    """A message of the model; `stop_reason` and `stop_sequence` are null until it ends."""
+    """The response to `/v1/messages`: the model's message.
+
+    `stop_reason` and `stop_sequence` are null until the message ends.
+    """
 
     id: str
     role: Literal["assistant"]
@@ -77,68 +84,68 @@ class MessageBody(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
-    """The first event of a stream, with the message before its content."""
+    """The first event of a streamed message, with all fields of the message but no content."""
 
     message: MessageBody
 
 
 class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
-    """An event of a stream that begins a content block."""
+    """The event of a streamed message that begins a content block."""
 
     index: int
     content_block: BlockBody
 
 
 class Ping(msgspec.Struct, tag_field="type", tag="ping"):
-    """An event without content, which clients expect in a stream."""
+    """The event `ping` of a streamed message. It says nothing, but clients expect one."""
 
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
-    """The next text of a text block."""
+    """The next text of a text block in a streamed message."""
 
     text: str
 
 
 class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
-    """The next text of a block of reasoning."""
+    """The next text of a reasoning block in a streamed message."""
 
     thinking: str
 
 
 class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
-    """The signature of a complete block of reasoning."""
+    """The signature of a reasoning block, sent when the block is complete."""
 
     signature: str
 
 
 class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    """The next piece of a tool call's input, as JSON text."""
+    """The next piece of a tool call's input in a streamed message, as JSON text."""
 
     partial_json: str
 
 
 class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
-    """An event of a stream that adds to a content block."""
+    """The event of a streamed message that adds content to the open content block."""
 
     index: int
     delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
-    """An event of a stream that ends a content block."""
+    """The event of a streamed message that ends a content block."""
 
     index: int
 
 
 class StopBody(msgspec.Struct):
-    """The reason why the model ended a message, and the stop sequence if there was one."""
+    """The reason why the model ended a streamed message, and the stop sequence if one ended it."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
-    """The event of a stream with the stop reason and the usage of the whole message."""
+    """The event after a streamed message's content, with the stop reason and the total usage."""
 
     delta: StopBody
     usage: MessageUsage
@@ -147,7 +154,7 @@ class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
 
 
 class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
-    """The last event of a stream."""
+    """The last event of a streamed message."""
 
 
 _PING: Final = named_sse(Ping())
@@ -159,17 +166,17 @@ _DELTAS: Final[dict[events.BlockKind, type[TextDelta | ThinkingDelta | InputDelt
 
 
 class MessageEncoder:
-    """Writes an Anthropic message as named server-sent events, or complete."""
+    """Encodes one answer as Anthropic's message, complete or as named server-sent events."""
 
     def __init__(self, info: ResponseInfo) -> None:
-        """Write the message that `info` describes."""
+        """Prepare to encode one response; `info` has its id, model and job."""
         self._info = info
         self._stop = StopBody("end_turn", None)
         self._timings: TimingsBody | UnsetType = UNSET
         self._schema_miss: SchemaMiss = UNSET
 
     def write(self, event: events.Event) -> bytes:
-        """Return Anthropic's server-sent events for an event of the answer; may be empty."""
+        """Return Anthropic's server-sent events for one event of the answer; may be empty."""
         match event:
             case events.ContentAdded(block=block):
                 if self._is_omitted(block):
@@ -201,7 +208,7 @@ class MessageEncoder:
         return b""
 
     def whole_response(self, stream: Iterable[events.Event]) -> MessageBody:
-        """Return the complete message from all events, for a request without a stream."""
+        """Return the message for a request without a stream, from all events of the answer."""
         content: list[BlockBody] = []
         for event in stream:
             match event:
@@ -222,15 +229,12 @@ class MessageEncoder:
         return message
 
     def _is_omitted(self, block: events.ContentBlock) -> bool:
-        """Whether a content block is sent without its text.
-
-        This is so for reasoning if the request sets `thinking.display` to "omitted".
-        """
+        """Whether to leave out a block's text: reasoning, if `thinking.display` is "omitted"."""
         is_reasoning = block.kind is events.BlockKind.REASONING
         return is_reasoning and self._info.job.omits_reasoning
 
     def _message(self, content: list[BlockBody], usage: Usage) -> MessageBody:
-        """Return the message's JSON body with these content blocks and no stop reason."""
+        """Return a message's JSON body with the given content and usage, and no stop reason yet."""
         return MessageBody(
             id=self._info.id,
             role="assistant",
@@ -242,7 +246,7 @@ class MessageEncoder:
         )
 
     def _end(self, event: events.ChoiceEnded, *, has_calls: bool) -> None:
-        """Note why the answer ended and how long it took, for the end of the message."""
+        """Remember an answer's stop reason and timings for the last events of the message."""
         self._schema_miss = event.schema_miss or UNSET
         if event.reason is FinishReason.LENGTH:
             self._stop = StopBody("max_tokens", None)
@@ -257,7 +261,7 @@ class MessageEncoder:
 
 
 def _empty_block(block: events.ContentBlock) -> BlockBody:
-    """Return the JSON body of a content block that has no content yet."""
+    """Return the JSON body of a content block without content, as a stream begins it."""
     match block.kind:
         case events.BlockKind.TEXT:
             return TextBody("")
@@ -268,9 +272,9 @@ def _empty_block(block: events.ContentBlock) -> BlockBody:
 
 
 def _complete_block(block: events.ContentBlock) -> BlockBody | None:
-    """Return the JSON body of a complete content block.
+    """Return the JSON body of a complete content block for a message without a stream.
 
-    Returns None for a tool call whose JSON was cut off.
+    Returns None for a tool call whose JSON was cut off by the token limit.
     """
     body = _empty_block(block)
     text = block.text

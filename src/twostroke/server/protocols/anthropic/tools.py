@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class Tool(field.RequestObject):
-    """A tool that the client runs; tools of Anthropic's servers are not supported."""
+    """An entry of a request's `tools`: a function that the client runs.
+
+    Tools that run on Anthropic's own servers are not supported.
+    """
 
     name: FunctionName
     input_schema: Annotated[dict[str, Any], field.doc("A JSON schema of the input.")]
@@ -38,27 +41,27 @@ class Tool(field.RequestObject):
 
 
 class ChoiceFields(field.TaggedObject):
-    """The field that all tool choices share."""
+    """The field that all of Anthropic's tool choices have: whether to forbid several calls."""
 
     disable_parallel_tool_use: Annotated[bool | None, field.doc("Allow at most one call.")] = None
 
 
 class AutoChoice(ChoiceFields, tag="auto"):
-    """A tool choice that lets the model answer with text, with tool calls, or with both."""
+    """The `tool_choice` that lets the model answer with text, with tool calls, or with both."""
 
 
 class AnyChoice(ChoiceFields, tag="any"):
-    """A tool choice that requires at least one call of any tool."""
+    """The `tool_choice` that requires at least one call of any tool."""
 
 
 class OneChoice(ChoiceFields, tag="tool", kw_only=True):
-    """A tool choice that requires a call of the named tool."""
+    """The `tool_choice` that requires a call of the named tool."""
 
     name: str
 
 
 class NoChoice(ChoiceFields, tag="none"):
-    """A tool choice that allows no tool calls."""
+    """The `tool_choice` that allows no tool calls."""
 
 
 Choice = AutoChoice | AnyChoice | OneChoice | NoChoice
@@ -66,7 +69,7 @@ _MODES: Final[dict[type, str]] = {AnyChoice: "required", NoChoice: "none"}  # Op
 
 
 class TextBlock(field.TaggedObject, tag="text"):
-    """A content block of text."""
+    """A content block of a request's message: text."""
 
     other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
 
@@ -76,7 +79,7 @@ class TextBlock(field.TaggedObject, tag="text"):
 
 
 class ToolUseBlock(field.TaggedObject, tag="tool_use"):
-    """A tool call of an earlier answer."""
+    """A content block of a request's message: a tool call of an earlier answer."""
 
     id: str
     name: str
@@ -88,7 +91,7 @@ class ToolUseBlock(field.TaggedObject, tag="tool_use"):
 
 
 class TextSource(field.TaggedObject, tag="text"):
-    """The source of a document: a text."""
+    """The source of a document block that is one text."""
 
     other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
 
@@ -102,7 +105,7 @@ class TextSource(field.TaggedObject, tag="text"):
 
 
 class ContentSource(field.TaggedObject, tag="content"):
-    """The source of a document: a text, or a list of text blocks."""
+    """The source of a document block that is a text or a list of text blocks."""
 
     content: str | Annotated[list[TextBlock], field.PARTS]
 
@@ -113,7 +116,7 @@ class ContentSource(field.TaggedObject, tag="content"):
 
 
 class DocumentBlock(field.TaggedObject, tag="document"):
-    """A text document; the model reads its title, its context and its source."""
+    """A content block of a request's message: a text document, with a title and context if sent."""
 
     source: TextSource | ContentSource
     title: str | None = None
@@ -128,7 +131,7 @@ class DocumentBlock(field.TaggedObject, tag="document"):
 
 
 class SearchResultBlock(field.TaggedObject, tag="search_result"):
-    """A result of the client's own search; the model reads it as text."""
+    """A content block of a request's message: a result of the client's search, read as text."""
 
     source: str
     title: str
@@ -138,12 +141,15 @@ class SearchResultBlock(field.TaggedObject, tag="search_result"):
 
     @property
     def text(self) -> str:
-        """The result's title, source and text, joined by newlines, as the model reads them."""
+        """The search result's title, source and text, joined by newlines, for the model."""
         return "\n".join(filter(None, (self.title, self.source, text_of(self.content))))
 
 
 class ToolResultBlock(field.TaggedObject, tag="tool_result"):
-    """The result of a tool call. The model does not see `is_error`, only the content."""
+    """A content block of a request's message: the result of a tool call.
+
+    The model sees only the content, not `is_error`.
+    """
 
     tool_use_id: str
     content: (
@@ -154,14 +160,14 @@ class ToolResultBlock(field.TaggedObject, tag="tool_result"):
 
 
 class ThinkingBlock(field.TaggedObject, tag="thinking"):
-    """The reasoning of an earlier answer."""
+    """A content block of a request's message: the reasoning of an earlier answer."""
 
     thinking: str
     signature: Annotated[str | None, field.doc("Not checked.")] = None
 
 
 class RedactedThinkingBlock(field.TaggedObject, tag="redacted_thinking"):
-    """Encrypted reasoning that only Anthropic can read; it is ignored."""
+    """A content block with encrypted reasoning, which only Anthropic can read; it is ignored."""
 
     data: str
 
@@ -181,9 +187,12 @@ _TEXT_BLOCKS: Final = (TextBlock, DocumentBlock, SearchResultBlock)
 
 
 def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | None:
-    """Return the tools that the answer to an Anthropic request may call; None for none.
+    """Translate Anthropic's `tools` and `tool_choice`; return the tools that the answer may call.
 
-    Raises RequestError as `to_tools` does.
+    Returns None if the answer may call no tool.
+
+    Raises:
+        RequestError: a tool is not valid, or the choice names a tool that does not exist.
     """
     functions = [
         FunctionBody(
@@ -203,9 +212,10 @@ def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | N
 
 
 def text_of(content: str | Sequence[Block] | None) -> str:
-    """Return the text in the content of a message or of a tool result.
+    """Return the text in the content of a message or a tool result.
 
-    The texts of the content blocks are joined by newlines.
+    The texts of the content blocks are joined by newlines. Reasoning, tool calls and tool results
+    are left out.
     """
     if isinstance(content, str):
         return content

@@ -21,10 +21,11 @@ _MAX_VALUES_PER_CHUNK: Final = 4096
 
 
 def split_inputs(value: str | list[Any], field_name: str) -> tuple[str | list[int | str], ...]:
-    """Return the inputs to embed, from a request field with one input or a list of inputs.
+    """Return the inputs to embed from a request field that holds one input or a list of inputs.
 
     An input is a text, or a list of token ids and texts that are joined. So a list that contains a
-    token id is one input, and a list of texts has several. `field_name` is for errors.
+    token id is one input, and a list of texts has several. `field_name` is the field's name in
+    errors.
 
     Raises:
         RequestError: the list is empty, or mixes token ids with lists.
@@ -42,9 +43,10 @@ def split_inputs(value: str | list[Any], field_name: str) -> tuple[str | list[in
 
 
 def encode_vectors(vectors: NDArray[np.float32]) -> msgspec.Raw:
-    """Encode an embedding as JSON numbers: a vector (width,) or several (count, width).
+    """Encode the embedding of one input as JSON numbers, for a response.
 
-    Long vectors are encoded in chunks, so that other threads run in between.
+    `vectors` is one vector (width,), or a vector for each token (count, width). Long vectors are
+    encoded in chunks, so that other threads can run in between.
     """
     if vectors.ndim > 1:
         return msgspec.Raw(b"[" + b",".join(map(_encode_vector, vectors)) + b"]")
@@ -52,7 +54,6 @@ def encode_vectors(vectors: NDArray[np.float32]) -> msgspec.Raw:
 
 
 def _encode_vector(vector: NDArray[np.float32]) -> bytes:
-    """Encode an embedding's vector (width,) as a JSON list."""
     chunks = []
     for start in range(0, len(vector), _MAX_VALUES_PER_CHUNK):
         values = vector[start : start + _MAX_VALUES_PER_CHUNK].tolist()

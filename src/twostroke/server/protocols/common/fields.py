@@ -1,4 +1,4 @@
-"""Fields that several of OpenAI's requests share, and how they become sampling parameters."""
+"""The request fields that OpenAI's endpoints share, and their translation for the engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _RETENTION_S: Final = {"24h": 86_400.0}
 
 
 class CacheControlField(field.TaggedObject, tag="ephemeral"):
-    """Anthropic's mark to cache the prompt up to here; without `ttl`, for 5 minutes."""
+    """Anthropic's `cache_control`: caches the prompt up to here, for 5 minutes without `ttl`."""
 
     ttl: Literal["5m", "1h"] | None = None
 
@@ -100,7 +100,7 @@ Retention = Annotated[
 
 
 class StreamOptions(field.RequestObject):
-    """Options for a streamed response, such as whether it ends with the usage."""
+    """The field `stream_options`: whether a streamed response reports its usage."""
 
     include_usage: Annotated[bool | None, field.doc("End the stream with the usage.")] = None
     continuous_usage_stats: Annotated[
@@ -111,19 +111,22 @@ class StreamOptions(field.RequestObject):
 
 
 class PredictionPart(field.TaggedObject, tag="text"):
-    """A text part of the predicted answer in the field `prediction`."""
+    """A text part of the field `prediction`, which holds a predicted answer."""
 
     text: str
 
 
 class Prediction(field.TaggedObject, tag="content"):
-    """A predicted answer: the more of it is right, the faster the answer is generated."""
+    """The field `prediction`: a text that the client expects to be much like the answer.
+
+    The engine uses the text as draft tokens, so a good prediction makes the answer faster.
+    """
 
     content: str | list[PredictionPart]
 
 
 class ServiceFields(field.RequestObject):
-    """The fields that OpenAI's requests for texts and for embeddings have in common."""
+    """The fields that all of OpenAI's generation and embedding requests share, such as `model`."""
 
     model: field.ModelName = None
     priority: Annotated[
@@ -163,7 +166,7 @@ else:
 
 
 class CommonFields(SamplingFields):
-    """The fields that requests for text share; null is the same as leaving a field out."""
+    """The fields that all of OpenAI's generation requests share; null counts as left out."""
 
     stream: field.Stream = None
     stream_options: Annotated[StreamOptions | None, field.doc("Needs `stream`.")] = None
@@ -283,10 +286,10 @@ _LLAMA_NAMES: Final = {"max_tokens": "n_predict", "repetition_penalty": "repeat_
 
 
 def llama_server_aliases(request: CommonFields) -> dict[str, str]:
-    """Map the engine's field names to llama-server's, if the request uses them.
+    """Map the engine's parameter names to llama-server's, for each alias that a request uses.
 
-    For example, `n_predict` is llama-server's name of `max_tokens`. Errors about a value then name
-    the field that the client has sent.
+    For example, `n_predict` is llama-server's name of `max_tokens`. Errors then name the field that
+    the client has sent.
     """
     return {
         name: llama_name
@@ -296,7 +299,7 @@ def llama_server_aliases(request: CommonFields) -> dict[str, str]:
 
 
 def check_combinations(request: CommonFields) -> None:
-    """Check that the fields of a chat or completion request can be combined.
+    """Check that no two fields of a chat or completion request contradict each other.
 
     Raises:
         UnsupportedFieldError: a field cannot be combined with another field.
@@ -309,7 +312,7 @@ def check_combinations(request: CommonFields) -> None:
 
 
 def ignored_fields(request: CommonFields) -> tuple[Ignored, ...]:
-    """Return the request fields that have no effect because of their values or other fields.
+    """Return the request fields that have no effect, so that the response can report them.
 
     An example is `stream_options` without `stream`.
     """
@@ -324,10 +327,12 @@ def ignored_fields(request: CommonFields) -> tuple[Ignored, ...]:
 
 
 def to_params(request: CommonFields, **overrides: Any) -> SamplingParams:
-    """Return the engine's sampling parameters for a chat or completion request.
+    """Translate a chat or completion request's fields into the engine's sampling parameters.
 
-    `overrides` replaces values, by the engine's names, for fields that the protocol names or
-    interprets differently.
+    Args:
+        request: the request.
+        overrides: sampling parameters, by the engine's names, that replace the request's own
+            values. Protocols pass fields that they name or interpret differently.
 
     Raises:
         RequestError: a value is out of its bounds.
@@ -341,16 +346,16 @@ def to_params(request: CommonFields, **overrides: Any) -> SamplingParams:
     bias = request.logit_bias or {}
     values["logit_bias"] = {int(key): bias[key] for key in bias if TOKEN_ID.fullmatch(key)}
     minimum = 1 if values.get("prompt_logprobs") is None else 0
-    values["max_tokens"] = to_limit(values["max_tokens"], minimum)
+    values["max_tokens"] = to_max_tokens(values["max_tokens"], minimum)
     if values["top_k"] == -1:
         values["top_k"] = 0
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
-def to_limit(requested: int | None, minimum: int = 1) -> int | None:
-    """Return the maximum number of tokens to generate; None if only the context limits it.
+def to_max_tokens(requested: int | None, minimum: int = 1) -> int | None:
+    """Check a request's `max_tokens`, and return the most tokens that an answer may have.
 
-    `requested` is `max_tokens` of the request, where None and -1 set no limit.
+    Returns None if only the context limits the answer, that is, if `requested` is None or -1.
 
     Raises:
         RequestError: the number is less than `minimum`.
@@ -365,10 +370,10 @@ def to_limit(requested: int | None, minimum: int = 1) -> int | None:
 
 
 def to_caller(request: ServiceFields, prompt_field: str, tenant: Tenant) -> Caller:
-    """Return who sent a request, for the engine: the tenant, service tier and priority.
+    """Return the engine's record of a request's sender: its tenant, service tier and priority.
 
-    The request's `priority` overrides the priority of its service tier. `prompt_field` is the name
-    of the field with the prompt, for errors.
+    The scheduler orders requests by it. The request's `priority` overrides the priority of its
+    service tier. `prompt_field` is the name of the field with the prompt, for errors.
     """
     service = TIERS[request.service_tier or "auto"]
     priority = SERVICE_TIERS[service] if request.priority is None else request.priority
@@ -383,9 +388,9 @@ def to_caller(request: ServiceFields, prompt_field: str, tenant: Tenant) -> Call
 
 
 def to_job(request: CommonFields, prompts: tuple[Prompt, ...], **other_fields: Any) -> Job:
-    """Turn the common fields of a chat or completion request into a `Job` for the engine.
+    """Build the engine job of a chat or completion request from the fields that all requests share.
 
-    `other_fields` are further fields of the job, which depend on the protocol.
+    `other_fields` are the job's fields that depend on the protocol, such as the tools.
     """
     options = request.stream_options
     return Job(
@@ -412,7 +417,7 @@ def to_job(request: CommonFields, prompts: tuple[Prompt, ...], **other_fields: A
 
 
 def to_prediction(request: CommonFields) -> str:
-    """Return the predicted answer of a request as text; empty without a prediction."""
+    """Return the text of a request's `prediction`, the predicted answer; empty if there is none."""
     if request.prediction is None:
         return ""
     content = request.prediction.content
@@ -420,15 +425,15 @@ def to_prediction(request: CommonFields) -> str:
 
 
 def cache_control_s(marks: Iterable[CacheControlField | None]) -> float:
-    """Return for how many seconds to cache a request's prompt: its longest `cache_control`.
+    """Return for how many seconds to keep a prompt's KV pages, as a request's `cache_control` asks.
 
-    Returns 0 if there is none.
+    The longest of several holds. Returns 0 if there is none.
     """
     return max((_CACHE_CONTROL_S[mark.ttl] for mark in marks if mark is not None), default=0.0)
 
 
 def retention_s(retention: str | None) -> float:
-    """Return how many seconds to keep a prompt's KV pages for `prompt_cache_retention`.
+    """Return for how many seconds to keep a prompt's KV pages, as `prompt_cache_retention` asks.
 
     Returns 0 if the pages need only stay in memory as long as there is room.
     """

@@ -1,4 +1,4 @@
-"""Reads the queries of list endpoints, and returns the requested part of a list."""
+"""Query parameters and result pages of the API's list endpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INCLUDABLE: Final = (
 
 
 class ItemList(msgspec.Struct, kw_only=True, frozen=True):
-    """A part of a list of items, in the form that OpenAI's list endpoints return."""
+    """The response of OpenAI's list endpoints: one part of a list."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
@@ -41,12 +41,12 @@ class ItemList(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def read_query(request: Request, known_names: tuple[str, ...]) -> dict[str, str]:
-    """Return the query parameters of a request to a list endpoint.
+    """Check the query parameters of a request to a list endpoint, and return them by name.
 
-    `include` is checked, and like `beta` not returned.
+    `beta` is ignored. The values of `include` are checked, but not returned.
 
     Raises:
-        RequestError: a field is not in `known_names`, or `include` has an unknown value.
+        RequestError: a parameter is not in `known_names`, or `include` has an unknown value.
     """
     query: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
@@ -65,7 +65,7 @@ def read_query(request: Request, known_names: tuple[str, ...]) -> dict[str, str]
 
 
 def unknown_includes(include: Iterable[str]) -> Iterator[UnsupportedFieldError]:
-    """Yield an error for each unknown value of a request's field `include`."""
+    """Yield an error for each value of a request's `include` that the API does not define."""
     for index, name in enumerate(include):
         if name not in INCLUDABLE:
             shortened_name = name[:MAX_NAME_LENGTH]
@@ -74,7 +74,7 @@ def unknown_includes(include: Iterable[str]) -> Iterator[UnsupportedFieldError]:
 
 
 def list_page(items: list[dict[str, Any]], query: dict[str, str], order: str = "desc") -> ItemList:
-    """Return the part of a list that a request to a list endpoint asks for.
+    """Select the part of a list that a query asks for, and return it as a list endpoint's response.
 
     Args:
         items: the complete list, the oldest item first; its order may be changed.
@@ -82,7 +82,7 @@ def list_page(items: list[dict[str, Any]], query: dict[str, str], order: str = "
         order: "asc" or "desc", if the query has no `order`.
 
     Raises:
-        RequestError: a field of the query has a wrong value.
+        RequestError: a query parameter has a wrong value.
     """
     order = query.get("order", order)
     if order not in {"asc", "desc"}:

@@ -1,4 +1,4 @@
-"""A complete answer in llama-server's form, for its own protocol and as `__verbose` in OpenAI's."""
+"""llama-server's form of a complete answer, also used as `__verbose` in OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ SAMPLERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 class LikelyToken(msgspec.Struct, kw_only=True, frozen=True):
-    """One of the likeliest tokens; `bytes` is exact even if a token ends inside a character.
+    """One of the likeliest tokens at a position of an answer, in llama-server's form.
 
-    `prob` replaces `logprob` if the request sets `post_sampling_probs`.
+    `bytes` is exact even if the token ends inside a character. If the request sets
+    `post_sampling_probs`, the entry has `prob` instead of `logprob`.
     """
 
     id: int
@@ -45,19 +46,19 @@ class LikelyToken(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ScoredToken(LikelyToken, kw_only=True, frozen=True):
-    """A token of the answer, with the likeliest alternatives to it."""
+    """A token of an answer with its probability and alternatives, in llama-server's form."""
 
     top_logprobs: list[LikelyToken] | UnsetType = UNSET
     top_probs: list[LikelyToken] | UnsetType = UNSET
 
 
 def _always(value: object) -> Meta:
-    """Annotate a response field whose value is always `value`."""
+    """Describe a response field whose value never changes, for the OpenAPI document."""
     return Meta(extra_json_schema={"const": value})
 
 
 class GenerationSettings(msgspec.Struct, kw_only=True, frozen=True):
-    """The settings of an answer; samplers that this server lacks are reported as off."""
+    """The sampling settings that a response repeats; samplers that are not supported are off."""
 
     n_predict: int
     max_tokens: int
@@ -91,7 +92,7 @@ class GenerationSettings(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class LlamaCompletion(msgspec.Struct, kw_only=True, frozen=True):
-    """A complete answer, or the last event of a stream, which has no text.
+    """A complete answer of `/completion`, or a stream's last event, which leaves the text out.
 
     `tokens_evaluated` counts the prompt's tokens, `tokens_cached` the tokens of prompt and answer.
     """
@@ -116,22 +117,22 @@ class LlamaCompletion(msgspec.Struct, kw_only=True, frozen=True):
     schema_miss: SchemaMiss = UNSET
 
 
-class Verbose:
-    """Builds the `__verbose` field of OpenAI's responses: the answer in llama-server's form."""
+class VerboseAnswers:
+    """Builds `__verbose` of OpenAI's responses, which repeats an answer in llama-server's form."""
 
     def __init__(self, info: ResponseInfo) -> None:
-        """Prepare for the answers of the response that `info` describes."""
+        """Prepare for the answers of one response; `info` has its job, prompts and tokenizer."""
         self._info = info
         self._tokens: dict[int, list[int]] = {}  # by choice
 
     def begin(self, event: ChoiceStarted) -> None:
-        """Note that the engine has started an answer. `event` holds its growing list of tokens."""
+        """Note that an answer begins; its list `event.tokens` grows until the answer ends."""
         self._tokens[event.choice] = event.tokens
 
     def body(self, event: ChoiceEnded) -> LlamaCompletion | UnsetType:
         """Return a complete answer in llama-server's form, with its prompt and special tokens.
 
-        Returns UNSET if the request does not set `verbose`.
+        Returns UNSET, which leaves the field out, if the request does not set `verbose`.
         """
         info = self._info
         job = info.job
@@ -183,10 +184,10 @@ def settings_of(
     timings_per_token: bool,
     post_sampling_probs: bool = False,
 ) -> GenerationSettings:
-    """Return the settings of an answer, as llama-server's responses report them.
+    """Build the `generation_settings` of a response, which llama-server's clients read.
 
     Args:
-        params: the sampling parameters.
+        params: the sampling parameters of the answer.
         limit: the maximum number of tokens; -1 for no limit.
         stream: whether the answer is streamed.
         num_probs: the number of likely tokens that are reported for each token.

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in OpenAI's two forms: of chat and of completions."""
+"""Log-probabilities of tokens in the two forms of OpenAI's API: of chat and of completions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One of the likeliest tokens; `bytes` is exact even if a token ends inside a character."""
+    """One of the likeliest tokens at a position of a chat answer.
+
+    `bytes` is exact even if the token ends inside a character.
+    """
 
     token: str
     logprob: float
@@ -44,7 +47,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """The log-probabilities of a completion's tokens.
+    """The field `logprobs` of a text completion: parallel lists with an entry for each token.
 
     `text_offset` has the offset of each token in the completion's text, in characters. The first
     token of an echoed prompt has no log-probability.
@@ -59,7 +62,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 def chat_logprobs(
     tokenizer: Tokenizer, scored: Scores, *, as_ids: bool = False
 ) -> list[TokenLogprob]:
-    """Return tokens and their log-probabilities in the form of OpenAI's chat protocol.
+    """Return scored tokens as the entries of `logprobs.content` in OpenAI's chat responses.
 
     With `as_ids`, tokens are written as `token_id:ID` instead of their text.
     """
@@ -80,18 +83,18 @@ def chat_logprobs(
 
 
 class CompletionScorer:
-    """Collects the log-probabilities of one completion's tokens, chunk by chunk."""
+    """Collects the log-probabilities of a text completion, and returns them chunk by chunk."""
 
     def __init__(
         self, tokenizer: Tokenizer, echoed: Sequence[int], text: str, *, as_ids: bool = False
     ) -> None:
-        """Begin a completion without log-probabilities.
+        """Begin a completion whose tokens are added later.
 
         Args:
             tokenizer: the model's tokenizer.
             echoed: the prompt's token ids if the answer repeats the prompt, else empty.
             text: the text of the echoed tokens.
-            as_ids: write tokens as `token_id:ID`.
+            as_ids: whether to write tokens as `token_id:ID` instead of their text.
         """
         self._name_of = partial(_token_name, tokenizer, as_ids=as_ids, prefix="bytes:")
         self._tokenizer = tokenizer
@@ -104,9 +107,9 @@ class CompletionScorer:
             self._add(token, None, self._prompt)
 
     def add_prompt(self, logprobs: Iterable[TokenLogprobs | None]) -> None:
-        """Add log-probabilities of the echoed prompt's next tokens.
+        """Add log-probabilities of the next tokens of the echoed prompt.
 
-        None stands for a token without a log-probability.
+        None stands for a token whose log-probability is unknown.
         """
         for scores in logprobs:
             self._add(next(self._echoed), scores, self._prompt)
@@ -117,7 +120,7 @@ class CompletionScorer:
             self._add(token, scores, self._answer)
 
     def take(self) -> CompletionLogprobs:
-        """Return the log-probabilities of tokens added since the last call, for one chunk."""
+        """Return the log-probabilities of the tokens added since the last call, for one chunk."""
         body = self._body
         self._body = _no_logprobs()
         return body
@@ -128,7 +131,7 @@ class CompletionScorer:
         return bool(self._body.tokens)
 
     def _add(self, token: int, scores: TokenLogprobs | None, offsets: TextOffsets) -> None:
-        """Add one token; `scores` is None if its log-probability is unknown."""
+        """Add one token, `offsets` of the prompt or the answer; `scores` is None if it has none."""
         body = self._body
         data = self._tokenizer.token_bytes(token)
         name = self._name_of(token)
@@ -151,7 +154,7 @@ def _no_logprobs() -> CompletionLogprobs:
 
 
 class TextOffsets:
-    """Computes the offset in characters at which each token begins in its text.
+    """Computes where each token of a text begins, as an offset in characters.
 
     A token that begins inside a character has the offset of that character.
     """
@@ -159,12 +162,12 @@ class TextOffsets:
     def __init__(
         self, tokenizer: Tokenizer, start: int = 0, prompt: str = "", *, begins: bool = True
     ) -> None:
-        """Begin with the first token, at the offset `start`.
+        """Begin before the first token of a text.
 
         Args:
             tokenizer: the model's tokenizer.
             start: the offset of the first token.
-            prompt: the text of the tokens, if special tokens may be written in it.
+            prompt: the text that the tokens spell, if special tokens may be written out in it.
             begins: whether the first token begins a text, so that the tokenizer may have added
                 a space that the text does not have.
         """
@@ -175,7 +178,7 @@ class TextOffsets:
         self._offset = start
 
     def advance(self, token: int, data: bytes) -> int:
-        """Return the offset of the next token in the text, in characters.
+        """Return the offset at which `token` begins, and move past the token.
 
         `data` has the token's bytes.
         """

@@ -1,4 +1,4 @@
-"""The prompts of generation requests: chat messages, and texts with token ids."""
+"""The prompts of generation requests: chat messages, texts and token ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EMPTY_VALUES: Final[tuple[object, ...]] = (False, 0, "", [], {})
 
 
 class TextPart(field.TaggedObject, tag="text"):
-    """A text part of a message's content; other types of parts are refused."""
+    """A text part of a chat message's content; other types, such as images, are refused."""
 
     other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
 
@@ -36,40 +36,40 @@ class TextPart(field.TaggedObject, tag="text"):
 
 
 class RefusalPart(field.TaggedObject, tag="refusal"):
-    """A part of an assistant's message in which the model refused to answer."""
+    """A part of an assistant's chat message in which the model refused to answer."""
 
     refusal: str
 
     @property
     def text(self) -> str:
-        """The refusal, as the text of this part of the message."""
+        """The refusal, which the model reads like other text of the message."""
         return self.refusal
 
 
 class InputTextPart(TextPart, tag="input_text"):
-    """A text part of a message, with the type that `/v1/responses` gives to input."""
+    """A text part of a chat message, under the type that the Responses API gives to input."""
 
 
 class OutputTextPart(TextPart, tag="output_text"):
-    """A text part of a message, with the type that `/v1/responses` gives to output."""
+    """A text part of a chat message, under the type that the Responses API gives to output."""
 
 
 class CalledFunction(msgspec.Struct):
-    """A function that the model called, with its arguments as JSON text or as an object."""
+    """The function of an earlier tool call, with its arguments as JSON text or as an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class CalledCustom(msgspec.Struct):
-    """A custom tool that the model called, with its input, a text."""
+    """The custom tool of an earlier tool call, with its input, a text."""
 
     name: str
     input: str
 
 
 class ToolCall(msgspec.Struct):
-    """A tool call of an earlier answer: of a `function`, or of a `custom` tool.
+    """A tool call in an assistant's message of the request: of a `function` or of a `custom` tool.
 
     Calls of other types ran on another server; they are left out together with their results.
     """
@@ -81,15 +81,15 @@ class ToolCall(msgspec.Struct):
 
     @property
     def is_known(self) -> bool:
-        """Whether the call is of a function or of a custom tool.
-
-        Other calls are not shown to the model.
-        """
+        """Whether the model can see the call, because it is of a function or of a custom tool."""
         return self.type in {"function", "custom"}
 
 
 class ChatMessage(field.RequestObject):
-    """A chat message; it may have the fields of this server's answers, which SDKs send back."""
+    """A message of a chat request.
+
+    Fields that only this server's answers have are accepted, since SDKs send answers back.
+    """
 
     role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: Annotated[
@@ -133,7 +133,7 @@ ContinuesLast = Annotated[bool | None, field.doc("Continue the last message.")]
 
 
 class ConversationFields(Protocol):
-    """The fields of requests with chat messages that decide how the prompt ends."""
+    """The request fields that decide whether a chat prompt opens a new turn at its end."""
 
     messages: list[ChatMessage]
     add_generation_prompt: bool | None
@@ -148,7 +148,7 @@ def to_conversation(
     continues: bool | None,
     thinking: Thinking = AS_IT_IS,
 ) -> Conversation:
-    """Check the chat messages of a request, and return a conversation for the chat template.
+    """Check a request's chat messages, and return the conversation from which the prompt is made.
 
     Args:
         messages: the messages of the request.
@@ -163,7 +163,7 @@ def to_conversation(
     if opens_turn and continues:
         reason = "cannot be combined with add_generation_prompt: leave one of them out."
         raise RequestError(reason, field="continue_final_message")
-    messages = [_with_newer_names(message) for message in messages]
+    messages = [_with_current_fields(message) for message in messages]
     _check_tool_results(messages)
     unknown_calls = {
         call.id: ignored_item(f"messages[{index}].tool_calls[{number}]", call.type)
@@ -187,9 +187,10 @@ def to_conversation(
 
 
 def to_thinking(variables: dict[str, Any] | None, effort: str | None = None) -> Thinking:
-    """Return a request's options for the model's reasoning.
+    """Return a request's reasoning options for the chat template.
 
-    `variables` are variables for the chat template, `effort` is `reasoning_effort`.
+    `variables` are the template's variables from `chat_template_kwargs`, `effort` is
+    `reasoning_effort`.
     """
     if not variables and effort is None:
         return AS_IT_IS
@@ -199,8 +200,8 @@ def to_thinking(variables: dict[str, Any] | None, effort: str | None = None) -> 
 def continues_in_llama_server(request: ConversationFields) -> bool | None:
     """Return whether the answer continues the last chat message, by llama-server's rules.
 
-    Without `add_generation_prompt` and `continue_final_message`, an answer continues a last message
-    that is an assistant's text.
+    If neither `add_generation_prompt` nor `continue_final_message` is set, the answer continues a
+    last message that is an assistant's text.
 
     Raises:
         RequestError: the last two messages are both the assistant's.
@@ -215,8 +216,8 @@ def continues_in_llama_server(request: ConversationFields) -> bool | None:
     return not last.tool_calls and not last.function_call
 
 
-def _with_newer_names(message: ChatMessage) -> ChatMessage:
-    """Return a chat message with OpenAI's old fields for calls translated to the new ones."""
+def _with_current_fields(message: ChatMessage) -> ChatMessage:
+    """Replace OpenAI's deprecated `function_call` and role `function` in a chat message."""
     if message.function_call is not None and not message.tool_calls:
         calls = [ToolCall(message.function_call)]
         return replace(message, function_call=None, tool_calls=calls)
@@ -224,12 +225,12 @@ def _with_newer_names(message: ChatMessage) -> ChatMessage:
 
 
 def _check_tool_results(messages: list[ChatMessage]) -> None:
-    """Check that each tool result among the chat messages has the id of an earlier call.
+    """Check that each tool result among the chat messages follows the tool call with its id.
 
     A result without an id is valid after any call, since some clients send no ids at all.
 
     Raises:
-        RequestError: there is no earlier call, or none with this id.
+        RequestError: there is no earlier call, or no earlier call with this id.
     """
     call_ids = set[str | None]()
     for index, message in enumerate(messages):
@@ -241,7 +242,7 @@ def _check_tool_results(messages: list[ChatMessage]) -> None:
 
 
 def _to_template_message(message_index: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a chat message in the form that chat templates read.
+    """Convert a chat message to the dictionary that chat templates read.
 
     Raises:
         RequestError: a field does not suit the message's role, or a required field is missing.
@@ -279,9 +280,10 @@ def _to_template_message(message_index: int, message: ChatMessage) -> dict[str, 
 
 
 def _to_template_call(call: ToolCall, path: str) -> dict[str, Any]:
-    """Return a tool call in the form that chat templates read.
+    """Convert an earlier tool call to the dictionary that chat templates read.
 
-    A call of a custom tool becomes a function call. `path` is the path of the call, for errors.
+    A call of a custom tool becomes a function call. `path` is where the call is in the request, for
+    errors.
     """
     function = call.function
     if call.custom is not None:
@@ -298,7 +300,7 @@ def split_prompts(
 ) -> tuple[str | list[int], ...]:
     """Return the prompts of a request field that takes one prompt or a list of prompts.
 
-    A prompt is a text or a list of token ids. `field_name` is for errors.
+    A prompt is a text or a list of token ids. `field_name` is the field's name in errors.
 
     Raises:
         RequestError: the list is empty, or mixes token ids with texts or lists.
@@ -315,18 +317,18 @@ def split_prompts(
     return (ids,) if ids else tuple(part for part in value if not isinstance(part, int))
 
 
-class Mixed(Frozen):
-    """A prompt whose parts, texts and token ids, are joined.
+class MixedPrompt(Frozen):
+    """A prompt that joins texts and token ids.
 
-    `parse_special` tells whether special tokens spelled out in texts become tokens; None for the
-    server's default.
+    `parse_special` tells whether special tokens that are spelled out in the texts become tokens;
+    None leaves that to the server's default.
     """
 
     parts: tuple[int | str, ...]
     parse_special: bool | None = None
 
     def encode(self, card: ModelCard) -> list[int]:
-        """Return the token ids of the joined parts.
+        """Return the prompt's token ids.
 
         A text at the beginning gets the model's begin-of-sequence token.
 

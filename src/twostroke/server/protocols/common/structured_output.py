@@ -1,4 +1,4 @@
-"""The request fields that set an answer's format, of OpenAI and vLLM, as one constraint."""
+"""The request fields of OpenAI and vLLM that set an answer's format, as one constraint."""
 
 from __future__ import annotations
 
@@ -49,13 +49,17 @@ GrammarForm = Annotated[
 
 
 class JsonObject(field.TaggedObject, tag="json_object"):
-    """An answer format: a JSON object, which llama-server's `schema` may restrict."""
+    """The `response_format` of a JSON object, which llama-server's `schema` may restrict."""
 
     schema: dict[str, Any] | None = None
 
 
 class NamedSchema(field.RequestObject):
-    """A JSON schema; an answer that breaks it is generated again, then refused if `strict`."""
+    """The JSON schema of a `response_format`.
+
+    An answer that breaks the schema is generated again. If the new answer breaks it, too, the
+    request fails if `strict` is set.
+    """
 
     schema: dict[str, Any]
     name: str | None = None
@@ -64,7 +68,7 @@ class NamedSchema(field.RequestObject):
 
 
 class JsonSchema(field.TaggedObject, tag="json_schema"):
-    """An answer format: JSON that fits a schema.
+    """The `response_format` of JSON that fits a schema.
 
     OpenAI's clients send the schema in `json_schema`, llama-server's clients in `schema`.
     """
@@ -77,7 +81,7 @@ ResponseFormat = Text | JsonObject | JsonSchema
 
 
 class StructuredOutputs(field.RequestObject):
-    """vLLM's field for the format of an answer; one of its fields may be set."""
+    """vLLM's field `structured_outputs`: the answer's format, set by one of these fields."""
 
     json: JsonForm = None
     json_object: bool | None = None
@@ -86,8 +90,8 @@ class StructuredOutputs(field.RequestObject):
     grammar: GrammarForm = None
 
 
-class FormFields(Protocol):
-    """The fields of a request that set the format of its answers."""
+class AnswerFormatFields(Protocol):
+    """All request fields that can set the format of an answer; at most one of them may be set."""
 
     response_format: ResponseFormat | None
     structured_outputs: StructuredOutputs | None
@@ -100,10 +104,8 @@ class FormFields(Protocol):
     allowed_token_ids: list[int] | None
 
 
-def to_constraint(request: FormFields) -> Constraint | None:
-    """Return the constraint that a request sets on the format of its answers.
-
-    Returns None for free text.
+def to_constraint(request: AnswerFormatFields) -> Constraint | None:
+    """Return the constraint on the answer that a request's format fields set; None for free text.
 
     Raises:
         RequestError: more than one field sets a format, or a format is not valid.
@@ -117,9 +119,10 @@ def to_constraint(request: FormFields) -> Constraint | None:
 
 
 def single_constraint(formats: Iterable[NotatedFormat]) -> Constraint | None:
-    """Return the only answer format that a request sets, as a constraint; None without one.
+    """Check that a request sets at most one answer format, and return it as a constraint.
 
-    `formats` has an entry for each field of the request that could set a format.
+    `formats` has an entry for each field of the request that could set a format. Returns None if no
+    field sets one.
 
     Raises:
         RequestError: several formats are set, or the format is not valid.
@@ -136,21 +139,21 @@ def single_constraint(formats: Iterable[NotatedFormat]) -> Constraint | None:
 
 
 def to_schema(schema: str | dict[str, Any], param: str, *, is_strict: bool = False) -> Constraint:
-    """Return the constraint that an answer fits a JSON schema.
+    """Return the constraint that an answer must be JSON of a schema.
 
-    `param` is the name of the schema's field in the request. With `is_strict`, an answer that
-    breaks a rule of the schema is refused.
+    `param` is the name of the schema's field in the request. With `is_strict`, the request fails if
+    the answer breaks a rule of the schema.
     """
     return replace(_make_constraint("json_schema", schema, param), is_strict=is_strict)
 
 
-def _requested_formats(request: FormFields) -> Iterator[NotatedFormat]:
-    """Yield an entry for each field of a request that may set the answer's format.
+def _requested_formats(request: AnswerFormatFields) -> Iterator[NotatedFormat]:
+    """Yield an entry for each request field that could set the answer's format.
 
-    An entry has the notation, the format or None, and the name of the field.
+    An entry has the notation, such as "json_schema", the format or None, and the field's name.
 
     Raises:
-        RequestError: a field for formats has none.
+        RequestError: `structured_outputs` or `response_format` is set, but contains no format.
     """
     response_format = request.response_format
     if isinstance(response_format, JsonObject):
@@ -182,7 +185,7 @@ def _requested_formats(request: FormFields) -> Iterator[NotatedFormat]:
 
 
 def _grammar_of_tokens(ids: list[int]) -> str:
-    """Return a Lark grammar that allows any sequence of these token ids.
+    """Return a Lark grammar that allows only these token ids, for the field `allowed_token_ids`.
 
     Raises:
         RequestError: there are no ids, or an id is negative.

@@ -1,4 +1,4 @@
-"""The durations of an answer, and the progress of a prompt, in llama-server's form."""
+"""The durations of an answer and the progress of a prompt's prefill, in llama-server's form."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class LlamaTimings(msgspec.Struct, frozen=True):
-    """Token counts and times of the prompt (`prompt_*`) and of the answer (`predicted_*`).
+    """llama-server's `timings`: token counts and times of a prompt and its answer.
 
-    `prompt_n` excludes the `cache_n` tokens found in the cache. Times are in milliseconds. Counts
-    of draft tokens are only sent if tokens were drafted.
+    Fields `prompt_*` describe the prompt, fields `predicted_*` the answer. `prompt_n` excludes the
+    `cache_n` tokens found in the prefix cache. Times are in milliseconds. Counts of draft tokens
+    are only sent if tokens were drafted.
     """
 
     cache_n: int
@@ -33,7 +34,10 @@ class LlamaTimings(msgspec.Struct, frozen=True):
 
 
 class PromptProgress(msgspec.Struct, frozen=True):
-    """How many tokens of a prompt are prefilled; `cache` tokens were found in the cache."""
+    """llama-server's `prompt_progress`: how many of a prompt's tokens have been prefilled.
+
+    `cache` tokens were found in the prefix cache.
+    """
 
     total: int
     cache: int
@@ -42,7 +46,7 @@ class PromptProgress(msgspec.Struct, frozen=True):
 
 
 def to_progress(event: PrefillAdvanced, elapsed_s: float) -> PromptProgress:
-    """Return the progress of a prompt's prefill, in llama-server's form.
+    """Return a prompt's prefill progress in llama-server's form, for a chunk of a stream.
 
     `elapsed_s` is the time since the request started.
     """
@@ -57,7 +61,7 @@ def to_progress(event: PrefillAdvanced, elapsed_s: float) -> PromptProgress:
 def llama_timings(usage: Usage, prompt_s: float, answer_s: float) -> LlamaTimings:
     """Return the durations of an answer so far, in llama-server's form.
 
-    `prompt_s` is the time of prefill; `answer_s` begins with the first token.
+    `prompt_s` is the time of prefill; `answer_s` is the time since the first token.
     """
     num_prefilled = usage.prompt_tokens - usage.cached_tokens
     num_drafted = usage.accepted_tokens + usage.rejected_tokens

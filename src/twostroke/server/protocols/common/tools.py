@@ -1,4 +1,4 @@
-"""The tools of chat requests: their fields, and their checks and translation for the engine."""
+"""The tools of OpenAI's requests: their fields, checks and translation for the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Strict = Annotated[
 
 
 class FunctionBody(field.RequestObject):
-    """A function that the model may call."""
+    """The definition of a function in a request's `tools`: its name, description and arguments."""
 
     name: FunctionName
     description: str | None = None
@@ -43,14 +43,14 @@ class FunctionBody(field.RequestObject):
     strict: Strict = None
 
 
-class FreeText(Frozen):
-    """A custom tool, whose input is a text; models see a function with the argument `input`.
+class TextInputTool(Frozen):
+    """A custom tool, whose input is a text; the model sees a function with the argument `input`.
 
     Attributes:
         name: the name of the tool.
         description: the description for the model.
-        syntax: the notation of the input's format: "regex", which is enforced, or "lark", which is
-            only shown to the model; empty for any text.
+        syntax: the notation of the input's format: "regex", which is enforced, or "lark", which
+            is only shown to the model; empty for any text.
         definition: the format in this notation.
         param: the path of the definition inside the tool, for errors.
     """
@@ -80,39 +80,42 @@ class FreeText(Frozen):
 
 
 def arguments_text(arguments: str | Mapping[str, Any] | None) -> str:
-    """Return a tool call's arguments as JSON text; None stands for no arguments."""
+    """Return the arguments of an earlier tool call as JSON text; None stands for no arguments."""
     if arguments is None:
         return "{}"
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def custom_arguments(text: str) -> str:
-    """Return a custom tool call's input as JSON arguments.
+    """Wrap a custom tool call's input in JSON arguments, `{"input": text}`.
 
-    The model sees a custom tool as a function with the argument `input`.
+    The model sees each custom tool as a function with this one argument.
     """
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 class GrammarDefinition(field.RequestObject):
-    """A grammar: a regular expression is enforced, Lark is only shown to the model."""
+    """The grammar of a custom tool's input.
+
+    A regular expression is enforced. A Lark grammar is only shown to the model.
+    """
 
     syntax: Annotated[Literal["lark", "regex"], field.hint("regex")]
     definition: str
 
 
 class ChatGrammar(field.TaggedObject, tag="grammar"):
-    """The format of a custom tool's input: text that a grammar allows."""
+    """The `format` of a custom tool whose input a grammar restricts."""
 
     grammar: GrammarDefinition
 
 
 class Text(field.TaggedObject, tag="text"):
-    """The format of free text, for an answer or for a custom tool's input."""
+    """The `format` of an answer or of a custom tool's input that may be any text."""
 
 
 class CustomBody(field.RequestObject):
-    """The definition of a custom tool, whose input is a text."""
+    """The definition of a custom tool in a request's `tools`; the tool's input is a text."""
 
     name: FunctionName
     description: str | None = None
@@ -120,27 +123,27 @@ class CustomBody(field.RequestObject):
 
 
 class ToolBody(field.TaggedObject, tag="function"):
-    """A function that the model may call, as an entry of the request's `tools`."""
+    """An entry of a request's `tools`: a function that the model may call."""
 
     function: FunctionBody
 
     def offered(self) -> FunctionBody:
-        """Return this tool's function, which is shown to the model."""
+        """Return the function, in the form that `to_tools` takes from all protocols."""
         return self.function
 
 
 class CustomToolBody(field.TaggedObject, tag="custom"):
-    """A custom tool that the model may call, as an entry of the request's `tools`."""
+    """An entry of a request's `tools`: a custom tool that the model may call."""
 
     custom: CustomBody
 
-    def offered(self) -> FreeText:
-        """Return this custom tool in the form that all protocols share."""
+    def offered(self) -> TextInputTool:
+        """Return the custom tool, in the form that `to_tools` takes from all protocols."""
         custom = self.custom
         if not isinstance(custom.format, ChatGrammar):
-            return FreeText(custom.name, custom.description)
+            return TextInputTool(custom.name, custom.description)
         grammar = custom.format.grammar
-        return FreeText(
+        return TextInputTool(
             custom.name,
             custom.description,
             syntax=grammar.syntax,
@@ -154,7 +157,7 @@ FUNCTIONS_ONLY: Final = {"*": "Only functions and custom tools can be called her
 
 
 class NamedFunction(field.RequestObject):
-    """The name of a function, in a tool choice."""
+    """The function that a `tool_choice` names."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
     kind: ClassVar[str] = "function"
@@ -163,13 +166,13 @@ class NamedFunction(field.RequestObject):
 
 
 class NamedCustom(NamedFunction):
-    """The name of a custom tool, in a tool choice."""
+    """The custom tool that a `tool_choice` names."""
 
     kind: ClassVar[str] = "custom"
 
 
 class NamedChoice(field.TaggedObject, tag="function"):
-    """A tool choice by which the answer must call the named function."""
+    """The `tool_choice` by which the answer must call the named function."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
 
@@ -182,7 +185,7 @@ class NamedChoice(field.TaggedObject, tag="function"):
 
 
 class NamedCustomChoice(field.TaggedObject, tag="custom"):
-    """A tool choice by which the answer must call the named custom tool."""
+    """The `tool_choice` by which the answer must call the named custom tool."""
 
     custom: NamedCustom
 
@@ -193,7 +196,7 @@ class NamedCustomChoice(field.TaggedObject, tag="custom"):
 
 
 class AllowedTools(field.RequestObject):
-    """The tools that an answer may call, and whether it must call one of them."""
+    """The tools that a `tool_choice` allows, and whether the answer must call one of them."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
 
@@ -202,7 +205,7 @@ class AllowedTools(field.RequestObject):
 
 
 class AllowedToolsChoice(field.TaggedObject, tag="allowed_tools"):
-    """A tool choice by which only some tools may be called; the model sees all tools."""
+    """The `tool_choice` that allows only some tools; the model still sees all tools."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
 
@@ -223,7 +226,7 @@ ParallelCalls = Annotated[
 
 
 def to_tools(
-    tools: Sequence[FunctionBody | FreeText],
+    tools: Sequence[FunctionBody | TextInputTool],
     choice: str | NamedFunction | None,
     *,
     parallel: bool | None,
@@ -231,7 +234,7 @@ def to_tools(
 ) -> Tools | None:
     """Check a request's tools and tool choice; return the tools that the answer may call.
 
-    Returns None if the answer may call no tool.
+    All protocols that have tools use this. Returns None if the answer may call no tool.
 
     Args:
         tools: the functions and custom tools of the request.
@@ -252,7 +255,7 @@ def to_tools(
     bodies = []
     for index, tool in enumerate(tools):
         tool_field = tool_fields[index] if tool_fields else f"tools[{index}]"
-        body = tool.function() if isinstance(tool, FreeText) else tool
+        body = tool.function() if isinstance(tool, TextInputTool) else tool
         bodies.append(body)
         if not tool_fields:
             check_name(body.name, tool_field)
@@ -267,7 +270,7 @@ def to_tools(
         if choice.name not in functions_by_name:
             reason = "must be the name of one of the tools, got '{value}'."
             raise RequestError(reason, field="tool_choice.name", value=choice.name[:_MAX_NAME])
-        _check_kind(choice, functions_by_name[choice.name], "tool_choice")
+        _check_tool_type(choice, functions_by_name[choice.name], "tool_choice")
         functions_by_name = {choice.name: functions_by_name[choice.name]}
     return Tools(
         prompt_tools=tuple(_function_for_template(body) for body in bodies),
@@ -277,8 +280,10 @@ def to_tools(
     )
 
 
-def _to_function(tool: FunctionBody | FreeText, body: FunctionBody, tool_field: str) -> Function:
-    """Return a request's tool in the form of the engine's tool calls.
+def _to_function(
+    tool: FunctionBody | TextInputTool, body: FunctionBody, tool_field: str
+) -> Function:
+    """Convert a request's tool to the engine's description of a callable function.
 
     Args:
         tool: the tool.
@@ -288,8 +293,8 @@ def _to_function(tool: FunctionBody | FreeText, body: FunctionBody, tool_field: 
     Raises:
         RequestError: a `strict` schema or a custom tool's format cannot be enforced.
     """
-    is_custom = isinstance(tool, FreeText)
-    param = f"{tool_field}.{tool.param if isinstance(tool, FreeText) else 'parameters'}"
+    is_custom = isinstance(tool, TextInputTool)
+    param = f"{tool_field}.{tool.param if isinstance(tool, TextInputTool) else 'parameters'}"
     function = Function.described(body.name, body.parameters, param, is_strict=bool(body.strict))
     function = replace(function, is_custom=is_custom)
     if is_custom and not _is_fully_enforced(function):
@@ -299,13 +304,19 @@ def _to_function(tool: FunctionBody | FreeText, body: FunctionBody, tool_field: 
 
 
 def check_name(name: str, where: str) -> None:
-    """Check a tool's name; raise RequestError if it is wrong. `where` is the tool's path."""
+    """Check that a tool's name has only allowed characters.
+
+    `where` is the tool's path in the request, for errors.
+
+    Raises:
+        RequestError: the name is empty, too long, or has other characters.
+    """
     if not _NAME.fullmatch(name):
         reason = f"must be 1 to {_MAX_NAME} letters, digits, '_', '-', '.', ':' and '/'."
         raise RequestError(reason, field=f"{where}.name")
 
 
-def only_allowed(
+def restrict_tools(
     tools: Tools | None,
     allowed: Sequence[NamedFunction],
     *,
@@ -313,17 +324,20 @@ def only_allowed(
     where: str,
     name_field: str = "name",
 ) -> Tools | None:
-    """Restrict which tools the answer may call; return None if it may call none.
+    """Limit an answer's tool calls to the tools that the request's `tool_choice` allows.
+
+    Returns None if the answer may call no tool. The model still sees all tools in its prompt.
 
     Args:
-        tools: all tools of the request; the model sees all of them.
+        tools: all tools of the request.
         allowed: the tools that may be called, without tools of unknown types.
         mode: "auto", or "required" if the answer must call a tool.
         where: the path of the allowed tools in the request.
         name_field: the path of the name inside an allowed tool.
 
     Raises:
-        RequestError: an allowed tool does not exist, or `mode` requires a call of no tool.
+        RequestError: an allowed tool does not exist, or `mode` requires a call but no tool is
+            allowed.
     """
     if tools is None:
         return None
@@ -335,17 +349,18 @@ def only_allowed(
             param = f"{where}[{index}].{name_field}"
             hint = nearest(name[:_MAX_NAME], tools.names)
             raise RequestError(reason, field=param, value=name[:_MAX_NAME], hint=hint)
-        _check_kind(allowed[index], functions_by_name[name], f"{where}[{index}]")
+        _check_tool_type(allowed[index], functions_by_name[name], f"{where}[{index}]")
     if not names and mode == "required":
         raise RequestError("must have a tool that can be called here.", field=where)
     functions = tuple(function for function in tools.functions if function.name in names)
     return replace(tools, functions=functions) if functions else None
 
 
-def _check_kind(named: NamedFunction, function: Function, where: str) -> None:
-    """Check that a tool choice names the type of the chosen tool: function or custom.
+def _check_tool_type(named: NamedFunction, function: Function, where: str) -> None:
+    """Check that a tool choice states the right type of the tool that it names: function or custom.
 
-    Raises a RequestError if it names the other type.
+    Raises:
+        RequestError: the tool has the other type.
     """
     kind = "custom" if function.is_custom else "function"
     if named.kind != kind:
@@ -357,7 +372,7 @@ def _check_kind(named: NamedFunction, function: Function, where: str) -> None:
 def _is_fully_enforced(function: Function) -> bool:
     """Whether a grammar can enforce the whole JSON schema of a function's arguments.
 
-    True for a schema that is not valid, which is refused when it is compiled.
+    A schema that is not valid counts as enforced, because compiling it reports the error later.
     """
     try:
         return not prepare(json.dumps(function.schema)).gaps
@@ -366,7 +381,7 @@ def _is_fully_enforced(function: Function) -> bool:
 
 
 def _function_for_template(function: FunctionBody) -> dict[str, Any]:
-    """Return a function in the form in which chat templates read `tools`."""
+    """Return a function as an entry of `tools` in the form that chat templates read."""
     values = {name: getattr(function, name) for name in ("name", "description", "parameters")}
     present_values = {name: value for name, value in values.items() if value is not None}
     return {"type": "function", "function": present_values}

@@ -1,4 +1,4 @@
-"""The parts that OpenAI's responses share: usage, timings, finish reasons, ends of streams."""
+"""Parts of OpenAI's responses: usage, timings, finish reasons, and the ends of streams."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """The number of prompt tokens found in the prefix cache."""
+    """A part of OpenAI's usage object: the prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """The numbers of reasoning tokens, and of draft tokens that were accepted or rejected."""
+    """A part of OpenAI's usage object: reasoning tokens, and accepted and rejected draft tokens."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -44,7 +44,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
 
 class UsageBody(msgspec.Struct, frozen=True):
-    """OpenAI's usage object: the numbers of tokens of the prompts and of the answers."""
+    """OpenAI's usage object: the number of tokens in all prompts and all answers of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -54,7 +54,7 @@ class UsageBody(msgspec.Struct, frozen=True):
 
 
 class TimingsBody(msgspec.Struct, frozen=True):
-    """The durations of an answer in seconds, an extension; sent if `return_timings` is set.
+    """The durations of an answer in seconds, which a request asks for with `return_timings`.
 
     `ttft_s` (time to first token) includes `queue_s`; `e2e_s` ends with the last token. `tpot_s`
     (the mean time between tokens) and `decode_tokens_per_s` are null for an answer of one token.
@@ -73,32 +73,32 @@ class TimingsBody(msgspec.Struct, frozen=True):
 
 
 class StreamBody(Protocol):
-    """The fields of a chunk of a stream that `finish_stream` fills in."""
+    """The fields that `finish_stream` sets in the last chunk of an OpenAI stream."""
 
     choices: list[Any]
     usage: UsageBody | UnsetType | None
 
 
-class UsageSoFar:
-    """Counts the tokens of each answer while it is streamed.
+class RunningUsage:
+    """Reports the usage so far in each chunk of an OpenAI stream.
 
-    Chunks report the counts if the request sets `continuous_usage_stats`.
+    A request asks for this with vLLM's `continuous_usage_stats`.
     """
 
     def __init__(self, job: Job) -> None:
-        """Prepare for the answers of a request's job, without any answer yet."""
+        """Prepare for the answers of one job, before any answer has begun."""
         self.is_reported = job.include_usage and job.continuous_usage
         self._started: dict[int, ChoiceStarted] = {}  # by choice
 
     def begin(self, event: ChoiceStarted) -> None:
-        """Note that the engine has started an answer. `event` holds its growing list of tokens."""
+        """Note that an answer begins; its list `event.tokens` grows until the answer ends."""
         self._started[event.choice] = event
 
     def body(self, choice: int) -> UsageBody | None:
-        """Return the usage of an answer so far.
+        """Return the usage of the answer with index `choice` so far, for the next chunk.
 
         Returns None if the request does not ask for it, or the engine has not reported the prompt's
-        usage. `choice` is the index of the answer.
+        usage yet.
         """
         started = self._started.get(choice)
         if not self.is_reported or started is None or started.usage is None:
@@ -122,7 +122,7 @@ def usage_body(usage: Usage, reasoning_tokens: int = 0) -> UsageBody:
 
 
 def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
-    """Return a complete answer's durations in seconds, for the field `timings`."""
+    """Return a complete answer's durations in seconds, for the response field `timings`."""
     tpot_s = timings.tpot_s(usage.completion_tokens)
     return TimingsBody(
         queue_s=timings.queue_s,
@@ -137,9 +137,9 @@ def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
 
 
 def requested_timings(job: Job, event: ChoiceEnded) -> LlamaTimings | UnsetType:
-    """Return a complete answer's durations in llama-server's form.
+    """Return a complete answer's durations in llama-server's form, if the request asks for them.
 
-    Returns UNSET, which leaves the field out, if the request does not set `timings_per_token`.
+    Otherwise returns UNSET, which leaves the field out; `timings_per_token` of the request asks.
     """
     return final_timings(event.usage, event.timings) if job.llama_timings else UNSET
 
@@ -155,9 +155,10 @@ def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> Finish:
 
 
 def finish_stream(chunk: StreamBody, event: AnswerFinished) -> bytes:
-    """Return the last bytes of an OpenAI stream: a chunk with the usage, and [DONE].
+    """Return the last bytes of an OpenAI stream: a chunk with the total usage, then `[DONE]`.
 
-    The usage is left out if `chunk.usage` is UNSET. `chunk` is changed.
+    Sets the usage in `chunk`. If `chunk.usage` is UNSET, the client did not ask for the usage, and
+    only `[DONE]` is sent.
     """
     if chunk.usage is UNSET:
         return _DONE
@@ -167,5 +168,5 @@ def finish_stream(chunk: StreamBody, event: AnswerFinished) -> bytes:
 
 
 def fail_stream(event: StreamFailed) -> bytes:
-    """Return the last bytes of an OpenAI stream that failed: the error, and [DONE]."""
+    """Return the last bytes of an OpenAI stream that failed: the error, then `[DONE]`."""
     return sse(OPENAI.body(event.error, event.request_id, str)) + _DONE

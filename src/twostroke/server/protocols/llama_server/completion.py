@@ -9,9 +9,14 @@ from msgspec.structs import replace
 from twostroke.core.errors import RequestError
 from twostroke.engine.client import Caller
 from twostroke.server.body import field
-from twostroke.server.generation.job import Composed, Job
-from twostroke.server.protocols.common.prompts import Mixed
-from twostroke.server.protocols.llama_server.fields import DEFAULTS, TextFields, to_bias, to_params
+from twostroke.server.generation.job import ComposedPrompt, Job
+from twostroke.server.protocols.common.prompts import MixedPrompt
+from twostroke.server.protocols.llama_server.fields import (
+    DEFAULTS,
+    TextFields,
+    to_logit_bias,
+    to_params,
+)
 from twostroke.server.protocols.llama_server.post_sampling import scored_for_sampling
 
 if TYPE_CHECKING:
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PromptObject(field.RequestObject):
-    """A prompt that is sent as an object with a text."""
+    """A prompt that a client sends as an object with a text."""
 
     prompt_string: str
     multimodal_data: Annotated[Any, field.unsupported([])] = None
@@ -46,18 +51,22 @@ class LlamaRequest(TextFields, kw_only=True):
 
 
 class LlamaJob(Job, kw_only=True):
-    """A job of llama-server's protocol, with its request, whose settings the response repeats."""
+    """The engine job of a `/completion` or `/infill` request.
+
+    The job has the request, because the response repeats the request's settings.
+    """
 
     request: TextFields
 
     def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
-        """Tokenize the job's prompts as `Job.encode` does, and complete its sampling parameters.
+        """Tokenize the job's prompts, and complete the sampling parameters that need the tokenizer.
 
-        Biases of texts in `logit_bias` need the tokenizer, so they are only added here.
+        These are the biases of texts in `logit_bias`, and the settings for `post_sampling_probs`.
+        Raises the errors of `Job.encode`.
         """
         encoded = super().encode(card, splits_reasoning=splits_reasoning)
         if self.request.logit_bias:
-            bias = to_bias(self.request.logit_bias, card.tokenizer)
+            bias = to_logit_bias(self.request.logit_bias, card.tokenizer)
             encoded.params = replace(encoded.params, logit_bias=bias)
         if self.request.post_sampling_probs and self.request.n_probs:
             encoded.params = scored_for_sampling(encoded.params, self.request.n_probs)
@@ -65,13 +74,13 @@ class LlamaJob(Job, kw_only=True):
 
 
 def read(request: LlamaRequest, tenant: Tenant) -> Job:
-    """Turn a request to `/completion` into a job for the engine.
+    """Translate the body of a `/completion` request into a job that the engine can run.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
     prompts = [
-        _to_mixed(prompt, parse_special=request.parse_special)
+        _to_mixed_prompt(prompt, parse_special=request.parse_special)
         for prompt in _split_prompts(request.prompt)
     ]
     return to_job(request, prompts, tenant=tenant)
@@ -79,13 +88,16 @@ def read(request: LlamaRequest, tenant: Tenant) -> Job:
 
 def to_job(
     request: TextFields,
-    prompts: Sequence[Composed],
+    prompts: Sequence[ComposedPrompt],
     tenant: Tenant,
     job_type: type[LlamaJob] = LlamaJob,
 ) -> Job:
-    """Return the job of a `/completion` or `/infill` request with these prompts.
+    """Build the engine job of a `/completion` or `/infill` request from its prompts.
 
-    `job_type` is the class of the job. Raises RequestError as `read` does.
+    `job_type` is the class of the job.
+
+    Raises:
+        RequestError: a sampling parameter is out of bounds or not supported.
     """
     return job_type(
         model=request.model,
@@ -102,7 +114,7 @@ def to_job(
 def _split_prompts(
     value: OnePrompt | list[int | str | list[int | str] | PromptObject],
 ) -> list[Any]:
-    """Return the prompts of the field `prompt`, which takes one prompt or several.
+    """Return the prompts of the field `prompt`, which takes one prompt or a list of prompts.
 
     A list with a token id is one prompt; other lists are lists of prompts.
 
@@ -121,7 +133,7 @@ def _split_prompts(
     return [value]
 
 
-def _to_mixed(prompt: OnePrompt, *, parse_special: bool | None) -> Mixed:
+def _to_mixed_prompt(prompt: OnePrompt, *, parse_special: bool | None) -> MixedPrompt:
     if isinstance(prompt, PromptObject):
         prompt = prompt.prompt_string
-    return Mixed((prompt,) if isinstance(prompt, str) else tuple(prompt), parse_special)
+    return MixedPrompt((prompt,) if isinstance(prompt, str) else tuple(prompt), parse_special)

@@ -44,9 +44,10 @@ class LlamaEmbeddingRequest(field.RequestObject):
 
 
 class LlamaEmbedding(msgspec.Struct, frozen=True):
-    """The embedding of one input: a list with one vector of length 1.
+    """The embedding of one input in the response of `/embeddings`.
 
-    With the pooling `none`, a list with the vector of each token, which is not normalized.
+    The list has one vector of length 1. With the pooling `none`, it has the vector of each token,
+    which is not normalized.
     """
 
     index: int
@@ -54,7 +55,7 @@ class LlamaEmbedding(msgspec.Struct, frozen=True):
 
 
 def read(request: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
-    """Turn a request to `/embeddings` into an embedding job for the engine.
+    """Translate the body of an `/embeddings` request into an embedding job for the engine.
 
     Raises:
         RequestError: there is no input, or an input is empty; the error's `field` names it.
@@ -78,11 +79,11 @@ def read(request: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
 def to_response(
     _model: str, parts: list[msgspec.Raw], _num_tokens: int, _elapsed_s: float
 ) -> list[msgspec.Raw]:
-    """Return the response of `/embeddings`: the list of the embeddings' JSON, `parts`."""
+    """Return the response of `/embeddings`: a list of embeddings, which `parts` has as JSON."""
     return parts
 
 
 def _encode(embedding: Embedding) -> msgspec.Raw:
-    """Return an input's embedding as JSON: an entry of the response's list."""
+    """Encode one input's embedding as an entry of the response's list."""
     vectors = cast("list[list[float]]", encode_vectors(np.atleast_2d(embedding.vector)))
     return msgspec.Raw(encode_json(LlamaEmbedding(embedding.index, vectors)))

@@ -73,7 +73,7 @@ SameAsNPredict = Annotated[int | None, field.doc("The same as `n_predict`.", min
 
 
 class TextFields(field.RequestObject, kw_only=True):
-    """The fields of llama-server's requests for text; null is the same as leaving a field out."""
+    """The fields that `/completion` and `/infill` requests share; null counts as left out."""
 
     model: field.ModelName = None
     stream: field.Stream = None
@@ -199,10 +199,10 @@ class TextFields(field.RequestObject, kw_only=True):
 
 
 def to_params(request: TextFields) -> SamplingParams:
-    """Return the engine's sampling parameters for a request, without `logit_bias`.
+    """Translate llama-server's request fields into the engine's sampling parameters.
 
-    `logit_bias` needs the tokenizer. Values beyond the range of a sampler become the nearest valid
-    ones, as in llama-server.
+    Values beyond the range of a sampler become the nearest valid values, as in llama-server.
+    `logit_bias` is left out, since its texts need the tokenizer; `LlamaJob.encode` adds it.
 
     Raises:
         RequestError: another value is out of its bounds.
@@ -229,8 +229,8 @@ def to_params(request: TextFields) -> SamplingParams:
     return SamplingParams(**values, **other_values)
 
 
-def names(request: TextFields) -> dict[str, str]:
-    """Map the engine's field names to llama-server's, for error messages.
+def field_names(request: TextFields) -> dict[str, str]:
+    """Map the engine's parameter names to llama-server's, so that errors name the client's fields.
 
     A field that the request sends by the engine's name is left out.
     """
@@ -242,9 +242,10 @@ def names(request: TextFields) -> dict[str, str]:
 
 
 def num_predict(request: TextFields) -> int:
-    """Return the maximum number of tokens to generate for a request; -1 for no limit.
+    """Return the maximum number of tokens that a request's answer may have; -1 for no limit.
 
-    Raises RequestError for a smaller number.
+    Raises:
+        RequestError: the number is less than -1.
     """
     first_limit = LLAMA.first_limit(request)
     limit = -1 if first_limit is None else first_limit
@@ -260,7 +261,10 @@ def num_answers(request: TextFields) -> int:
 
 
 def used_samplers(request: TextFields) -> list[str]:
-    """Return the names of the samplers that a request uses, in the order of their use."""
+    """Return the names of the samplers that a request's field `samplers` turns on, in their order.
+
+    Without the field, all samplers are on.
+    """
     samplers = request.samplers
     if samplers is None:
         return [*SAMPLERS]
@@ -269,8 +273,8 @@ def used_samplers(request: TextFields) -> list[str]:
     return [name for name in SAMPLERS if name in samplers]
 
 
-def to_bias(entries: list[Any] | dict[str, Any], tokenizer: Tokenizer) -> dict[int, float]:
-    """Return a request's `logit_bias`: the number to add to the logit of each token id.
+def to_logit_bias(entries: list[Any] | dict[str, Any], tokenizer: Tokenizer) -> dict[int, float]:
+    """Return a request's `logit_bias` as the number to add to the logit of each token id.
 
     `false` bans a token by the largest negative bias. Ids that the vocabulary lacks are ignored.
 
@@ -299,10 +303,7 @@ def to_bias(entries: list[Any] | dict[str, Any], tokenizer: Tokenizer) -> dict[i
 
 
 def _token_ids(token: int | str, tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids of an entry of `logit_bias`.
-
-    The entry is a token id, or a text with any number of tokens.
-    """
+    """Return the token ids of one entry of `logit_bias`: a token id, or a text with any tokens."""
     if isinstance(token, int):
         return [token] if 0 <= token < tokenizer.vocab_size else []
     if len(token) > MAX_STOP_LENGTH:
@@ -312,17 +313,17 @@ def _token_ids(token: int | str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _requested_formats(request: TextFields) -> Iterator[NotatedFormat]:
-    """Yield an entry for each request field that may set the answer's format.
+    """Yield an entry for each request field that could set the answer's format.
 
-    An entry has the notation, the format or None, and the name of the field. An empty grammar sets
-    no format.
+    An entry has the notation, such as "json_schema", the format or None, and the field's name. An
+    empty grammar sets no format.
     """
     yield "grammar", request.grammar or None, "grammar"
     yield "json_schema", request.json_schema, "json_schema"
 
 
 def generation_settings(request: TextFields, params: SamplingParams) -> GenerationSettings:
-    """Return a request's settings, as llama-server's responses repeat them.
+    """Return a request's settings in the form in which llama-server's responses repeat them.
 
     `params` are the request's sampling parameters.
     """

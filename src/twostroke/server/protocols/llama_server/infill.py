@@ -26,7 +26,7 @@ _NUM_MARK_TOKENS: Final = 8  # room for the special tokens and the file's head
 
 
 class ExtraFile(field.RequestObject):
-    """Another file, or a part of it, as context for the answer."""
+    """An entry of `input_extra`: another file, or a part of it, as context for the answer."""
 
     text: str
     filename: str = "tmp"
@@ -34,10 +34,11 @@ class ExtraFile(field.RequestObject):
 
 
 class InfillRequest(TextFields, kw_only=True):
-    """The body of a request to `/infill`.
+    """The body of a request to `/infill`: the text before and after an editor's cursor.
 
-    The joined text is `input_prefix`, `prompt`, the answer, `input_suffix`. If the request exceeds
-    the context, the first files, the beginning of the prefix and the end of the suffix are cut off.
+    The completed text is `input_prefix`, `prompt`, the answer, `input_suffix`. If the request
+    exceeds the context, the first files, the beginning of the prefix and the end of the suffix are
+    cut off.
     """
 
     input_prefix: Annotated[str, field.doc("The text before the cursor's line.")]
@@ -50,13 +51,13 @@ class InfillRequest(TextFields, kw_only=True):
 
 
 class InfillJob(LlamaJob):
-    """A job for the text between a prefix and a suffix.
+    """The engine job of an `/infill` request.
 
     Its answers also end at the special token that begins another file.
     """
 
     def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
-        """Tokenize the job's prompt, and complete its sampling parameters for the model.
+        """Tokenize the job's prompt, and let its answers end where the model begins another file.
 
         Raises:
             RequestError: the model cannot fill in the middle.
@@ -66,12 +67,12 @@ class InfillJob(LlamaJob):
         return encoded
 
 
-class Gap(Frozen):
-    """The prompt of an infill request: it asks for the text between `prefix` and `suffix`.
+class InfillPrompt(Frozen):
+    """The prompt of an infill request, which asks for the text between `prefix` and `suffix`.
 
     Attributes:
-        prefix: the text before the gap.
-        suffix: the text after the gap.
+        prefix: the text before the cursor.
+        suffix: the text after the cursor.
         files: the names and texts of other files, the least important first.
         limit: the maximum number of tokens of the answer; -1 for no limit.
     """
@@ -85,7 +86,7 @@ class Gap(Frozen):
         """Return the prompt's token ids, cut so that the answer fits into the context.
 
         Raises:
-            RequestError: the model has no special tokens for filling a gap.
+            RequestError: the model has no special tokens for infill.
         """
         tokenizer = card.tokenizer
         marks = tokenizer.infill
@@ -112,7 +113,7 @@ class Gap(Frozen):
     def _extra(self, tokenizer: Tokenizer, marks: InfillTokens, room: int) -> list[int]:
         """Return the token ids of the other files that fit into `room` tokens.
 
-        Each file follows its name. The most important files are chosen first.
+        Each file's text follows its name. The most important files are chosen first.
         """
         if not self.files:
             return []
@@ -136,7 +137,7 @@ class Gap(Frozen):
 
 
 def read(request: InfillRequest, tenant: Tenant) -> Job:
-    """Turn a request to `/infill` into a job for the engine.
+    """Translate the body of an `/infill` request into a job that the engine can run.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -145,7 +146,7 @@ def read(request: InfillRequest, tenant: Tenant) -> Job:
     if len(files) > MAX_FILES:
         reason = f"takes at most {MAX_FILES} files, got {len(files)}."
         raise RequestError(reason, field="input_extra")
-    gap = Gap(
+    gap = InfillPrompt(
         prefix=request.input_prefix + (request.prompt or ""),
         suffix=request.input_suffix,
         files=tuple((file.filename, file.text) for file in files),

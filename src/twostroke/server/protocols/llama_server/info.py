@@ -1,4 +1,4 @@
-"""GET /props, /slots and /lora-adapters: the server's properties and its running requests."""
+"""GET /props, /slots and /lora-adapters: a model's properties and its running requests."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 
 class DefaultSettings(msgspec.Struct, frozen=True):
-    """The default settings of /completion, and the context length in tokens."""
+    """A part of `/props`: default settings of `/completion`, and the context length in tokens."""
 
     params: GenerationSettings
     n_ctx: int
 
 
 class Modalities(msgspec.Struct, frozen=True):
-    """The media that a prompt may have besides text: none."""
+    """A part of `/props`: the media that a prompt may have besides text, which are none."""
 
     vision: bool = False
     audio: bool = False
 
 
 class Props(msgspec.Struct, kw_only=True, frozen=True):
-    """The server's properties; `model_path` is the model's name, not a path."""
+    """The response of `/props`; `model_path` is the model's name, not a path."""
 
     default_generation_settings: DefaultSettings
     total_slots: int
@@ -68,14 +68,14 @@ class Props(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class NextToken(msgspec.Struct, frozen=True):
-    """The progress of the answer in a busy slot, in tokens."""
+    """A part of `/slots`: how many tokens the answer of a running request has so far."""
 
     has_next_token: bool
     n_decoded: int
 
 
 class Slot(msgspec.Struct, kw_only=True, frozen=True):
-    """A slot, which is free or has a running request, with the token counts of its prompt."""
+    """An entry of `/slots`: a free slot, or a running request with its prompt's token counts."""
 
     id: int
     id_task: int | UnsetType = UNSET
@@ -89,21 +89,21 @@ class Slot(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SlotsOffError(TwostrokeError):
-    """The server does not show its slots and their running requests."""
+    """The server was started without `--dashboard`, so it does not show its running requests."""
 
     http_status = 501
     code = "slots_not_shown"
 
 
 def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
-    """Return the routes of /props, /slots and /lora-adapters.
+    """Return the HTTP routes of /props, /slots and /lora-adapters.
 
-    `?model=NAME` selects a model, by default the first.
+    `?model=NAME` in a request selects a model, by default the first.
     """
     assignments: dict[str, _SlotAssignment] = defaultdict(_SlotAssignment)
 
     async def props(request: Request) -> Response:
-        """Answer GET /props with the properties of the server and of a model."""
+        """Answer GET /props with the properties of the server and of the selected model."""
         name, model = models.find(request.query_params.get("model"))
         config = model.engine.facts.config
         card = model.card
@@ -129,9 +129,9 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
         )
 
     async def slots(request: Request) -> Response:
-        """Answer GET /slots: one slot for each request that a model could run at once.
+        """Answer GET /slots with one entry for each request that the model can run at once.
 
-        Slots are free, or show a running request.
+        An entry is free, or shows a running request.
         """
         if not options.shows_dashboard:
             message = "The slots are not shown: start `twostroke serve` with --dashboard."
@@ -161,7 +161,7 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
 
 
 class _SlotAssignment:
-    """Numbers running requests like llama-server's slots.
+    """Gives running requests slot numbers, since llama-server's clients expect slots.
 
     The engine has no slots. A request keeps its slot number while it runs.
     """
@@ -171,7 +171,7 @@ class _SlotAssignment:
         self._task_ids = count()
 
     def of(self, running: Sequence[RequestView]) -> list[tuple[int, int]]:
-        """Return the slot number and the task number of each running request.
+        """Return the slot number and the task number of each running request, in the given order.
 
         New requests get a free slot and a new task number.
         """
@@ -189,7 +189,7 @@ class _SlotAssignment:
 
 
 def _busy_slot(slot: Slot, task_id: int, running: RequestView) -> Slot:
-    """Return a copy of a free slot that shows a running request."""
+    """Return a copy of a free slot's entry that shows a running request."""
     return replace(
         slot,
         id_task=task_id,

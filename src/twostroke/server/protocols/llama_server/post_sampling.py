@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 def scored_for_sampling(params: SamplingParams, num_reported: int) -> SamplingParams:
-    """Return sampling parameters with the log-probabilities for `post_sampling_probs`.
+    """Return sampling parameters that report enough log-probabilities for `post_sampling_probs`.
 
+    The engine reports log-probabilities before its samplers. `sampled_probabilities` computes the
+    probabilities after the samplers from them, so it needs all tokens that could be drawn.
     `num_reported` is how many likely tokens the response reports for each token.
 
     Raises:
@@ -42,10 +44,12 @@ def scored_for_sampling(params: SamplingParams, num_reported: int) -> SamplingPa
 def sampled_probabilities(
     params: SamplingParams, token: int, scores: TokenLogprobs
 ) -> list[tuple[int, float]]:
-    """Return the likeliest tokens and their probabilities after all samplers.
+    """Return the likeliest tokens and their probabilities after all samplers, likeliest first.
 
-    The result is sorted, the likeliest token first. `token` is the token that was drawn, `scores`
-    are the log-probabilities before the samplers.
+    Args:
+        params: the sampling parameters of the answer.
+        token: the id of the token that was drawn.
+        scores: the log-probabilities before the samplers.
     """
     ids = list(scores.top_ids)
     if params.is_greedy:

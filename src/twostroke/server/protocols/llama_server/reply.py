@@ -1,4 +1,4 @@
-"""llama-server's own completions: the complete response, or a stream of chunks."""
+"""Responses of /completion and /infill: a complete response, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class LlamaPiece(msgspec.Struct, kw_only=True, frozen=True):
-    """An event of a stream: the next text and tokens. Tokens may come before their text."""
+    """A chunk of a streamed answer: the next text and tokens. Tokens may come before their text."""
 
     index: int
     content: str
@@ -55,8 +55,8 @@ class LlamaPiece(msgspec.Struct, kw_only=True, frozen=True):
     completion_probabilities: list[ScoredToken] | UnsetType = UNSET
 
 
-class _Progress:
-    """The state of one answer that is being sent: its text and how many tokens were sent."""
+class _SentAnswer:
+    """One answer while the response is written: its text so far, and how many tokens were sent."""
 
     def __init__(self, event: events.ChoiceStarted, started_s: float) -> None:
         self.tokens = event.tokens
@@ -68,26 +68,26 @@ class _Progress:
         self.num_sent = 0
 
     def read(self, event: events.PrefillAdvanced, elapsed_s: float) -> None:
-        """Note how many tokens of the answer's prompt are prefilled after `elapsed_s`."""
+        """Note how far prefill of the answer's prompt is, `elapsed_s` after the request started."""
         self.usage = event.usage
         self.prompt_s = elapsed_s
         self.answer_started_s = time.monotonic()
 
     def take_tokens(self) -> list[int]:
-        """Return the answer's tokens since the last call."""
+        """Return the answer's tokens that no chunk has sent yet, and count them as sent."""
         tokens = self.tokens[self.num_sent :]
         self.num_sent += len(tokens)
         return tokens
 
 
 class LlamaEncoder:
-    """Writes a response of `/completion` as chunks, or complete.
+    """Encodes the answers to a `/completion` or `/infill` request, as a stream or as one response.
 
     The last event of each answer has its settings and counts.
     """
 
     def __init__(self, info: ResponseInfo) -> None:
-        """Write the response of `/completion` or `/infill` that `info` describes."""
+        """Prepare to encode one response; `info` has its id, model and job."""
         assert isinstance(info.job, LlamaJob)
         self._info = info
         self._request = info.job.request
@@ -95,13 +95,13 @@ class LlamaEncoder:
         self._hides_answer = num_predict(info.job.request) == 0  # the engine generates one token
         self._id_slot = NO_SLOT if self._request.id_slot is None else self._request.id_slot
         self._started_s = time.monotonic()
-        self._answers: dict[int, _Progress] = {}  # by choice
+        self._answers: dict[int, _SentAnswer] = {}  # by choice
 
     def write(self, event: events.Event) -> bytes:
-        """Return the chunks for an event of the answers, as server-sent events."""
+        """Return the chunks for one event of the answers, as server-sent events; may be empty."""
         match event:
             case events.ChoiceStarted():
-                self._answers[event.choice] = _Progress(event, self._started_s)
+                self._answers[event.choice] = _SentAnswer(event, self._started_s)
             case events.PrefillAdvanced():
                 elapsed_s = time.monotonic() - self._started_s
                 self._answers[event.choice].read(event, elapsed_s)
@@ -124,7 +124,7 @@ class LlamaEncoder:
         return b""
 
     def whole_response(self, stream: Iterable[events.Event]) -> Any:
-        """Return the complete response from all events, for a request without a stream.
+        """Return the response to a request without a stream, from all events of the answers.
 
         The response is one answer, or a list of several answers.
         """
@@ -132,7 +132,7 @@ class LlamaEncoder:
         for event in stream:
             match event:
                 case events.ChoiceStarted():
-                    self._answers[event.choice] = _Progress(event, self._started_s)
+                    self._answers[event.choice] = _SentAnswer(event, self._started_s)
                 case events.ContentAdded():
                     self._add(event)
                 case events.ChoiceEnded():
@@ -140,7 +140,7 @@ class LlamaEncoder:
         return responses if self._info.job.num_choices > 1 else responses[0]
 
     def _add(self, event: events.ContentAdded) -> list[ScoredToken]:
-        """Add an event's text and tokens to its answer; return the tokens' probabilities."""
+        """Add an event's text to its answer; return the event's tokens with their probabilities."""
         answer = self._answers[event.block.choice]
         answer.texts.append(event.text)
         scored = [self._scored(token, scores) for token, scores in event.scored]
@@ -148,7 +148,7 @@ class LlamaEncoder:
         return scored
 
     def _scored(self, token: int, scores: TokenLogprobs) -> ScoredToken:
-        """Return a token of an answer with its probability and the likeliest tokens."""
+        """Return one token of an answer with its probability and the likeliest alternatives."""
         tokenizer = self._info.tokenizer
         request = self._request
         if request.post_sampling_probs:
@@ -167,9 +167,9 @@ class LlamaEncoder:
         return ScoredToken(**spelled, logprob=scores.logprob, top_logprobs=likely)
 
     def _write_added(self, event: events.ContentAdded, scored: list[ScoredToken]) -> bytes:
-        """Return the chunks with an event's text.
+        """Return the chunks that send an event's text.
 
-        With log-probabilities, there is a chunk for each token, as llama-server does.
+        With log-probabilities, there is a chunk for each token, as in llama-server.
         """
         choice = event.block.choice
         text = event.text
@@ -192,7 +192,7 @@ class LlamaEncoder:
         *,
         progress: PromptProgress | UnsetType = UNSET,
     ) -> bytes:
-        """Return a chunk of an answer with more text or tokens, or the progress of its prompt."""
+        """Return one chunk of an answer, with more text or tokens, or with prefill progress."""
         answer = self._answers[choice]
         piece = LlamaPiece(
             index=choice,
@@ -207,10 +207,11 @@ class LlamaEncoder:
         )
         return sse(encode_json(piece))
 
-    def _timings(self, answer: _Progress) -> LlamaTimings | UnsetType:
+    def _timings(self, answer: _SentAnswer) -> LlamaTimings | UnsetType:
         """Return an answer's durations so far, measured by the server process.
 
-        Returns UNSET if the engine has not reported the prompt's usage.
+        Returns UNSET, which leaves the field out, if the engine has not reported the prompt's
+        usage.
         """
         if answer.usage is None:
             return UNSET
@@ -218,7 +219,7 @@ class LlamaEncoder:
         return llama_timings(usage, answer.prompt_s, time.monotonic() - answer.answer_started_s)
 
     def _end(self, event: events.ChoiceEnded) -> LlamaCompletion:
-        """Return a complete answer, from the event that ends it."""
+        """Build the complete answer in llama-server's form when the answer has ended."""
         info = self._info
         answer = self._answers[event.choice]
         usage = event.usage
@@ -253,7 +254,7 @@ class LlamaEncoder:
         )
 
     def _select_fields(self, answer: LlamaCompletion) -> LlamaCompletion | dict[str, Any]:
-        """Return an answer, or only the fields that the request's `response_fields` selects."""
+        """Return a complete answer, or only the fields named by the request's `response_fields`."""
         if not self._request.response_fields:
             return answer
         fields: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""Ollama's protocol."""
+"""Ollama's API: requests, responses, embeddings and models."""

@@ -50,7 +50,7 @@ class OldEmbedRequest(field.RequestObject):
 
 
 class EmbedBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The response of `/api/embed`: a vector for each text, in order, and durations in ns."""
+    """The response of `/api/embed`: a vector for each text, in order; durations are in ns."""
 
     model: str
     embeddings: list[list[float]]
@@ -66,7 +66,7 @@ class OldEmbedBody(msgspec.Struct, frozen=True):
 
 
 def read(request: EmbedRequest, tenant: Tenant) -> EmbeddingJob:
-    """Turn a request to `/api/embed` into an embedding job for the engine.
+    """Translate the body of an `/api/embed` request into an embedding job for the engine.
 
     Raises:
         RequestError: a value is out of bounds; the error's `field` names it.
@@ -84,7 +84,7 @@ def read(request: EmbedRequest, tenant: Tenant) -> EmbeddingJob:
 
 
 def read_old(request: OldEmbedRequest, tenant: Tenant) -> EmbeddingJob:
-    """Turn a request to `/api/embeddings` into an embedding job for the engine."""
+    """Translate the body of an `/api/embeddings` request into an embedding job for the engine."""
     texts = [request.prompt or ""]
     return _job(request.model, texts, EmbeddingParams(), prompt_field="prompt", tenant=tenant)
 
@@ -92,7 +92,7 @@ def read_old(request: OldEmbedRequest, tenant: Tenant) -> EmbeddingJob:
 def to_response(
     model: str, parts: list[msgspec.Raw], num_tokens: int, elapsed_s: float
 ) -> EmbedBody:
-    """Return the response of `/api/embed`.
+    """Build the response of `/api/embed` from the embeddings that the engine computed.
 
     Args:
         model: the model's name.
@@ -111,17 +111,23 @@ def to_response(
 def to_old_response(
     _model: str, parts: list[msgspec.Raw], _num_tokens: int, _elapsed_s: float
 ) -> OldEmbedBody:
-    """Return the response of `/api/embeddings`; `parts` has the JSON of one vector."""
+    """Build the response of `/api/embeddings`; `parts` has the JSON of its only vector."""
     return OldEmbedBody(cast("list[float]", parts[0]))
 
 
-def empty(request: EmbedRequest, model: str) -> EmbedBody | None:
-    """Return the response to an embed request without texts; None if the request has texts."""
+def empty_response(request: EmbedRequest, model: str) -> EmbedBody | None:
+    """Return the response to an `/api/embed` request without texts; None if there are texts.
+
+    Ollama's clients send such a request to load a model.
+    """
     return None if request.input else EmbedBody(model=model, embeddings=[])
 
 
-def empty_old(request: OldEmbedRequest, _model: str) -> OldEmbedBody | None:
-    """Return the response to an embeddings request without a text; None if it has a text."""
+def empty_old_response(request: OldEmbedRequest, _model: str) -> OldEmbedBody | None:
+    """Return the response to an `/api/embeddings` request without a text; None if there is a text.
+
+    Ollama's clients send such a request to load a model.
+    """
     return None if request.prompt else OldEmbedBody([])
 
 
@@ -133,7 +139,7 @@ def _job(
     tenant: Tenant,
     **other_fields: Any,
 ) -> EmbeddingJob:
-    """Return the embedding job of a request.
+    """Build the embedding job of an `/api/embed` or `/api/embeddings` request.
 
     `prompt_field` is the name of the field with the texts, for errors; `other_fields` are further
     fields of `EmbeddingJob`.

@@ -37,7 +37,10 @@ Capability = Literal["completion", "tools", "thinking", "insert", "embedding"]
 
 
 class ModelDetails(msgspec.Struct, kw_only=True, frozen=True):
-    """A model's family and size; `quantization_level` lists the formats of its weights."""
+    """A model's family and size, as `/api/tags`, `/api/ps` and `/api/show` report them.
+
+    `quantization_level` lists the number formats of the model's weights.
+    """
 
     parent_model: str = ""
     format: str
@@ -50,7 +53,7 @@ class ModelDetails(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TaggedModel(msgspec.Struct, kw_only=True, frozen=True):
-    """A model in the list of models; `modified_at` is the time when it was loaded.
+    """An entry of `/api/tags`: one name of a model; `modified_at` is the time when it was loaded.
 
     `digest` identifies the model by its name, format and size; it is not the digest of a file.
     """
@@ -65,13 +68,16 @@ class TaggedModel(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TaggedModels(msgspec.Struct, frozen=True):
-    """The response of `/api/tags`: all models, loaded or not, once for each of their names."""
+    """The response of `/api/tags`: an entry for each name of each model, loaded or not."""
 
     models: list[TaggedModel]
 
 
 class LoadedModelBody(msgspec.Struct, kw_only=True, frozen=True):
-    """A model in memory. It is unloaded at `expires_at` if no request comes; sizes are in bytes."""
+    """An entry of `/api/ps`: a model in memory, with sizes in bytes.
+
+    The model is unloaded at `expires_at` if no request comes.
+    """
 
     name: str
     model: str
@@ -84,7 +90,7 @@ class LoadedModelBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class LoadedModels(msgspec.Struct, frozen=True):
-    """The response of `/api/ps`: the models in memory, once for each of their names."""
+    """The response of `/api/ps`: the models in memory, with an entry for each of their names."""
 
     models: list[LoadedModelBody]
 
@@ -100,12 +106,15 @@ class ShowRequest(field.RequestObject):
     template: field.Ignored = None
 
     def __post_init__(self) -> None:
-        """Take the model's name from the field `name`, the older name of `model`."""
+        """Accept the model's name in the field `name`, the older name of `model`."""
         self.model = self.model or self.name
 
 
 class ShownModel(msgspec.Struct, kw_only=True, frozen=True):
-    """The description of a model; `model_info` has its sizes by the names of GGUF's metadata."""
+    """The response of `/api/show`: a model's description.
+
+    `model_info` has the model's sizes by the names of GGUF's metadata.
+    """
 
     license: str
     modelfile: str
@@ -118,7 +127,7 @@ class ShownModel(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class PullRequest(field.RequestObject):
-    """The body of a request to `/api/pull`; every model of the server is there already."""
+    """The body of a request to `/api/pull`, which downloads nothing here."""
 
     model: field.ModelName = None
     name: Annotated[str | None, field.doc("The older name of `model`.")] = None
@@ -128,18 +137,18 @@ class PullRequest(field.RequestObject):
     password: field.Ignored = None
 
     def __post_init__(self) -> None:
-        """Take the model's name from the field `name`, the older name of `model`."""
+        """Accept the model's name in the field `name`, the older name of `model`."""
         self.model = self.model or self.name
 
 
 class PullStatus(msgspec.Struct, frozen=True):
-    """The response of `/api/pull`: the model is there."""
+    """The response of `/api/pull`, which says that the server has the model."""
 
     status: Literal["success"] = "success"
 
 
 class VersionBody(msgspec.Struct, frozen=True):
-    """The version of Ollama whose API this server has."""
+    """The response of `/api/version`: the version of Ollama whose API this server has."""
 
     version: str
 
@@ -169,15 +178,18 @@ def show(_request: ShowRequest, card: ModelCard) -> ShownModel:
 
 
 def pull(_request: PullRequest, _card: ModelCard) -> PullStatus:
-    """Answer POST /api/pull: the model is there already.
+    """Answer POST /api/pull with success, since the server already has the requested model.
 
-    Requests with unknown model names were refused before.
+    A request that names an unknown model has been refused before this call.
     """
     return PullStatus()
 
 
 def ollama_routes(models: ModelRegistry) -> list[Route]:
-    """Return the routes of Ollama's endpoints that list models, and of refused endpoints."""
+    """Return the routes of /api/tags, /api/ps and /api/version, and of endpoints that are refused.
+
+    Refused are the endpoints that change Ollama's own collection of models.
+    """
 
     async def tags(_request: Request) -> Response:
         """Answer GET /api/tags with all models, loaded or not."""
@@ -230,7 +242,7 @@ def ollama_routes(models: ModelRegistry) -> list[Route]:
 
 
 def _common_fields(name: str, card: ModelCard) -> dict[str, Any]:
-    """Return the fields of a model in the responses of both /api/tags and /api/ps.
+    """Return a model's fields that the responses of both /api/tags and /api/ps have.
 
     A name without a tag gets the tag `latest`, as in Ollama.
     """

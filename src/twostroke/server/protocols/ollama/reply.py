@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class CalledBody(msgspec.Struct):
-    """The function of a tool call, and its arguments."""
+    """The function that a tool call in an answer calls, and its arguments."""
 
     index: int
     name: str
@@ -41,14 +41,14 @@ class CalledBody(msgspec.Struct):
 
 
 class OllamaCallBody(msgspec.Struct):
-    """A complete tool call in an answer."""
+    """A tool call in an answer; it is sent only when it is complete."""
 
     id: str
     function: CalledBody
 
 
 class OllamaAnswer(msgspec.Struct):
-    """The message of an answer, or the next part of it in a stream."""
+    """The `message` of a chat answer, or the next part of it in a stream."""
 
     role: Literal["assistant"]
     content: str
@@ -57,10 +57,10 @@ class OllamaAnswer(msgspec.Struct):
 
 
 class OllamaLine(msgspec.Struct, kw_only=True):
-    """The fields of every line of a response. Only the last line has durations and counts.
+    """The fields that all lines of an Ollama response have.
 
-    Durations are in nanoseconds. `load_duration` is the time in the queue; `prompt_eval_duration`
-    ends with the first token.
+    Only the last line has durations and counts. Durations are in nanoseconds. `load_duration` is
+    the time in the queue; `prompt_eval_duration` ends with the first token.
     """
 
     model: str
@@ -86,7 +86,7 @@ class OllamaChatLine(OllamaLine, kw_only=True):
 class OllamaGenerateLine(OllamaLine, kw_only=True):
     """A line of a streamed answer from `/api/generate`, or the complete answer.
 
-    `context` has the tokens of prompt and answer, which a later request can continue.
+    `context` has the tokens of prompt and answer, from which a later request can continue.
     """
 
     response: str
@@ -98,9 +98,9 @@ Line = TypeVar("Line", bound=OllamaLine)
 
 
 def chat_line(model: str, text: str, thinking: str, calls: list[OllamaCallBody]) -> OllamaChatLine:
-    """Return a line of `/api/chat` with the next text, reasoning or tool calls.
+    """Build a line of an `/api/chat` response with the next text, reasoning or tool calls.
 
-    `thinking` is the text of reasoning; `model` is the model's name.
+    `thinking` is the reasoning's text; `model` is the model's name.
     """
     message = OllamaAnswer(
         role="assistant", content=text, thinking=thinking or UNSET, tool_calls=calls or UNSET
@@ -111,9 +111,9 @@ def chat_line(model: str, text: str, thinking: str, calls: list[OllamaCallBody])
 def generate_line(
     model: str, text: str, thinking: str, _calls: list[OllamaCallBody]
 ) -> OllamaGenerateLine:
-    """Return a line of `/api/generate` with the next text or reasoning.
+    """Build a line of an `/api/generate` response with the next text or reasoning.
 
-    `thinking` is the text of reasoning. These answers never have tool calls.
+    `thinking` is the reasoning's text. Answers of this endpoint never have tool calls.
     """
     now = datetime.now(UTC)
     return OllamaGenerateLine(
@@ -121,36 +121,38 @@ def generate_line(
     )
 
 
-def empty_chat(request: OllamaChatRequest, model: str) -> OllamaChatLine | None:
-    """Return the response to a chat request without messages; None if it has messages.
+def empty_chat_response(request: OllamaChatRequest, model: str) -> OllamaChatLine | None:
+    """Return the response to an `/api/chat` request without messages; None if there are messages.
 
-    Such a request only loads or unloads a model.
+    Ollama's clients send such a request to load or unload a model.
     """
     return None if request.messages else _loaded_line(request, chat_line(model, "", "", []))
 
 
-def empty_generate(request: OllamaGenerateRequest, model: str) -> OllamaGenerateLine | None:
-    """Return the response to a generate request without a prompt; None if it has a prompt.
+def empty_generate_response(
+    request: OllamaGenerateRequest, model: str
+) -> OllamaGenerateLine | None:
+    """Return the response to an `/api/generate` request without a prompt; None if there is one.
 
-    Such a request only loads or unloads a model.
+    Ollama's clients send such a request to load or unload a model.
     """
     return None if request.prompt else _loaded_line(request, generate_line(model, "", "", []))
 
 
 class LineEncoder:
-    """Writes an Ollama response: a JSON line for each part of the text and each tool call."""
+    """Encodes an answer as Ollama's JSON lines, with a line for each text and each tool call."""
 
     def __init__(self, info: ResponseInfo, make: MakeLine) -> None:
-        """Write the response that `info` describes.
+        """Prepare to encode one response; `info` has its id, model and job.
 
-        `make` is `chat_line` or `generate_line`.
+        `make` builds the lines: `chat_line` or `generate_line`.
         """
         self._info = info
         self._make = make
         self._tokens: list[int] = []  # of the answer so far
 
     def write(self, event: events.Event) -> bytes:
-        """Return the JSON line for an event of the answer; empty if the event has none."""
+        """Return the JSON line for one event of the answer; empty if Ollama has no line for it."""
         match event:
             case events.ChoiceStarted():
                 self._tokens = event.tokens
@@ -173,7 +175,7 @@ class LineEncoder:
         return encode_json(line) + b"\n"
 
     def whole_response(self, stream: Iterable[events.Event]) -> OllamaLine:
-        """Return the complete response from all events, for a request without a stream."""
+        """Return the only line of a response without a stream, from all events of the answer."""
         content: dict[str, Any] = {"text": "", "thinking": "", "calls": []}
         scored: list[TokenLogprob] = []
         for event in stream:
@@ -195,7 +197,7 @@ class LineEncoder:
         return self._make(self._info.model, text, thinking, list(calls))
 
     def _end(self, line: OllamaLine, event: events.ChoiceEnded) -> None:
-        """Add the finish reason, the durations and the token counts to the last line."""
+        """Add the finish reason, the durations and the token counts to an answer's last line."""
         usage = event.usage
         times = event.timings
         line.done = True
@@ -218,16 +220,16 @@ def nanoseconds(seconds: float) -> int:
 
 
 def _loaded_line(request: OllamaRequest, line: Line) -> Line:
-    """Mark `line` as the response to a request that only loads or unloads a model."""
+    """Complete the response to a request that only loads or unloads a model."""
     line.done = True
     line.done_reason = "unload" if keep_alive_s(request) == 0 else "load"
     return line
 
 
 def _content(kind: events.BlockKind, text: str) -> dict[str, Any]:
-    """Return the next text of a content block as arguments for a line.
+    """Return the next text of a content block as keyword arguments for a line.
 
-    Tool calls return nothing, since they are only sent when they are complete.
+    The result is empty for tool calls, since they are only sent when they are complete.
     """
     if kind is events.BlockKind.CALL:
         return {}
@@ -235,9 +237,9 @@ def _content(kind: events.BlockKind, text: str) -> dict[str, Any]:
 
 
 def _complete_content(block: events.ContentBlock) -> dict[str, Any]:
-    """Return a complete content block as arguments for a line.
+    """Return a complete content block as keyword arguments for a line.
 
-    A tool call whose JSON was cut off returns nothing.
+    The result is empty for a tool call whose JSON was cut off.
     """
     if block.kind is not events.BlockKind.CALL:
         return _content(block.kind, block.text)

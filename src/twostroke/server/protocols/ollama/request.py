@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate: Ollama's requests for text."""
+"""Requests to POST /api/chat and /api/generate of Ollama's API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from twostroke.server.protocols.common.fields import StopText
 from twostroke.server.protocols.common.prompts import (
     CalledFunction,
     ChatMessage,
-    Mixed,
+    MixedPrompt,
     ToolCall,
     to_conversation,
 )
@@ -47,7 +47,10 @@ NoImages = Annotated[Any, field.unsupported([])]
 
 
 class OllamaOptions(field.RequestObject):
-    """The sampling options. A field that is left out has the model's default, else Ollama's."""
+    """The field `options` of a request: the sampling parameters.
+
+    A parameter that is left out has the model's default, or Ollama's if the model has none.
+    """
 
     num_predict: Annotated[
         int | None, field.doc("At most this many tokens are generated; 0 or less: all that fit.")
@@ -91,7 +94,10 @@ class OllamaOptions(field.RequestObject):
 
 
 class OllamaFunction(msgspec.Struct):
-    """A called function, with its arguments as an object or as JSON text; null for none."""
+    """The function of an earlier tool call.
+
+    Its arguments are an object or JSON text; null stands for no arguments.
+    """
 
     name: str
     arguments: dict[str, Any] | str | None = None
@@ -99,14 +105,14 @@ class OllamaFunction(msgspec.Struct):
 
 
 class OllamaCall(msgspec.Struct):
-    """A tool call of an earlier answer."""
+    """A tool call in an assistant's message of the request."""
 
     function: OllamaFunction
     id: str | None = None
 
 
 class OllamaMessage(field.RequestObject):
-    """A chat message of the conversation."""
+    """A message of an `/api/chat` request."""
 
     role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: str | None = None
@@ -118,7 +124,7 @@ class OllamaMessage(field.RequestObject):
 
 
 class OllamaRequest(field.RequestObject):
-    """The fields that requests to `/api/chat` and to `/api/generate` have."""
+    """The fields that requests to both `/api/chat` and `/api/generate` have."""
 
     model: field.ModelName = None
     stream: Annotated[
@@ -181,7 +187,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 
 
 def read_chat(request: OllamaChatRequest, tenant: Tenant) -> Job:
-    """Turn a request to `/api/chat` into a job for the engine.
+    """Translate the body of an `/api/chat` request into a job that the engine can run.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -200,9 +206,10 @@ def read_chat(request: OllamaChatRequest, tenant: Tenant) -> Job:
 
 
 def read_generate(request: OllamaGenerateRequest, tenant: Tenant) -> Job:
-    """Turn a request to `/api/generate` into a job for the engine.
+    """Translate the body of an `/api/generate` request into a job that the engine can run.
 
-    Raises RequestError as `read_chat` does.
+    Raises:
+        RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
     text = request.prompt or ""
     if request.parse_special is not None and not request.raw:
@@ -221,12 +228,12 @@ def read_generate(request: OllamaGenerateRequest, tenant: Tenant) -> Job:
         if getattr(request, name):
             raise RequestError("cannot be combined with raw: leave one of them out.", field=name)
     return _job(
-        request, Mixed((text,), request.parse_special), tenant=tenant, prompt_field="prompt"
+        request, MixedPrompt((text,), request.parse_special), tenant=tenant, prompt_field="prompt"
     )
 
 
-def names(_request: OllamaRequest) -> Mapping[str, str]:
-    """Map the engine's field names to Ollama's, for error messages."""
+def field_names(_request: OllamaRequest) -> Mapping[str, str]:
+    """Map the engine's parameter names to Ollama's, so that errors name the client's own fields."""
     return _NAMES
 
 
@@ -247,7 +254,7 @@ _NAMES: Final = {
 def _job(
     request: OllamaRequest, prompt: Prompt, tenant: Tenant, prompt_field: str, **other_fields: Any
 ) -> Job:
-    """Return the job of a request with one prompt.
+    """Build the engine job of an `/api/chat` or `/api/generate` request from its prompt.
 
     `prompt_field` is the name of the field with the prompt, for errors; `other_fields` are further
     fields of `Job`.
@@ -267,7 +274,7 @@ def _job(
 
 
 def _params(request: OllamaRequest) -> SamplingParams:
-    """Return the engine's sampling parameters for a request; unset options are left out."""
+    """Translate a request's `options` into sampling parameters; unset options are left out."""
     options = request.options or OllamaOptions()
     limit = OLLAMA.first_limit(options) or 0
     values = {
@@ -288,9 +295,10 @@ def _params(request: OllamaRequest) -> SamplingParams:
 
 
 def _constraint(request: OllamaRequest) -> Constraint | None:
-    """Return the constraint that a request's `format` sets on the answer.
+    """Return the constraint that a request's `format` sets on the answer; None for free text.
 
-    Returns None for free text. Raises RequestError.
+    Raises:
+        RequestError: `format` is neither "json" nor a JSON schema.
     """
     format_ = request.format
     if not format_ and not isinstance(format_, dict):
@@ -313,7 +321,7 @@ def _thinking(request: OllamaRequest) -> Thinking:
 
 
 def _to_openai_message(message: OllamaMessage) -> ChatMessage:
-    """Return an Ollama message in the form of OpenAI's chat protocol."""
+    """Convert an Ollama message to OpenAI's form, which the shared checks of chat messages read."""
     calls = [
         ToolCall(CalledFunction(call.function.name, call.function.arguments), call.id)
         for call in message.tool_calls or ()
@@ -350,7 +358,7 @@ _NUMBER: Final = re.compile(r"[+-]?\d{1,12}(\.\d{0,9})?")
 
 
 def keep_alive_s(request: Any) -> float | None:
-    """Return how many seconds a model stays loaded after a request: its `keep_alive`.
+    """Return how many seconds the model stays loaded after a request, as `keep_alive` asks.
 
     None if the request does not set `keep_alive`; infinity for no limit.
 
@@ -366,7 +374,11 @@ def keep_alive_s(request: Any) -> float | None:
 
 
 def _seconds(text: str) -> float:
-    """Return a duration such as `300` or `1h30m` in seconds. Raises RequestError."""
+    """Convert the text of a duration, such as `300` or `1h30m`, to seconds.
+
+    Raises:
+        RequestError: the text is not a duration.
+    """
     if _NUMBER.fullmatch(text):
         return float(text)
     unsigned = text.lstrip("+-")

@@ -1,1 +1,1 @@
-"""OpenAI's protocol, and the additions of other servers that speak it."""
+"""OpenAI's API, with the additions of other servers that speak it."""

@@ -41,7 +41,7 @@ from twostroke.server.protocols.common.tools import (
     ToolBody,
     ToolChoice,
     ToolsAs,
-    only_allowed,
+    restrict_tools,
     to_tools,
 )
 
@@ -110,7 +110,7 @@ class ChatRequest(CommonFields, kw_only=True):
 
 
 def read(request: ChatRequest, tenant: Tenant) -> Job:
-    """Turn a chat completion request into a job for the engine.
+    """Translate the body of a chat completion request into a job that the engine can run.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -148,10 +148,10 @@ def read(request: ChatRequest, tenant: Tenant) -> Job:
 
 
 def _read_tools(request: ChatRequest) -> Tools | None:
-    """Return the tools that the answer to a chat request may call; None for none.
+    """Return the tools that the answer to a chat request may call; None if it may call none.
 
     Raises:
-        RequestError: as `to_tools` and `only_allowed`.
+        RequestError: a tool is not valid, or the tool choice names a tool that does not exist.
     """
     choice = request.tool_choice
     offered = [tool.offered() for tool in request.tools or ()]
@@ -159,7 +159,7 @@ def _read_tools(request: ChatRequest) -> Tools | None:
     if isinstance(choice, AllowedToolsChoice):
         allowed = choice.allowed_tools
         tools = to_tools(offered, allowed.mode, parallel=parallel)
-        return only_allowed(
+        return restrict_tools(
             tools,
             [tool.named for tool in allowed.tools],
             mode=allowed.mode,
@@ -171,16 +171,18 @@ def _read_tools(request: ChatRequest) -> Tools | None:
 
 
 class ChatInputTokens(msgspec.Struct, frozen=True):
-    """The number of tokens in a conversation's prompt, including cached tokens."""
+    """The number of tokens in a chat request's prompt, including cached tokens."""
 
     input_tokens: int
     object: Literal["chat.completion.input_tokens"] = "chat.completion.input_tokens"
 
 
-def count(request: ChatRequest, card: ModelCard, tenant: Tenant) -> ChatInputTokens:
-    """Return the number of tokens in a chat request's prompt.
+def count_tokens(request: ChatRequest, card: ModelCard, tenant: Tenant) -> ChatInputTokens:
+    """Answer POST /v1/chat/completions/input_tokens: count the tokens of the prompt.
 
-    Raises RequestError as `read` does.
+    Raises:
+        RequestError: a value is out of bounds or not supported, as in a chat completion
+            request.
     """
     [prompt] = read(request, tenant).encode(card).prompts
     return ChatInputTokens(len(prompt))
@@ -189,15 +191,18 @@ def count(request: ChatRequest, card: ModelCard, tenant: Tenant) -> ChatInputTok
 def _num_alternatives(request: ChatRequest) -> int | None:
     """Return how many likely tokens to report for each token of a chat answer.
 
-    None reports no log-probabilities. Raises RequestError for `top_logprobs` without `logprobs`.
+    Returns None if no log-probabilities are reported.
+
+    Raises:
+        RequestError: `top_logprobs` is set without `logprobs`.
     """
     if request.top_logprobs and not request.logprobs:
         raise RequestError("may only be set when logprobs is true.", field="top_logprobs")
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
-def names(request: ChatRequest) -> Mapping[str, str]:
-    """Map the engine's field names to the names that this request uses, for error messages.
+def field_names(request: ChatRequest) -> Mapping[str, str]:
+    """Map the engine's parameter names to the names that a request uses, for error messages.
 
     For example, `max_tokens` may be sent as `max_completion_tokens`.
     """

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: the complete response, or a stream of chunks."""
+"""OpenAI's chat completions: a complete response, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from twostroke.server.generation import events
 from twostroke.server.generation.events import SchemaMiss
 from twostroke.server.http.responses import sse
 from twostroke.server.models.about import FINGERPRINT
-from twostroke.server.protocols.common.llama_completion import LlamaCompletion, Verbose
+from twostroke.server.protocols.common.llama_completion import LlamaCompletion, VerboseAnswers
 from twostroke.server.protocols.common.logprobs import ChatLogprobs, chat_logprobs
 from twostroke.server.protocols.common.timings import LlamaTimings, PromptProgress, to_progress
 from twostroke.server.protocols.common.usage import (
     Finish,
+    RunningUsage,
     TimingsBody,
     UsageBody,
-    UsageSoFar,
     fail_stream,
     finish_reason,
     finish_stream,
@@ -39,21 +39,24 @@ if TYPE_CHECKING:
 
 
 class FunctionCallBody(msgspec.Struct):
-    """The function of a tool call, or the next piece of the call's arguments."""
+    """The `function` of a tool call in an answer, or a piece of its arguments in a stream."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class CustomCallBody(msgspec.Struct):
-    """The custom tool of a tool call, or the next piece of the call's input."""
+    """The `custom` tool of a tool call in an answer, or a piece of its input in a stream."""
 
     input: str
     name: str | UnsetType = UNSET
 
 
 class CallBody(msgspec.Struct):
-    """A tool call, or a piece of it; only the first piece has id, type and name."""
+    """A tool call in an answer, or a piece of it in a stream.
+
+    Only the first piece has the id, the type and the name.
+    """
 
     function: FunctionCallBody | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -63,7 +66,10 @@ class CallBody(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """The message of an answer. Reasoning is in two fields, since clients read either."""
+    """The `message` of a complete chat answer.
+
+    Reasoning is in two fields, since some clients read `reasoning`, others `reasoning_content`.
+    """
 
     role: Literal["assistant"]
     content: str | None
@@ -74,7 +80,7 @@ class AnswerMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One complete answer of a chat completion."""
+    """An entry of `choices` in a complete chat completion: one answer."""
 
     index: int
     message: AnswerMessage
@@ -86,7 +92,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct):
-    """A chat completion that is not streamed."""
+    """The response to a chat completion request without a stream."""
 
     id: str
     object: Literal["chat.completion"]
@@ -103,7 +109,10 @@ class ChatCompletion(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct):
-    """An addition to an answer's message. Reasoning is in two fields, since clients read either."""
+    """The `delta` of a chunk: an addition to an answer's message.
+
+    Reasoning is in two fields, since some clients read `reasoning`, others `reasoning_content`.
+    """
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -114,7 +123,7 @@ class ChatDelta(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
-    """The part of a chunk that belongs to one answer."""
+    """An entry of `choices` in a chunk: an addition to one answer."""
 
     index: int
     delta: ChatDelta
@@ -126,7 +135,7 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
-    """One event of a streamed chat completion."""
+    """One chunk of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -143,13 +152,13 @@ class ChatChunk(msgspec.Struct):
 
 
 class ChatEncoder:
-    """Writes a chat completion as chunks, or complete.
+    """Encodes the answers to a chat completion request, as a stream of chunks or as one response.
 
     The chunks of an answer have its role, then its text, and at the end the finish reason.
     """
 
     def __init__(self, info: ResponseInfo) -> None:
-        """Write the chat completion that `info` describes.
+        """Prepare to encode one response; `info` has its id, model and job.
 
         One chunk object is reused for all events of a stream, to save time.
         """
@@ -165,17 +174,17 @@ class ChatEncoder:
             service_tier=info.job.caller.service if info.job.tier else UNSET,
         )
         self._started_s = time.monotonic()
-        self._usage = UsageSoFar(info.job)
+        self._usage = RunningUsage(info.job)
         self._ids = TokenIds(info.job)
         self._prompt_scores: list[TokenLogprobs | None] = []  # of the first choice
         self._timings: LlamaTimings | UnsetType = UNSET  # of the newest complete answer
-        self._verbose = Verbose(info)
+        self._verbose = VerboseAnswers(info)
         self._chunk_around_text: dict[
             int, tuple[bytes, bytes]
         ] = {}  # JSON before and after, by choice
 
     def write(self, event: events.Event) -> bytes:
-        """Return the chunks for an event of the answers, as server-sent events."""
+        """Return the chunks for one event of the answers, as server-sent events; may be empty."""
         match event:
             case events.ContentAdded():
                 if event.scored:
@@ -202,7 +211,7 @@ class ChatEncoder:
         return b""
 
     def whole_response(self, stream: Iterable[events.Event]) -> ChatCompletion:
-        """Return the complete response from all events, for a request without a stream."""
+        """Return the response to a request without a stream, from all events of the answers."""
         info = self._info
         choices: list[ChatChoice] = []
         verbose: LlamaCompletion | UnsetType = UNSET  # of the first answer
@@ -258,11 +267,11 @@ class ChatEncoder:
 
     @property
     def _reports_progress(self) -> bool:
-        """Whether each chunk of the stream has usage or token ids besides text."""
+        """Whether each chunk of the stream must have usage or token ids besides text."""
         return self._usage.is_reported or self._ids.is_reported
 
     def _begin(self, event: events.ChoiceStarted | events.PrefillAdvanced) -> bytes:
-        """Return an answer's first chunk, with its role, or a chunk with prefill's progress."""
+        """Return an answer's first chunk, with its role, or a chunk with prefill progress."""
         if isinstance(event, events.ChoiceStarted):
             self._usage.begin(event)
             self._ids.begin(event)
@@ -275,7 +284,7 @@ class ChatEncoder:
 
     @property
     def _first_delta(self) -> ChatDelta:
-        """The message part of an answer's first chunk: the role and empty content.
+        """The `delta` of an answer's first chunk: the role and empty content.
 
         As in OpenAI's streams, the content is null if the answer may call a tool: clients such as
         Vercel's AI SDK show a text for any content that is not null, even if empty.
@@ -287,7 +296,7 @@ class ChatEncoder:
         return ChatDelta("assistant", content=None if may_call else "", refusal=None)
 
     def _write_text(self, index: int, text: str) -> bytes:
-        """Return a chunk that only has the next text of the answer `index`.
+        """Return a chunk that only adds text to the answer `index`.
 
         The JSON around the text is encoded once for each answer, to save time.
         """
@@ -300,7 +309,7 @@ class ChatEncoder:
         return encode_json(text).join(around)
 
     def _write(self, index: int, delta: ChatDelta) -> bytes:
-        """Return a chunk with `delta` for the answer `index`, and reset the reused chunk object."""
+        """Return a chunk that adds `delta` to the answer `index`; reset the reused chunk object."""
         choice = self._choice
         choice.index = index
         choice.delta = delta
@@ -350,7 +359,7 @@ def _first_call_piece(block: events.ContentBlock) -> CallBody:
 
 
 def _call_piece(block: events.ContentBlock, text: str, name: str | UnsetType = UNSET) -> CallBody:
-    """Return the next piece of a streamed tool call.
+    """Return a piece of a streamed tool call.
 
     The piece has more of a function's arguments or of a custom tool's input. `name` is only set in
     the first piece.
@@ -361,7 +370,7 @@ def _call_piece(block: events.ContentBlock, text: str, name: str | UnsetType = U
 
 
 def _add_block(message: AnswerMessage, block: events.ContentBlock) -> None:
-    """Add a complete block (text, reasoning or a tool call) to an answer's message."""
+    """Add a complete block (text, reasoning or a tool call) to the message of a complete answer."""
     match block.kind:
         case events.BlockKind.TEXT:
             message.content = (message.content or "") + block.text

@@ -47,7 +47,7 @@ class CompletionRequest(CommonFields, kw_only=True):
 
 
 def read(request: CompletionRequest, tenant: Tenant) -> Job:
-    """Turn a completion request into a job for the engine.
+    """Translate the body of a completion request into a job that the engine can run.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.

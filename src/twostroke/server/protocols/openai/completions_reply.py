@@ -1,4 +1,4 @@
-"""OpenAI's text completions: the complete response, or a stream of chunks."""
+"""OpenAI's text completions: a complete response, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from twostroke.server.generation import events
 from twostroke.server.generation.events import SchemaMiss
 from twostroke.server.http.responses import sse
 from twostroke.server.models.about import FINGERPRINT
-from twostroke.server.protocols.common.llama_completion import LlamaCompletion, Verbose
+from twostroke.server.protocols.common.llama_completion import LlamaCompletion, VerboseAnswers
 from twostroke.server.protocols.common.logprobs import CompletionLogprobs, CompletionScorer
 from twostroke.server.protocols.common.timings import LlamaTimings, PromptProgress, to_progress
 from twostroke.server.protocols.common.usage import (
+    RunningUsage,
     TimingsBody,
     UsageBody,
-    UsageSoFar,
     fail_stream,
     finish_reason,
     finish_stream,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class CompletionChoice(msgspec.Struct):
-    """One answer of a completion, or its part in a chunk of a stream."""
+    """An entry of `choices` in a text completion: one answer, or an addition to it in a chunk."""
 
     index: int
     text: str
@@ -53,7 +53,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionBody(msgspec.Struct):
-    """A complete text completion, or one chunk of a stream."""
+    """The response to a completion request: the complete completion, or one chunk of a stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -69,13 +69,13 @@ class CompletionBody(msgspec.Struct):
 
 
 class CompletionEncoder:
-    """Writes a text completion as chunks, or complete.
+    """Encodes the answers to a completion request, as a stream of chunks or as one response.
 
     The last chunk of each answer has the finish reason.
     """
 
     def __init__(self, info: ResponseInfo) -> None:
-        """Write the text completion that `info` describes.
+        """Prepare to encode one response; `info` has its id, model and job.
 
         One body object is reused for all events of a stream, to save time.
         """
@@ -91,17 +91,17 @@ class CompletionEncoder:
             service_tier=info.job.caller.service if info.job.tier else UNSET,
         )
         self._started_s = time.monotonic()
-        self._usage = UsageSoFar(info.job)
+        self._usage = RunningUsage(info.job)
         self._ids = TokenIds(info.job)
         self._prompt_scores: dict[int, list[TokenLogprobs | None]] = {}  # by choice
         self._timings: LlamaTimings | UnsetType = UNSET  # of the newest complete answer
-        self._verbose = Verbose(info)
+        self._verbose = VerboseAnswers(info)
         self._scorers: dict[
             int, CompletionScorer
         ] = {}  # by choice; empty without log-probabilities
 
     def write(self, event: events.Event) -> bytes:
-        """Return the chunks for an event of the answers, as server-sent events."""
+        """Return the chunks for one event of the answers, as server-sent events; may be empty."""
         match event:
             case events.ContentAdded():
                 if event.scored:
@@ -133,7 +133,7 @@ class CompletionEncoder:
         return b""
 
     def whole_response(self, stream: Iterable[events.Event]) -> CompletionBody:
-        """Return the complete response from all events, for a request without a stream."""
+        """Return the response to a request without a stream, from all events of the answers."""
         choices: list[CompletionChoice] = []
         for event in stream:
             match event:
@@ -157,7 +157,7 @@ class CompletionEncoder:
         return self._body
 
     def _begin(self, event: events.ChoiceStarted) -> str:
-        """Begin an answer, and return the text that precedes it.
+        """Begin an answer, and return the text to send before the answer's own text.
 
         The text is the prompt if the request sets `echo`, else empty.
         """
@@ -203,7 +203,7 @@ class CompletionEncoder:
             self._scorers[event.block.choice].add(event.scored)
 
     def _write(self, index: int, text: str) -> bytes:
-        """Return a chunk with the next text of the answer `index`."""
+        """Return a chunk that adds text to the answer `index`."""
         choice = self._choice
         choice.index = index
         choice.text = text

@@ -51,14 +51,17 @@ class EmbeddingRequest(ServiceFields, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True):
-    """The number of tokens in all inputs, by OpenAI's two names."""
+    """The `usage` of an embedding response: the tokens of all inputs, under OpenAI's two names."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingBody(msgspec.Struct, frozen=True):
-    """The vector of one input: numbers, or their little-endian float32 bytes in base64."""
+    """An entry of `data` in an embedding response: the vector of one input.
+
+    The vector is a list of numbers, or the base64 of its little-endian float32 bytes.
+    """
 
     index: int
     embedding: list[float] | str
@@ -66,7 +69,7 @@ class EmbeddingBody(msgspec.Struct, frozen=True):
 
 
 class EmbeddingList(msgspec.Struct, frozen=True):
-    """The response: a vector for each input, in order."""
+    """The response to an embedding request: a vector for each input, in order."""
 
     data: list[EmbeddingBody]
     model: str
@@ -75,7 +78,7 @@ class EmbeddingList(msgspec.Struct, frozen=True):
 
 
 def read(request: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
-    """Turn an embedding request into an embedding job for the engine.
+    """Translate the body of an embedding request into an embedding job for the engine.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -98,7 +101,7 @@ def read(request: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
 def to_response(
     model: str, parts: list[msgspec.Raw], num_tokens: int, _elapsed_s: float
 ) -> EmbeddingList:
-    """Return the response to an embedding request.
+    """Build the response to an embedding request from the embeddings that the engine computed.
 
     `parts` has the JSON of each entry of `data`; `num_tokens` counts the tokens of all inputs.
     """
@@ -107,7 +110,7 @@ def to_response(
 
 
 def _encode(embedding: Embedding, *, in_base64: bool) -> msgspec.Raw:
-    """Return an input's embedding as JSON: an entry of `data` in the response."""
+    """Encode one input's embedding as an entry of `data` in the response."""
     vector = embedding.vector
     encoded_vector: msgspec.Raw | str
     if in_base64:

@@ -1,4 +1,4 @@
-"""Stored chat completions: kept if the request has `store`; clients list, read and delete them."""
+"""Chat completions with `store`: stores them, and lets clients list, read and delete them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StoredCompletion(ChatCompletion, kw_only=True):
 
 
 class StoredCompletions(msgspec.Struct, kw_only=True, frozen=True):
-    """A part of the list of stored chat completions."""
+    """The response that lists stored chat completions: one part of the list."""
 
     object: Literal["list"] = "list"
     data: list[StoredCompletion]
@@ -76,7 +76,7 @@ class DeletedCompletion(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class MetadataRequest(field.RequestObject):
-    """New metadata of a stored chat completion."""
+    """The body of a request that replaces the metadata of a stored chat completion."""
 
     metadata: Annotated[
         MetadataPairs | None, field.doc("Replaces the metadata; null removes it.")
@@ -87,26 +87,30 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: MetadataRequest}
 
 
 def read(request: ChatRequest, tenant: Tenant) -> Job:
-    """Turn a chat completion request into a job, which stores the answer if `store` is set.
+    """Translate a chat completion request into a job that also stores the answer if `store` is set.
 
-    Raises RequestError as `chat.read` does.
+    Raises:
+        RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
     job = chat.read(request, tenant)
-    return replace(job, store=_keeper(request, tenant)) if request.store else job
+    return replace(job, store=_completion_storer(request, tenant)) if request.store else job
 
 
 def read_as_llama_server(request: ChatRequest, tenant: Tenant) -> Job:
-    """Turn a request to `/chat/completions`, llama-server's path, into a job.
+    """Translate a request to `/chat/completions`, llama-server's path, into a job.
 
-    If the last message is the assistant's, the answer continues it. Raises RequestError as `read`
-    does.
+    Unlike on `/v1/chat/completions`, the answer continues the last message if that is an
+    assistant's.
+
+    Raises:
+        RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
     continues = continues_in_llama_server(request)
     return read(replace(request, continue_final_message=continues), tenant)
 
 
-def _keeper(request: ChatRequest, tenant: Tenant) -> Callable[[ChatCompletion], None]:
-    """Return a function that stores a request's chat completion for its tenant."""
+def _completion_storer(request: ChatRequest, tenant: Tenant) -> Callable[[ChatCompletion], None]:
+    """Return a function that stores the complete chat completion of a request for its tenant."""
 
     def keep(completion: ChatCompletion) -> None:
         id_ = completion.id
@@ -126,16 +130,16 @@ def _keeper(request: ChatRequest, tenant: Tenant) -> Callable[[ChatCompletion], 
 
 
 class StoringEncoder:
-    """Writes a chat completion, streamed or not, and stores it when it is complete."""
+    """Encodes a chat completion, streamed or not, and stores it when it is complete."""
 
     def __init__(self, info: ResponseInfo, keep: Callable[[ChatCompletion], None]) -> None:
-        """Write the chat completion that `info` describes; call `keep` to store it."""
+        """Prepare to encode one response; `keep` is called with the complete completion."""
         self._inner = ChatEncoder(info)
         self._keep = keep
         self._events: list[events.Event] = []  # from which the complete completion is made
 
     def write(self, event: events.Event) -> bytes:
-        """Return the chunks for an event of the answers, as server-sent events.
+        """Return the chunks for one event of the answers, as server-sent events.
 
         The last event stores the complete chat completion.
         """
@@ -147,14 +151,14 @@ class StoringEncoder:
         return data
 
     def whole_response(self, stream: Iterable[events.Event]) -> ChatCompletion:
-        """Return the complete response from all events, and store it."""
+        """Return the response to a request without a stream, from all events, and store it."""
         completion = self._inner.whole_response(stream)
         self._keep(completion)
         return completion
 
 
 def encoder(info: ResponseInfo) -> Encoder:
-    """Return the encoder of a chat completion, which stores it if the request sets `store`."""
+    """Create the encoder of a chat completion, which also stores it if the request sets `store`."""
     keep = info.job.store
     return ChatEncoder(info) if keep is None else StoringEncoder(info, keep)
 
@@ -168,7 +172,7 @@ def routes(
     """Return the routes that list, read, change and delete stored chat completions.
 
     Args:
-        tenant_of: returns the sender of a request.
+        tenant_of: returns the tenant that sent a request, with its stored responses.
         limits: the limits of request bodies.
         note: reports the ignored fields of a request.
         readers: threads that decode long lists.
@@ -225,7 +229,7 @@ def routes(
 
 
 def _list_completions(stored: list[StoredResponse], query: dict[str, str]) -> Any:
-    """Return a part of the stored chat completions, as the query parameters ask.
+    """Select stored chat completions by query parameters, and return one part of the list.
 
     `model` and `metadata[KEY]` select completions; `after`, `limit` and `order` select the part.
     """
@@ -248,7 +252,7 @@ def _list_completions(stored: list[StoredResponse], query: dict[str, str]) -> An
 
 
 def _present_fields(message: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields of a chat message that are not null."""
+    """Return a chat message as a dictionary without the fields that are null."""
     fields = msgspec.to_builtins(message)
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -259,9 +263,9 @@ def _with_metadata(completion: bytes, labels: dict[str, str]) -> bytes:
 
 
 def _choice_of(event: events.Event) -> int:
-    """Return the index of the answer to which an event belongs.
+    """Return the index of the answer to which an event belongs, to sort events by answer.
 
-    Events of all answers get a large number, so that they sort last.
+    Events that belong to all answers get a large number, so that they sort last.
     """
     match event:
         case events.BlockOpened() | events.ContentAdded() | events.BlockClosed():

@@ -1,4 +1,4 @@
-"""Token ids of answers and log-probabilities of prompts, in vLLM's form."""
+"""Token ids of answers, and log-probabilities of prompts, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """A token with its log-probability; `rank` is null if it is not among the likeliest tokens."""
+    """A token at a position of the prompt, with its log-probability.
+
+    `rank` is null if the token is not among the likeliest tokens.
+    """
 
     logprob: float
     rank: int | None
@@ -29,23 +32,20 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class TokenIds:
-    """Collects the token ids of each answer.
-
-    Chunks and responses report the ids if the request sets `return_token_ids`.
-    """
+    """Reports the token ids of each answer, if the request sets vLLM's `return_token_ids`."""
 
     def __init__(self, job: Job) -> None:
-        """Prepare for the answers of a request's job, without any answer yet."""
+        """Prepare for the answers of one job, before any answer has begun."""
         self.is_reported = job.token_ids
         self._tokens: dict[int, list[int]] = {}  # by choice; they grow with the answers
         self._num_sent: dict[int, int] = {}
 
     def begin(self, event: ChoiceStarted) -> None:
-        """Note that the engine has started an answer. `event` holds its growing list of tokens."""
+        """Note that an answer begins; its list `event.tokens` grows until the answer ends."""
         self._tokens[event.choice] = event.tokens
 
     def take(self, choice: int) -> list[int] | UnsetType:
-        """Return the token ids of an answer since the last call.
+        """Return an answer's token ids since the last call, for the next chunk or the response.
 
         Returns UNSET, which leaves the field out, if the request does not set `return_token_ids`.
         """
@@ -60,7 +60,7 @@ class TokenIds:
 def to_prompt_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprobs | None]
 ) -> PromptLogprobs:
-    """Return a prompt's log-probabilities in the form of vLLM's `prompt_logprobs`.
+    """Return a prompt's log-probabilities in the form of vLLM's field `prompt_logprobs`.
 
     `tokens` are the prompt's token ids. `scores` begin with the second token, since the first token
     has none.

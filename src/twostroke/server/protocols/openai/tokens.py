@@ -1,7 +1,4 @@
-"""The tokenizer's endpoints: /tokenize, /detokenize, /apply-template, and GET /tokenizer_info.
-
-The fields are vLLM's and llama-server's.
-"""
+"""The tokenizer's endpoints: /tokenize, /detokenize, /apply-template and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -108,14 +105,20 @@ class TokenizeRequest(TemplateFields):
 
 
 class TokenPiece(msgspec.Struct, frozen=True):
-    """A token id with the token's text, or with its bytes if they are not UTF-8."""
+    """An entry of `tokens` in the response of `/tokenize`, if the request sets `with_pieces`.
+
+    It has the token's id and its text, or its bytes if they are not UTF-8.
+    """
 
     id: int
     piece: str | list[int]
 
 
 class TokenizeBody(msgspec.Struct, frozen=True):
-    """The token ids; `token_strs` has the tokens as the vocabulary spells them, if requested."""
+    """The response of `/tokenize`: the token ids.
+
+    `token_strs` has the tokens as the vocabulary spells them, if the request asks for them.
+    """
 
     count: int
     max_model_len: int
@@ -132,14 +135,17 @@ class DetokenizeRequest(field.RequestObject):
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
-    """The text of token ids, with special tokens, by vLLM's name and by llama-server's."""
+    """The response of `/detokenize`: the text, with special tokens.
+
+    The text is sent twice, under vLLM's name and under llama-server's.
+    """
 
     prompt: str
     content: str
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """The facts of a tokenizer, as `tokenizer_config.json` names them; tokens are texts."""
+    """The response of `/tokenizer_info`, named as in `tokenizer_config.json`; tokens are texts."""
 
     tokenizer_class: str = "PreTrainedTokenizerFast"
     bos_token: str | None = None
@@ -162,15 +168,15 @@ class TemplateRequest(TemplateFields, kw_only=True):
 
 
 class TemplateBody(msgspec.Struct, frozen=True):
-    """The text that the chat template makes of a conversation."""
+    """The response of `/apply-template`: the prompt's text, which the chat template made."""
 
     prompt: str
 
 
 def tokenizer_routes(models: ModelRegistry) -> list[Route]:
-    """Return the route of GET /tokenizer_info.
+    """Return the HTTP route of GET /tokenizer_info.
 
-    `?model=NAME` selects a model, by default the first.
+    `?model=NAME` in a request selects a model, by default the first.
     """
 
     async def tokenizer_info(request: Request) -> Response:
@@ -181,7 +187,7 @@ def tokenizer_routes(models: ModelRegistry) -> list[Route]:
 
 
 def describe_tokenizer(card: ModelCard) -> TokenizerInfo:
-    """Return the special tokens and sizes of a model's tokenizer, for /tokenizer_info."""
+    """Return a tokenizer's special tokens and sizes, which `/tokenizer_info` reports."""
     tokenizer = card.tokenizer
     texts: dict[str, Any] = {
         name: text
@@ -258,7 +264,7 @@ def apply_template(request: TemplateRequest, card: ModelCard) -> TemplateBody:
 def _too_many_tokens(
     request: TokenizeRequest, num_tokens: int, max_tokens: int, card: ModelCard
 ) -> ContextLengthError:
-    """Return the error that a text to tokenize has more than `max_tokens` tokens.
+    """Return the error that a `/tokenize` request has more than `max_tokens` tokens.
 
     `num_tokens` counts the tokens found before tokenization stopped.
     """
@@ -278,10 +284,11 @@ def _too_many_tokens(
 
 
 def _encode(request: TokenizeRequest, card: ModelCard, max_tokens: int) -> list[int]:
-    """Return the token ids of a tokenize request's text or messages.
+    """Return the token ids of a `/tokenize` request's text or messages.
 
     Raises:
-        RequestError: as `tokenize`.
+        RequestError: the fields contradict each other, or the chat template refuses the
+            messages.
         TooManyTokensError: there are more than `max_tokens` tokens, noticed early.
     """
     input_names = [
@@ -331,7 +338,11 @@ def _encode(request: TokenizeRequest, card: ModelCard, max_tokens: int) -> list[
 
 
 def _check_id(id_: int, tokenizer: Tokenizer, field_name: str) -> None:
-    """Raise a RequestError if the vocabulary has no token `id_`."""
+    """Check that the vocabulary has the token `id_`.
+
+    Raises:
+        RequestError: the vocabulary lacks it; the error names the field `field_name`.
+    """
     last = tokenizer.vocab_size - 1
     if not 0 <= id_ <= last or tokenizer.token_text(id_) is None:
         reason = f"is not a token of this model, whose ids go from 0 to {last}."

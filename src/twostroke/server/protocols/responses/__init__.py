@@ -1,1 +1,1 @@
-"""OpenAI's Responses protocol."""
+"""OpenAI's Responses API, with stored responses and conversations."""

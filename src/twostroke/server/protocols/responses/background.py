@@ -1,8 +1,4 @@
-"""Background responses, which are computed even if the client disconnects.
-
-A response is stored when it is queued, and again when it has ended. Its events stay in memory, so
-that a client that connects again gets the events that it has missed.
-"""
+"""Background responses of the Responses API, which are computed even if the client disconnects."""
 
 from __future__ import annotations
 
@@ -47,7 +43,7 @@ _STOPPED_MESSAGE: Final = "The server stopped before this response was complete.
 
 
 class BackgroundRun:
-    """One background response that is being computed, or has ended, with its events.
+    """One background response that is being computed, or has ended, with its events in memory.
 
     Attributes:
         id: the id of the response.
@@ -58,7 +54,7 @@ class BackgroundRun:
     """
 
     def __init__(self, encoder: ResponsesEncoder) -> None:
-        """Begin a background response without events; `encoder` writes them."""
+        """Begin a background response without events; `encoder` writes its events later."""
         self.id = encoder.body.id
         self.encoder: ResponsesEncoder | None = encoder
         self.first_number = 0
@@ -71,9 +67,10 @@ class BackgroundRun:
         self._answers: Answers | None = None
 
     async def compute(self, started: Started, scope: Scope, runs: BackgroundRuns) -> None:
-        """Compute a background response to its end, and store it.
+        """Generate a background response to its end, and store it.
 
-        Its events are added to `runs`. An error becomes the last event.
+        Events are logged in `runs`, from which clients can stream them. An error becomes the last
+        event.
         """
         answers = self._answers = started[0]
         encoder = self.encoder
@@ -104,7 +101,7 @@ class BackgroundRun:
         await self._end_event.wait()
 
     def add(self, events: list[bytes]) -> None:
-        """Add events of the response, and wake the streams that send them to clients."""
+        """Append events to the response, and wake the streams that send them to clients."""
         self._events += events
         self.num_bytes += sum(map(len, events))
         self._announce()
@@ -121,7 +118,7 @@ class BackgroundRun:
         return len(self._events)
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
-        """Yield the response's events after the number `after`, also future events as they come.
+        """Yield the response's events after the number `after`, and future events as they come.
 
         Raises:
             RequestError: the next event is not in memory any more.
@@ -148,13 +145,13 @@ class BackgroundRun:
 
 
 class BackgroundRuns:
-    """The background responses of a server whose events are in memory.
+    """The server's background responses whose events are in memory, ready to be streamed.
 
-    These are all that run, and the last that ended.
+    These are all responses that are being computed, and the last ones that ended.
     """
 
     def __init__(self, max_bytes: int = MAX_LOG_BYTES) -> None:
-        """Begin without responses; keep events of at most `max_bytes` in memory."""
+        """Begin without responses; keep events of at most `max_bytes` bytes in memory."""
         self._max_bytes = max_bytes
         self._runs: dict[str, BackgroundRun] = {}  # by the response's id, the oldest first
         self._num_bytes = 0
@@ -170,10 +167,10 @@ class BackgroundRuns:
         return self._runs.get(id_)
 
     def log(self, run: BackgroundRun, events: list[bytes]) -> None:
-        """Add events to a background response, and free memory if the limit is exceeded.
+        """Append events to a background response, and free memory if the limit is exceeded.
 
-        The oldest response that has ended loses all its events. If all responses run, the response
-        with the largest events loses the first half of them.
+        The oldest response that has ended loses all its events. If no response has ended, the
+        response with the largest events loses the first half of them.
         """
         before = run.num_bytes
         run.add(events)
@@ -189,14 +186,14 @@ class BackgroundRuns:
             self._num_bytes += largest.num_bytes - before
 
     def forget(self, id_: str) -> None:
-        """Remove the events of a background response that has ended from memory."""
+        """Remove a background response that has ended, with its events, from memory."""
         run = self._runs.pop(id_, None)
         if run is not None:
             self._num_bytes -= run.num_bytes
 
 
 class BackgroundResponse:
-    """The ASGI response to a request that is computed in the background.
+    """The ASGI response to a request with `background`.
 
     It sends the queued response, or a stream of its events, and computes the response to its end,
     even if the client disconnects. Until the end the request counts as running, for the limits and
@@ -212,7 +209,7 @@ class BackgroundResponse:
         *,
         is_streamed: bool,
     ) -> None:
-        """Prepare the response; nothing is computed yet.
+        """Prepare the response; nothing is computed before `__call__`.
 
         Args:
             start: queues the request in the engine.
@@ -230,7 +227,7 @@ class BackgroundResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Queue the request in the engine, respond, and compute the response to its end.
 
-        Raises the errors of `start`.
+        Raises the errors of `start`, such as a full queue.
         """
         started = await self._start()
         run = BackgroundRun(self._encoder)
@@ -247,13 +244,13 @@ class BackgroundResponse:
 
 
 class FollowingStream(EventStream):
-    """Streams the events of a background response to a client.
+    """The HTTP response that streams the events of a background response to a client.
 
-    If the client disconnects, the response is still computed.
+    If the client disconnects, the background response is still computed.
     """
 
     def __init__(self, run: BackgroundRun, after: int, options: ServeOptions) -> None:
-        """Stream the events of `run` whose numbers are larger than `after`."""
+        """Prepare to stream the events of `run` whose numbers are larger than `after`."""
         super().__init__(_never_started, None, options)
         self._run = run
         self._after = after
@@ -277,10 +274,10 @@ class FollowingStream(EventStream):
 
 
 def replay_stored(response: StoredResponse, after: int | None) -> bytes:
-    """Return server-sent events for a stored response whose own events are not in memory.
+    """Return a short event stream for a stored response whose own events are not in memory.
 
     The last event has the complete response. `after` is the number of the last event that the
-    client has; None if it has none.
+    client has; None if the client has no event.
     """
     body: dict[str, Any] = msgspec.json.decode(response.answer)
     names = {"completed": "completed", "failed": "failed"}
@@ -304,16 +301,21 @@ def replay_stored(response: StoredResponse, after: int | None) -> bytes:
 
 
 def check_background(job: Job, request: ServedRequest) -> None:
-    """Raise a RequestError if a batch request asks for a background response."""
+    """Check that a request in a batch does not ask for a background response.
+
+    Raises:
+        RequestError: `background` is set in a batch request.
+    """
     if job.in_background and request.service is not None:
         reason = "cannot be set in a batch, which always runs in the background: leave it out."
         raise RequestError(reason, field="background")
 
 
 def ended_by_restart(answer: bytes) -> bytes | None:
-    """Mark a stored response that was still queued when the server stopped as failed.
+    """Mark a stored response as failed if it had not ended when the server stopped.
 
-    Returns the new JSON of the response; None for a response that had ended.
+    The server calls this for each stored response when it starts. Returns the new JSON of the
+    response; None for a response that had ended.
     """
     if not _QUEUED_RESPONSE.match(answer):
         return None

@@ -1,4 +1,4 @@
-"""The response object of the Responses protocol, and the items of its output."""
+"""The response object of the Responses API, and the items of its output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ResponseStatus = Literal[Status, "queued", "cancelled"]
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
-    """The text of a message in the output."""
+    """A text part of a message in a response's output."""
 
     text: str
     annotations: list[Any] = []
@@ -44,7 +44,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """An output item: a message of the model."""
+    """An item of a response's output: a message of the model."""
 
     id: str
     status: Status
@@ -53,7 +53,7 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
-    """An output item: a function call. Its arguments are JSON, which may be cut off."""
+    """An item of a response's output: a function call, whose JSON arguments may be cut off."""
 
     id: str
     call_id: str
@@ -64,7 +64,7 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
 
 
 class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
-    """An output item: a custom tool call. Its input is a text, which may be cut off."""
+    """An item of a response's output: a custom tool call, whose input text may be cut off."""
 
     id: str
     call_id: str
@@ -75,13 +75,13 @@ class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call")
 
 
 class ThoughtText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """The text of a reasoning item in the output."""
+    """A text part of a reasoning item in a response's output."""
 
     text: str
 
 
 class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """An output item: the reasoning before the answer, without a summary."""
+    """An item of a response's output: the reasoning before the answer, without a summary."""
 
     id: str
     status: Status
@@ -94,14 +94,14 @@ OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
-    """The number of prompt tokens found in the prefix cache; cache writes are free."""
+    """A part of a response's usage: the prompt tokens found in the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """The numbers of reasoning tokens, and of draft tokens that were accepted or rejected."""
+    """A part of a response's usage: reasoning tokens, and accepted and rejected draft tokens."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -109,7 +109,7 @@ class OutputTokensDetails(msgspec.Struct, frozen=True):
 
 
 class ResponseUsage(msgspec.Struct, frozen=True):
-    """The usage object of responses: the numbers of input and output tokens."""
+    """The `usage` of a response: the numbers of input and output tokens."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -119,26 +119,26 @@ class ResponseUsage(msgspec.Struct, frozen=True):
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
-    """The reason why a response is incomplete."""
+    """The field `incomplete_details` of a response: the reason why it is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseError(msgspec.Struct, frozen=True):
-    """The error that ended a response."""
+    """The field `error` of a response that failed."""
 
     code: Annotated[str, Meta(extra_json_schema={"enum": ["server_error", "invalid_prompt"]})]
     message: str
 
 
 class ConversationOfResponse(msgspec.Struct, frozen=True):
-    """The stored conversation that a response belongs to."""
+    """The field `conversation` of a response: the stored conversation to which it belongs."""
 
     id: str
 
 
 class ResponseBody(msgspec.Struct, kw_only=True):
-    """A response, with the options of its request."""
+    """The response object of `/v1/responses`, which repeats the options of its request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -176,7 +176,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
 
 
 def begin_response(info: ResponseInfo) -> ResponseBody:
-    """Return the JSON body of a response before its first token is generated."""
+    """Build the JSON body of a response before its first token is generated, without output."""
     exchange = exchange_of(info)
     params = info.job.params
     request = exchange.request
@@ -204,7 +204,7 @@ def begin_response(info: ResponseInfo) -> ResponseBody:
 
 
 def _tool_fields(tool: ResponsesTool) -> dict[str, Any]:
-    """Return a tool of the request as the response repeats it.
+    """Return a tool of the request in the form in which the response repeats it.
 
     Fields that are null are left out, except a function's required fields.
     """
@@ -214,17 +214,14 @@ def _tool_fields(tool: ResponsesTool) -> dict[str, Any]:
 
 
 def exchange_of(info: ResponseInfo) -> Exchange:
-    """Return the `Exchange` of a response: its conversation, and the parts to store."""
+    """Return the conversation that a response answers, with the data to store for it."""
     (exchange,) = info.job.prompts
     assert isinstance(exchange, Exchange)
     return exchange
 
 
 def usage_body(usage: Usage, num_reasoning: int) -> ResponseUsage:
-    """Return the engine's token counts as the usage object of responses.
-
-    `num_reasoning` is the number of reasoning tokens.
-    """
+    """Convert the engine's token counts to the `usage` of a response."""
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(usage.cached_tokens),

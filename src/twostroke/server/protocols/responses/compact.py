@@ -1,8 +1,4 @@
-"""POST /v1/responses/compact: replaces a conversation by one item with a summary of it.
-
-The model writes the summary. OpenAI's service encrypts the item; this server only encodes it, since
-it has nothing that the client does not know.
-"""
+"""POST /v1/responses/compact: replaces a conversation by one item with a summary of it."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ _TASK: Final = (
 
 
 class CompactRequest(ServiceFields):
-    """The body of a request: the conversation to compact."""
+    """The body of a request to `/v1/responses/compact`: the conversation to summarize."""
 
     input: Annotated[
         str | list[dict[str, Any]] | None,
@@ -53,14 +49,17 @@ class CompactRequest(ServiceFields):
 
 
 class CompactionOutput(msgspec.Struct, tag_field="type", tag="compaction"):
-    """The item with the summary, for the `input` of later requests."""
+    """The item with a conversation's summary, for the `input` of later requests."""
 
     id: str
     encrypted_content: str
 
 
 class CompactedResponse(msgspec.Struct, kw_only=True, frozen=True):
-    """A compacted conversation; `output` replaces it in the `input` of later requests."""
+    """The response of `/v1/responses/compact`: the conversation's summary as one item.
+
+    Clients send `output` in place of the conversation in the `input` of later requests.
+    """
 
     id: str
     object: Literal["response.compaction"] = "response.compaction"
@@ -70,9 +69,10 @@ class CompactedResponse(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def read(request: CompactRequest, tenant: Tenant) -> Job:
-    """Turn a request to `/v1/responses/compact` into a job that writes a summary.
+    """Translate a request to `/v1/responses/compact` into a job that writes a summary.
 
-    Raises RequestError as `exchange.read` does.
+    Raises:
+        RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
     response_request = ResponsesRequest(
         model=request.model,
@@ -101,16 +101,16 @@ def read(request: CompactRequest, tenant: Tenant) -> Job:
     )
 
 
-def names(_request: CompactRequest) -> Mapping[str, str]:
-    """Map the engine's field names to this endpoint's, for error messages."""
+def field_names(_request: CompactRequest) -> Mapping[str, str]:
+    """Map the engine's parameter names to this endpoint's field names, for error messages."""
     return {"messages": "input"}
 
 
 class CompactEncoder(ResponsesEncoder):
-    """Builds the response with a compacted conversation, which is never streamed."""
+    """Encodes the response of `/v1/responses/compact`, which is never streamed."""
 
     def _result(self) -> CompactedResponse:  # type: ignore[override]  # the caller only encodes it as JSON
-        """Return the response: one item with the summary that the model wrote."""
+        """Return the response, whose only item has the summary that the model wrote."""
         body = self.body
         assert body.usage is not None
         parts = [part for item in body.output for part in getattr(item, "content", ())]

@@ -78,13 +78,13 @@ class ConversationRequest(field.RequestObject):
 
 
 class ConversationUpdate(field.RequestObject):
-    """The body of a request that replaces a conversation's metadata."""
+    """The body of a request that replaces a stored conversation's metadata."""
 
     metadata: Annotated[MetadataPairs | None, field.doc("Replaces the metadata; null removes it.")]
 
 
 class ItemsRequest(field.RequestObject):
-    """The body of a request that adds items at the end of a conversation."""
+    """The body of a request that adds items at the end of a stored conversation."""
 
     items: Annotated[
         list[dict[str, Any]],
@@ -102,7 +102,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
 
 
 class Conversations:
-    """The HTTP endpoints of stored conversations."""
+    """The HTTP handlers of `/v1/conversations` and the paths below it."""
 
     def __init__(
         self,
@@ -112,10 +112,10 @@ class Conversations:
         readers: Readers,
         with_files: Callable[[bytes, Request], bytes],
     ) -> None:
-        """Serve the conversations of all tenants.
+        """Create the handlers, which serve all tenants.
 
         Args:
-            tenant_of: returns the sender of a request.
+            tenant_of: returns the tenant that sent a request, with its stored responses.
             limits: the limits of request bodies.
             note: reports the ignored fields of a request.
             readers: threads that read and change conversations.
@@ -131,7 +131,7 @@ class Conversations:
         }
 
     def routes(self) -> list[Route]:
-        """Return the routes of /v1/conversations and the paths below it."""
+        """Return the routes of `/v1/conversations` and the paths below it."""
         return [
             Route(LIST_PATH, self.create, methods=["POST"], name=LIST_PATH),
             Route(PATH, self.conversation, methods=["GET", "DELETE"], name=PATH),
@@ -156,7 +156,7 @@ class Conversations:
         return to_json(await self._in_thread(request, work))
 
     async def conversation(self, request: Request) -> Response:
-        """Answer GET and DELETE of a conversation: return or delete the conversation."""
+        """Answer GET or DELETE of a conversation: return or delete it."""
         tenant, record = self._find(request)
         read_query(request, ())
         if request.method == "DELETE":
@@ -165,7 +165,7 @@ class Conversations:
         return to_json(stored.body_of(record))
 
     async def update(self, request: Request) -> Response:
-        """Answer POST of a conversation: replace its metadata, and return it."""
+        """Answer POST of a conversation: replace the conversation's metadata, and return it."""
         tenant, record = self._find(request)
         read_query(request, ())
 
@@ -244,7 +244,7 @@ class Conversations:
     def _read_items(
         self, raw_items: list[RawItem], tenant: Tenant, ids: set[str], request: Request
     ) -> list[RawItem]:
-        """Check the items of a request, and return them in the form in which they are stored.
+        """Check the items of a request body, and return them in the form in which they are stored.
 
         `ids` are the ids of the conversation's items; a new item with one of these ids gets a new
         id.
@@ -270,7 +270,10 @@ class Conversations:
 
 @contextmanager
 def _named_items() -> Iterator[None]:
-    """Name the field `items` instead of `input` in RequestErrors that the block raises."""
+    """Let RequestErrors that the `with` block raises name the field `items` instead of `input`.
+
+    The checks of items are written for `/v1/responses`, whose field is `input`.
+    """
     try:
         yield
     except RequestError as error:

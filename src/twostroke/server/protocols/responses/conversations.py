@@ -1,8 +1,4 @@
-"""Stored conversations: a record with metadata, which refers to the newest turn.
-
-A turn is a stored response, or items that a client added. Each turn refers to the turn before it,
-as responses that continue each other do, so adding a turn writes only that turn.
-"""
+"""Stored conversations: each is a record with metadata, which refers to its newest turn."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ class ConversationNotFoundError(TwostrokeError):
 
 
 class ConversationBody(msgspec.Struct, kw_only=True):
-    """A conversation; `created_at` is Unix time."""
+    """The conversation object of `/v1/conversations`; `created_at` is Unix time."""
 
     id: str
     object: Literal["conversation"] = "conversation"
@@ -53,7 +49,7 @@ _decoder: Final = msgspec.json.Decoder(ConversationBody)
 
 
 def new_conversation(metadata: dict[str, str] | None) -> ConversationBody:
-    """Return a new conversation, which is not stored yet."""
+    """Create a conversation with an id and metadata, without storing it yet."""
     id_ = f"conv_{secrets.token_hex(24)}"
     return ConversationBody(id=id_, created_at=int(time.time()), metadata=metadata or {})
 
@@ -64,7 +60,7 @@ def store_conversation(
     """Store a new conversation of a tenant, which begins with `items`.
 
     Raises:
-        RequestError: the conversation is too large, or the server stores nothing.
+        RequestError: the conversation is too large, or the server stores no responses.
     """
     first_turn = _new_turn(items, None) if items else None
     if not tenant.put(_make_record(body.id, encode_json(body), first_turn)):
@@ -72,7 +68,11 @@ def store_conversation(
 
 
 def find_conversation(tenant: Tenant, id_: str) -> StoredResponse:
-    """Return the stored record of a conversation. Raises ConversationNotFoundError."""
+    """Return the stored record of a tenant's conversation.
+
+    Raises:
+        ConversationNotFoundError: the tenant has no conversation with this id.
+    """
     record = tenant.find(id_, CONVERSATION)
     if record is None:
         raise ConversationNotFoundError(
@@ -82,7 +82,7 @@ def find_conversation(tenant: Tenant, id_: str) -> StoredResponse:
 
 
 def body_of(record: StoredResponse) -> ConversationBody:
-    """Return the JSON body with which the server describes a stored conversation."""
+    """Return the conversation object of a stored record, which clients read."""
     return _decoder.decode(record.answer)
 
 
@@ -94,9 +94,10 @@ def items_in(record: StoredResponse) -> list[RawItem]:
 
 
 def add_items(tenant: Tenant, record: StoredResponse, items: Sequence[RawItem]) -> None:
-    """Add items at the end of a stored conversation.
+    """Add a client's items at the end of a stored conversation.
 
-    Raises a RequestError if the conversation becomes too large.
+    Raises:
+        RequestError: the conversation becomes too large.
     """
     if not append_turn(tenant, record.id, _new_turn(items, record.previous)):
         raise _too_large_error(tenant)
@@ -105,8 +106,9 @@ def add_items(tenant: Tenant, record: StoredResponse, items: Sequence[RawItem]) 
 def append_turn(tenant: Tenant, id_: str, turn: StoredResponse) -> bool:
     """Add a turn at the end of a stored conversation; return False if it becomes too large.
 
-    A turn is a stored response, or items that a client added. The turn follows turns that other
-    requests have added meanwhile. For a conversation that was deleted meanwhile, nothing is stored.
+    A turn is a stored response, or items that a client added. If other requests have added turns
+    meanwhile, the new turn follows them. If the conversation was deleted meanwhile, nothing is
+    stored.
     """
     while (record := tenant.find(id_, CONVERSATION)) is not None:
         if turn.previous is not record.previous:
@@ -135,9 +137,11 @@ def replace_items(tenant: Tenant, record: StoredResponse, items: Sequence[RawIte
 
 
 def replace_metadata(tenant: Tenant, id_: str, metadata: dict[str, str]) -> ConversationBody:
-    """Replace the metadata of a stored conversation, and return its JSON body.
+    """Replace the metadata of a stored conversation, and return the conversation object.
 
-    Raises ConversationNotFoundError, or RequestError if the conversation becomes too large.
+    Raises:
+        ConversationNotFoundError: the tenant has no conversation with this id.
+        RequestError: the conversation becomes too large.
     """
     while True:
         record = find_conversation(tenant, id_)
@@ -151,18 +155,21 @@ def replace_metadata(tenant: Tenant, id_: str, metadata: dict[str, str]) -> Conv
 
 
 def check_room(tenant: Tenant, turn: StoredResponse) -> None:
-    """Check that a conversation does not become too large with a turn.
+    """Check that a conversation can be stored after a turn is added to it.
 
-    Raises a RequestError if it does. The turn has the earlier turns in `previous`.
+    `turn` has the earlier turns in `previous`.
+
+    Raises:
+        RequestError: the conversation becomes too large.
     """
     if not tenant.fits(_make_record("", b"", turn)):
         raise _too_large_error(tenant)
 
 
 def _make_record(id_: str, answer: bytes, last_turn: StoredResponse | None) -> StoredResponse:
-    """Return the record under which a conversation is stored.
+    """Build the record under which a conversation is stored.
 
-    `answer` is the JSON of its `ConversationBody`; `last_turn` is the newest turn, or None.
+    `answer` is the JSON of the conversation object; `last_turn` is the newest turn, or None.
     """
     return StoredResponse(
         id=id_,
@@ -175,7 +182,7 @@ def _make_record(id_: str, answer: bytes, last_turn: StoredResponse | None) -> S
 
 
 def _new_turn(items: Sequence[RawItem], previous: StoredResponse | None) -> StoredResponse:
-    """Return a turn of items that a client added to a conversation, after `previous`."""
+    """Build a turn from items that a client added to a conversation, after the turn `previous`."""
     ids = tuple(item["id"] for item in items)
     return StoredResponse(
         id=_new_turn_id(),
@@ -191,7 +198,7 @@ def _new_turn_id() -> str:
 
 
 def _too_large_error(tenant: Tenant) -> RequestError:
-    """Return the error that a conversation is too large, or that the server stores none."""
+    """Return the error for a conversation that is too large, or that the server does not store."""
     if not tenant.store.max_responses:
         reason = "Conversations cannot be stored: the server was started with --keep-responses 0."
         return RequestError(reason)

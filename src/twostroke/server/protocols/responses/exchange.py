@@ -1,4 +1,4 @@
-"""Turns requests of the Responses protocol into jobs, with the conversation that they continue."""
+"""Turns requests to the Responses API into jobs, with the conversations that they continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from twostroke.server.protocols.common.fields import (
     ignored_fields,
     retention_s,
     to_caller,
-    to_limit,
+    to_max_tokens,
     to_params,
     to_prediction,
 )
@@ -55,7 +55,10 @@ if TYPE_CHECKING:
 
 
 class _StoredFlag(msgspec.Struct):
-    """The field `store` of a stored response: whether its conversation is stored, too."""
+    """The field `store` of a stored response, which is false if only the response was stored.
+
+    Requests can continue a response only if its conversation was stored, too.
+    """
 
     store: bool = True
 
@@ -70,12 +73,12 @@ class PreviousNotFoundError(RequestError):
 
 
 class Exchange(Conversation, kw_only=True):
-    """The conversation that a response answers, with the data to store.
+    """The conversation that a response answers, with the data to store for later requests.
 
     Attributes:
         request: the request, whose options the response repeats.
         tenant: the sender, who owns the stored response.
-        draft: the stored response without its answer.
+        draft: the record to store, without the answer, which is not generated yet.
         is_stored: whether the response is stored with its conversation: false if the request
             does not want that, or if the conversation is too large.
     """
@@ -86,7 +89,7 @@ class Exchange(Conversation, kw_only=True):
     is_stored: bool
 
     def response(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> StoredResponse:
-        """Return the record under which a response is stored.
+        """Build the record under which the response is stored.
 
         `answer` is the response's JSON; `item_ids` are the ids of its output items.
         """
@@ -99,8 +102,8 @@ class Exchange(Conversation, kw_only=True):
             previous=self.draft.previous,
         )
 
-    def hold(self, id_: str, answer: bytes) -> StoredResponse | None:
-        """Store a response that has not ended, so that clients can read it meanwhile.
+    def store_open(self, id_: str, answer: bytes) -> StoredResponse | None:
+        """Store a response that is still being computed, so that clients can read its state.
 
         Requests cannot continue it yet. Returns the stored record; None if nothing is stored.
         """
@@ -108,11 +111,11 @@ class Exchange(Conversation, kw_only=True):
         response.is_open = True
         return response if self.is_stored and self.tenant.put(response) else None
 
-    def keep(self, response: StoredResponse, queued: StoredResponse | None) -> bool:
-        """Store a complete response for later requests; return whether it is stored.
+    def store_complete(self, response: StoredResponse, queued: StoredResponse | None) -> bool:
+        """Store a complete response, which later requests can continue.
 
-        `queued` is the result of `hold`, which the response replaces. If a client has deleted it
-        meanwhile, nothing is stored.
+        `queued` is the record from `store_open`, which the response replaces. If a client has
+        deleted that record meanwhile, nothing is stored. Returns whether the response is stored.
         """
         if not self.is_stored:
             return False
@@ -120,10 +123,11 @@ class Exchange(Conversation, kw_only=True):
             return self.tenant.supersede(queued, response)
         return self.tenant.put(response)
 
-    def keep_alone(self, queued: StoredResponse, answer: bytes, item_ids: Sequence[str]) -> None:
-        """Store a background response alone, since it is too large with its conversation.
+    def store_alone(self, queued: StoredResponse, answer: bytes, item_ids: Sequence[str]) -> None:
+        """Store a background response without its conversation, which is too large.
 
-        Clients can read the response, but requests cannot continue it.
+        Clients can read the response, but requests cannot continue it. It replaces the record
+        `queued` from `store_open`.
         """
         ids = (*self.draft.item_ids, *item_ids)
         response = StoredResponse(
@@ -133,14 +137,14 @@ class Exchange(Conversation, kw_only=True):
             self.tenant.remove(queued.id)
 
     def join_conversation(self, response: StoredResponse) -> None:
-        """Add the response to the stored conversation that its request names, if any."""
+        """Add the complete response to the stored conversation that its request names, if any."""
         id_ = conversation_id(self.request)
         if id_ is not None:
             append_turn(self.tenant, id_, response)
 
 
 def read(request: ResponsesRequest, tenant: Tenant) -> Job:
-    """Turn a request to `/v1/responses` into a job for the engine.
+    """Translate the body of a `/v1/responses` request into a job that the engine can run.
 
     Raises:
         RequestError: a value is out of bounds or not supported; the error's `field` names it.
@@ -170,16 +174,18 @@ def read(request: ResponsesRequest, tenant: Tenant) -> Job:
 
 
 class InputTokens(msgspec.Struct, frozen=True):
-    """The number of tokens in a prompt, including cached tokens."""
+    """The response of `/v1/responses/input_tokens`: all tokens of the prompt, cached or not."""
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
-def count(request: ResponsesRequest, card: ModelCard, tenant: Tenant) -> InputTokens:
-    """Return the number of tokens in the prompt of a request to `/v1/responses`.
+def count_tokens(request: ResponsesRequest, card: ModelCard, tenant: Tenant) -> InputTokens:
+    """Answer POST /v1/responses/input_tokens with the number of tokens in the prompt.
 
-    Raises RequestError as `read` does.
+    Raises:
+        RequestError: a value is out of bounds or not supported, as in a `/v1/responses`
+            request.
     """
     previous = request.previous_response_id or request.conversation
     if not (request.input or request.instructions or previous):
@@ -189,10 +195,10 @@ def count(request: ResponsesRequest, card: ModelCard, tenant: Tenant) -> InputTo
     return InputTokens(len(prompt.encode(card)))
 
 
-def names(request: ResponsesRequest) -> Mapping[str, str]:
-    """Map the engine's field names to the Responses protocol's, for error messages.
+def field_names(request: ResponsesRequest) -> Mapping[str, str]:
+    """Map the engine's parameter names to the Responses API's, so that errors name the sent field.
 
-    A request that sends the engine's own name gets the error about that field.
+    A field that the request sends by the engine's own name is left out.
     """
     protocol_names = {"max_tokens": "max_output_tokens", "messages": "input"}
     return {
@@ -205,10 +211,13 @@ def names(request: ResponsesRequest) -> Mapping[str, str]:
 def _exchange(
     request: ResponsesRequest, tenant: Tenant
 ) -> tuple[Exchange, Tools | None, list[Ignored]]:
-    """Assemble the conversation of a request, with the stored turns that it continues.
+    """Assemble the conversation of a request, with the stored turns that the request continues.
 
     Returns the conversation, the tools that the answer may call, and the ignored fields of the
-    request's items. Raises RequestError.
+    request's items.
+
+    Raises:
+        RequestError: an item is not valid, or the conversation is too large or empty.
     """
     previous = _previous(request, tenant)
     turns = list(previous.conversation()) if previous else []
@@ -247,7 +256,7 @@ def _exchange(
         () if tools is None else tools.prompt_tools,
         thinking=_thinking(request),
         drops_oldest=request.truncation == "auto",
-        reserved_tokens=to_limit(request.max_output_tokens),
+        reserved_tokens=to_max_tokens(request.max_output_tokens),
         request=request,
         tenant=tenant,
         draft=draft,
@@ -259,9 +268,9 @@ def _exchange(
 def _merge_tools(
     tools: Sequence[ResponsesTool] | None, additional: Sequence[ResponsesTool]
 ) -> list[ResponsesTool]:
-    """Return the tools of a request, and the tools in the items of its conversation.
+    """Join the tools of a request's field `tools` and of the items in its conversation.
 
-    Of tools with equal names, the first is returned.
+    Of tools with equal names, the first is used.
     """
     merged = list(tools or ())
     names = {tool.name for tool in merged}
@@ -311,7 +320,11 @@ def _previous(request: ResponsesRequest, tenant: Tenant) -> StoredResponse | Non
 
 
 def _params(request: ResponsesRequest, tools: Tools | None) -> SamplingParams:
-    """Return the engine's sampling parameters for a request. Raises RequestError."""
+    """Translate a request's fields into the engine's sampling parameters.
+
+    Raises:
+        RequestError: a value is out of bounds, or log-probabilities are requested with tools.
+    """
     values: dict[str, Any] = {"max_tokens": RESPONSES.first_limit(request)}
     if LOGPROBS in (request.include or ()):
         values["logprobs"] = request.top_logprobs or 0
@@ -329,7 +342,7 @@ def _constraint(request: ResponsesRequest) -> Constraint | None:
     The format may be in `text.format`, or in the fields that vLLM has.
 
     Raises:
-        RequestError: both set a format.
+        RequestError: both `text.format` and a field of vLLM's set a format.
     """
     vllm_constraint = to_constraint(request)
     format_ = request.text.format if request.text is not None else None

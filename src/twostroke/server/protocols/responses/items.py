@@ -1,4 +1,4 @@
-"""Items of conversations in the Responses protocol: reads, stores and renders them."""
+"""Items of conversations in the Responses API: reads them, and renders them for the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twostroke.server.body.lenient import ignored_item
 from twostroke.server.http.ignored import MAX_IGNORED, Ignored
 from twostroke.server.protocols.common.prompts import RefusalPart, TextPart
 from twostroke.server.protocols.common.tools import arguments_text, custom_arguments
-from twostroke.server.protocols.responses.recall import missing_item, recall
+from twostroke.server.protocols.responses.recall import find_referenced_items, missing_item_error
 from twostroke.server.protocols.responses.tools import ResponsesTool
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class InputText(field.TaggedObject, tag="input_text"):
-    """A text part of a message or of a tool's result."""
+    """A text part of a message or of a tool's result, in a request's `input`."""
 
     other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
 
@@ -37,7 +37,7 @@ class InputText(field.TaggedObject, tag="input_text"):
 
 
 class AnswerText(field.TaggedObject, tag="output_text"):
-    """A text part of an earlier answer, with the fields that SDKs send back."""
+    """A text part of an earlier answer in a request's `input`, with fields that SDKs send back."""
 
     text: str
     annotations: Annotated[Any, field.hint([])] = None
@@ -50,7 +50,7 @@ Parts = Annotated[list[Part], field.PARTS]
 
 
 class MessageItem(field.TaggedObject, tag="message"):
-    """A message of the user or of the assistant; `type` may be left out."""
+    """An item of `input`: a message of the user or of the assistant; `type` may be left out."""
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant"],
@@ -63,7 +63,7 @@ class MessageItem(field.TaggedObject, tag="message"):
 
 
 class CallFields(field.TaggedObject):
-    """The fields that tool calls and their results share."""
+    """The fields that the items of tool calls and of their results share."""
 
     call_id: str
     id: str | None = None
@@ -73,7 +73,10 @@ class CallFields(field.TaggedObject):
 
 
 class FunctionCall(CallFields, tag="function_call", kw_only=True):
-    """A function call of an earlier answer; arguments are JSON text or an object, null for none."""
+    """An item of `input`: a function call of an earlier answer.
+
+    Arguments are JSON text or an object; null stands for no arguments.
+    """
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -82,14 +85,14 @@ class FunctionCall(CallFields, tag="function_call", kw_only=True):
 
 
 class FunctionCallOutput(CallFields, tag="function_call_output", kw_only=True):
-    """The result of a function call."""
+    """An item of `input`: the result of a function call."""
 
     output: str | Parts
     name: str | None = None
 
 
 class CustomToolCall(CallFields, tag="custom_tool_call", kw_only=True):
-    """A custom tool call of an earlier answer."""
+    """An item of `input`: a custom tool call of an earlier answer."""
 
     name: str
     input: str
@@ -97,24 +100,24 @@ class CustomToolCall(CallFields, tag="custom_tool_call", kw_only=True):
 
 
 class CustomToolCallOutput(CallFields, tag="custom_tool_call_output", kw_only=True):
-    """The result of a custom tool call."""
+    """An item of `input`: the result of a custom tool call."""
 
     output: str | Parts
     name: str | None = None
 
 
 class ReasoningText(field.TaggedObject, tag="reasoning_text"):
-    """A text part of a reasoning item."""
+    """A text part of a reasoning item in `input`."""
 
     text: str
 
 
 class PlainReasoningText(ReasoningText, tag="text"):
-    """A text part of a reasoning item, with the type that some clients send."""
+    """A text part of a reasoning item in `input`, under the type that some clients send."""
 
 
 class Reasoning(field.TaggedObject, tag="reasoning"):
-    """The reasoning of an earlier answer, which some templates show to the model again.
+    """An item of `input`: the reasoning of an earlier answer, which some chat templates show.
 
     The summary and the encrypted content are ignored: the summary repeats the content, and only the
     server that encrypted a content can read it.
@@ -130,7 +133,7 @@ class Reasoning(field.TaggedObject, tag="reasoning"):
 
 
 class Compaction(field.TaggedObject, tag="compaction"):
-    """The summary of an earlier conversation, from `/v1/responses/compact`.
+    """An item of `input`: the summary of an earlier conversation, from `/v1/responses/compact`.
 
     Summaries of other servers are encrypted; they are ignored.
     """
@@ -141,20 +144,20 @@ class Compaction(field.TaggedObject, tag="compaction"):
 
 
 class ToolsItem(field.TaggedObject):
-    """An item with further tools for the request."""
+    """The fields of items of `input` that add tools to the request."""
 
     tools: Annotated[list[ResponsesTool], field.unknown_left_out()]
     id: str | None = None
 
 
 class AdditionalTools(ToolsItem, tag="additional_tools"):
-    """An item with tools that a client adds during a conversation."""
+    """An item of `input`: tools that a client adds during a conversation."""
 
     role: field.SentBack = None
 
 
 class ToolSearchOutput(ToolsItem, tag="tool_search_output"):
-    """An item with tools that a client's search found."""
+    """An item of `input`: tools that a client's search found."""
 
     call_id: field.SentBack = None
     execution: field.SentBack = None
@@ -162,7 +165,7 @@ class ToolSearchOutput(ToolsItem, tag="tool_search_output"):
 
 
 class ItemReference(field.TaggedObject, tag="item_reference"):
-    """A reference to a stored item; `type` may be left out."""
+    """An item of `input` that refers to a stored item by its id; `type` may be left out."""
 
     id: str
 
@@ -200,7 +203,7 @@ _SUMMARY_PREFIX: Final = "twostroke-summary:"  # begins the content of this serv
 
 
 def new_id(prefix: str) -> str:
-    """Return a random id for a stored item, which cannot be guessed.
+    """Create a random id for a stored item, which other clients cannot guess.
 
     It consists of a prefix, such as `msg_`, and hexadecimal digits.
     """
@@ -208,12 +211,12 @@ def new_id(prefix: str) -> str:
 
 
 def encode_summary(text: str) -> str:
-    """Encode a conversation's summary as the content of a compaction item."""
+    """Encode a conversation's summary as the `encrypted_content` of a compaction item."""
     return _SUMMARY_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
 
 
 def decode_summary(content: str) -> str | None:
-    """Return the conversation's summary in the content of a compaction item.
+    """Return the conversation's summary from the `encrypted_content` of a compaction item.
 
     Returns None if another server made the item.
     """
@@ -228,12 +231,13 @@ def decode_summary(content: str) -> str | None:
 def read_input(
     value: str | list[RawItem] | None, tenant: Tenant, used_ids: set[str]
 ) -> tuple[list[RawItem], list[Ignored]]:
-    """Check the items of a request's `input`, and return them as they are stored.
+    """Check the items of a request's `input`, and convert them to their stored form.
 
-    Also returns reports of ignored parts. The stored items have types and ids, and references are
-    replaced by the items that they name. Items of unknown types and references to items that are
-    not stored are left out, together with the results of their calls. An item whose id is in
-    `used_ids` gets a new id. The ids of all returned items are added to `used_ids`.
+    Stored items have types and ids, and references are replaced by the items that they name. Items
+    of unknown types and references to items that are not stored are left out, together with the
+    results of their calls. Returns the stored items, and reports of the parts that were ignored. An
+    item whose id is in `used_ids` gets a new id; the ids of all returned items are added to
+    `used_ids`.
 
     Raises:
         RequestError: an item is not valid, or there are too many references.
@@ -247,10 +251,10 @@ def read_input(
         items.append(item)
         ignored += ignored_fields
     ids = {index: item.id for index, item in enumerate(items) if isinstance(item, ItemReference)}
-    referenced = recall(ids, tenant)
+    referenced = find_referenced_items(ids, tenant)
     missing_indices = ids.keys() - referenced.keys()
     ignored += [
-        Ignored.of(missing_item(index, ids[index])) for index in sorted(missing_indices)[:1]
+        Ignored.of(missing_item_error(index, ids[index])) for index in sorted(missing_indices)[:1]
     ]
     call_ids = {item.call_id for item in items if isinstance(item, FunctionCall | CustomToolCall)}
     # A result without a call is an error, unless its call may be a missing item.
@@ -273,7 +277,7 @@ def read_input(
 
 
 def tools_in(items: Iterable[RawItem]) -> list[ResponsesTool]:
-    """Return the tools that the items of a conversation add."""
+    """Return the tools that a client has added by items of a conversation."""
     tools: list[ResponsesTool] = []
     for raw in items:
         if raw.get("type") in _TOOL_ITEM_TAGS:
@@ -284,7 +288,7 @@ def tools_in(items: Iterable[RawItem]) -> list[ResponsesTool]:
 
 
 def _drop_unknown_items(raw_items: list[RawItem]) -> tuple[list[RawItem], list[Ignored]]:
-    """Remove items of unknown types from a request's input.
+    """Remove items of types that the server does not know from a request's input.
 
     Returns the other items, and a report for each unknown type. The results of calls of unknown
     types are removed, too.
@@ -303,27 +307,27 @@ def _drop_unknown_items(raw_items: list[RawItem]) -> tuple[list[RawItem], list[I
 
 
 def _has_unknown_type(raw: RawItem) -> bool:
-    """Whether the type of a request's item is a text that this server does not know.
+    """Whether an item of `input` has a type that the server does not know, so that it is ignored.
 
-    A type that is not a text is an error, which is raised elsewhere.
+    A type that is not even a text is an error, which the check of the item raises later.
     """
     return isinstance(raw["type"], str) and raw["type"] not in _ITEM_TYPES
 
 
 def _call_id(raw: RawItem) -> str | None:
-    """Return the `call_id` of a request's item; None if it is missing or not a text."""
+    """Return the `call_id` of an item that is not checked yet; None if missing or not a text."""
     call_id = raw.get("call_id")
     return call_id if isinstance(call_id, str) else None
 
 
 def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, Any]]:
-    """Return the items of a conversation as messages for a chat template.
+    """Convert the items of a conversation to the messages that chat templates read.
 
     The reasoning, the text and the calls of an answer become one message. The first `num_earlier`
     items are not part of the request's `input`, so errors count items from there.
 
     Raises:
-        RequestError: a result has no earlier call.
+        RequestError: a tool result has no earlier call.
     """
     messages: list[dict[str, Any]] = []  # `content` is a list of texts, joined below
     reasoning_texts: list[str] = []  # for the next message
@@ -360,7 +364,7 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
 
 
 def _add_to_messages(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Add an item to the messages for a chat template; return the message that has it.
+    """Add an item to the messages for a chat template; return the message to which it was added.
 
     A tool call is added to the assistant's last message; other items become new messages.
     """
@@ -391,15 +395,18 @@ def _add_to_messages(item: Item, messages: list[dict[str, Any]]) -> dict[str, An
 
 
 def _read_item(raw: RawItem, where: str) -> tuple[Item, list[Ignored]]:
-    """Return an item of a request as a struct, and the fields of the item that are ignored.
+    """Decode an item of a request, and return it with the item's fields that are ignored.
 
-    `where` is the path of the item in the request. Raises RequestError.
+    `where` is the path of the item in the request.
+
+    Raises:
+        RequestError: a field of the item is missing or not valid.
     """
     return convert(raw, _ITEM_TYPES.get(str(raw["type"]), Item), where)
 
 
 def _to_stored_item(raw: RawItem, item: Item) -> RawItem:
-    """Return a request's item in the form in which it is stored, with an id and a status."""
+    """Convert an item of a request to the form in which it is stored, with an id and a status."""
     raw = raw | {"id": item.id or new_id(_ID_PREFIXES[raw["type"]])}
     if not isinstance(item, Reasoning | Compaction | ToolsItem):
         raw["status"] = "completed"
@@ -412,7 +419,7 @@ def _to_stored_item(raw: RawItem, item: Item) -> RawItem:
 
 
 def _with_type(raw: RawItem) -> RawItem:
-    """Return a request's item with a `type`, which clients may leave out.
+    """Add the `type` to an item of a request whose client left it out.
 
     An item that only has an id is a reference to a stored item; other items are messages.
     """

@@ -1,4 +1,4 @@
-"""Reads the items of stored responses, and the items to which a request refers."""
+"""Finds stored items: of a stored response, or by the references in a request."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def items_of(stored: StoredResponse) -> list[RawItem]:
     return [*request_items, *answer["output"]]
 
 
-def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
-    """Return the stored items to which the references in a request's `input` refer.
+def find_referenced_items(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
+    """Find the stored items to which the references in a request's `input` refer.
 
-    `ids` are the ids of the items, by the index of the reference in `input`; the result has the
-    same keys, without items that are not stored. Each stored response is read only once.
+    `ids` has the id of each reference, by its index in `input`. The result has the items by the
+    same indices, without items that are not stored. Each stored response is read only once.
 
     Raises:
         RequestError: there are too many references, or the items together are too large.
@@ -57,7 +57,7 @@ def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
     return {index: items_by_id[id_] for index, id_ in ids.items() if id_ in items_by_id}
 
 
-def missing_item(index: int, id_: str) -> RequestError:
+def missing_item_error(index: int, id_: str) -> RequestError:
     """Return the error that `input[index]` refers to an item that is not stored."""
     reason = "Item with id '{id}' not found: items are stored with their response, "
     reason += "unless store is false. Send the item itself."

@@ -1,4 +1,4 @@
-"""The Responses protocol: the complete response, or a stream of named events."""
+"""Encodes responses of the Responses API: complete, or as a stream of named events."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 
 class ResponsesEncoder:
-    """Builds a response, with an output item for each block of the answer.
+    """Encodes an answer as a response object, with an output item for each block of the answer.
 
     It also writes the numbered server-sent events of a stream, and stores the response at the end.
     """
 
     def __init__(self, info: ResponseInfo) -> None:
-        """Begin the response that `info` describes, without output."""
+        """Begin a response without output; `info` has its id, model and job."""
         self._info = info
         self._body = begin_response(info)
         self._body.output = []
@@ -59,15 +59,15 @@ class ResponsesEncoder:
 
     @property
     def body(self) -> ResponseBody:
-        """The JSON body of the response in its present state, which changes with each event."""
+        """The response object in its present state, which changes with each event."""
         return self._body
 
     def write(self, event: events.Event) -> bytes:
-        """Return the server-sent events for an event of the answer, joined."""
+        """Return the server-sent events for one event of the answer, joined."""
         return b"".join(self.write_each(event))
 
     def write_each(self, event: events.Event) -> list[bytes]:
-        """Return the server-sent events for an event of the answer, one by one."""
+        """Return the server-sent events for one event of the answer, as a list."""
         return self._written(self._take(event))
 
     def queue(self) -> list[bytes]:
@@ -75,11 +75,11 @@ class ResponsesEncoder:
         body = self._body
         body.background = True
         body.status = "queued"
-        self._queued = exchange_of(self._info).hold(body.id, encode_json(body))
+        self._queued = exchange_of(self._info).store_open(body.id, encode_json(body))
         return self._written([sent.ResponseCreated(body), sent.ResponseQueued(body)])
 
     def cancel(self) -> list[bytes]:
-        """End a cancelled background response, store it, and return its last event."""
+        """End a background response that was cancelled, store it, and return its last event."""
         if self._block is not None:
             self._complete(self._block, is_cut=True)
         self._body.status = "cancelled"
@@ -87,9 +87,9 @@ class ResponsesEncoder:
         return self._written([sent.ResponseIncomplete(self._body)])
 
     def _written(self, stream_events: Iterable[sent.StreamEvent]) -> list[bytes]:
-        """Number a stream's events, and encode them as server-sent events.
+        """Number the events of a stream, and encode each as a server-sent event.
 
-        Each event is encoded before the next event changes the response.
+        Each event is encoded before the next event changes the response object.
         """
         data = []
         for event in stream_events:
@@ -99,7 +99,7 @@ class ResponsesEncoder:
         return data
 
     def whole_response(self, stream: Iterable[events.Event]) -> ResponseBody:
-        """Return the complete response from all events, for a request without a stream."""
+        """Return the response object for a request without a stream, from all events."""
         for event in stream:
             for _ in self._take(event):
                 pass  # only the changes of the body matter
@@ -109,7 +109,7 @@ class ResponsesEncoder:
         return self._body
 
     def _take(self, event: events.Event) -> Iterator[sent.StreamEvent]:
-        """Apply an event of the answer to the response; yield the stream's events for it."""
+        """Update the response object with one event of the answer; yield the stream's events."""
         match event:
             case events.ContentAdded():
                 yield self._add(event)
@@ -135,7 +135,7 @@ class ResponsesEncoder:
         yield sent.ResponseInProgress(self._body)
 
     def _open(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
-        """Begin the output item of a content block; yield the stream's events for that."""
+        """Add an empty output item for a new block of the answer; yield the stream's events."""
         self._block = block
         item = self._empty_item(block)
         self._body.output.append(item)
@@ -146,7 +146,7 @@ class ResponsesEncoder:
             )
 
     def _empty_item(self, block: events.ContentBlock) -> OutputItem:
-        """Return the output item of a content block, without content."""
+        """Build the output item of a new block of the answer, without content."""
         match block.kind:
             case events.BlockKind.TEXT:
                 return OutputMessage(new_id("msg_"), "in_progress", [])
@@ -164,7 +164,7 @@ class ResponsesEncoder:
                 )
 
     def _add(self, event: events.ContentAdded) -> sent.StreamEvent:
-        """Return the stream's event for more content of the open output item."""
+        """Return the stream's event that adds text to the newest output item."""
         output_index = event.block.index
         id_ = self._body.output[output_index].id
         match event.block.kind:
@@ -193,7 +193,7 @@ class ResponsesEncoder:
                 )
 
     def _close(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
-        """End the output item of a content block; yield the stream's events for that."""
+        """Complete the output item of a block that has ended; yield the stream's events for it."""
         item = self._complete(block, is_cut=block.is_cut)
         output_index = block.index
         match item:
@@ -229,7 +229,7 @@ class ResponsesEncoder:
         yield sent.OutputItemDone(output_index, item)
 
     def _complete(self, block: events.ContentBlock, *, is_cut: bool) -> OutputItem:
-        """Fill in the output item of a content block, and return the item.
+        """Set the content and the status of a block's output item, and return the item.
 
         `is_cut` tells whether the block is incomplete.
         """
@@ -257,7 +257,7 @@ class ResponsesEncoder:
             self._body.timings = timings_body(event.usage, event.timings)
 
     def _finish(self, event: events.AnswerFinished) -> sent.StreamEvent:
-        """Complete the response, store it for later requests, and return its last event."""
+        """Complete the response object, store it for later requests, and return the last event."""
         body = self._body
         body.usage = usage_body(event.usage, event.num_reasoning)
         if body.incomplete_details is None:
@@ -271,7 +271,7 @@ class ResponsesEncoder:
         return sent.ResponseIncomplete(body)
 
     def _fail(self, event: events.StreamFailed) -> sent.StreamEvent:
-        """End the response with an error, and return its last event.
+        """End the response with an error, and return the last event.
 
         The response is stored, so that clients can read the error.
         """
@@ -284,7 +284,7 @@ class ResponsesEncoder:
         return sent.ResponseFailed(self._body)
 
     def _store(self) -> None:
-        """Store the response for later requests.
+        """Store the response, so that clients can read it and later requests can continue it.
 
         The response's field `store` then tells whether it was stored with its conversation.
         """
@@ -292,15 +292,15 @@ class ResponsesEncoder:
         exchange = exchange_of(self._info)
         ids = [item.id for item in body.output]
         response = exchange.response(body.id, encode_json(body), ids)
-        body.store = exchange.keep(response, self._queued)
+        body.store = exchange.store_complete(response, self._queued)
         if self._queued is not None and not body.store:
-            exchange.keep_alone(self._queued, encode_json(body), ids)
+            exchange.store_alone(self._queued, encode_json(body), ids)
         if body.status not in {"failed", "cancelled"}:
             exchange.join_conversation(response)
 
 
 def _add_empty_part(item: OutputItem) -> OutputPart | None:
-    """Give an output item an empty text part, and return the part.
+    """Give an output item its first text part, still empty, and return the part.
 
     Returns None for tool calls, which have no parts.
     """

@@ -1,4 +1,4 @@
-"""The fields of a request to `/v1/responses`."""
+"""The body of a request to `/v1/responses`, and which of its fields exclude each other."""
 
 from __future__ import annotations
 
@@ -36,18 +36,21 @@ Echoed = Annotated[Label | None, field.doc("Returned with the answer."), field.D
 
 
 class TextSchema(NamedSchema, tag_field="type", tag="json_schema"):
-    """An answer format: JSON that fits a schema."""
+    """The `text.format` of JSON that fits a schema."""
 
 
 class TextConfig(field.RequestObject):
-    """The options for the answer's text, such as its format."""
+    """The field `text` of a request: the answer's format."""
 
     format: Text | JsonObject | TextSchema | None = None
     verbosity: Annotated[Any, field.hint("medium")] = None
 
 
 class ReasoningConfig(field.RequestObject):
-    """The options for reasoning; the response has the reasoning itself, not a summary."""
+    """The field `reasoning` of a request: how much the model reasons.
+
+    The response has the reasoning itself, not a summary.
+    """
 
     effort: ReasoningEffort = None
 
@@ -58,20 +61,20 @@ class ReasoningConfig(field.RequestObject):
 
 
 class ResponseStreamOptions(StreamOptions):
-    """Options for the events of a streamed response."""
+    """The field `stream_options` of a request."""
 
     include_usage: Annotated[bool | None, field.doc("The last event always has the usage.")] = None
     include_obfuscation: field.HintOff = None
 
 
 class ConversationReference(field.RequestObject):
-    """A reference to a stored conversation."""
+    """The field `conversation` of a request: the stored conversation that it continues."""
 
     id: str
 
 
 class ResponsesRequest(CommonFields):
-    """The body of a request. Items are decoded one by one, since some have no type."""
+    """The body of a request to `/v1/responses`. Items are decoded later: some have no type."""
 
     input: Annotated[
         str | list[dict[str, Any]] | None,
@@ -159,7 +162,7 @@ def conversation_id(request: ResponsesRequest) -> str | None:
 
 
 def check(request: ResponsesRequest) -> None:
-    """Check that the fields of a request to `/v1/responses` can be combined.
+    """Check that no two fields of a `/v1/responses` request contradict each other.
 
     Raises:
         RequestError: a field cannot be combined with another field.

@@ -45,7 +45,7 @@ class Deleted(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class StoredResponses:
-    """The HTTP endpoints of stored responses, which may still run in the background."""
+    """The HTTP handlers of `/v1/responses/{id}` and the paths below it."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class StoredResponses:
         runs: BackgroundRuns,
         options: ServeOptions,
     ) -> None:
-        """Serve the responses of all tenants.
+        """Create the handlers, which serve all tenants.
 
         Args:
-            tenant_of: returns the sender of a request.
-            runs: the responses in the background.
+            tenant_of: returns the tenant that sent a request, with its stored responses.
+            runs: the responses that are computed in the background.
             options: the options of the server, for streams.
         """
         self._tenant_of = tenant_of
@@ -65,7 +65,7 @@ class StoredResponses:
         self._options = options
 
     def routes(self) -> list[Route]:
-        """Return the routes of /v1/responses/{id} and the paths below it."""
+        """Return the routes of `/v1/responses/{id}` and the paths below it."""
         items_path = f"{PATH}/input_items"
         cancel_path = f"{PATH}/cancel"
         return [
@@ -75,7 +75,7 @@ class StoredResponses:
         ]
 
     async def response(self, request: Request) -> Any:
-        """Answer GET and DELETE of a stored response.
+        """Answer GET or DELETE of a stored response.
 
         GET returns the response in its present state, or streams its events. DELETE cancels it if
         it still runs, and deletes it.
@@ -109,7 +109,7 @@ class StoredResponses:
         return to_json(await asyncio.to_thread(_list_input_items, stored, query))
 
     async def cancel(self, request: Request) -> Response:
-        """Answer POST of /cancel: stop a background response if it runs, and return it."""
+        """Answer POST of `/cancel`: stop a background response if it still runs, and return it."""
         stored = self._find(request)
         if (run := self._runs.find(stored.id)) is not None:
             await run.cancel()
@@ -131,9 +131,12 @@ class StoredResponses:
 
 
 def _starting_after(query: dict[str, str]) -> int | None:
-    """Return the query parameter `starting_after`: the last event that a client has.
+    """Return the query parameter `starting_after`: the number of the last event that a client has.
 
-    None if the client has no event. Raises RequestError.
+    Returns None if the client has no event.
+
+    Raises:
+        RequestError: the parameter is not the number of an event.
     """
     text = query.get("starting_after")
     if text is None:
@@ -144,7 +147,7 @@ def _starting_after(query: dict[str, str]) -> int | None:
 
 
 def _list_input_items(stored: StoredResponse, query: dict[str, str]) -> ItemList:
-    """Return a part of the items that precede a stored response, as the query asks.
+    """Return the part of a stored response's input items that a query asks for.
 
     These are the items of the earlier turns of its conversation, and of its request.
     """

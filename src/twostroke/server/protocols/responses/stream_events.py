@@ -23,7 +23,7 @@ class ResponseCreated(StreamEvent, tag="response.created"):
 
 
 class ResponseQueued(StreamEvent, tag="response.queued"):
-    """The second event of a background response, which waits in the queue."""
+    """The second event of a streamed background response, which waits in the queue."""
 
     response: ResponseBody
 
@@ -35,14 +35,14 @@ class ResponseInProgress(StreamEvent, tag="response.in_progress"):
 
 
 class OutputItemAdded(StreamEvent, tag="response.output_item.added"):
-    """An event that begins an output item."""
+    """The event of a streamed response that begins an output item."""
 
     output_index: int
     item: OutputItem
 
 
 class ContentPartAdded(StreamEvent, tag="response.content_part.added"):
-    """An event that begins a part of an output item."""
+    """The event of a streamed response that begins a part of an output item."""
 
     item_id: str
     output_index: int
@@ -51,7 +51,7 @@ class ContentPartAdded(StreamEvent, tag="response.content_part.added"):
 
 
 class OutputTextDelta(StreamEvent, tag="response.output_text.delta"):
-    """An event with the next text of a message."""
+    """The event of a streamed response with the next text of a message."""
 
     item_id: str
     output_index: int
@@ -61,7 +61,7 @@ class OutputTextDelta(StreamEvent, tag="response.output_text.delta"):
 
 
 class OutputTextDone(StreamEvent, tag="response.output_text.done"):
-    """An event with the complete text of a message."""
+    """The event of a streamed response with the complete text of a message."""
 
     item_id: str
     output_index: int
@@ -71,7 +71,7 @@ class OutputTextDone(StreamEvent, tag="response.output_text.done"):
 
 
 class ReasoningTextDelta(StreamEvent, tag="response.reasoning_text.delta"):
-    """An event with the next text of the reasoning."""
+    """The event of a streamed response with the next text of the reasoning."""
 
     item_id: str
     output_index: int
@@ -80,7 +80,7 @@ class ReasoningTextDelta(StreamEvent, tag="response.reasoning_text.delta"):
 
 
 class ReasoningTextDone(StreamEvent, tag="response.reasoning_text.done"):
-    """An event with the complete text of the reasoning."""
+    """The event of a streamed response with the complete text of the reasoning."""
 
     item_id: str
     output_index: int
@@ -89,7 +89,7 @@ class ReasoningTextDone(StreamEvent, tag="response.reasoning_text.done"):
 
 
 class ContentPartDone(StreamEvent, tag="response.content_part.done"):
-    """An event with a complete part of an output item."""
+    """The event of a streamed response with a complete part of an output item."""
 
     item_id: str
     output_index: int
@@ -98,7 +98,7 @@ class ContentPartDone(StreamEvent, tag="response.content_part.done"):
 
 
 class CallArgumentsDelta(StreamEvent, tag="response.function_call_arguments.delta"):
-    """An event with the next piece of a function call's arguments."""
+    """The event of a streamed response with the next piece of a function call's arguments."""
 
     item_id: str
     output_index: int
@@ -106,7 +106,7 @@ class CallArgumentsDelta(StreamEvent, tag="response.function_call_arguments.delt
 
 
 class CallArgumentsDone(StreamEvent, tag="response.function_call_arguments.done"):
-    """An event with the complete arguments of a function call."""
+    """The event of a streamed response with the complete arguments of a function call."""
 
     item_id: str
     output_index: int
@@ -115,7 +115,7 @@ class CallArgumentsDone(StreamEvent, tag="response.function_call_arguments.done"
 
 
 class CustomInputDelta(StreamEvent, tag="response.custom_tool_call_input.delta"):
-    """An event with the next piece of a custom tool call's input."""
+    """The event of a streamed response with the next piece of a custom tool call's input."""
 
     item_id: str
     output_index: int
@@ -123,7 +123,7 @@ class CustomInputDelta(StreamEvent, tag="response.custom_tool_call_input.delta")
 
 
 class CustomInputDone(StreamEvent, tag="response.custom_tool_call_input.done"):
-    """An event with the complete input of a custom tool call."""
+    """The event of a streamed response with the complete input of a custom tool call."""
 
     item_id: str
     output_index: int
@@ -131,32 +131,32 @@ class CustomInputDone(StreamEvent, tag="response.custom_tool_call_input.done"):
 
 
 class OutputItemDone(StreamEvent, tag="response.output_item.done"):
-    """An event with a complete output item."""
+    """The event of a streamed response with a complete output item."""
 
     output_index: int
     item: OutputItem
 
 
 class ResponseCompleted(StreamEvent, tag="response.completed"):
-    """The last event of a response that is complete."""
+    """The last event of a streamed response that is complete."""
 
     response: ResponseBody
 
 
 class ResponseIncomplete(StreamEvent, tag="response.incomplete"):
-    """The last event of a response that reached the token limit, or was cancelled."""
+    """The last event of a streamed response that reached the token limit, or was cancelled."""
 
     response: ResponseBody
 
 
 class ResponseFailed(StreamEvent, tag="response.failed"):
-    """The last event of a response that failed."""
+    """The last event of a streamed response that failed."""
 
     response: ResponseBody
 
 
 class StreamError(StreamEvent, tag="error"):
-    """The event of a stream that ends before its response does; the response can be retrieved."""
+    """The last event of a stream that ends before its response does; clients can read it later."""
 
     code: str | None
     message: str

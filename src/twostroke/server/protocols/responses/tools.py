@@ -1,4 +1,4 @@
-"""The tools and tool choices of the Responses protocol, and their translation for the engine."""
+"""The tools and tool choices of the Responses API, and their translation for the engine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from msgspec.structs import replace
 from twostroke.server.body import field
 from twostroke.server.protocols.common.tools import (
     MAX_TOOLS,
-    FreeText,
     FunctionBody,
     FunctionName,
     GrammarDefinition,
     NamedCustom,
     NamedFunction,
     Text,
+    TextInputTool,
     check_name,
-    only_allowed,
+    restrict_tools,
     to_tools,
 )
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class FunctionTool(FunctionBody, tag_field="type", tag="function"):
-    """A function that the client runs; the server runs no tools."""
+    """An entry of `tools`: a function that the client runs; the server runs no tools."""
 
     allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None
     defer_loading: field.HintOff = None
@@ -38,16 +38,16 @@ class FunctionTool(FunctionBody, tag_field="type", tag="function"):
     output_schema: field.Hint = None
 
     def offered(self) -> FunctionBody:
-        """Return the function in the form in which it is shown to the model."""
+        """Return the function, in the form that `to_tools` takes from all protocols."""
         return self
 
 
 class TextGrammar(GrammarDefinition, tag_field="type", tag="grammar"):
-    """The format of a custom tool's input: text that a grammar allows."""
+    """The `format` of a custom tool whose input a grammar restricts."""
 
 
 class CustomTool(field.TaggedObject, tag="custom"):
-    """A custom tool that the client runs; its input is a text."""
+    """An entry of `tools`: a custom tool that the client runs; its input is a text."""
 
     name: FunctionName
     description: str | None = None
@@ -56,12 +56,12 @@ class CustomTool(field.TaggedObject, tag="custom"):
     defer_loading: field.HintOff = None
     is_async: field.HintOff = msgspec.field(default=None, name="async")
 
-    def offered(self) -> FreeText:
-        """Return this custom tool in the form that all protocols share."""
+    def offered(self) -> TextInputTool:
+        """Return the custom tool, in the form that `to_tools` takes from all protocols."""
         grammar = self.format
         if not isinstance(grammar, TextGrammar):
-            return FreeText(self.name, self.description)
-        return FreeText(
+            return TextInputTool(self.name, self.description)
+        return TextInputTool(
             self.name,
             self.description,
             syntax=grammar.syntax,
@@ -71,7 +71,7 @@ class CustomTool(field.TaggedObject, tag="custom"):
 
 
 class NamespaceTool(field.TaggedObject, tag="namespace"):
-    """Tools with a common namespace; the model sees them as `namespace.name`."""
+    """An entry of `tools`: several tools with a namespace; the model sees `namespace.name`."""
 
     name: FunctionName
     tools: Annotated[
@@ -84,15 +84,15 @@ ResponsesTool = FunctionTool | CustomTool | NamespaceTool
 
 
 class NamedTool(NamedFunction, tag_field="type", tag="function"):
-    """A tool choice by which the answer must call the named function."""
+    """The `tool_choice` by which the answer must call the named function."""
 
 
 class NamedCustomTool(NamedCustom, tag_field="type", tag="custom"):
-    """A tool choice by which the answer must call the named custom tool."""
+    """The `tool_choice` by which the answer must call the named custom tool."""
 
 
 class AllowedChoice(field.TaggedObject, tag="allowed_tools"):
-    """A tool choice by which only some tools may be called; the model sees all tools."""
+    """The `tool_choice` that allows only some tools; the model still sees all tools."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool | NamedCustomTool], field.unknown_left_out()]
@@ -104,12 +104,12 @@ Choice = Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | All
 def read_tools(
     tools: Sequence[ResponsesTool] | None, choice: Choice | None, *, parallel: bool | None
 ) -> Tools | None:
-    """Check a request's tools and tool choice; return the tools that the answer may call.
+    """Translate a request's `tools` and `tool_choice`; return the tools that the answer may call.
 
     Returns None if the answer may call no tool.
 
     Raises:
-        RequestError: as `to_tools`, or the choice names a function that does not exist.
+        RequestError: a tool is not valid, or the choice names a tool that does not exist.
     """
     mode = choice.mode if isinstance(choice, AllowedChoice) else choice
     tool_fields = []
@@ -120,11 +120,11 @@ def read_tools(
     all_tools = to_tools(callable_tools, mode, parallel=parallel, tool_fields=tool_fields)
     if not isinstance(choice, AllowedChoice):
         return all_tools
-    return only_allowed(all_tools, choice.tools, mode=choice.mode, where="tool_choice.tools")
+    return restrict_tools(all_tools, choice.tools, mode=choice.mode, where="tool_choice.tools")
 
 
 def split_name(name: str, tools: Sequence[ResponsesTool] | None) -> tuple[str, str | None]:
-    """Split the name of a called tool into the tool's name and its namespace.
+    """Split the name that the model called, `namespace.name`, into name and namespace.
 
     The namespace is None for a tool without one.
     """
@@ -137,10 +137,8 @@ def split_name(name: str, tools: Sequence[ResponsesTool] | None) -> tuple[str, s
     return name, None
 
 
-def _flatten(tools: Sequence[ResponsesTool]) -> Iterator[tuple[str, FunctionBody | FreeText]]:
-    """Yield each tool of a request with its path in the request.
-
-    Tools in a namespace are yielded one by one, by their full names.
+def _flatten(tools: Sequence[ResponsesTool]) -> Iterator[tuple[str, FunctionBody | TextInputTool]]:
+    """Yield each tool of a request with its path in the request, tools in namespaces one by one.
 
     Raises:
         RequestError: a name is not valid.
