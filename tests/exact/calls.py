@@ -165,7 +165,7 @@ def _ask(llm: LLM, system: str, given: argparse.Namespace) -> Counter[str]:
         prompt = chat_of(card).render(
             [*messages, {"role": "user", "content": text}], tools.prompt_tools
         )
-        turns.append(chat_of(card).turn(prompt, tools))
+        turns.append(chat_of(card).prepare_answer(prompt, tools))
         wanted.append(name)
     params = SamplingParams(max_tokens=given.tokens, temperature=given.temperature, seed=0)
     answers = llm.generate(
@@ -174,12 +174,12 @@ def _ask(llm: LLM, system: str, given: argparse.Namespace) -> Counter[str]:
     )
     kinds = Counter[str]()
     for turn, name, [answer] in zip(turns, wanted, answers, strict=True):
-        reader = turn.reading().reader(card.tokenizer)
+        reader = turn.answer_format().reader(card.tokenizer)
         pieces = reader.take(answer)
         names = [piece.name for piece in pieces if isinstance(piece, CallBegin)]
         text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
         kind = _kind(name, names, text, is_whole=reader.has_whole_calls)
-        if kind == "calls" and turn.reading().form.mark not in answer.text:
+        if kind == "calls" and turn.answer_format().form.mark not in answer.text:
             kind = "calls without marks"
         kinds[kind] += 1
         if given.show and kind != "calls":

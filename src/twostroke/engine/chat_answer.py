@@ -87,7 +87,7 @@ def encode_conversation(
         thinking=Thinking(variables=dict(variables)) if variables else AS_IT_IS,
     )
     last = messages[-1]
-    turn = chat.turn(
+    turn = chat.prepare_answer(
         prompt,
         tools,
         params.constraint,
@@ -97,7 +97,7 @@ def encode_conversation(
     tokens = encode_rendered(card, turn.prompt)
     hints = to_hints(card, options.get("speculate", "auto"), options.get("prediction", ""))
     functions = () if tools is None else tools.functions
-    return tokens, turn.constrained(params), hints, turn.reading(), functions
+    return tokens, turn.constrained(params), hints, turn.answer_format(), functions
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]], choice: str = "auto") -> Tools | None:

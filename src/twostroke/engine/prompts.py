@@ -191,7 +191,7 @@ def encode_turn(
         ContextLengthError: the conversation has more tokens than the context.
     """
     chat = chat_of(card)
-    turn = chat.turn(chat.render(messages))
+    turn = chat.prepare_answer(chat.render(messages))
     return encode_rendered(card, turn.prompt), turn.constrained(params)
 
 

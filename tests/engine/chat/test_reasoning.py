@@ -30,7 +30,7 @@ def tokenizer_of(template: str, *marks: str) -> Tokenizer:
 def preface(template: str, messages: list[dict[str, str]], **asked: Any) -> ReasoningSection | None:
     chat = Chat(tokenizer_of(template))
     thinking = Thinking(**asked) if asked else Thinking()
-    return chat.turn(chat.render(messages, thinking=thinking)).preface
+    return chat.prepare_answer(chat.render(messages, thinking=thinking)).preface
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_where_the_prompt_leaves_off_decides(
 
 def test_tokens_of_the_vocabulary_are_marks_too() -> None:
     chat = Chat(tokenizer_of(CHATML, "<think>", "</think>"))
-    assert chat.turn(chat.render([USER])).preface == ANEW
+    assert chat.prepare_answer(chat.render([USER])).preface == ANEW
     with pytest.raises(RequestError, match="does not support reasoning"):
         chat.render([USER], thinking=Thinking(True, param="thinking"))
 
@@ -91,7 +91,7 @@ def test_a_text_that_is_gone_on_from_may_end_in_reasoning(
     chat = Chat(tokenizer_of(talkers.THINKS))
     messages = [USER, {"role": "assistant", "content": text}]
     prompt = chat.render(messages, continue_final_message=True)
-    assert chat.turn(prompt, continued=text).preface == expected
+    assert chat.prepare_answer(prompt, continued=text).preface == expected
 
 
 def test_effort_reaches_a_template_that_knows_it() -> None:
@@ -152,7 +152,7 @@ def test_reasoning_that_each_prompt_opens_is_closed_at_once(asked: dict[str, Any
     assert chat.render([USER]).text.endswith("assistant\n<think>\n")
     prompt = chat.render([USER], thinking=Thinking(**asked, param="the_field"))
     assert prompt.text.endswith("assistant\n<think>\n\n</think>\n\n")
-    assert chat.turn(prompt).preface is None
+    assert chat.prepare_answer(prompt).preface is None
     begun = chat.render(
         [USER], thinking=Thinking(**asked, param="the_field"), add_generation_prompt=False
     )
@@ -194,9 +194,9 @@ def test_a_field_that_contradicts_a_switch_is_told(
     if switch := asked.pop("off", None):
         asked["variables"] = {switch: False}
     chat = Chat(tokenizer_of(template))
-    followed, errors = chat.follow(Thinking(**asked, param="field"))
+    followed, errors = chat.supported_thinking(Thinking(**asked, param="field"))
     assert [error.field for error in errors] == ignored
-    assert chat.turn(chat.render([USER], thinking=followed)).preface == expected
+    assert chat.prepare_answer(chat.render([USER], thinking=followed)).preface == expected
 
 
 @pytest.mark.parametrize("asked", [{"is_on": False}, {"effort": "none"}])

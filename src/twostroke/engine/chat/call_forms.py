@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 class Unmarked(Enum):
-    """Which JSON objects at the beginning of an answer count as tool calls without call marks."""
+    """Which answers count as tool calls although the model left out the call marks.
+
+    Such an answer begins with a JSON object that names a function: ALL of these answers, only
+    FENCED ones (in a Markdown fence), or NONE.
+    """
 
     ALL = "all"
     FENCED = "fenced"  # only objects in a Markdown fence
@@ -59,17 +63,17 @@ class CallForm(Frozen, kw_only=True):
 
     @property
     def opening(self) -> str:
-        """The text from the first mark of tool calls up to the first call's name."""
+        """The text that a model writes from the first call mark up to the first call's name."""
         return f"{self.begin}{self.head}"
 
     @property
     def all_marks(self) -> tuple[str, ...]:
-        """All texts of this form of tool calls that may be special tokens."""
+        """All texts in this form of tool calls that may be special tokens of the vocabulary."""
         return tuple(filter(None, (self.mark, self.id_mark, *self.marks)))
 
     @property
     def is_list(self) -> bool:
-        """Whether several tool calls share one beginning and one end."""
+        """Whether the calls of an answer share one beginning and one end."""
         return bool(self.begin)
 
     def name(self, name: str) -> str:
@@ -89,10 +93,11 @@ class CallForm(Frozen, kw_only=True):
         return self.write([("the function's name", '{"the argument\'s name": "its value"}')])
 
     def fits(self, before: str, after: str) -> bool:
-        """Whether an answer's only tool call has this form, from the texts around its name.
+        """Whether a test conversation's tool call was rendered in this form.
 
-        `before` is the answer up to the name. `after` begins after the name, and may have text
-        after the call. Blanks are ignored.
+        Used to find the form that a chat template writes. `before` is the rendered answer up to the
+        function's name, `after` the text from the end of the name, perhaps with more text after the
+        call. Blanks are ignored.
         """
         quote = '"' if self.is_quoted else ""
         opening = _without_blanks(self.opening + quote)
@@ -175,5 +180,5 @@ FORMS: Final[dict[str, CallForm]] = {
 
 
 def _without_blanks(text: str) -> str:
-    """Return a text of a prompt or an answer without blanks, for comparison."""
+    """Return a text without its blanks, to compare rendered texts."""
     return "".join(text.split())

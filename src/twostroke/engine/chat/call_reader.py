@@ -85,13 +85,13 @@ Piece = TextPiece | ReasoningPiece | CallBegin | ArgumentsPiece
 
 
 class CallReader:
-    """Separates a streamed answer's text from its tool calls.
+    """Separates a streamed answer's text from the tool calls in it.
 
-    Each piece is returned once it is certain. Blanks around calls are dropped. Some models leave
-    out the marks of calls, or write a Markdown fence in their place: an answer that begins with an
-    object that names a function is a call, too. Braces around a call may be doubled, as in the
-    examples of some templates. Text that begins like a call, but is no call, stays text. Reading
-    takes linear time.
+    Each piece of text or of a call is returned as soon as it is certain. Blanks around calls are
+    dropped. Some models leave out the call marks, or write a Markdown fence instead: an answer that
+    begins with a JSON object that names a function is then a call, too. Braces around a call may be
+    doubled, as in the examples of some templates. Text that begins like a call, but is no call,
+    stays text. Reading takes linear time.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class CallReader:
         self._pending_text = ""  # text that was not returned yet, except the text before `_offset`
         self._offset = 0
         self._text_of_call = ""  # it is text if no call follows
-        self._trim = Trim()
+        self._trim = BlankTrimmer()
         self._tails: list[regex.Pattern[str]] = []  # may follow the arguments of this call
         self._is_bare = False  # whether this call has no marks
         self._depth = 0  # of the arguments
@@ -174,9 +174,9 @@ class CallReader:
     def _match(self, pattern: regex.Pattern[str]) -> tuple[regex.Match[str] | None, bool]:
         """Match a regular expression with the part of the answer that was not read yet.
 
-        Returns the match, and whether more text could give a match. At most `_MAX_HELD_CHARS`
-        characters are matched, so that the result does not depend on the sizes of the pieces of
-        text.
+        Returns the match, and whether the match may still come with more text. At most
+        `_MAX_HELD_CHARS` characters are matched, so that the result does not depend on how the
+        stream is cut.
         """
         end = self._offset + _MAX_HELD_CHARS + 1
         match = pattern.match(self._pending_text, pos=self._offset, endpos=end, partial=True)
@@ -185,9 +185,10 @@ class CallReader:
         return match, False
 
     def _start(self, pieces: list[Piece]) -> bool:
-        """Read the answer's first text: look for a tool call without marks.
+        """Read the beginning of an answer, or of the text after a call without call marks.
 
-        In an answer with either calls or text, also look for a mark. Returns False to wait for more
+        Looks for a tool call without call marks. If the answer has either calls or text
+        (`is_pure`), it must begin with a call mark to have calls. Returns False to wait for more
         text.
         """
         match, is_open = None, False
@@ -213,7 +214,7 @@ class CallReader:
         return True
 
     def _only_text(self, pieces: list[Piece]) -> bool:
-        """Read the rest of the answer as text, since it has no tool calls."""
+        """Read the rest of the answer as text: it was decided that the answer has no tool calls."""
         if text := self._trim.feed(self._pending_text[self._offset :]):
             pieces.append(TextPiece(text))
         self._offset = len(self._pending_text)
@@ -242,14 +243,14 @@ class CallReader:
         return is_marked
 
     def _head(self, pieces: list[Piece]) -> bool:
-        """Read the name of the first tool call after a mark.
+        """Read the text from a call mark to the end of the first tool call's name.
 
         Returns False to wait for more text.
         """
         return self._name(self._patterns.first, pieces)
 
     def _next(self, pieces: list[Piece]) -> bool:
-        """Read the name of another tool call in a list, or the end of the list.
+        """Read the next call's name in a list of tool calls, or the end of the list.
 
         Returns False to wait for more text.
         """
@@ -263,7 +264,7 @@ class CallReader:
         return self._name(self._patterns.next_call, pieces)
 
     def _name(self, pattern: regex.Pattern[str], pieces: list[Piece]) -> bool:
-        """Read the text of a tool call, with its name, before the arguments.
+        """Read the text of a tool call up to its arguments, by a pattern that has the name.
 
         Returns False to wait for more text.
         """
@@ -288,8 +289,11 @@ class CallReader:
         return _parse_json_string(written) if self._form.is_quoted else written
 
     def _begin(self, name: str, offset: int, pieces: list[Piece]) -> None:
-        """Begin a tool call whose arguments begin at an offset of the pending text."""
-        self._trim = Trim(skips_first=True)  # blanks around a call are dropped
+        """Begin a tool call: add a piece with its name.
+
+        The arguments begin at `offset` of the text that was not read yet.
+        """
+        self._trim = BlankTrimmer(skips_first=True)  # blanks around a call are dropped
         self._text_of_call = ""
         pieces.append(CallBegin(self.num_calls, name))
         self._offset = offset
@@ -327,7 +331,7 @@ class CallReader:
         return False
 
     def _add_arguments(self, end: int, pieces: list[Piece]) -> None:
-        """Add a piece with a tool call's arguments up to an offset of the pending text."""
+        """Add a piece with the tool call's next arguments, up to an offset of the unread text."""
         pieces.append(ArgumentsPiece(self.num_calls - 1, self._pending_text[self._offset : end]))
         self._offset = end
 
@@ -354,12 +358,12 @@ class CallReader:
         return True
 
     def _leave(self) -> None:
-        """Continue after the tool calls: with text, or with another call without marks."""
+        """Go from the end of a tool call to the state that reads text or further calls."""
         self._state = self._start if self._is_bare else self._text
 
 
-class Trim:
-    """Removes blanks at the end of streamed text and, with `skips_first`, at its start."""
+class BlankTrimmer:
+    """Removes blanks at the end of a streamed text and, with `skips_first`, at its start."""
 
     def __init__(self, *, skips_first: bool = False) -> None:
         self._skips = skips_first
@@ -379,13 +383,13 @@ class Trim:
         return text[:end]
 
     def finish(self) -> str:
-        """Return the blanks at the end of the text, which were held back."""
+        """Return the blanks at the end of the text, which were not returned before."""
         blank, self._blank = self._blank, ""
         return blank
 
 
 class _FormPatterns(Frozen):
-    """The regular expressions of a form of tool calls, for the text around arguments.
+    """Regular expressions for the text around the arguments of tool calls in one form.
 
     They are possessive, so that reading takes linear time.
     """
@@ -398,7 +402,7 @@ class _FormPatterns(Frozen):
 
 @cache
 def _patterns_of(form: CallForm) -> _FormPatterns:
-    """Return the regular expressions that read tool calls of a form."""
+    """Return the regular expressions for reading tool calls in one form."""
     name = (
         rf'"(?:[^"\\]|\\.){{1,{_MAX_NAME_CHARS}}}+"'
         if form.is_quoted
@@ -420,10 +424,10 @@ def _patterns_of(form: CallForm) -> _FormPatterns:
 
 
 def _loose_pattern(text: str) -> str:
-    """Return a regular expression of a call's mark with any blanks between words and signs.
+    """Return a regular expression of a call mark that also matches what models write instead.
 
-    Braces before the last sign may be doubled. The last sign may not: the pattern would match
-    before the second brace has arrived.
+    Any blanks may stand between its words and signs, and a brace may be doubled, but not as the
+    last sign: the pattern would match before the second brace has arrived.
     """
     *signs, last = [part for part in _TOKENS.findall(text) if not part.isspace()] or [""]
     before = "".join(rf"\s*+{regex.escape(sign)}{_DOUBLED.get(sign, '')}" for sign in signs)
@@ -431,9 +435,9 @@ def _loose_pattern(text: str) -> str:
 
 
 def _parse_json_string(written: str) -> str | None:
-    """Return the value of a JSON string.
+    """Return the text of a JSON string literal.
 
-    None if the string is not valid or has lone surrogates.
+    None if the literal is not valid or has lone surrogates.
     """
     try:
         text: str = json.loads(written)

@@ -38,9 +38,10 @@ _TOOL_SCHEMA: Final[dict[str, Any]] = {
 
 
 class TemplateCapabilities(Frozen):
-    """The features of tool calls that a chat template supports.
+    """The features of tools and tool calls that a chat template supports.
 
-    Other features are written as text.
+    Features that the template lacks are replaced: tools, calls and results then become text of
+    other messages.
 
     Attributes:
         form: how the model writes calls.
@@ -66,7 +67,7 @@ class TemplateCapabilities(Frozen):
 
 
 def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateCapabilities:
-    """Find out by test conversations how a chat template supports tools, calls and results."""
+    """Render test conversations to find how a chat template supports tools, calls and results."""
     probe = _Probe(template)
     rendered = probe.render([_USER])
     shows_tools = _TOOL in rendered
@@ -92,9 +93,11 @@ def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateC
 
 
 def _without_calls(probe: _Probe, rendered: str, tokenizer: Tokenizer) -> TemplateCapabilities:
-    """Return the capabilities of a chat template that does not write tool calls.
+    """Return the capabilities of a chat template that does not write the tool calls of messages.
 
-    `rendered` is a prompt for which the template got a tool.
+    `rendered` is a prompt for which the template was given a tool. If the prompt shows the tool,
+    the form of calls is found in its instructions; otherwise the vocabulary's special tokens tell
+    the form.
     """
     forms = FORMS.values()
     if _TOOL in rendered:
@@ -115,7 +118,11 @@ _NONE: Final = TemplateCapabilities()
 
 
 class _Probe(Frozen):
-    """Renders test conversations with a chat template, with one variant of tool calls."""
+    """Renders test conversations that have tool calls with a chat template.
+
+    Templates differ in the tool calls that they accept: the probe's fields are one variant of the
+    call's id, of the message's content, and of arguments as text or as an object.
+    """
 
     template: ChatTemplate
     call_id: str = _CALL_IDS[0]
@@ -135,12 +142,12 @@ class _Probe(Frozen):
             return ""
 
     def reads_system(self) -> bool:
-        """Whether the template shows tools that the system message has as `tools`."""
+        """Whether the template shows tools that stand in the system message's field `tools`."""
         system = {"role": "system", "content": "", "tools": json.dumps([_TOOL_SCHEMA])}
         return _TOOL in self.render([system, _USER], has_tools=False)
 
     def find_form(self) -> CallForm | None:
-        """Return the form of tool calls in a rendered test conversation.
+        """Return the form in which the template writes tool calls, from a test conversation.
 
         None if the template writes no calls, or writes them in an unknown form.
         """
@@ -155,17 +162,20 @@ class _Probe(Frozen):
         return next((form for form in FORMS.values() if form.fits(before, after)), None)
 
     def writes_results(self, *, has_calls: bool = True) -> bool:
-        """Whether the template shows messages of the role tool, which have results of calls."""
+        """Whether the template shows the results of tools, which are messages of the role tool."""
         answer = self._answer(_CALL) if has_calls else {"role": "assistant", "content": "Let me"}
         result = {"role": "tool", "content": _ANSWER, "tool_call_id": self.call_id, "name": _CALL}
         return _ANSWER in self.render([_USER, answer, result])
 
     def size(self) -> int:
-        """Return the number of characters of a rendered test conversation with a tool call."""
+        """Return the length in characters of a rendered test conversation with a tool call.
+
+        The variant of an empty content that renders shorter is chosen.
+        """
         return len(self.render([_USER, self._answer(_CALL)]))
 
     def takes_several(self) -> bool:
-        """Whether the template shows two tool calls of one answer."""
+        """Whether the template shows both of two tool calls in one answer."""
         return _OTHER_CALL in self.render([_USER, self._answer(_CALL, _OTHER_CALL)])
 
     def _answer(self, *names: str) -> dict[str, Any]:

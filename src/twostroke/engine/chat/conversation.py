@@ -71,9 +71,10 @@ class PreparedChat(Frozen):
     continues: bool = False
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters with the constraints of tool calls and the reasoning section.
+        """Return a request's sampling parameters with constraints for tool calls and reasoning.
 
-        The marks of both stay in the output, although they may be special tokens.
+        Marks of calls and of reasoning stay in the output's text, although they may be special
+        tokens.
         """
         if self._drops_space(params):
             params = replace(params, drops_space=True)
@@ -88,7 +89,7 @@ class PreparedChat(Frozen):
         return replace(params, constraint=constraint, preface=self.preface, shown_ids=shown_ids)
 
     def _drops_space(self, params: SamplingParams) -> bool:
-        """Whether to drop a space at the start of the answer that the tokenizer has added.
+        """Whether the space that the tokenizer adds at the start of an answer is dropped.
 
         With a client's constraint nothing is dropped: the answer has exactly the allowed text.
         """
@@ -97,8 +98,8 @@ class PreparedChat(Frozen):
         begins_inside = self.preface is not None and not self.preface.begin
         return params.constraint is None or begins_inside
 
-    def reading(self, *, splits_reasoning: bool = True) -> AnswerFormat:
-        """Return the format in which answers are read.
+    def answer_format(self, *, splits_reasoning: bool = True) -> AnswerFormat:
+        """Return the format by which the answer's reasoning, text and tool calls are separated.
 
         Without `splits_reasoning`, reasoning stays in the text.
         """
@@ -119,8 +120,11 @@ class PreparedChat(Frozen):
         )
 
 
-class TriedTemplate:
-    """A compiled chat template, and its properties, which are found by trial on first use."""
+class ProbedTemplate:
+    """A compiled chat template, with properties that are found by rendering test conversations.
+
+    Each property is found when it is used first.
+    """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self.template = template
@@ -153,9 +157,9 @@ class TriedTemplate:
 
     @cached_property
     def _without_tools(self) -> list[Any] | None:
-        """The value of the chat template's variable `tools` for a request without tools.
+        """The value of the chat template's variable `tools` for requests without tools.
 
-        Some templates fail without a list.
+        None, or an empty list for templates that fail on None.
         """
         user = [{"role": "user", "content": "Hello"}]
         choices: tuple[list[Any] | None, ...] = (None, [])
@@ -170,19 +174,19 @@ class TriedTemplate:
     @cached_property
     def _needs_parts(self) -> bool:
         """Whether message content must be a list of parts: the chat template fails on a text."""
-        text = "probed text"
+        text = "tried text"
         parts = [{"type": "text", "text": text}]
         return not self._shows_content(text) and self._shows_content(parts)
 
     def _shows_content(self, content: object) -> bool:
         user = [{"role": "user", "content": content}]
         try:
-            return "probed text" in self.template.render(user, tools=self._without_tools).text
+            return "tried text" in self.template.render(user, tools=self._without_tools).text
         except TwostrokeError:
             return False
 
     def _shows(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether the chat template accepts a conversation and writes all of its texts."""
+        """Whether the chat template accepts a test conversation and writes all of its texts."""
         try:
             rendered = self.template.render(
                 self._in_parts(fit_to_template(messages, (), self.capabilities)),
@@ -245,7 +249,7 @@ class TriedTemplate:
     def _render_in_order(
         self, messages: list[dict[str, Any]], *, continues: bool, **options: Any
     ) -> Prompt:
-        """Render messages in an order that the chat template accepts.
+        """Render messages after rearranging them into an order that the chat template accepts.
 
         If the template refuses that order, too, stricter orders are tried.
         """
@@ -265,9 +269,10 @@ class TriedTemplate:
 
 
 class Chat:
-    """A model's chat templates, compiled on first use because the compiler is slow to import.
+    """Renders conversations with a model's chat templates, and prepares the reading of answers.
 
-    If the model has a separate template for tools, requests with tools use that template.
+    Templates are compiled when they are used first, because the compiler is slow to import. If the
+    model has a separate template for tools, requests with tools use that template.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -275,7 +280,7 @@ class Chat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Chat | None:
-        """Return the chat templates of a tokenizer's model; None if it has none."""
+        """Return the `Chat` of a tokenizer's model; None if the model has no chat template."""
         return None if find_source(tokenizer) is None else cls(tokenizer)
 
     @cached_property
@@ -295,15 +300,15 @@ class Chat:
     def prepare(self) -> None:
         """Compile and test the templates now, so that the first request is not delayed."""
         if self.refusal is None:
-            for tried in (self._plain, self._for_tools[0]):
-                tried.turn_order  # noqa: B018 - found when first used
+            for probed in (self._plain, self._for_tools[0]):
+                probed.turn_order  # noqa: B018 - found when first used
 
     @cached_property
-    def _plain(self) -> TriedTemplate:
-        return self._tried(DEFAULT)
+    def _plain(self) -> ProbedTemplate:
+        return self._probed(DEFAULT)
 
     @cached_property
-    def _for_tools(self) -> tuple[TriedTemplate, str | None]:
+    def _for_tools(self) -> tuple[ProbedTemplate, str | None]:
         """The chat template for requests with tools, and why it is not the model's tool template.
 
         The reason is None if the tool template is used, or if the model has none.
@@ -311,18 +316,18 @@ class Chat:
         if find_source(self._tokenizer, FOR_TOOLS) is None:
             return self._plain, None
         try:
-            return self._tried(FOR_TOOLS), None
+            return self._probed(FOR_TOOLS), None
         except ModelFormatError as error:
             return self._plain, _sentence(error)
 
-    def _tried(self, name: str) -> TriedTemplate:
+    def _probed(self, name: str) -> ProbedTemplate:
         from twostroke.engine.chat.template import ChatTemplate
 
-        return TriedTemplate(
+        return ProbedTemplate(
             ChatTemplate.for_tokenizer(self._tokenizer, name=name), self._tokenizer
         )
 
-    def _tried_for(self, *, has_tools: bool) -> TriedTemplate:
+    def _template_for(self, *, has_tools: bool) -> ProbedTemplate:
         """Return the chat template for a request with or without tools.
 
         Raises:
@@ -335,16 +340,16 @@ class Chat:
 
     @property
     def capabilities(self) -> TemplateCapabilities:
-        """The support for tools and tool calls of the chat template that is used with tools."""
-        return self._tried_for(has_tools=True).capabilities
+        """The tool features that the chat template for requests with tools supports."""
+        return self._template_for(has_tools=True).capabilities
 
     @property
     def reasons(self) -> bool:
-        """Whether the chat template writes the model's reasoning."""
-        marks = self._tried_for(has_tools=False).marks
+        """Whether the model reasons before it answers, as its chat template shows."""
+        marks = self._template_for(has_tools=False).marks
         return marks is not None and marks.is_of_template
 
-    def turn(
+    def prepare_answer(
         self,
         prompt: Prompt,
         tools: Tools | None = None,
@@ -353,7 +358,7 @@ class Chat:
         continued: str = "",
         has_result: bool = False,
     ) -> PreparedChat:
-        """Return a rendered prompt with how to constrain and read its answer.
+        """Return how to constrain and to read the answer to a rendered prompt.
 
         Args:
             prompt: the prompt.
@@ -362,11 +367,11 @@ class Chat:
             continued: the text of the last message, if the answer continues that message.
             has_result: whether the last message is the result of a tool.
         """
-        tried = self._tried_for(has_tools=tools is not None)
-        preface = None if tried.marks is None else preface_of(tried.marks, prompt, continued)
+        probed = self._template_for(has_tools=tools is not None)
+        preface = None if probed.marks is None else preface_of(probed.marks, prompt, continued)
         calls = None
         if tools is not None:
-            form = tried.capabilities.form
+            form = probed.capabilities.form
             calls = ToolForm(
                 tools=tools,
                 form=form,
@@ -377,15 +382,15 @@ class Chat:
             )
         return PreparedChat(prompt, preface, calls, self._tokenizer, continues=bool(continued))
 
-    def follow(
+    def supported_thinking(
         self, thinking: Thinking, *, has_tools: bool = False
     ) -> tuple[Thinking, list[RequestError]]:
         """Return the part of a request's reasoning fields that the chat template supports.
 
         Also returns errors about fields that are not supported.
         """
-        tried = self._tried_for(has_tools=has_tools)
-        return supported_part(thinking, tried.template.variables, tried.marks)
+        probed = self._template_for(has_tools=has_tools)
+        return supported_part(thinking, probed.template.variables, probed.marks)
 
     def render(
         self,
@@ -408,7 +413,7 @@ class Chat:
                 feature that the request needs, or cannot be compiled.
         """
         check_are_messages(messages)
-        return self._tried_for(has_tools=bool(tools)).render(
+        return self._template_for(has_tools=bool(tools)).render(
             messages,
             tools,
             thinking,

@@ -22,10 +22,11 @@ _SEARCHES |= {"find", "rfind", "index", "rindex", "count", "replace"}
 
 
 class Marker:
-    """Marks special tokens in a chat template's own text, and finds the marks when rendered.
+    """Replaces special tokens in a chat template's own text by marks, and finds the marks again.
 
-    A mark holds 64 random bits, made when the template is compiled, so text from outside cannot
-    contain one.
+    Only special tokens that the template itself writes become special tokens of the prompt; the
+    same text in a client's message stays text. A mark holds 64 random bits, made when the template
+    is compiled, so text from outside cannot contain one.
     """
 
     def __init__(self, specials: Collection[str], tree: nodes.Template) -> None:
@@ -36,8 +37,8 @@ class Marker:
         # Noncharacters surround a mark, so that trimming or changing case does not change it.
         self._nonce = f"\ufdd0{secrets.randbits(64):020}"
         self.end = f"{self._nonce}!\ufdd1"  # marks the end of a message's text
-        self._searched = {id(node) for node in _searched(tree)}
-        glued = dict(self._glued(self._written(tree)))
+        self._compared = {id(node) for node in _compared_literals(tree)}
+        glued = dict(self._role_tokens(self._written_literals(tree)))
         self._marks_roles = bool(glued)
         self._glued_by_spelling = glued
         spellings = sorted(map(re.escape, glued), key=len, reverse=True)
@@ -53,24 +54,27 @@ class Marker:
         )
 
     def mark_literal(self, node: nodes.Node) -> None:
-        """Mark the special tokens in a literal of the template that it may write.
+        """Replace the special tokens in a literal of the template by marks, if it may be written.
 
-        Literals that the template only looks for stay as they are.
+        Literals that the template only compares with stay as they are.
         """
         if isinstance(node, nodes.TemplateData):
             node.data = self.mark(node.data)
-        elif isinstance(node, nodes.Const) and id(node) not in self._searched:
+        elif isinstance(node, nodes.Const) and id(node) not in self._compared:
             node.value = self.mark(node.value) if isinstance(node.value, str) else node.value
 
     def with_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Mark the roles of `messages`, if the chat template makes special tokens from roles."""
+        """Mark the roles of messages, if the template makes special tokens from roles.
+
+        A template may write `'<|' + message['role'] + '|>'`.
+        """
         if self._marks_roles:
             for message in messages:
                 message["role"] = _Role(message["role"], self._spell_role(message["role"]))
         return messages
 
     def prompt(self, text: str) -> Prompt:
-        """Return rendered `text` as a prompt, in which the marks become special tokens."""
+        """Return a rendered text as a prompt in which the marks have become special tokens."""
         pieces: list[Piece] = []
         plain: list[str] = []
         done = 0
@@ -86,16 +90,16 @@ class Marker:
         _flush(pieces, plain)
         return Prompt(tuple(pieces))
 
-    def _written(self, tree: nodes.Template) -> list[str]:
-        """Return the literal texts that the chat template writes."""
+    def _written_literals(self, tree: nodes.Template) -> list[str]:
+        """Return the literal texts that the chat template may write into a prompt."""
         texts = [node.data for node in tree.find_all(nodes.TemplateData)]
-        consts = (node for node in tree.find_all(nodes.Const) if id(node) not in self._searched)
+        consts = (node for node in tree.find_all(nodes.Const) if id(node) not in self._compared)
         return texts + [node.value for node in consts if isinstance(node.value, str)]
 
-    def _glued(self, written: list[str]) -> Iterable[tuple[str, str]]:
-        """Yield special tokens that the chat template makes from a role and text around it.
+    def _role_tokens(self, written: list[str]) -> Iterable[tuple[str, str]]:
+        """Yield special tokens that the chat template makes from a role and literal text around it.
 
-        Each is a pair: its spelling with a marked role, and its text.
+        Each is a pair: the text as it is rendered with a marked role, and the special token.
         """
         for text in self._texts:
             for role in ROLES:
@@ -110,7 +114,7 @@ class Marker:
 
 
 class _Role(str):  # noqa: SLOT000 (a string cannot have slots with values)
-    """A message's role that a chat template compares as usual, and writes with a secret mark."""
+    """A message's role that a template compares as usual, but writes as a secret mark."""
 
     _spelling: str
 
@@ -138,7 +142,7 @@ def _flush(pieces: list[Piece], plain: list[str]) -> None:
 def reads_parts(tree: nodes.Template) -> bool:
     """Whether a chat template loops over the parts of a message's content.
 
-    If not, it takes only strings.
+    If not, a message's content must be a string.
     """
     return any(
         _key(node) == "content"
@@ -168,8 +172,11 @@ def _key(node: nodes.Node) -> object:
     return None
 
 
-def _searched(tree: nodes.Template) -> Iterator[nodes.Node]:
-    """Yield the literals that a chat template only compares with or looks for."""
+def _compared_literals(tree: nodes.Template) -> Iterator[nodes.Node]:
+    """Yield the literals of a chat template that it only compares with or looks for.
+
+    These literals are never written into a prompt.
+    """
     for compare in tree.find_all(nodes.Compare):
         for node in (compare.expr, *(operand.expr for operand in compare.ops)):
             yield from node.items if isinstance(node, (nodes.List, nodes.Tuple)) else [node]

@@ -25,7 +25,7 @@ def check_messages(
     keep_parts: bool = False,
     has_text_arguments: bool = False,
 ) -> list[dict[str, Any]]:
-    """Check the messages of a conversation, and return copies as plain dictionaries.
+    """Check the messages of a conversation, and return copies for the chat template.
 
     Content is a string, null, or a list of text parts. Parts are joined with line breaks, unless
     the template reads parts (`keep_parts`). Arguments of tool calls, which are a JSON string in
@@ -59,7 +59,9 @@ def check_are_messages(messages: Sequence[Mapping[str, object]]) -> None:
 
 
 def to_plain_json(value: object, where: str, *, depth: int = 0) -> Any:
-    """Return a copy of a part of a message that has only types of JSON.
+    """Copy a part of a message, and check that it has only JSON's types.
+
+    `where` names the part in errors.
 
     Raises:
         RequestError: the value has another type, or is nested too deeply.

@@ -11,12 +11,12 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.chat.call_forms import HERMES, Unmarked
 from twostroke.engine.chat.call_reader import (
     ArgumentsPiece,
+    BlankTrimmer,
     CallBegin,
     CallReader,
     FreeTextReader,
     ReasoningPiece,
     TextPiece,
-    Trim,
 )
 from twostroke.model.tokenizer.preface import PrefaceCounter, PrefaceCutter, SegmentKind
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class AnswerPart(Protocol):
-    """Anything with the text and the tokens of an answer, or of a part of it.
+    """A part of a model's answer, or a whole answer: what `AnswerReader.take` needs of it.
 
     The last part has a finish reason.
     """
@@ -49,14 +49,14 @@ class AnswerPart(Protocol):
 
 
 class AnswerFormat(Frozen):
-    """The format of a model's answers: their reasoning, their text and their tool calls.
+    """How the reasoning, the text and the tool calls of a model's answer are told apart.
 
     Attributes:
         functions: the names of the functions that may be called.
         form: how the model writes calls.
         is_forced: whether the answer must call a function.
         is_pure: whether an answer has either calls or text.
-        unmarked: which calls may lack their marks.
+        unmarked: which JSON objects without call marks count as calls.
         customs: functions whose only argument is read as text.
         preface: the reasoning section, if it is separated from the answer.
     """
@@ -103,7 +103,7 @@ class AnswerReader:
         self._free_text: FreeTextReader | None = None  # of the newest call
         self._cutter = PrefaceCutter(preface) if preface else None
         self._counter = PrefaceCounter(preface, tokenizer) if preface else None
-        self._reasoning = Trim(skips_first=True)
+        self._reasoning = BlankTrimmer(skips_first=True)
         self._is_after_preface = False  # with only blanks since the end of the reasoning
 
     @property
@@ -117,7 +117,10 @@ class AnswerReader:
         return 0 if self._counter is None else self._counter.count
 
     def take(self, answer: AnswerPart) -> list[Piece]:
-        """Read a part of the answer; return the pieces of text and calls that are certain now."""
+        """Read a part of the answer; return the pieces of text and of calls that are certain now.
+
+        The last part, which has a finish reason, also ends the answer.
+        """
         if self._counter is not None:
             self._counter.feed(answer.token_ids)
         pieces = self.feed(answer.text) if answer.text else []
@@ -163,7 +166,7 @@ class AnswerReader:
         return [TextPiece(text)] if text else []
 
     def _with_free_text(self, pieces: list[Piece]) -> list[Piece]:
-        """Return pieces in which custom tools' calls have their text in place of JSON arguments."""
+        """Replace the JSON arguments of custom tools' calls by the text in them."""
         if not self._customs:
             return pieces
         result: list[Piece] = []

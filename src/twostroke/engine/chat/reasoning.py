@@ -105,7 +105,7 @@ def find_opened_marks(text: str) -> ReasoningMarks | None:
 def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> ReasoningSection | None:
     """Return the reasoning section that may begin the answer to a prompt.
 
-    None if the reasoning has ended in the prompt. `continued` is the text at the end of the prompt
+    None if the prompt ends after its reasoning. `continued` is the text at the end of the prompt
     that the answer continues.
     """
     inside = ReasoningSection("", marks.end)
@@ -121,9 +121,9 @@ def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Reasoni
 def supported_part(
     thinking: Thinking, template_names: Collection[str], marks: ReasoningMarks | None
 ) -> tuple[Thinking, list[RequestError]]:
-    """Return the part of a request's reasoning fields that a chat template supports.
+    """Return a request's reasoning fields without those fields that a template does not support.
 
-    Also returns errors about fields that are not supported. `template_names` are the names of the
+    Also returns errors about the unsupported fields. `template_names` are the names of the
     variables that the template reads.
     """
     if thinking is AS_IT_IS:
@@ -150,7 +150,7 @@ def supported_part(
 def variables_of(
     thinking: Thinking, template_names: Collection[str], marks: ReasoningMarks | None
 ) -> dict[str, object]:
-    """Return the chat template's variables for a request's reasoning fields.
+    """Return the chat template's variables that carry out a request's reasoning fields.
 
     `template_names` are the names of the variables that the template reads.
 
@@ -181,9 +181,10 @@ def is_switched_off(thinking: Thinking) -> bool:
 
 
 def close_reasoning(prompt: Prompt, marks: ReasoningMarks, tokenizer: Tokenizer) -> Prompt:
-    """Return a prompt with empty reasoning, if the prompt opens the reasoning at its end.
+    """End the reasoning that a prompt opens, so that the model answers without reasoning.
 
-    Templates with a switch write the same: an empty line between the marks, and one after them.
+    Templates with a switch write the same: an empty line between the marks, and one after them. A
+    prompt that does not open the reasoning at its end is returned unchanged.
     """
     if not prompt.text.rstrip().endswith(marks.begin):
         return prompt
@@ -196,7 +197,7 @@ def close_reasoning(prompt: Prompt, marks: ReasoningMarks, tokenizer: Tokenizer)
 def with_reasoning(
     messages: Sequence[Mapping[str, object]], keys: Collection[str]
 ) -> Sequence[Mapping[str, object]]:
-    """Return messages in which earlier answers have their reasoning under the template's key."""
+    """Rename the key of the reasoning in messages to the key that the chat template reads."""
     name = next((key for key in _KEYS if key in keys), _KEYS[0])
     if name == _KEYS[0] or not any(_KEYS[0] in message for message in messages):
         return messages
@@ -209,7 +210,11 @@ def with_reasoning(
 def _switch_variables(
     thinking: Thinking, template_names: Collection[str], marks: ReasoningMarks | None
 ) -> dict[str, object]:
-    """Return the chat template's variables for the fields `is_on` and `effort` of a request."""
+    """Return the template's variables that switch reasoning as a request's fields ask.
+
+    Raises:
+        RequestError: the template cannot switch reasoning like this.
+    """
     is_on = thinking.is_on
     effort = thinking.effort
     if effort is not None and effort not in EFFORTS:
@@ -230,9 +235,9 @@ def _switch_variables(
 
 
 def _contradiction(thinking: Thinking) -> RequestError | None:
-    """Return the error of a reasoning field that contradicts a variable of the template.
+    """Return an error if a request's reasoning field contradicts a template variable that it sets.
 
-    None if no field contradicts a variable.
+    None if nothing contradicts.
     """
     is_on = thinking.is_on
     if thinking.effort is not None:
@@ -249,7 +254,10 @@ def _contradiction(thinking: Thinking) -> RequestError | None:
 
 
 def _is_met(name: str, value: object, marks: ReasoningMarks | None) -> bool:
-    """Whether a reasoning switch that the template does not read has its effect anyway."""
+    """Whether a reasoning switch has its effect although the template does not read the variable.
+
+    For example, a model that never reasons does not reason when asked not to.
+    """
     if name not in _SWITCHES or not isinstance(value, bool):
         return False
     if value:
@@ -271,7 +279,7 @@ def _reasons(marks: ReasoningMarks | None) -> bool:
 
 
 def _can_be_closed(marks: ReasoningMarks | None) -> bool:
-    """Whether the rendered prompt opens the reasoning, so that `close_reasoning` can end it."""
+    """Whether prompts open the reasoning at their end, so that `close_reasoning` can end it."""
     return marks is not None and marks.is_opened
 
 

@@ -64,7 +64,7 @@ class BudgetError(RequestError):
 
 
 class RenderMeter:
-    """Raises BudgetError if a chat template takes too much time or builds too large values."""
+    """Measures one rendering of a chat template, and raises BudgetError above its limits."""
 
     def __init__(self, budget: RenderBudget) -> None:
         """Start to measure the time of a rendering."""
@@ -80,7 +80,7 @@ class RenderMeter:
             raise _too_much(f"{self._budget.max_cpu_s:g} s of processor time", "max_cpu_s")
 
     def check_operation(self, values: Iterable[object], counts: Iterable[object] = ()) -> None:
-        """Raise BudgetError before a template's operation whose result could be too large.
+        """Raise BudgetError before an operation of a template whose result could be too large.
 
         The result has at most the product of the two largest inputs. `values` count with their
         sizes. An integer in `counts` counts with its value, because it may be a width or a number
@@ -105,14 +105,14 @@ class RenderMeter:
         return value
 
     def write(self, text: str) -> str:
-        """Count text that the template writes, also into a variable, and return the text."""
+        """Count text that the template writes, into the prompt or a variable; return the text."""
         self._num_written += len(text)
         if self._num_written > 4 * self._budget.max_chars:
             raise self._too_big()
         return text
 
     def weigh(self, value: object) -> int:
-        """Return about the number of characters that a template's value prints as.
+        """Estimate how many characters a template's value would print; BudgetError if too many.
 
         A part that occurs several times in a structure counts each time, as in a print.
         """
@@ -157,12 +157,15 @@ def _too_much(limit: str, field: str) -> BudgetError:
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The Jinja environment of chat templates, with limits from the meter in `context[METER]`."""
+    """The Jinja sandbox in which chat templates run, within limits of time and size.
+
+    The rendering's meter is `context[METER]`.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
-        """Offer `functions` to chat templates in addition to Jinja's own functions."""
+        """Give templates `functions` in addition to Jinja's own functions."""
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -184,19 +187,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def guarded(self, tree: nodes.Template, mark: Callable[[nodes.Node], None]) -> Template:
-        """Compile a chat template with checks of the limits; `mark` may change each literal text.
+        """Compile a chat template's syntax tree, with checks of the limits added.
 
-        Raises jinja2.TemplateError, or any other error for a hostile source.
+        `mark` is called with each literal text, and may change it. Raises jinja2.TemplateError, or
+        any other error for a hostile source.
         """
         guarded = _Guard(mark).visit(tree)
         guarded.set_environment(self)
         return self.from_string(guarded)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, PYI063
-        """Call an object for a chat template, within the limits.
-
-        The name is Jinja's name of the hook.
-        """
+        """Check the limits around a function call of a chat template; Jinja calls this hook."""
         meter = _meter_of(__context)
         arguments = [
             *args,
@@ -216,10 +217,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return meter.built(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply a binary operator for a chat template, within the limits.
-
-        The name is Jinja's name of the hook.
-        """
+        """Check the limits around a binary operator of a chat template; Jinja calls this hook."""
         meter = _meter_of(context)
         if operator == "%" and isinstance(left, str):
             _check_format(meter, left, [right], _WIDE_PERCENT)
@@ -232,18 +230,18 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Guard(NodeTransformer):
-    """Adds checks of the limits to a chat template's syntax tree.
+    """Adds checks of time and size to the syntax tree of a chat template.
 
-    They are around expressions that build values, and at the start of loops and macros.
+    Checks surround expressions that build values, and begin each loop and macro.
     """
 
     def __init__(self, mark: Callable[[nodes.Node], None]) -> None:
         self._mark = mark
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        """Add checks to a node of the template, after its children.
+        """Add checks around a node of the template's syntax tree, after its children.
 
-        So no check is put around another check.
+        In this order no check is put around another check.
         """
         super().generic_visit(node, *args, **kwargs)
         match node:
@@ -279,7 +277,7 @@ def _filtered(name: str, node: nodes.Expr) -> nodes.Filter:
 
 
 class _Namespace(Namespace):
-    """Jinja's `namespace` for chat templates, printed as its name only.
+    """Jinja's `namespace` object for chat templates; it prints as its name only.
 
     The contents of nested namespaces could be printed at any length.
     """
@@ -289,9 +287,9 @@ class _Namespace(Namespace):
 
 
 class _Dict:
-    """Makes dictionaries for chat templates.
+    """The function `dict` of chat templates.
 
-    The type `dict` itself would give templates all of its methods.
+    Python's type `dict` itself would give templates all of its methods.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -315,7 +313,7 @@ class _GenerationTag(Extension):
 
 
 def _metered(run: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a Jinja filter that checks its inputs and the size of its result."""
+    """Wrap a Jinja filter so that its inputs and its result are checked against the limits."""
 
     @pass_context
     def metered(context: Context, *args: Any, **kwargs: Any) -> Any:

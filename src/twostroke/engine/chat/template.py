@@ -45,10 +45,13 @@ class ChatTemplate:
         budget: RenderBudget | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Compile `source`; ModelFormatError if it is not a template.
+        """Compile a template's source.
 
-        `tokenizer` has the special tokens, `bos_token` and the like; without one, nothing is
-        special. `now` is the clock of `strftime_now`.
+        `tokenizer` has the special tokens, `bos_token` and the like; without a tokenizer, no text
+        is a special token. `now` is the clock of `strftime_now`.
+
+        Raises:
+            ModelFormatError: the source is not a template.
         """
         if len(source) > _MAX_SOURCE_CHARS:
             raise ModelFormatError(
@@ -114,14 +117,16 @@ class ChatTemplate:
         has_text_arguments: bool = False,
         **extra: object,
     ) -> Prompt:
-        """Return the prompt for `messages`; encode it with `Tokenizer.encode_prompt`.
+        """Return the prompt for a conversation; `Tokenizer.encode_prompt` makes its token ids.
 
-        With `continue_final_message` the prompt ends where the last message's text does, to be
-        continued; there is no generation prompt then. `tools` are JSON schemas of functions,
-        `extra` further variables of the template such as `enable_thinking`. Arguments of calls are
-        objects, or with `has_text_arguments` as they were given. Raises RequestError
-        for messages that are not well formed or that the template refuses, BudgetError when it
-        takes too much time or space.
+        With `continue_final_message` the prompt ends where the last message's text ends, so that
+        the answer continues it; there is no generation prompt then. `tools` are JSON schemas of
+        functions, `extra` further variables of the template such as `enable_thinking`. Arguments of
+        calls are objects, or with `has_text_arguments` as they were given.
+
+        Raises:
+            RequestError: messages are not well formed, or the template refuses them.
+            BudgetError: the template takes too much time or space.
         """
         variables: dict[str, Any] = {**self._variables}
         reserved = {

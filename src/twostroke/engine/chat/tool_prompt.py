@@ -30,9 +30,10 @@ def fit_to_template(
     tools: Sequence[Mapping[str, Any]],
     capabilities: TemplateCapabilities,
 ) -> list[dict[str, Any]]:
-    """Return a conversation's messages in a form that a chat template can show.
+    """Rewrite a conversation's messages so that a chat template shows their tool calls and results.
 
-    The system message describes `tools` if the template does not show them.
+    Features that the template lacks become text. The system message describes `tools` if the
+    template does not show them.
     """
     fitted_messages = [*_with_ids(messages)]
     if capabilities.writes_calls and not capabilities.takes_several:
@@ -50,7 +51,7 @@ def fit_to_template(
 
 
 def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield messages in which every tool call and every result has an id.
+    """Yield messages in which every tool call and every tool result has an id.
 
     A result without an id gets the id of the first unanswered call with its name in the last
     answer, or else of the first unanswered call.
@@ -89,7 +90,7 @@ def _add_instructions(
     tools: Sequence[Mapping[str, Any]],
     capabilities: TemplateCapabilities,
 ) -> None:
-    """Describe the functions and the form of tool calls in the system message."""
+    """Describe the functions, and how to write calls of them, in the system message."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(tools=described, form=capabilities.form.example())
     if messages and messages[0]["role"] == "system":
@@ -123,7 +124,7 @@ def _fit_message(message: dict[str, Any], capabilities: TemplateCapabilities) ->
 
 
 def _arguments(function: Mapping[str, Any]) -> str:
-    """Return a tool call's arguments as JSON; they may be JSON already."""
+    """Return a tool call's arguments as JSON text; they may be text already."""
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         return arguments

@@ -67,8 +67,8 @@ class Function(Frozen):
         """Return a function whose arguments follow the JSON schema `parameters`.
 
         Many tools have schemas that no grammar can enforce. Such a schema is an error only if the
-        function `is_strict`; otherwise its arguments may be any object. Here only a schema of
-        another type than object is found; other problems are found when the schema is compiled.
+        function `is_strict`; otherwise its arguments may be any object. This method only finds
+        schemas of another type than object; other problems are found when the schema is compiled.
 
         Raises:
             RequestError: the schema of an `is_strict` function is not for an object.
@@ -82,7 +82,7 @@ class Function(Frozen):
         return function.without_schema()
 
     def constraint(self) -> Constraint:
-        """Return the constraint of the function's arguments."""
+        """Return the constraint that makes a call's arguments follow the function's schema."""
         return Constraint("json_schema", json.dumps(self.schema), self.param)
 
     def without_schema(self) -> Function:
@@ -112,7 +112,7 @@ class Tools(Frozen):
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema of arguments that allows no arguments besides its `properties`.
+    """Forbid arguments that a function's schema does not list in its `properties`.
 
     JSON Schema allows other arguments by default, but most functions would fail with them. If a
     schema mentions no arguments, the function has none. If a schema can describe arguments outside
@@ -173,7 +173,7 @@ class ToolForm(Frozen):
         return Constraint("lark", "\n".join(rules), "tools", self.preface, answer)
 
     def without_refused(self, refusal: Callable[[Constraint], str | None]) -> ToolForm:
-        """Allow any object as arguments of functions whose schema no grammar can enforce.
+        """Give functions whose schema no grammar can enforce a schema that allows any object.
 
         `refusal` returns why a constraint cannot be enforced, or None.
 
@@ -193,12 +193,12 @@ class ToolForm(Frozen):
 
 
 class CallGrammar:
-    """Writes the grammar of answers with tool calls, in Lark's notation."""
+    """Writes the grammar, in Lark's notation, that an answer with tool calls must follow."""
 
     def __init__(
         self, tools: Tools, form: CallForm, tokenizer: Tokenizer, preface: ReasoningSection | None
     ) -> None:
-        """Describe calls of `tools` in `form`.
+        """Prepare the grammar for calls of `tools` that are written in `form`.
 
         Text must not begin like the reasoning section `preface`.
         """
@@ -212,7 +212,7 @@ class CallGrammar:
         self._more_calls = more_calls if tools.is_parallel else ""
 
     def calls(self) -> Iterator[str]:
-        """Yield the grammar rules of answers with tool calls and no text."""
+        """Yield the rules of a grammar for answers that must be tool calls, without text."""
         yield from self._bodies()
         yield f"start: {self._to_lark(self._form.opening)} body {self._more_calls} {self._end}"
 
@@ -243,10 +243,10 @@ class CallGrammar:
         yield f"start: {start}"
 
     def calls_in_text(self) -> Iterator[str]:
-        """Yield the grammar rules of answers with text, tool calls, or text before calls.
+        """Yield the rules of a grammar for answers with text, with tool calls, or with both.
 
-        An answer that begins like a call without marks is a call. Its braces may be doubled, and a
-        Markdown fence may surround it.
+        Text comes before calls. An answer that begins like a call without marks is a call. Its
+        braces may be doubled, and a Markdown fence may surround it.
         """
         form = self._form
         tools = self._tools
@@ -303,7 +303,7 @@ def _any(rule: str, functions: tuple[object, ...]) -> str:
 
 
 def _named_pattern(name: str) -> str:
-    """Return a regular expression of a tool call without marks, up to its arguments.
+    """Return a regular expression for a tool call without call marks, up to its arguments.
 
     Braces may be doubled.
     """

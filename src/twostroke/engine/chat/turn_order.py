@@ -26,7 +26,9 @@ TOOL_RESULT: Final = "<tool_response>\n{}\n</tool_response>"
 
 
 class TurnOrder(Frozen):
-    """The kinds of conversations that a chat template accepts and writes in full.
+    """Which sequences of messages a chat template accepts and writes in full.
+
+    Each attribute is true if the template accepts such conversations.
 
     Attributes:
         developer: messages of the role developer.
@@ -79,7 +81,7 @@ STRICTEST: Final = replace(ALTERNATING, system=False)
 def arrange_turns(
     messages: Sequence[Message], order: TurnOrder, *, continues: bool = False
 ) -> list[Message]:
-    """Return a conversation's messages in an order that a chat template accepts.
+    """Rearrange a conversation's messages into an order that a chat template accepts.
 
     All of their text stays. Each rule applies only if the template needs it. System messages at the
     beginning are joined. Later system messages become text of the next user message; so do all
@@ -114,7 +116,7 @@ def arrange_turns(
 
 
 def with_system_role(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in which the role developer is replaced by system, its older name."""
+    """Replace the role developer in messages by system, its older name."""
     return [
         message | {"role": "system"} if message["role"] == "developer" else message
         for message in messages
@@ -124,12 +126,12 @@ def with_system_role(messages: Sequence[Message]) -> list[Message]:
 def find_turn_order(
     shows: Callable[[list[Message]], bool], *, names_developer: bool, writes_tools: bool
 ) -> TurnOrder:
-    """Find out which orders of messages a chat template accepts.
+    """Find out by test conversations which orders of messages a chat template accepts.
 
     `shows` renders a conversation; it returns false if the template refuses the conversation or
     drops a text. `names_developer` says whether the template has a case for the role developer,
-    `writes_tools` whether it writes calls and their results. A kind counts as not accepted only if
-    rearranged messages are accepted.
+    `writes_tools` whether it writes calls and their results. An order counts as not accepted only
+    if rearranged messages are accepted.
     """
     order = replace(ANY_ORDER, developer=names_developer)
     for kind, conversation, has_tools in _CONVERSATIONS:
@@ -142,7 +144,7 @@ def find_turn_order(
 
 
 def is_shown(messages: Sequence[Message], rendered: str) -> bool:
-    """Whether a rendered conversation has all texts of the messages from `find_turn_order`."""
+    """Whether a rendered test conversation has all texts of the messages from `find_turn_order`."""
     texts = (text for message in messages for text in _TEXT.findall(message["content"] or ""))
     return all(text in rendered for text in texts)
 
@@ -216,7 +218,7 @@ def _with_one_leading_system(turns: list[Message]) -> list[Message]:
 
 
 def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Message]:
-    """Return messages in which system messages that the template drops are text of the user."""
+    """Turn system messages that the template would drop into text of user messages."""
     has_user = any(turn["role"] == "user" for turn in turns)
     keeps_leading = (
         order.system
@@ -246,9 +248,9 @@ def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Messag
 
 
 def _ends_with_user(turns: list[Message], order: TurnOrder) -> bool:
-    """Whether the rearranged conversation ends with a user message.
+    """Whether the rearranged conversation will end with a user message.
 
-    It does not if a template joins the user's text to the tool result before it.
+    It will not if a template joins the user's text to the tool result before it.
     """
     roles = [turn["role"] for turn in turns]
     while roles and roles[-1] in {"user", "system"}:
@@ -258,7 +260,7 @@ def _ends_with_user(turns: list[Message], order: TurnOrder) -> bool:
 
 
 def _append_user(turns: list[Message], turn: Message) -> None:
-    """Join a user message to the last message if that is the user's, too; else append it."""
+    """Append a user message, or join it to the last message if that is a user message, too."""
     if turns and turns[-1]["role"] == "user":
         turns[-1] = _join_pair(turns[-1], turn)
     else:
@@ -266,7 +268,7 @@ def _append_user(turns: list[Message], turn: Message) -> None:
 
 
 def _without_lone_results(turns: list[Message]) -> list[Message]:
-    """Return messages in which tool results without a call become user messages."""
+    """Turn tool results for which there is no call into user messages."""
     ordered: list[Message] = []
     is_called = False
     for turn in turns:
@@ -281,10 +283,7 @@ def _without_lone_results(turns: list[Message]) -> list[Message]:
 
 
 def _with_empty_results(turns: list[Message]) -> list[Message]:
-    """Return messages with an empty result after each unanswered tool call.
-
-    Calls in the last message get none.
-    """
+    """Add an empty tool result after each tool call that has none, except in the last message."""
     ordered: list[Message] = []
     for turn in turns:
         calls = ordered[-1].get("tool_calls") if ordered else None
@@ -342,16 +341,19 @@ def _join_pair(first: Message, second: Message) -> Message:
 
 
 def _with_lists(message: Message) -> Message:
-    """Return a message whose content and reasoning are lists, which `_with_texts` joins."""
+    """Turn a message's content and reasoning into lists, so that messages can be joined.
+
+    `_with_texts` undoes this.
+    """
     lists = {name: [message[name]] for name in ("content", "reasoning_content") if name in message}
     return message | lists
 
 
 def _with_texts(turn: Message) -> Message:
-    """Undo `_with_lists`: return a message with one content and one reasoning text.
+    """Turn a message's lists of contents and of reasoning back into one content and one reasoning.
 
-    Several texts in the list of contents, or of reasoning, become one text with blank lines
-    between. If a content has parts, all contents become one list of parts.
+    Several texts become one text with blank lines between. If a content has parts, all contents
+    become one list of parts.
     """
     contents = [content for content in turn["content"] if content]
     content: Any = (

@@ -137,7 +137,7 @@ class Conversation(Frozen):
             self.tools,
             add_generation_prompt=self.has_turn,
             continue_final_message=self.continues,
-            thinking=chat_of(card).follow(self.thinking, has_tools=bool(self.tools))[0],
+            thinking=chat_of(card).supported_thinking(self.thinking, has_tools=bool(self.tools))[0],
         )
 
     def ignored_fields(self, card: ModelCard) -> list[Ignored]:
@@ -146,7 +146,7 @@ class Conversation(Frozen):
         They are message parts that the protocol leaves out, and reasoning options that the chat
         template ignores.
         """
-        _, errors = chat_of(card).follow(self.thinking, has_tools=bool(self.tools))
+        _, errors = chat_of(card).supported_thinking(self.thinking, has_tools=bool(self.tools))
         param = self.thinking.param
         ignored_options = [Ignored.of(error, is_known=error.field == param) for error in errors]
         return [*self.ignored, *ignored_options]
@@ -160,7 +160,7 @@ class Conversation(Frozen):
         """
         last_message = self.messages[-1]
         continued_text = last_message.get("content") or "" if self.continues else ""
-        return chat_of(card).turn(
+        return chat_of(card).prepare_answer(
             self.render(card),
             tools,
             constraint,
@@ -327,7 +327,7 @@ class Job(Frozen):
                 [tokens],
                 params=chat.constrained(params),
                 hints=hints,
-                reading=chat.reading(splits_reasoning=splits_reasoning),
+                reading=chat.answer_format(splits_reasoning=splits_reasoning),
                 ignored=tuple(ignored),
                 calls=chat.calls,
             )
