@@ -21,7 +21,7 @@ from twostroke.model import hub as fetch
 from twostroke.model import loader
 from twostroke.model.hub import inventory, names
 from twostroke.model.hub.catalogue import PackagedModel, WheelPart
-from twostroke.model.hub.disk import DownloadProgress, ignore, locked
+from twostroke.model.hub.disk import DownloadProgress, ignore_progress, locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,7 +203,7 @@ def test_what_broken_downloads_left_is_cleaned(cli: Cli, leftover: Path, mini: P
 
 
 def test_a_download_that_still_runs_is_not_cleaned(cli: Cli, leftover: Path) -> None:
-    with locked(leftover.with_name(".maxi.gguf.lock"), ignore):
+    with locked(leftover.with_name(".maxi.gguf.lock"), ignore_progress):
         assert cli("models", "clean", "--yes").out == "There is nothing to clean.\n"
     assert leftover.exists()
 
@@ -262,7 +262,7 @@ def test_pull_names_a_draft_that_is_not_here(
     monkeypatch.setattr("twostroke.cli.pull.fetch", lambda _: maxi)
     hint = "`serve` and `chat` are faster with a draft model: twostroke pull mini\n"
     assert cli("pull", "maxi").out == f"maxi is ready: {maxi}\nLicence: MIT\n{hint}"
-    monkeypatch.setattr("twostroke.model.hub.known_draft", lambda _: "mini")
+    monkeypatch.setattr("twostroke.model.hub.local_draft", lambda _: "mini")
     assert hint not in cli("pull", "maxi").out
 
 
@@ -389,7 +389,7 @@ def test_a_choice_is_shown_above_the_bar(
 @pytest.mark.parametrize("bar", [{"quiet": True}, {"delay_s": 60.0}])
 def test_a_bar_may_be_silent(monkeypatch: pytest.MonkeyPatch, bar: dict[str, float]) -> None:
     screen = Screen(monkeypatch)
-    with Bar(**bar) as silent:  # type: ignore[arg-type]
+    with Bar(**bar) as silent:  # type: ignore_progress[arg-type]
         silent.show("Loading", 1, 2)
     assert screen.text == ""
 

@@ -89,7 +89,7 @@ def check_pages(pool: PagePool, request: Request) -> None:
     """Assert that a running request holds exactly what its next rows read and write."""
     num_places = len(request.pages[0])
     assert all(len(pages) == num_places for pages in request.pages), "unequal lists"
-    firsts = pool.groups.first_seen(request.num_computed)
+    firsts = pool.groups.first_read_pages(request.num_computed)
     for pages, first in zip(request.pages, firsts, strict=True):
         assert set(pages[:first]) <= {NO_PAGE}, "a page that no window reaches is held"
         assert NO_PAGE not in pages[first:], "a page that will be read is missing"

@@ -140,7 +140,7 @@ def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool)
             _confirm(f"these {format_bytes(total)}")
     freed = sum(leftover.num_bytes for leftover in unfinished)
     for leftover in unfinished:
-        fetch.drop(leftover)
+        fetch.remove_leftover(leftover)
     freed += sum(fetch.remove(record.name) for record in unused_records)
     fetch.forget_missing()
     if as_json:

@@ -60,7 +60,7 @@ def command(models: tuple[str, ...]) -> None:
 
 
 def _pull(model: str) -> None:
-    from twostroke.model.hub import find, find_draft, known_draft, resolve
+    from twostroke.model.hub import find, find_draft, local_draft, resolve
     from twostroke.model.loader import load
 
     try:
@@ -76,7 +76,7 @@ def _pull(model: str) -> None:
     click.echo(printable(f"{model} is {state}: {path}"))
     click.echo(printable(f"Licence: {licence or 'unknown, see where it comes from'}"))
     draft = find_draft(model)
-    if draft is not None and known_draft(model) is None:
+    if draft is not None and local_draft(model) is None:
         click.echo(f"`serve` and `chat` are faster with a draft model: twostroke pull {draft.name}")
 
 

@@ -34,7 +34,7 @@ from twostroke.engine.speculation import (
 from twostroke.engine.speculation.heads import MAX_WAITING_STATES
 from twostroke.model.families import build_program
 from twostroke.model.families.heads import EAGLE, NUMBERS, TABLE, build_heads, last_hidden
-from twostroke.model.hub import known_draft
+from twostroke.model.hub import local_draft
 from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.program.kv_layout import FORMATS as CACHE_FORMATS
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -91,7 +91,7 @@ class Draft(Frozen):
         is_useful = is_required or (options.method == "auto" and not options.heads)
         if options.draft is None or not is_useful:
             return None
-        draft_name = known_draft(model)
+        draft_name = local_draft(model)
         if draft_name is None:
             if not is_required:
                 return None

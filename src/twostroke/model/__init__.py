@@ -30,7 +30,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name of the package at its first use."""
+    """Import a public name of this package when it is first used, to keep the start fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'twostroke.model' has no attribute '{name}'")
     import importlib

@@ -124,9 +124,10 @@ def check_template(template: str) -> None:
 
 
 def template_source(template: str, tokenizer: Tokenizer) -> str:
-    """Return the Jinja source of a built-in chat template; return other texts unchanged.
+    """Return the Jinja source of a chat template that is given by name or as source.
 
-    The source of a built-in template starts with the tokens that the tokenizer puts before a text.
+    A source is returned unchanged. The source of a built-in template also writes the tokens with
+    which the tokenizer begins every text, such as the begin-of-sequence token.
     """
     check_template(template)
     if template not in BUILT_IN:

@@ -31,7 +31,9 @@ def pull(name: str, watch: Watcher | None = None) -> Path:
 
 
 def load(name: str) -> LoadedModel:
-    """Map and check the model called `name`, which must be on this machine (see `pull`).
+    """Map the weights of the model called `name`, and check that the model can run.
+
+    The model must be on this machine (see `pull`).
 
     Raises:
         ModelNotFoundError: the model is not on this machine, or the name is not known.

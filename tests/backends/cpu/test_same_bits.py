@@ -139,7 +139,7 @@ def test_pages_before_a_window_are_not_read(level):
         drawn = []
         while len(drawn) < 10:
             backend.forget(sequence.request)  # so that the page table is made anew
-            firsts = groups.first_seen(sequence.request.num_computed)
+            firsts = groups.first_read_pages(sequence.request.num_computed)
             for pages, first in zip(sequence.request.pages, firsts, strict=True):
                 pages[:first] = [NO_PAGE] * first
             drawn += [pair] if (pair := sequence.step(30)) else []

@@ -245,13 +245,13 @@ def test_what_can_be_brought_is_what_a_plain_search_finds(seed: int) -> None:
         """Whether a row after `count` keys finds all that it reads of them."""
         return all(
             index.contains((group, keys[at])) or (group, keys[at]) in there
-            for group, start in enumerate(pool.groups.first_seen((first + count) * size))
+            for group, start in enumerate(pool.groups.first_read_pages((first + count) * size))
             for at in range(max(0, start - first), count)
         )
 
     found, firsts = index.reachable(keys, first, there.__contains__)
     assert found == max(count for count in range(len(keys) + 1) if is_whole(count))
-    assert firsts == pool.groups.first_seen((first + found) * size)
+    assert firsts == pool.groups.first_read_pages((first + found) * size)
 
 
 def test_nothing_is_brought_without_room_or_a_prefix_cache() -> None:

@@ -39,7 +39,7 @@ def test_a_damaged_draft_from_the_catalogue_is_left_out(
 ) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(path.read_bytes()[:2000])
-    monkeypatch.setattr("twostroke.engine.drafters.known_draft", lambda _: str(damaged))
+    monkeypatch.setattr("twostroke.engine.drafters.local_draft", lambda _: str(damaged))
     with engine_of(path, draft="auto") as llm:
         assert llm.engine.draft is None
     assert "is not used as a draft (--draft none: no draft): " in caplog.text
@@ -51,7 +51,7 @@ def test_the_catalogues_draft_is_used_if_it_is_asked_for(
     path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known: list[str | None] = [str(other)]
-    monkeypatch.setattr("twostroke.engine.drafters.known_draft", lambda _: known[0])
+    monkeypatch.setattr("twostroke.engine.drafters.local_draft", lambda _: known[0])
 
     def drafts(**given: Any) -> tuple[str | None, tuple[str, ...]]:
         with engine_of(path, **given) as llm:

@@ -92,7 +92,7 @@ def test_latent_attention_takes_the_cheaper_way(model):
     expanded = later_pairs * (128 + 64 + 128) + 5000 * 512 * (128 + 128)
     assert flops(5000, 1000) == expanded * heads * layers * 2
     run = DecodeRun.of_steps((10, 500), 6)
-    steps = [roofline.totals(run.at(step))[:3] for step in range(6)]
+    steps = [roofline.totals(run.shape_at(step))[:3] for step in range(6)]
     assert [*zip(*roofline.totals(run)[:3], strict=True)] == steps
 
 

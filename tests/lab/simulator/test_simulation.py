@@ -138,10 +138,10 @@ def test_times_of_a_run_are_those_of_its_steps(setup, sliding, seed):
         roofline = Roofline(simulated.model, setup.device, Question(), calibration)
         starts = tuple(chance.randint(0, 4000) for _ in range(chance.randint(1, 20)))
         run = DecodeRun.of_steps(starts, 50)
-        steps = [roofline.totals(run.at(step))[:3] for step in range(50)]
+        steps = [roofline.totals(run.shape_at(step))[:3] for step in range(50)]
         assert [*zip(*roofline.totals(run)[:3], strict=True)] == steps
         for window in (None, 1, 500, 2000):
-            counts = [run.at(step).num_attended(window) for step in range(50)]
+            counts = [run.shape_at(step).num_attended(window) for step in range(50)]
             assert run.num_attended(window).tolist() == counts
             assert run.num_context(window).tolist() == counts
 

@@ -14,7 +14,7 @@ from support.hub import COMMIT, Hub, Repo, partials, stored
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.model import hub as fetch
 from twostroke.model import loader
-from twostroke.model.hub.disk import ignore, locked
+from twostroke.model.hub.disk import ignore_progress, locked
 from twostroke.model.hub.records import stored_records
 
 if TYPE_CHECKING:
@@ -128,12 +128,12 @@ def test_leftovers_are_listed_unless_their_download_still_runs(
     other = partial.with_name("download-of-another-program.incomplete")
     other.write_bytes(b"theirs")
     lock = hub_cache / ".locks" / "models--o--r" / f"{partial.stem}.lock"
-    with locked(lock, ignore):
+    with locked(lock, ignore_progress):
         assert fetch.leftovers() == []
     (leftover,) = fetch.leftovers()
     assert (leftover.path, leftover.num_bytes) == (partial, partial.stat().st_size)
     other.unlink()
-    fetch.drop(leftover)
+    fetch.remove_leftover(leftover)
     assert not list(hub_cache.glob("models--*"))
 
 

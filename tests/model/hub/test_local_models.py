@@ -186,7 +186,7 @@ def test_a_users_own_file_is_never_removed(tmp_path: Path) -> None:
 
 
 def test_the_draft_that_the_catalogue_knows_must_be_in_the_cache(pulled: Path) -> None:
-    assert fetch.known_draft("Qwen2.5-Coder-1.5B") == "smollm2"
-    assert fetch.known_draft("smollm2") is None
+    assert fetch.local_draft("Qwen2.5-Coder-1.5B") == "smollm2"
+    assert fetch.local_draft("smollm2") is None
     pulled.unlink()
-    assert fetch.known_draft("qwen2.5-coder-1.5b") is None
+    assert fetch.local_draft("qwen2.5-coder-1.5b") is None

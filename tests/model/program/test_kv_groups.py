@@ -37,18 +37,18 @@ def test_first_place_that_is_seen(groups: PageGroups, num_computed: int) -> None
     expected = [
         min(seen(groups, window, num_computed, num_computed + 1)) for window in groups.windows
     ]
-    assert groups.first_seen(num_computed) == expected
+    assert groups.first_read_pages(num_computed) == expected
 
 
 @given(GROUPS, st.integers(0, 60))
 def test_each_page_that_a_window_leaves_is_noticed(groups: PageGroups, num_computed: int) -> None:
-    now = groups.first_seen(num_computed)
-    following = groups.next_passed(num_computed)
+    now = groups.first_read_pages(num_computed)
+    following = groups.next_release(num_computed)
     if groups.windows.count(None) == len(groups.windows):
         assert following == sys.maxsize
         return
-    assert groups.first_seen(following - 1) == now
-    assert groups.first_seen(following) != now
+    assert groups.first_read_pages(following - 1) == now
+    assert groups.first_read_pages(following) != now
 
 
 @given(GROUPS, st.integers(1, 100), st.integers(1, 20))
@@ -90,7 +90,9 @@ def test_a_request_takes_no_more_than_what_was_missing(
 ) -> None:
     num_tokens, size = num_computed + pending, groups.page_size
     num_places = -(-num_computed // size)
-    now = sum(num_places - min(first, num_places) for first in groups.first_seen(num_computed))
+    now = sum(
+        num_places - min(first, num_places) for first in groups.first_read_pages(num_computed)
+    )
     missing = groups.num_missing(num_places, num_computed, num_tokens, chunk)
     assert missing >= 0
     for start in range(num_computed, num_tokens, chunk):

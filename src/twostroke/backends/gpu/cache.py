@@ -119,7 +119,7 @@ class DevicePages:
         """
         group, first = self._layer_offsets[op.layer]
         size = self.page_size * op.num_kv_heads * op.head_dim
-        end = first + size * op.stored.num_rows
+        end = first + size * op.cache_layer.num_rows
         return HeadLayout(
             kv_format=self.kv_format if self.kv_format in _SCALED else "",
             num_heads=op.num_heads,

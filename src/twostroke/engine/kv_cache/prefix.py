@@ -124,7 +124,7 @@ class PrefixIndex:
         if not groups.has_windows:
             return PrefixHit([pages[:num_indexed] for pages in full_attention_pages], num_indexed)
         num_pages = self._num_reachable(keys, num_indexed)
-        first_read = groups.first_seen(num_pages * groups.page_size)
+        first_read = groups.first_read_pages(num_pages * groups.page_size)
         pages = [
             [NO_PAGE] * first + [indexed[key] for key in keys[first:num_pages]]
             for indexed, first in zip(self._pages, first_read, strict=True)
@@ -165,7 +165,7 @@ class PrefixIndex:
                         num_keys = index
                         break
         index = num_reachable = num_keys
-        first_read = groups.first_seen((first + num_reachable) * page_size)
+        first_read = groups.first_read_pages((first + num_reachable) * page_size)
         while index > max(0, min(first_read) - first) and groups.has_windows:
             index -= 1
             for group, start in enumerate(first_read):
@@ -174,7 +174,7 @@ class PrefixIndex:
                 page_key = group, keys[index]
                 if not (self.contains(page_key) or exists(page_key)):
                     num_reachable = index  # a longer prefix would read this page
-                    first_read = groups.first_seen((first + num_reachable) * page_size)
+                    first_read = groups.first_read_pages((first + num_reachable) * page_size)
                     break
         return num_reachable, first_read
 
@@ -200,13 +200,13 @@ class PrefixIndex:
         """
         groups = self._pool.groups
         sliding = [group for group, window in enumerate(groups.windows) if window is not None]
-        first = groups.first_seen(num_pages * groups.page_size)
+        first = groups.first_read_pages(num_pages * groups.page_size)
         index = num_pages
         while index > min(first[group] for group in sliding):
             index -= 1
             if any(first[g] <= index and keys[index] not in self._pages[g] for g in sliding):
                 num_pages = index  # any longer prefix would read this page
-                first = groups.first_seen(num_pages * groups.page_size)
+                first = groups.first_read_pages(num_pages * groups.page_size)
         return num_pages
 
     def _remove(self, pages: Sequence[int]) -> None:

@@ -64,8 +64,8 @@ class KvCacheManager:
         as usual. Other pages are the first to be evicted.
         """
         request, groups = state.request, self._groups
-        first_needed = groups.first_seen(request.num_settled)
-        first_reusable = groups.first_seen(state.num_indexed * groups.page_size)
+        first_needed = groups.first_read_pages(request.num_settled)
+        first_reusable = groups.first_read_pages(state.num_indexed * groups.page_size)
         for pages, needed, reusable in zip(
             request.pages, first_needed, first_reusable, strict=True
         ):
@@ -76,7 +76,7 @@ class KvCacheManager:
                 pages[index] = NO_PAGE
                 is_reusable = reusable <= index < state.num_indexed
                 self._pool.release_out_of_window(page, is_reusable=is_reusable)
-        state.update_at = min(state.update_at, groups.next_passed(request.num_settled))
+        state.update_at = min(state.update_at, groups.next_release(request.num_settled))
 
     def release(self, request: Request) -> None:
         """Release all KV pages of a request; the pages at its end will be evicted first."""

@@ -286,7 +286,7 @@ class Roofline:
         the same for all steps of a cell. For a `DecodeRun`, totals are arrays: (steps,).
         """
         if self._correction is not None and isinstance(batch, DecodeRun):
-            steps = [self.totals(batch.at(step)) for step in range(batch.num_steps)]
+            steps = [self.totals(batch.shape_at(step)) for step in range(batch.num_steps)]
             return Totals(*np.array(steps).T)
         num_rows, num_sampled = batch.num_rows, batch.num_sampled
         rows = self._row_totals.get(num_rows)

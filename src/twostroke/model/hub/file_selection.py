@@ -43,7 +43,7 @@ _MAX_LISTED = 12
 
 
 class RepoFile(Frozen):
-    """A file of a hub repository; `sha256` is known for large files only."""
+    """A file that a hub repository lists; `sha256` is known for large files only."""
 
     path: str
     num_bytes: int
@@ -53,8 +53,9 @@ class RepoFile(Frozen):
 class FileSelection(Frozen):
     """The files of a hub repository that make up one model.
 
-    `entry` is the file to load, None to load their folder. `number_format` is the quantization, if
-    file names show it. `note` tells which model was chosen if the name matches several.
+    `entry` is the file to load; None means that the folder is loaded. `number_format` is the
+    quantization, if file names show it. `note` says which model was chosen if the name matches
+    several.
     """
 
     files: tuple[RepoFile, ...]
@@ -66,7 +67,8 @@ class FileSelection(Frozen):
 def choose_files(name: HubName, files: Sequence[RepoFile]) -> FileSelection:
     """Return the files of a hub repository to fetch for the model name `name`.
 
-    For safetensors these are the small files; `add_weights` adds the weight files.
+    For a safetensors model these are only the small files, such as the configuration and the
+    tokenizer; `add_weights` adds the weight files.
 
     Raises:
         ModelNotFoundError: the repository has no model that matches the name.
@@ -99,9 +101,10 @@ def choose_files(name: HubName, files: Sequence[RepoFile]) -> FileSelection:
 def add_weights(
     choice: FileSelection, index: Mapping[str, object] | None, files: Sequence[RepoFile]
 ) -> FileSelection:
-    """Return the file selection of a safetensors repository with its weight files added.
+    """Return the file selection of a safetensors model with the weight files added.
 
-    `index` is the content of the repository's index file, None if it has none.
+    `index` is the content of the repository's index file, which names the weight files; None if it
+    has none, and so a single weight file.
     """
     weight_map = {"": SINGLE_FILE} if index is None else index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -145,9 +148,9 @@ def _label(model: _Model) -> str:
 
 
 def _find_named(name: HubName, requested: str, models: list[_Model]) -> _Model:
-    """Return the model of a repository that a user named.
+    """Return the GGUF model of a repository that the user's model name asks for.
 
-    The name is the path of one of its files, its quantization, or its file name.
+    `requested` is the end of the name: the path of a file, a quantization, or a file name.
     """
     for model in models:
         if requested in {file.path.lower() for file in model}:

@@ -32,11 +32,11 @@ _LOGIN_ADVICE: Final = "log in with 'hf auth login' or set HF_TOKEN"
 
 
 class HubUnreachableError(DownloadError):
-    """The Hugging Face hub could not be reached."""
+    """The Hugging Face hub could not be reached, so that files in its cache must do."""
 
 
 class Listing(Frozen):
-    """A hub repository at one commit: its files and its licence.
+    """The files and the licence of a hub repository at one commit.
 
     If `is_cached`, the hub could not be reached, and these are the files in the hub's cache.
     """
@@ -72,7 +72,7 @@ class Hub:
         self._failures: tuple[type[BaseException], ...] = errors.HfHubHTTPError.__bases__
 
     @property
-    def page(self) -> str:
+    def web_url(self) -> str:
         """The web address of the repository on the hub."""
         return f"{self.endpoint}/{self.name.repo}"
 
@@ -119,15 +119,15 @@ class Hub:
         return Listing(folder.name, tuple(files), None, is_cached=True)
 
     def snapshot(self, commit: str) -> Path:
-        """Return the folder of a commit in the hub's cache."""
+        """Return the folder in the hub's cache that holds the files of a commit."""
         return self._folder / "snapshots" / commit
 
-    def lock(self, file: RepoFile) -> Path:
-        """Return the path of a large file's lock file, which other programs use, too."""
+    def lock_path(self, file: RepoFile) -> Path:
+        """Return the path of a large file's lock file, which the hub's own programs lock, too."""
         return self.cache / ".locks" / self._folder.name / f"{file.sha256}.lock"
 
     def missing_bytes(self, file: RepoFile) -> int:
-        """Return how many bytes of a repository's file have not been downloaded."""
+        """Return how many bytes of a repository's file are still to be downloaded."""
         if file.sha256 is None or self._has_blob(file):
             return 0
         return file.num_bytes - (file_size(self._partial(file)) or 0)
@@ -158,9 +158,10 @@ class Hub:
         move_into_place(partial, self._blob(file))
 
     def link(self, commit: str, file: RepoFile) -> None:
-        """Link a downloaded file into the commit's folder in the hub's cache.
+        """Make a file appear in the commit's folder of the hub's cache.
 
-        If the file is small, the hub's client downloads it first.
+        A large file, which `transfer` has downloaded, is linked there. A small file is downloaded
+        first.
         """
         force = file.sha256 is None  # the copy in the cache is damaged
         self._retry(
@@ -170,7 +171,10 @@ class Hub:
         )
 
     def remember(self, commit: str) -> None:
-        """Store in the hub's cache that the requested revision is this commit."""
+        """Store in the hub's cache which commit the requested revision (a branch or tag) is.
+
+        So the model is found later without the network.
+        """
         ref = self._folder / "refs" / self.name.revision
         if self.name.revision != commit:
             ref.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +196,10 @@ class Hub:
     def _receive_all(
         self, commit: str, file: RepoFile, partial: Path, on_growth: Callable[[Path, int], None]
     ) -> None:
-        """Send requests until a file is complete, or several requests in a row return nothing."""
+        """Download a file's missing bytes, with several requests if connections break.
+
+        Raises the last error after several requests in a row that returned nothing.
+        """
         size = file_size(partial) or 0
         num_failures = 0
         while size < file.num_bytes:
@@ -212,7 +219,7 @@ class Hub:
                 time.sleep(RETRY_PAUSES_S[0])
 
     def read_range(self, commit: str, file: RepoFile, start: int, num_bytes: int) -> bytes:
-        """Return a byte range of a repository's file, always from the network."""
+        """Return a byte range of a repository's file; the range is never taken from the cache."""
         if not num_bytes:
             return b""
         response = self._retry(lambda: self._get(commit, file, f"{start}-{start + num_bytes - 1}"))
@@ -251,7 +258,7 @@ class Hub:
             response.close()
 
     def _get(self, commit: str, file: RepoFile, span: str) -> Any:
-        """Request the byte range `span` of a repository's file, and return the response."""
+        """Request a byte range of a repository's file, such as "0-99"; return the response."""
         url = self._client.hf_hub_url(
             self.name.repo, file.path, revision=commit, endpoint=self.endpoint
         )
@@ -282,7 +289,7 @@ class Hub:
         raise AssertionError
 
     def _user_error(self, error: BaseException) -> BaseException:
-        """Convert a failure of the hub's client to an error that tells the user what to do."""
+        """Convert an error of the hub's client to an error that tells the user what to do."""
         errors = self._errors
         repo = self.name.repo
         status = _status(error)
@@ -290,21 +297,23 @@ class Hub:
             return HubUnreachableError(f"{repo!r} cannot be fetched: HF_HUB_OFFLINE is set.")
         if isinstance(error, errors.GatedRepoError):
             return DownloadError(
-                f"{repo!r} is gated: accept its licence at {self.page}; {_LOGIN_ADVICE}."
+                f"{repo!r} is gated: accept its licence at {self.web_url}; {_LOGIN_ADVICE}."
             )
         if isinstance(error, errors.RevisionNotFoundError):
             revision = self.name.revision
-            return ModelNotFoundError(f"{repo!r} has no revision {revision!r}: see {self.page}.")
+            return ModelNotFoundError(f"{repo!r} has no revision {revision!r}: see {self.web_url}.")
         if isinstance(error, errors.RepositoryNotFoundError):
             return ModelNotFoundError(
                 f"The hub has no model {repo!r}, or you may not read it: check the name, or "
                 f"{_LOGIN_ADVICE}."
             )
         if status in {401, 403}:
-            return DownloadError(f"You may not read {repo!r} ({self.page}): {_LOGIN_ADVICE}.")
+            return DownloadError(f"You may not read {repo!r} ({self.web_url}): {_LOGIN_ADVICE}.")
         if status is not None:
             advice = (
-                "it is busy; try again later" if status in _RETRY_STATUSES else f"see {self.page}"
+                "it is busy; try again later"
+                if status in _RETRY_STATUSES
+                else f"see {self.web_url}"
             )
             return DownloadError(f"The hub answered {repo!r} with status {status}: {advice}.")
         if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
@@ -316,7 +325,7 @@ class Hub:
 
 
 def unfinished_files(caches: set[Path]) -> Iterator[tuple[Path, Path]]:
-    """Yield each unfinished download in the hub's cache and in `caches`, with its lock file."""
+    """Yield each partly downloaded file in the hub's cache and in `caches`, with its lock file."""
     with suppress(ImportError):
         from huggingface_hub import constants
 
@@ -338,7 +347,10 @@ def _listing(info: Any) -> Listing:
 
 
 def _repo_files(siblings: list[Any]) -> Iterator[RepoFile]:
-    """Yield a repository's files whose size is known and whose path stays in the repository."""
+    """Yield the files of a repository's listing, as the hub's client returns it.
+
+    Files without a size are left out, and files whose path leads out of the repository.
+    """
     for sibling in siblings:
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
         size = sibling.lfs.size if sibling.lfs else sibling.size

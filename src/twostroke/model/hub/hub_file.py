@@ -32,10 +32,11 @@ class HubUnavailableError(DownloadError):
 
 
 def receive(file: HubFile, partial: Path, num_bytes: int, on_growth: Callable[[int], None]) -> None:
-    """Download the missing end of a hub file to `partial`, which is complete with `num_bytes`.
+    """Download the missing end of a hub file, by plain HTTP requests.
 
-    `on_growth` is called with the size of the partial file as it grows. An interrupted transfer
-    continues in the same call, or in a later call.
+    `partial` is the local file, which is complete when it has `num_bytes`. `on_growth` is called
+    with its size as it grows. An interrupted transfer continues in the same call, or in a later
+    call.
 
     Raises:
         HubUnavailableError: the hub cannot be reached, does not have the file, or stops
@@ -67,9 +68,9 @@ def receive(file: HubFile, partial: Path, num_bytes: int, on_growth: Callable[[i
 
 
 def _append(file: HubFile, partial: Path, size: int) -> Iterator[int]:
-    """Append the response to one download request to a partial file.
+    """Send one request for the rest of a hub file, and append the response to the local file.
 
-    Yield the partial file's size after each chunk.
+    Yield the local file's size after each chunk.
     """
     import http.client  # commands that fetch nothing start without it
     import ssl

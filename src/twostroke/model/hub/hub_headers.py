@@ -28,9 +28,10 @@ _MAX_HEADER_BYTES: Final = 1 << 24
 
 
 def fetch_headers(name: HubName, folder: Path, inspect: Inspect) -> Path:
-    """Fetch a hub model's configuration and headers into an empty folder, for plans.
+    """Fetch only a hub model's configuration and headers into an empty folder.
 
-    Return the path of the model. `inspect` reads the beginning of a GGUF file.
+    `twostroke plan` uses this to describe a model without downloading its weights. Returns the path
+    of the model. `inspect` reads the beginning of a GGUF file.
 
     Raises:
         ModelNotFoundError: there is no such repository, revision or file.
@@ -87,9 +88,10 @@ class _HeaderDownload:
     def _fetch_range(
         self, file: RepoFile, start: int, num_bytes: int, *, set_size: bool = True
     ) -> bytes:
-        """Fetch a byte range of a hub file into the local file; return the bytes.
+        """Fetch a byte range of a hub file into the local copy of the file; return the bytes.
 
-        With `set_size` the local file gets its full size.
+        With `set_size` the local copy gets the size of the whole file; bytes that were not fetched
+        are 0.
         """
         path = self._path(file.path)
         path.parent.mkdir(parents=True, exist_ok=True)

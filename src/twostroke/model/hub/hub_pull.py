@@ -8,7 +8,13 @@ from msgspec.structs import replace
 
 from twostroke.core.files import file_size, format_bytes
 from twostroke.core.json_io import read_json
-from twostroke.model.hub.disk import DownloadProgress, ModelFolder, file_sha256, ignore, locked
+from twostroke.model.hub.disk import (
+    DownloadProgress,
+    ModelFolder,
+    file_sha256,
+    ignore_progress,
+    locked,
+)
 from twostroke.model.hub.file_selection import (
     CONFIG,
     INDEX,
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
     from twostroke.model.hub.file_selection import RepoFile
     from twostroke.model.hub.names import HubName
 
-# A GGUF file's header ends within some format_bytes: try to read it at these sizes.
+# A GGUF file's header ends within some megabytes: try to read it at these sizes.
 _INSPECTED_BYTES: Final = tuple(1 << power for power in (16, 20, 22, 23, 24, 25, 26))
 
 
@@ -38,7 +44,7 @@ def pull_from_hub(name: HubName, inspect: Inspect, watch: Watcher) -> ModelRecor
 
     Raises:
         ModelNotFoundError: there is no such repository, revision or file.
-        ModelFormatError: the model cannot run here; at most some format_bytes were fetched.
+        ModelFormatError: the model cannot run here; at most some megabytes were fetched.
         DownloadError: network, disk, rights or checksum failed; the received part is kept.
     """
     download = _HubDownload(Hub(name), inspect, watch)
@@ -47,9 +53,10 @@ def pull_from_hub(name: HubName, inspect: Inspect, watch: Watcher) -> ModelRecor
 
 
 class _HubDownload:
-    """One download of a model from the Hugging Face hub.
+    """The download of one model from the Hugging Face hub.
 
-    `large_files` have `total_bytes` and are not on this machine yet.
+    `large_files` are the files that must still be downloaded, except small ones, and `total_bytes`
+    is their size together.
     """
 
     def __init__(self, hub: Hub, inspect: Inspect, watch: Watcher) -> None:
@@ -77,19 +84,28 @@ class _HubDownload:
         return self.record(selection)
 
     def path(self, name: str | None) -> Path:
-        """Return the path of a model's file in the hub's cache, or of its folder for None."""
+        """Return the path of one of the model's files in the hub's cache.
+
+        For None, return the model's folder.
+        """
         return self.hub.snapshot(self.listing.commit) / (name or "")
 
     def is_here(self, file: RepoFile) -> bool:
         return file_size(self.path(file.path)) == file.num_bytes
 
     def family(self, entry: str | None) -> str | None:
-        """Return the downloaded model's family; raise ModelFormatError if it cannot run here."""
+        """Return the family of the downloaded model, such as "llama".
+
+        Raises ModelFormatError if the model cannot run here.
+        """
         name = entry or CONFIG
         return self.inspect(self.path(name), name)
 
     def fetch_small_files(self, selection: FileSelection) -> FileSelection:
-        """Fetch a model's configuration, refuse an unsupported model, and select its weights."""
+        """Fetch a safetensors model's configuration and tokenizer, then select its weight files.
+
+        Raises ModelFormatError if the model is not supported, before its weights are fetched.
+        """
         self.fetch([file for file in selection.files if file.path == CONFIG])
         self.family(None)
         self.fetch(selection.files)
@@ -123,11 +139,11 @@ class _HubDownload:
                 is_known = self.inspect(partial, file.path) is not None
                 inspect_sizes[:] = [] if is_known else [n for n in inspect_sizes if n > size]
 
-        with locked(self.hub.lock(file), self.watch):
+        with locked(self.hub.lock_path(file), self.watch):
             self.hub.transfer(self.listing.commit, file, on_growth, self.watch)
 
     def describe_kept(self) -> str:
-        """Return a sentence about the part of the large files that was received."""
+        """Return a sentence that tells the user how much of the model was received."""
         kept_bytes = self.total_bytes - sum(map(self.hub.missing_bytes, self.large_files))
         if not kept_bytes:
             return "Nothing was kept."
@@ -153,7 +169,7 @@ class _HubDownload:
             title=f"{self.name.repo.split('/')[1]} ({number_format})",
             path=path,
             files=tuple(self.stored(file, old_record) for file in selection.files),
-            source=(f"{self.hub.page}/tree/{self.listing.commit}",),
+            source=(f"{self.hub.web_url}/tree/{self.listing.commit}",),
             licence=self.listing.licence or (old_record.licence if old_record else None),
             family=self.family(selection.entry),
             number_format=number_format,
@@ -168,4 +184,6 @@ class _HubDownload:
         old_files = old_record.files if old_record else ()
         was_ours = {old_file.path: old_file.is_ours for old_file in old_files}
         is_ours = was_ours.get(path, file not in self.existing_files)
-        return StoredFile(path, file.num_bytes, file.sha256 or file_sha256(path, ignore), is_ours)
+        return StoredFile(
+            path, file.num_bytes, file.sha256 or file_sha256(path, ignore_progress), is_ours
+        )

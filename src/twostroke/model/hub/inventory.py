@@ -12,7 +12,7 @@ from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageErr
 from twostroke.core.files import file_size, read_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.model.hub.catalogue import CATALOGUE, PackagedModel
-from twostroke.model.hub.disk import file_sha256, ignore, is_locked
+from twostroke.model.hub.disk import file_sha256, ignore_progress, is_locked
 from twostroke.model.hub.names import look_up
 from twostroke.model.hub.records import ModelRecord, record_of_package, stored_records
 
@@ -26,7 +26,10 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 class LocalModel(Frozen):
-    """A model on this machine; `name` and `licence` are None if the model's own files tell them."""
+    """A model on this machine that can be loaded.
+
+    `name` and `licence` are None for the user's own file or folder, which tells them itself.
+    """
 
     path: Path
     name: str | None = None
@@ -34,7 +37,7 @@ class LocalModel(Frozen):
 
 
 class Leftover(Frozen):
-    """A file or folder that an unfinished download of a model left."""
+    """A file or folder that an unfinished download of a model left on the disk."""
 
     path: Path
     num_bytes: int
@@ -51,7 +54,10 @@ def resolve(name: str) -> Path:
 
 
 def use(name: str) -> LocalModel:
-    """Return the model called `name`, and note that it is used now; errors as `resolve`."""
+    """Return the model called `name`, and store the present time as its last use.
+
+    `unused` lists models by their last use. Raises the errors of `resolve`.
+    """
     source = look_up(name)
     if isinstance(source, Path):
         return LocalModel(source)
@@ -69,7 +75,7 @@ def pull(
     watch: Watcher | None = None,
     download: Downloader | None = None,
 ) -> Path:
-    """Return the path of the model called `name`; download it if it is not in the cache.
+    """Return the path of the model called `name`; download the model if it is not in the cache.
 
     `inspect` refuses models that cannot run here.
 
@@ -82,7 +88,7 @@ def pull(
     if isinstance(source, Path):
         return source
     record = find_record(source)
-    watch = watch or ignore
+    watch = watch or ignore_progress
     if record is not None and record.is_here:
         return record.path
     if isinstance(source, PackagedModel):  # imported here: a model in the cache starts sooner
@@ -95,9 +101,10 @@ def pull(
 
 
 def find_record(source: PackagedModel | HubName) -> ModelRecord | None:
-    """Return the record of a downloaded model; None if there is none.
+    """Return the record of a model of the catalogue, a package or the hub; None if there is none.
 
-    If there are several records, a complete one is returned.
+    A catalogue model has a record even before it is downloaded; other models have the record that
+    their download stored. If there are several records, a complete one is returned.
     """
     if isinstance(source, PackagedModel):
         return record_of_package(source)
@@ -112,14 +119,17 @@ def find_record(source: PackagedModel | HubName) -> ModelRecord | None:
 
 
 def find_draft(name: str) -> PackagedModel | None:
-    """Return the draft model that the catalogue recommends for `name`, or None."""
+    """Return the draft model that the catalogue recommends for the model `name`; None if none."""
     source = look_up(name)
     draft = source.draft if isinstance(source, PackagedModel) else None
     return CATALOGUE[draft] if draft else None
 
 
-def known_draft(name: str) -> str | None:
-    """Return the name of the recommended draft model if it is on this machine."""
+def local_draft(name: str) -> str | None:
+    """Return the name of the draft model for the model `name`, if it is on this machine.
+
+    None if the catalogue recommends no draft model, or it is not in the cache.
+    """
     draft = find_draft(name)
     record = find_record(draft) if draft else None
     return record.name if record and record.is_here else None
@@ -145,7 +155,7 @@ def find(name: str) -> ModelRecord:
     return record or _fetched_record(name)
 
 
-def verify(name: str, watch: Watcher = ignore) -> None:
+def verify(name: str, watch: Watcher = ignore_progress) -> None:
     """Hash a model's files again; raise ModelFormatError if a checksum differs from its record."""
     record = _fetched_record(name)
     done_bytes = 0
@@ -197,7 +207,7 @@ def unused(days: float) -> list[ModelRecord]:
 
 
 def leftovers() -> list[Leftover]:
-    """Return files and folders that unfinished downloads left, and that no process continues."""
+    """Return files and folders of unfinished downloads, except downloads that run now."""
     from twostroke.model.hub.hub import unfinished_files
     from twostroke.model.hub.packages import unfinished_folders
 
@@ -206,7 +216,7 @@ def leftovers() -> list[Leftover]:
     return [Leftover(path, _num_bytes(path)) for path, lock in unfinished if not is_locked(lock)]
 
 
-def drop(leftover: Leftover) -> None:
+def remove_leftover(leftover: Leftover) -> None:
     """Delete the files of an unfinished download."""
     if leftover.path.is_dir():
         shutil.rmtree(leftover.path)
@@ -234,7 +244,10 @@ def _complete_record(source: PackagedModel | HubName, typed_name: str) -> ModelR
 
 
 def _fetched_record(name: str) -> ModelRecord:
-    """Return the record of a model that is at least partly in the cache; else raise an error."""
+    """Return the record of a model that is in the cache, perhaps partly.
+
+    Raises ModelNotFoundError if the model is not in the cache at all.
+    """
     source = look_up(name)
     if isinstance(source, Path):
         raise UsageError(
@@ -255,9 +268,10 @@ def _num_bytes(path: Path) -> int:
 
 
 def _remove_link(link: Path, snapshot: Path) -> int:
-    """Remove a file of a snapshot in the hub's cache; return the freed bytes.
+    """Remove a model's file from a commit's folder in the hub's cache; return the freed bytes.
 
-    The file's blob is removed if no other snapshot links to it.
+    `link` is the file, and `snapshot` the commit's folder. The file's data (blob) is removed too,
+    if no other commit's folder links to it.
     """
     blob = link.resolve()
     freed = file_size(blob) or 0
@@ -269,7 +283,7 @@ def _remove_link(link: Path, snapshot: Path) -> int:
 
 
 def _remove_unused(repo: Path) -> None:
-    """Remove refs and empty folders from a repository in the hub's cache."""
+    """Remove branch names (refs) and empty folders from a repository in the hub's cache."""
     for ref in [path for path in (repo / "refs").rglob("*") if path.is_file()]:
         # A damaged ref may contain anything.
         commit = read_regular_file(ref).decode(errors="replace").strip()

@@ -60,7 +60,7 @@ Source: TypeAlias = PackagedModel | HubName | Path
 
 
 def look_up(name: str) -> Source:
-    """Return where a model name points: the catalogue, a package, the hub, or a path.
+    """Return the meaning of a model name: a catalogue entry, a package, a hub model, or a path.
 
     The model need not be in the cache.
 
@@ -76,9 +76,9 @@ def look_up(name: str) -> Source:
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """Return the hub model that a name means; None if the name has another form.
+    """Return the hub model that a name such as `hf:owner/repository` means.
 
-    Raises UsageError for a mistake in a name of the hub.
+    None if the name has another form. Raises UsageError for a mistake in a name of the hub.
     """
     match = _HUB.fullmatch(name) or _PAGE.fullmatch(name)
     if match is None and not _HUB_START.match(name):

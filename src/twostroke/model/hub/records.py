@@ -25,9 +25,10 @@ _logger = logging.getLogger("twostroke.fetch")
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A file of a downloaded model.
+    """A file of a downloaded model, with its size and checksum.
 
-    `is_ours` is false if another program downloaded the file before.
+    `is_ours` is false if another program had downloaded the file before; then removing the model
+    leaves the file.
     """
 
     path: Path
@@ -71,9 +72,9 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_here(self) -> bool:
-        """Whether all files of the model exist with their right sizes.
+        """Whether all files of the model exist with the right sizes.
 
-        Hashes are not checked, since that would take too long.
+        Their checksums are not computed, since that would take too long.
         """
         return all(file_size(file.path) == file.num_bytes for file in self.files)
 
@@ -88,7 +89,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.file.stat().st_mtime if self.file.exists() else None
 
     def touch(self) -> None:
-        """Store the present time as the model's last use, if the cache is writable."""
+        """Store the present time as the model's last use; do nothing if the cache is read-only."""
         if os.access(self.file, os.W_OK):
             os.utime(self.file)
 
@@ -118,7 +119,7 @@ def stored_records() -> Iterator[ModelRecord]:
 
 
 def record_of_package(model: PackagedModel) -> ModelRecord | None:
-    """Return the record of a packaged model.
+    """Return the stored record of a packaged model, or a new one from the catalogue.
 
     It is None if the model is neither downloaded nor in the catalogue.
     """
@@ -129,7 +130,7 @@ def record_of_package(model: PackagedModel) -> ModelRecord | None:
 
 
 def new_record(model: PackagedModel, file: StoredFile) -> ModelRecord:
-    """Return a new record of a packaged model whose file is `file`."""
+    """Return a new record, not written yet, of a packaged model whose file is `file`."""
     return ModelRecord(
         name=model.name,
         title=model.title,
@@ -171,7 +172,7 @@ def _read_record(file: Path) -> ModelRecord | None:
 
 @cache
 def _warn(path: Path, reason: str) -> None:
-    """Log once that a damaged model record is ignored."""
+    """Log once that a model's record at `path` is damaged and ignored, with the reason."""
     _logger.warning(
         "The record %s of a model is left out: %s Pull the model again, or delete the record.",
         path,

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Projection(Frozen):
-    """How an attention layer's queries or keys are computed: by a matrix product or a norm.
+    """How an attention layer computes its queries or keys: by a matrix product or a norm.
 
-    For a product, `weight` is its matrix (width, in_width), and `input_norm` is the weight of the
-    norm before it. For a norm, of heads or of a row, `weight` is its factors, to which `offset` is
-    added.
+    It names the weights of the operation before the attention. For a product, `weight` is the
+    matrix (width, in_width), and `input_norm` is the weight of the norm before the product. For a
+    norm, of each head or of the row, `weight` has its factors, to which `offset` is added.
     """
 
     weight: str
@@ -36,11 +36,12 @@ class Projection(Frozen):
 
 
 class QkProjections(Frozen):
-    """How an attention layer's queries and keys are computed before RoPE rotates them.
+    """How an attention layer computes its queries and keys before RoPE rotates them.
 
-    The projections tell how large the keys are, which KV formats of few bits use. `first` is the
-    index of this part's first value among all keys of the layer. In latent attention `keys`
-    computes the rotated part, and `latents` the rest of the key.
+    From the weights of these projections, backends estimate how large the keys are in each channel,
+    and choose the scales of KV formats of few bits, such as int8. `first` is the index of this
+    part's first value among all keys of the layer. In latent attention, `keys` computes the rotated
+    part of the keys, and `latents` the rest.
     """
 
     queries: Projection
@@ -97,13 +98,13 @@ class Attention(Operation):
 
     @property
     def grain(self) -> int:
-        """Return the number of values of a query head, which ranks never divide."""
+        """Return how many neighbouring columns always stay on one rank: a query head's values."""
         return self.head_dim
 
     def part(self, first: int, end: int) -> Self:
-        """Return the attention of a rank: some query heads, and the key-value heads that they read.
+        """Return the attention that computes only output columns `first` to `end`, for one rank.
 
-        `first`, `end`: columns of the output.
+        The part has whole query heads, and the key-value heads that they read.
         """
         head = self.first_head + first // self.head_dim
         kv_first, kv_end = self._kv_heads(first, end)
@@ -119,7 +120,7 @@ class Attention(Operation):
         )
 
     def part_reads(self, field: str, first: int, end: int) -> Range:
-        """Return the columns of an input that a rank's part reads: whole query or KV heads."""
+        """Return the columns of input `field` that a rank's part reads: whole query or KV heads."""
         if field == "q":
             return first, end
         kv_first, kv_end = self._kv_heads(first, end)
@@ -131,22 +132,22 @@ class Attention(Operation):
         return kv_first, kv_end if first < end else kv_first
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the cost of attention: two products over each row's context, and page traffic."""
+        """Yield the cost of attention: two products over each row's context, and cache traffic."""
         del weight_bytes
         yield EachAttended(self.window), Cost(4 * self.num_heads * self.head_dim)
-        yield EachCached(self.window), Cost(0, 0, self.stored.bytes_per_token(cache))
+        yield EachCached(self.window), Cost(0, 0, self.cache_layer.bytes_per_token(cache))
 
     @property
-    def stored(self) -> CacheLayer:
-        """Return the shape of the keys and values that this layer stores for each token."""
+    def cache_layer(self) -> CacheLayer:
+        """Return the shape of the keys and values that this layer uses and stores for a token."""
         return CacheLayer(
             self.num_kv_heads, self.head_dim, self.window, values_are_keys=self.values_are_keys
         )
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """Return the KV cache layer that this attention stores, by its number."""
-        return {self.layer: self.stored}
+        """Return the KV cache layer that this attention writes, by its number."""
+        return {self.layer: self.cache_layer}
 
     def with_layers(self, new_layers: Mapping[int, int]) -> Self:
         """Return the attention with its KV cache layer renumbered by `new_layers` (old to new)."""
@@ -159,24 +160,24 @@ class Attention(Operation):
 
 
 class SharedKvAttention(Attention):
-    """Attention that reads keys and values which an earlier layer stores in cache layer `layer`.
+    """Attention that reads the keys and values of an earlier layer, from cache layer `layer`.
 
     It computes no keys and values: `k` and `v` are empty (arXiv:2405.12981). Heads, head size and
-    window equal the earlier operation's.
+    window equal the earlier layer's.
     """
 
     reads = ("q",)
     needs_all_rows = ()
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the cost: two products over each row's context, whose pages are only read."""
+        """Yield the cost: two products over each row's context, and reading the KV cache."""
         del weight_bytes
         yield EachAttended(self.window), Cost(4 * self.num_heads * self.head_dim)
-        yield EachRead(self.window), Cost(0, 0, self.stored.bytes_per_token(cache))
+        yield EachRead(self.window), Cost(0, 0, self.cache_layer.bytes_per_token(cache))
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """Return nothing, because an earlier layer stores the keys and values."""
+        """Return an empty mapping, because an earlier layer stores the keys and values."""
         return {}
 
 
@@ -206,11 +207,11 @@ class Rope(Operation):
 
     @property
     def grain(self) -> int:
-        """Return the number of values of a head, which ranks never divide."""
+        """Return how many neighbouring columns always stay on one rank: the values of a head."""
         return self.head_dim
 
     def part(self, first: int, end: int) -> Self:
-        """Return the rotation of some of the heads, for one rank."""
+        """Return the rotation of only the heads in columns `first` to `end`, for one rank."""
         return self._changed(num_heads=(end - first) // self.head_dim)
 
     @property

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BatchShape(Frozen, dict=True):
-    """The rows and contexts of a step's requests, on which the step's cost depends.
+    """The numbers of a step's requests on which the step's cost depends: rows and contexts.
 
     Request i has `counts[i]` rows, at positions from `starts[i]` on. Each row attends to every
     position up to its own. `num_sampled` of the `num_rows` rows get logits.
@@ -36,9 +36,9 @@ class BatchShape(Frozen, dict=True):
 
     @classmethod
     def prefill(cls, num_tokens: int, start: int = 0) -> BatchShape:
-        """Return the shape of a step that computes `num_tokens` of one prompt.
+        """Return the shape of a step that computes `num_tokens` tokens of one prompt.
 
-        `start`: the number of tokens before them.
+        `start`: the number of prompt tokens before them.
         """
         return cls((start,), (num_tokens,), 1)
 
@@ -70,9 +70,10 @@ class BatchShape(Frozen, dict=True):
         return BatchShape((*self.starts, start), (*self.counts, count), num_sampled)
 
     def part(self, index: int, count: int) -> BatchShape:
-        """Return the rows that one rank of a context parallel group computes, with all logits.
+        """Return the rows of this step that one rank of a context parallel group computes.
 
-        `index`: the row part, of `count` (see `RowParts`).
+        `index` is the rank's row part, of `count` equal ones (see `RowParts`). All logits are
+        counted.
         """
         first, end = self.num_rows * index // count, self.num_rows * (index + 1) // count
         starts = []
@@ -89,9 +90,10 @@ class BatchShape(Frozen, dict=True):
 
     @cached_property
     def logits_rows(self) -> BatchShape:
-        """Return the shape of only the rows with logits.
+        """Return the shape of only the rows with logits, whose positions are assumed.
 
-        They are the last row of each request, then earlier rows.
+        The shape counts these rows but does not know which they are. The last row of each request
+        is assumed first, then earlier rows.
         """
         if self.num_sampled >= self.num_rows:
             return self
@@ -113,7 +115,10 @@ class BatchShape(Frozen, dict=True):
 
     @property
     def whole_step(self) -> BatchShape:
-        """Return the shape of the undivided step, with the rows of all row parts."""
+        """Return the shape of the whole step, if this is the shape of one rank's row part.
+
+        Otherwise return this shape.
+        """
         return self if self.step is None else self.step
 
     @property
@@ -138,13 +143,19 @@ class BatchShape(Frozen, dict=True):
             return sum(self.starts) + self.num_rows
         return sum([min(start, window - 1) + count for start, count in self.spans])
 
-    def with_rows(self, min_rows: int, max_rows: int = sys.maxsize) -> BatchShape:
-        """Return the shape of the requests with `min_rows` to `max_rows` rows, without logits."""
+    def requests_with_rows(self, min_rows: int, max_rows: int = sys.maxsize) -> BatchShape:
+        """Return the shape of only the requests that have `min_rows` to `max_rows` rows.
+
+        No row has logits. Used to count costs that differ for requests with few and with many rows.
+        """
         spans = [(start, count) for start, count in self.spans if min_rows <= count <= max_rows]
         return BatchShape(tuple([s for s, _ in spans]), tuple([n for _, n in spans]), 0)
 
     def num_kv_splits(self, window: int | None = None) -> int:
-        """Count the KV splits that each request's rows attend to, summed over all requests."""
+        """Count the KV splits that attention reads, summed over all requests.
+
+        A KV split is `KV_SPLIT_TOKENS` tokens of a request, stored on one rank of several.
+        """
         first_positions = [
             0 if window is None else max(0, start - window + 1) for start in self.starts
         ]
@@ -153,7 +164,7 @@ class BatchShape(Frozen, dict=True):
         return sum([-(-end // KV_SPLIT_TOKENS) - start // KV_SPLIT_TOKENS for start, end in pairs])
 
     def num_partial_attentions(self, window: int | None = None) -> int:
-        """Count the (row, KV split) pairs of attention in the step."""
+        """Count the pairs of a row and a KV split that the row attends to, in the whole batch."""
         num_pairs = self.num_rows + sum(
             [_splits_before(start, start + count) for start, count in self.spans]
         )
@@ -166,11 +177,11 @@ class BatchShape(Frozen, dict=True):
 
 
 class DecodeRun(BatchShape):
-    """The shapes of consecutive decode steps of the same requests, to compute all costs at once.
+    """The shapes of many decode steps in a row of the same requests.
 
-    The first step begins after `starts` tokens.
-
-    Counts that grow with the context are arrays with a value for each of the `num_steps`.
+    The planner and the simulator compute the costs of all these steps at once. The first step
+    begins after `starts` tokens. Counts that grow with the context are arrays with a value for each
+    of the `num_steps`.
     """
 
     num_steps: int = 1
@@ -180,7 +191,7 @@ class DecodeRun(BatchShape):
         """Return the shape of `num_steps` decode steps; the first follows `starts[i]` tokens."""
         return cls(starts, (1,) * len(starts), len(starts), num_steps=num_steps)
 
-    def at(self, step: int) -> BatchShape:
+    def shape_at(self, step: int) -> BatchShape:
         """Return the batch shape of decode step number `step`."""
         return BatchShape.decode(tuple([start + step for start in self.starts]))
 
@@ -199,9 +210,9 @@ class DecodeRun(BatchShape):
 
 
 def _spans(slice_: Slice) -> Iterator[tuple[int, int]]:
-    """Yield the first position and number of rows of a slice, then of its draft branches.
+    """Yield the first position and number of rows of a slice, then of each of its draft branches.
 
-    A branch reads the context again, so it counts as a request.
+    A branch reads the context again, so it counts as another request.
     """
     if not slice_.branches:
         yield slice_.start, slice_.num_rows
@@ -222,7 +233,7 @@ def _attended(start: int, count: int, window: int) -> int:
 
 
 def _splits_before(start: int, end: int) -> int:
-    """Count, summed over positions `start` to `end`, the complete KV splits before each one."""
+    """Return the sum, over positions `start` to `end`, of the complete KV splits before each."""
     return _splits_before_all(max(0, end)) - _splits_before_all(max(0, start))
 
 

@@ -9,7 +9,7 @@ from twostroke.model.program.sharding import Sharding
 from twostroke.model.program.work import (
     Cost,
     each_row,
-    each_row_of_all,
+    each_row_of_all_parts,
     each_sampled_row,
     once,
     once_if_sampled,
@@ -27,12 +27,13 @@ _VALUE_BYTES = 4  # values are sent as float32
 
 
 class AllGather(Operation):
-    """Collective: concatenates the parts `x` of a team's ranks to the complete value `output`.
+    """Collective: concatenates the parts of a value that ranks hold to the whole value `output`.
 
-    `team` lists ranks in the order of their parts; this rank is `team[team_index]`. A rank whose
-    part is empty has no `x`. All ranks of the team give the output the same name. With a `root`
-    only that rank receives the result, and no operation reads the output on other ranks; a value
-    with a root has one row for each sampled row, since it is the logits.
+    `x` is this rank's part. `team` lists the ranks in the order of their parts; this rank is
+    `team[team_index]`. A rank whose part is empty has no `x`. All ranks of the team give the output
+    the same name. With a `root` only that rank receives the result, and no operation reads the
+    output on other ranks; a value with a root has one row for each sampled row, since it is the
+    logits.
     """
 
     x: str | None
@@ -47,7 +48,7 @@ class AllGather(Operation):
 
     @property
     def exchange_name(self) -> str:
-        """Return the name of the collective, which is the same on all ranks of the team."""
+        """Return the name by which the team's ranks find each other's parts: the output's name."""
         return self.output
 
     @property
@@ -56,13 +57,13 @@ class AllGather(Operation):
         return () if self.x is None else (self.x,)
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the bytes of the gather: this rank's part to each other rank, and their parts."""
+        """Yield the bytes that this rank sends and receives, and one exchange to wait for."""
         del weight_bytes, cache
         own_share = self.parts.share(self.team_index)
         sent_share = own_share * (len(self.team) - 1)
         received_share = 1 - own_share
         if self.root is None:
-            count = each_row_of_all if self.parts.are_rows else each_row
+            count = each_row_of_all_parts if self.parts.are_rows else each_row
             yield from _exchange(self.width * sent_share, self.width * received_share, count, once)
             return
         sent_share, received_share = (
@@ -86,7 +87,10 @@ class TakeColumns(Operation):
 
 
 class Send(Operation):
-    """Operation: sends the value `x` to rank `to`; nothing reads `output`."""
+    """Operation: sends the value `x` to rank `to`, which is in the next pipeline stage.
+
+    An operation must have an output, but nothing reads this one.
+    """
 
     x: str
     width: int
@@ -101,7 +105,7 @@ class Send(Operation):
 
 
 class Receive(Operation):
-    """Operation: `output` is a value that rank `sender` sends under the same name."""
+    """Operation: receives `output` from rank `sender`, whose value has the same name."""
 
     width: int
     sender: int
@@ -125,7 +129,7 @@ class AllReduce(Operation):
 
     @property
     def exchange_name(self) -> str:
-        """Return the name of the collective, which is the same on all ranks of the team."""
+        """Return the name by which the team's ranks find each other's terms: the output's name."""
         return self.output
 
     @property
@@ -134,7 +138,7 @@ class AllReduce(Operation):
         return () if self.x is None else (self.x,)
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the bytes of the all-reduce: of a reduce-scatter and an all-gather."""
+        """Yield the bytes of the all-reduce, which is a reduce-scatter and an all-gather."""
         del weight_bytes, cache
         width = 2 * self.width * (1 - 1 / len(self.team))
         return _exchange(width, width)
@@ -143,7 +147,7 @@ class AllReduce(Operation):
 def _exchange(
     sent: float, received: float, row_count: Count = each_row, step_count: Count = once
 ) -> Work:
-    """Yield the cost of an exchange between ranks.
+    """Yield the cost terms of an exchange between ranks: its bytes, and one wait.
 
     `sent`, `received`: float32 values for each row.
     """

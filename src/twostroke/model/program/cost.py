@@ -32,9 +32,10 @@ __all__ = ["Cost", "CostModel", "StepCost"]
 class CostModel(Frozen):
     """Counts FLOPs and bytes of a model's steps, for given formats of weights and KV cache.
 
-    `weight_bytes` gives each weight's stored size. A rank's steps have row part `row_part` of
-    `num_row_parts`. With `stops_rows`, operations after the last store compute only rows with
-    logits (`Program.logits_only_outputs`).
+    `weight_bytes` gives each weight's stored size. If this is one rank's cost model, the rank
+    computes row part `row_part` of `num_row_parts` of each step. With `stops_rows`, rows without
+    logits are not computed after the last attention has stored its keys and values
+    (`Program.logits_only_outputs`).
     """
 
     program: Program
@@ -58,7 +59,7 @@ class CostModel(Frozen):
         return self._of(self.work(op)).of(batch)
 
     def work(self, op: Op) -> Work:
-        """Yield an operation's cost terms, each with the count (rows, ...) that multiplies it."""
+        """Yield an operation's cost terms: each a cost, and the count that multiplies it."""
         only_logits_rows = self.stops_rows and op.output in self.program.logits_only_outputs
         for count, cost in op.work(self.weight_bytes, self.cache):
             if only_logits_rows and isinstance(count, EachCached):  # all rows still store
@@ -68,7 +69,10 @@ class CostModel(Frozen):
                 yield of_logits_rows(count) if only_logits_rows else count, cost
 
     def per_step(self) -> StepCost:
-        """Return the cost of a step as a function of the batch: one term for each count."""
+        """Return the cost of a step as a function of its batch, prepared for fast evaluation.
+
+        Operations whose costs grow with the same count of the batch are added up.
+        """
         terms: dict[Count, Cost] = {}
         for op in self.program.ops:
             for count, cost in self.work(op):
@@ -80,9 +84,10 @@ class CostModel(Frozen):
 
 
 class StoredAs(Frozen):
-    """How a model's layer matrices are stored: bits for each weight, and arithmetic of products.
+    """A way to store a model's layer matrices: bits for each weight, and arithmetic of products.
 
-    Other weights have 16 bits.
+    `twostroke plan` compares these ways (`WEIGHTS`). Weights outside of layer matrices have 16
+    bits.
     """
 
     bits: float

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Expert(Frozen):
-    """Names of an expert's matrices: gate and up (ffn_width, width), down (width, ffn_width)."""
+    """The names of an expert's matrices: gate, up (ffn_width, width), down (width, ffn_width)."""
 
     gate: str
     up: str
@@ -38,8 +38,8 @@ class MixtureOfExperts(Operation):
     `scores` names the router's logits, one for each expert. The shares are their softmax; each row
     chooses the `num_used` experts with the largest shares (of equal ones the first), and with
     `normalize` the chosen shares are divided by their sum (arXiv:2401.04088). Terms are added in
-    the order of the choice. If `are_shares`, the scores are shares already (see `Route`): the
-    largest are chosen and used unchanged.
+    the order of the choice. If `are_shares`, the scores come from a `Route` operation and are
+    shares already: the experts with the largest are chosen, and their shares are used unchanged.
     """
 
     x: str
@@ -58,7 +58,7 @@ class MixtureOfExperts(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Return the three matrices of each expert."""
+        """Return the names and shapes of the three matrices of each expert."""
         return tuple(w for e in self.experts for w in e.weights(self.width, self.ffn_width))
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
@@ -97,14 +97,12 @@ class MixtureOfExperts(Operation):
 
 
 class ExpertTerms(Operation):
-    """The outputs of a row's chosen experts before they are added, of this rank's experts.
+    """The outputs of a row's chosen experts, before `SumTerms` adds them; a rank has some experts.
 
-    A row has `num_used` outputs of `hidden` values.
-
-    Fields have the meanings that they have in `MixtureOfExperts`. For each row and each of its
-    chosen experts, in the order of the choice, `output` has `down_e(activation(gate_e x) * up_e
-    x)`. This rank has the `experts` from number `first_expert` on, of `num_experts`; the terms of
-    other experts are undefined.
+    For each row and each of its chosen experts, in the order of the choice, `output` has
+    `down_e(activation(gate_e x) * up_e x)`: `num_used` outputs of `hidden` values. This rank has
+    `experts`, which have the numbers from `first_expert` on, of `num_experts`; the terms of other
+    ranks' experts are undefined. Fields that `MixtureOfExperts` also has mean the same.
     """
 
     x: str
@@ -128,7 +126,7 @@ class ExpertTerms(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Return the three matrices of each expert of this rank."""
+        """Return the names and shapes of the three matrices of each expert of this rank."""
         return tuple(w for e in self.experts for w in e.weights(self.hidden, self.ffn_width))
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
@@ -145,24 +143,27 @@ class ExpertTerms(Operation):
 
     @property
     def length(self) -> int:
-        """Return the number of experts on this rank."""
+        """Return the number of experts: the units by which ranks divide this operation."""
         return len(self.experts)
 
     def part(self, first: int, end: int) -> Self:
-        """Return the operation for only the experts from `first` to `end`, for one rank."""
+        """Return the operation with only the experts `first` to `end`, for one rank."""
         experts = self.experts[first:end]
         return self._changed(experts=experts, first_expert=self.first_expert + first)
 
     def part_reads(self, field: str, first: int, end: int) -> None:
-        """Return None, because the part of each rank reads whole rows."""
+        """Return None, because the part of each rank reads all columns of its inputs."""
 
     def parts_by(self, cuts: tuple[int, ...]) -> TermParts:
-        """Return how the experts' outputs are divided over ranks, if experts are cut at `cuts`."""
+        """Return how the output is divided over ranks, if the list of experts is cut at `cuts`."""
         return TermParts(cuts, self.scores, self.num_used)
 
 
 class SumTerms(Operation):
-    """The sum of the outputs of a row's chosen experts, weighted and added in order of choice."""
+    """Adds the outputs of a row's chosen experts (`ExpertTerms`) times their weights.
+
+    The terms are added in the order in which the experts were chosen.
+    """
 
     x: str
     scores: str
@@ -183,9 +184,10 @@ class Route(Operation):
 
     Scores are the softmax of x, or its sigmoid if `is_sigmoid`. Experts are ranked by score plus
     `bias`, and equal ones by number. Neighbouring experts form `num_groups` groups of the same
-    size. A row first chooses the `num_used_groups` groups whose `group_best` best experts have the
-    largest sum, then the `num_used` best experts in these groups. Shares are the scores, divided by
-    their sum with `normalize`, times `scale`, times `factors` (positive, one for each expert).
+    size. A row first chooses the `num_used_groups` groups in which the scores of the `group_best`
+    best experts have the largest sum, then the `num_used` best experts in these groups. Shares are
+    the scores, divided by their sum with `normalize`, times `scale`, times `factors` (positive, one
+    for each expert).
     """
 
     x: str

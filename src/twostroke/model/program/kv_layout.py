@@ -16,16 +16,17 @@ _MAX_GROUPS = 16  # each costs the scheduler a page id for every `page_size` tok
 
 
 class CacheFormat(Frozen):
-    """The number format of the KV cache: bytes of a number, and of the scales of a head.
+    """A number format of the KV cache, such as float16 or int8.
 
-    A token has one scale for its keys of a head, and one for its values.
+    `value_bytes` is the size of a number. `head_bytes` is the size of the scale that a token's keys
+    of one head have together; its values have another one.
     """
 
     value_bytes: float
     head_bytes: int = 0
 
-    def head(self, head_dim: int) -> float:
-        """Return the KV cache bytes of one head's keys, or of its values, for one token."""
+    def bytes_per_head(self, head_dim: int) -> float:
+        """Return the KV cache bytes of one head's key, or of its value, for one token."""
         return head_dim * self.value_bytes + self.head_bytes
 
 
@@ -36,8 +37,9 @@ class CacheLayer(Frozen):
     """The shape of the keys and values that an attention layer stores for each token.
 
     With a `window`, a row reads only the last `window` tokens up to its own. With several
-    `num_kv_ranks`, ranks take turns in storing the KV splits (`KV_SPLIT_TOKENS` tokens) of a
-    request. Where `values_are_keys`, the keys are also the values and are stored once.
+    `num_kv_ranks`, ranks take turns in storing the KV splits (`KV_SPLIT_TOKENS` tokens each) of a
+    request. With `values_are_keys` (latent attention), the keys are also the values and are stored
+    once.
     """
 
     num_kv_heads: int
@@ -48,7 +50,7 @@ class CacheLayer(Frozen):
 
     @property
     def num_rows(self) -> int:
-        """Return how many vectors a head stores for a token: a key and a value, or one for both."""
+        """Return how many vectors a head stores for a token: its key and value, or one for both."""
         return 1 if self.values_are_keys else 2
 
     @property
@@ -58,18 +60,18 @@ class CacheLayer(Frozen):
 
     def bytes_per_token(self, stored: CacheFormat) -> int:
         """Return the KV cache bytes that the layer stores for a token."""
-        return ceil(self.num_rows * self.num_kv_heads * stored.head(self.head_dim))
+        return ceil(self.num_rows * self.num_kv_heads * stored.bytes_per_head(self.head_dim))
 
     def bytes_in_page(self, page_size: int, stored: CacheFormat) -> int:
-        """Return the layer's bytes on this rank in a KV page of `page_size` tokens."""
+        """Return the bytes that the layer has in a KV page of `page_size` tokens, on one rank."""
         return page_size // self.num_kv_ranks * self.bytes_per_token(stored)
 
 
 class CacheGroup(Frozen):
-    """Attention layers that share KV pages: a page holds tokens of all layers of its group.
+    """Attention layers that share KV pages: a page holds some tokens' keys and values of them all.
 
     `layers[i]` is the cache layer that has slot i of the group's pages. Rows of these layers read
-    the last `window` positions, their own included, or all of them if it is None.
+    the last `window` positions, their own included, or all positions if it is None.
     """
 
     layers: tuple[int, ...]
@@ -77,14 +79,15 @@ class CacheGroup(Frozen):
 
 
 def group_layers(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
-    """Divide attention layers into groups of one size, so that any KV page fits any group.
+    """Divide attention layers into cache groups of one size, so that any KV page fits any group.
 
-    `windows`: the sliding window of each layer; None: no window.
+    `windows`: the sliding window of each layer; None: no window. A group's layers have the same
+    window.
 
-    Considers the sizes that make at most 16 groups, and takes the size that leaves the fewest slots
-    empty, of equal ones the largest: the greatest common divisor of the numbers of layers with each
-    window, unless that makes too many groups. Then some groups have fewer layers than slots. The
-    layers of a group are spread over the model. Without layers there is one empty group.
+    The group size makes at most 16 groups, and leaves as few slots empty as possible; of equal
+    sizes the largest is taken. This is the greatest common divisor of the numbers of layers with
+    each window, unless that makes too many groups. Then some groups have fewer layers than slots.
+    The layers of a group are spread over the model. Without layers there is one empty group.
     """
     layers: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -108,7 +111,7 @@ def _num_groups(counts: list[int], size: int) -> int:
 
 
 class PageGroups(Frozen):
-    """The sliding windows of the cache groups, from which the KV pages of a request follow.
+    """Computes which KV pages a request needs, from the sliding window of each cache group.
 
     Rows of group g read `windows[g]` positions, or all if None.
 
@@ -131,10 +134,11 @@ class PageGroups(Frozen):
         """Return whether any cache group has a sliding window."""
         return any(self.windows)
 
-    def first_seen(self, num_computed: int) -> list[int]:
-        """Return, for each cache group, the index of a request's first page that is still read.
+    def first_read_pages(self, num_computed: int) -> list[int]:
+        """Return, for each cache group, the index of the first page that a request will read again.
 
-        `num_computed`: the number of computed tokens, which is the position of the next row.
+        Earlier pages are before the group's window, and can be freed. `num_computed`: the number of
+        computed tokens, which is the position of the next row.
         """
         size = self.page_size
         return [
@@ -142,8 +146,8 @@ class PageGroups(Frozen):
             for window in self.windows
         ]
 
-    def next_passed(self, num_computed: int) -> int:
-        """Return the number of computed tokens at which a sliding window frees the next KV page."""
+    def next_release(self, num_computed: int) -> int:
+        """Return how many tokens must be computed before a sliding window frees another KV page."""
         size = self.page_size
         return min(
             (
@@ -157,7 +161,7 @@ class PageGroups(Frozen):
     def num_needed(self, num_tokens: int, num_rows: int = 1) -> int:
         """Return the most KV pages that a request of `num_tokens` tokens holds at the same time.
 
-        `num_rows`: the rows of a step.
+        `num_rows`: the most rows that a step computes of the request.
         """
         num_pages = -(-num_tokens // self.page_size)
         return sum(
@@ -178,7 +182,7 @@ class PageGroups(Frozen):
             return growth * len(self.windows)
         num_rows = max(1, min(num_rows, num_tokens - num_computed))
         total = 0
-        for window, first in zip(self.windows, self.first_seen(num_computed), strict=True):
+        for window, first in zip(self.windows, self.first_read_pages(num_computed), strict=True):
             if window is None:
                 total += growth
             else:
@@ -205,7 +209,7 @@ class PageGroups(Frozen):
         return min(limit, num_pages // num_growing * self.page_size)
 
     def _max_pages_in_window(self, window: int, num_rows: int) -> int:
-        """Return the most KV pages that one windowed group needs in a step of `num_rows` rows."""
+        """Return the most KV pages that a windowed cache group needs in `num_rows`-row steps."""
         return (window + num_rows + self.page_size - 3) // self.page_size + 1
 
 

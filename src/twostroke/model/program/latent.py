@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class HeadLinear(Operation):
-    """A product with a separate matrix for each head, as in latent attention (MLA).
+    """A matrix product in which each head has its own matrix, as in latent attention (MLA).
 
     `output[h] = x[h, first : first + in_width] @ matrices[h].T`.
 
@@ -68,25 +68,25 @@ class HeadLinear(Operation):
 
     @property
     def grain(self) -> int:
-        """Return the number of values of a head of the output, which ranks never divide."""
+        """Return how many neighbouring columns always stay on one rank: a head's output."""
         return self.head_width
 
     def part(self, first: int, end: int) -> Self:
-        """Return the products of some of the heads, for one rank."""
+        """Return the products of only the heads in columns `first` to `end`, for one rank."""
         return self._changed(matrices=self.matrices[first // self.grain : end // self.grain])
 
     def part_reads(self, field: str, first: int, end: int) -> Range:
-        """Return the columns of the input that the heads of a rank's part read."""
+        """Return the columns of the input that a rank's part (output `first` to `end`) reads."""
         del field
         return first // self.grain * self.x_head, end // self.grain * self.x_head
 
 
 class Join(Operation):
-    """Concatenates, head by head, a part of value `a` and the whole of value `b`.
+    """Concatenates two values head by head: some columns of `a` and all columns of `b`.
 
-    `output[h]` is `a[h, first : first + a_width]` followed by the `b_width` values of `b[h]`.
-
-    A head has `a_head` values of a.
+    `output[h]` is `a[h, first : first + a_width]` followed by the `b_width` values of `b[h]`. A
+    head has `a_head` values of `a`. Latent attention joins the rotated and the other part of its
+    queries in this way.
     """
 
     a: str
@@ -102,7 +102,7 @@ class Join(Operation):
 
     @property
     def grain(self) -> int:
-        """Return the number of values of a head of the output, which ranks never divide."""
+        """Return how many neighbouring columns always stay on one rank: a head's output."""
         return self.a_width + self.b_width
 
     @property
@@ -111,21 +111,22 @@ class Join(Operation):
         return self.num_heads * self.grain
 
     def part(self, first: int, end: int) -> Self:
-        """Return the concatenation for some of the heads, for one rank."""
+        """Return the concatenation of only the heads in columns `first` to `end`, for one rank."""
         return self._changed(num_heads=(end - first) // self.grain)
 
     def part_reads(self, field: str, first: int, end: int) -> Range:
-        """Return the columns of the input that the heads of a rank's part read."""
+        """Return the columns of input `field` that a rank's part (`first` to `end`) reads."""
         head = self.a_head if field == "a" else self.b_width
         return first // self.grain * head, end // self.grain * head
 
 
 class LatentProducts(Frozen):
-    """Counts the multiplications of a head of latent attention (MLA), in the cheaper of two ways.
+    """Counts the multiplications of one head of latent attention (MLA), for the cost model.
 
-    Scores and values can be computed from the stored latent vectors directly, or from keys and
-    values that are expanded from the context's latent vectors first. The direct way is cheaper for
-    few rows, as in decoding. A row's own expansion is counted as a matrix product.
+    Scores and values can be computed in two ways: from the stored latent vectors directly, or from
+    keys and values that are expanded from the context's latent vectors first. The direct way is
+    cheaper for few rows, as in decoding. The cheaper way is counted for each request. A row's own
+    expansion is counted as a matrix product elsewhere.
     """
 
     latent: int
@@ -148,11 +149,12 @@ class LatentProducts(Frozen):
 
 
 class LatentAttention(Attention, kw_only=True):
-    """Latent attention (MLA): a key is a rotated part and a latent vector, which is also its value.
+    """Latent attention (MLA): a key is a rotated part and a latent vector, which is also the value.
 
-    `k` and `v` name one value, which is stored once. The first `rotated` values of a head's output
-    have no meaning. `key` and `value` are the sizes of a head's keys (without the rotated part) and
-    values that the latent vector stands for.
+    `k` and `v` name the same value, which is stored once. So the output of a head begins with
+    `rotated` numbers that have no meaning, and later operations skip them. `key` and `value` are
+    the sizes of the keys (without the rotated part) and values of a head that are computed from the
+    latent vector.
     """
 
     rotated: int
@@ -162,7 +164,7 @@ class LatentAttention(Attention, kw_only=True):
     values_are_keys = True
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the cost of latent attention: the products of all heads, and KV page traffic."""
+        """Yield the cost of latent attention: the products of all heads, and KV cache traffic."""
         del weight_bytes
         products = LatentProducts(
             latent=self.head_dim - self.rotated,
@@ -171,4 +173,4 @@ class LatentAttention(Attention, kw_only=True):
             value=self.value,
         )
         yield products, Cost(2 * self.num_heads)
-        yield EachCached(self.window), Cost(0, 0, self.stored.bytes_per_token(cache))
+        yield EachCached(self.window), Cost(0, 0, self.cache_layer.bytes_per_token(cache))

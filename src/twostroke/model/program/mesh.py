@@ -26,7 +26,7 @@ _MAX_STORAGE_RATIO = 1.05  # stored keys and values, relative to storing each on
 
 
 class MeshCoordinate(Frozen):
-    """The position of a rank in the mesh: pipeline stage, row part and column part."""
+    """The position of a rank in the mesh: its pipeline stage, row part and column part."""
 
     stage: int
     row_part: int
@@ -36,11 +36,13 @@ class MeshCoordinate(Frozen):
 class Mesh(Frozen):
     """The grid of ranks that divide a model: pipeline stages, each of row and column parts.
 
-    `stages` and `column_parts` are shares of the work: a rank with 3 of 5 computes three fifths of
-    the layers, or of each operation's columns and experts. `attention_parts` are the shares of
-    attention, if they differ. Row parts are equal. Rank 0 is in the last stage, where tokens are
-    sampled. Ranks of a stage divide keys and values by heads or, if `kv_by_tokens`, by tokens: then
-    each rank stores all heads of every n-th KV split (see `SplitKvAttention`).
+    Row parts divide the rows of a step (context parallel); column parts divide each operation's
+    columns and experts (tensor and expert parallel). `stages` and `column_parts` are shares of the
+    work: a rank with 3 of 5 computes three fifths of the layers, or of each operation's columns and
+    experts. `attention_parts` are the shares of attention, if they differ. Row parts are equal.
+    Rank 0 is in the last stage, where tokens are sampled. Ranks of a stage divide keys and values
+    by heads or, if `kv_by_tokens`, by tokens: then each rank stores all heads of every n-th KV
+    split (see `SplitKvAttention`).
     """
 
     stages: tuple[int, ...] = (1,)
@@ -50,7 +52,7 @@ class Mesh(Frozen):
     attention_parts: tuple[int, ...] = ()
 
     def shares_of(self, op: Operation) -> tuple[int, ...]:
-        """Return the shares of the work by which the ranks of a stage divide an operation."""
+        """Return the shares of an operation that the column parts of a stage compute."""
         is_attention = isinstance(op, Attention)
         return self.attention_parts if self.attention_parts and is_attention else self.column_parts
 
@@ -70,9 +72,9 @@ class Mesh(Frozen):
         return self.ranks_per_stage if self.kv_by_tokens else 1
 
     def page_size(self, requested_size: int) -> int:
-        """Return the tokens of a KV page: `requested_size`, unless ranks divide tokens.
+        """Return how many tokens a KV page has: `requested_size`, unless ranks divide tokens.
 
-        Ranks that divide keys and values by tokens have one KV split each in a page.
+        Then a page has one KV split (`KV_SPLIT_TOKENS` tokens) for each rank.
         """
         return KV_SPLIT_TOKENS * self.num_kv_ranks if self.num_kv_ranks > 1 else requested_size
 
@@ -93,7 +95,11 @@ ONE_RANK = Mesh()
 
 
 def stores_twice(mesh: Mesh, program: Program) -> bool:
-    """Return whether ranks would store over 5% of the keys and values twice if divided by heads."""
+    """Return whether dividing keys and values by heads would store many of them twice.
+
+    Ranks with different query heads of one key-value head each need a copy of that head. True if
+    the copies add over 5%. Dividing by tokens is chosen then.
+    """
     attention_ops = [op for op in program.ops if isinstance(op, Attention) and op.stores]
     parts = [
         op.part(*columns)
@@ -105,7 +111,7 @@ def stores_twice(mesh: Mesh, program: Program) -> bool:
 
 
 def mesh_of(parallel: ParallelOptions, program: Program) -> Mesh:
-    """Return the mesh of ranks that the parallel options request for a model.
+    """Return the mesh of ranks for a model, from the options such as `--tensor-parallel`.
 
     Raises:
         UsageError: the Program cannot be divided into that many parts.
@@ -148,11 +154,11 @@ _RANK_0_FLOPS = 20_000_000
 def cut_into_stages(
     program: Program, ops: Sequence[Op], shares: tuple[int, ...]
 ) -> list[Sequence[Op]]:
-    """Divide a model's operations into consecutive pipeline stages of at least one layer.
+    """Divide a model's operations into pipeline stages of about the requested shares of the work.
 
-    `shares` are the stages' shares of the work for one generated token, with the logits and rank
-    0's own work, which runs beside the last stage. Each cut is as near to its share as layers
-    allow.
+    The stages are consecutive, and each has at least one layer. `shares` are the stages' shares of
+    the work for one generated token. The logits count, and so does rank 0's work besides the model,
+    which runs in the last stage. Each cut is as near to its share as layers allow.
     """
     ends = stage_ends(program, ops)
     work_before = [0, *accumulate(_decode_flops(op) for op in ops)]
@@ -168,10 +174,9 @@ def cut_into_stages(
 
 
 def stage_ends(program: Program, ops: Sequence[Op]) -> list[int]:
-    """Return the indices of operations after which a pipeline stage can end.
+    """Return the positions in the list of operations at which a pipeline stage can end.
 
-    The last operation is included. A stage contains layers together with the later layers that
-    share their keys and values.
+    The end of the list is included. Layers that share keys and values are in one stage.
     """
     op_index_by_layer = {layer: index for index, op in enumerate(ops) for layer in op.stores}
     shared_spans = [

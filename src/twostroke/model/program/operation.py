@@ -29,7 +29,7 @@ class Activation(Enum):
 
 
 class Operation(Frozen):
-    """Base class of a Program's operations; an operation overrides defaults where it differs.
+    """Base class of a Program's operations; subclasses override the defaults that do not fit them.
 
     The defaults about ranks (`sharding` to `part_reads`) are right for an operation that works on
     each value of a row independently.
@@ -63,9 +63,10 @@ class Operation(Frozen):
         return 0
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the operation's cost terms, each with the count (rows, ...) that multiplies it.
+        """Yield the operation's cost terms: each a cost, and the count that multiplies it.
 
-        `weight_bytes` and `cache` tell how weights, and keys and values, are stored.
+        A count is a property of the batch, such as its rows. `weight_bytes` and `cache` tell how
+        weights, and keys and values, are stored.
         """
         del cache
         yield once, Cost(0, self._stored_bytes(weight_bytes))
@@ -73,7 +74,7 @@ class Operation(Frozen):
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """Return the KV cache layers that the operation stores, by number."""
+        """Return the KV cache layers that the operation writes, by number; usually none."""
         return {}
 
     def with_layers(self, new_layers: Mapping[int, int]) -> Self:
@@ -88,30 +89,33 @@ class Operation(Frozen):
 
     @property
     def steps(self) -> tuple[Operation, ...]:
-        """Return the operations into which ranks divide this operation: usually only itself."""
+        """Return the operations that replace this one when ranks divide it: usually only itself."""
         return (self,)
 
     @property
     def length(self) -> int:
-        """Return the number of units by which ranks can divide the operation: output columns."""
+        """Return how many units of the operation ranks can divide: by default, output columns."""
         return self.width
 
     @property
     def grain(self) -> int:
-        """Return the number of neighbouring units that ranks must not separate, such as a head."""
+        """Return how many neighbouring units always stay on one rank, such as a head's columns."""
         return 1
 
     def part(self, first: int, end: int) -> Self:
-        """Return a rank's part of the operation: the output columns from `first` to `end`."""
+        """Return the operation that computes only output columns `first` to `end`, for one rank."""
         return self._changed(width=end - first)
 
     def part_reads(self, field: str, first: int, end: int) -> Range | None:
-        """Return the columns of input `field` that a rank's part reads; None for all columns."""
+        """Return the columns of input `field` that a rank's part (output `first` to `end`) reads.
+
+        None means all columns.
+        """
         del field
         return first, end
 
     def parts_by(self, cuts: tuple[int, ...]) -> Parts:
-        """Return how the output is divided over ranks, if the operation is cut at `cuts`."""
+        """Return how ranks hold the output if they divide the operation at `cuts`."""
         return ColumnParts(cuts)
 
     def _changed(self, **fields: Any) -> Self:

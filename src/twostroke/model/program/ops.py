@@ -69,7 +69,7 @@ __all__ = [
 class Embed(Operation):
     """Embedding: `output[r] = table[token[r] - first_id]`; table is (num_ids, width).
 
-    Rows of tokens outside of the table are undefined.
+    On a rank that has only some token ids, rows with other tokens are undefined.
     """
 
     table: str
@@ -92,20 +92,23 @@ class Embed(Operation):
 
     @property
     def length(self) -> int:
-        """Return the number of token ids, by which ranks divide the table."""
+        """Return the number of token ids, which are the units by which ranks divide the table."""
         return self.num_ids
 
     def part(self, first: int, end: int) -> Self:
-        """Return a rank's part of the embedding: the token ids from `first` to `end`."""
+        """Return the embedding of only the token ids `first` to `end`, for one rank."""
         return self._changed(num_ids=end - first, first_id=self.first_id + first)
 
     def parts_by(self, cuts: tuple[int, ...]) -> TokenParts:
-        """Return how embedded rows are divided over ranks, if token ids are cut at `cuts`."""
+        """Return how ranks hold the output if they divide the token ids at `cuts`."""
         return TokenParts(cuts)
 
 
 class ExternalInput(Operation):
-    """Rows that the caller of a step computes: `output[r]` is a row of `StepPlan.external`."""
+    """Input rows that the caller passes with the step as `StepPlan.external`, not an embedding.
+
+    Draft heads read the hidden states of the main model in this way.
+    """
 
     width: int
 
@@ -133,7 +136,7 @@ class RMSNorm(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Return the name and shape of the norm's weight, if it has one."""
+        """Return the name and shape of the norm's weight; empty if it has none."""
         if self.weight is None:
             return ()
         return (Weight(self.weight, (self.width // self.num_groups,)),)
@@ -145,11 +148,11 @@ class RMSNorm(Operation):
 
     @property
     def grain(self) -> int:
-        """Return the number of values of a normed group, which ranks never divide."""
+        """Return how many neighbouring columns always stay on one rank: a normalized group."""
         return self.width // self.num_groups
 
     def part(self, first: int, end: int) -> Self:
-        """Return the norm of some of the groups, for one rank."""
+        """Return the norm of only the groups in columns `first` to `end`, for one rank."""
         return self._changed(width=end - first, num_groups=(end - first) // self.grain)
 
 
@@ -180,15 +183,18 @@ class Linear(Operation):
         return 2 * self.in_width * self.width
 
     def part_reads(self, field: str, first: int, end: int) -> None:
-        """Return None, because the part of each rank reads whole rows."""
+        """Return None, because the part of each rank reads all columns of its input."""
 
     def term(self, first: int, end: int) -> Self:
-        """Return the product with only the inputs from `first` to `end`: a rank's term of a sum."""
+        """Return the product with only the input columns `first` to `end`.
+
+        If ranks split a sum, this is a rank's term of it.
+        """
         return self._changed(in_width=end - first, bias=self.bias if first == 0 else None)
 
     @property
     def label(self) -> str:
-        """Return the name in profiles: the matrix's short name, attn_q for blk.0.attn_q.weight."""
+        """Return the name in profiles, such as attn_q for the matrix blk.0.attn_q.weight."""
         return self.weight.removesuffix(".weight").rpartition(".")[2]
 
 
@@ -273,10 +279,10 @@ class Logits(Operation):
         return (Weight(self.weight, (self.width, self.in_width), is_divided=True),)
 
     def part_reads(self, field: str, first: int, end: int) -> None:
-        """Return None, because the part of each rank reads whole rows."""
+        """Return None, because the part of each rank reads all columns of its input."""
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the cost of logits for sampled rows; without such rows the matrix is not read."""
+        """Yield the cost of the logits; if a step samples no row, the matrix is not read."""
         del cache
         yield each_sampled_row, Cost(2 * self.in_width * self.width)
         yield once_if_sampled, Cost(0, self._stored_bytes(weight_bytes))

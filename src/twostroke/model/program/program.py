@@ -31,8 +31,9 @@ class Program(Frozen, dict=True):
     """A model as a list of operations in the order in which they run, from tokens to logits.
 
     Each value is written once, before it is read. `context_length` is in tokens. `layer_outputs`
-    names the hidden state after each layer. A rank's part of a Program keeps all `groups`, even
-    those without layers on this rank, because page ids are the same on all ranks.
+    names the hidden state after each layer. `groups` are the cache groups if they are given: a
+    rank's part of a Program has all groups of the whole Program, even if none of a group's layers
+    are on this rank, because page ids are the same on all ranks.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Program(Frozen, dict=True):
 
     @property
     def last_states(self) -> str:
-        """Return the name of the last hidden states after the final norm, which the logits read."""
+        """Return the name of the value that the logits are computed from, after the final norm."""
         return next(op.x for op in reversed(self.ops) if isinstance(op, Logits))
 
     @cached_property
@@ -68,11 +69,12 @@ class Program(Frozen, dict=True):
 
     @cached_property
     def logits_only_outputs(self) -> frozenset[str]:
-        """Return the values that only rows with logits need: after the last KV store.
+        """Return the values that are needed only for rows with logits.
 
-        The last attention that stores keys and values is included if products compute them, since
-        these products can store them. The set is empty if a later operation reads the step's tokens
-        or external inputs.
+        They are written after the last attention has stored its keys and values, so other rows can
+        stop there. The attention's own output is included if matrix products compute its keys and
+        values, since these products can store them. The set is empty if a later operation reads the
+        step's tokens or external inputs.
         """
         stores = [index for index, op in enumerate(self.ops) if op.stores]
         late_ops = self.ops[stores[-1] :] if stores else ()

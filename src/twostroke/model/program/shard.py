@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 
 class RankProgram(Frozen):
-    """The part of a model's Program that one rank runs.
+    """The part of a model that one rank runs: its own Program, and the weights that it reads.
 
     `weight_rows` gives the rows (of a vector: the values) of each weight that the rank reads.
-    `weight_columns` gives the columns of weights that it reads in part. Values that the rank holds
-    in full have the names of the undivided Program.
+    `weight_columns` gives the columns, for weights that the rank reads only in part. Values that
+    have all their columns on the rank have the names of the undivided Program.
 
     Of a step's rows the rank computes part `row_part` of `num_row_parts` (see `RowParts`): every
     operation writes these rows of its output, and other rows are undefined. There are three
@@ -65,8 +65,9 @@ def shard(
 ) -> tuple[RankProgram, ...]:
     """Divide a Program over the ranks of a mesh; return each rank's part, by rank.
 
-    Rank 0 gets the last value (the logits) and the `kept_values` in full. With `block_sizes`
-    (values in a quantization block, by weight) some sums are split: see `split_sums`.
+    Rank 0 gets the last value (the logits) and the `kept_values` in full. With `block_sizes` (the
+    values in a quantization block of each weight) ranks split some sums, which needs fewer
+    exchanges and changes rounding: see `split_sums`.
     """
     is_divided = len(mesh.column_parts) > 1
     ops: list[Op] = []
@@ -96,7 +97,7 @@ def shard(
 def _find_read_ranges(
     ops: Sequence[Op], mesh: Mesh, split_outputs: Mapping[str, int]
 ) -> dict[str, Ranges]:
-    """Return the columns of each value that later operations read, for each rank of a stage.
+    """Return which columns of each value the rest of the Program reads, for each rank of a stage.
 
     Values that are read in full are left out.
     """
@@ -123,14 +124,14 @@ def _find_read_ranges(
 
 
 def _part_ranges(op: Op, shares: tuple[int, ...]) -> Ranges | None:
-    """Return the range of an operation that each rank computes; None if it is not divided."""
+    """Return the range of an operation's units that each rank computes; None if undivided."""
     if len(shares) == 1 or op.length <= op.grain:
         return None
     return tuple(pairwise(cuts(op.length, shares, op.grain)))
 
 
 def _can_be_cut(op: Op, ranges: Ranges) -> bool:
-    """Return whether an operation can be cut at these ranges without dividing a grain."""
+    """Return whether ranks can compute these ranges of an operation without dividing a grain."""
     ends = [end for columns in ranges for end in columns]  # first and end, as parts may overlap
     return all(end == op.length or end % op.grain == 0 for end in ends)
 
@@ -138,8 +139,8 @@ def _can_be_cut(op: Op, ranges: Ranges) -> bool:
 class _Stage:
     """Builds the Programs of the ranks of one pipeline stage, operation by operation.
 
-    Rank `index` of the stage has row part `index // num_column_parts` and column part `index %
-    num_column_parts`.
+    `_held_values` tells how the ranks hold each value at this point. Rank `index` of the stage has
+    row part `index // num_column_parts` and column part `index % num_column_parts`.
     """
 
     def __init__(
@@ -178,15 +179,15 @@ class _Stage:
             all_rows = self._num_row_parts == 1
         value = HeldValue(op.output, op.width, ranges, all_rows=all_rows)
         if ranges is not None:
-            op_of_rank_0 = replace(op, **{field: x.at(0) for field, x in inputs.items()})
+            op_of_rank_0 = replace(op, **{field: x.name_at(0) for field, x in inputs.items()})
             value = replace(value, parts=op_of_rank_0.parts_by(cuts_from_ranges(ranges)))
         for index in range(self._size):
             own_range = None if ranges is None else value.range_at(index)
-            if value.at(index) is None:
+            if value.name_at(index) is None:
                 continue
             part = op if own_range is None else op.part(*own_range)
-            names = {field: x.at(index) for field, x in inputs.items()}
-            self._emit(index, replace(part, output=value.at(index), **names))
+            names = {field: x.name_at(index) for field, x in inputs.items()}
+            self._emit(index, replace(part, output=value.name_at(index), **names))
             divided_weights = {weight.name for weight in op.weights if weight.is_divided}
             for weight in part.weights:
                 rows = (0, weight.shape[0])
@@ -198,21 +199,23 @@ class _Stage:
     def _add_sum(self, op: Linear, x: HeldValue) -> None:
         """Add a matrix product whose sum the ranks split: each computes a term, then all-reduces.
 
-        A term is the product of the rank's columns of `x`.
+        A rank's term is the product with the columns of `x` that it holds.
         """
         value = HeldValue(op.output, op.width, all_rows=self._num_row_parts == 1)
         for index in range(self._size):
-            own_input = x.at(index)
+            own_input = x.name_at(index)
             columns = x.range_at(index)
             term = None
             if own_input is not None:
-                term = f"{value.at(index)}.term"
+                term = f"{value.name_at(index)}.term"
                 part = replace(op.term(*columns), output=term, x=own_input)
                 self._emit(index, part)
                 self._weight_rows[index] |= {weight.name: (0, op.width) for weight in part.weights}
                 self._weight_columns[index][op.weight] = columns
             team, team_index = self._team(index, self._num_column_parts)
-            self._emit(index, AllReduce(str(value.at(index)), term, op.width, team, team_index))
+            self._emit(
+                index, AllReduce(str(value.name_at(index)), term, op.width, team, team_index)
+            )
         self._held_values[op.output] = [value]
 
     def _add_split_kv_attention(self, op: Attention) -> None:
@@ -227,14 +230,14 @@ class _Stage:
             value = replace(value, ranges=ranges, parts=ColumnParts(cuts_from_ranges(ranges)))
         for index in range(self._size):
             team, team_index = self._team(index, self._size)
-            output = value.at(index) or f"{op.output}.none"
+            output = value.name_at(index) or f"{op.output}.none"
             part = SplitKvAttention.of(op, team, team_index, head_cuts)
-            names = {field: x.at(index) for field, x in zip(op.reads, inputs, strict=True)}
+            names = {field: x.name_at(index) for field, x in zip(op.reads, inputs, strict=True)}
             self._emit(index, replace(part, output=output, **names))
         self._held_values[op.output] = [value]
 
     def finish(self, last: str, kept_values: Collection[str]) -> None:
-        """Gather the last value (the logits) and the kept values on rank 0."""
+        """End the last stage: gather the last value (the logits) and the kept values on rank 0."""
         (value,) = self._held_values[last]
         if value.ranges is None:
             kept_values = (last, *kept_values)
@@ -244,7 +247,10 @@ class _Stage:
             self._undivided(name, all_rows=True)
 
     def send(self, names: Collection[str]) -> list[HeldValue]:
-        """Send values to the same parts of the next pipeline stage; return the sent values."""
+        """Send values to the ranks with the same parts in the next pipeline stage.
+
+        Returns how the values are divided, for the next stage's `receive`.
+        """
         sent = []
         for name in [name for name in self._held_values if name in names]:
             value = self._divided(name) or self._undivided(name)
@@ -255,7 +261,7 @@ class _Stage:
         return sent
 
     def receive(self, values: Sequence[HeldValue]) -> None:
-        """Receive the values that the previous pipeline stage sends."""
+        """Add the operations that receive the previous pipeline stage's values."""
         for value in values:
             own_value = replace(value, all_rows=self._num_row_parts == 1)
             for index, output in self._names(own_value):
@@ -277,11 +283,11 @@ class _Stage:
         ]
 
     def _emit(self, index: int, op: Op) -> None:
-        """Add an operation to one rank, unless the rank already has an output of this name."""
+        """Add an operation to the Program of one rank, unless a value of this name exists there."""
         self._ops[index].setdefault(op.output, op)
 
     def _ranges(self, op: Op) -> Ranges | None:
-        """Return the range of an operation that each rank computes; None if each computes all."""
+        """Return the range of an operation's units that each rank computes; None if all do all."""
         match op.sharding:
             case Sharding.REPLICATED:
                 return None
@@ -295,9 +301,10 @@ class _Stage:
                 return self._ranges_as_inputs(op)
 
     def _ranges_as_inputs(self, op: Op) -> Ranges | None:
-        """Return the columns that ranks compute of an elementwise operation; None for all.
+        """Return the columns that each rank computes of an elementwise operation; None for all.
 
-        Preferably the columns that later operations read, else the columns of a divided input.
+        The columns that later operations read are preferred, else the columns in which ranks hold a
+        divided input.
         """
         output_ranges = self._read_ranges.get(op.output)
         held_inputs = [self._held_values[name] for name in op.inputs]
@@ -311,7 +318,10 @@ class _Stage:
         return next((ranges for ranges in candidates if ranges and _can_be_cut(op, ranges)), None)
 
     def _held_input(self, op: Op, field: str, ranges: Ranges | None) -> HeldValue:
-        """Return an input in the form that the parts of an operation read, gathered or cut."""
+        """Return an input in the division that the ranks' parts of an operation read.
+
+        Gathers or cuts are added if the ranks hold the value differently.
+        """
         name = getattr(op, field)
         all_rows = field in op.needs_all_rows
         input_ranges = [op.part_reads(field, *part) for part in ranges or ()]
@@ -321,16 +331,16 @@ class _Stage:
         return self._undivided(name, all_rows=all_rows)
 
     def _divided(self, name: str) -> HeldValue | None:
-        """Return a value as divided by columns over ranks; None if no rank has it in this form."""
+        """Return the form of a value in which ranks hold different columns, or None."""
         for value in self._held_values[name]:
             if value.has_columns:
                 return value
         return None
 
     def _columns(self, name: str, ranges: Ranges, *, all_rows: bool) -> HeldValue:
-        """Return a value divided by columns: each rank has its columns of `ranges`.
+        """Return a value in the form in which each rank has its columns of `ranges`.
 
-        Operations that cut the value are added if necessary.
+        Operations that cut the undivided value are added if necessary.
         """
         matching = [v for v in self._held_values[name] if v.ranges == ranges and v.has_columns]
         if not matching:
@@ -340,7 +350,7 @@ class _Stage:
                 name, undivided.width, ranges, parts, all_rows=self._num_row_parts == 1
             )
             for index, output in self._names(value):
-                x, (first, end) = undivided.at(index), value.range_at(index)
+                x, (first, end) = undivided.name_at(index), value.range_at(index)
                 assert x is not None
                 self._emit(index, TakeColumns(output, x, end - first, first))
             self._held_values[name].append(value)
@@ -348,16 +358,19 @@ class _Stage:
         return self._with_all_rows(matching) if all_rows else matching[0]
 
     def _undivided(self, name: str, *, all_rows: bool = False) -> HeldValue:
-        """Return a value with all columns on each rank, after adding a gather if necessary."""
+        """Return a value in the form in which each rank has all columns.
+
+        A gather is added if necessary.
+        """
         undivided = [value for value in self._held_values[name] if value.ranges is None]
         if not undivided:
             undivided = [self._gather_columns(self._held_values[name][0])]
         return self._with_all_rows(undivided) if all_rows else undivided[0]
 
     def _gather_columns(self, value: HeldValue, root: int | None = None) -> HeldValue:
-        """Add gathers of a divided value on the stage's ranks; return the undivided value.
+        """Add operations that gather a divided value; return the form with all columns.
 
-        `root`: the only rank that receives the value; None: all ranks.
+        `root`: the only rank that receives the value; None: all ranks of the stage.
         """
         assert value.ranges is not None
         assert value.parts is not None
@@ -367,7 +380,7 @@ class _Stage:
             team, team_index = self._team(index, size)
             own_part = self._part_to_gather(value, index)
             gather = AllGather(
-                str(undivided.at(index)),
+                str(undivided.name_at(index)),
                 x=own_part,
                 width=undivided.width,
                 parts=value.parts,
@@ -380,19 +393,20 @@ class _Stage:
         return undivided
 
     def _team(self, index: int, size: int) -> tuple[tuple[int, ...], int]:
-        """Return the `size` ranks that have the parts of a value, and the index of one of them.
+        """Return the `size` neighbouring ranks that hold the parts of a value, for a gather.
 
-        `index`: a rank of the stage, whose index among the returned ranks is returned.
+        `index` is a rank of the stage. The second result is its index among these ranks.
         """
         first = self._first_rank + index // size * size
         return tuple(range(first, first + size)), index % size
 
     def _part_to_gather(self, value: HeldValue, index: int) -> str | None:
-        """Return the name of a rank's part, without the columns that an earlier rank also has.
+        """Return the name of the columns that a rank contributes to a gather; None if it has none.
 
-        None if no column is left.
+        If ranges overlap, a column is sent only by the first rank that has it, so an operation that
+        leaves out the others' columns is added.
         """
-        x = value.at(index)
+        x = value.name_at(index)
         if x is None or not isinstance(value.parts, ColumnParts):
             return x
         cut, end = list(pairwise(value.parts.cuts))[index % len(value.parts.cuts[1:])]
@@ -406,7 +420,11 @@ class _Stage:
         return tile
 
     def _with_all_rows(self, values: Sequence[HeldValue]) -> HeldValue:
-        """Return a value with all rows of the step, after adding a gather of rows if necessary."""
+        """Return a value in the form in which each rank has all rows of the step.
+
+        A gather of rows is added if necessary. `values` are forms of the value with the same
+        columns.
+        """
         for value in values:
             if value.all_rows:
                 return value
@@ -416,7 +434,7 @@ class _Stage:
             team = tuple(range(first, first + self._size, self._num_column_parts))
             gather = AllGather(
                 output,
-                x=values[0].at(index),
+                x=values[0].name_at(index),
                 width=value.width_at(index),
                 parts=RowParts(self._num_row_parts),
                 team=team,
@@ -427,12 +445,15 @@ class _Stage:
         return value
 
     def _names(self, value: HeldValue) -> list[tuple[int, str]]:
-        """Return the stage's ranks that have some of a value, each with the value's name there."""
-        return [(i, name) for i in range(self._size) if (name := value.at(i)) is not None]
+        """Return the ranks of the stage that have a part of a value, each with the part's name."""
+        return [(i, name) for i in range(self._size) if (name := value.name_at(i)) is not None]
 
 
 def _part_of(program: Program, ops: Collection[Op]) -> Program:
-    """Return a Program of some of the operations; its KV cache layers are numbered from 0."""
+    """Return the Program that has only some of the operations, for one rank.
+
+    KV cache layers are numbered from 0 again.
+    """
     layers = sorted({layer for op in ops for layer in op.stores})
     new_layers = {layer: number for number, layer in enumerate(layers)}
     groups = [
@@ -452,12 +473,14 @@ def _part_of(program: Program, ops: Collection[Op]) -> Program:
 
 
 def split_sums(ops: Collection[Op], block_sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the outputs of matrix products whose sums ranks split, with the grain of the cuts.
+    """Choose the matrix products whose sums ranks split, for `--reduce sum`.
 
-    Such a product is the second of a pair: ranks compute its input by columns. Cuts are between
-    whole blocks of its weight, which have `block_sizes` values; a product whose weight has no block
-    size is not split. Neither is a product after attention whose keys and values other operations
-    read, since all these operations must be cut at the same heads.
+    Returns the names of their outputs, each with a number of input columns: cuts must be at
+    multiples of it. Such a product reads a value that ranks already hold by columns, such as the
+    output of an attention. Cuts are between whole quantization blocks of its weight, which have
+    `block_sizes` values; a product whose weight has no block size is not split. A product after
+    attention whose keys and values other operations read is not split either, since all these
+    operations must be cut at the same heads.
     """
     shared_layers = {op.layer for op in ops if isinstance(op, SharedKvAttention)}
     grains: dict[str, int] = {}  # of values that ranks hold by columns

@@ -19,12 +19,11 @@ Ranges = tuple[Range, ...]
 
 
 def cuts(count: int, shares: tuple[int, ...], grain: int = 1) -> tuple[int, ...]:
-    """Divide `count` units into consecutive parts by shares; return the bounds of all parts.
+    """Divide `count` units among ranks by their shares; return where each rank's part begins.
 
-    There is one bound more than there are shares, from 0 to `count`.
-
-    Parts are as near to the shares as multiples of `grain` allow. If equal shares cannot have equal
-    parts, rank 0 has a smaller part.
+    The result has one number more than there are shares, from 0 to `count`. Parts are as near to
+    the shares as multiples of `grain` allow. If equal shares cannot have equal parts, rank 0 has a
+    smaller part.
     """
     num_grains = -(-count // grain)
     total = sum(shares)
@@ -33,7 +32,7 @@ def cuts(count: int, shares: tuple[int, ...], grain: int = 1) -> tuple[int, ...]
 
 
 class Sharding(Enum):
-    """The part of an operation that a rank computes."""
+    """How ranks divide an operation: which part of it each rank computes."""
 
     REPLICATED = "replicated"  # all of it: every rank computes the same
     AS_INPUTS = "as inputs"  # the same columns that the rank holds of the inputs
@@ -42,9 +41,10 @@ class Sharding(Enum):
 
 
 class Weight(Frozen):
-    """A weight of an operation: a vector (values) or a matrix (outputs, inputs).
+    """The name and shape of a weight: a vector (values) or a matrix (outputs, inputs).
 
-    If it `is_divided`, a rank's part of the operation from `first` to `end` reads these rows of it.
+    If it `is_divided`, the rank that computes units `first` to `end` of the operation reads only
+    these rows of the weight.
     """
 
     name: str
@@ -53,35 +53,35 @@ class Weight(Frozen):
 
 
 class _CutParts(Frozen):
-    """A division of a value over ranks: member i of a team has part `cuts[i]` to `cuts[i + 1]`."""
+    """How several ranks (a team) divide a value: member i has units `cuts[i]` to `cuts[i + 1]`."""
 
     cuts: tuple[int, ...]
 
     are_rows: ClassVar = False
 
     def share(self, index: int) -> float:
-        """Return the share of the values that member `index` of the team has, 0 to 1."""
+        """Return the share of the value that member `index` of the team has, from 0 to 1."""
         return (self.cuts[index + 1] - self.cuts[index]) / self.cuts[-1]
 
 
 class ColumnParts(_CutParts):
-    """A division by columns: member i of a team has the columns `cuts[i]` to `cuts[i + 1]`."""
+    """A value divided by columns: member i of the ranks has columns `cuts[i]` to `cuts[i + 1]`."""
 
 
 class TokenParts(_CutParts):
-    """A division by token ids: a rank has the rows whose tokens are in its range.
+    """An embedding divided by token ids: each rank has the rows whose tokens are in its range.
 
-    The range of member i of a team is `cuts[i]` to `cuts[i + 1]`.
+    Member i of the ranks has token ids `cuts[i]` to `cuts[i + 1]`.
     """
 
     are_rows = True
 
 
 class TermParts(_CutParts):
-    """A division by experts: member i of a team has the outputs of a range of experts.
+    """Outputs of experts, divided by experts: each rank has the outputs of its own experts.
 
-    The range is `cuts[i]` to `cuts[i + 1]`. `scores` names the value by which each row chooses
-    `num_used` experts.
+    Member i of the ranks has experts `cuts[i]` to `cuts[i + 1]`. `scores` names the value by which
+    each row chooses `num_used` experts.
     """
 
     scores: str
@@ -89,14 +89,14 @@ class TermParts(_CutParts):
 
 
 class RowParts(Frozen):
-    """A division by rows: member i has rows n * i // count to n * (i + 1) // count of n rows."""
+    """A value divided by rows: of n rows, member i has n * i // count to n * (i + 1) // count."""
 
     count: int
 
     are_rows: ClassVar = True
 
     def share(self, index: int) -> float:
-        """Return the share of the rows that a member has, 0 to 1."""
+        """Return the share of the rows that a member of the team has, from 0 to 1."""
         del index
         return 1 / self.count
 
@@ -105,10 +105,11 @@ Parts = ColumnParts | RowParts | TokenParts | TermParts
 
 
 class HeldValue(Frozen):
-    """How a value is divided over the ranks of a pipeline stage.
+    """A form in which the ranks of a pipeline stage hold a value: whole, or each a part.
 
-    Without `ranges` each rank has all columns. Else member i of a team has `ranges[i]`: a range of
-    columns if `parts` are `ColumnParts`, else of the units that `parts` divides.
+    Without `ranges` each rank has all columns. Otherwise member i of a team has `ranges[i]`: a
+    range of columns if `parts` are `ColumnParts`, else a range of the units that `parts` divides.
+    With `all_rows` each rank has all rows of the step, otherwise its row part.
     """
 
     name: str
@@ -126,8 +127,8 @@ class HeldValue(Frozen):
         """Return the range of the value that rank `index` of the stage has."""
         return (0, self.width) if self.ranges is None else self.ranges[index % len(self.ranges)]
 
-    def at(self, index: int) -> str | None:
-        """Return the value's name on rank `index` of the stage; None if the rank has no part."""
+    def name_at(self, index: int) -> str | None:
+        """Return the name of the value's part on rank `index` of the stage; None if it has none."""
         first, end = self.range_at(index)
         separator = "" if self.has_columns else ".part"
         columns = "" if self.ranges is None else f"{separator}[{first}:{end}]"
@@ -135,11 +136,11 @@ class HeldValue(Frozen):
         return None if first == end else f"{self.name}{columns}{rows}"
 
     def width_at(self, index: int) -> int:
-        """Return how many values of a row rank `index` of the stage has."""
+        """Return how many columns of the value rank `index` of the stage has."""
         first, end = self.range_at(index)
         return end - first
 
 
 def cuts_from_ranges(ranges: Ranges) -> tuple[int, ...]:
-    """Return cuts that assign each column of overlapping ranges to the first rank that has it."""
+    """Return cuts that give each column of overlapping ranges to the first rank that has it."""
     return (0, *accumulate([end for _, end in ranges], max))

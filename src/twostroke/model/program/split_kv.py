@@ -74,7 +74,7 @@ class SplitKvAttention(Operation):
     def of(
         cls, op: Attention, team: tuple[int, ...], team_index: int, head_cuts: tuple[int, ...]
     ) -> SplitKvAttention:
-        """Return the part of an undivided attention that one rank of a team computes."""
+        """Return the part of an undivided attention that rank `team[team_index]` computes."""
         return cls(
             op.output,
             q=op.q,
@@ -97,25 +97,28 @@ class SplitKvAttention(Operation):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Return the names of the queries, and of keys and values if the rank stores them."""
+        """Return the queries' name, and of keys and values unless an earlier layer stores them."""
         return (self.q,) if self.reads_shared_kv else (self.q, self.k, self.v)
 
     @property
     def exchange_name(self) -> str:
-        """Return the name by which the team's ranks match their parts of this communication.
-
-        The ranks exchange partial attentions. The name is the same on all of them.
-        """
+        """Return the name by which the ranks of the team find each other's partial attentions."""
         return f"pieces for {self.q}"
 
     @property
     def num_column_parts(self) -> int:
-        """Return the number of column parts; member i of the team has part i % num_column_parts."""
+        """Return into how many parts the team divides heads.
+
+        Member i of the team merges column part i % num_column_parts.
+        """
         return len(self.head_cuts) - 1
 
     @property
     def num_row_parts(self) -> int:
-        """Return the number of row parts; member i of the team has part i // num_column_parts."""
+        """Return into how many parts the team divides rows.
+
+        Member i of the team merges row part i // num_column_parts.
+        """
         return len(self.team) // self.num_column_parts
 
     @property
@@ -139,16 +142,16 @@ class SplitKvAttention(Operation):
         return (self.end_head - self.first_head) * self.head_dim
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the cost of this rank's share: products, KV page traffic, and exchanged bytes.
+        """Yield the cost of this rank's share: products, KV cache traffic, and exchanged bytes.
 
-        Requests with few rows exchange partial attentions; requests with many rows exchange the
-        keys and values of splits, where these are fewer bytes.
+        Requests with few rows exchange partial attentions. Requests with many rows exchange the
+        keys and values of splits, if that takes fewer bytes.
         """
         del weight_bytes
         team_size = len(self.team)
         flops = 4 * self.num_heads * self.head_dim // team_size
         yield OfWholeStep(EachAttended(self.window)), Cost(flops)
-        stored = self.stored.bytes_per_token(cache)
+        stored = self.cache_layer.bytes_per_token(cache)
         traffic = EachRead(self.window) if self.reads_shared_kv else EachCached(self.window)
         yield OfWholeStep(traffic), Cost(0, 0, stored // team_size)
 
@@ -167,8 +170,8 @@ class SplitKvAttention(Operation):
         yield once, Cost(0, exchanges=1)
 
     @property
-    def stored(self) -> CacheLayer:
-        """Return the shape of the keys and values that this rank stores for each token."""
+    def cache_layer(self) -> CacheLayer:
+        """Return the shape of the keys and values that this rank uses and stores for a token."""
         return CacheLayer(
             self.num_kv_heads,
             self.head_dim,
@@ -179,11 +182,11 @@ class SplitKvAttention(Operation):
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """Return the KV cache layer that this operation stores.
+        """Return the KV cache layer that this operation writes, by its number.
 
-        Empty if an earlier operation stores the layer.
+        Empty if an earlier operation writes the layer.
         """
-        return {} if self.reads_shared_kv else {self.layer: self.stored}
+        return {} if self.reads_shared_kv else {self.layer: self.cache_layer}
 
     def with_layers(self, new_layers: Mapping[int, int]) -> Self:
         """Return the attention with its KV cache layer renumbered by `new_layers` (old to new)."""
@@ -200,10 +203,10 @@ def _exchanged(sent: float, received: float) -> Cost:
 
 
 def split_heads(op: Attention, shares: tuple[int, ...]) -> dict[str, tuple[Range, ...]]:
-    """Return the columns of an attention's inputs that each rank computes: whole heads.
+    """Return which columns of the queries, keys and values each rank computes, in whole heads.
 
-    Queries, keys and values are put side by side and cut together, so that each rank has its share
-    of all columns, though some ranks may have no keys or no queries.
+    The heads of queries, keys and values are put side by side and cut together, so that each rank
+    has its share of all columns, though some ranks may have no keys or no queries.
     """
     counts = dict.fromkeys(op.inputs, op.num_kv_heads) | {op.q: op.num_heads}
     head_cuts = cuts(sum(counts.values()), shares)

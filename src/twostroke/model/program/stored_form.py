@@ -27,9 +27,11 @@ STORED_FIELDS: Final[dict[tuple[str, str], str]] = {
 
 
 def stored_form(value: object) -> str:
-    """Return a Program as text that stays the same if classes or fields are renamed.
+    """Return a Program as text, from which the names of stored KV pages are hashed.
 
-    `value`: a value of structs and tuples; each class and field has a fixed stored name.
+    Pages outlive the program that stored them, so the text must not change if a class or a field is
+    renamed: `STORED_CLASSES` and `STORED_FIELDS` keep the old names. `value` is a value of structs
+    and tuples.
     """
     if isinstance(value, tuple):
         items = [stored_form(item) for item in value]

@@ -11,8 +11,8 @@ from twostroke.model.program.batch import BatchShape
 class Cost(Frozen):
     """The cost of a step or an operation: FLOPs, and bytes that must move.
 
-    `weight_bytes` and `cache_bytes` (keys and values, read and written) are the traffic that no
-    kernel can avoid; values between operations are left out, since they stay in the processor's
+    `weight_bytes` and `cache_bytes` (keys and values, read and written) are the memory traffic that
+    no kernel can avoid. Values between operations are left out, since they stay in the processor's
     caches. A rank sends `sent_bytes` to other ranks and receives `received_bytes`, in `exchanges`
     for which it waits once each.
     """
@@ -26,7 +26,7 @@ class Cost(Frozen):
 
     @property
     def bytes(self) -> int:
-        """Return all bytes that memory must move, of weights and of the KV cache."""
+        """Return all bytes that memory must move: weights, and keys and values."""
         return self.weight_bytes + self.cache_bytes
 
     def __add__(self, other: Cost) -> Cost:
@@ -46,43 +46,43 @@ Count = Callable[[BatchShape], float]
 
 
 def once(batch: BatchShape) -> int:
-    """Count a batch as 1, for costs that a step has once, such as reading a weight."""
+    """Count every batch as 1, for costs that a step has once, such as reading a weight."""
     del batch
     return 1
 
 
 def each_row(batch: BatchShape) -> int:
-    """Count the rows of a batch, for costs that each computed token has."""
+    """Count the rows of a batch, for costs that each row (computed token) has."""
     return batch.num_rows
 
 
-def each_row_of_all(batch: BatchShape) -> int:
-    """Count the rows that all row parts of a step compute together."""
+def each_row_of_all_parts(batch: BatchShape) -> int:
+    """Count the rows of the whole step, even if this rank computes only a part of them."""
     return batch.whole_step.num_rows
 
 
 def each_sampled_row(batch: BatchShape) -> int:
-    """Count the rows of a batch that get logits."""
+    """Count the rows of a batch that get logits, for costs that only such rows have."""
     return batch.num_sampled
 
 
 def once_if_sampled(batch: BatchShape) -> int:
-    """Count a batch as 1 if any row gets logits, else as 0."""
+    """Count a batch as 1 if any row gets logits, else as 0, such as for reading their matrix."""
     return min(1, batch.num_sampled)
 
 
 class EachAttended(Frozen):
-    """Counts the (row, position) pairs of attention in a batch."""
+    """Counts the pairs of a row and a position that it attends to, in a batch."""
 
     window: int | None
 
     def __call__(self, batch: BatchShape) -> int:
-        """Return the number of (row, position) pairs of attention in a batch."""
+        """Return the number of (row, attended position) pairs of a batch."""
         return batch.num_attended(self.window)
 
 
 class EachCached(Frozen):
-    """Counts the positions whose keys and values attention reads or stores in a batch."""
+    """Counts the positions whose keys and values attention reads or stores, in a batch."""
 
     window: int | None
 
@@ -92,7 +92,7 @@ class EachCached(Frozen):
 
 
 class EachRead(Frozen):
-    """Counts the positions whose keys and values attention reads in a batch."""
+    """Counts the positions whose keys and values attention reads, in a batch."""
 
     window: int | None
 
@@ -102,39 +102,45 @@ class EachRead(Frozen):
 
 
 class EachPartialAttention(Frozen):
-    """Counts the (row, KV split) pairs of attention, for requests with few rows."""
+    """Counts the pairs of a row and a KV split that it attends to, in requests with few rows.
+
+    Such requests exchange a partial attention for each pair (see `SplitKvAttention`).
+    """
 
     window: int | None
     max_rows: int
 
     def __call__(self, batch: BatchShape) -> int:
         """Return the number of (row, KV split) pairs in requests with at most `max_rows` rows."""
-        return batch.with_rows(0, self.max_rows).num_partial_attentions(self.window)
+        return batch.requests_with_rows(0, self.max_rows).num_partial_attentions(self.window)
 
 
 class EachKvSplit(Frozen):
-    """Counts the KV splits that requests attend to, for requests with many rows."""
+    """Counts the KV splits that are read, in requests with many rows.
+
+    Such requests exchange the keys and values of splits (see `SplitKvAttention`).
+    """
 
     window: int | None
     min_rows: int
 
     def __call__(self, batch: BatchShape) -> int:
         """Return the number of KV splits, summed over requests with at least `min_rows` rows."""
-        return batch.with_rows(self.min_rows).num_kv_splits(self.window)
+        return batch.requests_with_rows(self.min_rows).num_kv_splits(self.window)
 
 
 class OfWholeStep(Frozen):
-    """Applies a count to the undivided step, with the rows of all row parts."""
+    """Applies another count to the whole step, even if this rank computes only some rows."""
 
     count: Count
 
     def __call__(self, batch: BatchShape) -> float:
-        """Return the count of the undivided step."""
+        """Return the other count of the whole step."""
         return self.count(batch.whole_step)
 
 
 class ShareOfExperts(Frozen):
-    """The expected share of a model's experts that a step reads.
+    """Estimates the share of a model's experts whose weights a step reads.
 
     Each row is assumed to choose its experts independently.
     """
@@ -148,17 +154,17 @@ class ShareOfExperts(Frozen):
 
 
 class OfLogitsRows(Frozen):
-    """Applies a count only to the rows of a batch that get logits."""
+    """Applies another count only to the rows of a batch that get logits."""
 
     count: Count
 
     def __call__(self, batch: BatchShape) -> float:
-        """Return the count of the batch's rows with logits, 0 if there are none."""
+        """Return the other count of the batch's rows with logits, 0 if there are none."""
         return self.count(batch.logits_rows) if batch.num_sampled else 0
 
 
 def of_logits_rows(count: Count) -> Count:
-    """Return the same count of a batch, restricted to the rows with logits."""
+    """Return a count of only the rows with logits, from a count of all rows of a batch."""
     if count in (each_sampled_row, once_if_sampled):
         return count
     if count is each_row:
@@ -167,11 +173,10 @@ def of_logits_rows(count: Count) -> Count:
 
 
 class StepCost(Frozen):
-    """The cost of a step as a sum of terms, each proportional to a count of the batch.
+    """The cost of a step as a function of its batch, which is fast to evaluate.
 
-    The sum is fast to evaluate for any batch.
-
-    It is the cost of row part `row_part` of `num_row_parts`.
+    The cost is the sum of `terms`: each is a cost, multiplied by a count of the batch. If this is
+    one rank's cost, the rank computes row part `row_part` of `num_row_parts`.
     """
 
     terms: tuple[tuple[Count, Cost], ...]
@@ -179,7 +184,7 @@ class StepCost(Frozen):
     num_row_parts: int = 1
 
     def flops_and_bytes(self, batch: BatchShape) -> tuple[float, float]:
-        """Return the FLOPs and bytes of a batch as fast as possible, not rounded."""
+        """Return the FLOPs and memory bytes of a batch, not rounded; faster than `of`."""
         flops: float = 0
         moved: float = 0
         for count, cost in self.terms:
