@@ -124,7 +124,7 @@ def test_a_killer_ends_three_engines_on_any_path_and_none_afterwards(fakes: Loop
 def _killer() -> EngineKillerError:
     killers = Killers(lambda: 0.0)
     for number in range(MAX_TRIES):
-        killers.note_death(b"x", str(number), 0.0)
+        killers.note_death(b"x", str(number), 0.0, is_alone=True)
     with pytest.raises(EngineKillerError) as caught:
         killers.check(b"x")
     return caught.value
@@ -216,19 +216,20 @@ def test_several_requests_that_were_at_one_death_count_once() -> None:
     now_s = 100.0
     killers = Killers(lambda: now_s)
     for _ in range(5):
-        killers.note_death(b"x", "here", 99.0)
+        killers.note_death(b"x", "here", 99.0, is_alone=False)
+        killers.note_loss(b"x", "here", 99.0, is_alone=False)
     assert killers.count(b"x") == 1
-    killers.note_death(b"x", "there", 99.0)
-    killers.note_death(b"x", "here", 101.0)  # sent after the first death
+    killers.note_death(b"x", "there", 99.0, is_alone=False)
+    killers.note_death(b"x", "here", 101.0, is_alone=False)  # sent after the first death
     assert killers.count(b"x") == 3
 
 
 def test_deaths_are_forgotten_after_an_hour_and_losses_after_a_minute() -> None:
     now_s = 0.0
     killers = Killers(lambda: now_s)
-    killers.note_death(b"x", "here", 0.0)
-    killers.note_loss(b"x")
-    killers.note_loss(b"y")
+    killers.note_death(b"x", "here", 0.0, is_alone=True)
+    killers.note_loss(b"x", "there", 0.0, is_alone=True)
+    killers.note_loss(b"y", "there", 0.0, is_alone=True)
     now_s = FORGET_LOSSES_S + 1
     assert (killers.count(b"x"), killers.count(b"y")) == (1, 0)
     now_s = FORGET_DEATHS_S + 1
@@ -237,11 +238,11 @@ def test_deaths_are_forgotten_after_an_hour_and_losses_after_a_minute() -> None:
 
 def test_an_answer_clears_a_suspect_and_few_are_known() -> None:
     killers = Killers()
-    killers.note_loss(b"x")
+    killers.note_loss(b"x", "here", 0.0, is_alone=True)
     killers.clear(b"x")
     assert killers.count(b"x") == 0
     for number in range(10_000):
-        killers.note_loss(b"%d" % number)
+        killers.note_loss(b"%d" % number, "here", 0.0, is_alone=True)
     assert sum(killers.count(b"%d" % number) for number in range(10_000)) == 4096
 
 

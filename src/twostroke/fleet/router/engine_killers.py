@@ -1,8 +1,14 @@
 """Finds requests that end the engines that compute them, and refuses them.
 
-A replica knows what killed its own engine (`engine/process/pending.py`). The router knows it of
-the whole fleet, so that a request which kills engines ends at most `MAX_TRIES` of them, however
-often, by whom and on which path it is sent.
+A replica knows which request killed its own engine (`engine/process/pending.py`). The router knows
+it of the whole fleet, so that a request which kills engines ends at most `MAX_TRIES` of them,
+however often, by whom and on which path it is sent.
+
+An engine dies with all that it computes, so a death alone does not tell which request was the
+cause. A request that saw `_DEATHS_TO_ISOLATE` deaths is therefore sent to a replica that computes
+nothing else (`attempts.py`), and a content is refused only if the latest death happened while no
+other content was at the replica. So a harmless request is answered, however many killers run beside
+it, and a killer is refused after its third death.
 """
 
 from __future__ import annotations
@@ -10,30 +16,38 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import EngineKillerError
 from twostroke.fleet.router.content_hash import content_hash
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
 MAX_TRIES: Final = 3  # that a request may lose: it may be what kills
 FORGET_DEATHS_S: Final = 3600.0  # after the last death of an engine
 FORGET_LOSSES_S: Final = 60.0  # after the last lost connection, which says less
 _MAX_RECORDS: Final = 4096
 _LARGE_BODY_BYTES: Final = 64 * 1024  # hashed in a thread
-_DEATHS_TO_RUN_ALONE: Final = 2
+_DEATHS_TO_ISOLATE: Final = 2
 
 
-class _KillerRecord:
-    """The deaths of engines that computed requests with the same content."""
+class _DeathRecord:
+    """The deaths of engines that computed requests with the same content.
+
+    Attributes:
+        num_deaths, num_losses: deaths that replicas have reported, and lost connections.
+        died_s, lost_s: when the last of them happened.
+        ended_at_s: the last death or loss, by the replica's URL.
+        was_alone: whether the replica computed no other content at the last death or loss.
+        turn: held by the request with this content that is sent now.
+    """
 
     def __init__(self) -> None:
         self.num_deaths = self.num_losses = 0
         self.died_s = self.lost_s = 0.0
-        self.died_at_s: dict[str, float] = {}  # the last death, by the replica's URL
+        self.ended_at_s: dict[str, float] = {}
+        self.was_alone = False
         self.turn = asyncio.Lock()
 
 
@@ -46,31 +60,25 @@ class Killers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Create the counts, without any engine death; `clock` returns monotonic seconds."""
         self._clock = clock
-        self._records: OrderedDict[bytes, _KillerRecord] = OrderedDict()  # the latest death last
-        self._alone = asyncio.Lock()
+        self._records: OrderedDict[bytes, _DeathRecord] = OrderedDict()  # the latest death last
 
-    def note_death(self, content: bytes, url: str, sent_s: float) -> None:
+    def note_death(self, content: bytes, url: str, sent_s: float, *, is_alone: bool) -> None:
         """Count the death of an engine that computed a request, which was sent at `sent_s`.
 
-        `url` is the replica's. Several requests with the same content that were there at one death
-        count once.
+        `url` is the replica's; `is_alone` says that the replica computed no other content since
+        then. Several requests with the same content that were there at one death count once.
         """
-        if not content:
-            return
-        record = self._record(content)
-        if record.died_at_s.get(url, -1.0) >= sent_s:
-            return
-        now_s = self._clock()
-        record.died_at_s[url] = record.died_s = now_s
-        record.num_deaths += 1
+        record = self._record_end(content, url, sent_s, is_alone=is_alone)
+        if record is not None:
+            record.num_deaths += 1
+            record.died_s = self._clock()
 
-    def note_loss(self, content: bytes) -> None:
-        """Count that a replica closed a connection while it computed a request."""
-        if not content:
-            return
-        record = self._record(content)
-        record.num_losses += 1
-        record.lost_s = self._clock()
+    def note_loss(self, content: bytes, url: str, sent_s: float, *, is_alone: bool) -> None:
+        """Count that a replica closed a connection while it computed a request; as `note_death`."""
+        record = self._record_end(content, url, sent_s, is_alone=is_alone)
+        if record is not None:
+            record.num_losses += 1
+            record.lost_s = self._clock()
 
     def clear(self, content: bytes) -> None:
         """Forget the engine deaths of a content, since a request with it was answered."""
@@ -87,10 +95,20 @@ class Killers:
         return content
 
     def check(self, content: bytes) -> None:
-        """Raise EngineKillerError if requests with this content have ended too many engines."""
-        count = self.count(content)
-        if count >= MAX_TRIES:
-            raise refused(count)
+        """Raise EngineKillerError if requests with this content are known to kill engines."""
+        if self.is_refused(content):
+            raise refused(self.count(content))
+
+    def is_refused(self, content: bytes) -> bool:
+        """Return whether requests with this content are known to kill engines.
+
+        This is so after `MAX_TRIES` deaths, if the replica computed no other content at the last.
+        """
+        return self.count(content) >= MAX_TRIES and self._records[content].was_alone
+
+    def must_isolate(self, content: bytes) -> bool:
+        """Return whether a request needs a replica that computes nothing else."""
+        return self.count(content) >= _DEATHS_TO_ISOLATE
 
     def count(self, content: bytes) -> int:
         """Return how many engines recently died or were lost with requests of this content."""
@@ -107,33 +125,75 @@ class Killers:
             del self._records[content]
         return count
 
-    @asynccontextmanager
-    async def turn(self, content: bytes) -> AsyncIterator[None]:
-        """Run a `with` block for a request that may kill engines, in its turn.
+    async def take_turn(self, content: bytes) -> asyncio.Lock | None:
+        """Wait until no other request with this content runs, if an engine died of the content.
 
-        After one death, requests with the same content are sent one after another. After two
-        deaths, a request is sent alone among all requests with two deaths. If another request
-        killed the engines, this one is then answered, and its deaths are forgotten.
-
-        Raises:
-            EngineKillerError: the content has ended too many engines.
+        Returns:
+            A lock, which the caller releases when its attempt has ended; None if no engine died, or
+            if another request with this content was answered meanwhile.
         """
-        async with AsyncExitStack() as turns:
-            if self.count(content):
-                await turns.enter_async_context(self._record(content).turn)
-            if self.count(content) >= _DEATHS_TO_RUN_ALONE:
-                await turns.enter_async_context(self._alone)
-            self.check(content)
-            if not self.count(content):  # another request with this content was answered
-                await turns.aclose()
-            yield
+        while self.count(content):
+            record = self._records[content]
+            await record.turn.acquire()
+            if self._records.get(content) is record and self.count(content):
+                return record.turn
+            record.turn.release()
+        return None
 
-    def _record(self, content: bytes) -> _KillerRecord:
-        record = self._records.setdefault(content, _KillerRecord())
+    def _record_end(
+        self, content: bytes, url: str, sent_s: float, *, is_alone: bool
+    ) -> _DeathRecord | None:
+        """Return the record of a content at a death or loss; None if it was counted before."""
+        if not content:
+            return None
+        record = self._records.setdefault(content, _DeathRecord())
         self._records.move_to_end(content)
         while len(self._records) > _MAX_RECORDS:
             self._records.popitem(last=False)
+        if record.ended_at_s.get(url, -1.0) >= sent_s:
+            return None
+        record.ended_at_s[url] = self._clock()
+        record.was_alone = is_alone
         return record
+
+
+class ComputedContents:
+    """The contents of the requests that one replica computes for this router.
+
+    Attributes:
+        num_requests: requests that the replica computes now.
+    """
+
+    def __init__(self) -> None:
+        """Create it for a replica without requests."""
+        self.num_requests = 0
+        self._counts: dict[bytes, int] = {}
+        self._num_begun = 0
+        self._last_shared = 0  # all requests up to this number had another content beside them
+
+    def add(self, content: bytes) -> int:
+        """Add a request that is sent to the replica; return its number for `was_alone`."""
+        self.num_requests += 1
+        self._counts[content] = self._counts.get(content, 0) + 1
+        self._num_begun += 1
+        if len(self._counts) > 1:
+            self._last_shared = self._num_begun
+        return self._num_begun
+
+    def remove(self, content: bytes) -> None:
+        """Remove a request that has ended."""
+        self.num_requests -= 1
+        if self._counts[content] > 1:
+            self._counts[content] -= 1
+        else:
+            del self._counts[content]
+
+    def was_alone(self, number: int) -> bool:
+        """Return whether the replica had only requests with its content since a request was added.
+
+        `number` is the result of `add`.
+        """
+        return number > self._last_shared
 
 
 def refused(count: int) -> EngineKillerError:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from twostroke.core.errors import EngineDiedError, OverloadedError, TwostrokeError
-from twostroke.fleet.router.engine_killers import MAX_TRIES, Killers, refused
+from twostroke.fleet.router.attempts import Attempts
+from twostroke.fleet.router.engine_killers import MAX_TRIES
 from twostroke.fleet.router.health_checker import fetch_status
 from twostroke.fleet.router.paths import (
     COMPUTED_PATHS,
@@ -29,13 +31,14 @@ from twostroke.server.http.responses import abort_connection, until_disconnect
 from twostroke.server.http.write_coalescer import WRITE_NOW
 
 if TYPE_CHECKING:
+    from twostroke.fleet.router.attempts import Attempt
     from twostroke.fleet.router.proxied_request import ProxiedRequest
     from twostroke.fleet.router.replica_registry import Replica, ReplicaRegistry
     from twostroke.fleet.router.response import Head
     from twostroke.fleet.router.upstream import UpstreamConnection
     from twostroke.fleet.router.usage_meter import UsageMeter
-    from twostroke.fleet.routing.dispatch import RoutedRequest
 
+_MAX_LOST_ATTEMPTS: Final = 8  # of one request; a killer is known earlier
 _MAX_HELD_BYTES: Final = 1 << 20  # of an incomplete event, or of an error to pass on
 _MAX_ID_OFFSET: Final = 4096  # within which the id of a stored answer is searched
 _BUSY_STATUSES: Final = frozenset((429, 503, 529))  # another replica may have room
@@ -65,7 +68,8 @@ class Forwarder:
         """Forward to the replicas of `fleet`."""
         self._fleet = fleet
         self.running: set[ProxiedRequest] = set()
-        self.killers = Killers()
+        self._attempts = Attempts(fleet)
+        self.killers = self._attempts.killers
 
     async def forward(self, request: ProxiedRequest) -> None:
         """Answer a request while its client is connected.
@@ -112,66 +116,64 @@ class Forwarder:
 
     async def _forward_to_any(self, request: ProxiedRequest) -> None:
         """Let the replica answer that the policy chooses; if that fails, another replica."""
-        fleet = self._fleet
-        deadline_s = asyncio.get_running_loop().time() + fleet.options.wait_s
         failed: set[int] = set()
         error: TwostrokeError | None = None
         while True:
-            async with self.killers.turn(request.content):
-                choice = fleet.choose(request.key, request.model, excluded=failed)
-                if choice is not None:
-                    replica, routed = choice
-                    try:
-                        await self._exchange(request, replica, routed)
-                        return
-                    except (ReplicaError, _BusyError) as failure:
-                        if request.has_begun:
+            busy = error if isinstance(error, _BusyError) else None
+            may_wait = busy is None or not busy.is_full
+            attempt = await self._attempts.begin(request, failed, may_wait=may_wait)
+            if attempt is None:
+                if busy is None:
+                    raise error or self._fleet.no_replica_error(request.model)
+                await busy.pass_on(request)
+                return
+            with attempt:
+                try:
+                    await self._exchange(request, attempt)
+                    return
+                except (ReplicaError, _BusyError) as failure:
+                    if request.has_begun:
+                        raise
+                    if not self._may_retry(request):
+                        if not isinstance(failure, _BusyError):
                             raise
-                        if isinstance(failure, _BusyError) and not request.may_resend:
-                            await failure.pass_on(request)
-                            return
-                        _check_may_retry(request, failure)
-                        error = failure
-                        failed.add(replica.index)
-                    finally:
-                        fleet.dispatcher.end(routed)
-            if choice is None:
-                busy = error if isinstance(error, _BusyError) else None
-                is_full = busy is not None and busy.is_full
-                if is_full or not await fleet.wait_for_ready(deadline_s):
-                    if busy is not None:
-                        await busy.pass_on(request)
+                        self.killers.check(request.content)
+                        await failure.pass_on(request)
                         return
-                    raise error or fleet.no_replica_error(request.model)
-                failed.clear()
+                    error = failure
+                    failed.add(attempt.replica.index)
 
     async def _forward_to_one(self, request: ProxiedRequest, replica: Replica) -> None:
         """Let a replica answer, since no other can."""
-        if replica.state is ReplicaState.DOWN:
-            raise ReplicaError(f"{replica.url}, which stores this, is down: {replica.reason}")
-        try:
-            async with self.killers.turn(request.content):
-                await self._exchange(request, replica, None)
-        except _BusyError as error:
-            await error.pass_on(request)
+        request.only_replica = replica
+        attempt = await self._attempts.begin(request, set(), may_wait=False)
+        assert attempt is not None, replica.url
+        with attempt:
+            try:
+                await self._exchange(request, attempt)
+            except _BusyError as error:
+                await error.pass_on(request)
 
-    async def _exchange(
-        self, request: ProxiedRequest, replica: Replica, routed: RoutedRequest | None
-    ) -> None:
+    def _may_retry(self, request: ProxiedRequest) -> bool:
+        """Return whether a request that a replica lost or refused may be sent to another."""
+        max_tries = _MAX_LOST_ATTEMPTS if request.content else MAX_TRIES
+        is_killer = self.killers.is_refused(request.content)
+        return request.may_resend and request.log.num_tries < max_tries and not is_killer
+
+    async def _exchange(self, request: ProxiedRequest, attempt: Attempt) -> None:
         """Let a replica answer a request, and record if it loses the request.
-
-        `routed` is the dispatcher's record; None if the policy did not choose the replica.
 
         Raises:
             ReplicaError: the replica has lost the request.
             _BusyError: the replica has refused the request.
         """
+        replica = attempt.replica
         replica.num_requests += 1
         try:
-            await self._send(request, replica, routed)
+            await self._send(request, attempt)
         except ReplicaError as error:
             if isinstance(error, FailedReplicaError):
-                self.killers.note_loss(request.content)
+                self._note_loss(request, attempt)
             if request.has_begun:
                 replica.num_lost_after += 1
             else:
@@ -179,10 +181,9 @@ class Forwarder:
             replica.check_now.set()
             raise
 
-    async def _send(
-        self, request: ProxiedRequest, replica: Replica, routed: RoutedRequest | None
-    ) -> None:
+    async def _send(self, request: ProxiedRequest, attempt: Attempt) -> None:
         """Send a request over a connection to a replica, and the response to the client."""
+        replica = attempt.replica
         message, body = request.message_to(replica, self._fleet.options.replica_key)
         is_head = request.scope["method"] == "HEAD"
         while True:
@@ -207,7 +208,8 @@ class Forwarder:
                 if not is_stale or not request.may_resend or request.was_stale:
                     raise
                 request.was_stale = True
-                self.killers.note_loss(request.content)  # it may have died of the request
+                self._note_loss(request, attempt)  # the replica may have died of the request
+                request.sent_s = time.monotonic()
                 replica.pool.close_idle()
                 continue
             except BaseException:
@@ -215,7 +217,7 @@ class Forwarder:
                 raise
             del message, body  # so that only `request` refers to the body, which drops it early
             try:
-                await self._answer(request, replica, routed, connection=connection, head=head)
+                await self._answer(request, attempt, connection=connection, head=head)
             finally:
                 request.connection = None
                 connection.release()
@@ -224,8 +226,7 @@ class Forwarder:
     async def _answer(
         self,
         request: ProxiedRequest,
-        replica: Replica,
-        routed: RoutedRequest | None,
+        attempt: Attempt,
         *,
         connection: UpstreamConnection,
         head: Head,
@@ -235,7 +236,7 @@ class Forwarder:
         The head is sent after the first byte of the body has come, since another replica can still
         answer until then.
         """
-        path = request.scope["path"]
+        path, replica, routed = request.scope["path"], attempt.replica, attempt.routed
         is_success = head.status < 300
         if request.meter is not None:
             is_free_if_silent = not replica.is_foreign and path not in COMPUTED_PATHS
@@ -244,7 +245,7 @@ class Forwarder:
             )
         is_foreign_error = head.status == 500 and request.is_foreign and routed is not None
         if head.status in _BUSY_STATUSES or is_foreign_error:
-            await self._handle_refusal(request, replica, connection=connection, head=head)
+            await self._handle_refusal(request, attempt, connection=connection, head=head)
             return
         try:
             data = await connection.read()
@@ -264,7 +265,7 @@ class Forwarder:
         splitter = _EventSplitter(STREAMS.get(request.media_type), request.meter)
         await self._send_body(request, connection=connection, splitter=splitter, data=data)
         if splitter.has_died:
-            self._note_death(request, replica)
+            self._note_death(request, attempt)
         elif is_success:
             self.killers.clear(request.content)
 
@@ -325,7 +326,7 @@ class Forwarder:
     async def _handle_refusal(
         self,
         request: ProxiedRequest,
-        replica: Replica,
+        attempt: Attempt,
         *,
         connection: UpstreamConnection,
         head: Head,
@@ -340,17 +341,30 @@ class Forwarder:
         error = _BusyError(head, body)
         if head.status in _BUSY_STATUSES:
             if _ENGINE_DIED in body:
-                self._note_death(request, replica)
+                self._note_death(request, attempt)
             raise error
-        if not await replica.check_is_ready():
+        if not await attempt.replica.check_is_ready():
             request.log.num_tries += 1
-            raise FailedReplicaError(f"{replica.url} answers with an error and is not healthy.")
+            raise FailedReplicaError(
+                f"{attempt.replica.url} answers with an error and is not healthy."
+            )
         await error.pass_on(request)
 
-    def _note_death(self, request: ProxiedRequest, replica: Replica) -> None:
+    def _note_loss(self, request: ProxiedRequest, attempt: Attempt) -> None:
+        """Record that a replica closed the connection of a request."""
+        self.killers.note_loss(
+            request.content, attempt.replica.url, request.sent_s, is_alone=attempt.is_alone
+        )
+        request.give_up_s = 0.0  # the replica may need time to restart
+
+    def _note_death(self, request: ProxiedRequest, attempt: Attempt) -> None:
         """Record that a replica's engine died while it computed a request."""
+        replica = attempt.replica
         request.log.num_tries += 1
-        self.killers.note_death(request.content, replica.url, request.sent_s)
+        request.give_up_s = 0.0  # the engine needs time to restart
+        self.killers.note_death(
+            request.content, replica.url, request.sent_s, is_alone=attempt.is_alone
+        )
         id_, count = request.context.request_id, self.killers.count(request.content)
         _logger.warning(
             "The engine of %s died with request %s: %d deaths.", replica.url, id_, count
@@ -430,14 +444,6 @@ class _BusyError(OverloadedError):
         await request.begin_response(self.head)
         request.log.num_open = 0
         await request.send({"type": "http.response.body", "body": self.body, "more_body": False})
-
-
-def _check_may_retry(request: ProxiedRequest, failure: TwostrokeError) -> None:
-    """Raise an error unless another replica may be tried after a failure."""
-    may_retry = request.may_resend and request.log.num_tries < MAX_TRIES
-    if may_retry:
-        return
-    raise refused(MAX_TRIES) if isinstance(failure, _BusyError) else failure
 
 
 def _reports_death(line: bytes) -> bool:

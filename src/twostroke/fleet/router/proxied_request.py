@@ -61,6 +61,8 @@ class ProxiedRequest:
         log: where the request goes, for logs and usage records.
         context: the request's context in the HTTP layers.
         sent_s: when it was sent to a replica last.
+        give_up_s: when it is given up if no replica is ready, on the event loop's clock; 0.0 if it
+            does not wait for a replica yet.
         may_resend: whether it may be sent again after a replica has lost it.
         was_stale: whether it has been sent again because a connection had been closed.
         has_begun: whether the response to the client has begun.
@@ -98,6 +100,7 @@ class ProxiedRequest:
         self.context: ServedRequest = served_of(scope)
         self.context.running = self.log
         self.sent_s = 0.0
+        self.give_up_s = 0.0
         self.may_resend = True
         self.was_stale = False
         self.has_begun = False

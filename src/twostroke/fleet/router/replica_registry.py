@@ -15,6 +15,7 @@ import numpy as np
 
 from twostroke.core.cancellation import wait_until_set
 from twostroke.core.frozen import Frozen
+from twostroke.fleet.router.engine_killers import ComputedContents
 from twostroke.fleet.router.upstream import Address, ConnectionPool
 from twostroke.fleet.routing.dispatch import Dispatcher
 from twostroke.fleet.routing.policy import mix
@@ -112,6 +113,7 @@ class Replica:
         address: the server's URL and its parts.
         index: the replica's index in the dispatcher.
         pool: the connections to the server.
+        computed: the contents of the requests that it computes for this router.
         state, reason: the replica's state, and why it is not ready, for people.
         since_s: when the state began, in seconds since 1970.
         facts: the server's report about itself.
@@ -132,6 +134,7 @@ class Replica:
         self.address = address
         self.index = index
         self.pool = ConnectionPool(address)
+        self.computed = ComputedContents()
         self.state = ReplicaState.NEW
         self.reason = "It was not checked yet."
         self.since_s = time.time()
@@ -184,6 +187,7 @@ class ReplicaRegistry:
         replicas: the replicas by URL.
         dispatcher: chooses replicas for requests.
         context_length: the longest context length of any replica, in tokens.
+        is_stopping: whether the router stops, so that no request waits for a replica.
     """
 
     def __init__(self, options: RouteOptions) -> None:
@@ -196,7 +200,7 @@ class ReplicaRegistry:
         self._by_index: list[Replica] = []
         self._free_indices: list[int] = []
         self._became_ready = asyncio.Event()
-        self._is_stopping = False
+        self.is_stopping = False
         self._url_by_stored_id: OrderedDict[str, str] = OrderedDict()
         self._masks: dict[str, npt.NDArray[np.bool_] | None] = {}  # by name of a model
 
@@ -369,11 +373,11 @@ class ReplicaRegistry:
                 await self._became_ready.wait()
         except TimeoutError:
             return False
-        return not self._is_stopping
+        return not self.is_stopping
 
     def stop_waiting(self) -> None:
         """Let no request wait for a ready replica any more, since the router stops."""
-        self._is_stopping = True
+        self.is_stopping = True
         self._became_ready.set()
 
     def no_replica_error(self, model: str = "") -> NoReplicaError:

@@ -1,0 +1,276 @@
+"""Chooses a replica for each attempt of a request, and isolates requests that may kill engines.
+
+Most requests share a replica with others. A request that saw two engines die (`engine_killers.py`)
+is isolated: the router reserves a replica for it, sends no other request there, waits until those
+that the replica computes have ended, and only then sends the request. If it dies again, it was the
+cause; if it is answered, it was not.
+
+- Only requests that an engine computes count; requests for stored answers or files do not.
+- At most half of the replicas that have the model are reserved at a time, but always one may be.
+- If a request can only go to reserved replicas, for instance because there is only one replica, it
+  waits, at most `_MAX_WAIT_FOR_RESERVED_S`. Then it is sent there nevertheless, and a death at that
+  replica proves nothing any more.
+- A request that gets no replica for itself in time is answered with a 503, since to send it beside
+  others could end a further engine.
+- A router sees only its own requests. A replica whose last report has queued work of other senders
+  is reserved only if no other has as few requests of this router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, Self
+
+from twostroke.core.cancellation import wait_until_set
+from twostroke.fleet.router.engine_killers import Killers
+from twostroke.fleet.router.replica_registry import NoReplicaError, ReplicaState
+from twostroke.fleet.router.response import ReplicaError
+from twostroke.server.http.errors import ClientGoneError
+
+if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
+    from twostroke.fleet.router.proxied_request import ProxiedRequest
+    from twostroke.fleet.router.replica_registry import Replica, ReplicaRegistry
+    from twostroke.fleet.routing.dispatch import RoutedRequest
+
+_MAX_TURN_S: Final = 600.0  # that a request waits for others that may kill engines
+_MAX_DRAIN_S: Final = 60.0  # in which the requests at a reserved replica must end
+_MAX_WAIT_FOR_RESERVED_S: Final = 90.0
+_POLL_S: Final = 0.5  # after which waiting requests look at the replicas, whatever happens
+
+
+class Attempt:
+    """One attempt to let a replica answer a request; leaving its `with` block ends it.
+
+    Attributes:
+        replica: the replica.
+        routed: the dispatcher's record; None if the policy did not choose the replica.
+    """
+
+    __slots__ = ("_attempts", "_content", "_is_isolated", "_number", "_turn", "replica", "routed")
+
+    def __init__(
+        self, attempts: Attempts, replica: Replica, routed: RoutedRequest | None, content: bytes
+    ) -> None:
+        """Count the request at its replica."""
+        self.replica = replica
+        self.routed = routed
+        self._attempts = attempts
+        self._content = content
+        self._is_isolated = False
+        self._turn: asyncio.Lock | None = None
+        self._number = replica.computed.add(content) if content else 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the replica has computed no other content since the attempt began."""
+        return self.replica.computed.was_alone(self._number)
+
+    def isolate(self) -> None:
+        """Keep the reservation of the replica until the attempt ends."""
+        self._is_isolated = True
+
+    def keep_turn(self, turn: asyncio.Lock | None) -> None:
+        """Release this lock when the attempt ends."""
+        self._turn = turn
+
+    def __enter__(self) -> Self:
+        """Return the attempt."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the attempt: other requests may use the replica, and its turn is over."""
+        if self.routed is not None:
+            self._attempts.fleet.dispatcher.end(self.routed)
+        if self._content:
+            self.replica.computed.remove(self._content)
+            self._attempts.on_end(self.replica, is_isolated=self._is_isolated)
+        if self._turn is not None:
+            self._turn.release()
+
+
+class Attempts:
+    """Begins the attempts of all requests of a router.
+
+    Attributes:
+        fleet: the replicas.
+        killers: counts the engines that requests have killed.
+    """
+
+    def __init__(self, fleet: ReplicaRegistry) -> None:
+        """Choose among the replicas of `fleet`."""
+        self.fleet = fleet
+        self.killers = Killers()
+        self._reserved: set[int] = set()  # indices of replicas
+        self._num_waiting_to_share = 0
+        self._changed = asyncio.Event()  # set and replaced at a reserved replica's changes
+
+    async def begin(
+        self, request: ProxiedRequest, failed: set[int], *, may_wait: bool
+    ) -> Attempt | None:
+        """Choose a replica for a request, and wait until the request may be sent there.
+
+        `failed` are the indices of replicas that have lost or refused the request. If no other is
+        ready, and `may_wait`, the request waits up to `wait_s` of the options until one is; then
+        all may be tried again. Returns None if no replica can answer now.
+
+        Raises:
+            EngineKillerError: the request's content kills engines.
+            NoReplicaError: the request must be isolated, and no replica became free in time.
+            ReplicaError: the only replica that can answer is down.
+            ClientGoneError: the client left while the request waited.
+        """
+        while True:
+            if self.killers.count(request.content):
+                attempt = await self._begin_in_turn(request, failed)
+            else:
+                attempt = await self._begin_shared(request, failed)
+            if attempt is not None or not may_wait:
+                return attempt
+            if not request.give_up_s:
+                now_s = asyncio.get_running_loop().time()
+                request.give_up_s = now_s + self.fleet.options.wait_s
+            if not await self.fleet.wait_for_ready(request.give_up_s):
+                return None
+            failed.clear()
+            if self.killers.must_isolate(request.content):
+                await asyncio.sleep(0)  # requests that share the replica go first
+
+    async def _begin_in_turn(
+        self, request: ProxiedRequest, failed: AbstractSet[int]
+    ) -> Attempt | None:
+        """Begin an attempt of a request that may kill engines, when its turn has come."""
+        try:
+            async with asyncio.timeout(_MAX_TURN_S):
+                turn = await self.killers.take_turn(request.content)
+        except TimeoutError:
+            raise _not_isolated() from None
+        attempt: Attempt | None = None
+        try:
+            self.killers.check(request.content)
+            if self.killers.must_isolate(request.content):
+                attempt = await self._begin_isolated(request, failed)
+            else:
+                attempt = await self._begin_shared(request, failed)
+        finally:
+            if attempt is not None:
+                attempt.keep_turn(turn)
+            elif turn is not None:
+                turn.release()
+        return attempt
+
+    def on_end(self, replica: Replica, *, is_isolated: bool) -> None:
+        """Let waiting requests continue after an attempt, if its replica was reserved."""
+        if is_isolated or replica.index in self._reserved:
+            if is_isolated:
+                self._reserved.discard(replica.index)
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def _begin_shared(
+        self, request: ProxiedRequest, failed: AbstractSet[int]
+    ) -> Attempt | None:
+        """Begin an attempt at a replica that may compute other requests."""
+        if not self._reserved or not request.content:
+            return self._choose(request, failed)
+        attempt = self._choose(request, failed | self._reserved)
+        deadline_s = asyncio.get_running_loop().time() + _MAX_WAIT_FOR_RESERVED_S
+        while attempt is None and any(
+            replica.index in self._reserved for replica in self._candidates(request, failed)
+        ):
+            self._num_waiting_to_share += 1
+            try:
+                in_time = await self._wait(request, deadline_s)
+            finally:
+                self._num_waiting_to_share -= 1
+            attempt = self._choose(request, failed | self._reserved if in_time else failed)
+        return attempt
+
+    async def _begin_isolated(
+        self, request: ProxiedRequest, failed: AbstractSet[int]
+    ) -> Attempt | None:
+        """Begin an attempt at a replica that computes no other request until the attempt ends."""
+        deadline_s = asyncio.get_running_loop().time() + _MAX_TURN_S
+        while candidates := self._candidates(request, failed):
+            free = [replica for replica in candidates if replica.index not in self._reserved]
+            num_reserved = len(candidates) - len(free)
+            has_room = bool(free) and num_reserved < max(1, len(candidates) // 2)
+            if has_room and not self._num_waiting_to_share:  # waiting ordinary requests come first
+                idlest = min(free, key=_running_requests)
+                attempt = await self._begin_at_reserved(request, idlest)
+                if attempt is not None:
+                    return attempt
+            elif not await self._wait(request, deadline_s):
+                raise _not_isolated()
+        return None
+
+    async def _begin_at_reserved(self, request: ProxiedRequest, replica: Replica) -> Attempt | None:
+        """Reserve a replica, and begin an attempt there when its other requests have ended.
+
+        None if the replica stops being ready before.
+        """
+        self._reserved.add(replica.index)
+        attempt: Attempt | None = None
+        try:
+            deadline_s = asyncio.get_running_loop().time() + _MAX_DRAIN_S
+            while replica.computed.num_requests:
+                if not await self._wait(request, deadline_s):
+                    raise _not_isolated()
+            others = {other.index for other in self.fleet.replicas.values() if other is not replica}
+            attempt = self._choose(request, others)
+        finally:
+            if attempt is not None:
+                attempt.isolate()
+            else:
+                self.on_end(replica, is_isolated=True)
+        return attempt
+
+    def _candidates(self, request: ProxiedRequest, failed: AbstractSet[int]) -> list[Replica]:
+        """Return the replicas that could answer a request now, reserved or not."""
+        if request.only_replica is not None:
+            return [request.only_replica]
+        has_model = self.fleet.having_model(request.model)
+        return [
+            replica
+            for replica in self.fleet.ready
+            if replica.index not in failed and (has_model is None or has_model[replica.index])
+        ]
+
+    def _choose(self, request: ProxiedRequest, excluded: AbstractSet[int]) -> Attempt | None:
+        """Begin an attempt at the replica that the policy chooses; None if all are excluded."""
+        replica = request.only_replica
+        if replica is not None:
+            if replica.state is ReplicaState.DOWN:
+                raise ReplicaError(f"{replica.url}, which stores this, is down: {replica.reason}")
+            is_excluded = replica.index in excluded and request.content
+            return None if is_excluded else Attempt(self, replica, None, request.content)
+        choice = self.fleet.choose(request.key, request.model, excluded)
+        return None if choice is None else Attempt(self, *choice, request.content)
+
+    async def _wait(self, request: ProxiedRequest, deadline_s: float) -> bool:
+        """Wait until a reserved replica changes, at most `_POLL_S`; return False at the deadline.
+
+        Raises:
+            ClientGoneError: the client has left.
+            NoReplicaError: the router stops.
+        """
+        await wait_until_set(self._changed, _POLL_S)
+        request.give_up_s = 0.0  # the replica for which the request waits is ready
+        if request.has_left:
+            raise ClientGoneError("The client left before its request was sent.")
+        if self.fleet.is_stopping:
+            raise self.fleet.no_replica_error(request.model)
+        return asyncio.get_running_loop().time() < deadline_s
+
+
+def _running_requests(replica: Replica) -> tuple[int, float]:
+    """Return the number of a replica's requests, and the queued work that it reports."""
+    return replica.computed.num_requests, replica.work_s or 0.0
+
+
+def _not_isolated() -> NoReplicaError:
+    return NoReplicaError(
+        "Engines died while they computed this request, so a replica must compute it alone, and "
+        "none became free in time. Send the request again later."
+    )
