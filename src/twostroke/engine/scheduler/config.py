@@ -67,7 +67,10 @@ class SchedulerConfig(Frozen):
         steps_ahead: int = 0,
         samples_ahead: bool = False,
     ) -> Self:
-        """Return the scheduler's limits that the options of an engine set."""
+        """Return the scheduler's limits for an engine with these batch options.
+
+        `steps_ahead` and `samples_ahead` come from the backend, and are described above.
+        """
         return cls(
             context_length=context_length,
             max_running=batch.effective_max_running,
@@ -80,7 +83,11 @@ class SchedulerConfig(Frozen):
 
     @property
     def step_budget(self) -> int:
-        """The maximum number of tokens that one step computes while other steps are in flight."""
+        """The maximum number of tokens that one step computes.
+
+        With `steps_ahead`, the steps in flight share the token budget. With `samples_ahead`, each
+        step has the whole budget.
+        """
         if self.samples_ahead:
             return self.token_budget
         return -(-self.token_budget // self._num_steps)
@@ -92,10 +99,10 @@ class SchedulerConfig(Frozen):
 
     @property
     def max_batch_rows(self) -> int:
-        """The maximum number of rows of batch requests in a step with other requests.
+        """The maximum number of rows of offline batch requests in a step with other requests.
 
-        It is small, since each of these rows delays the next tokens of the other requests, and
-        large enough for most of the throughput of a batch.
+        The number is small, since each of these rows delays the next tokens of the other requests,
+        and large enough for most of the throughput of a batch.
         """
         return max(1, self.step_budget // 8)
 
@@ -104,25 +111,29 @@ class SchedulerConfig(Frozen):
         return 1 + self.steps_ahead
 
     def __post_init__(self) -> None:
-        """Refuse limits under which a running request would get no row in a step."""
+        """Raise UsageError for limits under which a running request would get no row in a step."""
         if self.token_budget < self.max_running:
             reason = f"must be at least {{other}} ({self.max_running}), got {self.token_budget}."
             raise UsageError(reason, field="token_budget", other=Field("max_running"))
 
 
 class SchedulerStats(Frozen):
-    """A scheduler's requests and pages by state now, and counts since the start.
+    """Counts of a scheduler: its requests and pages by state now, and sums since the start.
 
     Attributes:
         num_running, num_waiting: requests.
         num_waiting_tokens: tokens of waiting requests.
         num_free_pages, num_cached_pages, num_referenced_pages: pages by state, see `PagePool`.
-        num_prompt_tokens: prompt tokens of requests that have started, each request counted once.
+        num_prompt_tokens: prompt tokens of requests that have started, each request counted
+            once.
         num_hit_tokens: the part of `num_prompt_tokens` that the prefix cache had.
         num_preemptions: how often a request lost its pages to another request.
-        num_recoveries: how often the content of all pages was lost.
+        num_recoveries: how often all KV pages were lost, for instance with a rank that died.
         num_uncomputed: tokens of running requests that are not computed yet.
-        horizon_s: how long ago the page was last used that was evicted last; None if none was.
+        horizon_s: seconds between the last use and the eviction of the page that was evicted
+            last;
+            None if no page was evicted. A cached prefix survives about this long without
+                use.
     """
 
     num_running: int
@@ -160,15 +171,18 @@ class SchedulerView(Frozen):
 
 
 def max_len(request: Request, context_length: int, num_slots: int) -> int:
-    """Return the number of tokens, prompt included, at which a request must end.
+    """Return the number of tokens, prompt included, at which the scheduler must end a request.
 
     `num_slots` is how many tokens of one request the page pool can hold. A request with
-    `cuts_limit` ends where the context or the pool is full.
+    `cuts_limit` ends where the context or the pool is full; other requests that do not fit are
+    refused.
 
     Raises:
         RequestError: the prompt is empty.
-        ContextLengthError: the prompt, or prompt and `max_tokens`, exceed the context length or the
-            page pool. The message about the context length is OpenAI's, for which clients search.
+        ContextLengthError: the prompt, or prompt and `max_tokens`, exceed the context length or
+            the
+            page pool. The message about the context length is OpenAI's, for which clients
+                search.
     """
     max_output, num_prompt = request.max_output, len(request.tokens)
     prompt_field = request.prompt_field
@@ -203,10 +217,10 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
 def prompt_too_long(
     prompt_field: str, num_prompt: int, context_length: int, *, is_exact: bool = True
 ) -> ContextLengthError:
-    """Return the error of a prompt that alone exceeds the context length.
+    """Return the error for a prompt that alone exceeds the model's context length.
 
-    `prompt_field` names the request's field. Unless `is_exact`, the prompt has at least
-    `num_prompt` tokens.
+    `prompt_field` names the prompt's field in the client's request. With `is_exact=False`, the
+    error says that the prompt has at least `num_prompt` tokens, because counting stopped there.
     """
     return ContextLengthError(
         _CONTEXT_LENGTH_TEXT + "your {field} resulted in {least}{num_prompt} tokens. "
@@ -219,11 +233,12 @@ def prompt_too_long(
 
 
 class QueueEstimate(Frozen):
-    """The waiting time that a new request would meet in the queue; None without measurements.
+    """The estimated waiting times in the scheduler's queue if a new request joins it.
 
     Attributes:
-        wait_s: seconds until the request would start.
-        delay_s: seconds by which the request would delay later ones.
+        wait_s: seconds until the new request would start; None without measurements.
+        delay_s: seconds by which the new request would delay later requests; None without
+            measurements.
     """
 
     wait_s: float | None
@@ -238,10 +253,11 @@ def check_queue(
     num_new_tokens: int,
     estimate: QueueEstimate,
 ) -> None:
-    """Refuse a request if too many requests or tokens wait before it in the queue.
+    """Refuse a new request if too many requests or tokens wait before it in the scheduler's queue.
 
-    `num_requests` and `num_tokens` wait before the request, which has `num_new_tokens`. The error
-    advises to come back when half of the queue has started: there is room then, and work left.
+    `num_requests` and `num_tokens` wait before the new request, which has `num_new_tokens`. The
+    error advises clients to retry after half of the estimated wait: by then the queue has room, and
+    the engine still has work.
 
     Raises:
         OverloadedError: too many requests or tokens wait.
@@ -263,7 +279,7 @@ def check_queue(
 
 
 def check_deadline(request: Request, waited_s: float, estimate: QueueEstimate) -> None:
-    """Refuse a request that would wait in the queue past its deadline to start.
+    """Refuse a new request that would still wait in the scheduler's queue at its deadline to start.
 
     Raises:
         OverloadedError: the requests before it take too long.

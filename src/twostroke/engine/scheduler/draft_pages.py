@@ -85,7 +85,7 @@ class DraftPages:
         self._pool.release(released)
 
     def _grow(self, slice_: Slice, num_drafts: int, num_running: int) -> int:
-        """Allocate pages for the drafts after a request's slice.
+        """Allocate pages for a chain of drafts after a request's slice.
 
         Returns the number of drafts for which there is room.
         """
@@ -100,9 +100,10 @@ class DraftPages:
     def _branches(
         self, slice_: Slice, parents: Sequence[int], bounds: Sequence[int], num_running: int
     ) -> list[DraftBranch]:
-        """Allocate KV pages for the branches of a draft tree, until pages run out.
+        """Allocate KV pages for the branches of a draft tree, until the pool has no spare pages.
 
-        Returns the branches that have pages. Each has the drafts between two neighbouring `bounds`.
+        Each branch has the drafts between two neighbouring `bounds`. Returns the branches that got
+        pages.
         """
         page_size, request = self._page_size, slice_.request
         assert slice_.count == 1, "only a slice of one row may have a draft tree"
@@ -145,9 +146,10 @@ class DraftPages:
 
 
 def depth_first(parents: Sequence[int], max_depth: int) -> tuple[list[int], list[int]]:
-    """Return a draft tree's nodes in depth-first order, and their parents in the new numbering.
+    """Return a draft tree's nodes in depth-first order, and their parents renumbered in this order.
 
-    Each node is directly followed by its first child. Nodes deeper than `max_depth` are dropped.
+    `DraftPages.add` gives drafts rows in this order: each node is directly followed by its first
+    child, so the path of first children is a chain. Nodes deeper than `max_depth` are dropped.
     """
     children: dict[int, list[int]] = {}
     depths: list[int] = []

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def num_fast_forward_steps(running: Sequence[RequestState], pool: PagePool, max_steps: int) -> int:
     """Return how many of the next decode steps a simulation can perform at once.
 
-    At most `max_steps`. In these steps no running request prefills, samples its first token, ends,
-    or fails to get a page. The caller guarantees that no request waits, and adds or finishes no
-    request meanwhile.
+    The result is at most `max_steps`. In these steps no running request prefills, samples its first
+    token, ends, or fails to get a page. The caller guarantees that no request waits, and adds or
+    ends no request meanwhile.
     """
     page_size = pool.page_size
     num_groups = len(pool.groups.windows)
@@ -54,10 +54,11 @@ def fast_forward(
     allocate_page: Callable[[RequestState], object],
     update_pages: Callable[[RequestState], None],
 ) -> None:
-    """Perform several decode steps at once, with `tokens`, shaped (requests, steps), known.
+    """Perform several decode steps at once, for a simulation that knows the sampled tokens.
 
-    `num_fast_forward_steps` must have allowed this number of steps. Pages are allocated and
-    published in the order of the steps and, within a step, of the running requests.
+    `tokens` has the sampled tokens, shaped (requests, steps). `num_fast_forward_steps` must have
+    allowed this number of steps. Pages are allocated and published in the order of the steps and,
+    within a step, of the running requests.
     """
     num_steps = len(tokens[0])
     starts = [state.request.num_computed for state in running]

@@ -37,7 +37,7 @@ class KvCacheManager:
 
     @property
     def can_grow(self) -> bool:
-        """Whether the pool has a KV page for each cache group, so that a request can grow."""
+        """Whether a running request can grow: each cache group can get another page."""
         return self._pool.num_available >= self._num_groups
 
     def grow(self, request: Request, num_pages: int) -> int:
@@ -51,17 +51,18 @@ class KvCacheManager:
         return num_pages
 
     def num_spare(self, num_running: int) -> int:
-        """Return how many KV pages a page list can get beyond the needs of running requests.
+        """Return how many pages a page list may get beyond the reserve of running requests.
 
-        Each running request can then still grow by a page in each list.
+        The reserve is one page for each list of `num_running` requests, so that they can grow.
+        Draft tokens use spare pages.
         """
         return max(0, self._pool.num_available // self._num_groups - num_running)
 
     def release_out_of_window(self, state: RequestState) -> None:
-        """Release the KV pages that a request's sliding windows have passed.
+        """Release a request's KV pages that lie before the sliding window of their cache group.
 
-        No later row reads these pages. Pages that a request with the same prompt would look up age
-        as usual. Other pages are the first to be evicted.
+        No later row reads these pages. A page that another request with the same prompt could find
+        in the prefix cache is evicted in the usual order; other pages are evicted first.
         """
         request, groups = state.request, self._groups
         first_needed = groups.first_read_pages(request.num_settled)
@@ -79,7 +80,7 @@ class KvCacheManager:
         state.update_at = min(state.update_at, groups.next_release(request.num_settled))
 
     def release(self, request: Request) -> None:
-        """Release all KV pages of a request; the pages at its end will be evicted first."""
+        """Release all KV pages of a request; its last pages are evicted before its first pages."""
         page_lists = request.pages
         pages = page_lists[0]
         if len(page_lists) > 1 or self._groups.has_windows:
@@ -89,13 +90,13 @@ class KvCacheManager:
         request.pages = []
 
     def num_reserved(self, request: Request) -> int:
-        """Return how many KV pages a running request may still take before it samples a token."""
+        """Return how many more KV pages a running request needs for its uncomputed tokens."""
         return self._groups.num_missing(
             len(request.pages[0]), request.num_computed, len(request.tokens), self._token_budget
         )
 
     def total_reserved(self, running: Sequence[RequestState]) -> int:
-        """Return how many KV pages running requests may still take before they sample a token."""
+        """Return how many more KV pages all running requests need for their uncomputed tokens."""
         return sum([self.num_reserved(state.request) for state in running])
 
     def num_victims(
@@ -107,12 +108,13 @@ class KvCacheManager:
         num_reserved: int,
         max_running: int,
     ) -> int | None:
-        """Return how many of the last running requests to preempt so that a request can start.
+        """Return how many running requests must be preempted so that a waiting request can start.
 
-        Returns None if preempting all less urgent requests does not free enough pages. The running
-        requests keep `num_reserved` pages in all: the pages that their tokens still need, and one
-        in each group to grow into. Starting a request that is soon preempted would compute its
-        tokens twice. When nothing runs, every request that the scheduler accepted fits.
+        The least urgent requests are preempted first. Returns None if preempting all less urgent
+        requests does not free enough pages. The requests that keep running keep `num_reserved`
+        pages: the pages that their tokens still need, and one in each cache group to grow into.
+        Without this reserve, a request could start, be preempted soon, and compute its tokens
+        twice. When nothing runs, every request that the scheduler accepted fits.
         """
         num_needed = self._num_needed(state.request, hit) + num_reserved
         num_left_over = self._pool.num_available - num_needed
@@ -129,7 +131,11 @@ class KvCacheManager:
         return None
 
     def _num_needed(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many available KV pages a new request would take, after its cached prefix."""
+        """Return how many of the pool's available pages a waiting request takes when it starts.
+
+        Counts cached pages of its prefix `hit` that no request references, and pages for its other
+        tokens.
+        """
         pool, num_pages = self._pool, hit.num_pages
         num_shared = sum(not pool.num_references(page) for page in all_pages(hit.pages))
         return num_shared + self._groups.num_missing(
@@ -137,9 +143,10 @@ class KvCacheManager:
         )
 
     def _num_freed(self, victim: Request, hit: PrefixHit) -> int:
-        """Return how many KV pages preempting a request frees.
+        """Return how many KV pages become available if a running request is preempted.
 
-        Pages of another request's prefix `hit` do not count, since that request will use them.
+        Pages of the prefix `hit` do not count, since the request that replaces the victim uses
+        them.
         """
         pool = self._pool
         unshared = {page for page in all_pages(victim.pages) if pool.num_references(page) == 1}
@@ -152,7 +159,7 @@ def all_pages(pages: list[list[int]]) -> list[int]:
 
 
 class PageWatcher(Protocol):
-    """Is told which KV pages requests use or compute, for KV offload.
+    """Gets notice of the KV pages that requests use or compute. KV offload implements it.
 
     Its methods must be quick, because steps wait for them.
     """
@@ -170,8 +177,8 @@ class PrefixCache:
     A running request claims the pages that it will compute. A waiting request whose next missing
     page is claimed by a more urgent running request waits for that page, so that it is not computed
     twice. That cannot deadlock: a claim ends with its owner, and running requests make progress in
-    order of priority. The owner of a claim may also be a `Transfer`, which brings the page from a
-    KV offload tier or another engine. Without an index there is no prefix cache.
+    order of priority. A claim may also belong to a `Transfer`, which brings the page from a KV
+    offload tier or from another engine. Without an index there is no prefix cache.
     """
 
     def __init__(self, index: PrefixIndex | None, pool: PagePool) -> None:
@@ -188,10 +195,11 @@ class PrefixCache:
         return self._index.chain(salt) if self._index is not None else None
 
     def match(self, state: RequestState) -> PrefixHit | None:
-        """Return the cached KV pages of a waiting request; None if it should wait for more pages.
+        """Return the cached KV pages to start a waiting request with; None if it should wait.
 
-        The hit is empty for a request that reports values for its prompt's rows: it must compute
-        all of them.
+        A request waits while a more urgent request or a KV transfer brings its next missing page.
+        The hit is empty for a request that wants log-probabilities or hidden states of its prompt,
+        since it must compute all rows.
         """
         if self._index is None or state.chain is None or state.request.needs_all_rows:
             return PrefixHit([[] for _ in range(self._num_groups)])
@@ -207,7 +215,7 @@ class PrefixCache:
         """Return the seconds until a waiting request may start if none runs; None for never.
 
         If every ready request waits for a KV transfer, this is the time until the first transfer
-        expires. A page that arrives sooner wakes the caller by another way.
+        expires. A page that arrives sooner notifies the engine loop.
         """
         ready = waiting.ready
         owners = [self._claims.get(state.awaited_key or b"") for state in ready]
@@ -224,10 +232,11 @@ class PrefixCache:
         return hit.num_pages * self._page_size
 
     def receive(self, request: Request, chain: PrefixChain) -> bool:
-        """Index new KV pages for tokens that another engine computed; return False without room.
+        """Index KV pages for the tokens of a new request that another engine prefilled.
 
-        The request is about to be added and will find these pages when it starts. It computes its
-        last page again unless that is full. The caller fills the pages. Extends `chain`.
+        Returns False if the pool has no room for the pages. The caller fills the pages and adds the
+        request to the scheduler; the request finds the pages when it starts. If its last page is
+        not full, the request computes this page again. Extends `chain`.
         """
         if self._index is None:
             return False
@@ -279,9 +288,9 @@ class PrefixCache:
     def _next_awaited(self, keys: Sequence[bytes], hit: PrefixHit) -> bytes | None:
         """Return the key of a request's next missing KV page, for which it may wait.
 
-        If a transfer brings a later page, return the later page's key: a transfer brings no pages
-        that lie before a sliding window, and the request can start only after the later pages. None
-        if no page is missing.
+        If a KV transfer brings a later page, return the later page's key: a transfer brings no
+        pages that lie before a sliding window, and the request can start only after the later
+        pages. None if no page is missing.
         """
         missing = keys[hit.num_pages :]
         if self._pool.groups.has_windows:
@@ -293,7 +302,10 @@ class PrefixCache:
         return missing[0] if missing else None
 
     def _is_claimed(self, state: RequestState, key: bytes | None) -> bool:
-        """Whether a request should wait for a KV page that a request or transfer has claimed."""
+        """Whether a waiting request should wait for a KV page, given its key (None for no page).
+
+        It should wait if a more urgent running request or a KV transfer has claimed the page.
+        """
         owner = self._claims.get(key) if key is not None else None
         if isinstance(owner, Transfer):
             return not self.transfers.has_expired(owner)
@@ -306,7 +318,7 @@ class PrefixCache:
 
 
 class InFlightSteps:
-    """Steps between plan and commit, and the KV pages of ended requests that these steps use.
+    """Steps that are planned but not committed, and the KV pages of ended requests that they use.
 
     Attributes:
         steps: the plan of each step with the owners of its slices, the oldest first.
@@ -323,9 +335,9 @@ class InFlightSteps:
         return len(self.steps)
 
     def may_preempt(self) -> bool:
-        """Whether requests may be preempted now: no step in flight uses their pages.
+        """Whether a running request may be preempted now, because no step in flight uses KV pages.
 
-        If not, `must_drain` asks to commit the steps in flight first.
+        If not, `must_drain` becomes True, and the scheduler plans no step until all are committed.
         """
         self._must_drain = bool(self.steps)
         return not self._must_drain
@@ -333,7 +345,7 @@ class InFlightSteps:
     def must_drain(self) -> bool:
         """Whether all steps in flight must be committed before another step is planned.
 
-        They must if a request waits to preempt another.
+        This is so after `may_preempt` has refused to preempt a request.
         """
         self._must_drain = self._must_drain and bool(self.steps)
         return self._must_drain
@@ -348,7 +360,10 @@ class InFlightSteps:
         return owners
 
     def release(self, state: RequestState) -> None:
-        """Release the KV pages of a request that stops running, after the steps that use them."""
+        """Release the KV pages of a request that stops running.
+
+        Pages of steps in flight are kept until these steps are committed.
+        """
         if state.request.is_in_flight:
             self.ended_requests.append(state)
         else:

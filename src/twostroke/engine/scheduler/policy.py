@@ -50,14 +50,18 @@ class Batched(Frozen):
     """Static or dynamic batching: `size` requests start together, and none joins them later.
 
     A batch starts with fewer requests after a flush, or `max_wait_s` seconds after its first
-    request arrived, unless that is None.
+    request arrived. With None for `max_wait_s`, it waits without a limit.
     """
 
     size: int
     max_wait_s: float | None = None
 
     def wait_s(self, queue: QueueState) -> float | None:
-        """Return the seconds until the batch may start if no request arrives; None for never."""
+        """Return the seconds until the next batch may start if no further request arrives.
+
+        Returns None if only an event can start it: a running batch ends, or another request
+        arrives.
+        """
         if queue.num_active:
             return None
         if queue.num_waiting >= self.size or queue.is_flushed:

@@ -42,7 +42,7 @@ class WaitingQueue:
         order: assigns the priority keys.
         ready: requests that may start as soon as there is room, also preempted ones, sorted by
             priority key.
-        start_rate: how fast waiting tokens have started lately.
+        start_rate: how many waiting tokens have started per second lately, by priority.
         tokens: number of waiting tokens by priority.
     """
 
@@ -107,7 +107,7 @@ class WaitingQueue:
         self.tokens[state.request.priority] += len(state.request.tokens)
 
     def put_back(self, state: RequestState) -> None:
-        """Queue a preempted request again; it may start at once, without the batching policy."""
+        """Queue a preempted request again; it may restart without asking the batching policy."""
         insort(self.ready, state, key=priority_key)
         self.tokens[state.request.priority] += len(state.request.tokens)
 
@@ -121,11 +121,14 @@ class WaitingQueue:
             del self.ready[bisect_left(self.ready, state.priority_key, key=priority_key)]
 
     def flush(self) -> None:
-        """Let the batching policy start the requests that wait now without waiting for more."""
+        """Let the batching policy start the waiting requests, even if they do not fill a batch."""
         self._is_flushed = bool(self._not_ready)
 
     def make_ready(self, num_running: int) -> None:
-        """Move the requests that the batching policy lets start in the next step to `ready`."""
+        """Move the requests that the batching policy lets start in the next step to `ready`.
+
+        `num_running` is the number of running requests.
+        """
         self.start_rate.begin_step(self.tokens)
         if not self._not_ready or self._policy_wait_s(num_running) != 0:
             return
@@ -136,9 +139,9 @@ class WaitingQueue:
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds until a waiting request may start if none runs and only time changes.
+        """Seconds until the batching policy starts a waiting request if nothing else happens.
 
-        None for never.
+        Nothing else means that no request runs or arrives. None for never.
         """
         if self.ready:
             return 0.0
@@ -156,11 +159,11 @@ class WaitingQueue:
 
 
 class FairOrder:
-    """Assigns priority keys to requests, fairly between the tenants of each priority.
+    """Assigns priority keys to requests, fairly between the tenants of each priority level.
 
-    A request overtakes only requests that arrived less than `max_overtakes` arrivals earlier, and
-    that many more for each level of priority by which it is more urgent. If there is a single
-    tenant, no request overtakes another of the same priority.
+    A request overtakes only requests that arrived less than `max_overtakes` arrivals earlier. For
+    each priority level by which a request is more urgent, this distance grows by `max_overtakes`.
+    If there is a single tenant, no request overtakes another of the same priority.
     """
 
     def __init__(self, max_overtakes: int) -> None:
@@ -174,25 +177,27 @@ class FairOrder:
         return self._levels[request.priority].next_key(request, self._num_arrived)
 
     def add(self, state: RequestState) -> bool:
-        """Add a new request to its tenant's requests, and charge the tenant the expected cost.
+        """Add a new request to its tenant's requests, and charge its expected cost.
 
         The tenant's waiting requests of the same priority exchange their priority keys so that the
-        earliest deadline goes first. Returns whether any did.
+        earliest deadline goes first. Returns whether any keys were exchanged.
         """
         self._num_arrived += 1
         return self._levels[state.request.priority].add(state)
 
     def start(self, state: RequestState) -> None:
-        """Record that a request starts; from now on its number of cached tokens is known."""
+        """Correct a tenant's charge at a request's start, when its cached tokens are known."""
         self._levels[state.request.priority].start(state)
 
     def end(self, state: RequestState) -> None:
-        """Record that a request has ended, and charge its tenant the real cost."""
+        """Correct a tenant's charge at a request's end, when its real cost is known."""
         self._levels[state.request.priority].end(state)
 
 
 class _TenantAccount:
-    """The requests of one tenant with one priority, and the account of their costs.
+    """A tenant's requests of one priority, and the computed tokens that they are charged.
+
+    Virtual time is the clock of fair queueing, in computed tokens per unit of weight.
 
     Attributes:
         paid_until: virtual time at which all requests of the tenant will be paid for.
@@ -292,8 +297,8 @@ class _PriorityLevel:
     def _insert_by_deadline(self, waiting: list[RequestState], state: RequestState) -> bool:
         """Insert a new request before its tenant's waiting requests with later deadlines.
 
-        The later requests move back by one priority key, each at most `max_overtakes` times.
-        Returns whether any moved.
+        Each request with a later deadline gets the priority key of its successor; this happens to a
+        request at most `max_overtakes` times. Returns whether any key was exchanged.
         """
         index, deadline_s = len(waiting), state.request.start_by_s
         while index and waiting[index - 1].request.start_by_s > deadline_s:
@@ -316,13 +321,16 @@ class _PriorityLevel:
         self._charge(state, account, num_prompt + min(max_output, account.mean_output))
 
     def _charge(self, state: RequestState, account: _TenantAccount, cost: float) -> None:
-        """Replace the tokens that a tenant is charged for a request by `cost`."""
+        """Set the computed tokens that a tenant is charged for a request to `cost`."""
         account.paid_until += (cost - state.charged_tokens) / state.request.weight
         state.charged_tokens = cost
         self._all_paid_at = max(self._all_paid_at, account.paid_until)
 
     def _forget_idle_tenants(self) -> None:
-        """Drop the accounts of tenants without requests if there are too many, least debt first."""
+        """Drop the accounts of tenants without requests if there are too many accounts.
+
+        Accounts with the least debt are dropped first.
+        """
         if len(self._accounts) < len(self._unfinished) + _MAX_IDLE_TENANTS:
             return
         idle = [
@@ -339,9 +347,9 @@ class _PriorityLevel:
 class Deadlines:
     """Finds requests past their timeout, and requests that did not start in time.
 
-    A timeout ends a request that waits or runs. A request counts as not started in time only if a
-    step was planned without it after the deadline, so that it is not given up just because a step
-    takes long.
+    A timeout ends a waiting or running request. A request misses its deadline to start only if a
+    step was planned after the deadline without this request. So a request is not given up because
+    one step took long.
     """
 
     def __init__(self) -> None:
@@ -362,9 +370,10 @@ class Deadlines:
             self._start_deadlines.add(request.start_by_s, state, num_unfinished)
 
     def pop(self, now_s: float) -> list[tuple[Request, DeadlineError]]:
-        """Return requests past their deadline, each with its error, before a step is planned.
+        """Return requests that are past a deadline, each with its error.
 
-        The errors have a fact `is_unrun`: whether nothing was computed for the request.
+        The scheduler calls this before each step, and ends the requests. An error's fact `is_unrun`
+        says whether nothing was computed for the request.
         """
         expired = []
         for state in self._timeouts.pop(now_s):
@@ -388,7 +397,10 @@ class Deadlines:
 
 
 class _DeadlineHeap:
-    """Unfinished requests by deadline; entries of ended requests are dropped lazily."""
+    """A heap of unfinished requests by deadline.
+
+    Entries of ended requests stay until they are popped, or until they are too many.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, RequestState]] = []
@@ -417,8 +429,8 @@ class _DeadlineHeap:
 class StartRate:
     """Measures how many waiting tokens start per second, for each priority.
 
-    Only time in which tokens of the priority were left waiting counts. So the rate is the speed of
-    the engine, less the share that more urgent requests take.
+    Time counts for a priority only while some of its tokens are left waiting. So its rate is the
+    speed of the engine, less the share that more urgent requests take.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -433,7 +445,7 @@ class StartRate:
         self._started[priority] += num_tokens
 
     def begin_step(self, waiting: Mapping[int, int]) -> None:
-        """Record the number of waiting tokens by priority, before a step is planned."""
+        """Record how many tokens wait with each priority, before a step is planned."""
         now_s = self._clock()
         took_s = now_s - self._step_began_s
         self._step_began_s = now_s
@@ -447,7 +459,7 @@ class StartRate:
         self._started.clear()
 
     def wait_s(self, tokens: Mapping[int, int]) -> float | None:
-        """Return the seconds until these waiting tokens (by priority) have all started.
+        """Return the seconds until a number of waiting tokens, given by priority, have all started.
 
         A priority that has not waited yet is assumed to have the best rate of all priorities. None
         without measurements.

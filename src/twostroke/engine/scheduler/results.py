@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ResultReader:
-    """Applies a step's result to the step's slices, in the order of the slices.
+    """Applies a backend's step result to the requests of the step, in the order of the slices.
 
     Attributes:
         has_ends: whether the result has ended any request.
@@ -41,11 +41,11 @@ class ResultReader:
         slices: Sequence[Slice],
         update_pages: Callable[[RequestState], None],
     ) -> list[RequestDelta]:
-        """Apply a step's result to all requests of the step.
+        """Apply the step's result to all requests of the step, and return a delta for each.
 
-        Returns a delta for each request with tokens, reports or an end. `owners` are the request
-        states of the slices. `update_pages` is called for each running request that has pages to
-        publish or to release.
+        A request without new tokens, log-probabilities or hidden states, which has not ended
+        either, has no delta. `owners` are the request states of the slices. `update_pages` is
+        called for each running request that has pages to publish or to release.
         """
         deltas: list[RequestDelta] = []
         sampled = self._sampled
@@ -76,10 +76,10 @@ class ResultReader:
         return deltas
 
     def _apply_slice(self, state: RequestState, slice_: Slice) -> RequestDelta | None:
-        """Apply the step's result to one request's slice; return a delta if there is something new.
+        """Apply the step's result to one request's slice, and return the request's delta.
 
-        New are tokens, reported values, or an end. If the request ended while the step was in
-        flight, the slice's results are dropped.
+        Returns None if the request got no tokens, log-probabilities or hidden states, and did not
+        end. If the request ended while the step was in flight, the slice's results are dropped.
         """
         request = slice_.request
         delta = pooled = None
@@ -112,7 +112,7 @@ class ResultReader:
         return delta
 
     def check_consumed(self) -> None:
-        """Assert that the slices of the step have used the whole result."""
+        """Assert that every value of the step's result was used, after all slices were applied."""
         assert next(self._sampled, None) is None, "more tokens than slices that sample"
         assert next(self._scores, None) is None, "more scores than scored rows"
         assert next(self._states, None) is None, "more states than pooled slices"
@@ -121,11 +121,11 @@ class ResultReader:
 def _accept(
     state: RequestState, slice_: Slice, sampled: Sequence[tuple[int, TokenLogprobs | None]]
 ) -> tuple[RequestDelta, int]:
-    """Append the sampled token after each accepted draft to a request, until a token ends it.
+    """Append sampled tokens to a request: one for its newest token and one for each accepted draft.
 
-    `sampled[0]` follows the request's newest token, and `sampled[1 + i]` follows draft i. Returns
-    the delta, and the index of the last draft that became one of the request's tokens, or `ROOT`.
-    With `max_tokens=0` the sampled token is discarded.
+    `sampled[0]` follows the request's newest token, and `sampled[1 + i]` follows draft i. Tokens
+    after an end token or past the request's maximum length are dropped. Returns the request's
+    delta, and the index of the last draft that became one of its tokens, or `ROOT`.
     """
     request = state.request
     accepted = accepted_drafts(slice_.drafts, slice_.branches, [token for token, _ in sampled])
@@ -149,7 +149,7 @@ def _accept(
 
 
 def _finish_reason(state: RequestState, token: int) -> FinishReason | None:
-    """Return why the request ends after its newest token, `token`; None if it continues."""
+    """Return why a request ends after its newest token, `token`; None if it continues."""
     request = state.request
     is_early = request.num_output <= request.params.min_tokens and request.matcher is None
     if token in request.end_ids and not is_early:

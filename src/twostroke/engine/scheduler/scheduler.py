@@ -99,7 +99,10 @@ class Scheduler:
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds until `plan` or `pop_overdue` may return something if only time changes."""
+        """Seconds that the engine loop may sleep if no request arrives; None for no limit.
+
+        After this time `plan` or `pop_overdue` may return something.
+        """
         if self._running:
             return 0.0
         start_s = self.prefix_cache.wait_s(self._waiting)
@@ -135,11 +138,16 @@ class Scheduler:
         return self._deadlines.pop(self._clock())
 
     def max_len(self, request: Request) -> int:
-        """Return the number of tokens at which a request ends; raises if it could never fit."""
+        """Return the number of tokens, prompt included, at which a request ends.
+
+        Raises:
+            RequestError: the prompt is empty.
+            ContextLengthError: the request could never fit.
+        """
         return max_len(request, self.config.context_length, self._max_tokens)
 
     def flush(self) -> None:
-        """Let waiting requests start without waiting for a full batch, as no more will come."""
+        """Start a static or dynamic batch that is not full, because no more requests will come."""
         self._waiting.flush()
 
     def plan(self, budget: int | None = None) -> StepPlan | None:
@@ -247,7 +255,10 @@ class Scheduler:
         return True
 
     def undo_newest_step(self) -> None:
-        """Undo the newest step in flight, as if it had not been planned."""
+        """Undo the newest planned step, as if it had not been planned.
+
+        The engine loop does so if an earlier step failed on which the newest step depends.
+        """
         plan, _ = self._in_flight.steps.pop()
         for slice_ in plan.slices:
             self._draft_pages.settle(slice_, ROOT)
@@ -255,9 +266,10 @@ class Scheduler:
         self._in_flight.release_ended()
 
     def preempt_all(self) -> None:
-        """Undo all steps in flight and evict all KV pages, because their content is lost.
+        """Preempt all running requests, undo all steps in flight, and evict all KV pages.
 
-        The running requests wait and will be computed again.
+        The engine loop calls this after it lost the content of the pages, for instance with a rank
+        that died. The requests wait and will be computed again.
         """
         while self._in_flight:
             self.undo_newest_step()
@@ -269,7 +281,7 @@ class Scheduler:
     def replace_tokens(self, request: Request, num_kept: int, tokens: Sequence[int]) -> None:
         """Replace a request's tokens after the first `num_kept`, whose KV cache stays.
 
-        Draft models follow their target request this way.
+        A draft model's request follows the request of the target model this way.
         """
         state = self._states[request.id]
         if not state.is_running:
@@ -278,7 +290,11 @@ class Scheduler:
         request.num_computed = request.num_planned = min(request.num_computed, num_kept)
 
     def fast_forward_steps(self, max_steps: int) -> tuple[list[Request], int]:
-        """Return the running requests and how many next decode steps `fast_forward` may perform."""
+        """Return how many decode steps a simulation may `fast_forward`, and the running requests.
+
+        Returns the list of requests, and the number of steps, at most `max_steps`. If the number is
+        0, the list is empty.
+        """
         if self._in_flight or self.config.steps_ahead or len(self._waiting):
             return [], 0
         num_steps = num_fast_forward_steps(self._running, self._pool, max_steps)
@@ -286,9 +302,10 @@ class Scheduler:
         return requests, num_steps
 
     def fast_forward(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Perform several decode steps at once with known `tokens`, shaped (requests, steps).
+        """Perform several decode steps at once, for a simulation that knows the sampled `tokens`.
 
-        The requests are in the order in which `fast_forward_steps` returned them.
+        `tokens` is shaped (requests, steps), with the requests in the order in which
+        `fast_forward_steps` returned them.
         """
         fast_forward(
             self._running,
@@ -316,9 +333,11 @@ class Scheduler:
         )
 
     def backlog(self) -> tuple[int, list[int]]:
-        """Return the number of prompt tokens to prefill, and the most output tokens still to come.
+        """Return the remaining work: prompt tokens to prefill, and output tokens to decode.
 
-        The second value has an entry for each running request that is decoding.
+        The first value counts the prompt tokens of waiting and running requests. The second value
+        has, for each decoding request, the maximum number of output tokens that are still to come.
+        Disaggregation estimates from both how long a new prompt would take in this engine.
         """
         num_prefill = self._waiting.num_tokens
         max_outputs = []
@@ -346,7 +365,7 @@ class Scheduler:
         )
 
     def _add_prefills(self, builder: StepBuilder, prefilling: Sequence[RequestState]) -> None:
-        """Add prefill slices of running and waiting requests, merged by priority key."""
+        """Add prefill slices of running and waiting requests, by priority key, to a step."""
         for state in prefilling:
             self._start_waiting(builder, before=state)
             if state.is_running and builder.budget and not builder.is_paused(state):
@@ -397,7 +416,10 @@ class Scheduler:
             builder.num_reserved += self._kv_cache.num_reserved(state.request)
 
     def _num_reserved(self, builder: StepBuilder) -> int:
-        """Return how many KV pages the running requests may still need soon."""
+        """Return how many more KV pages the running requests need until their tokens are computed.
+
+        Counted once for each step.
+        """
         if builder.num_reserved is None:
             builder.num_reserved = self._kv_cache.total_reserved(self._running)
         return builder.num_reserved

@@ -67,9 +67,9 @@ class StepBuilder:
         self._has_prefill = False
 
     def max_rows(self, request: Request, num_rows: int) -> int:
-        """Return how many of a request's next rows the limit on scored rows allows in this step.
+        """Return how many of a request's next rows this step may compute, at most `num_rows`.
 
-        Scored rows report log-probabilities of the prompt. At most `num_rows` is returned.
+        Only rows that report log-probabilities of the prompt are limited, by `scored_rows_left`.
         """
         if request.num_unscored <= self.scored_rows_left:
             return num_rows
@@ -108,7 +108,7 @@ class StepBuilder:
             del self.slices[index], self.owners[index]
 
     def is_paused(self, state: RequestState) -> bool:
-        """Whether a request is a batch request that must get no row in this step."""
+        """Whether a request is an offline batch request that must get no row in this step."""
         if not is_batch_request(state) or state is self._first_running:
             return False
         if self.batch_rows_left == 0:
@@ -129,7 +129,7 @@ class StepBuilder:
         ready: Sequence[RequestState],
         max_batch_rows: int,
     ) -> None:
-        """Remove decode slices of batch requests that would slow down other requests.
+        """Remove decode slices of offline batch requests that would slow down other requests.
 
         At most `max_batch_rows` of these slices stay if other requests run, and none if another
         request has a prompt to prefill, as one of the `prefilling` or the waiting `ready` requests.
@@ -156,7 +156,7 @@ class StepBuilder:
                 self._append(slice_, state)
 
     def resume_batch_requests(self) -> bool:
-        """Add the paused batch requests' slices again if no prompt could be prefilled.
+        """Add the paused batch requests' decode slices again if no prompt could be prefilled.
 
         Returns whether slices may have been added.
         """
@@ -182,15 +182,16 @@ class StepBuilder:
 
 
 def is_batch_request(state: RequestState) -> bool:
-    """Whether a request has the service tier of batch requests."""
+    """Whether a request belongs to an offline batch job, by its service tier."""
     return state.request.priority >= SERVICE_TIERS[BATCH_SERVICE_TIER]
 
 
 def schedulable(running: list[RequestState], config: SchedulerConfig) -> Iterable[RequestState]:
     """Return the running requests that may be in the next step, in the order of `running`.
 
-    Without steps in flight these are all. Otherwise each step in flight gets an equal share of the
-    decoding requests, so that consecutive steps of a pipeline take the same time.
+    If steps are never in flight together, all requests may. With `steps_ahead`, each step in flight
+    gets an equal share of the decoding requests, so that consecutive steps of a pipeline take the
+    same time.
 
     With `samples_ahead`, requests that sample ahead are in every step. Other requests wait until
     their sampled tokens are known and then continue together, since a step with few rows takes
@@ -214,17 +215,17 @@ def schedulable(running: list[RequestState], config: SchedulerConfig) -> Iterabl
 
 
 def _awaits_token(state: RequestState) -> bool:
-    """Whether a request that cannot sample ahead has its newest token in flight."""
+    """Whether a request that cannot sample ahead has its next token in a step in flight."""
     request = state.request
     is_out = not request.num_pending and request.num_computed >= request.num_prompt
     return is_out and not state.may_sample_ahead
 
 
 def _is_ready(state: RequestState, *, others_are_out: bool) -> bool:
-    """Whether a running request has tokens to compute in the next step.
+    """Whether a running request that does not sample ahead now may be in the next step.
 
-    While `others_are_out`, a single pending token of a request that cannot sample ahead waits, so
-    that these requests continue together.
+    While `others_are_out`, requests that cannot sample ahead wait for tokens of steps in flight. A
+    request with a single pending token waits for them, so that these requests continue together.
     """
     waits_for_others = others_are_out and not state.may_sample_ahead
     return state.request.num_pending > (1 if waits_for_others else 0)
@@ -233,8 +234,8 @@ def _is_ready(state: RequestState, *, others_are_out: bool) -> bool:
 def _num_scored(request: Request, count: int) -> int:
     """Return how many of a request's next `count` rows report a prompt token's log-probability.
 
-    Rows that were scored before a preemption are not scored again, and rows in flight will be. The
-    last row of the prompt samples a token instead.
+    Each row of the prompt is scored once: rows computed again after a preemption are not counted.
+    The last row of the prompt samples a token instead.
     """
     if not request.num_unscored:
         return 0
@@ -246,7 +247,8 @@ def _num_scored(request: Request, count: int) -> int:
 def _num_pooled(request: Request, count: int) -> int:
     """Return how many of a request's next `count` rows report hidden states, for an embedding.
 
-    They are the last of these rows. Rows that are computed again after a preemption report again.
+    These are all rows, or with the pooling "last" only the row of the text's last token. Rows that
+    are computed again after a preemption are counted again.
     """
     match request.pooling:
         case None:

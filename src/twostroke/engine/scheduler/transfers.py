@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Missing KV pages of a waiting request that a tier or another engine sends.
+    """A transfer of KV pages that a waiting request lacks, from an offload tier or another engine.
 
-    See `Transfers`.
+    `Transfers` describes how transfers work.
 
     Attributes:
         previous_keys: keys of the request's pages before the missing ones.
@@ -45,22 +45,22 @@ class Transfer:
 
     @property
     def first_page(self) -> int:
-        """The index, in the request's page lists, of the first KV page that the transfer brings."""
+        """The index of the transfer's first KV page in the waiting request's page lists."""
         return len(self.previous_keys)
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """KV pages that another thread or engine reads.
+    """A lease on cached KV pages while another thread or engine reads them.
 
-    The pages keep their content until the lease is released.
+    The pages are not evicted, and keep their content, until the lease is released.
     """
 
     pages: dict[PageKey, int]
 
 
 class Transfers:
-    """The KV transfers into a page pool and the leases on its pages. The owner's lock guards it.
+    """KV transfers into a page pool and leases on its pages, guarded by the engine loop's lock.
 
     A transfer claims page keys as a running request does, but has no priority key: every request
     that misses such a page waits until the page arrives or the claim is dropped. A claim is dropped
@@ -85,9 +85,10 @@ class Transfers:
         self._clock: Callable[[], float] = time.monotonic
 
     def limit(self, max_tokens: int, token_budget: int, clock: Callable[[], float]) -> None:
-        """Limit the pages held by transfers and leases, so that the longest request always fits.
+        """Limit the pages of transfers and leases so that the longest request always fits.
 
-        The longest request has `max_tokens` tokens. `clock` gives the time for expiries.
+        The longest request has `max_tokens` tokens, and steps have at most `token_budget`. `clock`
+        gives the time for expiries.
         """
         num_needed = self._pool.groups.num_needed(max_tokens, token_budget)
         self.max_held_pages = max(0, self._pool.num_pages - num_needed)
@@ -120,11 +121,12 @@ class Transfers:
     def select_missing(
         self, transfer: Transfer, exists: Callable[[PageKey], bool]
     ) -> list[PageKey]:
-        """Return the keys of the KV pages to fetch, in order, and drop the claims on other pages.
+        """Choose the KV pages that a transfer fetches, and drop its claims on other pages.
 
-        They are the pages of the longest prefix that a request could start after, where `exists`
-        says whether a page is available elsewhere. Pages that the index has, in groups with a
-        window, are left out.
+        Returns the keys of the chosen pages, in order. `exists` says whether the source of the
+        transfer has a page. The chosen pages extend the request's cached prefix to the first page
+        that the source lacks. Pages that are cached already, and pages before a sliding window, are
+        not fetched.
         """
         keys, first, index = transfer.keys, transfer.first_page, self._index
         num_pages, first_read = index.reachable(keys, first, exists)
@@ -143,9 +145,9 @@ class Transfers:
     def allocate(self, transfer: Transfer, page_keys: Sequence[PageKey]) -> list[int]:
         """Allocate KV pages of the pool for the first of the `page_keys`, until there is no room.
 
-        Returns the page indices, sorted. Only the transfer may write to them until it ends. If it
-        helps, pages that have arrived are released first: requests find them through the index
-        unless they are evicted.
+        Returns the page indices, sorted. Only the transfer may write to them until it ends. If room
+        is short, the transfer first releases pages that have arrived: requests find them through
+        the index unless they are evicted.
         """
         if len(page_keys) > self.max_held_pages - self.num_held_pages:
             arrived = [key for key in transfer.pages if key not in transfer.missing]
@@ -159,7 +161,7 @@ class Transfers:
     def add_arrived(self, transfer: Transfer, arrived: Sequence[PageKey]) -> None:
         """Index KV pages that a transfer has written, so that requests find them.
 
-        Drops the claims that are fulfilled.
+        The transfer's claims on these pages end.
         """
         for group, key in arrived:
             self._index.insert(group, [key], [transfer.pages[group, key]])
@@ -168,9 +170,9 @@ class Transfers:
         self._drop_claims([key for _, key in arrived if key not in missing], transfer)
 
     def drop(self, transfer: Transfer) -> None:
-        """Drop a transfer's claims: requests compute the KV pages that have not arrived.
+        """Drop a transfer's claims, so that requests compute the KV pages that have not arrived.
 
-        The transfer keeps its pages, because it may still write to them.
+        The transfer keeps its pages until `end`, because the source may still write to them.
         """
         self._drop_claims(transfer.keys, transfer)
         transfer.is_dropped = True
@@ -196,7 +198,11 @@ class Transfers:
             self.touch([*transfer.previous_keys, *transfer.keys])
 
     def lease(self, page_keys: Iterable[PageKey]) -> Lease:
-        """Return a lease on the KV pages with these keys that are cached, until room runs out."""
+        """Return a lease on cached KV pages, so that they can be read without being evicted.
+
+        Keys of pages that are not cached are ignored. Once `max_held_pages` are held, no page is
+        added.
+        """
         lease = Lease({})
         for key in page_keys:
             page = self._index.find(key)
@@ -214,7 +220,10 @@ class Transfers:
         self._pool.release(pages)
 
     def touch(self, keys: list[bytes]) -> None:
-        """Mark a sequence's cached KV pages as used now; its first page is evicted last."""
+        """Mark a sequence's cached KV pages as used now, so that they are evicted later.
+
+        The sequence's first page is evicted last.
+        """
         columns = zip(*self._index.hit(keys).pages, strict=True)
         pages = [page for column in columns for page in column if page != NO_PAGE]
         self._pool.share(pages)
