@@ -18,7 +18,7 @@ from twostroke.backends.activation_bits import resolve as activations
 from twostroke.backends.cpu import CpuBackend
 from twostroke.core.errors import ModelFormatError, QualityError
 from twostroke.core.options import CacheOptions, ComputeOptions
-from twostroke.engine.canary import REPORT_KEY, Canary, FirstLoad
+from twostroke.engine.canary import REPORT_KEY, CanaryScores, FirstLoadCheck
 from twostroke.model.families import build_program
 from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import QuantTensor
@@ -107,7 +107,7 @@ def test_a_tiny_model_needs_finite_logits_only(scored: list[int], tmp_path: Path
 @pytest.mark.model
 def test_a_file_must_repeat_the_canary_of_its_report(smollm2_path: Path) -> None:
     loaded = load_path(smollm2_path)
-    sound = Canary((0.1,) * 63, tuple(range(64)))
+    sound = CanaryScores((0.1,) * 63, tuple(range(64)))
     other = replace(sound, nats=(0.5,) * 63)
     assert first_load(loaded, sound).fault(sound) is None
     assert "0.40 nats from the scores in its report" in (
@@ -117,21 +117,25 @@ def test_a_file_must_repeat_the_canary_of_its_report(smollm2_path: Path) -> None
     assert first_load(loaded, sound).fault(near) is not None
     assert first_load(loaded, sound, EngineOptions(coarse)).fault(near) is None
     # An answer of one token, and a text that has other tokens now.
-    assert "one token" in (first_load(loaded, sound).fault(Canary((0.1,) * 63, (7,) * 64)) or "")
+    assert "one token" in (
+        first_load(loaded, sound).fault(CanaryScores((0.1,) * 63, (7,) * 64)) or ""
+    )
     assert first_load(loaded, replace(sound, nats=(0.1,) * 9)).fault(sound) is not None
     with pytest.raises(ModelFormatError, match="its report is damaged"):
         first_load(loaded, "not JSON")
 
 
 def first_load(
-    loaded: LoadedModel, recorded: Canary | str, options: EngineOptions | None = None
-) -> FirstLoad:
+    loaded: LoadedModel, recorded: CanaryScores | str, options: EngineOptions | None = None
+) -> FirstLoadCheck:
     """Return the check of a model whose metadata have a report."""
     assert isinstance(loaded.tokenizer_source, GgufTokenizer)
     text = recorded
-    if isinstance(recorded, Canary):
+    if isinstance(recorded, CanaryScores):
         text = msgspec.json.encode({"canary": recorded, "made_by": "a test"}).decode()
     metadata = {**loaded.tokenizer_source.metadata, REPORT_KEY: text}
     with_report = replace(loaded, tokenizer_source=GgufTokenizer(metadata))
     program = build_program(loaded.spec)
-    return FirstLoad.of(with_report, build_tokenizer(loaded), program, options or EngineOptions())
+    return FirstLoadCheck.of(
+        with_report, build_tokenizer(loaded), program, options or EngineOptions()
+    )

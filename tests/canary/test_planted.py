@@ -13,7 +13,7 @@ from twostroke.backends.create import auto_kv_format, create_backend
 from twostroke.backends.kv_size import size_kv_cache
 from twostroke.core.hardware import memory_available
 from twostroke.core.options import CacheOptions, ComputeOptions
-from twostroke.engine.canary import MAX_DRIFT_NATS, Canary, measure_canary
+from twostroke.engine.canary import MAX_DRIFT_NATS, CanaryScores, measure_canary
 from twostroke.model.families import build_program
 from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -31,7 +31,7 @@ OFTEN = ("nibbles swapped", "zero point one too high", "one norm missing", "rope
 pytestmark = pytest.mark.model
 
 
-def measured(loaded: LoadedModel, bits: int = 15) -> Canary:
+def measured(loaded: LoadedModel, bits: int = 15) -> CanaryScores:
     program, compute = build_program(loaded.spec), ComputeOptions(activation_bits=bits)
     size = size_kv_cache(
         program,
@@ -48,7 +48,7 @@ def measured(loaded: LoadedModel, bits: int = 15) -> Canary:
         backend.close()
 
 
-def assert_refused(loaded: LoadedModel, good: Canary, title: str) -> None:
+def assert_refused(loaded: LoadedModel, good: CanaryScores, title: str) -> None:
     with np.errstate(invalid="ignore", over="ignore"):
         canary = measured({**GARBAGE, **WORSE}[title](loaded))
     if title in GARBAGE:

@@ -209,7 +209,7 @@ def test_it_goes_on_where_it_was_stopped(
 def test_a_student_is_not_named_while_it_writes_garbage(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twostroke.engine.canary import FirstLoad
+    from twostroke.engine.canary import FirstLoadCheck
     from twostroke.lab.compress.distill import distill
     from twostroke.lab.train import imitate
 
@@ -219,7 +219,7 @@ def test_a_student_is_not_named_while_it_writes_garbage(
     monkeypatch.setattr(imitate.Imitator, "_step", stopping_after(3))
     with monkeypatch.context() as patch:
         fault = lambda first, _: None if first.name == "teacher" else "it stammers"  # noqa: E731
-        patch.setattr(FirstLoad, "fault", fault)
+        patch.setattr(FirstLoadCheck, "fault", fault)
         with pytest.raises(KeyboardInterrupt, match=r"kept .*no student yet: .* it stammers"):
             ask()
         monkeypatch.setattr("twostroke.lab.compress.distill.train", lambda *_: None)

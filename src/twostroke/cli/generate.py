@@ -164,7 +164,12 @@ def _encode(
 
     The template is the chat template or, with a suffix, the fill-in-the-middle template.
     """
-    from twostroke.engine.prompts import encode_gap, encode_text, encode_turn, ending_gaps
+    from twostroke.engine.prompts import (
+        encode_infill_prompt,
+        encode_text,
+        encode_turn,
+        with_infill_end_ids,
+    )
 
     if suffix or raw or card.chat_template is None:
         if system is not None:
@@ -174,7 +179,7 @@ def _encode(
             )
             raise UsageError(f"--system needs a chat template, and {reason}.")
         if suffix:
-            return encode_gap(card, text, suffix), ending_gaps(card, params)
+            return encode_infill_prompt(card, text, suffix), with_infill_end_ids(card, params)
         return encode_text(card, text), params
     if card.chat_template.refusal is not None:
         reason = card.chat_template.refusal

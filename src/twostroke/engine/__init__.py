@@ -38,9 +38,9 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name of this package at its first use, so that importing the package is fast.
+    """Import a public name of this package when it is first used.
 
-    The engine's child process needs few of these names.
+    Importing the package stays fast this way. An engine's child process needs few of the names.
     """
     if name not in _MODULES:
         raise AttributeError(f"module 'twostroke.engine' has no attribute '{name}'")

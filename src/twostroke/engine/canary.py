@@ -61,11 +61,13 @@ _MIN_JUDGED_VALUES: Final = 20_000_000
 _logger = logging.getLogger("twostroke.engine")
 
 
-class Canary(Frozen):
+class CanaryScores(Frozen):
     """A model's scores of the canary, a short text that a working model predicts well.
 
     Attributes:
-        nats: the negative log-probability of each token of the text but the first.
+        nats: the negative log-probability of each token of the text but the first; empty if a
+            logit
+            was not finite.
         likeliest: the model's likeliest token at each of these positions.
         version: the version of the text.
     """
@@ -76,26 +78,33 @@ class Canary(Frozen):
 
     @property
     def easy_nats(self) -> float:
-        """The mean negative log-probability over the tokens that a working model predicts well."""
+        """The mean negative log-probability of the canary's easy tokens, in nats.
+
+        These are the last tokens of the text, which continue a clear pattern: numbers counted up.
+        """
         easy = self.nats[-_NUM_EASY_TOKENS:]
         return sum(easy) / len(easy)
 
     @property
     def is_finite(self) -> bool:
-        """Whether all logits of the canary's tokens were finite."""
+        """Whether all of the model's logits on the canary were finite."""
         return bool(self.nats)
 
-    def drift(self, recorded: Canary) -> float:
-        """Return how far these log-probabilities are from recorded log-probabilities, in nats.
+    def drift(self, recorded: CanaryScores) -> float:
+        """Return how far this canary's log-probabilities are from recorded ones, in nats.
 
-        The root mean square of the differences; infinity if the recorded canary has other tokens.
+        The result is the root mean square of the differences; infinity if the recorded canary has
+        another number of tokens.
         """
         if len(self.nats) != len(recorded.nats) or not self.nats:
             return math.inf
         return math.dist(self.nats, recorded.nats) / math.sqrt(len(self.nats))
 
     def fault(self) -> str | None:
-        """Describe why the canary's scores show a damaged model; None if they are plausible."""
+        """Describe why these scores show a damaged model; None if they are plausible.
+
+        A damaged model has logits that are not finite, repeats one token, or has a high perplexity.
+        """
         if not self.is_finite:
             return "its logits are not finite numbers"
         if len(self.nats) > _NUM_EASY_TOKENS and len(set(self.likeliest[-_NUM_EASY_TOKENS:])) == 1:
@@ -107,35 +116,39 @@ class Canary(Frozen):
         return None
 
 
-def measure_canary(backend: Backend, tokenizer: Tokenizer, context_length: int) -> Canary:
+def measure_canary(backend: Backend, tokenizer: Tokenizer, context_length: int) -> CanaryScores:
     """Score the canary text with a model's backend; no request may be running."""
     return score_canary(backend, canary_tokens(tokenizer, context_length))
 
 
 def canary_tokens(tokenizer: Tokenizer, context_length: int) -> list[int]:
-    """Return the first token ids of the canary text, up to the model's context length."""
+    """Return the token ids of the canary text, cut to the model's context length."""
     return tokenizer.encode(_TEXT, add_special=True)[: min(_NUM_TOKENS, context_length)]
 
 
-def score_canary(backend: Backend, tokens: Sequence[int]) -> Canary:
+def score_canary(backend: Backend, tokens: Sequence[int]) -> CanaryScores:
     """Run the canary's token ids, from `canary_tokens`, through a backend; return the scores."""
     logits = backend.score(tokens)
     if not np.isfinite(logits).all():
-        return Canary((), ())
-    nats = [_nats(row, token) for row, token in zip(logits, tokens[1:], strict=False)]
-    return Canary(tuple(nats), tuple(map(int, logits.argmax(axis=1))))
+        return CanaryScores((), ())
+    nats = [
+        _negative_log_probability(row, token)
+        for row, token in zip(logits, tokens[1:], strict=False)
+    ]
+    return CanaryScores(tuple(nats), tuple(map(int, logits.argmax(axis=1))))
 
 
-def _nats(logits: NDArray[np.float32], token: int) -> float:
+def _negative_log_probability(logits: NDArray[np.float32], token: int) -> float:
     """Return a token's negative log-probability, in nats, under one row of logits."""
     highest = logits.max()
     return round(float(np.log(np.exp(logits - highest).sum()) + highest - logits[token]), 4)
 
 
-class FirstLoad(Frozen):
+class FirstLoadCheck(Frozen):
     """The check of a model at its first load, which refuses a damaged model.
 
-    It is prepared before the model's tensors are read.
+    It scores the canary, a short text that a working model predicts well. It is prepared before the
+    model's weights are read.
 
     Attributes:
         name: the model's name.
@@ -151,7 +164,7 @@ class FirstLoad(Frozen):
     name: str
     identity: str
     tokens: list[int]
-    recorded: Canary | None
+    recorded: CanaryScores | None
     is_judged: bool
     accepts: bool
     max_drift: float
@@ -163,8 +176,8 @@ class FirstLoad(Frozen):
         tokenizer: Tokenizer,
         program: Program,
         options: EngineOptions,
-    ) -> FirstLoad:
-        """Prepare the first-load check for a model that is loaded with these options."""
+    ) -> FirstLoadCheck:
+        """Return the first-load check of a model, before its weights are read."""
         size = sum(
             math.prod(shape) for key, shape in program.weight_shapes.items() if key[:4] == "blk."
         )
@@ -181,9 +194,10 @@ class FirstLoad(Frozen):
         )
 
     def check(self, backend: Backend) -> None:
-        """Score the canary with the loaded model, unless its files have passed the check before.
+        """Refuse a damaged model: score the canary, and compare the scores with their limits.
 
-        Models whose perplexity is not checked are scored at each load: the result is not stored.
+        A model whose files have passed the check before is not scored again. Models whose
+        perplexity is not checked are scored at each load.
 
         Raises:
             QualityError: the model generates garbage, or differs from the scores in its report.
@@ -212,8 +226,11 @@ class FirstLoad(Frozen):
                 option=Field("accept_quality"),
             )
 
-    def fault(self, canary: Canary) -> str | None:
-        """Describe why a canary's scores show a damaged model; None if they are plausible."""
+    def fault(self, canary: CanaryScores) -> str | None:
+        """Describe why the canary's scores show a damaged model; None if they are plausible.
+
+        The scores are compared with the recorded scores, too, if there are any.
+        """
         fault = canary.fault() if self.is_judged or not canary.is_finite else None
         if fault is not None or self.recorded is None or self.recorded.version != VERSION:
             return fault
@@ -227,7 +244,10 @@ class FirstLoad(Frozen):
 
 
 def read_report(loaded: LoadedModel) -> str | None:
-    """Return the text of the quality report in a model's files; None without a report."""
+    """Return the quality report in a model's files as JSON text; None without a report.
+
+    `twostroke quantize` writes the report.
+    """
     source = loaded.tokenizer_source
     if isinstance(source, GgufTokenizer):
         text = source.metadata.get(REPORT_KEY)
@@ -236,24 +256,27 @@ def read_report(loaded: LoadedModel) -> str | None:
     return json.dumps(read_json(path)) if is_there(path) else None
 
 
-def _recorded(loaded: LoadedModel) -> Canary | None:
+def _recorded(loaded: LoadedModel) -> CanaryScores | None:
     text = read_report(loaded)
     if text is None:
         return None
     try:
-        return msgspec.json.decode(text, type=_HasCanary).canary
+        return msgspec.json.decode(text, type=_ReportedCanary).canary
     except msgspec.DecodeError as error:
         raise ModelFormatError(f"{loaded.name}: its report is damaged: {error}.") from None
 
 
-class _HasCanary(Frozen):
-    """The canary's scores in a model's quality report; other fields of the report are not read."""
+class _ReportedCanary(Frozen):
+    """The canary's scores in a model's quality report, whose other fields are not read."""
 
-    canary: Canary | None = None
+    canary: CanaryScores | None = None
 
 
 def _identity(loaded: LoadedModel, options: EngineOptions) -> str:
-    """Return a hash that changes with the model's files, the backend and the number formats."""
+    """Return a hash of a model's files and of the options that change its arithmetic.
+
+    A model that has passed the first-load check is found again by this hash.
+    """
     source = loaded.tokenizer_source
     compute = options.compute
     paths = [mapping.path for mapping in loaded.mappings]

@@ -34,7 +34,7 @@ Message = Mapping[str, Any]
 
 
 class ChatOptions(TypedDict, total=False):
-    """How a conversation is answered, besides sampling.
+    """The options of `LLM.chat` besides the sampling parameters.
 
     `tools` are functions in OpenAI's form, with a JSON schema of their `parameters`. `tool_choice`
     is "auto", "none", "required", or the name of the function to call. `chat_template_kwargs` are
@@ -53,7 +53,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Raise UsageError for an option that `ChatOptions` does not have."""
+    """Raise UsageError for a keyword argument of `LLM.chat` that `ChatOptions` does not have."""
     known_names = ChatOptions.__annotations__
     for name in options:
         if name not in known_names:
@@ -138,9 +138,10 @@ def read_tools(tools: Sequence[Mapping[str, Any]], choice: str = "auto") -> Tool
 
 
 def _function_of(tool: object, where: str) -> dict[str, Any]:
-    """Return a tool's name, description and parameters, also if wrapped as OpenAI's tools are.
+    """Check a tool of a chat request, and return its name, description and parameters.
 
-    `where` is the tool's place in the request, for errors.
+    A tool may be a function, or an object with a `function`, as in OpenAI's API. `where` is the
+    tool's field in the request, for errors.
     """
     inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(inner, Mapping):
@@ -161,7 +162,10 @@ class ChunkReader:
     """Turns engine outputs for a conversation into chunks of text, reasoning and tool calls."""
 
     def __init__(self, reading: AnswerFormat, tokenizer: Tokenizer) -> None:
-        """Read answers that are written in the format `reading`."""
+        """Read answers that the model writes in the format `reading`.
+
+        `tokenizer` decodes the answers' tokens.
+        """
         self._reading = reading
         self._tokenizer = tokenizer
         self._answers: dict[int, CallCollector] = {}  # by choice
@@ -200,7 +204,7 @@ def read_completion(answer: Completion, reading: AnswerFormat, tokenizer: Tokeni
 
 
 class WrittenCall(NamedTuple):
-    """A tool call as the model wrote it; the arguments may be incomplete if the answer was cut."""
+    """A tool call as the model wrote it; its arguments are cut short if the answer was."""
 
     name: str
     arguments: str
@@ -210,7 +214,7 @@ class CallCollector:
     """Splits one answer into text, reasoning and tool calls, and returns each call when it ends."""
 
     def __init__(self, reader: AnswerReader) -> None:
-        """Split an answer into pieces with `reader`."""
+        """Collect the text, reasoning and tool calls that `reader` finds in one answer."""
         self._reader = reader
         self._name = ""
         self._arguments: list[str] = []
@@ -227,7 +231,10 @@ class CallCollector:
         return text, reasoning, calls
 
     def _calls_before(self, piece: Piece | None) -> list[WrittenCall]:
-        """Read a piece of the answer, or its end (None); return the tool calls that end there."""
+        """Read the answer's next piece, and return the tool call that it ends, if any.
+
+        A call ends at the beginning of the next call or at the end of the answer (None).
+        """
         if isinstance(piece, ArgumentsPiece):
             self._arguments.append(piece.text)
         if piece is not None and not isinstance(piece, CallBegin):
@@ -238,7 +245,7 @@ class CallCollector:
 
 
 def _to_calls(written_calls: list[WrittenCall]) -> tuple[AnswerCall, ...]:
-    """Parse the arguments of tool calls; drop a call whose JSON is not complete."""
+    """Parse the arguments of tool calls as JSON; drop a call whose JSON is not complete."""
     calls: list[AnswerCall] = []
     for written in written_calls:
         with suppress(ValueError):

@@ -12,7 +12,12 @@ from twostroke.core.errors import RequestError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import DEFAULT_SERVICE_TIER, NO_HINTS, Hints, Pooling, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.embedding import Embedder, check_token_values, choose_pooling, in_order
+from twostroke.engine.embedding import (
+    Embedder,
+    check_token_values,
+    choose_pooling,
+    embeddings_in_order,
+)
 from twostroke.engine.generation import AsyncGeneration, Generation
 from twostroke.engine.output_processor import OutputProcessor
 
@@ -77,7 +82,10 @@ class Client:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The compiler of constraints on this model's answers; imported when first used."""
+        """The compiler of constraints, such as JSON schemas, on this model's answers.
+
+        Its module is imported at the first use.
+        """
         from twostroke.engine.structured_output.grammar import Grammars
 
         return Grammars(self.card.tokenizer, self._vocab_size)
@@ -143,7 +151,7 @@ class Client:
         """
         generation = Generation(self.loop)
         self.submit_texts(generation, texts, params, caller)
-        return in_order(generation)
+        return embeddings_in_order(generation)
 
     def embed_async(
         self,
@@ -151,7 +159,10 @@ class Client:
         params: EmbeddingParams,
         caller: Caller = _DEFAULT_CALLER,
     ) -> AsyncGeneration:
-        """Submit texts as `embed` does, and return an output for each; read it with `Embedding.of`.
+        """Submit texts to embed, and return an output for each, to read in the running event loop.
+
+        The first texts are submitted at once, the others as the queue has room. `Embedding.of`
+        returns the embedding in an output.
 
         Raises:
             RequestError, OverloadedError, EngineStoppedError: as `embed`.
@@ -170,7 +181,13 @@ class Client:
         hints: Hints,
         grammar: GrammarMatcher | None,
     ) -> None:
-        """Submit prompts whose outputs go to `generation`; else as `generate_many_async`."""
+        """Submit prompts, all or none; `generation` gets their outputs.
+
+        `generate_many_async` describes the other arguments.
+
+        Raises:
+            RequestError, OverloadedError, EngineStoppedError: as `generate`.
+        """
         params = self.card.sampling.fill(params)
         self._check_hints(hints)
         self._check_prompts(prompts, params, caller)
@@ -199,7 +216,13 @@ class Client:
         params: EmbeddingParams,
         caller: Caller,
     ) -> None:
-        """Submit texts whose embeddings go to `generation`; otherwise as `embed_async`."""
+        """Submit texts to embed as the queue has room; `generation` gets their embeddings.
+
+        `embed_async` describes the other arguments.
+
+        Raises:
+            RequestError, OverloadedError, EngineStoppedError: as `embed`.
+        """
         card = self.card
         pooling = choose_pooling(params, card.name, card.pooling, card.embedding_width)
         self._check_prompts(texts, UNSAMPLED, caller, pooling)
@@ -289,7 +312,10 @@ class Client:
 def new_request(
     tokens: Sequence[int], params: SamplingParams, caller: Caller, pooling: Pooling | None = None
 ) -> Request:
-    """Return a new request to continue a prompt, or to embed a text if `pooling` is given."""
+    """Return a request for the engine that continues a prompt, or embeds a text.
+
+    `tokens` is the prompt, or with a `pooling` the text to embed.
+    """
     return Request(
         id=f"r{next(_request_numbers)}",
         tokens=list(tokens),

@@ -45,7 +45,7 @@ BOUNDS: Final = {"seconds": TIME_BOUNDS_S, "rows": ROW_BOUNDS}
 
 
 class Distribution(Frozen):
-    """How many of some measured values fall into each bucket of a histogram.
+    """A histogram of measured values, such as latencies, at one moment.
 
     Attributes:
         unit: a name in `BOUNDS`, which has the upper bounds of the buckets.
@@ -63,7 +63,7 @@ class Distribution(Frozen):
         return BOUNDS[self.unit]
 
     def __sub__(self, earlier: Distribution) -> Distribution:
-        """Return the distribution of the values counted since the distribution `earlier`."""
+        """Return the histogram of the values that were counted after `earlier` was taken."""
         pairs = zip(self.counts, earlier.counts, strict=True)
         counts = tuple([count - earlier_count for count, earlier_count in pairs])
         return Distribution(self.unit, counts, self.sum - earlier.sum)
@@ -80,7 +80,7 @@ class Distribution(Frozen):
         return self.sum / count if count else None
 
     def percentile(self, fraction: float) -> float | None:
-        """Return an estimate of a percentile of the values, such as the median for 0.5.
+        """Return an estimate of a percentile of the values: the median for a fraction of 0.5.
 
         The estimate interpolates linearly within a bucket. None if no value was counted.
         """
@@ -95,7 +95,7 @@ class Distribution(Frozen):
         return low + (high - low) * (rank - num_below) / self.counts[bucket]
 
     def cumulative(self, bounds: Sequence[float]) -> Iterator[tuple[float, int]]:
-        """Yield each of `bounds` with the number of values up to it.
+        """Yield each of `bounds` with the number of values up to this bound, as Prometheus wants.
 
         Each of `bounds` must be an upper bound of one of the buckets.
         """
@@ -105,12 +105,12 @@ class Distribution(Frozen):
 
 
 class Histogram:
-    """Counts measured values in buckets. Not thread-safe."""
+    """Counts measured values, such as latencies, in buckets. Not thread-safe."""
 
     __slots__ = ("_bounds", "_counts", "_read", "_sum", "_unit")
 
     def __init__(self, unit: str = "seconds") -> None:
-        """Start with empty buckets: one up to each of the `BOUNDS` of `unit`, and one above."""
+        """Start with empty buckets, whose upper bounds are `BOUNDS[unit]`; the last has none."""
         self._unit = unit
         self._bounds = BOUNDS[unit]
         self._counts = [0] * (len(self._bounds) + 1)
@@ -124,7 +124,7 @@ class Histogram:
         self._read = None
 
     def read(self) -> Distribution:
-        """Return the distribution of all values so far.
+        """Return the histogram of all values so far, as immutable data.
 
         The same object is returned until another value is added.
         """
@@ -139,7 +139,10 @@ MAX_SECONDS: Final = 130  # that a history remembers
 
 
 class TimeSpan(Frozen, Generic[T]):
-    """Growing sums at the start (`first`) and at the end (`last`) of a span of whole seconds."""
+    """An engine's counts at the start (`first`) and at the end (`last`) of a span of time.
+
+    Their difference is the work within the span, which lasts `seconds`.
+    """
 
     first: T
     last: T
@@ -147,13 +150,14 @@ class TimeSpan(Frozen, Generic[T]):
 
 
 class SumHistory(Generic[T]):
-    """Remembers growing sums, such as tokens, as they were at the beginning of each second.
+    """The history of an engine's counts: their values at the beginning of each recent second.
 
+    The counts only grow, such as the number of tokens. Their difference over a span gives a rate.
     Not thread-safe.
     """
 
     def __init__(self, read: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
-        """Record the sums that `read` returns; their values must be immutable."""
+        """Start the history of the counts that `read` returns, as immutable data."""
         self._read = read
         self._clock = clock
         self._start_s = clock()
@@ -161,13 +165,13 @@ class SumHistory(Generic[T]):
         self._marks: deque[tuple[int, T]] = deque([(0, read())], maxlen=MAX_SECONDS + 2)
 
     def advance(self, now_s: float) -> None:
-        """Store the sums if a new second has begun; call this before each change of a sum."""
+        """Record the counts if a new second has begun; call this before each change of a count."""
         second = int(now_s - self._start_s)
         if second != self._marks[-1][0]:
             self._marks.append((second, self._read()))
 
     def span(self, seconds: int, ago_s: int = 0) -> TimeSpan[T]:
-        """Return the sums at both ends of a span of `seconds` that ended `ago_s` seconds ago.
+        """Return the counts at both ends of a span of `seconds` that ended `ago_s` seconds ago.
 
         The span is shorter than `seconds` if the history is shorter.
         """
@@ -176,7 +180,7 @@ class SumHistory(Generic[T]):
         return TimeSpan(self._at(first), self._at(last), last - first)
 
     def _at(self, second: int) -> T:
-        """Return the recorded sums as they were at the beginning of a second."""
+        """Return the counts as they were at the beginning of a second since the start."""
         for marked_second, sums in self._marks:
             if marked_second >= second:
                 return sums
@@ -184,10 +188,11 @@ class SumHistory(Generic[T]):
 
 
 class PhaseTotals(Frozen):
-    """Sums over the steps of one phase, prefill or decode.
+    """Sums over all prefill steps, or over all decode steps, of an engine.
 
     Attributes:
         rows: tokens computed.
+        flops, bytes: arithmetic and memory traffic, as the cost model counts them.
         time_s: time of the steps.
         kernel_s: part of `time_s` in kernels.
         collective_s: time of rank 0 in collectives, waiting for other ranks included.
@@ -204,25 +209,31 @@ class PhaseTotals(Frozen):
     crowded_s: float = 0.0
 
     def __sub__(self, earlier: PhaseTotals) -> PhaseTotals:
-        """Return the sums over the steps since `earlier`."""
+        """Return the sums over the steps that ran after `earlier` was taken."""
         return PhaseTotals(*map(sub, astuple(self), astuple(earlier)))
 
     @property
     def flops_per_s(self) -> float:
-        """Floating-point operations a second, over the time in which steps of this phase ran."""
+        """Floating-point operations per second of step time in this phase."""
         return self.flops / self.time_s if self.time_s else 0.0
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes of memory traffic a second, over the time in which steps of this phase ran."""
+        """Bytes of memory traffic per second of step time in this phase."""
         return self.bytes / self.time_s if self.time_s else 0.0
 
     def mfu(self, hardware: Hardware) -> float:
-        """Return the phase's model FLOPs utilization: FLOPs a second over the machine's peak."""
+        """Return the phase's model FLOPs utilization.
+
+        It is the number of FLOPs per second over the machine's arithmetic peak.
+        """
         return self.flops_per_s / hardware.peak
 
     def mbu(self, hardware: Hardware) -> float:
-        """Return the phase's model bandwidth utilization: memory traffic over the peak."""
+        """Return the phase's model bandwidth utilization.
+
+        It is the memory traffic per second over the machine's memory bandwidth.
+        """
         return self.bytes_per_s / hardware.bandwidth
 
 
@@ -233,24 +244,25 @@ class PrefillDecodeTotals(Frozen):
     decode: PhaseTotals = PhaseTotals()
 
     def __sub__(self, earlier: PrefillDecodeTotals) -> PrefillDecodeTotals:
-        """Return the sums over the steps since `earlier`."""
+        """Return the sums over the steps that ran after `earlier` was taken."""
         return PrefillDecodeTotals(self.prefill - earlier.prefill, self.decode - earlier.decode)
 
     @property
     def max_bytes_per_s(self) -> float:
-        """The memory traffic, in bytes a second, of prefill or decode, whichever has more."""
+        """Bytes of memory traffic per second in prefill or decode steps, the larger of both."""
         return max(self.prefill.bytes_per_s, self.decode.bytes_per_s)
 
     @property
     def max_flops_per_s(self) -> float:
-        """The arithmetic, in FLOPs a second, of prefill or decode, whichever has more."""
+        """Floating-point operations per second in prefill or decode steps, the larger of both."""
         return max(self.prefill.flops_per_s, self.decode.flops_per_s)
 
 
 class TierTotals(Frozen):
-    """Counts of a KV offload tier since the engine's start.
+    """Counts of a KV offload tier, such as the disk, since the engine's start.
 
     Attributes:
+        lookups, hits: requests that looked for pages in the tier, and that found pages.
         slow: transfers that were stopped, or not started, because computing is faster.
         saved_s: computing time that fetched pages saved, less the time of the fetches.
         pages_stored, bytes_stored: the contents of the tier now; None if unknown.
@@ -272,14 +284,14 @@ class TierTotals(Frozen):
 
 
 class TimedRows(NamedTuple):
-    """The number of rows in one step, and its time.
+    """The rows of one engine step, and how long the step took.
 
     Attributes:
         rows: tokens computed.
         prompt_rows: prompt tokens among them.
         requests: requests in the step.
         step_s: time of the step.
-        attended: pairs of a row and a position that it attends to.
+        attended: number of positions that the rows attend to, summed over the rows.
         interval_s: time since the end of the previous step, with the loop's work in between; 0
             after a pause.
     """
@@ -315,7 +327,7 @@ class ServiceTotals(Frozen):
 
 
 class SpeculationTotals(Frozen):
-    """Counts of the draft tokens of speculative decoding.
+    """Counts of the draft tokens of speculative decoding since the engine's start.
 
     Attributes:
         proposed, accepted: draft tokens by proposer.
@@ -377,14 +389,14 @@ class ServiceCounter:
         self._ends: Counter[FinishReason] = Counter()
 
     def begin(self, request: Request, now_s: float) -> None:
-        """Count a request of this service tier at its first token."""
+        """Count a request's prompt and its time to first token, when it gets its first token."""
         self._num_prompt += request.num_prompt
         self._num_cached += request.num_cached
         self._latencies["queue"].observe(request.started_s - request.arrival_s)
         self._latencies["ttft"].observe(now_s - request.arrival_s)
 
     def count_gaps(self, now_s: float) -> None:
-        """Count the inter-token latency of each token that the current step returned."""
+        """Count the inter-token latency of each token that a step returned at the time `now_s`."""
         gaps = self.gaps
         if not gaps:
             return
@@ -396,7 +408,10 @@ class ServiceCounter:
         gaps.clear()
 
     def end(self, request: Request, last: Output) -> None:
-        """Count an ended request, with its last output; a text to embed only if it succeeded."""
+        """Count an ended request's finish reason and latencies, given its last output.
+
+        A text to embed is only counted if it succeeded.
+        """
         reason = last.finish_reason
         timings = last.timings
         usage = last.usage
@@ -441,7 +456,10 @@ class Counters:
         tiers: Callable[[], tuple[TierTotals, ...]] = tuple,
         step_limit: StepLimit | None = None,
     ) -> None:
-        """Count the work of steps with `cost`; the other arguments give counts for snapshots."""
+        """Count steps, whose work `cost` gives; read the other counts from their owners.
+
+        `scheduler`, `speculation`, `tiers` and `step_limit` provide counts for each snapshot.
+        """
         self._tiers = tiers
         self._step_limit = step_limit
         self.services = {service: ServiceCounter() for service in SERVICE_TIERS}
@@ -459,7 +477,10 @@ class Counters:
     def add_step(
         self, plan: StepPlan, batch: BatchShape, result: StepResult, interval_s: float = 0.0
     ) -> None:
-        """Count one step, whose shape is `batch`; `interval_s` is as in `TimedRows`."""
+        """Count one finished step with its plan, its shape `batch` and its result.
+
+        `interval_s` is the time since the end of the previous step; 0 after a pause.
+        """
         prompt_rows = plan.num_prompt_rows
         rows = batch.num_rows
         cost = self._cost.of(batch)
@@ -495,7 +516,7 @@ class Counters:
         )
 
     def count_gaps(self, now_s: float) -> None:
-        """Count the inter-token latency of each token that the current step returned."""
+        """Count the inter-token latency of each token that a step returned at the time `now_s`."""
         for service in self.services.values():
             service.count_gaps(now_s)
 

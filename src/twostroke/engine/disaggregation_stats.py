@@ -11,7 +11,7 @@ from twostroke.core.frozen import Frozen
 
 
 class PrefillSideStats(Frozen):
-    """Statistics of an engine that prefills prompts for decode engines.
+    """Statistics of an engine that prefills prompts for other engines, which decode them.
 
     Attributes:
         port: the port on which decode engines connect.
@@ -31,7 +31,9 @@ class PrefillSideStats(Frozen):
 
 
 class PrefillPeerStats(Frozen):
-    """A prefill engine as a decode engine sees it. Rates are 0.0 until they are measured.
+    """Statistics that a decode engine has about one of its prefill engines.
+
+    Rates are 0.0 until they are measured.
 
     Attributes:
         state: "up", "down" or "refused".
@@ -52,11 +54,11 @@ class PrefillPeerStats(Frozen):
 
 
 class DecodeSideStats(Frozen):
-    """A decode engine's prefill engines, and sums since its start.
+    """Statistics of an engine that decodes prompts which other engines prefill.
 
     Attributes:
-        rule: the placement rule, as the option names it.
-        decisions: placements of prompts, by reason.
+        rule: the rule that decides where a prompt is prefilled, as the option names it.
+        decisions: how many prompts were prefilled here or elsewhere, by reason.
         transfers: ended KV transfers, by outcome.
         num_bytes: bytes fetched.
         seconds: time of all transfers, from the request to the prefill engine to the end.
@@ -75,7 +77,7 @@ class DecodeSideStats(Frozen):
 
 
 class DisaggregationStats(Frozen):
-    """An engine's role in disaggregation, with the statistics of its prefill and decode sides."""
+    """An engine's role in disaggregated prefill and decode, with the statistics of its sides."""
 
     role: str
     prefill_side: PrefillSideStats | None = msgspec.field(name="lender", default=None)

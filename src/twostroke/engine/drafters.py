@@ -109,7 +109,7 @@ class Draft(Frozen):
 
     @classmethod
     def of(cls, model: str, target: ModelCard) -> Self:
-        """Open `model`, any name that `model.load.load` takes, as a draft for `target`.
+        """Open `model`, a name or path of a model, as a draft model for `target`.
 
         Raises:
             UsageError: the vocabulary of one model cannot express the other's text.
@@ -131,7 +131,7 @@ class Draft(Frozen):
     def build(
         self, options: EngineOptions, target: ModelCard, backend: Backend, hardware: Hardware | None
     ) -> DraftModel | None:
-        """Read the draft model's weights and return the model.
+        """Read the draft model's weights, and return the model as a proposer of draft tokens.
 
         The draft model shares the threads of `backend`: close it before `backend`. Returns None if
         it is optional and cannot be built.
@@ -175,7 +175,10 @@ class Draft(Frozen):
     def _size(
         self, program: Program, length: int, options: EngineOptions, backend: Backend
     ) -> CacheSize:
-        """Return the size of the draft model's KV cache: at most the target's number of tokens."""
+        """Return the size of the draft model's KV cache: as many tokens as the target's.
+
+        It is smaller if memory is short, but always has room for one request of `length` tokens.
+        """
         size = size_kv_cache(
             program,
             replace(options.cache, context_length=length, memory_bytes=None),
@@ -207,7 +210,8 @@ class DraftHeads(Frozen):
     def from_options(cls, options: SpeculationOptions, target: LoadedModel) -> Self | None:
         """Open the draft heads in the folder that the options name; None if they name none.
 
-        Raises as `of`.
+        Raises:
+            UsageError, ModelNotFoundError, ModelFormatError: as `of`.
         """
         return cls.of(options.heads, options.method, target) if options.heads else None
 
@@ -239,9 +243,9 @@ class DraftHeads(Frozen):
     def build(
         self, options: EngineOptions, backend: Backend, hardware: Hardware | None
     ) -> EagleHeads | MedusaHeads:
-        """Read the draft heads' weights and return the heads, which share the threads of `backend`.
+        """Read the draft heads' weights, and return the heads as a proposer of draft tokens.
 
-        Close the heads before `backend`.
+        The heads share the threads of `backend`: close them before `backend`.
 
         Raises:
             MemoryLimitError: the pages of the heads do not fit into memory with the target's.
@@ -304,9 +308,10 @@ def _warn_unused(name: str, error: TwostrokeError) -> None:
 
 
 def has_same_tokens(ours: Tokenizer, theirs: Tokenizer) -> bool:
-    """Whether each token id stands for the same text in both tokenizers.
+    """Whether each token id stands for the same text in two tokenizers.
 
-    Ids that pad a vocabulary, after the last token with a text, are not compared.
+    If so, a draft model's tokens need no translation. Ids that pad a vocabulary, after the last
+    token with a text, are not compared.
     """
     size = min(ours.vocab_size, theirs.vocab_size)
     return max(ours.num_text_ids, theirs.num_text_ids) <= size and all(

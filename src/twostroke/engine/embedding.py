@@ -53,10 +53,10 @@ class Embedding(Frozen, eq=False):
 
     @classmethod
     def of(cls, output: Output) -> Embedding:
-        """Return the embedding in an output; a text has one output.
+        """Return the embedding that an engine output holds; each text has one such output.
 
         Raises:
-            EngineStoppedError: the text was cancelled.
+            EngineStoppedError: the text was cancelled, because the engine was stopped.
         """
         if output.finish_reason is FinishReason.CANCEL:
             raise EngineStoppedError("The engine was stopped before all embeddings were ready.")
@@ -66,8 +66,11 @@ class Embedding(Frozen, eq=False):
         return cls(output.index, output.embedding, output.usage, output.timings)
 
 
-def in_order(outputs: Iterable[Output]) -> Iterator[Embedding]:
-    """Yield embeddings in the order of their texts, each when all earlier texts are ready."""
+def embeddings_in_order(outputs: Iterable[Output]) -> Iterator[Embedding]:
+    """Yield the embeddings of texts in the order of the texts, from outputs in any order.
+
+    Each embedding is yielded once it and all earlier embeddings are ready.
+    """
     ready: dict[int, Embedding] = {}
     index = 0
     for output in outputs:
@@ -81,10 +84,11 @@ MAX_TOKEN_VALUES: Final = 1 << 24  # in the token vectors of a text, with the po
 
 
 class Embedder(RequestListener):
-    """Pools a text's hidden states: sums them, or keeps all of them with the pooling "none".
+    """Pools a text's hidden states into its embedding, as the engine's steps compute them.
 
-    The rows are added in float64, in the order of the text. So the sum does not depend on the steps
-    that computed the rows, or on rows that were computed twice.
+    The states are summed, or all are returned with the pooling "none". The sum is in float64, in
+    the order of the text. So it does not depend on the steps that computed the rows, or on rows
+    that were computed twice.
     """
 
     def __init__(
@@ -95,9 +99,10 @@ class Embedder(RequestListener):
         dimensions: int | None = None,
         service: str = DEFAULT_SERVICE_TIER,
     ) -> None:
-        """Truncate the text's vectors to `dimensions` values; None keeps all of them.
+        """Pool the hidden states of `request`, the text `index` of a call.
 
-        The other arguments are as in `RequestListener`.
+        `mailbox` gets the output. `dimensions` truncates vectors to their first values; None keeps
+        all. `service` is the service tier under which the request is counted.
         """
         super().__init__(request, index, mailbox, service)
         self._dimensions = dimensions
@@ -106,7 +111,10 @@ class Embedder(RequestListener):
         self._rows: list[Vector] = []  # of all tokens, without pooling
 
     def take(self, delta: RequestDelta, now_s: float) -> Output | None:
-        """Add a step's hidden states; after the text's last token, return the vector's output."""
+        """Add the hidden states of a step; return the text's only output after its last token.
+
+        Returns None before the last token. `now_s` is the time at which the step ended.
+        """
         if delta.states is not None:
             self._add(delta.states)
         reason = self.request.finish_reason
@@ -138,7 +146,9 @@ class Embedder(RequestListener):
 
 
 def check_token_values(texts: Sequence[Sequence[int]], width: int) -> None:
-    """Check that the token vectors of each text have at most `MAX_TOKEN_VALUES` values.
+    """Refuse texts whose token vectors have more than `MAX_TOKEN_VALUES` values in one text.
+
+    With the pooling "none", a text has a vector of `width` values for each token.
 
     Raises:
         RequestError: a text has too many tokens for the pooling "none".
@@ -160,12 +170,13 @@ def check_total_values(
     limit: int,
     field: str,
 ) -> None:
-    """Check that all vectors of a request have at most `limit` values together.
+    """Refuse an embedding request whose vectors have more than `limit` values together.
 
     `width` is the number of values of the model's vectors, `field` the request's field of texts.
 
     Raises:
-        RequestError: the request has too many texts, or too many tokens with the pooling "none".
+        RequestError: the request has too many texts, or too many tokens with the pooling
+            "none".
     """
     width = params.dimensions or width
     is_of_tokens = pooling is Pooling.NONE

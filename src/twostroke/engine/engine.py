@@ -33,7 +33,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads, scarcest_memory
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS, EngineOptions
 from twostroke.core.process_tuning import return_freed_memory
-from twostroke.engine.canary import FirstLoad
+from twostroke.engine.canary import FirstLoadCheck
 from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.client import Client
 from twostroke.engine.drafters import Draft, DraftHeads
@@ -104,7 +104,10 @@ class Engine(Frozen):
         return self.client.card
 
     def describe_gain(self) -> str:
-        """Return a sentence that compares the predicted speeds of all ranks and of one process."""
+        """Return a sentence that compares the predicted speeds of all ranks and of one process.
+
+        It is shown at the start of a model that is divided over ranks.
+        """
         # Imported here: an engine of one process needs no module of `parallel`.
         from twostroke.backends.parallel.predicted_speed import describe_gain
 
@@ -137,16 +140,18 @@ def build(
     watcher: Watcher | None = None,
     say: Callable[[str], None] = note,
 ) -> Engine:
-    """Load `model` (any name that `model.load.load` takes) and start an engine for it.
+    """Load `model`, a name or path, and start an engine that answers prompts with it.
 
     Args:
-        model: the name or path of the model.
+        model: the name or path of the model, or hf:owner/repo.
         options: all options of the engine; None for the defaults.
         progress: called as `progress(done, total)`, in bytes of weights that are ready.
-        accept: called with the model's card before the weights are read. It may raise to end the
+        accept: called with the model's card before the weights are read. It may raise to end
+            the
             build.
         watcher: sees every step, with the last hidden states of the rows that sampled a token.
-        say: called with a line of text before and after slow work that is done once for a model.
+        say: called with a line of text before and after slow work that is done once for a
+            model.
 
     Raises:
         ModelNotFoundError, ModelFormatError, DownloadError: the model does not exist, cannot be
@@ -161,12 +166,12 @@ def build(
     loaded = load(model)
     program = build_program(loaded.spec)
     check_backend(options, program, say)
-    options = _with_known_bits(options, loaded, program, say)
+    options = _with_chosen_activation_bits(options, loaded, program, say)
     compute = options.compute
     mesh = mesh_for(options, program)
     num_weight_bytes = weight_bytes(loaded, compute)
     with ExitStack() as resources:
-        ranks = _other_ranks(model, loaded, program, mesh, options)
+        ranks = _start_other_ranks(model, loaded, program, mesh, options)
         resources.enter_context(ranks or nullcontext())
         size = ranks.size() if ranks else _kv_cache_size(loaded, program, mesh, options)
         card = _card(loaded, program, size, options)
@@ -177,13 +182,13 @@ def build(
             heads=DraftHeads.from_options(options.speculation, loaded),
             watcher=watcher,
         )
-        first_load = FirstLoad.of(loaded, card.tokenizer, program, options)
+        first_load = FirstLoadCheck.of(loaded, card.tokenizer, program, options)
         digest = weights_digest(loaded) if options.offload.is_used else ""
         tensors = loaded.tensors
         release = partial(release_tensors, loaded.mappings)
         del loaded  # frees the tokenizer's tables before the weights take their memory
         return_freed_memory()
-        limits = _limits(compute, num_weight_bytes, say)
+        limits = _measure_limits(compute, num_weight_bytes, say)
         rows = options.batch.token_budget
         create = partial(create_backend, compute=compute, embeds=True, mesh=mesh, max_rows=rows)
         tapped = last_hidden(program) if watcher or sources.heads else None
@@ -193,7 +198,7 @@ def build(
         resources.callback(backend.close)
         first_load.check(backend)
         card = replace(card, cost=replace(card.cost, stops_rows=backend.facts.stops_rows))
-        scheduler, speculator, draft_name = _build_planning(
+        scheduler, speculator, draft_name = _build_scheduler_and_speculator(
             backend, options, card, size, limits=limits, sources=sources, resources=resources
         )
         with ranks.own_cores() if ranks else nullcontext():  # the loop's thread computes, too
@@ -211,14 +216,17 @@ def build(
 
 
 class _DraftSources(NamedTuple):
-    """The draft model and draft heads, before their weights are read; and the watcher of steps."""
+    """What `build` gives the speculator: a draft model, draft heads, and a watcher of steps.
+
+    The weights of the draft model and of the heads are not read yet.
+    """
 
     draft: Draft | None
     heads: DraftHeads | None
     watcher: Watcher | None
 
 
-def _build_planning(
+def _build_scheduler_and_speculator(
     backend: Backend,
     options: EngineOptions,
     card: ModelCard,
@@ -228,10 +236,10 @@ def _build_planning(
     sources: _DraftSources,
     resources: ExitStack,
 ) -> tuple[Scheduler, Speculator, str | None]:
-    """Build the scheduler and the speculator of an engine.
+    """Build an engine's scheduler and speculator; also return the name of its draft model.
 
-    Also returns the name of the draft model, None without one. Adds to `resources` what must be
-    closed if the build fails later.
+    The name is None without a draft model. `resources` gets the parts that must be closed if the
+    engine's build fails later.
     """
     facts = backend.facts
     hardware = limits.hardware()
@@ -267,10 +275,10 @@ def _close_on_failure(
         resources.callback(proposer.close)
 
 
-def _with_known_bits(
+def _with_chosen_activation_bits(
     options: EngineOptions, loaded: LoadedModel, program: Program, say: Callable[[str], None]
 ) -> EngineOptions:
-    """Return engine options in which `activation_bits` is chosen, where it was "auto".
+    """Choose how many bits activations have if the option is "auto"; return the new options.
 
     The choice can take minutes, so a model that generates garbage is refused before the choice.
 
@@ -281,7 +289,7 @@ def _with_known_bits(
 
     def check(backend: Backend) -> None:
         precise_options = replace(options, compute=precise)
-        FirstLoad.of(loaded, build_tokenizer(loaded), program, precise_options).check(backend)
+        FirstLoadCheck.of(loaded, build_tokenizer(loaded), program, precise_options).check(backend)
 
     compute = resolve_activation_bits(
         options.compute, loaded, program, notify=say, max_weights=MAX_AUTO_WEIGHTS, check=check
@@ -292,7 +300,8 @@ def _with_known_bits(
 def _draws_ahead(facts: BackendFacts, options: SpeculationOptions, *proposers: object) -> bool:
     """Whether a step may start before the host knows the tokens that the previous step sampled.
 
-    Speculation is not possible then. The method "auto" prefers such steps to speculation.
+    Only some backends, such as GPUs, support that. Speculation is not possible then; the
+    speculation method "auto" prefers such steps to drafts.
     """
     is_free = options.method == "off" or (options.method == "auto" and options.count is None)
     return facts.draws_ahead > 0 and is_free and not any(proposers)
@@ -307,10 +316,11 @@ def build_speculator(
     model_proposers: Sequence[Proposer] = (),
     watchers: Sequence[Watcher] = (),
 ) -> Speculator:
-    """Return the speculator for steps with the costs `cost` on a machine with these limits.
+    """Return the speculator, which adds draft tokens to steps, for a machine's limits.
 
-    `rows_together` is as in `BackendFacts`. `model_proposers` are a draft model or trained heads;
-    proposers without a model are added as the options say.
+    `cost` gives the work of a step, and `rows_together` how many rows kernels compute at once (see
+    `BackendFacts`). `model_proposers` are a draft model or trained heads; proposers without a model
+    are added as the options say. `watchers` see the results of steps.
     """
     step_time = StepTimeModel(cost, limits.hardware() if limits else None, rows_together)
     proposers: list[Proposer] = []
@@ -323,10 +333,13 @@ def build_speculator(
     return Speculator(proposers, budgets(step_time, options.count), step_time, on_request, watchers)
 
 
-def _other_ranks(
+def _start_other_ranks(
     model: str, loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOptions
 ) -> RankGroup | None:
-    """Start a process for each rank but this one; return None if the model has a single rank."""
+    """Start a process for each rank but this one; return None if the model has a single rank.
+
+    `shard` divides the model over the ranks of `mesh`.
+    """
     if mesh.num_ranks == 1 or options.compute.backend == "reference":
         return None
     from twostroke.backends.parallel.rank_group import RankGroup  # not needed in one process
@@ -337,7 +350,7 @@ def _other_ranks(
 def _start_kv_transfers(
     client: Client, digest: str, options: EngineOptions, size: CacheSize, backend: Backend
 ) -> None:
-    """Start disaggregation and KV offload, if the options say so."""
+    """Start the threads of disaggregation and of KV offload, if the options ask for them."""
     is_disaggregated = options.disaggregation.role != "mixed"
     if not is_disaggregated and not options.offload.is_used:
         return
@@ -371,13 +384,14 @@ def _kv_cache_size(
     )
 
 
-def _limits(
+def _measure_limits(
     compute: ComputeOptions, num_weight_bytes: int, say: Callable[[str], None] = note
 ) -> MachineLimits:
-    """Return the machine's memory bandwidth and arithmetic peak for steps that read all weights.
+    """Return the machine's memory bandwidth and arithmetic peak, which MBU and MFU need.
 
-    Limits that are not stored yet are measured here, before the weights fill the memory. A GPU
-    without memory for the measurement has no limits, and `say` gets a line that tells so.
+    The bandwidth is for steps that read all weights. Limits that are not stored yet are measured
+    here, before the weights fill the memory. A GPU without memory for the measurement has no
+    limits, and `say` gets a line that says so.
     """
     num_threads = resolve_num_threads(compute.num_threads)
     if compute.backend == "gpu":
@@ -406,7 +420,8 @@ def build_scheduler(
 ) -> Scheduler:
     """Return a scheduler with its page pool and prefix cache, for a backend with these facts.
 
-    With `draws_ahead`, as many steps as the backend allows start before earlier tokens are known.
+    With `draws_ahead`, the backend's steps may start before earlier steps have sampled their
+    tokens.
     """
     pool = PagePool(facts.num_pages, facts.page_size, facts.windows, clock)
     reuse_generated = facts.one_arithmetic or not cache.strict_prefix
@@ -447,7 +462,7 @@ def make_card(
     identity: str,
     sampling: SamplingDefaults,
 ) -> ModelCard:
-    """Return the model card, the facts for servers and commands, of a model with mapped files."""
+    """Return the model card of a model whose files are mapped: facts for servers and commands."""
     formats = {tensor.format.name for tensor in loaded.tensors.values() if len(tensor.shape) > 1}
     return ModelCard(
         name=loaded.name,

@@ -39,13 +39,13 @@ FATAL: Final = RanksLostError, DeviceLostError
 
 
 class StepLimit:
-    """Limits the number of tokens in a step while memory is too short for larger steps.
+    """Limits the number of tokens in a step after a step failed for lack of memory.
 
     After some steps without a shortage the limit doubles. Each shortage doubles the number of these
     steps, so that failing steps are rare.
 
     Attributes:
-        max_tokens: the most tokens that a step may compute now.
+        max_tokens: the maximum number of tokens that a step may compute now.
         num_shortages: steps that failed because the memory was too short.
     """
 
@@ -57,7 +57,7 @@ class StepLimit:
         self._num_successes = 0  # steps since the last change of the limit
 
     def lower(self, plan: StepPlan, error: Exception) -> bool:
-        """Lower the limit on a step's tokens if a failed step was too large for the memory.
+        """Lower the limit if a step failed for lack of memory, so that a smaller step is tried.
 
         Returns False if the step failed for another reason, or cannot be smaller because it had one
         token of each request.
@@ -75,7 +75,7 @@ class StepLimit:
         return True
 
     def count_success(self) -> None:
-        """Count a step that succeeded; raise the limit on a step's tokens after enough of them."""
+        """Count a step that succeeded; double the limit on a step's tokens after enough of them."""
         if self.max_tokens == self._budget:
             return
         self._num_successes += 1
@@ -86,9 +86,10 @@ class StepLimit:
 
 
 def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResult:
-    """Run the requests of a failed step one by one; call `fail` for requests that fail again.
+    """Run each request of a failed step alone, so that only requests at fault end.
 
-    `error` is the error of the step.
+    `error` is the error of the step. `fail` is called for each request that fails again. Returns
+    the results of all requests as the result of the step.
 
     Raises:
         RanksLostError, DeviceLostError: raised by `run`.
@@ -113,7 +114,7 @@ def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResu
 
 
 def find_unusable(plan: StepPlan, result: StepResult) -> Iterator[tuple[Request, TwostrokeError]]:
-    """Yield each request whose result in a step is unusable, with the request's error.
+    """Yield each request whose result in a step is unusable, with an error that says why.
 
     A result is unusable if it has NaN or infinite values, or if no next token could be sampled.
     Rows after a rejected draft, or after the request's end, are not checked.
@@ -143,10 +144,11 @@ def find_unusable(plan: StepPlan, result: StepResult) -> Iterator[tuple[Request,
 
 
 def _no_token_error(request: Request, new_tokens: Sequence[int]) -> TwostrokeError:
-    """Return the error for a request after whose output and `new_tokens` no token can be sampled.
+    """Return the error for a request for which no next token can be sampled.
 
-    If the constraint and the request's other rules together allow no token, the error names the
-    rules. Otherwise the model's logits are at fault.
+    The request has generated its output and `new_tokens`. If the constraint and the request's other
+    rules together allow no token, the error names the rules. Otherwise the model's logits are at
+    fault.
     """
     params, constraint = request.params, request.params.constraint
     if request.matcher is None or constraint is None:
@@ -171,7 +173,7 @@ def _no_token_error(request: Request, new_tokens: Sequence[int]) -> TwostrokeErr
 
 
 def _failed(slice_: Slice, error: Exception, fail: Fail) -> StepResult:
-    """End a request whose slice of a step failed; return an empty result for the slice."""
+    """End a request that failed in a step with its error; return its empty result."""
     if not isinstance(error, RequestError):  # a RequestError describes the request's mistake
         error = _failure(f"{type(error).__name__}: {error}")
     fail(slice_.request, error)

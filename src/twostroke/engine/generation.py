@@ -25,13 +25,16 @@ _RETRY_INTERVAL_S: Final = 0.02
 
 
 class Outputs:
-    """Submits the requests of one call and tracks their outputs.
+    """The requests of one call to the engine, and which of their outputs were read.
 
     `Generation` reads the outputs in a blocking way, `AsyncGeneration` in an event loop.
     """
 
     def __init__(self, loop: EngineLoop, mailbox: Mailbox) -> None:
-        """Start without requests; the outputs of requests submitted to `loop` go to `mailbox`."""
+        """Start without requests, which will be submitted to `loop`.
+
+        `mailbox` gets the requests' outputs.
+        """
         self.mailbox = mailbox
         self.request_ids: list[str] = []
         self._loop = loop
@@ -39,15 +42,20 @@ class Outputs:
         self._waiting: deque[RequestListener] = deque()  # not submitted yet
 
     def submit(self, listeners: Sequence[RequestListener]) -> None:
-        """Submit all requests of the call, or none after an error.
+        """Submit all requests of the call to the engine loop, or none after an error.
 
-        Raises as `EngineLoop.submit`.
+        Raises:
+            ContextLengthError: a request is longer than the context or the KV cache.
+            OverloadedError: the queue is full.
+            EngineStoppedError: the engine no longer runs.
         """
         self.request_ids += [listener.request.id for listener in listeners]
         self._submit(listeners)
 
     def submit_gradually(self, listeners: Iterable[RequestListener]) -> None:
-        """Submit requests as the queue has room; later requests follow while outputs are read.
+        """Submit the requests of a large call as the engine's queue has room.
+
+        Requests without room follow while outputs are read.
 
         Raises:
             OverloadedError: the queue has no room for the first request.
@@ -63,7 +71,7 @@ class Outputs:
 
     @property
     def is_open(self) -> bool:
-        """Whether any request of the call has outputs that were not read yet."""
+        """Whether a reader must continue: some requests of the call have outputs not yet read."""
         return bool(self.num_open or self._waiting)
 
     def cancel(self) -> None:
@@ -77,7 +85,7 @@ class Outputs:
         deliver([(listener.mailbox, listener.cut(FinishReason.CANCEL)) for listener in waiting])
 
     def count_output(self, output: Output) -> None:
-        """Count a request as ended if `output` is its last output."""
+        """Take note that `output` was read; the last output of a request ends the request."""
         self._num_ended += output.finish_reason is not None
 
     @property
@@ -100,7 +108,7 @@ class Outputs:
         self._loop.flush()  # no policy needs to wait for more requests to fill a batch
 
     def _submit_first(self) -> None:
-        """Submit the first request of the call that waits for room in the engine's queue."""
+        """Submit the first request of the call that still waits for room in the engine's queue."""
         # Counted as open first: the engine may end the request within `submit`.
         self.request_ids.append(self._waiting[0].request.id)
         listener = self._waiting.popleft()
@@ -132,7 +140,7 @@ class Generation(Outputs):
         super().__init__(loop, Mailbox(self._queue.put))
 
     def __iter__(self) -> Iterator[Output]:
-        """Yield outputs as `outputs` does; a reader that stops early cancels the requests."""
+        """Yield the outputs of the call's requests; a reader that stops early cancels them."""
         try:
             yield from self.outputs()
         finally:

@@ -25,7 +25,12 @@ from twostroke.engine.client import Caller
 from twostroke.engine.embedding import Embedding
 from twostroke.engine.engine import Engine, build
 from twostroke.engine.progress_bar import ProgressBar
-from twostroke.engine.prompts import encode_gap, encode_text, ending_gaps, to_hints
+from twostroke.engine.prompts import (
+    encode_infill_prompt,
+    encode_text,
+    to_hints,
+    with_infill_end_ids,
+)
 from twostroke.engine.redraw import EncodedPrompt, SettledStream, with_seed
 from twostroke.model.loader import pull
 
@@ -91,14 +96,17 @@ class LLM(AbstractContextManager["LLM"]):
         parse_special: bool = True,
         progress: bool | None = None,
     ) -> list[list[Completion]]:
-        """Continue prompts, each a text or a list of token ids, in common batches.
+        """Continue prompts, each a text or a list of token ids; the engine batches them.
 
         Args:
             prompts: one prompt, or a list of prompts.
-            params: sampling parameters of all prompts, or a list with one entry for each prompt.
-            suffix: fill in the middle: each answer is the text between its prompt and the suffix.
+            params: sampling parameters of all prompts, or a list with one entry for each
+                prompt.
+            suffix: fill in the middle: each answer is the text between its prompt and the
+                suffix.
             speculate: the speculation method. It changes the speed and never the answers.
-            prediction: the text of the expected answer, from which tokens are drafted. It changes
+            prediction: the text of the expected answer, from which tokens are drafted. It
+                changes
                 the speed and never the answers.
             parse_special: whether the text of a special token in a prompt becomes that token.
                 With a `suffix` it never does.
@@ -267,7 +275,7 @@ class LLM(AbstractContextManager["LLM"]):
     def _answer(
         self, prompts: list[EncodedPrompt], *, progress: bool | None = None
     ) -> list[list[Completion]]:
-        """Submit all prompts as the engine's queue has room; return their answers in order."""
+        """Submit encoded prompts as the engine's queue has room; return their answers in order."""
         client = self.engine.client
         tokenizer = self.engine.card.tokenizer
         running: deque[tuple[EncodedPrompt, Generation]] = deque()
@@ -436,9 +444,10 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         await self.close()
 
     async def _outputs(self, prompt: EncodedPrompt) -> AsyncGenerator[Output]:
-        """Yield the outputs that answer a prompt.
+        """Yield the outputs that answer an encoded prompt.
 
-        If the grammar allows more than the JSON schema, answers are checked and generated again.
+        If the grammar allows answers that the JSON schema forbids, each answer is checked, and
+        generated again if it breaks the schema.
         """
         from asyncio import to_thread
 
@@ -480,11 +489,14 @@ def _encode_completion(
     hints: Hints,
     parse_special: bool,
 ) -> EncodedPrompt:
-    """Encode a prompt to continue, or with a `suffix` a fill-in-the-middle prompt."""
+    """Encode a prompt to continue, or with a `suffix` a fill-in-the-middle prompt.
+
+    Returns the token ids with the sampling parameters of their answer.
+    """
     params = _check_params(params)
     if suffix:
-        tokens = encode_gap(card, prompt, suffix)
-        params = ending_gaps(card, params)
+        tokens = encode_infill_prompt(card, prompt, suffix)
+        params = with_infill_end_ids(card, params)
     else:
         tokens = encode_text(card, prompt, parse_special=parse_special)
     return EncodedPrompt(

@@ -64,7 +64,11 @@ class EngineLoop:
     def __init__(
         self, backend: Runner, scheduler: Scheduler, speculator: Speculator, cost: StepCost
     ) -> None:
-        """Start the loop's thread. `cost` gives the work of a step, for the counters."""
+        """Start the loop's thread.
+
+        `backend` runs the steps that `scheduler` plans and `speculator` extends. `cost` gives the
+        work of a step, for the counters.
+        """
         self._backend = backend
         self._ranks = cast("RankRunner", backend)  # used only if the backend has ranks
         self._starter = cast("StartRunner", backend)  # used only if `steps_ahead` > 0
@@ -92,9 +96,9 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, listeners: Iterable[RequestListener], waited_s: float = 0.0) -> None:
-        """Queue all of some requests, or none of them after an error.
+        """Queue requests, all or none after an error; their listeners get the results of steps.
 
-        `waited_s` is the time that the requests have waited elsewhere.
+        `waited_s` is the time that the requests have waited before they reached the loop.
 
         Raises:
             ContextLengthError: a request is longer than the context or the KV cache.
@@ -120,7 +124,7 @@ class EngineLoop:
             self._condition.notify()
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never run, even alone.
+        """Refuse a request that could never run, even on an idle engine.
 
         Raises:
             RequestError: the prompt is empty.
@@ -136,7 +140,7 @@ class EngineLoop:
             self._condition.notify()
 
     def flush(self) -> None:
-        """Start a static or dynamic batch that is not full, since no more requests come now."""
+        """Start a static or dynamic batch that is not full, because no more requests will come."""
         with self._condition:
             self._scheduler.flush()
             self._condition.notify()
@@ -216,13 +220,13 @@ class EngineLoop:
     def _end_now(
         self, listener: RequestListener, reason: FinishReason, error: TwostrokeError | None = None
     ) -> None:
-        """End a request without another step, such as a cancelled one; deliver its last output."""
+        """End a request between steps, such as a cancelled one, and deliver its last output."""
         output = listener.cut(reason, error)
         self._end(listener, output)
         deliver([(listener.mailbox, output)])
 
     def _end(self, listener: RequestListener, output: Output) -> None:
-        """Remove a request whose last output is `output`, and count the request as ended."""
+        """Remove a request whose last output is `output`, and count it as ended."""
         assert output.finish_reason is not None
         self._forget(listener, output.finish_reason)
         listener.counter.end(listener.request, output)
@@ -230,7 +234,8 @@ class EngineLoop:
     def _forget(self, listener: RequestListener, reason: FinishReason) -> None:
         """Remove a request from the loop and the scheduler.
 
-        The backend frees its state of the request after the last step in flight that computes it.
+        `_release_ended` frees the backend's state of the request, once no step in flight computes
+        it.
         """
         self._listeners.pop(listener.request.id, None)
         if not listener.request.is_finished:
@@ -259,7 +264,10 @@ class EngineLoop:
             self._listeners.clear()
 
     def _step(self) -> bool:
-        """Start a step, or finish the oldest step, or wait for work. Return False to stop."""
+        """Start a step, or finish the oldest step, or sleep without work; return False to stop.
+
+        The loop's thread calls this again and again.
+        """
         with self._condition:
             self._release_ended()
             if self._stopping:
@@ -284,9 +292,10 @@ class EngineLoop:
 
     @property
     def _idle_s(self) -> float | None:
-        """The most seconds to sleep without a request until the queue or the ranks need a check.
+        """The maximum number of seconds to sleep while no request runs.
 
-        None means to sleep until a request arrives.
+        After this time, a waiting request may start or expire, or the ranks need a check. None
+        means to sleep until a request arrives.
         """
         wait_s = self._scheduler.wait_s
         if not self.facts.ranks:
@@ -295,11 +304,14 @@ class EngineLoop:
 
     @property
     def _may_start(self) -> bool:
-        """Whether another step may be started now."""
+        """Whether another step may be started now, besides the steps in flight."""
         return len(self._steps) <= self.config.steps_ahead
 
     def _release_ended(self) -> None:
-        """Let the backend and the draft proposers free their state of requests that have ended."""
+        """Free the state that the backend and the draft proposers have of ended requests.
+
+        Requests in steps in flight are kept for later.
+        """
         ended_requests, self._ended_requests = self._ended_requests, []
         for request in ended_requests:
             if request.is_in_flight:
@@ -309,7 +321,7 @@ class EngineLoop:
                 self.speculator.finish(request)
 
     def _start(self, plan: StepPlan) -> None:
-        """Start a planned step, and let proposers add draft tokens to it.
+        """Let proposers add draft tokens to a planned step, and start it.
 
         A backend without steps in flight computes the step in `_finish`.
         """
@@ -349,7 +361,7 @@ class EngineLoop:
             deliver(self._outputs_of(deltas))
 
     def _result(self, step: StepInFlight) -> StepResult | None:
-        """Return a step's result. If the step failed, run its requests one by one.
+        """Return the result of the oldest step; if the step failed, run its requests one by one.
 
         Returns None if the step was too large for the memory: all steps in flight are undone, and
         later steps are smaller.
@@ -401,9 +413,9 @@ class EngineLoop:
             return self._scheduler.add_drafts(slice_, drafts, parents)
 
     def _outputs_of(self, deltas: list[RequestDelta]) -> list[tuple[Mailbox, Output]]:
-        """Return the outputs of a step's requests, each with its mailbox.
+        """Return the outputs that a step's deltas give for its requests, each with its mailbox.
 
-        Requests with their last output are removed.
+        Requests with their last output are removed from the loop.
         """
         now_s = time.monotonic()
         outputs: list[tuple[Mailbox, Output]] = []
@@ -440,7 +452,10 @@ class StepInFlight:
 def _undo_later_steps(
     steps: deque[StepInFlight], runner: StartRunner, recall: Callable[[], None]
 ) -> None:
-    """Undo all steps in flight but the oldest, since they depend on rows of a step that failed."""
+    """Undo all steps in flight but the oldest, which failed.
+
+    The later steps depend on its rows. `recall` undoes the newest planned step in the scheduler.
+    """
     while len(steps) > 1:
         step = steps.pop()
         if step.error is None:

@@ -60,7 +60,7 @@ class Timings(Frozen):
 
     @property
     def e2e_s(self) -> float:
-        """Seconds from the request's arrival to its last token."""
+        """The request's end-to-end latency: seconds from its arrival to its last token."""
         return self.last_token_s - self.arrival_s
 
     def tpot_s(self, num_output: int) -> float | None:
@@ -218,13 +218,15 @@ def join(outputs: list[Output]) -> Completion:
 
 
 class Mailbox(Frozen):
-    """Where the outputs of a call's requests are delivered.
+    """Delivers the outputs of a call's requests to their reader.
 
     Attributes:
         put: called with each output.
         schedule: `schedule(put_all, outputs)` arranges that `put_all(outputs)` is called in the
-            reader's thread, as the `call_soon_threadsafe` of an event loop does. It is called once
-            a step for all mailboxes with an equal `schedule`. Without it, `put` is called in the
+            reader's thread, as the `call_soon_threadsafe` of an event loop does. It is
+                called once
+            a step for all mailboxes with an equal `schedule`. Without it, `put` is called
+                in the
             engine's thread.
     """
 
@@ -233,7 +235,7 @@ class Mailbox(Frozen):
 
 
 def deliver(outputs: Addressed) -> None:
-    """Put outputs into their mailboxes; wake each reader's event loop only once for all outputs."""
+    """Put a step's outputs into their mailboxes, and wake each reader's event loop only once."""
     scheduled: defaultdict[Any, Addressed] = defaultdict(list)
     for addressed in outputs:
         mailbox, output = addressed

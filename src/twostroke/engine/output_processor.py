@@ -27,9 +27,10 @@ class OutputProcessor(RequestListener):
         tokenizer: Tokenizer,
         service: str = DEFAULT_SERVICE_TIER,
     ) -> None:
-        """Decode the request's tokens with `tokenizer`.
+        """Turn the tokens of `request`, choice `index` of a call, into outputs for `mailbox`.
 
-        The other arguments are as in `RequestListener`.
+        `tokenizer` decodes the tokens. `service` is the service tier under which the request is
+        counted.
         """
         super().__init__(request, index, mailbox, service)
         params = request.params

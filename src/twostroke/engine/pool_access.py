@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class PoolAccess:
-    """Lets threads transfer KV pages into an engine's page pool, and lease its pages.
+    """Lets threads copy KV pages into and out of an engine's page pool.
 
-    Any thread may call the methods.
+    KV offload and disaggregation use it. Any thread may call the methods.
 
-    A transfer has these steps:
+    A transfer into the pool has these steps:
 
     1. A function in `on_submit` calls `begin` for a request that was just queued. This reserves
        the transfer of its missing pages before the request can start.
@@ -32,20 +32,25 @@ class PoolAccess:
     4. `add_arrived` publishes written pages, so that requests can use them. Steps 3 and 4 repeat.
     5. `end` ends the transfer, also after an error.
 
-    `drop` lets requests compute the missing pages while a peer may still write to them.
+    `drop` lets requests compute the missing pages while a peer may still write to them. Pages that
+    are read are held with a `lease`.
 
     Attributes:
         scheduler: the engine loop's scheduler, for callers that hold the lock.
         memory: the memory of the pages; None if pages cannot be transferred. No method may be
             called then.
         on_submit: functions that are called under the lock with each waiting request. They must
-            return quickly. A function that starts a transfer returns True, and the functions after
-            it are not called. It calls `on_request_queued` later to offer them the remaining pages.
+            return quickly. A function that starts a transfer returns True, and the
+                functions after
+            it are not called. It calls `on_request_queued` later to offer them the
+                remaining pages.
         on_end: functions that are called under the lock with each request that ends.
         count: returns the counts of the KV offload tiers.
-        flush: waits up to a number of seconds until used pages are written to the tiers. Returns
-            False if some are not written.
-        on_close: functions that are called before the pages are freed, and end all transfers. They
+        flush: waits up to a number of seconds until used pages are written to the tiers; False
+            if
+            some are not written by then.
+        on_close: functions that are called before the pages are freed, and end all transfers.
+            They
             return False if a transfer cannot be ended.
         lock: the engine loop's lock. No step begins or ends while a thread holds it.
     """
@@ -70,7 +75,10 @@ class PoolAccess:
 
     @property
     def max_held_pages(self) -> int:
-        """The most KV pages that all transfers and leases hold together; 0 without transfers."""
+        """The maximum number of KV pages that transfers and leases hold together.
+
+        It is 0 if pages cannot be transferred.
+        """
         return self._transfers.max_held_pages if self.memory is not None else 0
 
     def totals(self) -> tuple[TierTotals, ...]:

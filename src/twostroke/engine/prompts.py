@@ -65,9 +65,9 @@ def encode_beginning(
     add_special: bool = True,
     parse_special: bool | None = None,
 ) -> list[int]:
-    """Return the first token ids of a prompt, up to the context length.
+    """Return the first token ids of a prompt, which may be longer than the context.
 
-    The options are as in `encode_text`.
+    At most the context length is returned. The options are as in `encode_text`.
     """
     num_tokens = card.context_length
     beginning = prompt[: num_tokens * _MAX_TOKEN_CHARS]
@@ -111,8 +111,8 @@ def encode_parts(
     return ids
 
 
-def encode_gap(card: ModelCard, prefix: str | Sequence[int], suffix: str) -> list[int]:
-    """Return the token ids of a fill-in-the-middle prompt.
+def encode_infill_prompt(card: ModelCard, prefix: str | Sequence[int], suffix: str) -> list[int]:
+    """Return the token ids of a fill-in-the-middle prompt, in the model's own form.
 
     The answer comes between `prefix`, a text or token ids, and the text `suffix`.
 
@@ -136,10 +136,10 @@ def encode_rendered(card: ModelCard, prompt: Prompt, field: str = "messages") ->
         return card.tokenizer.encode_prompt(prompt, max_tokens=card.context_length)
 
 
-def ending_gaps(card: ModelCard, params: SamplingParams) -> SamplingParams:
+def with_infill_end_ids(card: ModelCard, params: SamplingParams) -> SamplingParams:
     """Return `params` with the tokens that end the answer to a fill-in-the-middle prompt.
 
-    Unchanged with `ignore_eos`.
+    With `ignore_eos`, `params` are returned unchanged.
 
     Raises:
         RequestError: the model has no tokens for filling in the middle.
@@ -184,7 +184,7 @@ def encode_turn(
 ) -> tuple[list[int], SamplingParams]:
     """Return the token ids of a conversation, and the sampling parameters of its answer.
 
-    The returned parameters have the constraint that the model's reasoning needs.
+    A model that reasons before it answers gets a constraint on its reasoning with the parameters.
 
     Raises:
         RequestError: the model has no chat template, or the template refuses the messages.
@@ -209,7 +209,10 @@ def chat_of(card: ModelCard) -> Chat:
 
 @contextmanager
 def _within_context(card: ModelCard, field: str) -> Iterator[None]:
-    """Raise a tokenizer's error about too many tokens as an error about the request's field."""
+    """Raise ContextLengthError, which names the prompt's field, for a too long prompt.
+
+    The tokenizer's own error, raised in the `with` block, names no field.
+    """
     try:
         yield
     except TooManyTokensError as error:

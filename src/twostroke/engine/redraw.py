@@ -77,17 +77,19 @@ class EncodedPrompt(Frozen):
     functions: tuple[Function, ...] = ()
 
     def submit(self, client: Client) -> Generation:
-        """Submit the prompt; return its outputs, which are not yet checked against a JSON schema.
+        """Submit the prompt to the engine, and return its outputs without checking JSON schemas.
 
-        Raises as `Client.generate`.
+        Raises:
+            RequestError, OverloadedError, EngineStoppedError: as `Client.generate`.
         """
         return client.generate(self.tokens, self.params, self.caller, self.hints)
 
     def redrawer(self, client: Client, grammar: GrammarMatcher | None = None) -> Redrawer | None:
-        """Return the object that checks answers against their JSON schema and generates them again.
+        """Return an object that checks answers against their JSON schema; None without need.
 
-        Returns None if the grammar enforces the whole schema. `grammar` is the compiled constraint
-        of the parameters; without it, the constraint is compiled here.
+        The grammar that constrains an answer enforces most rules of a JSON schema. No check is
+        needed if it enforces all. `grammar` is the compiled constraint of the parameters; without
+        it, the constraint is compiled here.
 
         Raises:
             RequestError: the constraint cannot be used.
@@ -110,7 +112,7 @@ class EncodedPrompt(Frozen):
         return answers if redrawer is None else [redrawer.settle(answer) for answer in answers]
 
     def stream(self, client: Client) -> Iterator[Output]:
-        """Yield the outputs of the answers to this prompt; a reader that stops early cancels them.
+        """Submit the prompt and yield its outputs; cancel its requests if the reader stops early.
 
         Outputs are held back while their answer may be generated again because of its JSON schema.
 
@@ -132,7 +134,10 @@ class EncodedPrompt(Frozen):
 
 
 class _PartRule(NamedTuple):
-    """The JSON schema of an answer's text or of a call, and whether breaking it is an error."""
+    """The JSON schema of an answer's text, or of a tool call's arguments.
+
+    If `is_strict`, an answer that breaks the schema is an error.
+    """
 
     schema: str
     is_strict: bool
@@ -167,7 +172,7 @@ class Redrawer:
                 self._held_paths = checked_paths(gaps, form.text)
 
     def new_sent_part(self) -> SentPart:
-        """Return an empty record of the outputs of one answer that a stream has sent."""
+        """Return an empty record for the outputs of one answer that a stream sends."""
         preface = None if self._preface is None else PrefaceCutter(self._preface)
         return SentPart(HoldBackDetector(self._held_paths), preface)
 
@@ -202,7 +207,10 @@ class Redrawer:
         return replace(settled.answer, schema_miss=str(settled.miss.fault))
 
     def _draw(self, work: DrawAgain) -> Completion:
-        """Generate another answer in place of an answer that breaks its JSON schema."""
+        """Generate another answer in place of an answer that breaks its JSON schema.
+
+        This blocks until the answer is complete.
+        """
         params = redrawn_params(self._prompt.params, work)
         hints = replace(self._prompt.hints, prediction=work.answer.token_ids, shows_progress=False)
         generation = self._client.generate(self._prompt.tokens, params, self._prompt.caller, hints)
@@ -213,7 +221,7 @@ class Redrawer:
     def _check(self, part: CheckedPart) -> SchemaViolation | None:
         """Return the JSON schema's rule that a part of an answer breaks.
 
-        Returns None if the part is valid, or cannot be checked.
+        Returns None if the part fits its schema, or cannot be checked.
         """
         try:
             return self._client.grammars.verifier.fault(part.schema, part.text)
@@ -243,7 +251,10 @@ class Redrawer:
 
 
 class SentPart:
-    """The outputs of one answer. A stream has sent the first outputs, which must not change."""
+    """One answer's outputs, and how many of them a stream has sent.
+
+    Outputs that were sent must stay the beginning of the answer if it is generated again.
+    """
 
     def __init__(self, held_back: HoldBackDetector, preface: PrefaceCutter | None) -> None:
         self.outputs: list[Output] = []
@@ -252,7 +263,7 @@ class SentPart:
         self._num_sent = 0  # outputs
 
     def release(self, output: Output) -> list[Output]:
-        """Add an engine output; return the outputs of the answer that the stream can send now."""
+        """Add an engine output of the answer; return the outputs that the stream can send now."""
         self.outputs.append(output)
         text = output.text
         if self._preface is not None:
@@ -276,7 +287,7 @@ class SentPart:
     def may_change(self, part: CheckedPart, start: int) -> bool:
         """Return True: every part of the answer may be generated again.
 
-        `is_continued_by` finds new answers that would change text that the stream has sent.
+        If a new answer would change text that the stream has sent, `is_continued_by` rejects it.
         """
         del part, start
         return True
@@ -293,7 +304,7 @@ class SentPart:
         return answer.token_ids[: len(tokens)] == tokens and answer.text.startswith(self.text)
 
     def rest(self, settled: Completion) -> Output:
-        """Return the answer's last output, with the part of the final answer that was not sent."""
+        """Return the answer's last output, with the text and tokens that were not sent before."""
         sent = self.outputs[: self._num_sent]
         num_scores = sum(len(output.prompt_logprobs) for output in sent)
         num_tokens = sum(len(output.token_ids) for output in sent)

@@ -34,9 +34,9 @@ class RequestListener(ABC):
     def __init__(
         self, request: Request, index: int, mailbox: Mailbox, service: str = DEFAULT_SERVICE_TIER
     ) -> None:
-        """Make the outputs of choice `index` of a request, for the reader of `mailbox`.
+        """Turn the results for `request`, choice `index` of a call, into outputs for `mailbox`.
 
-        `service` is as in `Caller`.
+        `service` is the service tier under which the request is counted.
         """
         self.request = request
         self.index = index
@@ -49,10 +49,13 @@ class RequestListener(ABC):
 
     @abstractmethod
     def take(self, delta: RequestDelta, now_s: float) -> Output | None:
-        """Return the output for the caller after a step with the result `delta`; None for none."""
+        """Return the output for the caller after a step that computed `delta`; None for no output.
+
+        `now_s` is the time at which the step ended.
+        """
 
     def cut(self, reason: FinishReason, error: TwostrokeError | None = None) -> Output:
-        """End the request without another step (cancelled or failed); return its last output."""
+        """End a cancelled or failed request without another step; return its last output."""
         return self._complete(Output(self.index, self._rest(), (), error=error), reason)
 
     def _rest(self) -> str:

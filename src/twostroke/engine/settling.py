@@ -48,14 +48,14 @@ _VALUE_ENDS: Final = ("}", "]", '"', "true", "false", "null")  # of complete val
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckedPart:
-    """A part of an answer that has a JSON schema: its text, or the arguments of a call.
+    """A part of an answer that has a JSON schema: its text, or the arguments of a tool call.
 
     Attributes:
         text: the part as the model wrote it.
         schema: the JSON schema of the part.
         is_strict: whether an answer that breaks the schema is an error.
         kind: "text" or "call", for reports.
-        index: the number of the part's block, if a stream has blocks.
+        index: the number of the part's content block in a stream that has blocks.
     """
 
     text: str
@@ -66,7 +66,7 @@ class CheckedPart:
 
 
 class Miss(NamedTuple):
-    """A rule of a JSON schema that a part of an answer breaks.
+    """A rule of its JSON schema that a part of an answer breaks.
 
     `num_before` is the number of the answer's characters before the part.
     """
@@ -77,7 +77,7 @@ class Miss(NamedTuple):
 
 
 class CheckPart(NamedTuple):
-    """An event that asks the caller to check a part of an answer against its JSON schema.
+    """A step of `settling`: the caller checks a part of an answer against its JSON schema.
 
     The caller sends back the `SchemaViolation` of the part, or None.
     """
@@ -86,7 +86,7 @@ class CheckPart(NamedTuple):
 
 
 class DrawAgain(NamedTuple):
-    """An event that asks the caller to generate another answer, without the excluded texts.
+    """A step of `settling`: the caller generates another answer, without the excluded texts.
 
     The new answer replaces `answer`, which breaks its JSON schema. The caller throws a RequestError
     if no other text fits the constraint, and a DeadlineError or an OverloadedError if there is no
@@ -98,20 +98,32 @@ class DrawAgain(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """The final answer, and the rule of its JSON schema that it still breaks, if any."""
+    """The result of `settling`: the final answer, and the JSON schema's rule that it still breaks.
+
+    `miss` is None if the answer fits its schema, or cannot be checked.
+    """
 
     answer: Completion
     miss: Miss | None
 
 
 class SentText(Protocol):
-    """The part of an answer that a stream has sent, and that a new answer must not change."""
+    """The part of an answer that a stream has sent, and that a new answer must not change.
+
+    The blocking interface and the server implement it.
+    """
 
     def may_change(self, part: CheckedPart, start: int) -> bool:
-        """Whether the text of a part from the offset `start` has not been sent by the stream."""
+        """Whether an answer may be generated again from the offset `start` of a part.
+
+        It may not if the stream has sent the text there.
+        """
 
     def num_shown(self, miss: Miss) -> int:
-        """Return the number of characters of the answer that the stream has sent."""
+        """Return how many characters of the answer the stream has sent.
+
+        `miss` is the rule that the answer breaks, and in which part.
+        """
 
     def is_continued_by(self, answer: Completion) -> bool:
         """Whether a new answer begins with everything that the stream has sent."""
@@ -123,11 +135,12 @@ def settling(
     tokenizer: Tokenizer,
     sent: SentText | None = None,
 ) -> Generator[CheckPart | DrawAgain, Any, Settled]:
-    """Yield the checks and new answers that an answer needs to fit its JSON schema.
+    """Yield the checks and new answers that make an answer fit its JSON schema.
 
-    The generator returns the final answer. `read_parts` returns the parts of an answer that have a
-    schema. The number of new answers and of their tokens is bounded, so that the result does not
-    depend on the speed of the machine.
+    The caller performs each yielded step, sends its result back, and gets the final answer as the
+    generator's return value. `read_parts` returns the parts of an answer that have a schema. The
+    number of new answers and of their tokens is bounded, so that the result does not depend on the
+    speed of the machine.
     """
     excluded: list[ExcludedPrefix] = []
     num_left = max(MIN_REDRAWN_TOKENS, MAX_REDRAWN_RATIO * len(answer.token_ids))
@@ -191,7 +204,10 @@ def _find_miss(
 
 
 def is_complete_json(text: str) -> bool:
-    """Whether a text is a complete JSON value; a number is not, because digits could follow."""
+    """Whether a text is a complete JSON value, not a beginning that was cut.
+
+    A number is never complete, because digits could follow.
+    """
     text = text.strip()
     if not text.endswith(_VALUE_ENDS):
         return False
@@ -221,10 +237,10 @@ def text_of_tokens(answer: Completion, tokenizer: Tokenizer) -> str | None:
 
 
 def exclusions(written: str | None, miss: Miss, level: int) -> Iterator[ExcludedPrefix]:
-    """Yield the texts that the next answer must not contain, after an answer broke its schema.
+    """Yield the texts that the next answer must not begin with, after an answer broke its schema.
 
-    At level 0 this is the text up to the end of the wrong value; at higher levels it ends with a
-    shorter beginning of the value.
+    At level 0 the excluded text ends after the wrong value; each higher level halves the part of
+    the value that is excluded, so that more other values are excluded with it.
     """
     part = miss.part.text
     start, end = wrong_span(part, miss.fault)
@@ -246,7 +262,7 @@ def exclusions(written: str | None, miss: Miss, level: int) -> Iterator[Excluded
 
 
 def redrawn_params(params: SamplingParams, work: DrawAgain) -> SamplingParams:
-    """Return the sampling parameters for a new answer without the excluded texts."""
+    """Return the sampling parameters for a new answer without the texts that `work` excludes."""
     assert params.constraint is not None
     assert params.seed is not None
     return replace(
@@ -259,7 +275,7 @@ def redrawn_params(params: SamplingParams, work: DrawAgain) -> SamplingParams:
 
 
 def replace_answer(answer: Completion, other: Completion) -> Completion:
-    """Return a new answer with the index and the first times of the answer it replaces."""
+    """Return the new answer `other` with the index, prompt data and first times of `answer`."""
     first = answer.timings
     return replace(
         other,

@@ -34,7 +34,9 @@ class Health(Enum):
 
 
 class StepProgress(Frozen):
-    """How far the engine loop is: its finished steps, and the age of the current step.
+    """The progress of an engine loop: its finished steps, and the age of the current step.
+
+    A watchdog that sees no progress for long knows that the engine hangs.
 
     Attributes:
         num_steps: finished steps.
@@ -52,7 +54,9 @@ class LoopHeartbeat:
 
     Attributes:
         num_steps: finished steps.
-        busy_since_s: since when the loop waits for the oldest step in flight; None without a step.
+        busy_since_s: time since which the loop waits for the oldest step in flight; None
+            without a
+            step.
         is_recovering: whether lost ranks are being replaced.
         interval_s: time between the ends of the last two steps; 0.0 if the loop paused between.
     """
@@ -66,7 +70,7 @@ class LoopHeartbeat:
         self._step_end_s: float | None = None  # end of the last step; None after a pause
 
     def pause(self, condition: Condition, timeout_s: float | None) -> None:
-        """Sleep while there are no requests, until `condition` is notified or the time is over."""
+        """Sleep until `condition` is notified or `timeout_s` is over, as there are no requests."""
         self._step_end_s = None
         condition.wait(timeout=timeout_s)
 
@@ -105,7 +109,7 @@ class LoopHeartbeat:
 
 @dataclass(slots=True)  # not frozen: that would triple the time to make hundreds of them
 class RequestView:
-    """A running request as `RunningRequests` shows it.
+    """A running request, as the dashboard and `RunningRequests` show it.
 
     Times are on the engine's clock, and 0 until the event. `pages` has the request's page indices,
     a tuple for each cache group; missing pages are `NO_PAGE`.
@@ -127,7 +131,11 @@ class RequestView:
 
 
 class RunningRequests(Frozen):
-    """The running requests, sorted by priority; the other fields are as in `SchedulerView`."""
+    """A copy of an engine's running requests, sorted by priority, and of its pages' state.
+
+    `counts` has the number of references to each page, and `cached` the pages that only the prefix
+    cache keeps. `SchedulerView` describes the other fields.
+    """
 
     stats: SchedulerStats
     running: tuple[RequestView, ...]
@@ -137,7 +145,7 @@ class RunningRequests(Frozen):
 
 
 def view_running(view: SchedulerView, listeners: Mapping[str, RequestListener]) -> RunningRequests:
-    """Return the running requests of the scheduler's view, with the progress of their output."""
+    """Return the scheduler's running requests together with the progress of their output."""
     running = [
         _view_request(request, listeners.get(request.id), pages)
         for request, pages in zip(view.running, view.pages, strict=True)

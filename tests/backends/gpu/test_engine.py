@@ -248,9 +248,9 @@ def test_a_gpus_limits_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Doctor shows them, and utilization is a share of them, not of the processor's."""
     from twostroke.backends.gpu import device
     from twostroke.cli import doctor
-    from twostroke.engine.engine import _limits
+    from twostroke.engine.engine import _measure_limits
 
-    hardware = _limits(ComputeOptions("gpu"), 1000).hardware()
+    hardware = _measure_limits(ComputeOptions("gpu"), 1000).hardware()
     assert hardware is not None
     assert hardware.name == "interpreted kernels"
     assert min(hardware.bandwidth, hardware.peak, hardware.memory_bytes) > 0

@@ -20,7 +20,7 @@ from twostroke.core.options import (
     ComputeOptions,
     EngineOptions,
 )
-from twostroke.engine.canary import Canary, FirstLoad, read_report, score_canary
+from twostroke.engine.canary import CanaryScores, FirstLoadCheck, read_report, score_canary
 from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
 from twostroke.lab.measure.divergence import LogitsComparison  # noqa: TC001 - msgspec needs it
 from twostroke.lab.measure.questions import Flips, choices
@@ -75,7 +75,7 @@ class _FileMeasurement(Frozen):
     one stream on `machine`. `choices` are the model's answers to the multiple-choice questions.
     """
 
-    canary: Canary
+    canary: CanaryScores
     memory_bytes: int
     tokens_per_s: float
     machine: str
@@ -117,7 +117,7 @@ class FileReport(Frozen):
     rows_per_s: float
     tokens_per_s: float
     machine: str
-    canary: Canary
+    canary: CanaryScores
     flips: Flips | None = None
     version: int = 1
 
@@ -178,7 +178,7 @@ def make_report(
     )
 
 
-def check_canary(loaded: LoadedModel, backend: CpuBackend, message: str = _REMOVED) -> Canary:
+def check_canary(loaded: LoadedModel, backend: CpuBackend, message: str = _REMOVED) -> CanaryScores:
     """Check by a canary prompt that a model writes no garbage; return the result.
 
     `message` is the text of the error, with fields `model` and `fault`.
@@ -187,7 +187,7 @@ def check_canary(loaded: LoadedModel, backend: CpuBackend, message: str = _REMOV
         QualityError: the model writes garbage.
     """
     program, tokenizer = build_program(loaded.spec), build_tokenizer(loaded)
-    first_load = FirstLoad.of(loaded, tokenizer, program, EngineOptions())
+    first_load = FirstLoadCheck.of(loaded, tokenizer, program, EngineOptions())
     canary = score_canary(backend, first_load.tokens)
     if fault := first_load.fault(canary):
         raise QualityError(message, model=loaded.name, fault=fault)

@@ -22,12 +22,12 @@ from twostroke.engine.embedding import check_total_values, choose_pooling
 from twostroke.engine.prompts import (
     chat_of,
     encode_beginning,
-    encode_gap,
+    encode_infill_prompt,
     encode_parts,
     encode_rendered,
     encode_text,
-    ending_gaps,
     to_hints,
+    with_infill_end_ids,
 )
 from twostroke.model.tokenizer import TooManyTokensError
 from twostroke.server.http.ignored import Ignored
@@ -331,7 +331,7 @@ class Job(Frozen):
                 ignored=tuple(ignored),
                 calls=chat.calls,
             )
-        params = ending_gaps(card, params) if self.suffix else params
+        params = with_infill_end_ids(card, params) if self.suffix else params
         prompts = [self._encode(prompt, card) for prompt in self.prompts]
         return Encoded(prompts, params, hints, ignored=tuple(ignored))
 
@@ -340,7 +340,7 @@ class Job(Frozen):
         if not isinstance(prompt, (str, list)):
             return prompt.encode(card)
         if self.suffix:
-            return encode_gap(card, prompt, self.suffix)
+            return encode_infill_prompt(card, prompt, self.suffix)
         return encode_text(
             card, prompt, add_special=self.add_special, parse_special=self.parse_special
         )

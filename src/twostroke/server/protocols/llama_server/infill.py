@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.engine.prompts import ending_gaps
+from twostroke.engine.prompts import with_infill_end_ids
 from twostroke.model.tokenizer import encode_part
 from twostroke.server.body import field
 from twostroke.server.protocols.llama_server.completion import LlamaJob, to_job
@@ -63,7 +63,7 @@ class InfillJob(LlamaJob):
             RequestError: the model cannot fill in the middle.
         """
         encoded = super().encode(card, splits_reasoning=splits_reasoning)
-        encoded.params = ending_gaps(card, encoded.params)
+        encoded.params = with_infill_end_ids(card, encoded.params)
         return encoded
 
 
