@@ -58,6 +58,18 @@ def test_no_source_runs_code_from_data() -> None:
     assert not faults
 
 
+def test_catching_every_exception_has_a_reason_beside_it() -> None:
+    """`except BaseException` also catches Ctrl-C and a task's cancellation: a comment says why."""
+    faults = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in SOURCES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.match(r"\s*except(?: \(?.*BaseException.*)?:", line)
+        and not re.search(r"# (?:noqa: \w+ )?\w+ \w+", line)
+    ]
+    assert not faults
+
+
 @pytest.mark.parametrize(
     "line",
     [

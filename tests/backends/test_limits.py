@@ -8,11 +8,15 @@ from msgspec.structs import replace
 
 from twostroke.backends import machine_limits as limits_module
 from twostroke.backends.machine_limits import MachineLimits
+from twostroke.core import hardware
+from twostroke.core.control_groups import CoreLimit
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import Hardware
 from twostroke.engine.counters import PhaseTotals, PrefillDecodeTotals
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
 
 BUSY = Hardware("test", 2, 10**9, bandwidth=100.0, peak=1000.0, peak_kind="x", source="measured")
@@ -82,3 +86,27 @@ def test_without_a_native_library_there_are_no_limits(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(limits_module, "machine", refuse)
     assert above(MachineLimits("portable", 2, 10**6), _decoding(1)) is None
+
+
+def test_threads_beyond_the_usable_cores_do_not_lower_the_limits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
+    monkeypatch.setattr(hardware, "core_limits", lambda _: [CoreLimit(1.5, "cpu.max")])
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: set(range(4)))
+    measured: list[int] = []
+
+    def measure_peak(_: str, num_threads: int) -> tuple[float, str]:
+        measured.append(num_threads)
+        return 1000.0, "x"
+
+    monkeypatch.setattr(limits_module, "measure_peak", measure_peak)
+    monkeypatch.setattr(limits_module, "measure_bandwidth", lambda *_: 100.0)
+    limits = [limits_module.machine("portable", threads, 10**6) for threads in (1, 2, 3, 64)]
+    assert [found.num_threads for found in limits] == [1, 2, 2, 2]
+    assert measured == [1, 2]  # the others are read from the cache
+
+    monkeypatch.setattr(hardware, "core_limits", lambda _: [])
+    assert limits_module.machine("portable", 64, 10**6).num_threads == 4
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: {3})
+    assert limits_module.machine("portable", 64, 10**6).num_threads == 1

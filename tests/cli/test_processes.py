@@ -306,7 +306,7 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded(
         (("--port", "0", "--objective", "tttf=1"), 2, "with a name of queue, ttft"),
         (("--port", "0", *["--objective", "e2e=1"] * 2), 2, "--objective is given twice for e2e"),
         (("--port", "0", "--otlp-endpoint", "localhost"), 2, "must be the address of a collector"),
-        (("--port", "0", "--api-keys", "/nowhere/keys"), 2, "cannot be read: No such file"),
+        (("--port", "0", "--api-keys", "/nowhere/keys"), 2, "--api-keys takes the path of a file"),
         (("--port", "0", "--log-format", "xml"), 2, "'xml' is not one of text, json"),
         (("--port", "0", "--log-level", "inf"), 2, "Did you mean 'info'?"),
     ],
@@ -318,6 +318,58 @@ def test_what_cannot_be_served_is_one_sentence(
     assert ran.code == code
     assert said in ran.err
     assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("serve", "tiny"), ("route", "--replica", "http://h")])
+@pytest.mark.parametrize("secret", ["sk-hunter2", "c2Vj/hunter2=", "/hunter2", "hunter2" * 40])
+def test_a_key_in_place_of_its_file_is_not_shown(
+    cli: Callable[..., Ran], tiny: str, command: tuple[str, ...], secret: str
+) -> None:
+    arguments = (tiny if word == "tiny" else word for word in command)
+    ran = cli(*arguments, "--port", "0", "--api-keys", secret)
+    assert ran.code == 2
+    assert "--api-keys takes the path of a file with keys" in ran.err
+    assert "set TWOSTROKE_API_KEY" in ran.err
+    assert "hunter2" not in ran.err + ran.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("route", "--port", "0", "--replica", "http://user:hunter2@host:8000"),
+        ("route", "--port", "0", "--replica", "user:hunter2@host"),
+        ("route", "--port", "0", "--discover", "http://user:hunter2@host:8000"),
+        ("route", "--port", "0", "--replicas-file", "LIST"),
+        ("serve", "MODEL", "--port", "0", "--otlp-endpoint", "ftp://user:hunter2@host:4318"),
+        ("serve", "MODEL", "--port", "0", "--otlp-endpoint", "user:hunter2@host:4318"),
+        ("serve", "MODEL", "--port", "0", "--page-store", "user:hunter2@host"),
+        ("serve", "MODEL", "--port", "0", "--page-store", "redis://user:hunter2@host:x"),
+        ("batch", "LIST", "-o", "OUT", "--url", "http://user:hunter2@host:x"),
+        ("batch", "LIST", "-o", "OUT", "--url", "http://user:hunter2@127.0.0.1:1"),
+        ("plan", "MODEL", "--server", "http://user:hunter2@127.0.0.1:1", "--calibrate"),
+        ("pull", "hf:owner/repo"),
+    ],
+)
+def test_passwords_of_urls_are_not_shown(
+    cli: Callable[..., Ran],
+    tiny: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://user:hunter2@127.0.0.1:1")
+    monkeypatch.setenv("TWOSTROKE_STORE_KEY", "0" * 64)
+    listing = tmp_path / "list"
+    if arguments[0] == "batch":
+        fields = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}
+        listing.write_text(json.dumps(fields))
+    else:
+        listing.write_text("http://user:hunter2@host")
+    words = {"MODEL": tiny, "LIST": str(listing), "OUT": str(tmp_path / "out.jsonl")}
+    ran = cli(*(words.get(word, word) for word in arguments))
+    assert ran.code != 0
+    assert ran.err
+    assert "hunter2" not in ran.err + ran.out
 
 
 def test_a_port_is_free_again_after_a_model_that_cannot_be_loaded(

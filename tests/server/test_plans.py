@@ -70,7 +70,7 @@ def test_this_machine_has_its_measured_limits(
     assert plan["calibrated"] is None
     assert plan["question"]["token_budget"] == measured.api.engine.facts.config.token_budget
     known = Calibration(POINTS, "2026-01-02", 1)
-    known_on = {MACHINE.num_threads: known}.get
+    known_on = {measured.api.engine.facts.backend.num_threads: known}.get
     monkeypatch.setattr(planner, "load_calibration", lambda _, count: known_on(count))
     corrected = measured.http.post(plans.PATH, json={"prompt": 64}).json()
     assert corrected["calibrated"]["date"] == "2026-01-02"

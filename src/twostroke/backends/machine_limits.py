@@ -11,13 +11,13 @@ from msgspec.structs import asdict, replace
 from twostroke.backends.cpu.team import measure_bandwidth, measure_peak
 from twostroke.core import env
 from twostroke.core.errors import BackendError, ModelFormatError, UsageError
-from twostroke.core.hardware import Hardware, memory_total, processor_name
+from twostroke.core.hardware import Hardware, max_busy_threads, memory_total, processor_name
 from twostroke.core.json_io import read_checked_json, write_checked_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_VERSION = 3  # raise it when the measurement changes: cached results become invalid
+_VERSION = 4  # raise it when the measurement changes: cached results become invalid
 
 
 class MachineLimits:
@@ -89,13 +89,15 @@ def machine(
 ) -> Hardware:
     """Measure this machine's memory bandwidth and peak FLOP/s, or read them from the cache.
 
-    The result is for kernels of instruction-set level `level` on `num_threads` threads.
+    The result is for kernels of instruction-set level `level` on `num_threads` threads. Threads
+    beyond the usable cores add no speed, and would slow the measurement down: they are left out.
 
     `stream_bytes` is the number of bytes that each step reads, which is the size of the weights:
     models that fit into the last-level cache have a higher bandwidth. A measurement takes less than
     a second; it is made the first time and with `remeasure`. A busy machine measures too low, never
     too high, so the cache folder keeps the best of all measurements, which is returned.
     """
+    num_threads = min(num_threads, max_busy_threads())
     key = f"{_VERSION}|{processor_name()}|{level}|{num_threads}|{stream_bytes.bit_length()}"
     path = env.cache_dir() / "machine" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     cached = _read(path)

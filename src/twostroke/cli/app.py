@@ -6,6 +6,7 @@ import _thread
 import importlib
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -18,7 +19,8 @@ from click import Option
 
 from twostroke.cli.help import CommandGroup
 from twostroke.core.errors import MemoryLimitError, TwostrokeError, nearest
-from twostroke.core.foreign_options import foreign_hint
+from twostroke.core.foreign_options import foreign_hint, names_model
+from twostroke.core.masking import without_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -209,7 +211,8 @@ def _fail(message: str, code: int) -> int:
     with suppress(OSError):  # standard error is closed
         if code == Interruption.exit_code and sys.stderr.isatty():
             click.echo(err=True)  # after the ^C on the screen
-        click.echo(f"twostroke: {printable(' '.join(message.split()))}", err=True)
+        sentence = without_passwords(" ".join(message.split()))
+        click.echo(f"twostroke: {printable(sentence)}", err=True)
     return code
 
 
@@ -220,10 +223,11 @@ def _sentence(error: click.ClickException, arguments: Sequence[str]) -> str:
         return error.format_message()
     see_help = f" See: {context.command_path} --help"
     if isinstance(error, click.NoSuchOption):
-        if error.option_name == "--model" and any(map(_is_model, context.command.params)):
-            return f"The model has no option: {context.command_path} MODEL.{see_help}"
         flags = _flags(context)
         name = _as_written(error.option_name, arguments)
+        if names_model(name) and (param := _model_argument(context.command)):
+            model = _value_of(name, arguments) or param.human_readable_name
+            return f"The model is given without {name}: '{context.command_path} {model}'.{see_help}"
         hint = foreign_hint(name, flags) or nearest(name, flags)
         return f"There is no option '{name}'.{hint}{see_help}"
     if isinstance(error, click.MissingParameter) and _is_model(error.param):
@@ -248,8 +252,24 @@ def _as_written(option_name: str, arguments: Sequence[str]) -> str:
     return option_name
 
 
+def _value_of(option_name: str, arguments: Sequence[str]) -> str:
+    """Return the value of an option on the command line, quoted for a shell; "" if it has none."""
+    for word, next_word in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == option_name:
+            value = value if equals else next_word
+            return "" if value.startswith("-") else value and shlex.quote(value)
+    return ""
+
+
+def _model_argument(command: click.Command) -> click.Argument | None:
+    """Return the argument that names a command's model; None if the command has none."""
+    arguments = (param for param in command.params if isinstance(param, click.Argument))
+    return next(filter(_is_model, arguments), None)
+
+
 def _is_model(param: click.Parameter | None) -> bool:
-    return param is not None and param.name in {"model", "models"}
+    return param is not None and param.name in {"model", "models", "teacher"}
 
 
 def _drop_output() -> None:

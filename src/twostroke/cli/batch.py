@@ -150,6 +150,8 @@ def _check(path: Path, limits: RequestLimits) -> int:
         total, errors, num_errors = check(path, None, limits)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    if not total:
+        raise UsageError(f"{path} has no request: each line must be one, as in OpenAI's Batch API.")
     if num_errors:
         for line_error in errors[:_MAX_SHOWN_ERRORS]:
             location = "" if line_error.line is None else f"line {line_error.line}: "

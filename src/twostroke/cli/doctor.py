@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from twostroke.cli.help import Command, option
+from twostroke.core.counting import counted_noun
 from twostroke.core.errors import BackendError, MemoryLimitError, UsageError
 from twostroke.core.hardware import (
     core_limit,
@@ -79,7 +80,9 @@ def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) 
     _show("What auto means here", _auto_lines(auto, has_threads=threads is not None))
     if sys.stderr.isatty():
         click.echo("Measuring…\r", nl=False, err=True)
-    _show(f"Limits of {level} with {num_threads} threads", limit_lines(measure(level, num_threads)))
+    measured = measure(level, num_threads)
+    threads_text = counted_noun(measured["num_threads"], "thread")
+    _show(f"Limits of {level} with {threads_text}", limit_lines(measured))
     if gpu := measure_gpu():
         _show("GPU (--backend gpu)", gpu_lines(gpu))
 
@@ -229,6 +232,7 @@ def measure(level: str, num_threads: int) -> dict[str, Any]:
         "large_bytes_per_s": large and large.bandwidth,
         "peak_ops_per_s": max(small.peak, large.peak if large else 0),
         "peak_kind": small.peak_kind,
+        "num_threads": small.num_threads,
     }
 
 

@@ -53,7 +53,7 @@ _HOW_TO_PROMPT = "give one with -p TEXT, -f FILE, or on standard input."
 @click.argument("model")
 @click.argument("text", required=False, metavar="[PROMPT]")
 @option("-p", "--prompt", help="The prompt; - is standard input, which is also the default.")
-@option("-f", "--file", type=TextFile(), help="File with the prompt.")
+@option("-f", "--file", type=TextFile(may_be_empty=True), help="File with the prompt.")
 @option("--system", help="System message before the prompt.")
 @option("--raw", is_flag=True, help="Continue the prompt's text, without the chat template.")
 @option(
@@ -70,7 +70,7 @@ _HOW_TO_PROMPT = "give one with -p TEXT, -f FILE, or on standard input."
 )
 @option(
     "--prediction",
-    type=TextFile(),
+    type=TextFile(may_be_empty=True),
     help="File that the answer will resemble, such as code to edit: speeds the answer up.",
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -23,6 +24,9 @@ _DECIMAL: Final = {letter: 1000**power for power, letter in enumerate(("", *"kmg
 _BINARY: Final = {f"{letter}i": 1024**power for power, letter in enumerate("kmgt", 1)}
 _UNITS: Final = _DECIMAL | _BINARY
 _MAX_COUNT: Final = 1 << 20
+# A text that was given in place of the name of its file: JSON, a grammar or a template.
+_INLINE_TEXT: Final = re.compile(r"^\s*[\[{]|\n|::=|:\s|\{\{|\{%")
+_MAX_SHOWN_CHARS: Final = 40  # of a text that was given in place of a file
 _PATHS: Final = {"model", "models", "draft", "heads"}
 _NUMBERS: Final = {"integer": "N", "integer range": "N", "float": "X", "float range": "X"}
 
@@ -230,10 +234,19 @@ class TextFile(click.ParamType):  # type: ignore[type-arg]
 
     name = "file"
 
+    def __init__(self, *, may_be_empty: bool = False) -> None:
+        """Refuse a file without text, unless it `may_be_empty`."""
+        self._may_be_empty = may_be_empty
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the text of the option's file."""
-        del param, ctx
-        return read_text(str(value))
+        del ctx
+        flag = "" if param is None else max(param.opts, key=len)
+        text = read_text(str(value), flag)
+        if not self._may_be_empty and not text.strip():
+            source = "Standard input" if value == "-" else f"The file '{value}'"
+            raise UsageError(f"{flag}: {source} has no text.")
+        return text
 
 
 def _check_text(text: str, param: click.Parameter) -> None:
@@ -247,21 +260,24 @@ def _check_text(text: str, param: click.Parameter) -> None:
         raise UsageError(message) from None
 
 
-def read_text(path: str) -> str:
+def read_text(path: str, flag: str = "") -> str:
     """Return the text of a file, or of standard input if the path is -.
 
     Raises:
-        UsageError: the file cannot be read, or is not UTF-8.
+        UsageError: the file cannot be read, or is not UTF-8. The error names the option `flag`.
     """
+    prefix = f"{flag}: " if flag else ""
     source, data = "Standard input" if path == "-" else path, b""
     try:
         data = sys.stdin.buffer.read() if path == "-" else read_regular_file(Path(path))
         return data.decode()
     except OSError as error:
-        if path.lstrip().startswith("{"):
-            message = f"A file's name or - is expected, not its text, got {path[:40]!r}."
-            raise UsageError(message) from None
-        raise UsageError(f"The file '{path}' cannot be read: {error.strerror}.") from None
+        if _INLINE_TEXT.search(path) or error.errno == errno.ENAMETOOLONG:
+            is_long = len(path) > _MAX_SHOWN_CHARS
+            text = f"{path[:_MAX_SHOWN_CHARS]}..." if is_long else path
+            message = f"The name of a file or - is expected, not a text, got {text!r}."
+            raise UsageError(f"{prefix}{message}") from None
+        raise UsageError(f"{prefix}The file '{path}' cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         message = f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}."
-        raise UsageError(message) from None
+        raise UsageError(f"{prefix}{message}") from None

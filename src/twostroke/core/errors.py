@@ -8,6 +8,8 @@ from difflib import SequenceMatcher
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Final, Self
 
+from twostroke.core.masking import without_passwords
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -86,6 +88,7 @@ class TwostrokeError(Exception):
         # Not str.format: a reason may quote a caller's "{field:>9999999999}".
         reason = _PLACEHOLDER.sub(fact_text, reason)
         text = reason if is_whole else f"{field} {reason}"
+        text = without_passwords(text)
         return text[:-1] if text.endswith("..") and not text.endswith("...") else text
 
 

@@ -105,8 +105,21 @@ _SAME_OPTION: Final[dict[str, tuple[str, ...]]] = {
     "structured_outputs": ("constraint", "--json-schema"),
 }
 
+# Options that name the model, which is an argument of Twostroke's commands.
+_MODEL_OPTIONS: Final = frozenset(
+    {"hf_repo", "m", "model", "model_name", "model_name_or_path", "model_path", "model_tag"}
+)
+
 # Options that Twostroke does not have or need, and why.
 _WITHOUT_OPTION: Final = {
+    **dict.fromkeys(
+        (
+            *("enable_lora", "lora", "lora_modules", "lora_paths", "lora_scaled", "max_cpu_loras"),
+            *("max_lora_rank", "max_loras", "max_loras_per_batch"),
+        ),
+        "Adapters (LoRA) are not served: merge the adapter into its model, as "
+        "`merge_and_unload` of the package peft does, and serve the result.",
+    ),
     "api_key": "Set the key in TWOSTROKE_API_KEY, or put keys into a file for --api-keys.",
     "cont_batching": "Leave it out: batching is always continuous.",
     "data_parallel_size": "Start several servers, and put `twostroke route` in front of them.",
@@ -119,10 +132,8 @@ _WITHOUT_OPTION: Final = {
     "fa": "Leave it out: attention never stores the whole matrix.",
     "flash_attn": "Leave it out: attention never stores the whole matrix.",
     "jinja": "Leave it out: chat templates are always rendered.",
-    "m": "Name the model as an argument, without an option.",
     "metrics": "Leave it out: /metrics is always served.",
     "mlock": "Leave it out.",
-    "model_path": "Name the model as an argument, without an option.",
     "no_mmap": "Leave it out.",
     "num_beams": "Beam search is not supported; n gives several independent answers.",
     "quantization": "Weights keep the format of the model's file; `twostroke quantize` writes "
@@ -134,6 +145,11 @@ _WITHOUT_OPTION: Final = {
 }
 
 
+def names_model(option_name: str) -> bool:
+    """Return whether another inference program has this option to name the model."""
+    return _bare(option_name) in _MODEL_OPTIONS
+
+
 def foreign_hint(name: str, known_names: Collection[str]) -> str:
     """Return a hint for an unknown option that another inference program has, such as vLLM.
 
@@ -141,10 +157,15 @@ def foreign_hint(name: str, known_names: Collection[str]) -> str:
     other program is known to have the option, or if none of `known_names`, the options of the
     command, does the same.
     """
-    bare = name.lstrip("-").replace("-", "_").lower()
-    if bare in _WITHOUT_OPTION:
-        return f" {_WITHOUT_OPTION[bare]}"
-    for candidate in _SAME_OPTION.get(bare, ()):
+    bare = _bare(name)
+    same_option = ("--model",) if bare in _MODEL_OPTIONS else _SAME_OPTION.get(bare, ())
+    for candidate in same_option:
         if candidate.partition(" ")[0] in known_names:
             return f" Use '{candidate}' instead."
-    return ""
+    if bare in _MODEL_OPTIONS:
+        return " Name the model as an argument, without an option."
+    return f" {_WITHOUT_OPTION[bare]}" if bare in _WITHOUT_OPTION else ""
+
+
+def _bare(option_name: str) -> str:
+    return option_name.lstrip("-").replace("-", "_").lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -28,7 +29,8 @@ class Hardware(Frozen):
 
     Attributes:
         name: the processor or device.
-        num_threads: how many threads the limits are for.
+        num_threads: the number of threads that measured the limits: the engine's threads, but at
+            most one for each usable core.
         memory_bytes: the size of the memory.
         bandwidth: memory bandwidth in bytes per second, for reading data as large as a model's
             weights.
@@ -120,6 +122,15 @@ def num_cores() -> int:
     """
     quota = core_limit()
     return max(1, int(quota.num_cores)) if quota else _num_allowed_cores()
+
+
+def max_busy_threads() -> int:
+    """Return the most threads that can compute at once; more threads than this share the cores.
+
+    It is `num_cores`, except that a quota of 1.5 cores keeps two threads busy.
+    """
+    quota = core_limit()
+    return max(1, math.ceil(quota.num_cores)) if quota else _num_allowed_cores()
 
 
 def core_limit() -> CoreLimit | None:

@@ -362,7 +362,7 @@ def _start_kv_transfers(
             start_disaggregation(options.disaggregation, client, backend, spec)
         if options.offload.is_used:
             start_offload(client, spec, digest, options.offload)
-    except BaseException:
+    except BaseException:  # also after Ctrl-C: the loop's thread must not stay
         client.loop.close()
         raise
 

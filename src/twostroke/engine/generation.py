@@ -114,7 +114,7 @@ class Outputs:
         listener = self._waiting.popleft()
         try:
             self._submit([listener])
-        except BaseException:
+        except BaseException:  # also after Ctrl-C: the request is still to be submitted
             self._waiting.appendleft(listener)
             self.request_ids.pop()
             raise

@@ -209,8 +209,8 @@ class GpuBackend:
         try:
             with on(self._gpu.device), checked(self._gpu):
                 self._in_flight.append(self._launch(plan))
-        except BaseException:
-            self._steps.tables.note_all()  # the failed step may have lost changes of the tables
+        except BaseException:  # also after Ctrl-C: the step may have lost changes of the tables
+            self._steps.tables.note_all()
             raise
 
     def finish(self) -> StepResult:

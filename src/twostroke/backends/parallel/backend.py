@@ -107,7 +107,7 @@ class ParallelBackend:
         self._clock = DecodeClock()
         try:
             self._begin()
-        except BaseException:
+        except BaseException:  # also after Ctrl-C: the processes of the ranks must not stay
             self.close()
             raise
         self.facts = replace(_facts_of_all(rank0_backend.facts, ranks, mesh), link=link.kind)

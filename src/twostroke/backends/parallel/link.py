@@ -73,7 +73,7 @@ def _join_hosts(kind: str) -> Callable[[int, int, str, str], Link]:
         opened = open_link(choose_link_type(kind), rank, num_ranks, level)
         try:
             opened.join(link)
-        except BaseException:
+        except BaseException:  # also after Ctrl-C: shared memory and sockets must not stay
             opened.close()
             raise
         return opened

@@ -71,7 +71,7 @@ class Ranks:
         try:
             for rank in range(1, num_ranks):
                 self._start(rank)
-        except BaseException:
+        except BaseException:  # also after Ctrl-C: the started processes must not stay
             self._kill_all()
             raise
         self._monitor = threading.Thread(target=self._watch, name="twostroke-ranks", daemon=True)

@@ -199,7 +199,7 @@ class DiskTier:
             finally:
                 os.close(descriptor)
             part.rename(path)
-        except BaseException:
+        except BaseException:  # also after Ctrl-C: no part of a page may stay on the disk
             with suppress(OSError):
                 part.unlink()
             raise

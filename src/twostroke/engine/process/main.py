@@ -115,7 +115,7 @@ class _OpenCall(Outputs):
         call_by_request.update(dict.fromkeys(request_ids, self.id))
         try:
             self._loop.submit(listeners, self._waited_s)
-        except BaseException:
+        except BaseException:  # also after a panic in a library: the engine has no such request
             for request_id in request_ids:
                 call_by_request.pop(request_id, None)
             raise

@@ -129,7 +129,7 @@ class RemoteEngine:
                 sampling=options.generation.defaults(loaded.sampling),
             )
             return cls(load, card, process, ready)
-        except BaseException:
+        except BaseException:  # also after Ctrl-C: the engine process must not stay
             process.kill()
             process.close()
             raise

@@ -212,7 +212,7 @@ class Forwarder:
                 request.sent_s = time.monotonic()
                 replica.pool.close_idle()
                 continue
-            except BaseException:
+            except BaseException:  # also a cancellation: the connection goes back to the pool
                 connection.release()
                 raise
             del message, body  # so that only `request` refers to the body, which drops it early

@@ -15,6 +15,7 @@ from twostroke.core.cancellation import wait_until_set
 from twostroke.core.errors import UsageError
 from twostroke.core.files import read_regular_file
 from twostroke.core.frozen import Frozen
+from twostroke.core.masking import masked_url
 from twostroke.fleet.router.replica_registry import ReplicaFacts, ReplicaState
 from twostroke.fleet.router.response import CutOffError, ReplicaError
 from twostroke.fleet.router.upstream import Address, is_host_name, request_head
@@ -56,6 +57,8 @@ class HealthChecker:
         self._urls_by_source = {"options": {Address.of(url).url for url in options.replicas}}
         if self._listing is not None:
             self._urls_by_source["file"] = _read_listing(self._listing)
+            if not self._urls_by_source["file"]:
+                _logger.warning("%s names no server yet.", self._listing)
 
     async def start(self) -> None:
         """Start the health checks, and wait up to `_TIMEOUT_S` for the replicas' first answers."""
@@ -421,7 +424,7 @@ def _read_listing(path: Path) -> set[str]:
                 urls.add(Address.of(line).url)
             except UsageError:
                 raise UsageError(
-                    f"{path}, line {number}: '{line}' is not a server's URL."
+                    f"{path}, line {number}: '{masked_url(line)}' is not a server's URL."
                 ) from None
     return urls
 
@@ -441,5 +444,5 @@ def _split_name(text: str) -> tuple[str, int]:
     name = name.strip("[]")
     if not is_host_name(name) or not port.isdecimal() or not 0 < int(port) < 65536:
         reason = "must be a DNS name and a port, such as replicas.local:8000, got {value}."
-        raise UsageError(reason, field="discover", value=repr(text))
+        raise UsageError(reason, field="discover", value=repr(masked_url(text)))
     return name, int(port)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import socket
 import ssl
 import time
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.masking import masked_url
 from twostroke.fleet.router.response import (
     CutOffError,
     FailedReplicaError,
@@ -33,6 +35,7 @@ _MAX_IDLE_S: Final = 30.0  # vLLM and llama-server close idle connections after 
 _MAX_UNREAD_BYTES: Final = 256 * 1024
 # Linux ends the connection at the next retransmission, some 0.4 s later.
 _UNACKNOWLEDGED_MS: Final = 800
+_NOT_IN_HOST_NAMES: Final = re.compile(r"[\s@/?#\\]")
 _CUT_OFF_ERRORS: Final = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 
@@ -61,19 +64,20 @@ class Address(Frozen):
         Raises:
             UsageError: the text is not the URL of a server.
         """
-        reason = "must be a URL such as http://host:8000, got {value}."
+        reason = "must be a URL such as http://host:8000, without a password, got {value}."
+        shown_url = repr(masked_url(url))
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             port = parts.port or (443 if parts.scheme == "https" else 80)
             netloc = parts.netloc.lower()
             host_header = netloc.encode("ascii" if netloc.isascii() else "idna")
         except ValueError:
-            raise UsageError(reason, field="replicas", value=repr(url)) from None
+            raise UsageError(reason, field="replicas", value=shown_url) from None
         is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
         has_host = parts.hostname is not None and is_host_name(parts.hostname)
         has_host &= not netloc.endswith(":")  # the URL was http:/host:8000
         if parts.scheme not in {"http", "https"} or not has_host or not is_plain:
-            raise UsageError(reason, field="replicas", value=repr(url))
+            raise UsageError(reason, field="replicas", value=shown_url)
         path = parts.path.rstrip("/").removesuffix("/v1")
         return cls(
             url=f"{parts.scheme}://{netloc}{path}",
@@ -383,7 +387,7 @@ def is_host_name(text: str) -> bool:
         text.encode("idna")
     except UnicodeError:
         return False
-    return bool(text)
+    return bool(text) and not _NOT_IN_HOST_NAMES.search(text)
 
 
 def request_head(

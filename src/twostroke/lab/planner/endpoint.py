@@ -156,6 +156,7 @@ class Plans:
         self._name = name
         self._limits = limits
         self._token_budget = engine.facts.config.token_budget
+        self._num_threads = engine.facts.backend.num_threads
         self._thread = Readers(1)
         self._num_waiting: Counter[str] = Counter()  # by tenant
 
@@ -259,7 +260,7 @@ class Plans:
             raise RequestError(reason, field="device")
         else:
             device = device_of(hardware)
-            calibration = load_calibration(self._card.identity, hardware.num_threads)
+            calibration = load_calibration(self._card.identity, self._num_threads)
             calibration = calibration or reference_steps(device)
         return make_plan(model, device, question, calibration)
 

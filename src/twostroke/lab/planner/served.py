@@ -7,12 +7,13 @@ import math
 import time
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
+from twostroke.core.counting import counted_noun
 from twostroke.core.errors import EngineStoppedError, UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.urls import server_url
 from twostroke.model.program.batch import BatchShape
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def server_threads(url: str, key: str | None, model: PlannedModel) -> int:
 
 def on_threads(count: int) -> str:
     """Return a number of threads as text: "on 1 thread" or "on 2 threads"."""
-    return f"on {count} {'thread' if count == 1 else 'threads'}"
+    return f"on {counted_noun(count, 'thread')}"
 
 
 def read_steps(url: str, key: str | None, model: PlannedModel) -> list[Sequence[Any]]:
@@ -194,16 +195,10 @@ def _read_state(url: str, key: str | None) -> Any:
     """Return the JSON of a server's `/api/state`; None if the response is not JSON."""
     import http.client  # most plans need none of it
 
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = None
-    if not host or parts.scheme not in {"http", "https"}:
-        raise UsageError(f"must be like http://127.0.0.1:8000, got '{url}'.", field="server")
+    parts = server_url(url, field="server")
     is_secure = parts.scheme == "https"
     connection_type = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
-    connection = connection_type(host, port, timeout=_TIMEOUT_S)
+    connection = connection_type(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         path = parts.path.rstrip("/").removesuffix("/v1")

@@ -128,7 +128,10 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     with TextIOWrapper(open_regular_file(path), "utf-8-sig", newline="") as file:
         reader = csv.reader(file)
         try:
-            names = [name.strip().lower() for name in next(reader, [])]
+            head: list[str] = next((row for row in reader if "".join(row).strip()), [])
+            if not head:
+                return  # the file has no requests
+            names = [name.strip().lower() for name in head]
             for columns in (_TIME_COLUMNS, _PROMPT_COLUMNS, _OUTPUT_COLUMNS):
                 if not set(columns) & set(names):
                     reason = f"its first line must name a column {' or '.join(columns)}"
@@ -218,8 +221,11 @@ def _recorded_run(path: Path) -> list[RequestArrival]:
     class Recorded(Frozen):
         requests: tuple[RequestLog, ...]
 
+    text = read_regular_file(path)
+    if not text.strip():
+        return []
     try:
-        recorded = msgspec.json.decode(read_regular_file(path), type=Recorded)
+        recorded = msgspec.json.decode(text, type=Recorded)
     except msgspec.DecodeError as error:
         reason = f"{path.name} is not a recorded run, which has a list of requests: {error}."
         raise UsageError(reason) from None

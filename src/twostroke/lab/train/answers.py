@@ -110,6 +110,8 @@ def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[TrainingPromp
         if not isinstance(text, str):
             raise UsageError(f'--data {path}: line {number} is not an object with a "prompt".')
         file_prompts.append(TrainingPrompt(text, is_chat=False))
+    if not file_prompts:
+        raise UsageError(f"--data {path} has no prompts.")
     return iter(file_prompts)
 
 

@@ -289,7 +289,12 @@ def _read_file(path: Path) -> dict[str, str]:
         text = read_regular_file(path).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "keys are ASCII characters"
-        raise UsageError(f"The keys in {path} cannot be read: {reason}.") from None
+        # The path is not shown: it may be a key that was given in place of a file.
+        text = (
+            "takes the path of a file with keys, one on each line, and the file cannot be read: "
+            f"{reason}. For a single key, set TWOSTROKE_API_KEY."
+        )
+        raise UsageError(text, field="api_keys") from None
     tenants_by_key: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()

@@ -243,7 +243,7 @@ def check(
             if len(errors) < _MAX_ERRORS:
                 errors.append(error)
     if not num_lines:
-        return 0, [LineError("empty_file", "The file has no lines.")], 1
+        return 0, [LineError("empty_file", "The file has no request: each line must be one.")], 1
     return num_lines, errors, num_errors
 
 

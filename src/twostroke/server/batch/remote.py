@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.structs import replace
 
 from twostroke.core.errors import EngineStoppedError, UsageError
 from twostroke.core.json_io import encode_json, escape_line_ends
+from twostroke.core.urls import server_url
 from twostroke.server.http.internal_requests import InternalResponse
 
 if TYPE_CHECKING:
@@ -45,16 +45,10 @@ class Remote:
         Raises:
             UsageError: `url` is not an http or https URL with a host.
         """
-        parts = urlsplit(url)
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in {"http", "https"} or not parts.hostname or port == -1:
-            raise UsageError(f"must be like http://127.0.0.1:8000, got '{url}'.", field="url")
+        parts = server_url(url, field="url")
         self._url = url
-        self._host = parts.hostname
-        self._port = port
+        self._host = parts.hostname or ""
+        self._port = parts.port
         self._is_secure = parts.scheme == "https"
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"}

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from twostroke.core.masking import without_passwords
 from twostroke.server.http.api_key import OPEN_PATHS
 from twostroke.server.http.errors import one_line
 
@@ -72,10 +73,12 @@ class LogFormatter(logging.Formatter):
             "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": one_line(record.getMessage()),
+            "message": one_line(without_passwords(record.getMessage())),
         }
         figures: dict[str, Any] = getattr(record, FIGURES, {})
-        traceback = self.formatException(record.exc_info) if record.exc_info else None
+        traceback = (
+            without_passwords(self.formatException(record.exc_info)) if record.exc_info else None
+        )
         if self._is_json:
             return json.dumps(fields | figures | ({"trace": traceback} if traceback else {}))
         words = [f"{name}={_format_value(value)}" for name, value in figures.items()]

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
+from twostroke.core.masking import masked_url
 from twostroke.server.models.about import VERSION
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def check_endpoint(url: str) -> str:
     except ValueError:
         is_url = False
     if not is_url:
-        shown_url = ascii(url[:100])
+        shown_url = ascii(masked_url(url)[:100])
         reason = "must be the address of a collector, such as http://HOST:4318, got {value}."
         raise UsageError(reason, field="otlp_endpoint", value=shown_url)
     try:

@@ -76,7 +76,7 @@ class Records:
         except _DATABASE_ERRORS as error:
             os.close(self._lock)
             raise _explain(error, self.path) from None
-        except BaseException:
+        except BaseException:  # also after Ctrl-C: another process must get the lock
             os.close(self._lock)
             raise
         self._writes: SimpleQueue[Write | None] = SimpleQueue()

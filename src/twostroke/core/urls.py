@@ -1,0 +1,33 @@
+"""The URLs of servers that this program asks as a client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from twostroke.core.errors import UsageError
+from twostroke.core.masking import masked_url
+
+if TYPE_CHECKING:
+    from urllib.parse import SplitResult
+
+
+def server_url(url: str, *, field: str) -> SplitResult:
+    """Return the parts of the URL of a server that this program asks, as a client.
+
+    Raises:
+        UsageError: `url` is not an http or https URL with a host, or has a user or password, which
+            would be ignored; the error names the option `field`.
+    """
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        reason = "must be like http://127.0.0.1:8000, got '{value}'."
+        raise UsageError(reason, field=field, value=masked_url(url))
+    if parts.username is not None or parts.password is not None:
+        reason = "must be without a user and a password: a key is sent if TWOSTROKE_API_KEY has it."
+        raise UsageError(reason, field=field)
+    return parts
