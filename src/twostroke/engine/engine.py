@@ -48,7 +48,7 @@ from twostroke.engine.speculation import (
     NgramProposer,
     Speculator,
     StepTimeModel,
-    budgets,
+    budget_function,
 )
 from twostroke.model.families import build_program
 from twostroke.model.families.heads import last_hidden
@@ -330,7 +330,9 @@ def build_speculator(
     if options.method == "lookahead":
         proposers.append(Lookahead())
     on_request = [Lookahead()] if options.method == "auto" else []
-    return Speculator(proposers, budgets(step_time, options.count), step_time, on_request, watchers)
+    return Speculator(
+        proposers, budget_function(step_time, options.count), step_time, on_request, watchers
+    )
 
 
 def _start_other_ranks(

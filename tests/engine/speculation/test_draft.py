@@ -12,7 +12,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import TokenLogprobs
 from twostroke.engine.speculation import TokenTranslator
 from twostroke.engine.speculation.acceptance import AcceptanceRate
-from twostroke.engine.speculation.draft_model import PRIOR, DraftFollower, DraftTokens
+from twostroke.engine.speculation.draft_model import PRIOR, DraftModelSequence, DraftTokens
 from twostroke.model.tokenizer import Translation
 
 TARGET = byte_tokenizer(more_merges=("Ġw o", "Ġwo r", "Ġwor l", "Ġworl d", "a b", "ab c"))
@@ -84,9 +84,9 @@ def test_settled_tokens_never_change() -> None:
     assert transcript.tokens[: transcript.num_prompt] == prompt
 
 
-def follower_of(guesses: list[int], sure: list[float]) -> DraftFollower:
+def follower_of(guesses: list[int], sure: list[float]) -> DraftModelSequence:
     rate, ids = AcceptanceRate(PRIOR).for_request(), range(DRAFT.vocab_size)
-    found = DraftFollower(request_of("hello"), rate, 10, ids, draft_tokens=transcript_of())
+    found = DraftModelSequence(request_of("hello"), rate, 10, ids, draft_tokens=transcript_of())
     for guess, sureness in zip(guesses, sure, strict=False):
         found.take(guess, TokenLogprobs(math.log(sureness)))
     return found

@@ -25,12 +25,12 @@ from twostroke.core.step import StepResult
 from twostroke.engine.kv_cache import PagePool
 from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 from twostroke.engine.speculation import (
-    Always,
+    FixedDraftBudget,
     NgramProposer,
     Proposal,
     Speculator,
     StepTimeModel,
-    budgets,
+    budget_function,
     ngram,
 )
 from twostroke.engine.speculation.acceptance import AcceptanceRate
@@ -145,7 +145,7 @@ class Simulation:
         proposer: Proposer = NgramProposer()
         if self.right is not None:
             proposer = Drafting(self.right, self.rng, self.clock, self.texts)
-        budget_of = self.budget_of or budgets(known, None)
+        budget_of = self.budget_of or budget_function(known, None)
         clock = self.clock.monotonic
         self.speculator = Speculator([proposer], budget_of, known, clock=clock)
 
@@ -252,7 +252,7 @@ def test_a_draft_is_faster_where_it_pays(clock):
 
 
 def test_guesses_that_ignore_their_cost_are_slower(clock):
-    simulation = Simulation(clock, 0, lambda _: Always(4))
+    simulation = Simulation(clock, 0, lambda _: FixedDraftBudget(4))
     assert simulation.speedup(TEXTS["short"], 16) < 0.8
 
 

@@ -20,9 +20,9 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.engine.scheduler import Continuous
 from twostroke.engine.scheduler import draft_pages as drafting
 from twostroke.engine.speculation import (
-    Always,
     DraftCost,
     DraftOutcome,
+    FixedDraftBudget,
     Proposal,
     Speculator,
     StepTimeModel,
@@ -169,7 +169,7 @@ def test_trees_do_not_change_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         }
         guesser = GuessesTrees(outputs)
         step_time = StepTimeModel(StepCost(((once, Cost(0, 1)), (each_row, Cost(1)))), None)
-        speculator = Speculator([guesser], lambda _: Always(24), step_time)
+        speculator = Speculator([guesser], lambda _: FixedDraftBudget(24), step_time)
         monkeypatch.setattr("support.engines.build_speculator", lambda *_, **__: speculator)  # noqa: B023
         with tiny_client(tmp_path) as (client, _):
             found = complete(client, prompts, params)

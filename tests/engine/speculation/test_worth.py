@@ -9,12 +9,12 @@ import pytest
 
 from twostroke.core.hardware import Hardware
 from twostroke.engine.speculation import (
-    Always,
     DraftCost,
     DraftOutcome,
+    FixedDraftBudget,
+    PayingDraftBudget,
     Proposal,
     StepTimeModel,
-    WhilePaying,
 )
 from twostroke.engine.speculation.payoff import cheap_numbers
 from twostroke.model.program import BatchShape
@@ -67,7 +67,7 @@ def test_no_choice_brings_more_tokens_a_second(seed):
     step_time = step_time_of(0.01, rng.choice((0.0001, 0.001, 0.004)))
     batch = decode(3)
     odds = [tuple(rng.uniform(0.2, 1) for _ in range(rng.randint(0, 4))) for _ in range(3)]
-    counts = WhilePaying(step_time, batch).counts(100, [chain(each) for each in odds])
+    counts = PayingDraftBudget(step_time, batch).counts(100, [chain(each) for each in odds])
     gained = 0.0
     for count, each in zip(counts, odds, strict=True):
         chance = 1.0
@@ -82,39 +82,41 @@ def test_no_choice_brings_more_tokens_a_second(seed):
 
 
 def test_sure_guesses_are_taken_where_rows_are_cheap():
-    assert WhilePaying(step_time_of(0.01, 0.0001), decode(1)).counts(100, [chain((0.95,) * 8)]) == [
-        8
-    ]
+    assert PayingDraftBudget(step_time_of(0.01, 0.0001), decode(1)).counts(
+        100, [chain((0.95,) * 8)]
+    ) == [8]
 
 
 def test_unlikely_guesses_are_left_where_rows_cost():
-    assert WhilePaying(step_time_of(0.01, 0.005), decode(1)).counts(100, [chain((0.3,) * 8)]) == [0]
+    assert PayingDraftBudget(step_time_of(0.01, 0.005), decode(1)).counts(
+        100, [chain((0.3,) * 8)]
+    ) == [0]
 
 
 def test_the_likelier_proposal_gets_the_rows():
     offers = [chain((0.9,) * 8), chain((0.4,) * 8)]
-    counts = WhilePaying(step_time_of(0.01, 0.002), decode(2)).counts(100, offers)
+    counts = PayingDraftBudget(step_time_of(0.01, 0.002), decode(2)).counts(100, offers)
     assert counts[0] > counts[1]
 
 
 def test_a_busy_batch_takes_no_guesses_and_has_no_price():
     step_time = step_time_of(0.01, 0.002)
-    assert WhilePaying(step_time, decode(1)).cost(100) is not None
-    busy = WhilePaying(step_time, decode(64))
+    assert PayingDraftBudget(step_time, decode(1)).cost(100) is not None
+    busy = PayingDraftBudget(step_time, decode(64))
     assert busy.counts(100, [chain((0.9,) * 8)] * 64) == [0] * 64
-    assert WhilePaying(step_time, decode(256)).cost(100) is None
+    assert PayingDraftBudget(step_time, decode(256)).cost(100) is None
 
 
 def test_no_more_guesses_are_taken_than_the_budget_allows():
     offers = [chain((0.99,) * 8)] * 3
-    assert sum(WhilePaying(step_time_of(0.01, 0.0), decode(3)).counts(5, offers)) == 5
-    assert Always(4).counts(6, offers) == [4, 2, 0]
-    assert Always(4).cost(0) is None
-    assert WhilePaying(step_time_of(0.01, 0.0), decode(3)).cost(0) is None
+    assert sum(PayingDraftBudget(step_time_of(0.01, 0.0), decode(3)).counts(5, offers)) == 5
+    assert FixedDraftBudget(4).counts(6, offers) == [4, 2, 0]
+    assert FixedDraftBudget(4).cost(0) is None
+    assert PayingDraftBudget(step_time_of(0.01, 0.0), decode(3)).cost(0) is None
 
 
 def test_a_guess_that_takes_longer_to_make_must_be_likelier():
-    price = WhilePaying(step_time_of(0.01, 0.002), decode(1)).cost(100)
+    price = PayingDraftBudget(step_time_of(0.01, 0.002), decode(1)).cost(100)
     assert price is not None
     assert price.min_chance(0.0) == pytest.approx(0.002 / 0.012, rel=0.1)
     assert price.min_chance(0.006) == pytest.approx(0.008 / 0.012, rel=0.1)
@@ -196,7 +198,7 @@ def test_of_a_tree_the_best_products_are_taken():
     assert tree.parents == (-1, 0, -1, 2, 3, 0)
     assert tree.forks == [False, False, True, False, False, True]
     for row_s, most in ((0.0001, 6), (0.0021, 3), (0.0056, 3), (0.02, 0)):
-        [count] = WhilePaying(step_time_of(0.01, row_s), decode(1)).counts(100, [tree])
+        [count] = PayingDraftBudget(step_time_of(0.01, row_s), decode(1)).counts(100, [tree])
         assert count == most
 
 

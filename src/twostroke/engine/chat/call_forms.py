@@ -77,7 +77,7 @@ class CallForm(Frozen, kw_only=True):
         return bool(self.begin)
 
     def name(self, name: str) -> str:
-        """Return a function's name as a tool call in this form has it."""
+        """Return a function's name as calls in this form have it, perhaps as a JSON string."""
         return json.dumps(name) if self.is_quoted else name
 
     def write(self, calls: Iterable[tuple[str, str]]) -> str:
@@ -111,11 +111,14 @@ class CallForm(Frozen, kw_only=True):
         return begins and after.startswith(following) and _without_blanks(self.end) in after
 
     def is_known_to(self, tokenizer: Tokenizer) -> bool:
-        """Whether a vocabulary has tokens that only this form of tool calls uses."""
+        """Whether a model's vocabulary has the special tokens of this form of tool calls.
+
+        Used to guess the form of calls if the chat template writes no calls.
+        """
         return self.has_own_tokens and all(tokenizer.find(mark) for mark in self.all_marks)
 
     def is_shown(self, text: str) -> bool:
-        """Whether a prompt shows this form of tool calls to the model."""
+        """Whether a rendered prompt shows this form of tool calls to the model, in instructions."""
         return not self.is_bare and _without_blanks(self.opening) in _without_blanks(text)
 
 

@@ -163,7 +163,10 @@ class CallReader:
         return [TextPiece(rest)] if rest else []
 
     def _is_begun_call(self, text: str) -> bool:
-        """Whether the end of an answer is the beginning of a tool call, or of a call's mark."""
+        """Whether the unread end of a cut answer begins a tool call, or a call mark.
+
+        Such an end is dropped rather than returned as text.
+        """
         if self._state == self._head or self.num_calls > 0:
             return True
         if text.lstrip() and self._form.mark.startswith(text.lstrip()):

@@ -130,7 +130,7 @@ class _Probe(Frozen):
     is_text: bool = False
 
     def render(self, messages: Sequence[dict[str, Any]], *, has_tools: bool = True) -> str:
-        """Return a rendered test conversation, or no text if the template refuses it."""
+        """Return a test conversation as the template renders it; empty if it is refused."""
         try:
             return self.template.render(
                 messages,

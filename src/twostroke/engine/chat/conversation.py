@@ -137,7 +137,7 @@ class ProbedTemplate:
 
     @cached_property
     def marks(self) -> ReasoningMarks | None:
-        """The texts around the model's reasoning, and whether each prompt opens it; else None."""
+        """The texts around the model's reasoning, and whether prompts open it; None without."""
         user = [{"role": "user", "content": "Hello"}]
         try:
             text = self.template.render(self._in_parts(user), tools=self._without_tools).text
@@ -173,7 +173,7 @@ class ProbedTemplate:
 
     @cached_property
     def _needs_parts(self) -> bool:
-        """Whether message content must be a list of parts: the chat template fails on a text."""
+        """Whether a message's content must be a list of parts: the template fails on a text."""
         text = "tried text"
         parts = [{"type": "text", "text": text}]
         return not self._shows_content(text) and self._shows_content(parts)
@@ -236,7 +236,7 @@ class ProbedTemplate:
         return prompt
 
     def _in_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages whose content is a list of parts, if the template needs such lists."""
+        """Return messages with lists of parts as content, if the template needs such lists."""
         if not self._needs_parts:
             return messages
         return [
@@ -294,7 +294,7 @@ class Chat:
 
     @cached_property
     def tool_refusal(self) -> str | None:
-        """Why the model's template for tools cannot be compiled; None if it can, or is missing."""
+        """Why the model's template for tools cannot be compiled; None if it can or is missing."""
         return self._for_tools[1]
 
     def prepare(self) -> None:
@@ -385,9 +385,9 @@ class Chat:
     def supported_thinking(
         self, thinking: Thinking, *, has_tools: bool = False
     ) -> tuple[Thinking, list[RequestError]]:
-        """Return the part of a request's reasoning fields that the chat template supports.
+        """Return a request's reasoning fields without fields that the template does not support.
 
-        Also returns errors about fields that are not supported.
+        Also returns errors about the unsupported fields.
         """
         probed = self._template_for(has_tools=has_tools)
         return supported_part(thinking, probed.template.variables, probed.marks)

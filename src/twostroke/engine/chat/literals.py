@@ -152,7 +152,7 @@ def reads_parts(tree: nodes.Template) -> bool:
 
 
 def names_text(tree: nodes.Template, text: str) -> bool:
-    """Whether a literal in a chat template's expressions is this text."""
+    """Whether a chat template has exactly this literal in an expression, such as a role's name."""
     return any(node.value == text for node in tree.find_all(nodes.Const))
 
 

@@ -94,7 +94,7 @@ def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks |
 
 
 def find_opened_marks(text: str) -> ReasoningMarks | None:
-    """Return the marks around a model's reasoning, if a rendered prompt ends with the first."""
+    """Return the marks around a model's reasoning if a rendered prompt ends by opening it."""
     text = text.rstrip()
     for begin, end in _PAIRS:
         if text.endswith(begin):

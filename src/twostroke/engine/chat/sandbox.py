@@ -94,7 +94,7 @@ class RenderMeter:
             raise self._too_big()
 
     def built(self, value: Any) -> Any:
-        """Check the size of a value that the template built, and return the value.
+        """Check the time and the size of a template expression's value, and return the value.
 
         A generator becomes a list.
         """

@@ -217,10 +217,10 @@ class CallGrammar:
         yield f"start: {self._to_lark(self._form.opening)} body {self._more_calls} {self._end}"
 
     def calls_or_constraint(self, unmarked: Unmarked) -> Iterator[str]:
-        """Yield the grammar rules of answers with tool calls.
+        """Yield the rules of a grammar for tool calls that is combined with a client's constraint.
 
-        Another grammar has the answers without calls. `unmarked` says which calls may lack their
-        marks. A call without marks and fence can look like a JSON answer. Its terminals are
+        The constraint's grammar has the answers without calls. `unmarked` says which calls may lack
+        their marks. A call without marks and fence can look like a JSON answer. Its terminals are
         therefore the terminals of JSON, so that both grammars stay possible up to the key of the
         arguments. That key is one terminal, which is longer than the terminal of a JSON key, so
         that it decides for a call. Only one call without marks is allowed, because a model that
@@ -268,7 +268,10 @@ class CallGrammar:
         yield text_without_prefix(*other_beginnings)
 
     def _unmarked(self, before: str) -> Iterator[str]:
-        """Yield grammar rules of a tool call without marks that follows the pattern `before`."""
+        """Yield grammar rules for a tool call without call marks.
+
+        `before` is a regular expression of the text before the call.
+        """
         names = self._tools.names
         for index, name in enumerate(names):
             yield f"UNMARKED{index}: /{before}{_named_pattern(name)}/"
@@ -278,7 +281,7 @@ class CallGrammar:
         yield f"AFTER: /{_BLANK}+|{_BLANK}*```{_BLANK}*/"
 
     def _bodies(self) -> Iterator[str]:
-        """Yield the grammar rules of arguments, and of tool calls from the name to the tail."""
+        """Yield grammar rules for each function's arguments, and for a call from name to tail."""
         form = self._form
         functions = self._tools.functions
         id_ = f" {self._to_lark(form.id_mark)} /[a-zA-Z0-9]{{9}}/ " if form.id_mark else ""
@@ -298,7 +301,7 @@ class CallGrammar:
 
 
 def _any(rule: str, functions: tuple[object, ...]) -> str:
-    """Return the alternatives of a grammar rule, one for each function."""
+    """Return the alternatives of a grammar rule that exists once for each function."""
     return " | ".join(f"{rule}{index}" for index in range(len(functions)))
 
 

@@ -315,7 +315,7 @@ def _join_turns(turns: list[Message], first: str, second: str) -> list[Message]:
 
 
 def _with_text_before_calls(turns: list[Message], order: TurnOrder) -> list[Message]:
-    """Split each assistant message that has text and tool calls: first the text, then calls."""
+    """Split each assistant message that has text and tool calls: the text comes first."""
     ordered: list[Message] = []
     for turn in turns:
         if turn["role"] != "assistant" or not any(turn["content"]) or not turn.get("tool_calls"):

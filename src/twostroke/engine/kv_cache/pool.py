@@ -72,9 +72,10 @@ class PagePool:
 
     @property
     def horizon_s(self) -> float | None:
-        """How many seconds ago the KV page evicted last was last used; None if none was evicted.
+        """Seconds between now and the last use of the KV page that was evicted last.
 
-        Pages are evicted by age, so every page used since then is still cached.
+        None if no page was evicted. Pages are evicted by age, so every page used since then is
+        still cached.
         """
         return None if self._evicted_s is None else self._clock() - self._evicted_s
 
@@ -83,7 +84,7 @@ class PagePool:
         return self._counts[page]
 
     def contents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return copies of the reference counts of all KV pages, and the cached pages."""
+        """Return all KV pages' reference counts, and the ids of the cached pages, as copies."""
         return tuple(self._counts), tuple(self._cached)
 
     def allocate(self, count: int) -> list[int]:
@@ -126,10 +127,11 @@ class PagePool:
                     self._free.append(page)
 
     def release_out_of_window(self, page: int, *, is_reusable: bool = False) -> None:
-        """Drop a reference to a KV page that its request's sliding window has passed.
+        """Drop a reference to a KV page that is no longer in its request's sliding window.
 
-        The page becomes the first to be evicted, unless it `is_reusable`. In a group with a window
-        a page is useful only where another request's prefix ends, and few pages are such ends.
+        If no references are left, the page is the next to be evicted, unless it `is_reusable`. In a
+        layer group with a sliding window, a page is useful to other requests only if their common
+        prefix ends there, which is rare.
         """
         self.release([page])
         if page in self._cached:
@@ -142,7 +144,10 @@ class PagePool:
         self._free += self._evict(len(self._cached))
 
     def keep(self, pages: Iterable[int]) -> None:
-        """Let referenced KV pages stay cached after their last reference until evicted."""
+        """Mark referenced KV pages to become cached, rather than free, after their last reference.
+
+        The prefix index calls this for the pages that it has indexed.
+        """
         counts, is_kept = self._counts, self._is_kept
         for page in pages:
             assert counts[page] > 0, "only a referenced page has content worth keeping"

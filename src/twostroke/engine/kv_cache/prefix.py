@@ -47,12 +47,13 @@ class PrefixChain:
 
 
 class PrefixHit(Frozen):
-    """The cached KV pages that hold a sequence's beginning.
+    """The KV pages of a sequence's longest cached prefix.
 
     Attributes:
         pages: a list for each cache group, as in `Request.pages`.
-        num_indexed: how many of the first pages the index has in groups with full attention. It can
-            exceed `num_pages`, if a group with a window lacks pages.
+        num_indexed: how many of the sequence's first pages are indexed in groups with full
+            attention. It can exceed `num_pages`: in a group with a sliding window, pages may be
+            missing.
     """
 
     pages: list[list[int]]
@@ -60,7 +61,7 @@ class PrefixHit(Frozen):
 
     @property
     def num_pages(self) -> int:
-        """The length of the cached prefix, in pages of one cache group."""
+        """The length of the cached prefix in pages; each cache group has as many entries."""
         return len(self.pages[0])
 
 
@@ -93,10 +94,10 @@ class PrefixIndex:
         return PrefixChain(self._pool.page_size, salt)
 
     def num_reusable(self, num_tokens: int, num_prompt: int) -> int:
-        """Return how many full KV pages of a sequence the index may have.
+        """Return how many of a sequence's full KV pages may be indexed and reused.
 
         The sequence has `num_tokens` tokens; the first `num_prompt` are the prompt. In the strict
-        mode pages with generated tokens do not count.
+        mode, pages with generated tokens do not count.
         """
         if not self.reuse_generated and num_prompt < num_tokens:
             num_tokens = num_prompt
@@ -113,7 +114,7 @@ class PrefixIndex:
         return self.hit(chain.keys[:num_pages])
 
     def hit(self, keys: list[bytes]) -> PrefixHit:
-        """Return the longest cached prefix of a sequence whose KV pages have these hash keys."""
+        """Return the longest cached prefix of a sequence, given the keys of its full KV pages."""
         groups = self._pool.groups
         full_attention_pages = [
             _leading_pages(indexed, keys)
@@ -142,19 +143,20 @@ class PrefixIndex:
         return key in self._pages[group]
 
     def find(self, page_key: PageKey) -> int:
-        """Return the index in the pool of the KV page with this key, or `NO_PAGE`."""
+        """Return the id of the KV page with this key, or `NO_PAGE` if it is not indexed."""
         group, key = page_key
         return self._pages[group].get(key, NO_PAGE)
 
     def reachable(
         self, keys: Sequence[bytes], first: int, exists: Callable[[PageKey], bool]
     ) -> tuple[int, list[int]]:
-        """Return how many pages of a request could be reused if pages from elsewhere were fetched.
+        """Return how long a cached prefix could become if pages from elsewhere were fetched.
 
-        `keys` belong to the request's pages from index `first` on; its earlier pages are cached.
-        `exists` says whether a tier or another engine has a page. The first value counts the keys
-        of the longest prefix after which the request could start. The second value is, for each
-        cache group, the index of the first page that the request then reads.
+        Used to decide which pages to load from disk, Redis or another engine. `keys` belong to the
+        request's pages from index `first` on; its earlier pages are cached. `exists` says whether a
+        page can be fetched. The first result counts the keys of the longest prefix after which the
+        request could start. The second is, for each cache group, the index of the first page that
+        the request then reads.
         """
         groups, page_size = self._pool.groups, self._pool.page_size
         num_keys = len(keys)
@@ -179,9 +181,9 @@ class PrefixIndex:
         return num_reachable, first_read
 
     def insert(self, group: int, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Index KV pages of a cache group, which are full, computed and referenced.
+        """Index full, computed KV pages of a cache group under their keys.
 
-        Keys that are indexed already keep their page.
+        Requests must still hold references to them. Keys that are indexed already keep their page.
         """
         indexed = self._pages[group]
         added = [
@@ -194,9 +196,9 @@ class PrefixIndex:
         self._pool.keep([page for _, page in added])
 
     def _num_reachable(self, keys: list[bytes], num_pages: int) -> int:
-        """Return the length of the longest cached prefix, in pages, up to `num_pages`.
+        """Return the length in pages of the longest cached prefix, at most `num_pages`.
 
-        All pages in the sliding windows at its end are indexed.
+        In groups with sliding windows, all pages in the window before the prefix's end are indexed.
         """
         groups = self._pool.groups
         sliding = [group for group, window in enumerate(groups.windows) if window is not None]

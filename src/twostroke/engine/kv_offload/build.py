@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 def start_offload(
     client: Client, spec: KvCacheSpec, model_digest: str, options: OffloadOptions
 ) -> None:
-    """Let an engine's requests load KV pages from disk or Redis, until the engine's loop ends.
+    """Start KV offload: an engine's requests load KV pages from disk or Redis, and store them.
 
-    `model_digest` covers every byte of the weights, unlike the model's identity.
+    It runs until the engine's loop ends. `model_digest` covers every byte of the weights, unlike
+    the model's identity.
 
     Raises:
         UsageError: a tier cannot be used, or the engine has no pages to spare.
@@ -67,10 +68,10 @@ def start_offload(
 
 
 def check_tiers(options: OffloadOptions) -> None:
-    """Refuse, before a model is loaded, options whose KV offload tiers could not be opened.
+    """Check, before a model is loaded, that the tiers of the offload options could be opened.
 
     Raises:
-        UsageError: as `start_offload`.
+        UsageError: a tier cannot be used.
     """
     if options.page_store is not None:
         check_store(options.page_store)

@@ -145,7 +145,7 @@ class DiskTier:
         return True
 
     def probe(self) -> float:
-        """Read some stored pages from the disk, and return the shortest time in seconds.
+        """Measure the shortest time, in seconds, to read a stored KV page from the disk.
 
         The system's page cache is avoided. 0 if nothing could be read.
         """
@@ -166,7 +166,7 @@ class DiskTier:
             return len(self._index.entries), self._index.num_bytes
 
     def wait(self) -> None:
-        """Wait until the scan of the folder, which began at the start, has ended."""
+        """Wait for the end of the folder's scan, which begins when the tier is opened."""
         self._scanner.join()
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class DiskTier:
             raise
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove the least valuable pages' files if `num_bytes` more would exceed the limit."""
+        """Remove files of the least valuable KV pages until `num_bytes` more fit in the limit."""
         if time.monotonic() - self._scanned_s > _RESCAN_S:
             self._scan()
         with self._lock:
@@ -221,7 +221,7 @@ class DiskTier:
                 (spec_folder / text[:2] / text[2:]).unlink(missing_ok=True)
 
     def _scan(self) -> None:
-        """Read the headers of all page files in the folder, also of other servers and models."""
+        """Index all page files in the folder by their headers, whichever server wrote them."""
         self._scanned_s = time.monotonic()
         names: set[bytes] = set()
         with suppress(OSError):
@@ -256,9 +256,9 @@ def header_of(name: bytes, page: memoryview[Any], value: PageValue) -> bytes:
 
 
 def read_page(path: Path, name: bytes, page: memoryview[Any]) -> str | None:
-    """Fill a KV page from its file, and check the file.
+    """Fill a KV page from its file, and verify the file.
 
-    Returns None, or a description of the damage of the file that ends a sentence.
+    Returns None, or the damage of the file, in words that complete an error message.
 
     Raises:
         OSError: the file cannot be read.

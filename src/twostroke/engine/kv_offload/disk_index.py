@@ -31,16 +31,21 @@ class Entry:
     previous: bytes = b""
 
     def score(self, now_s: float) -> float:
-        """Return the page's value for eviction: seconds saved for each byte and each unused second.
+        """Return the page's worth on disk; pages with the lowest scores are evicted first.
 
-        Hyperbolic caching (Blankstein et al., USENIX ATC 2017) with a cost and a size.
+        The score is the prefill time saved, divided by the page's bytes and by the time since its
+        last use: hyperbolic caching (Blankstein et al., USENIX ATC 2017) with a cost and a size.
         """
         age_s = max(0.0, now_s - self.used_s) + _MIN_AGE_S
         return self.num_uses * self.saved_s / (self.num_bytes * age_s)
 
 
 class _ScoredPage(NamedTuple):
-    """A stored page with the best score and the latest keep time of itself and of later pages."""
+    """A stored KV page, with the highest score among itself and the pages that follow it.
+
+    Pages that follow are useless without it. The time until which it must stay is the latest one
+    among the same pages.
+    """
 
     name: bytes
     entry: Entry
@@ -49,11 +54,11 @@ class _ScoredPage(NamedTuple):
 
 
 class DiskIndex:
-    """The stored KV pages of a disk tier's folder by name, with at most `max_bytes` in all.
+    """An index of the KV pages in a disk tier's folder, which chooses the pages to evict.
 
     A page has at least the value of the pages that follow it in a sequence, and stays as long,
-    since they are useless without it. Pages that must be kept are evicted last, and only those
-    beyond half of `max_bytes`.
+    since they are useless without it. Pages that must be kept are evicted last, and only if they
+    take more than half of `max_bytes`.
 
     Attributes:
         max_bytes: the limit.
@@ -88,7 +93,7 @@ class DiskIndex:
         entry.used_s = max(entry.used_s, keep_until_s)
 
     def surplus(self, now_s: float, room: int) -> list[bytes]:
-        """Return the names of pages to evict from disk for `room` more bytes, least valuable first.
+        """Return the names of the KV pages to evict for `room` more bytes, least valuable first.
 
         Of pages with equal scores, the later page of a sequence goes first.
         """
@@ -107,7 +112,7 @@ class DiskIndex:
         return evicted
 
     def _scored_pages(self, now_s: float) -> list[_ScoredPage]:
-        """Return all stored pages with their scores and the times until which they must stay.
+        """Return all stored KV pages with their scores, and the times until which they must stay.
 
         Each page has at least the score and the time of the pages that follow it in its sequence.
         """

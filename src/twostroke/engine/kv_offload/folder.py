@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class StoredPages(Frozen):
-    """The pages of one `KvCacheSpec` on disk. Times are seconds since 1970; 0.0 if there is none.
+    """A summary of the KV pages on disk of one `KvCacheSpec`, for `twostroke cache`.
+
+    Times are seconds since 1970; 0.0 if there is none.
 
     Attributes:
         folder: the name of the pages' folder.
@@ -46,7 +48,7 @@ class StoredPages(Frozen):
 
 
 def read_folder(root: Path, now_s: float) -> list[StoredPages]:
-    """Return the stored KV pages in the folder of a page cache, by spec.
+    """Return a summary of the KV pages in a folder, one for each `KvCacheSpec`.
 
     Raises:
         UsageError: `root` is not the folder of a page cache.

@@ -44,13 +44,14 @@ _CLOSE_TIMEOUT_S: Final = 1.0  # for a tier that does not answer
 
 
 class OffloadManager:
-    """Moves KV pages between an engine's pool and its tiers on disk or in Redis.
+    """Loads KV pages from disk or Redis before requests start, and stores used pages there.
 
-    A request with a long prefill waits for pages that a tier has, if they are expected in half of
-    the time that computing them takes, and the first page in half of the time that may be lost. The
-    wait ends as soon as it has cost more than the pages that have arrived save, plus a small part
-    of the prefill time. Pages are written when they are used or computed a second time, and at once
-    for requests with `keep_s`. The scheduler reports used pages by the methods of `PageWatcher`.
+    A queued request with a long prefill waits for stored pages if loading them is expected to take
+    at most half as long as computing them, and if the first page is expected within half of the
+    time that may be lost. The wait ends as soon as it has cost more than the pages that have
+    arrived save, plus a small part of the prefill time. Pages are stored when they are used or
+    computed a second time, and at once for requests with `keep_s`. The scheduler reports used pages
+    by the methods of `PageWatcher`.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class OffloadManager:
         prefill_s: PrefillSeconds,
         is_measured: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Start the threads that load and write KV pages; closing `pages` ends them.
+        """Start the threads that load and store KV pages; they end when `pages` is closed.
 
-        `prefill_s` predicts the seconds of a prefill. Until `is_measured` returns True, prefill
-        takes longer than predicted.
+        `prefill_s` predicts the seconds of a prefill. Until `is_measured` returns True, a prefill
+        is assumed to take longer than predicted.
         """
         self._pages = pages
         self._spec = spec
@@ -111,9 +112,9 @@ class OffloadManager:
         return all(tier.tier.is_writable for tier in self._tiers)
 
     def close(self) -> bool:
-        """Write offered KV pages, for a few seconds at most, and end all loads.
+        """Store the KV pages that are queued, for a few seconds at most, and end all loads.
 
-        Returns False if a tier does not answer, which may then still use the pool's pages.
+        Returns False if a tier does not answer. The tier may then still use the pool's pages.
         """
         if not self._is_closing:
             self.flush(_FLUSH_TIMEOUT_S)
@@ -134,7 +135,7 @@ class OffloadManager:
     # The caller of these methods holds the loop's lock.
 
     def on_prefix_hit(self, state: RequestState, num_pages: int) -> None:
-        """Offer the cached pages with which a request starts to the tiers, if not done recently."""
+        """Queue the cached pages that a request starts with for storing, if not done recently."""
         chain, keep_s = state.chain, state.request.hints.keep_s
         if chain is None:
             return
@@ -148,9 +149,10 @@ class OffloadManager:
         self._offer(chain.keys[:num_pages], 0, num_pages, keep_s)
 
     def on_computed(self, state: RequestState, first: int, end: int) -> None:
-        """Offer KV pages that a request has computed to the tiers.
+        """Queue KV pages that a request has computed for storing.
 
-        Only pages computed for the second time, or of requests with `keep_s`, are offered.
+        Only pages that were computed for the second time, or that belong to a request with
+        `keep_s`, are stored.
         """
         chain, request = state.chain, state.request
         if chain is None:
@@ -178,7 +180,7 @@ class OffloadManager:
         self._has_offers.set()
 
     def _on_submit(self, state: RequestState) -> bool:
-        """Start loading a queued request's KV pages from disk or Redis if its prefill is long.
+        """Start loading a queued request's stored KV pages, if its prefill would be long.
 
         Returns whether the request waits for the pages.
         """
@@ -212,7 +214,7 @@ class OffloadManager:
                     self._pages.on_request_queued(load.state, self._on_submit)
 
     def _fetch(self, transfer: Transfer, began_s: float, slack_s: float) -> None:
-        """Load the KV pages that a waiting request misses, in order, while that saves time.
+        """Load the KV pages that a waiting request lacks, in order, while that saves time.
 
         `slack_s` is the time that may be lost if loading turns out to be slower than prefill.
         """
@@ -278,7 +280,10 @@ class OffloadManager:
         window: Sequence[PageKey],
         tier_by_key: dict[PageKey, _MeasuredTier],
     ) -> int:
-        """Load some KV pages from their tiers, in order, until one fails; return the number."""
+        """Load the next KV pages from their tiers into the pool, until one fails.
+
+        Returns the number of loaded pages.
+        """
         memory, count = self._pages.memory, 0
         assert memory is not None
         pages = self._pages.allocate(transfer, window)
@@ -315,7 +320,7 @@ class OffloadManager:
                 _logger.exception("Pages could not be written.")
 
     def _write(self, offer: _Offer) -> None:
-        """Write offered KV pages that are still in the pool to all tiers."""
+        """Store KV pages in all tiers, if they are still in the pool."""
         memory = self._pages.memory
         assert memory is not None
         with self._pages.lock:  # after the step that has computed the pages, and was measured
@@ -359,7 +364,7 @@ class OffloadManager:
 
 
 class _MeasuredTier:
-    """A KV offload tier with its counts and the time that it takes to read a page."""
+    """A KV offload tier, its counts for metrics, and the time that it takes to read a page."""
 
     def __init__(self, tier: OffloadTier) -> None:
         self.tier = tier
@@ -369,13 +374,13 @@ class _MeasuredTier:
         self._measured_until_s = 0.0  # when the measurement is too old
 
     def add(self, **counts: float) -> None:
-        """Add numbers to the tier's counts; each argument is named as its count."""
+        """Add to the tier's counts, which are named by the arguments."""
         with self._lock:
             for name, count in counts.items():
                 self.counts[name] = self.counts.get(name, 0) + count
 
     def record_read(self, read_s: float) -> None:
-        """Take in the measured time of reading a page from the tier; 0 is no measurement."""
+        """Update the average time to read a page with a measured time; 0 means not measured."""
         if not read_s:
             return
         with self._lock:
@@ -385,7 +390,7 @@ class _MeasuredTier:
             self._measured_until_s = time.monotonic() + _READ_TIME_AGE_S
 
     def page_s(self) -> float:
-        """Return the seconds to read a page from the tier; 0 without a recent measurement."""
+        """Return the average seconds to read a page from the tier; 0 if not measured recently."""
         return self._page_s if time.monotonic() < self._measured_until_s else 0.0
 
     def totals(self) -> TierTotals:
@@ -405,7 +410,7 @@ class _MeasuredTier:
 
 
 class _Offer(Frozen):
-    """KV pages of a sequence to write to the tiers.
+    """KV pages of a sequence that wait to be stored in the tiers.
 
     Attributes:
         keys: keys of the sequence up to the last page to write.
@@ -423,9 +428,9 @@ class _Offer(Frozen):
 
 
 class _PageLoad(Frozen):
-    """A load of KV pages from tiers to carry out, with the request that waits for the pages.
+    """A queued task: load a waiting request's KV pages from the tiers.
 
-    `slack_s` is the number of seconds that the load may lose against computing the pages.
+    `slack_s` is the number of seconds that loading may lose against computing the pages.
     """
 
     state: RequestState

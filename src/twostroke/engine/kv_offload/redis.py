@@ -156,7 +156,7 @@ class RedisTier:
         return min(times, default=0.0)
 
     def size(self) -> None:
-        """Return None for the number of stored pages: the server may have other entries, too."""
+        """Return None, meaning unknown: the Redis server may have other entries than pages."""
 
     def close(self) -> None:
         """Close all connections to the Redis server."""
@@ -181,7 +181,10 @@ class RedisTier:
             raise UsageError(text + end, field="page_store") from None
 
     def _call(self, operation: Callable[[], T], *, otherwise: T, writes: bool = False) -> T:
-        """Call the Redis server; return `otherwise` if that fails now or has failed recently."""
+        """Call the Redis server, unless calls pause after a failure.
+
+        Returns `otherwise` if the call fails or was not made.
+        """
         if time.monotonic() < self._retry_s:
             return otherwise
         try:

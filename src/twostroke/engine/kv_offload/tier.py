@@ -24,9 +24,9 @@ _ARITHMETIC_LEVELS = {"avx2": "vector", "avx512": "vector"}  # kernels that agre
 
 
 class KvCacheSpec(Frozen):
-    """All facts that determine the bytes of a KV page, besides its tokens and its salt.
+    """What determines the bytes of a KV page, besides its tokens and the tenant's salt.
 
-    The page's key covers tokens and salt. Engines with equal specs can use each other's pages.
+    Engines with equal specs can use each other's stored pages. Tokens and salt are in a page's key.
 
     Attributes:
         model: a digest of weights and Program.
@@ -60,14 +60,14 @@ class KvCacheSpec(Frozen):
         return blake2b(text.encode(), digest_size=32).digest()
 
     def name(self, key: PageKey) -> bytes:
-        """Return the name under which tiers store a KV page, `NAME_BYTES` long."""
+        """Return the name under which tiers store the KV page with a key: `NAME_BYTES` bytes."""
         group, chain_key = key
         data = self.digest + group.to_bytes(4, "little") + chain_key
         return blake2b(data, digest_size=NAME_BYTES, person=b"twostroke page").digest()
 
 
 class PageValue(Frozen):
-    """The value of a stored KV page, by which tiers choose pages to evict.
+    """The worth of a stored KV page, by which tiers choose which pages to evict.
 
     Attributes:
         saved_s: seconds to compute the page's sequence, divided by the number of its pages.
@@ -105,10 +105,10 @@ class OffloadTier(Protocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether KV pages are written now: no recent write has failed."""
+        """Whether the tier stores KV pages now: no recent write has failed."""
 
     def find(self, names: Sequence[bytes]) -> set[bytes]:
-        """Return the names whose KV pages the tier probably has."""
+        """Return which of these names the tier probably has KV pages for."""
 
     def fetch(self, name: bytes, page: memoryview[Any]) -> bool:
         """Fill a KV page from the tier; return False, with undefined content, if that fails.
@@ -117,7 +117,7 @@ class OffloadTier(Protocol):
         """
 
     def offer(self, name: bytes, page: memoryview[Any], value: PageValue) -> bool:
-        """Store a KV page, or note another use if it is stored; return whether it was written."""
+        """Store a KV page, or record another use if it is stored; return whether it was written."""
 
     def probe(self) -> float:
         """Return the shortest measured time to read a stored page, in seconds; 0 if unknown."""
@@ -132,7 +132,7 @@ class OffloadTier(Protocol):
 def kv_cache_spec(
     card: ModelCard, options: EngineOptions, size: CacheSize, backend: Backend
 ) -> KvCacheSpec:
-    """Return the spec of the KV pages of a model on a backend.
+    """Return the spec that stored KV pages of a model on a backend must match.
 
     Raises:
         UsageError: the pages are not in this process's memory.

@@ -16,7 +16,7 @@ from twostroke.engine.speculation.draft_model import DraftModel, TokenTranslator
 from twostroke.engine.speculation.heads import EagleHeads, MedusaHeads
 from twostroke.engine.speculation.lookahead import Lookahead
 from twostroke.engine.speculation.ngram import NgramProposer
-from twostroke.engine.speculation.payoff import Always, WhilePaying, budgets
+from twostroke.engine.speculation.payoff import FixedDraftBudget, PayingDraftBudget, budget_function
 from twostroke.engine.speculation.proposal import (
     DraftCost,
     DraftOutcome,
@@ -35,14 +35,15 @@ from twostroke.engine.speculation.step_time import StepTimeModel
 
 __all__ = [
     "AcceptanceRate",
-    "Always",
     "DraftCost",
     "DraftModel",
     "DraftOutcome",
     "EagleHeads",
+    "FixedDraftBudget",
     "Lookahead",
     "MedusaHeads",
     "NgramProposer",
+    "PayingDraftBudget",
     "Proposal",
     "Proposer",
     "SpeculationStats",
@@ -52,7 +53,6 @@ __all__ = [
     "TimedStep",
     "TokenTranslator",
     "Watcher",
-    "WhilePaying",
-    "budgets",
+    "budget_function",
     "sampled_rows",
 ]

@@ -17,12 +17,12 @@ _RECOVERY_WEIGHT = 0.002  # of the prior, each time that no draft was made
 
 
 class AcceptanceRate:
-    """The probability that a draft token of a kind is right if the drafts before it are.
+    """The measured probability that a draft token is right, given that the drafts before it are.
 
-    The kind of a draft is a small number, such as a range of the draft model's probability. The
-    rate of one request (`for_request`) starts with the shared rate of all requests, and
-    measurements update both. Drafts that are not made are not measured either; so a rate that
-    prevents drafts moves back towards its prior.
+    Drafts have kinds, small numbers with a meaning of the proposer's own, such as a range of the
+    draft model's probability; each kind has its own rate. The rate of one request (`for_request`)
+    starts with the shared rate of all requests, and measurements update both. Drafts that are not
+    made are not measured either; so a rate that prevents drafts moves back towards its prior.
 
     Attributes:
         first: how often the first draft of a step was right lately.
@@ -55,14 +55,17 @@ class AcceptanceRate:
         return num_right / (self._num_tried[kind] + _PRIOR_WEIGHT)
 
     def pays(self, min_chance: float) -> bool:
-        """Return whether first draft tokens are right with a chance of `min_chance` or more."""
+        """Return whether first drafts are right often enough (`min_chance`) to be made.
+
+        If not, the rate moves towards its prior, so that drafts are tried again later.
+        """
         if self.first >= min_chance:
             return True
         self.recover()
         return False
 
     def learn(self, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Learn from which draft tokens of a proposal were right, also in the shared rate."""
+        """Learn from a step which drafts of a proposal were right; the shared rate learns, too."""
         if self._shared is not None:
             self._shared.learn(proposal, outcome)
         for draft, is_right in outcome.trials(proposal):
@@ -77,13 +80,16 @@ class AcceptanceRate:
             self._scale(proposal.kinds[0], _FADE_FACTOR)
 
     def fade(self, kind: int) -> None:
-        """Reduce the weight of a kind's measurements a little, so that the kind is tried again."""
+        """Give the past measurements of a kind of drafts less weight.
+
+        Called when its drafts were not worth a row, so that they are tried again later.
+        """
         if self._shared is not None:
             self._shared.fade(kind)
         self._scale(kind, _FADE_FACTOR)
 
     def recover(self, weight: float = _RECOVERY_WEIGHT) -> None:
-        """Move the rate of first draft tokens towards its prior, so that drafts are tried again."""
+        """Move the rate of first drafts towards its prior, so that drafts are tried again later."""
         if self._shared is not None:
             self._shared.recover(weight)
         self.first += weight * (self._first_prior - self.first)

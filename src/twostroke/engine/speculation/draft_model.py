@@ -18,8 +18,8 @@ from twostroke.engine.speculation.acceptance import AcceptanceRate
 from twostroke.engine.speculation.draft_sequences import (
     ANY_VOCABULARY,
     DraftSequence,
+    DraftSequences,
     ModelProposer,
-    Sequences,
     TimedRunner,
 )
 from twostroke.engine.speculation.proposal import Proposal
@@ -59,7 +59,7 @@ _NUM_UNSETTLED_TOKENS = 2  # at the end of a text, which more text may change
 _STRIDE_TOKENS = 2048  # of a prompt that are translated at once, so that no step waits for long
 
 
-class DraftModel(ModelProposer["DraftFollower"]):
+class DraftModel(ModelProposer["DraftModelSequence"]):
     """Proposes draft tokens that a second, smaller model samples.
 
     The draft model samples with the request's parameters, its seed and the token's index. So two
@@ -93,7 +93,7 @@ class DraftModel(ModelProposer["DraftFollower"]):
         config = SchedulerConfig(context_length, token_budget, token_budget)
         timed = TimedRunner(runner, step_time)
         scheduler = Scheduler(config, pool, self._index, Continuous())
-        self._sequences = Sequences[DraftFollower](timed, scheduler)
+        self._sequences = DraftSequences[DraftModelSequence](timed, scheduler)
         super().__init__("draft", timed, self._sequences.forget)
         self._token_ids = range(own_vocab_size if translator is not None else vocab_size)
         self._own_vocab_size = own_vocab_size
@@ -117,7 +117,7 @@ class DraftModel(ModelProposer["DraftFollower"]):
         ]
 
     def finish(self, request: Request) -> None:
-        """Drop the draft model's sequence for a request that has ended."""
+        """Drop the draft model's copy of a request that has ended."""
         if request.num_output:
             self._mean_answer_length += _LENGTH_WEIGHT * (
                 request.num_output - self._mean_answer_length
@@ -125,10 +125,13 @@ class DraftModel(ModelProposer["DraftFollower"]):
         self._declined.discard(request)
         super().finish(request)
 
-    def _follow(self, request: Request, cost: DraftCost, min_chance: float) -> DraftFollower | None:
-        """Bring the draft model's sequence for a request up to date, and return the sequence.
+    def _follow(
+        self, request: Request, cost: DraftCost, min_chance: float
+    ) -> DraftModelSequence | None:
+        """Return a request's draft sequence, updated with the target's newest tokens.
 
-        Returns None if the request should get no drafts.
+        None if the request should get no drafts: they are rarely right, its text is not translated
+        yet, or the draft model's prefill would not pay.
         """
         if request in self._declined:
             return None
@@ -166,7 +169,7 @@ class DraftModel(ModelProposer["DraftFollower"]):
         self._sequences.rewrite(follower, num_kept, new)
         return follower
 
-    def _new_follower(self, request: Request) -> DraftFollower:
+    def _new_follower(self, request: Request) -> DraftModelSequence:
         draft_tokens = None
         end_ids, options = request.end_ids, _SAME_SAMPLING
         if self._translator is not None:
@@ -177,7 +180,7 @@ class DraftModel(ModelProposer["DraftFollower"]):
             request.id, [], request.num_prompt, params, request.seed, salt=request.salt, num_final=0
         )
         rate = self._rate.for_request()
-        return DraftFollower(
+        return DraftModelSequence(
             sequence,
             rate,
             _NUM_PROBABILITY_KINDS,
@@ -189,9 +192,10 @@ class DraftModel(ModelProposer["DraftFollower"]):
     def _prefill_pays(
         self, request: Request, tokens: list[int], cost: DraftCost, min_chance: float
     ) -> bool:
-        """Return whether drafts may save more time than the draft model's prefill takes.
+        """Return whether a request's drafts may save more time than their model's prefill takes.
 
-        Each draft costs as much time as `min_chance` tokens take without drafts.
+        `tokens` are the request's tokens for the draft model. Making a draft takes as long as
+        `min_chance` tokens take without drafts.
         """
         hit = self._index.match(self._index.chain(request.salt), tokens, request.num_prompt)
         num_cached = hit.num_pages * self._runner.runner.facts.page_size
@@ -205,8 +209,8 @@ class DraftModel(ModelProposer["DraftFollower"]):
 
 
 @dataclass(slots=True, eq=False)
-class DraftFollower(DraftSequence):
-    """The draft model's sequence for one request, with the draft tokens at its end.
+class DraftModelSequence(DraftSequence):
+    """A request's copy in the draft model, perhaps in tokens of another vocabulary.
 
     Attributes:
         end_ids: tokens after which no draft follows.
@@ -232,10 +236,10 @@ class DraftFollower(DraftSequence):
         return Proposal(source, tuple(tokens), chances, tuple(kinds))
 
     def _translated(self, translation: Translation) -> tuple[list[int], list[int]]:
-        """Translate the draft tokens into the target's tokens; return the tokens and their kinds.
+        """Return the drafts in the target model's tokens, and the kind of each translated draft.
 
-        The probability of a target token is the product over the drafts that reach into it, and not
-        into a token before it.
+        A target token may need several drafts. Its kind comes from the product of the probabilities
+        of the drafts that it consumes.
         """
         translated = translation.translate(self.tokens)
         ends = translation.end_offsets(self.tokens)
@@ -258,7 +262,10 @@ class TokenTranslator(Frozen):
     to_target: Translation
 
     def missing_prefix(self, request: Request) -> list[int]:
-        """Return the draft model's prefix tokens, such as BOS, if a request's text lacks them."""
+        """Return the prefix tokens, such as BOS, that a draft model needs before a request's text.
+
+        Empty if the request begins with them.
+        """
         prefix = self.to_draft.target.prefix_ids
         translated = self.to_draft.translate(request.tokens[: len(prefix)]).tokens
         return [] if translated == prefix else prefix
@@ -266,7 +273,9 @@ class TokenTranslator(Frozen):
 
 @dataclass(slots=True, eq=False)
 class DraftTokens:
-    """A request's text in the tokens of a draft model with another vocabulary.
+    """A request's text, translated into the tokens of a draft model with another vocabulary.
+
+    The text is translated in portions while it grows. The last translated tokens may still change.
 
     Attributes:
         translator: translates the tokens.
@@ -291,7 +300,7 @@ class DraftTokens:
     _span: int = 0  # tokens beyond `stride` that must be translated at once
 
     def follow(self, request: Request) -> None:
-        """Translate a request's next tokens, at most `stride`, into the draft model's tokens."""
+        """Translate about `stride` more tokens of a request into the draft model's tokens."""
         if not self.tokens:
             self.tokens += self.translator.missing_prefix(request)
             self.num_settled = len(self.tokens)
@@ -310,10 +319,10 @@ class DraftTokens:
         self.is_ready = ends_whole and not self.is_behind and bool(self.tokens)
 
     def _translate(self, new: list[int]) -> tuple[list[int], bool]:
-        """Translate new tokens of a request into the draft model's tokens.
+        """Translate a request's tokens into the draft model's tokens.
 
-        Also returns whether the text ends with a whole character. Settles all tokens but the last
-        ones.
+        Also returns whether the text ends with a whole character. All but the last tokens become
+        final: `num_settled` and `num_read` advance.
         """
         translation = self.translator.to_draft
         translated = translation.translate(new)
@@ -327,10 +336,10 @@ class DraftTokens:
 
 
 def _saved_part(chance: float, draft_cost: float, max_drafts: int) -> float:
-    """Return the part of the time that drafting saves with the best number of drafts.
+    """Return the ratio of decode time that drafts save, with the best number of drafts for a step.
 
     The number is at most `max_drafts`. Each draft is right with probability `chance` if the drafts
-    before it are, and costs as much time as `draft_cost` tokens.
+    before it are. Making a draft takes as long as `draft_cost` tokens take without drafts.
     """
     expected = accumulate(chance**count for count in range(max_drafts + 1))  # tokens of a step
     return max(1 - (1 + count * draft_cost) / tokens for count, tokens in enumerate(expected))

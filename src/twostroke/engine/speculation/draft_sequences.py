@@ -1,4 +1,4 @@
-"""Sequences of a draft model or head: copies of requests that run ahead and make drafts."""
+"""Copies of requests in a draft model or head, which run ahead of the target to make drafts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ ANY_VOCABULARY: Final[dict[str, Any]] = {
 
 @dataclass(slots=True, eq=False)
 class DraftSequence:
-    """A request's copy in a draft model, and a chain of draft tokens after it.
+    """A request's copy in a draft model, and the chain of draft tokens at its end.
+
+    The copy has the request's tokens. In each round the draft model extends it by some tokens, the
+    drafts, which are removed when the target model has verified them.
 
     Attributes:
         sequence: the draft model's own request.
@@ -104,19 +107,22 @@ class DraftSequence:
         return True
 
     def inputs(self, count: int) -> list[State]:
-        """Return hidden states that the draft model reads with the next `count` tokens.
+        """Return the hidden states that the draft model needs to compute the next `count` tokens.
 
-        Empty for models that read tokens only.
+        Empty for draft models, which read only tokens; heads read hidden states.
         """
         del count
         return []
 
     def end_round(self) -> int:
-        """End a round of drafts; return how many tokens of the sequence stay computed."""
+        """Prepare for the next round of drafts.
+
+        Returns the number of the sequence's tokens whose keys and values stay valid.
+        """
         return self.sequence.num_computed
 
     def proposal(self, source: str, max_drafts: int) -> Proposal | None:
-        """Return a proposal of up to `max_drafts` draft tokens.
+        """Return the drafts as a proposal of up to `max_drafts` tokens, or None without drafts.
 
         The proposal is the chain of drafts, with alternatives as leaves beside it.
         """
@@ -138,7 +144,10 @@ class DraftSequence:
         return tree.best_first()
 
     def kind(self, probability: float) -> int:
-        """Return the kind of a draft: the range of the draft model's `probability` for it."""
+        """Return the kind of a draft token, by which its acceptance rate is learned.
+
+        The kinds are equal ranges of the draft model's probability for the token.
+        """
         return min(int(probability * self.num_kinds), self.num_kinds - 1)
 
 
@@ -147,7 +156,7 @@ F = TypeVar("F", bound=DraftSequence)
 
 @dataclass(slots=True)
 class TimedRunner:
-    """Runs steps of a draft model and learns their times.
+    """Runs steps of a draft model or head, and learns how long they take.
 
     The first step is not measured, because it touches its memory for the first time.
     """
@@ -166,10 +175,10 @@ class TimedRunner:
         return result
 
     def min_chance(self, num_requests: int, cost: DraftCost, step_s: float) -> float:
-        """Return the probability of being right from which making first draft tokens pays.
+        """Return how probably first drafts must be right so that making them pays.
 
-        One step of `step_s` seconds makes a draft for each request. The result is 0 until the time
-        of steps is known, since a step that never runs is never measured.
+        One step of `step_s` seconds makes a draft for each of `num_requests` requests. The result
+        is 0 until some steps were timed, since a step that never runs is never timed.
         """
         if self.step_time.num_steps < _MIN_TIMED_STEPS:
             return 0.0
@@ -177,13 +186,10 @@ class TimedRunner:
 
 
 class ModelProposer(Generic[F]):
-    """The base of draft proposers with a draft model or heads; subclasses have `propose`."""
+    """The base class of proposers that run a draft model or heads; subclasses add `propose`."""
 
     def __init__(self, name: str, runner: TimedRunner, forget: Callable[[Request], None]) -> None:
-        """Run the draft model or heads with `runner`.
-
-        `forget` drops the draft sequence of a request that has ended.
-        """
+        """Make drafts with `runner`; `forget` drops the draft sequence of an ended request."""
         self.name = name
         self._runner = runner
         self._forget = forget
@@ -204,8 +210,8 @@ class ModelProposer(Generic[F]):
         self._runner.runner.close()
 
 
-class Sequences(Generic[F]):
-    """The draft model's sequences, which run ahead of requests to make draft tokens.
+class DraftSequences(Generic[F]):
+    """All sequences of a draft model or head, with the scheduler that computes them.
 
     A sequence is a request of the draft model's own scheduler. When its computed tokens have caught
     up with the target's, the next sampled token is a draft, and the draft is the next token to
@@ -222,9 +228,10 @@ class Sequences(Generic[F]):
         return sequence in self._followers
 
     def rewrite(self, follower: F, num_kept: int, tokens: list[int]) -> None:
-        """Replace a draft sequence's tokens after the first `num_kept`.
+        """Replace the tokens of a draft sequence after the first `num_kept`.
 
-        A new sequence is added to the draft model's scheduler.
+        The proposer calls this with the tokens that the target model sampled. A sequence that is
+        new is added to the draft model's scheduler.
         """
         sequence = follower.sequence
         if sequence in self._followers:
@@ -235,22 +242,23 @@ class Sequences(Generic[F]):
         self._followers[sequence] = follower
 
     def forget(self, sequence: Request) -> None:
-        """Drop a draft sequence if it exists."""
+        """Drop a draft sequence and its KV pages, if it exists."""
         if self._followers.pop(sequence, None):
             self._scheduler.finish(sequence, FinishReason.CANCEL)
         self._runner.runner.forget(sequence)
 
     def min_chance(self, num_requests: int, cost: DraftCost) -> float:
-        """Return the probability of being right from which making a first draft for each pays.
+        """Return how probably first drafts must be right so that making them pays.
 
-        `num_requests` requests get a draft in one step of the draft model.
+        One step of the draft model makes a draft for each of `num_requests` requests.
         """
         return self._runner.min_chance(num_requests, cost, self._step_s(num_requests, 1))
 
     def make_drafts(self, followers: Sequence[F], num_requests: int, cost: DraftCost) -> None:
-        """Let draft sequences make the draft tokens that may pay, a step for one token of each.
+        """Extend draft sequences by draft tokens, one token of each sequence in a step.
 
-        Other draft sequences are dropped if these wait for pages.
+        A sequence is extended while its drafts are probable enough to pay for their time. If
+        sequences wait for KV pages, all sequences that are not in `followers` are dropped.
         """
         for follower in followers:
             follower.clear()
@@ -279,9 +287,9 @@ class Sequences(Generic[F]):
             self._end_round(follower)
 
     def _step(self, drafting: Sequence[F], budget: int | None = None) -> list[F]:
-        """Compute a step of the draft model.
+        """Run a step of the draft model, and add the sampled tokens to the draft sequences.
 
-        Returns the sequences of `drafting` that got a new draft token and can continue.
+        Returns the sequences of `drafting` that got a draft and may get another.
         """
         plan = self._scheduler.plan(budget)
         if plan is None:
@@ -307,10 +315,10 @@ class Sequences(Generic[F]):
         return [follower for follower in with_draft if not follower.sequence.is_finished]
 
     def _end_round(self, follower: F) -> None:
-        """Remove a draft sequence's pending tokens; it waits for the next round of drafts."""
+        """Remove a sequence's tokens that must be computed again in the next round of drafts."""
         if not follower.sequence.is_finished:
             self._scheduler.replace_tokens(follower.sequence, follower.end_round(), [])
 
     def _step_s(self, num_requests: int, start: int) -> float:
-        """Return the predicted seconds of a draft step, with one token per request at `start`."""
+        """Predict the seconds of a draft model's step: one token for each request, at `start`."""
         return self._runner.step_time.seconds(BatchShape.decode((start,) * max(1, num_requests)))

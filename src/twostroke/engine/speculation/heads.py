@@ -21,8 +21,8 @@ from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 from twostroke.engine.speculation.draft_sequences import (
     ANY_VOCABULARY,
     DraftSequence,
+    DraftSequences,
     ModelProposer,
-    Sequences,
     State,
     TimedRunner,
 )
@@ -42,11 +42,11 @@ MAX_WAITING_STATES = 32  # of a request without drafts; after more, its sequence
 
 
 @dataclass(slots=True, eq=False)
-class EagleFollower(DraftSequence):
-    """An EAGLE head's sequence for one request, with the draft tokens at its end.
+class EagleSequence(DraftSequence):
+    """An EAGLE head's copy of a request, with the draft tokens at its end.
 
-    Token i of the sequence is the request's token base + 1 + i. It is computed together with the
-    hidden state from which it was sampled.
+    The head computes each token together with the hidden state from which the token was sampled.
+    Token i of the sequence is the request's token base + 1 + i.
 
     Attributes:
         base: the position of the request at which the sequence begins.
@@ -60,11 +60,11 @@ class EagleFollower(DraftSequence):
 
     @property
     def newest(self) -> int:
-        """The position of the request's newest token."""
+        """The position, in the request, of the newest token that the sequence has."""
         return self.base + len(self.text)
 
     def take(self, token: int, logprobs: TokenLogprobs | None, hidden: State | None = None) -> bool:
-        """Add a token that the head sampled, and keep its hidden state for the head's next step.
+        """Add a draft that the head sampled, with its hidden state for the head's next step.
 
         Returns whether another draft may follow.
         """
@@ -76,23 +76,24 @@ class EagleFollower(DraftSequence):
         return is_added
 
     def inputs(self, count: int) -> list[State]:
-        """Return the hidden states that the head reads with the next `count` tokens.
+        """Take the hidden states that the head needs to compute the next `count` tokens.
 
-        They are dropped here.
+        The states are removed from the sequence.
         """
         states, self.states = self.states[:count], self.states[count:]
         return states
 
     def end_round(self) -> int:
-        """Keep only the request's tokens, since drafts were computed with the head's own states.
+        """Return how many of the sequence's tokens stay computed after a round of drafts.
 
-        Returns how many tokens of the sequence stay computed.
+        Only the request's own tokens stay: drafts were computed with the head's hidden states
+        instead of the target's.
         """
         self.states.clear()
         return len(self.text)
 
 
-class EagleHeads(ModelProposer[EagleFollower]):
+class EagleHeads(ModelProposer[EagleSequence]):
     """Proposes draft tokens that an EAGLE head samples from the target's hidden states.
 
     A sequence begins where the request's first token is sampled, because that row's hidden state
@@ -120,13 +121,13 @@ class EagleHeads(ModelProposer[EagleFollower]):
         config = SchedulerConfig(context_length, token_budget, token_budget)
         pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
         scheduler = Scheduler(config, pool, None, Continuous())
-        self._sequences = Sequences[EagleFollower](timed, scheduler)
+        self._sequences = DraftSequences[EagleSequence](timed, scheduler)
         super().__init__("eagle", timed, self._sequences.forget)
         self._rate = rate
         self._token_ids = tuple(token_ids)
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Keep the target's hidden states from which a step sampled the requests' tokens."""
+        """Take the hidden states of a target model's step, from which its tokens were sampled."""
         for slice_, rows in sampled_rows(plan, result):
             request, position = slice_.request, slice_.start + slice_.count - 1
             rows_with_token = rows[: len(request.tokens) - 1 - position]
@@ -150,7 +151,7 @@ class EagleHeads(ModelProposer[EagleFollower]):
         ]
 
     def _keep(self, request: Request, position: int, states: State) -> None:
-        """Add the tokens that the target sampled from `states` to the head's sequence.
+        """Add hidden states, and the tokens that the target sampled from them, to a draft sequence.
 
         The first state is at `position` of the request.
         """
@@ -164,8 +165,8 @@ class EagleHeads(ModelProposer[EagleFollower]):
         follower.text += request.tokens[position + 1 : position + 1 + len(states)]
         follower.states += list(states)
 
-    def _begin(self, request: Request, position: int) -> EagleFollower:
-        """Start the head's sequence for a request at `position`, perhaps again.
+    def _begin(self, request: Request, position: int) -> EagleSequence:
+        """Start the head's sequence for a request at `position`, or start it again.
 
         The request's acceptance rate stays.
         """
@@ -175,14 +176,14 @@ class EagleHeads(ModelProposer[EagleFollower]):
         num_prompt = request.num_prompt - position - 1  # indices of output tokens stay the same
         params = replace(request.params, **ANY_VOCABULARY)
         sequence = Request(request.id, [], num_prompt, params, request.seed, num_final=0)
-        follower = EagleFollower(sequence, rate, rate.num_kinds, self._token_ids, base=position)
+        follower = EagleSequence(sequence, rate, rate.num_kinds, self._token_ids, base=position)
         self._followers[request] = follower
         return follower
 
-    def _follow(self, request: Request, cost: DraftCost, min_chance: float) -> EagleFollower | None:
-        """Bring the head's sequence for a request up to date, and return the sequence.
+    def _follow(self, request: Request, cost: DraftCost, min_chance: float) -> EagleSequence | None:
+        """Return a request's draft sequence, updated with the target's newest tokens.
 
-        Returns None if the request should get no drafts.
+        None if the request should get no drafts.
         """
         follower, newest = self._followers.get(request), len(request.tokens) - 1
         if follower is None or follower.sequence.is_finished or not follower.states:
@@ -200,11 +201,11 @@ class EagleHeads(ModelProposer[EagleFollower]):
 
 
 @dataclass(slots=True, eq=False)
-class MedusaFollower(DraftSequence):
-    """The Medusa heads' sequence for one request, with the draft tokens.
+class MedusaSequence(DraftSequence):
+    """The state of Medusa heads for one request, with its draft tokens.
 
-    The sequence's tokens only count the request's output tokens. Rows of the heads use one page
-    that is never written.
+    Medusa heads only read a hidden state of the target model. The sequence's tokens merely count
+    the request's output tokens. Rows of the heads use one page that is never written.
 
     Attributes:
         hidden: the hidden state from which the request's newest token was sampled.
@@ -215,7 +216,7 @@ class MedusaFollower(DraftSequence):
     num_tokens: int = 0
 
 
-class MedusaHeads(ModelProposer[MedusaFollower]):
+class MedusaHeads(ModelProposer[MedusaSequence]):
     """Proposes draft tokens of Medusa heads: several tokens of all requests in one step."""
 
     def __init__(
@@ -237,7 +238,7 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
         self._token_ids = tuple(token_ids)
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Keep the target's hidden states from which a step sampled the newest tokens."""
+        """Take the hidden states of the target's step from which the newest tokens were drawn."""
         for slice_, rows in sampled_rows(plan, result):
             request = slice_.request
             has_all_tokens = len(request.tokens) == slice_.start + slice_.count + len(rows)
@@ -268,22 +269,22 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
             for follower in followers
         ]
 
-    def _begin(self, request: Request) -> MedusaFollower:
+    def _begin(self, request: Request) -> MedusaSequence:
         params, rate = replace(request.params, **ANY_VOCABULARY), self._rate.for_request()
         sequence = Request(request.id, [], 0, params, request.seed, pages=[[0]])
-        follower = MedusaFollower(sequence, rate, rate.num_kinds, self._token_ids)
+        follower = MedusaSequence(sequence, rate, rate.num_kinds, self._token_ids)
         self._followers[request] = follower
         return follower
 
-    def _follow(self, request: Request, min_chance: float) -> MedusaFollower | None:
-        """Return the heads' sequence for a request; None if there is none, or drafts do not pay."""
+    def _follow(self, request: Request, min_chance: float) -> MedusaSequence | None:
+        """Return a request's draft sequence; None if there is none, or drafts do not pay."""
         follower = self._followers.get(request)
         if follower is None or follower.num_tokens != len(request.tokens):
             return None
         follower.clear()
         return follower if follower.rate.pays(min_chance) else None
 
-    def _make_drafts(self, followers: Sequence[MedusaFollower], depth: int) -> None:
+    def _make_drafts(self, followers: Sequence[MedusaSequence], depth: int) -> None:
         """Make `depth` draft tokens for each sequence in one step, a row for each head."""
         later_heads = tuple(range(1, depth))
         slices = [

@@ -33,7 +33,7 @@ _MIN_ROW_VALUE = 0.01  # of the window's rows
 
 
 class _DraftRow(NamedTuple):
-    """A draft token of lookahead decoding, with the fields of `Proposal`."""
+    """A draft token of lookahead decoding; many of these become a `Proposal`."""
 
     token: int
     chance: float
@@ -43,17 +43,18 @@ class _DraftRow(NamedTuple):
 
 
 class Lookahead:
-    """Collects n-grams of `length` tokens with a window of `num_columns`, and proposes them.
+    """Lookahead decoding: the target model drafts for itself, without another model.
 
-    Column j of the window has the drafts for positions from the j-th after the newest token on: the
-    tokens that were sampled there in the last `length` - 1 steps. The first cells of the columns
-    are a chain, the trunk; the other cells of a column follow its first cell. The token sampled
-    after a column's last cell completes an n-gram, which goes into the request's pool, and becomes
-    the column's new last cell.
+    A window of `num_columns` columns is computed beside each step. Column j has drafts for the
+    positions from the j-th after the newest token on: the tokens that were sampled there in the
+    last `length` - 1 steps. The first cells of the columns are a chain, the trunk; the other cells
+    of a column follow its first cell. The token sampled after a column's last cell completes an
+    n-gram of `length` tokens, which goes into the request's pool, and becomes the column's new last
+    cell.
 
-    Of the n-grams that begin with the newest token, the latest `max_ngrams` are proposed. The value
-    of a window row for later steps is not known, so it counts as twice the row's cost. If that is
-    too much, the `ProposerGain` stops the proposer.
+    Of the n-grams that begin with the newest token, the latest `max_ngrams` are proposed as drafts.
+    The value of a window row for later steps is not known, so it counts as twice the row's cost. If
+    that is too much, the `ProposerGain` stops the proposer.
     """
 
     name = "lookahead"
@@ -70,19 +71,20 @@ class Lookahead:
         self.length = length
         self.max_ngrams = max_ngrams
         self._rate = AcceptanceRate((*_PRIOR, *(0.0,) * (num_columns * (length - 1))))
-        self._requests: dict[Request, _Search] = {}
+        self._requests: dict[Request, _LookaheadState] = {}
 
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
-        """Return n-grams and window cells as draft tokens for each request; None for no drafts.
+        """Return n-grams and the window's cells as drafts for each request; None for no drafts.
 
-        Each request has one pending token.
+        The cells are computed as drafts, too, although they are rarely right. Each request has one
+        pending token.
         """
         return [self._propose(request, cost) for request in requests]
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Collect n-grams from the tokens sampled after the window's cells.
+        """Take new n-grams from the tokens that a step sampled after the window's cells.
 
-        Also learns which draft tokens were right.
+        Also learns which n-grams were right.
         """
         search = self._requests.get(request)
         if search is None:
@@ -102,7 +104,7 @@ class Lookahead:
         search = self._requests.get(request)
         if search is None:
             rate, rng = self._rate.for_request(), random.Random(request.seed)
-            search = self._requests[request] = _Search(self.length, rate, rng)
+            search = self._requests[request] = _LookaheadState(self.length, rate, rng)
             search.advance(self.num_columns, request.tokens)
         search.newest = request.tokens[-1]
         rows = search.ngram_rows()
@@ -116,8 +118,8 @@ class Lookahead:
 
 
 @dataclass(slots=True)
-class _Search:
-    """One request's window and pool of n-grams in lookahead decoding.
+class _LookaheadState:
+    """The window and the collected n-grams of one request in lookahead decoding.
 
     Attributes:
         length: the length of n-grams.
@@ -136,7 +138,7 @@ class _Search:
     pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
 
     def ngram_rows(self) -> list[_DraftRow]:
-        """Return n-grams after the newest token as a draft tree, the latest n-gram first."""
+        """Return the n-grams that begin with the newest token as a tree of drafts, latest first."""
         rows: list[_DraftRow] = []
         row_index: dict[tuple[int, int], int] = {}  # by parent and token
         for age, ngram in enumerate(reversed(self.pool.get(self.newest, {}))):
@@ -151,10 +153,10 @@ class _Search:
         return rows
 
     def add_window(self, rows: list[_DraftRow], value: float) -> None:
-        """Add the window's cells to the draft rows, column by column.
+        """Append the window's cells to a step's drafts, column by column.
 
-        The kind of a cell's draft is the cell's number. `value` is the worth of each row, in
-        tokens.
+        A cell's number is the kind of its draft, so that `collect` finds the cell. `value` is the
+        worth of each cell's row, in tokens.
         """
         trunk = ROOT
         for number, column in enumerate(self.window):
@@ -168,7 +170,7 @@ class _Search:
                     trunk = parent
 
     def collect(self, proposal: Proposal, outcome: DraftOutcome, max_ngrams: int) -> None:
-        """Complete n-grams with the tokens that were sampled after the columns' last cells."""
+        """Add n-grams to the pool, with the tokens sampled after the columns' last cells."""
         for draft, token in zip(outcome.tried, outcome.sampled[1:], strict=True):
             number, level = divmod(proposal.kinds[draft] - _NUM_NGRAM_KINDS, self.length - 1)
             if number < 0 or level < self.length - 2 or token == NO_TOKEN:
@@ -183,6 +185,6 @@ class _Search:
                 del ngrams[next(iter(ngrams))]
 
     def advance(self, count: int, tokens: Sequence[int]) -> None:
-        """Drop the window's first `count` columns, and add columns of random `tokens`."""
+        """Drop the window's first `count` columns, and append columns of random `tokens`."""
         new = [self.rng.choices(tokens, k=self.length - 1) for _ in range(count)]
         self.window = (self.window + new)[count:] if self.window else new

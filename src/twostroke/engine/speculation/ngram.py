@@ -44,7 +44,7 @@ _LOOKUP_WEIGHT = 0.05  # of a new measurement in the average
 
 @dataclass(slots=True)
 class _References:
-    """The texts in which the drafts of one request are looked up, and their acceptance rates.
+    """The texts in which a request's drafts are looked up, and how often each gave right drafts.
 
     Attributes:
         context: the request's tokens.
@@ -62,7 +62,7 @@ class _References:
 
 
 class NgramProposer:
-    """Proposes the tokens that followed the same text before, in a request's references.
+    """Drafts tokens that followed the same text before: in the request, or in earlier answers.
 
     The longest suffix of the request's tokens is looked up. If the longest match has several
     occurrences, each next token is the most frequent one after them. A lookup takes microseconds.
@@ -109,7 +109,10 @@ class NgramProposer:
         """Do nothing: n-gram lookup has no threads to end."""
 
     def _select(self, requests: Sequence[Request], cost: DraftCost) -> Sequence[int]:
-        """Return the indices of the requests for which a step has time to look up drafts."""
+        """Return the indices of the requests for which the step has time to look up drafts.
+
+        Requests take turns; requests whose last drafts were right are always selected.
+        """
         count = room = len(requests)
         if cost.tokens_per_s:
             room = max(1, int(_MAX_LOOKUP_RATIO * count / (cost.tokens_per_s * self._lookup_s)))
@@ -165,9 +168,9 @@ class NgramProposer:
     def _matches(
         self, request: Request, references: _References
     ) -> Iterator[tuple[str, Match, TokenIndex]]:
-        """Yield each reference in which a request's last tokens occur.
+        """Yield the texts in which a request's last tokens occur.
 
-        Yields the name of the source, the longest match, and the reference's index of n-grams.
+        Each comes as the name of the source, the longest match, and the text's index of n-grams.
         """
         if match := references.context.match(request.tokens):
             yield "context", match, references.context
@@ -193,9 +196,9 @@ def _paying_part(
     agreements: Sequence[float],
     cost: DraftCost,
 ) -> Proposal | None:
-    """Return a proposal of the first draft tokens whose rows may pay for their time.
+    """Return a proposal of the first drafts, up to a draft that is too improbable to pay for a row.
 
-    None if the first token does not pay.
+    None if the first draft does not pay.
     """
     rate, value = references.rates[source], 1.0
     chances: list[float] = []
@@ -226,9 +229,10 @@ def _num_predicted(request: Request, references: _References) -> int:
 def _next_tokens(
     tokens: list[int], ends: Sequence[int], max_tokens: int
 ) -> tuple[list[int], list[float]]:
-    """Return the most frequent next tokens after occurrences that end at `ends`, as drafts.
+    """Return drafts: the most frequent tokens after the occurrences of a match.
 
-    Also returns, for each token, the part of the occurrences (which agreed so far) that has it.
+    `ends` are the indices after the occurrences in `tokens`. Also returns, for each draft, the
+    ratio of the occurrences that have this token, among the occurrences that agreed so far.
     """
     continuations = [_until_end(tokens[end : end + max_tokens]) for end in ends]
     if len(continuations) == 1:  # the most frequent case, without counting
@@ -252,5 +256,5 @@ def _next_tokens(
 
 
 def _until_end(tokens: list[int]) -> list[int]:
-    """Return the first tokens, up to the mark at which a stored answer ends."""
+    """Cut tokens at the mark that ends a stored answer."""
     return tokens[: tokens.index(END_OF_ANSWER)] if END_OF_ANSWER in tokens else tokens

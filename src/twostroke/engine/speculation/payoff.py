@@ -34,27 +34,31 @@ _FIRST_REST_ROUNDS = 64
 _MAX_REST_ROUNDS = 1024
 
 
-def budgets(
+def budget_function(
     step_time: StepTimeModel, count: int | None
-) -> Callable[[BatchShape], Always | WhilePaying]:
-    """Return a function that computes the budget of draft tokens for a step.
+) -> Callable[[BatchShape], FixedDraftBudget | PayingDraftBudget]:
+    """Return a function that makes the draft budget for steps of a given shape.
 
     The budget is `count` drafts for each request or, if that is None, the drafts that pay.
     """
-    return partial(WhilePaying, step_time) if count is None else lambda _: Always(count)
+    return (
+        partial(PayingDraftBudget, step_time)
+        if count is None
+        else lambda _: FixedDraftBudget(count)
+    )
 
 
-class Always(Frozen):
-    """A budget of `count` draft tokens of every proposal, whatever their time."""
+class FixedDraftBudget(Frozen):
+    """A budget of `count` drafts for each proposal, whatever time they take."""
 
     count: int
 
     def cost(self, max_rows: int) -> DraftCost | None:
-        """Return a cost of zero for up to `max_rows` draft tokens; None if there is no room."""
+        """Return a cost of zero for up to `max_rows` drafts of a step; None if no rows are left."""
         return DraftCost(0.0, 0.0, min(self.count, max_rows)) if max_rows else None
 
     def counts(self, max_rows: int, proposals: Sequence[Proposal]) -> list[int]:
-        """Return how many of the first drafts of each proposal to use: `max_rows` in all."""
+        """Return how many drafts to compute of each proposal, at most `max_rows` in all."""
         counts: list[int] = []
         for proposal in proposals:
             count = min(self.count, len(proposal.tokens), max_rows)
@@ -63,8 +67,8 @@ class Always(Frozen):
         return counts
 
 
-class WhilePaying:
-    """A budget of the draft tokens with the most expected tokens per second, over the batch.
+class PayingDraftBudget:
+    """A budget of the drafts that bring the most expected tokens per second, over the batch.
 
     Drafts are added in the order of their values, and each makes the step longer, as `step_time`
     predicts. No drafts are used unless the best number brings 8% more tokens per second. Now and
@@ -86,7 +90,7 @@ class WhilePaying:
         return self._cached_cost(min(MAX_DRAFTS, max_rows))
 
     def _compute_cost(self, max_drafts: int) -> DraftCost | None:
-        """Return the cost of a draft token, at the number of drafts that is cheapest per draft.
+        """Return the cost of a draft in steps with the number of drafts that is cheapest per draft.
 
         None if no draft can pay.
         """
@@ -101,7 +105,7 @@ class WhilePaying:
         return DraftCost(row_chance, tokens_per_s, max_drafts, lambda n: seconds(n, 0))
 
     def counts(self, max_rows: int, proposals: Sequence[Proposal]) -> list[int]:
-        """Return how many of the first drafts of each proposal pay, `max_rows` at most in all."""
+        """Return how many drafts of each proposal pay, at most `max_rows` in all."""
         drafts = [
             (value, owner, is_fork)
             for owner, proposal in enumerate(proposals)
@@ -132,7 +136,7 @@ class WhilePaying:
 
 
 def cheap_numbers(num_rows: int, max_drafts: int) -> set[int]:
-    """Return numbers of draft tokens to try: one has (nearly) the lowest cost per draft.
+    """Return the numbers of drafts in a step that may have the lowest cost per draft.
 
     Kernels are fastest with powers of two. So these are the powers of two up to `max_drafts`, and
     the numbers that complete the `num_rows` other rows to a power of two.
@@ -144,10 +148,11 @@ def cheap_numbers(num_rows: int, max_drafts: int) -> set[int]:
 
 @dataclass(slots=True)
 class ProposerGain:
-    """Measures the steps that a proposer's drafts have saved, less the steps that they cost.
+    """Measures how much time a proposer's drafts save or lose, and pauses the proposer at a loss.
 
     Acceptance rates and predicted times may be wrong together; this measures the result. A proposer
-    with a negative balance rests, and each time twice as long if it loses again at once.
+    with a negative balance is not asked for some rounds, each time twice as long if it loses again
+    at once.
 
     Attributes:
         saved: the balance, in steps without drafts.
@@ -158,16 +163,16 @@ class ProposerGain:
     _next_rest: int = _FIRST_REST_ROUNDS
 
     def may_ask(self) -> bool:
-        """Return whether to ask the proposer for drafts in this round, or to let it rest.
+        """Return whether to ask the proposer for drafts in this round, or to let it pause.
 
-        Call this once in each round, since it counts the rounds of a rest.
+        Call this once in each round, since it counts the rounds of a pause.
         """
         if self._rest:
             self._rest -= 1
         return not self._rest
 
     def add(self, won: float, spent: float) -> None:
-        """Add the gain and the cost of a round's draft tokens, both in steps without drafts."""
+        """Add the gain and the cost of a round of drafts, both in steps without drafts."""
         change = won - (spent if spent > _MIN_COUNTED_STEPS else 0.0)
         self.saved += max(-_MAX_LOST_STEPS, change)
         if self.saved >= _MAX_SAVED_STEPS:

@@ -19,9 +19,9 @@ _PROBED_DRAFTS = (1, 2, 3, 4)  # numbers of further drafts; the lowest cost per 
 
 
 class Proposal(Frozen):
-    """Draft tokens for the next tokens of a request, at least one.
+    """Draft tokens that a proposer offers for a request's next tokens: at least one.
 
-    Any beginning of a proposal is a proposal.
+    They are a chain or a tree. The first drafts of a proposal, any number, are a proposal as well.
 
     Attributes:
         source: where the drafts come from, for metrics.
@@ -30,7 +30,8 @@ class Proposal(Frozen):
         kinds: the kind of each draft, by which its acceptance rate is learned.
         parents: index of the draft that each draft follows, or `ROOT` for the request's newest
             token; empty for a chain.
-        values: the expected number of tokens that a row for each draft brings, in falling order. By
+        values: the expected number of tokens that a row for each draft brings, in falling
+            order. By
             default the probability that the draft and all drafts before it are right.
     """
 
@@ -42,7 +43,7 @@ class Proposal(Frozen):
     values: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Compute the expected value of each draft if `values` was not given."""
+        """Compute each draft's value from the probabilities if `values` was not given."""
         if not self.values:
             values: list[float] = []
             for chance, parent in zip(self.chances, self.parent_indices, strict=True):
@@ -51,12 +52,15 @@ class Proposal(Frozen):
 
     @property
     def parent_indices(self) -> Sequence[int]:
-        """The index of the draft that each draft token follows, or `ROOT`; also for a chain."""
+        """The index of the draft before each draft, or `ROOT` for the request's newest token.
+
+        Also for a chain, whose `parents` are empty.
+        """
         return self.parents or range(-1, len(self.tokens) - 1)
 
     @property
     def forks(self) -> Sequence[bool]:
-        """Whether each draft begins another path: an earlier draft has the same parent."""
+        """Whether each draft begins another branch: an earlier draft has the same parent."""
         if not self.parents:
             return (False,) * len(self.tokens)
         return [parent in self.parents[:index] for index, parent in enumerate(self.parents)]
@@ -66,7 +70,7 @@ class Proposal(Frozen):
         return self if count >= len(self.tokens) else self._pick(range(count))
 
     def best_first(self) -> Proposal:
-        """Return the same tree of drafts, sorted by falling value."""
+        """Return the same tree of drafts, the most valuable drafts first."""
         return self._pick(sorted(range(len(self.tokens)), key=lambda index: -self.values[index]))
 
     def _pick(self, order: Sequence[int]) -> Proposal:
@@ -86,12 +90,13 @@ class Proposal(Frozen):
 
 
 class DraftOutcome(Frozen):
-    """Which draft tokens of a proposal a step computed, and which were right.
+    """Which drafts of a proposal a step computed, and which of them were right.
 
     Attributes:
         tried: indices of the drafts that were computed, in the order of their rows.
         accepted: indices of the drafts that were right, each following the one before.
-        sampled: the token sampled after the request's newest token, then after each tried draft.
+        sampled: the token sampled after the request's newest token, then after each tried
+            draft.
     """
 
     tried: Sequence[int]
@@ -99,22 +104,23 @@ class DraftOutcome(Frozen):
     sampled: Sequence[int]
 
     def trials(self, proposal: Proposal) -> list[tuple[int, bool]]:
-        """Return the computed drafts that follow right drafts, and whether each was right.
+        """Return the computed drafts whose parents were right, and whether each draft was right.
 
-        Drafts after a wrong draft are left out, since they were made for another text.
+        Drafts after a wrong draft say nothing about acceptance rates, since they follow another
+        text.
         """
         parents, accepted = proposal.parent_indices, {ROOT, *self.accepted}
         return [(draft, draft in accepted) for draft in self.tried if parents[draft] in accepted]
 
 
 class DraftCost(Frozen):
-    """What draft tokens cost in the step that is being planned.
+    """The cost of draft tokens in the step that is being planned, for proposers.
 
     Attributes:
-        row_chance: the probability of being right from which a draft pays for its row.
+        row_chance: how probably a draft must be right to be worth its row in the step.
         tokens_per_s: tokens per second without drafts; 0 if time does not count.
         max_drafts: the maximum number of drafts of one request.
-        seconds: the time of the step with a number of drafts, if it is known.
+        seconds: predicts the time of the step with a number of drafts; None if it is not known.
     """
 
     row_chance: float
@@ -123,13 +129,13 @@ class DraftCost(Frozen):
     seconds: Callable[[int], float] | None = None
 
     def min_chance(self, seconds: float) -> float:
-        """Return the probability of being right from which a draft pays for `seconds` of making."""
+        """Return how probably a draft must be right if it takes `seconds` to make."""
         return self.row_chance + self.tokens_per_s * seconds
 
     def min_next_chance(
         self, num_drafts: int, num_tokens: float, spent_s: float, next_s: float
     ) -> float:
-        """Return the probability of being right from which one more draft pays for its making.
+        """Return how probably one more draft must be right to pay for its making and its row.
 
         The present `num_drafts` took `spent_s` to make, another takes `next_s`, and the step is
         expected to bring `num_tokens` with the present drafts. If another draft brings fewer tokens
@@ -147,20 +153,20 @@ class DraftCost(Frozen):
 
 
 class Watcher(Protocol):
-    """Is shown the result of every step of the target model, with or without drafts."""
+    """Is shown the result of each step of the target model, for example to take hidden states."""
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Take in the result of a step, for example the hidden states.
+        """Take the result of a step, with or without drafts.
 
         The requests have the step's tokens already.
         """
 
     def finish(self, request: Request) -> None:
-        """Drop all data about a request, because it has ended."""
+        """Drop all data about a request that has ended."""
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens for requests, which the target model verifies.
+    """Drafts tokens for requests, which the target model then verifies.
 
     Attributes:
         name: the name of the method, which requests may ask for.
@@ -175,7 +181,7 @@ class Proposer(Protocol):
         """
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Learn from which draft tokens of a request's proposal were right."""
+        """Learn which of a proposal's drafts were right."""
 
     def finish(self, request: Request) -> None:
         """Drop the proposer's data of a request that has ended."""
@@ -185,9 +191,9 @@ class Proposer(Protocol):
 
 
 def sampled_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[Slice, list[int]]]:
-    """Yield each slice of a step that samples, and the sampled rows that its request keeps.
+    """Yield each slice of a step that samples, with the rows whose tokens its request keeps.
 
-    Rows are counted over all sampled rows of the step. A request that ended may have kept fewer.
+    Rows are numbered over all sampled rows of the step. A request that ended may have kept fewer.
     """
     first = 0
     for slice_ in plan.slices:

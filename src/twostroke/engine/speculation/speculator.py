@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan, StepResult
-    from twostroke.engine.speculation.payoff import Always, WhilePaying
+    from twostroke.engine.speculation.payoff import FixedDraftBudget, PayingDraftBudget
     from twostroke.engine.speculation.proposal import DraftCost, Proposal, Proposer, Watcher
     from twostroke.engine.speculation.step_time import StepTimeModel
 
     AddDrafts = Callable[[Slice, Sequence[int], Sequence[int]], Sequence[int]]
-    DraftBudget = Always | WhilePaying
+    DraftBudget = FixedDraftBudget | PayingDraftBudget
 
 _logger = logging.getLogger("twostroke.spec")
 
@@ -37,7 +37,7 @@ _NUM_RECENT_STEPS = 1024
 
 
 class TimedStep(Frozen):
-    """The rows, tokens and time of one step, with or without drafts.
+    """The rows, tokens and time of one step, recorded for statistics.
 
     Attributes:
         num_rows: all rows, drafts included.
@@ -80,7 +80,7 @@ class SpeculationStats:
 
 @dataclass(slots=True)
 class _SliceDraft:
-    """The proposal for one slice of a step, and the indices of the drafts that are computed."""
+    """The drafts proposed for one slice of a step; `tried` are the indices of computed drafts."""
 
     slice_: Slice
     proposer: Proposer
@@ -89,13 +89,13 @@ class _SliceDraft:
 
     @property
     def num_expected(self) -> float:
-        """The expected number of tokens that all drafts of the proposal bring."""
+        """How many drafts of the proposal are expected to be right."""
         return sum(self.proposal.values)
 
 
 @dataclass(slots=True)
 class StepDrafts:
-    """The draft proposals of one step.
+    """The drafts proposed for one step, and the time that proposers took.
 
     Attributes:
         by_slice: the proposals by the identity (`id`) of their slices.
@@ -107,7 +107,7 @@ class StepDrafts:
 
 
 class Speculator:
-    """Asks proposers for drafts, and adds the drafts that the budget allows to a step.
+    """Asks proposers for drafts, adds the drafts that pay to a step, and learns from the result.
 
     Attributes:
         stats: counts since the start.
@@ -210,7 +210,7 @@ class Speculator:
         self.stats.saved_s += plain_s * num_tokens / num_plain - elapsed_s
 
     def finish(self, request: Request) -> None:
-        """Tell draft proposers and watchers that a request has ended."""
+        """Tell proposers and watchers that a request has ended."""
         observers: tuple[Proposer | Watcher, ...] = (*self._proposers, *self._watchers)
         for observer in observers:
             with self._dropping_failed(observer):
@@ -253,9 +253,9 @@ class Speculator:
                 draft.tried = add_drafts(draft.slice_, tokens, parents)
 
     def _current_budget(self, plan: StepPlan) -> DraftBudget:
-        """Return the budget of draft tokens for a step.
+        """Return the draft budget for a step.
 
-        It changes slowly, so it is reused for some steps.
+        It takes time to compute and changes slowly, so it is used again for some similar steps.
         """
         size = len(plan.slices), sum(plan.counts), _num_sampling(plan)
         budget = self._budget
@@ -273,9 +273,10 @@ class Speculator:
         cost: DraftCost,
         step_drafts: StepDrafts,
     ) -> None:
-        """Ask a proposer for drafts of slices for which few tokens are expected so far.
+        """Ask a proposer for drafts where earlier proposers expect few tokens.
 
-        A proposal replaces an earlier one if it is expected to bring more tokens.
+        A proposal replaces an earlier one for the same slice if it is expected to bring more
+        tokens.
         """
         by_slice, names = step_drafts.by_slice, {proposer.name}
         if proposer.name in self._default_names:
@@ -335,7 +336,10 @@ class Speculator:
 
     @contextmanager
     def _dropping_failed(self, observer: Proposer | Watcher) -> Iterator[None]:
-        """Drop a proposer or watcher that raises an error in this context; answers need none."""
+        """Drop a proposer or watcher that raises an error in this context.
+
+        Answers do not depend on drafts, so the engine goes without it.
+        """
         try:
             yield
         except Exception:  # a fault of speculation must not cost an answer
@@ -350,7 +354,7 @@ class Speculator:
             )
 
     def _gain(self, name: str, plan: StepPlan) -> ProposerGain:
-        """Return a proposer's measured gain in steps with about as many slices as the plan."""
+        """Return the `ProposerGain` of a proposer in steps of about the plan's number of slices."""
         return self._gains[name, len(plan.slices).bit_length()]
 
 
@@ -362,9 +366,9 @@ def _num_sampling(plan: StepPlan) -> int:
 
 
 def _allowed_part(proposal: Proposal | None, request: Request) -> Proposal | None:
-    """Return the beginning of a chain of drafts that the request's constraint allows.
+    """Cut a chain of drafts at the first token that the request's constraint forbids.
 
-    None if that is empty.
+    None if no draft is left. A tree of drafts is returned unchanged.
     """
     if proposal is None or request.matcher is None or proposal.parents:
         return proposal

@@ -30,9 +30,12 @@ _MAX_SIZE_DISTANCE = 4  # between neighbouring size classes
 
 @dataclass(slots=True)
 class _Ratio:
-    """Measured over fitted time of steps of one size, from `count` steps.
+    """How much longer steps of one size take than the fitted model says.
 
-    The last of them was step number `step`.
+    Attributes:
+        value: measured time divided by fitted time.
+        count: the number of measured steps.
+        step: the number of the step that was measured last.
     """
 
     value: float
@@ -44,10 +47,11 @@ class _Ratio:
 class StepTimeModel:
     """Predicts the seconds of a step from its rows, and learns from measured steps.
 
-    It learns three things. Over all steps: how much longer memory traffic and arithmetic take than
-    at the machine's limits. For each size: how long steps take compared with that (`_ratios`). And
-    how slow the machine is at present (`slowdown`), because machines are shared, and sizes that are
-    measured in the same slow period must compare as they do at other times.
+    The speculator uses it to decide how many drafts pay. It learns three things: how much longer
+    memory traffic and arithmetic take than at the machine's limits; how much longer steps of each
+    size take than that (`_ratios`); and how slow the machine is at present (`slowdown`). The last
+    is separate because machines are shared: a size that is measured only while the machine is slow
+    must not seem slower than other sizes.
 
     Attributes:
         cost: computes bytes and FLOPs of a step.
@@ -74,16 +78,16 @@ class StepTimeModel:
         return fitted_s * self._ratio(_size_class(batch.num_rows)) * self.slowdown
 
     def age(self, num_rows: int) -> int:
-        """Return how many steps ago a step of about `num_rows` rows was measured."""
+        """Return how many steps ago a step with about this number of rows was measured."""
         measured = self._ratios.get(_size_class(num_rows))
         return self.num_steps - (0 if measured is None else measured.step)
 
     def with_drafts(self, batch: BatchShape) -> Callable[[int, int], float]:
-        """Return a function that predicts the time of a step with drafts besides `batch`.
+        """Return a function that predicts the seconds of a batch's step with drafts added.
 
-        Its arguments are the number of drafts, and how many of them fork from a path. All drafts
-        are taken to be at the longest request's position. A path of drafts reads the keys and
-        values once, and each fork begins another path.
+        Its arguments are the number of drafts, and how many of them begin another branch. All
+        drafts are taken to be at the longest request's position. A branch of drafts reads the keys
+        and values once.
         """
         start, num_plain = max(batch.starts), batch.num_rows
         fitted_s, with_one_s, with_two_s = (
@@ -119,14 +123,14 @@ class StepTimeModel:
             self.slowdown = (self.slowdown * surprise**_SLOWDOWN_WEIGHT) ** _SLOWDOWN_DECAY
 
     def _fitted_s(self, memory_s: float, arithmetic_s: float) -> float:
-        """Return the fitted seconds of a step from the times of its memory traffic and arithmetic.
+        """Predict a step's seconds from the times of memory traffic and arithmetic at the limits.
 
         They are added: the times overlap, but the sum grows with the rows as steps do.
         """
         return self.memory * memory_s + self.arithmetic * arithmetic_s
 
     def _fit(self, memory_s: float, arithmetic_s: float, elapsed_s: float) -> None:
-        """Move the factors of memory and arithmetic towards a measured step.
+        """Move the factors of memory traffic and arithmetic towards a measured step.
 
         The method is normalized least mean squares.
         """
@@ -140,9 +144,9 @@ class StepTimeModel:
         self.arithmetic = max(_MIN_FACTOR, self.arithmetic + step * arithmetic_s)
 
     def _ratio(self, size: int) -> float:
-        """Return measured over fitted time of steps of a size class.
+        """Return measured time divided by fitted time, for steps of a size class.
 
-        Old measurements fade into the ratio of the neighbouring sizes.
+        The ratio is near 1; old measurements fade into the ratio of the neighbouring sizes.
         """
         measured = self._ratios.get(size)
         if measured is None:
@@ -152,7 +156,10 @@ class StepTimeModel:
         return measured.value + (1 - trust) * (self._neighbours_ratio(size) - measured.value)
 
     def _neighbours_ratio(self, size: int) -> float:
-        """Return the mean ratio of the next measured size classes, or 1 without near sizes."""
+        """Return the geometric mean of the ratios of the two nearest measured size classes.
+
+        1 if no near size was measured.
+        """
         below = max((other for other in self._ratios if other < size), default=None)
         above = min((other for other in self._ratios if other > size), default=None)
         neighbours = [
@@ -164,7 +171,7 @@ class StepTimeModel:
         return product ** (1 / max(1, len(neighbours)))
 
     def _learn_ratio(self, size: int, value: float) -> _Ratio:
-        """Take in a measured over fitted time for a size class; return the class's new ratio."""
+        """Update a size class's ratio with the measured ratio of a step; return the new ratio."""
         ratio = self._ratios.get(size)
         if ratio is None:  # a single measurement may be far off
             mean = math.sqrt(value * self._neighbours_ratio(size))
@@ -182,16 +189,19 @@ class StepTimeModel:
         return ratio
 
     def _padded_s(self, batch: BatchShape) -> tuple[float, float]:
-        """Return the seconds of memory traffic and of arithmetic at the machine's limits.
+        """Return a step's seconds of memory traffic and of arithmetic at the machine's limits.
 
-        They are for the number of rows that kernels compute.
+        Rows are counted as kernels compute them, padded to a power of two.
         """
         memory_s, arithmetic_s = self._min_s(batch)
         num_rows = batch.num_rows
         return memory_s, arithmetic_s * num_padded(num_rows, self.rows_together) / max(1, num_rows)
 
     def _min_s(self, batch: BatchShape) -> tuple[float, float]:
-        """Return the seconds of a step's memory traffic and arithmetic at the machine's limits."""
+        """Return a step's seconds of memory traffic and of arithmetic at the machine's limits.
+
+        Rows are counted without padding.
+        """
         cost, hardware = self.cost.of(batch), self.hardware
         if hardware is None:  # any limits do, because the learned factors correct them
             return cost.bytes / 10e9, cost.flops / 100e9
@@ -199,17 +209,14 @@ class StepTimeModel:
 
 
 def num_padded(num_rows: int, rows_together: int) -> int:
-    """Return how many rows kernels compute for `num_rows` rows of a step.
-
-    It is a power of two, up to `rows_together` rows.
-    """
+    """Return how many rows kernels compute for a step: up to `rows_together`, a power of two."""
     return 1 << (num_rows - 1).bit_length() if 0 < num_rows <= rows_together else num_rows
 
 
 def _size_class(num_rows: int) -> int:
-    """Return the size class of a step's number of rows.
+    """Return the class of a step's size, for measured times.
 
-    Each number up to 8 is a class; then there are four for each doubling.
+    Each number of rows up to 8 is a class; then there are four classes for each doubling.
     """
     if num_rows <= 8:
         return num_rows

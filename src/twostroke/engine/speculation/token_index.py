@@ -107,9 +107,10 @@ class TokenIndex:
 
 
 class AnswerMemory:
-    """The last answers to each tenant, for n-gram lookups, in two generations of 65,536 tokens.
+    """Stores each tenant's last answers as token ids, in which n-gram drafts are looked up.
 
-    Each salt of the prefix cache has its own answers, so tenants never see each other's tokens. The
+    Each salt of the prefix cache has its own answers, so tenants never see each other's tokens. A
+    tenant has two generations of 65,536 tokens: when the newer is full, it replaces the older. The
     tenant whose last answer is oldest is forgotten if there are more than 64 tenants, or more than
     half a million tokens.
     """
@@ -118,7 +119,7 @@ class AnswerMemory:
         self._tenants: OrderedDict[bytes, list[TokenIndex]] = OrderedDict()
 
     def add(self, request: Request) -> None:
-        """Add the answer of an ended request to its tenant's answers."""
+        """Store the answer of an ended request for its tenant."""
         if request.num_output <= 1:
             return
         answer = request.tokens[max(0, request.num_prompt - MIN_MATCH_TOKENS) :]
@@ -133,7 +134,7 @@ class AnswerMemory:
             self._tenants.popitem(last=False)
 
     def of(self, request: Request) -> Iterator[TokenIndex]:
-        """Yield the indexed answers to the request's tenant, the latest generation first."""
+        """Yield the indexes of the stored answers of a request's tenant, the latest first."""
         return reversed(self._tenants.get(request.salt, []))
 
     def _num_tokens(self) -> int:
@@ -141,7 +142,7 @@ class AnswerMemory:
 
 
 def _key_at(tokens: Sequence[int], end: int) -> int:
-    """Return the hash of the 3 tokens before `end`, the key of a lookup."""
+    """Return the hash of the three tokens before `end`; occurrences are indexed under it."""
     first, second, third = tokens[end - 3], tokens[end - 2], tokens[end - 1]
     return (
         first * _HASH_FACTORS[0] + second * _HASH_FACTORS[1] + third * _HASH_FACTORS[2]

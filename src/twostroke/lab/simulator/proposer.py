@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.hardware import Hardware
-from twostroke.engine.speculation import Speculator, StepTimeModel, budgets
+from twostroke.engine.speculation import Speculator, StepTimeModel, budget_function
 from twostroke.engine.speculation.proposal import Proposal
 from twostroke.lab.simulator.replica import token_at
 from twostroke.model.program.batch import BatchShape
@@ -95,4 +95,4 @@ def make_speculator(
         "simulated", 1, 0, bandwidth=roofline.bandwidth, peak=roofline.peak, peak_kind="", source=""
     )
     step_time = StepTimeModel(cost, limits)
-    return Speculator([proposer], budgets(step_time, None), step_time, clock=clock.read)
+    return Speculator([proposer], budget_function(step_time, None), step_time, clock=clock.read)
