@@ -21,10 +21,10 @@ from twostroke.core.constraint import Constraint
 from twostroke.core.errors import OverloadedError, TwostrokeError
 from twostroke.core.request import NO_HINTS, EmbeddingParams, FinishReason
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.transport.frames import Frames, WireError
+from twostroke.core.transport.frames import ConnectionLostError, InvalidMessageError, MessageReader
 from twostroke.engine.output import Output, Usage
 from twostroke.engine.process import messages as wire
-from twostroke.engine.process.main import RequestHandler, Wire
+from twostroke.engine.process.main import RequestHandler, ServerConnection
 from twostroke.engine.process.remote import RemoteEngine
 from twostroke.engine.status import StepProgress
 
@@ -108,12 +108,12 @@ def _exchanged(values: Any, rng: random.Random) -> Any:
     return values
 
 
-class _Link(Wire):
-    """A wire whose process does not end with it."""
+class _Link(ServerConnection):
+    """A connection whose process does not end with it."""
 
     def send(self, message: wire.EngineMessage) -> None:
-        with suppress(OSError), self._lock:
-            self._socket.send(wire.pack(message), socket.MSG_DONTWAIT)
+        with suppress(ConnectionLostError):
+            self._connection.try_send(message)
 
 
 class EngineEnd:
@@ -133,14 +133,15 @@ class EngineEnd:
         desk = RequestHandler(self._engine, link)
         began_s = time.monotonic()
         try:
-            ours.sendall(frame + wire.pack(wire.Close()))
+            close = wire.RECEIVED_BY_ENGINE.frame(wire.Close())
+            ours.sendall(frame + close)
             if len(frame) != 4 + int.from_bytes(frame[:4], "little"):  # it waits for the rest
-                frames = Frames(wire.server_messages)
-                found = list(frames.feed(frame + wire.pack(wire.Close())))
-                return f"{len(found)} messages"
+                reader = MessageReader(wire.RECEIVED_BY_ENGINE)
+                reader.received += frame + close
+                return f"{len(list(iter(reader.next, None)))} messages"
             desk.run()
             return "closed"
-        except WireError:
+        except InvalidMessageError:
             return "refused"
         finally:
             for asked in list(desk._open.values()):
@@ -212,8 +213,7 @@ class ServerEnd:
             if isinstance(found, Exception) and not isinstance(found, TwostrokeError):
                 self.errors.append(f"{found!r} after {frame!r}")
         if not is_refused:
-            loop.remove_reader(process.socket)
-            loop.remove_writer(process.socket)
+            process.connection.detach()
         process.close()
         return "refused" if is_refused else "taken"
 

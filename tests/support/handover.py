@@ -16,8 +16,10 @@ from twostroke.core.options import (
     EngineOptions,
     SpeculationOptions,
 )
+from twostroke.core.transport.connection import Connection
+from twostroke.core.transport.frames import ConnectionLostError
 from twostroke.engine.disaggregation import messages
-from twostroke.engine.disaggregation.connection import PeerConnection, PeerListener, PeerLostError
+from twostroke.engine.disaggregation.connection import listen_for_decode_engines
 
 if TYPE_CHECKING:
     import random
@@ -29,7 +31,18 @@ if TYPE_CHECKING:
 
 SECRET = "a secret of the tests"
 # Messages of a hand-over, which must all be able to get lost.
-KINDS = ("Read", "Offer", "Fetch", "Content", "Finished", "Abort", "Load")
+KINDS = tuple(
+    message_type.__name__
+    for message_type in (
+        messages.PrefillPrompt,
+        messages.Offer,
+        messages.FetchPages,
+        messages.Content,
+        messages.PrefillFinished,
+        messages.Abort,
+        messages.PrefillLoad,
+    )
+)
 LINKS = ("shared", "sockets", "tcp")
 NIXL_LINKS = ("nixl-read", "nixl-write")
 _MEMORY = 4_000_000
@@ -147,10 +160,10 @@ class Network:
         self, monkeypatch: pytest.MonkeyPatch, choose: Callable[[str], str], counts: Counter[str]
     ) -> None:
         self._choose, self._counts = choose, counts
-        self._send = PeerConnection.send
-        monkeypatch.setattr(PeerConnection, "send", lambda *given: self._pass(*given))  # noqa: PLW0108 - it is bound
+        self._send = Connection.send
+        monkeypatch.setattr(Connection, "send", lambda *given: self._pass(*given))  # noqa: PLW0108 - it is bound
 
-    def _pass(self, connection: PeerConnection, message: Any, pages: Sequence[Any] = ()) -> None:
+    def _pass(self, connection: Connection[Any], message: Any, pages: Any = None) -> None:
         name = type(message).__name__
         fault = self._choose(name) if name in KINDS else ""
         if fault:
@@ -158,7 +171,7 @@ class Network:
         match fault:
             case "lost":
                 return
-            case "late" if pages:  # which would be overwritten
+            case "late" if pages is not None:  # which would be overwritten
                 time.sleep(_LATE_S)
             case "late":
                 threading.Timer(_LATE_S, self._late, (connection, message)).start()
@@ -171,8 +184,8 @@ class Network:
                 connection.cut()
         self._send(connection, message, pages)
 
-    def _late(self, connection: PeerConnection, message: Any) -> None:
-        with suppress(PeerLostError):
+    def _late(self, connection: Connection[Any], message: Any) -> None:
+        with suppress(ConnectionLostError):
             self._send(connection, message)
 
 
@@ -181,15 +194,15 @@ SAMPLED = SamplingParams(max_tokens=6, temperature=0.9, seed=5, ignore_eos=True)
 
 @contextmanager
 def scripted_prefill(
-    answer: Callable[[PeerConnection, Any], None], host: str = "127.0.0.1"
+    answer: Callable[[Connection[Any], Any], None], host: str = "127.0.0.1"
 ) -> Iterator[str]:
     """Yield the address of a peer that welcomes all, and then does with each question as told.
 
     Like a prefill engine that lives, it reports its load.
     """
 
-    def serve(connection: PeerConnection) -> None:
-        with suppress(PeerLostError):
+    def serve(connection: Connection[Any]) -> None:
+        with suppress(ConnectionLostError):
             hello = connection.receive()
             connection.send(messages.Welcome(messages.VERSION, hello.spec, 1000))
             threading.Thread(target=report, args=(connection,), daemon=True).start()
@@ -197,13 +210,13 @@ def scripted_prefill(
                 answer(connection, connection.receive())
         connection.close()
 
-    def report(connection: PeerConnection) -> None:
-        with suppress(PeerLostError):
+    def report(connection: Connection[Any]) -> None:
+        with suppress(ConnectionLostError):
             while True:
                 connection.send(messages.PrefillLoad(0.0, 0.0))
                 time.sleep(0.2)
 
-    listener = PeerListener((host, 0), SECRET.encode(), page_file=None, serve=serve)
+    listener = listen_for_decode_engines((host, 0), SECRET.encode(), page_file=None, serve=serve)
     try:
         yield f"{host}:{listener.port}"
     finally:

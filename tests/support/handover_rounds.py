@@ -27,7 +27,7 @@ from support.handover import (
 )
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
-from twostroke.engine.disaggregation import prefill_peer as peer
+from twostroke.engine.disaggregation import prefill_connection as peer
 from twostroke.engine.disaggregation import prefill_side as lending
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 from support.fake_model import VOCAB_SIZE, FakeModel
 from twostroke.backends.interface import BackendFacts
 from twostroke.core.options import BatchOptions, SpeculationOptions
-from twostroke.core.transport.frames import Frames
+from twostroke.core.transport.connection import Connection
+from twostroke.core.transport.event_loop import EventLoopConnection
 from twostroke.engine.client import Client
 from twostroke.engine.engine import build_speculator
 from twostroke.engine.kv_cache import PagePool, PrefixIndex
@@ -98,9 +99,9 @@ class Process(EngineProcess):
     """An engine that loads, works and dies when it is told to."""
 
     def __init__(self, rng: random.Random, card: ModelCard, computed: set[int]) -> None:
-        self.socket, self._theirs = socket.socketpair()
-        self.frames = Frames(wire.engine_messages)
-        self._received = Frames(wire.server_messages)
+        ours, theirs = socket.socketpair()
+        self.connection = EventLoopConnection(ours, wire.RECEIVED_BY_SERVER)
+        self._theirs = Connection(theirs, wire.RECEIVED_BY_ENGINE)
         self.start_s = 0.0
         self.is_dead = False
         self.desk: RequestHandler | None = None
@@ -138,16 +139,12 @@ class Process(EngineProcess):
 
     def send(self, message: wire.EngineMessage) -> None:
         """Send as the engine's end does."""
-        self._theirs.sendall(wire.pack(message))
+        self._theirs.send(message)
 
     def read(self) -> None:
         """Do what has been asked."""
         assert self.desk is not None
-        try:
-            data = self._theirs.recv(1 << 18, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        for message in self._received.feed(data):
+        for message in self._theirs.receive_arrived(0):
             if isinstance(message, wire.Generate):
                 assert message.id not in self._computed, "asked again, though it may have killed"
             self.desk._handle(message)
@@ -183,7 +180,7 @@ class Process(EngineProcess):
 
     def close(self) -> None:
         self.kill()
-        self.socket.close()
+        self.connection.close()
 
 
 class _Engine:

@@ -16,7 +16,7 @@ from twostroke.core.options import (
 )
 from twostroke.core.request import NO_HINTS
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.transport.frames import Frames
+from twostroke.core.transport.event_loop import EventLoopConnection
 from twostroke.engine.client import Caller
 from twostroke.engine.engine import build
 from twostroke.engine.process import messages as wire
@@ -24,7 +24,7 @@ from twostroke.engine.process.main import _ready
 from twostroke.engine.process.remote import RemoteEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
     from twostroke.engine.output import Output
     from twostroke.engine.process.served import EngineStatus, ServedEngine, ServedOutputs
@@ -52,12 +52,12 @@ class FakeProcess:
     start_s = 0.0
 
     def __init__(self) -> None:
-        self.socket, self.theirs = socket.socketpair()
-        self.frames = Frames(wire.engine_messages)
+        ours, self.theirs = socket.socketpair()
+        self.connection = EventLoopConnection(ours, wire.RECEIVED_BY_SERVER)
         self.is_killed = False
 
     def say(self, message: wire.EngineMessage) -> None:
-        self.theirs.sendall(wire.pack(message))
+        self.theirs.sendall(wire.RECEIVED_BY_SERVER.frame(message))
 
     def is_asked(self) -> bool:
         """Whether something was sent since the last look."""
@@ -67,10 +67,6 @@ class FakeProcess:
         except BlockingIOError:
             return False
 
-    def receive(self) -> Iterator[wire.EngineMessage] | None:
-        data = self.socket.recv(1 << 20)
-        return self.frames.feed(data) if data else None
-
     def kill(self) -> None:
         self.is_killed = True
 
@@ -78,7 +74,7 @@ class FakeProcess:
         return "it was ended"
 
     def close(self) -> None:
-        self.socket.close()
+        self.connection.close()
         self.theirs.close()
 
 
@@ -98,7 +94,7 @@ async def faked(model: str) -> AsyncIterator[tuple[RemoteEngine, FakeProcess]]:
         for task in list(engine_.supervisor._tasks):
             task.cancel()
         if not process.is_killed:
-            asyncio.get_running_loop().remove_reader(process.socket)
+            process.connection.detach()
         process.close()
 
 

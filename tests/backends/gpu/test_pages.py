@@ -21,7 +21,7 @@ from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find_device  # noqa: E402
 from twostroke.core.distributed_options import OffloadOptions  # noqa: E402
 from twostroke.core.errors import BackendError  # noqa: E402
-from twostroke.engine.disaggregation import prefill_peer as peer  # noqa: E402
+from twostroke.engine.disaggregation import prefill_connection as peer  # noqa: E402
 from twostroke.engine.kv_offload import manager as paging  # noqa: E402
 
 if TYPE_CHECKING:

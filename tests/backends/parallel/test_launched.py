@@ -12,19 +12,18 @@ import pytest
 
 from benchmarks.common import namespaces
 from twostroke.backends.parallel import launcher
+from twostroke.backends.parallel.connection import connect_to_rank0
 from twostroke.backends.parallel.division import LauncherEnv, division_warning, read_launcher_env
 from twostroke.backends.parallel.launcher import (
-    RankArrival,
     RemoteRanks,
     assigned_rank,
     describe_command,
 )
 from twostroke.backends.parallel.links.link_type import LINK_TYPES
-from twostroke.backends.parallel.rank_messages import pack
+from twostroke.backends.parallel.rank_messages import RECEIVED_BY_RANKS, RankArrival
 from twostroke.core import env
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
-from twostroke.core.transport.channel import MessageType, connect
 
 TIMEOUT_S = 120
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -35,6 +34,11 @@ OTHERS = ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
 def no_launcher(monkeypatch):
     for name in (*NAMES, *OTHERS, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
+
+
+def connect(ranks):
+    """Connect to rank 0 as another rank does."""
+    return connect_to_rank0(("127.0.0.1", ranks.port), b"", RECEIVED_BY_RANKS, 5)
 
 
 def given(monkeypatch, **variables):
@@ -97,8 +101,8 @@ def test_a_rank_that_was_asked_for_something_else_is_reported(caplog):
     assert command == "smollm2, tensor 2, shares (3, 2)"
     for other, reports in ((command, False), ("", False), ("qwen, pipeline 2", True)):
         ranks = RemoteRanks("127.0.0.1", 0, b"", 2, command)
-        with closing(ranks), closing(connect("127.0.0.1", ranks.port, b"", 5)) as channel:
-            channel.send(MessageType.HELLO, pack(RankArrival(1, 2, other)))
+        with closing(ranks), closing(connect(ranks)) as connection:
+            connection.send(RankArrival(1, 2, other))
             ranks(1).kill()
         said = "Rank 1 was started with 'qwen, pipeline 2', but follows rank 0, which has 'smollm2,"
         assert (said in caplog.text) == reports
@@ -112,14 +116,24 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
     ranks.close()
 
 
+def test_a_rank_of_another_version_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(launcher, "ARRIVAL_TIMEOUT_S", 2.0)
+    ranks = RemoteRanks("127.0.0.1", 0, b"", 2)
+    with closing(ranks), closing(connect(ranks)) as connection:
+        connection.send_frame(b'\x01\x00\x00\x00\x20\x00\x00\x00{"rank": 1}')  # of version 1
+        with pytest.raises(RanksLostError):
+            ranks(1)
+    assert "install the same version on all machines" in caplog.text
+
+
 def test_a_stray_rank_ends_the_others_only_before_they_run(caplog):
     ranks = RemoteRanks("127.0.0.1", 0, b"", 2)
     with closing(ranks):
 
         def come(num_ranks):
-            channel = connect("127.0.0.1", ranks.port, b"", 5)
-            channel.send(MessageType.HELLO, pack(RankArrival(1, num_ranks)))
-            return channel
+            connection = connect(ranks)
+            connection.send(RankArrival(1, num_ranks))
+            return connection
 
         with closing(come(3)), pytest.raises(BackendError, match="came as rank 1 of 3"):
             ranks(1)
@@ -134,7 +148,7 @@ def test_a_stray_rank_ends_the_others_only_before_they_run(caplog):
 
 def test_an_impossible_address_of_rank_0_is_refused_at_once():
     with pytest.raises(BackendError, match=r"cannot be at 'a\.\.b'"):
-        connect("a..b", 29500, b"", 60)
+        connect_to_rank0(("a..b", 29500), b"", RECEIVED_BY_RANKS, 60)
 
 
 @pytest.mark.model

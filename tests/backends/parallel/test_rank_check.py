@@ -11,8 +11,9 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from twostroke.backends.parallel.check import RankReport, interface_of, mismatches
+from twostroke.backends.parallel.check import interface_of, mismatches
 from twostroke.backends.parallel.links.link_type import LINK_TYPES
+from twostroke.backends.parallel.rank_messages import RankReport
 
 TIMEOUT_S = 120
 REPORT = RankReport(

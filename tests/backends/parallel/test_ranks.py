@@ -9,18 +9,20 @@ import time
 import pytest
 
 from twostroke.backends.parallel import ranks as module
+from twostroke.backends.parallel.connection import open_connection
 from twostroke.backends.parallel.rank_messages import (
+    Rank0Heartbeat,
     RankFailed,
     RankHeartbeat,
     RankHello,
+    RankLeaves,
     RankReady,
     Reset,
-    pack,
     version,
 )
 from twostroke.backends.parallel.ranks import HEARTBEAT_INTERVAL_S, Ranks
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
-from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType
+from twostroke.core.transport.frames import ConnectionLostError
 
 
 class FakeRank:
@@ -28,13 +30,13 @@ class FakeRank:
 
     def __init__(self, rank, number, loads):
         ours, theirs = socket.socketpair()
-        self.channel, self.own = Channel(ours), Channel(theirs)
+        self.connection, self.own = open_connection(ours), open_connection(theirs)
         self.beats, self.killed, self.received = True, False, []
         self.waits, self.progress = False, 0
         self.ends_after_s = 0.0
-        self.own.send(MessageType.HELLO, pack(RankHello(rank, number, "here", 1, 10**9, 1)))
+        self.own.send(RankHello(rank, number, "here", 1, 10**9, 1))
         if loads:
-            self.own.send(MessageType.READY, pack(RankReady(1, 2, 3)))
+            self.own.send(RankReady(1, 2, 3))
         self.thread = threading.Thread(target=self.live, daemon=True)
         self.thread.start()
 
@@ -42,15 +44,13 @@ class FakeRank:
         try:
             while True:
                 if self.beats:
-                    self.own.beat(pack(RankHeartbeat(self.waits, self.progress)))
+                    self.own.try_send(RankHeartbeat(self.waits, self.progress))
                 if message := self.own.receive(HEARTBEAT_INTERVAL_S / 4):
-                    self.received.append(message.kind)
-                    if message.kind is MessageType.RESET and self.beats:
-                        self.own.send(
-                            MessageType.FAILED, pack(RankFailed("", "RanksLostError", lost=True))
-                        )
-                        self.own.send(MessageType.READY, pack(RankReady(1, 2, 3)))
-        except ChannelClosedError:
+                    self.received.append(message)
+                    if isinstance(message, Reset) and self.beats:
+                        self.own.send(RankFailed("", "RanksLostError", lost=True))
+                        self.own.send(RankReady(1, 2, 3))
+        except ConnectionLostError:
             self.own.close()
 
     def exit_reason(self):
@@ -58,7 +58,7 @@ class FakeRank:
 
     def kill(self):
         self.killed = True
-        self.channel.close()
+        self.connection.close()
 
     def wait(self, timeout_s):
         self.waited_s = timeout_s
@@ -110,7 +110,7 @@ def test_ranks_that_live_are_left_alone(group):
     time.sleep(1.2)
     assert not group.ranks.lost
     assert not group.aborted.is_set()
-    assert MessageType.BEAT in group.started[0].received
+    assert Rank0Heartbeat() in group.started[0].received
 
 
 @pytest.mark.parametrize("how", ["dead", "frozen"])
@@ -125,7 +125,7 @@ def test_a_lost_rank_is_noticed_and_started_again(group, how):
     assert isinstance(error, RanksLostError)
     assert str(error).startswith("Rank 2 ")
     with pytest.raises(RanksLostError):
-        group.ranks.send(MessageType.FRAME)
+        group.ranks.send(b"a step")
     assert group.started[1].killed
     assert group.ranks.restart() == [2]
     group.ranks.reset(Reset(""), {2})
@@ -162,12 +162,8 @@ def test_a_link_that_moves_nothing_is_given_up_only_if_all_wait(group):
 
 def test_a_failure_is_told_with_its_rank_and_kind(group):
     group.ranks.wait_until_ready()
-    group.started[1].own.send(
-        MessageType.FAILED, pack(RankFailed("for us", "RanksLostError", lost=True))
-    )
-    group.started[0].own.send(
-        MessageType.FAILED, pack(RankFailed("No memory.", "MemoryLimitError"))
-    )
+    group.started[1].own.send(RankFailed("for us", "RanksLostError", lost=True))
+    group.started[0].own.send(RankFailed("No memory.", "MemoryLimitError"))
     error = group.ranks.cause(5)
     assert isinstance(error, MemoryLimitError)
     assert str(error) == "Rank 1: No memory."
@@ -180,7 +176,7 @@ def test_a_failure_is_told_with_its_rank_and_kind(group):
 def test_a_rank_that_cannot_load_says_why_before_it_ends(group):
     group.ranks.wait_until_ready()
     group.ranks.reset(Reset(""), {1})
-    group.started[0].own.send(MessageType.FAILED, pack(RankFailed("Another file.", "BackendError")))
+    group.started[0].own.send(RankFailed("Another file.", "BackendError"))
     group.started[0].own.cut()
     wait_until(lambda: group.ranks.lost)
     with pytest.raises(BackendError, match=r"Rank 1: Another file\."):
@@ -190,7 +186,7 @@ def test_a_rank_that_cannot_load_says_why_before_it_ends(group):
 def test_why_a_rank_that_ended_could_not_load_is_the_cause(group):
     group.ranks.wait_until_ready()
     group.ranks.reset(Reset(""), {1})
-    group.started[0].own.send(MessageType.FAILED, pack(RankFailed("Another file.", "BackendError")))
+    group.started[0].own.send(RankFailed("Another file.", "BackendError"))
     group.started[0].own.cut()
     wait_until(lambda: group.ranks.lost)
     assert str(group.ranks.cause(5)) == "Rank 1: Another file."
@@ -227,7 +223,7 @@ def test_what_a_replaced_rank_did_is_no_fault_of_the_new_one(group):
 
 def test_a_rank_that_was_ended_by_ctrl_c_is_not_waited_for(group):
     group.ranks.wait_until_ready()
-    group.started[1].own.send(MessageType.LEAVE)
+    group.started[1].own.send(RankLeaves())
     wait_until(lambda: group.ranks.lost)
     with pytest.raises(BackendError, match=r"Rank 2 was ended by Ctrl-C\. It is not started again"):
         group.ranks.restart()

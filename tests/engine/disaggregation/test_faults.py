@@ -28,15 +28,15 @@ from support.handover_rounds import play_round
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.engine.disaggregation import messages
-from twostroke.engine.disaggregation import prefill_peer as peer
+from twostroke.engine.disaggregation import prefill_connection as peer
 from twostroke.engine.disaggregation import prefill_side as lending
-from twostroke.engine.disaggregation.connection import check_spec, connect
+from twostroke.engine.disaggregation.connection import check_spec, connect_to_prefill_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.engine.disaggregation.connection import PeerConnection
+    from twostroke.core.transport.connection import Connection
 
 PROMPT = [3 + n % 200 for n in range(100)]  # six full pages, and a part of one
 
@@ -51,7 +51,7 @@ def test_moves_that_fail_and_write_on_cost_time_and_no_request(seed: int, tmp_pa
     play_round(seed, tmp_path, Counter(), NIXL_LINKS, carriers.use)
 
 
-def _outcomes(folder: Path, answer: Callable[[PeerConnection, Any], None], within_s: float) -> Any:
+def _outcomes(folder: Path, answer: Callable[[Connection[Any], Any], None], within_s: float) -> Any:
     """Answer a prompt that a scripted peer was to read; return how the transfers ended.
 
     The tokens must be those of one engine, and no page may stay held.
@@ -68,10 +68,10 @@ def _outcomes(folder: Path, answer: Callable[[PeerConnection, Any], None], withi
 
 
 def test_pages_whose_lease_has_ended_are_not_used(tmp_path: Path) -> None:
-    def answer(connection: PeerConnection, question: Any) -> None:
+    def answer(connection: Connection[Any], question: Any) -> None:
         if isinstance(question, messages.PrefillPrompt):
             connection.send(messages.Offer(question.id, 1, [(0, n, n) for n in range(6)]))
-        elif isinstance(question, messages.Fetch):
+        elif isinstance(question, messages.FetchPages):
             connection.send(messages.Content(question.number, is_valid=False))
             connection.send(messages.PrefillFinished(question.id))
 
@@ -79,10 +79,10 @@ def test_pages_whose_lease_has_ended_are_not_used(tmp_path: Path) -> None:
 
 
 def test_a_page_that_an_offer_names_twice_is_fetched_once(tmp_path: Path) -> None:
-    def answer(connection: PeerConnection, question: Any) -> None:
+    def answer(connection: Connection[Any], question: Any) -> None:
         if isinstance(question, messages.PrefillPrompt):
             connection.send(messages.Offer(question.id, 1, [(0, 0, 0), (0, 0, 1), (0, 0, 0)]))
-        elif isinstance(question, messages.Fetch):
+        elif isinstance(question, messages.FetchPages):
             assert len(question.indices) == 1
             connection.send(messages.Content(question.number, is_valid=False))
 
@@ -106,7 +106,7 @@ def test_a_lease_ends_though_nothing_more_is_heard(
     monkeypatch.setattr(lending, "LEASE_S", 0.3)
     monkeypatch.setattr(peer, "PATIENCE_S", 0.1)
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
-    Network(monkeypatch, lambda kind: "lost" if kind in {"Fetch", "Abort"} else "", Counter())
+    Network(monkeypatch, lambda kind: "lost" if kind in {"FetchPages", "Abort"} else "", Counter())
     with pair(path, "shared") as (first, second):
         assert answers(second, [PROMPT], SAMPLED)
         check_clean(first)
@@ -121,7 +121,9 @@ def test_leases_end_in_any_order_and_leave_the_first_pages_longest(
     with prefill(path) as (llm, address):
         client, prompt = llm.engine.client, [*PROMPT, *PROMPT[:60]]  # ten full pages
         pages, lender = client.loop.pages, client.loop.pages.on_close[-1].__self__  # type: ignore[attr-defined]
-        connection, memory = connect(("127.0.0.1", int(address.rpartition(":")[2])), b"")
+        connection, memory = connect_to_prefill_engine(
+            ("127.0.0.1", int(address.rpartition(":")[2])), b""
+        )
         assert memory is not None
         os.close(memory)
         check_spec(connection, lender.spec)
@@ -137,7 +139,7 @@ def test_leases_end_in_any_order_and_leave_the_first_pages_longest(
             held = [page for one in offers[number - 1 :] for _, _, page in one.pages]
             with pages.lock:
                 assert all(pages.scheduler._pool.num_references(page) for page in held)
-            connection.send(messages.Fetch(number, 1, offered.number, [], is_last=True))
+            connection.send(messages.FetchPages(number, 1, offered.number, [], is_last=True))
             while not isinstance(connection.receive(), messages.Content):
                 pass
         connection.close()

@@ -17,17 +17,19 @@ from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.core.distributed_options import DisaggregationOptions
 from twostroke.core.errors import PortInUseError, UsageError
+from twostroke.core.transport.frames import ConnectionLostError
 from twostroke.core.transport.handshake import introduce, receive_exactly
 from twostroke.engine.disaggregation.connection import (
-    PeerConnection,
-    PeerListener,
-    PeerLostError,
-    connect,
+    connect_to_prefill_engine,
+    listen_for_decode_engines,
 )
 from twostroke.engine.disaggregation.messages import KvCacheSpecMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from twostroke.core.transport.connection import Connection
+    from twostroke.core.transport.listener import Listener
 
 KIND = KvCacheSpecMessage("m", "f16", 16, (None,), 100, "cpu", False, 1)
 
@@ -80,20 +82,20 @@ def test_a_stranger_is_refused(
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
     with prefill(path, "tcp") as (_, address):
         host, port = address.split(":")
-        with pytest.raises(PeerLostError, match=word):
-            connect((host, int(port)), theirs.encode())
+        with pytest.raises(ConnectionLostError, match=word):
+            connect_to_prefill_engine((host, int(port)), theirs.encode())
 
 
 @contextmanager
-def listening() -> Iterator[tuple[PeerListener, Event]]:
+def listening() -> Iterator[tuple[Listener[Any], Event]]:
     """A listener to TCP, and what is set once an engine has proved itself."""
     proved = Event()
 
-    def serve(connection: PeerConnection) -> None:
+    def serve(connection: Connection[Any]) -> None:
         connection.close()
         proved.set()
 
-    listener = PeerListener(("127.0.0.1", 0), b"a", page_file=None, serve=serve)
+    listener = listen_for_decode_engines(("127.0.0.1", 0), b"a", page_file=None, serve=serve)
     with closing(listener):
         yield listener, proved
 

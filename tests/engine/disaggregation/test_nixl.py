@@ -41,7 +41,7 @@ from twostroke.engine.disaggregation import (
     nixl,
 )
 from twostroke.engine.disaggregation import (
-    prefill_peer as peer,
+    prefill_connection as peer,
 )
 from twostroke.engine.disaggregation import (
     transfer_methods as ways,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from twostroke.engine.disaggregation.connection import PeerConnection
+    from twostroke.core.transport.connection import Connection
 
 TITLES = {"nixl-read": "NIXL, read", "nixl-write": "NIXL, written"}
 is_real = pytest.mark.skipif(nixl.obstacle() is not None, reason=nixl.INSTALL)
@@ -192,7 +192,7 @@ def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
     there = carriers.Carrier(pages[0][0], _COUNT, _SIZE)
     targets: list[int] = []
 
-    def answer(connection: PeerConnection, question: Any) -> None:
+    def answer(connection: Connection[Any], question: Any) -> None:
         match question:
             case messages.NixlJoin():
                 connection.send(messages.NixlJoined(there.address))
@@ -200,7 +200,7 @@ def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
                 connection.send(messages.Content(question.number, is_valid=True))
             case messages.PrefillPrompt():
                 connection.send(messages.Offer(question.id, 1, [(0, n, n) for n in range(6)]))
-            case messages.Fetch():
+            case messages.FetchPages():
                 targets.extend(question.targets)  # and nothing more is heard
 
     path, prompt = write_tiny_gguf(tmp_path / "m.gguf"), list(range(3, 103))

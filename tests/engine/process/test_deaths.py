@@ -38,7 +38,7 @@ from twostroke.engine.generation import Outputs
 from twostroke.engine.output import Output
 from twostroke.engine.process import launch, supervisor
 from twostroke.engine.process import messages as wire
-from twostroke.engine.process.main import RequestHandler, Wire
+from twostroke.engine.process.main import RequestHandler, ServerConnection
 from twostroke.engine.process.remote import RemoteEngine
 from twostroke.engine.status import Health
 
@@ -243,10 +243,10 @@ def test_a_descriptor_beyond_1023_is_read() -> None:
     """A server with a thousand clients gives its next engine one."""
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD, 1030)) as high:
-        link = Wire(high)
-        assert link.receive(0.01) == []
-        ours.sendall(wire.pack(wire.Flush()))
-        assert link.receive(5.0) == [wire.Flush()]
+        server = ServerConnection(high)
+        assert server.receive(0.01) == []
+        ours.sendall(wire.RECEIVED_BY_ENGINE.frame(wire.Flush()))
+        assert server.receive(5.0) == [wire.Flush()]
 
 
 def test_a_text_that_ends_while_it_is_submitted_is_counted() -> None:

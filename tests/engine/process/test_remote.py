@@ -251,7 +251,7 @@ def test_what_is_not_a_message_ends_the_process(model: str) -> None:
     async def run() -> None:
         async with started(model) as engine:
             pid = engine.supervisor.pid
-            engine.supervisor._process.socket.send(b"\xff" * 64)
+            engine.supervisor._process.connection._socket.send(b"\xff" * 64)
             await until(lambda: engine.supervisor.num_deaths == 1)
             assert await texts(await ask(engine))
             assert engine.supervisor.pid != pid
@@ -262,7 +262,8 @@ def test_what_is_not_a_message_ends_the_process(model: str) -> None:
 def test_nothing_is_left_when_the_server_dies(model: str) -> None:
     async def run() -> int:
         engine = RemoteEngine.start(model, options(), "warning", lambda *_: None)
-        engine.supervisor._process.socket.close()  # as the system does for a server that was killed
+        # As the system does for a server that was killed.
+        engine.supervisor._process.connection._socket.close()
         return engine.supervisor._process._process.wait(5)
 
     assert asyncio.run(run()) == 0

@@ -17,13 +17,12 @@ from twostroke.backends.interface import Backend, RankFacts, RankState
 from twostroke.backends.parallel.rank_messages import (
     CopyPage,
     Evaluate,
+    MeasureCollectives,
     RankReady,
     RankTimes,
     Reset,
-    pack,
 )
 from twostroke.core.errors import BackendError, RanksLostError
-from twostroke.core.transport.channel import MessageType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -125,7 +124,7 @@ class ParallelBackend:
         """
         start_s = time.perf_counter()
         self._fill(plan)
-        self._ranks.send(MessageType.FRAME, self.rank0_backend.encode_step())
+        self._ranks.send(self.rank0_backend.encode_step())
         self._in_flight.append((plan, start_s))
 
     def finish(self) -> StepResult:
@@ -183,7 +182,7 @@ class ParallelBackend:
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits of a token sequence; see `Backend.score`."""
-        self._ranks.send(MessageType.EVALUATE, pack(Evaluate(list(tokens), (), generated)))
+        self._ranks.send(Evaluate(list(tokens), (), generated))
         with self._recovering_ranks():
             return self.rank0_backend.score(tokens, generated=generated)
 
@@ -191,15 +190,13 @@ class ParallelBackend:
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, Array]:
         """Return intermediate values of the model for a token sequence; see `Backend.trace`."""
-        self._ranks.send(
-            MessageType.EVALUATE, pack(Evaluate(list(tokens), tuple(values), generated))
-        )
+        self._ranks.send(Evaluate(list(tokens), tuple(values), generated))
         with self._recovering_ranks():
             return self.rank0_backend.trace(tokens, values, generated=generated)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a KV page on all ranks, while no step runs; only for the cpu backend."""
-        self._ranks.send(MessageType.COPY, pack(CopyPage(source, target)))
+        self._ranks.send(CopyPage(source, target))
         cast("CpuBackend", self.rank0_backend).copy_page(source, target)
 
     def measure_collectives(self, test: CollectiveTest) -> tuple[list[float], list[float]]:
@@ -211,7 +208,7 @@ class ParallelBackend:
         Raises:
             RanksLostError: some ranks are lost.
         """
-        self._ranks.send(MessageType.MEASURE, pack(test))
+        self._ranks.send(MeasureCollectives(test))
         with self._recovering_ranks():
             return cast("CpuBackend", self.rank0_backend).measure_collectives(test)
 

@@ -6,55 +6,46 @@ import ctypes
 import socket
 import time
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from twostroke.backends.cpu.library import choose_level, load_library
+from twostroke.backends.parallel.connection import connect_to_rank0
 from twostroke.backends.parallel.division import read_launcher_env
 from twostroke.backends.parallel.launcher import (
     ARRIVAL_TIMEOUT_S,
-    RankArrival,
     assigned_rank,
     wait_for_ranks,
 )
 from twostroke.backends.parallel.links.link_type import LINK_TYPES, open_link
-from twostroke.backends.parallel.rank_messages import pack, unpack, version
+from twostroke.backends.parallel.rank_messages import (
+    RECEIVED_BY_RANKS,
+    EndRank,
+    LinkTested,
+    LinkTrial,
+    RankArrival,
+    RankReport,
+    RankReported,
+    version,
+)
 from twostroke.core import env
 from twostroke.core.errors import BackendError, TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available, num_cores
-from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType, connect
+from twostroke.core.transport.frames import ConnectionLostError
 from twostroke.model.loader import load
 from twostroke.model.weights import weights_identity
 
 if TYPE_CHECKING:
+    from twostroke.backends.parallel.connection import RankConnection
     from twostroke.backends.parallel.division import LauncherEnv
     from twostroke.backends.parallel.links.host_link import HostLink
+
+T = TypeVar("T")
 
 _MESSAGE_TIMEOUT_S: Final = 60.0
 _SMALL_BYTES: Final = 16384  # gathered by two ranks, to measure latency
 _LARGE_BYTES: Final = 1 << 20  # to measure bandwidth
 _REPEATS: Final = 60
-
-
-class RankReport(Frozen):
-    """What `twostroke doctor --ranks` compares between ranks: the machine, the version, the model.
-
-    `model_id`: the hash of the model's weights. `model_error`: why the weights cannot be opened.
-    `obstacles`: for each type of link, why the rank cannot use it; None if it can.
-    """
-
-    rank: int
-    host: str
-    address: str
-    interface: str
-    version: str
-    level: str
-    one_arithmetic: bool
-    num_cores: int
-    memory_bytes: int
-    model_id: str | None
-    model_error: str | None
-    obstacles: dict[str, str | None]
 
 
 class LinkTimes(Frozen):
@@ -74,16 +65,6 @@ class RankCheck(Frozen):
     times: list[LinkTimes]
 
 
-class _LinkTrial(Frozen):
-    """A message of rank 0 to another rank: the type of link to test, and the text to join it.
-
-    `kind` None: no type of link can be used by all ranks.
-    """
-
-    kind: str | None
-    link: str = ""
-
-
 def check_ranks(model: str | None) -> RankCheck | None:
     """Compare all ranks that a launcher such as torchrun has started.
 
@@ -91,7 +72,7 @@ def check_ranks(model: str | None) -> RankCheck | None:
 
     Raises:
         UsageError: no launcher has started this process.
-        PortInUseError, RanksLostError, ChannelClosedError: the ranks do not find each other.
+        PortInUseError, RanksLostError, ConnectionLostError: the ranks do not find each other.
     """
     launcher_env = read_launcher_env()
     own_rank = assigned_rank(launcher_env.num_ranks) if launcher_env else None
@@ -111,29 +92,29 @@ def check_ranks(model: str | None) -> RankCheck | None:
 def _collect_reports(own_rank: LauncherEnv, model: str | None) -> RankCheck:
     remote = wait_for_ranks(own_rank)
     try:
-        channels = [remote(rank).channel for rank in range(1, own_rank.num_ranks)]
+        connections = [remote(rank).connection for rank in range(1, own_rank.num_ranks)]
         reports = [_report(0, remote.host, model)]
-        reports += [unpack(_next_message(channel), RankReport) for channel in channels]
+        reports += [_receive(connection, RankReported).report for connection in connections]
         problems = mismatches(reports)
         usable = [k for k in LINK_TYPES if not any(report.obstacles[k] for report in reports)]
         requested_kind = env.forced_link()
         kind = next((k for k in usable if requested_kind in {None, k}), None)
         if kind is None:
             problems += [f"No link: {why}" for why in _no_link(reports, requested_kind)]
-            for channel in channels:
-                channel.send(MessageType.JOB, pack(_LinkTrial(None)))
+            for connection in connections:
+                connection.send(LinkTrial(None))
             return RankCheck(reports, problems, None, [])
         link = open_link(kind, 0, own_rank.num_ranks, reports[0].level, remote.host)
         try:
             text = link.renew()
-            for channel in channels:
-                channel.send(MessageType.JOB, pack(_LinkTrial(kind, text)))
+            for connection in connections:
+                connection.send(LinkTrial(kind, text))
             link.join(text)
             times = [_measure(link, rank, rank) for rank in range(1, own_rank.num_ranks)]
-            for channel in channels:  # a rank that leaves early would end the link for all
-                _next_message(channel)
-            for channel in channels:
-                channel.send(MessageType.END)
+            for connection in connections:  # a rank that leaves early would end the link for all
+                _receive(connection, LinkTested)
+            for connection in connections:
+                connection.send(EndRank())
         except TwostrokeError as error:
             return RankCheck(
                 reports, [*problems, f"The link {kind} does not work. {error}"], kind, []
@@ -147,24 +128,25 @@ def _collect_reports(own_rank: LauncherEnv, model: str | None) -> RankCheck:
 
 def _report_to_rank0(own_rank: LauncherEnv, model: str | None) -> None:
     assert own_rank.host is not None
-    channel = connect(own_rank.host, own_rank.port, env.rank_secret(), ARRIVAL_TIMEOUT_S)
+    address = own_rank.host, own_rank.port
+    connection = connect_to_rank0(address, env.rank_secret(), RECEIVED_BY_RANKS, ARRIVAL_TIMEOUT_S)
     try:
-        channel.send(MessageType.HELLO, pack(RankArrival(own_rank.rank, own_rank.num_ranks)))
-        report = _report(own_rank.rank, channel.own_address(), model)
-        channel.send(MessageType.HELLO, pack(report))
-        trial = unpack(_next_message(channel), _LinkTrial)
+        connection.send(RankArrival(own_rank.rank, own_rank.num_ranks))
+        report = _report(own_rank.rank, connection.own_address(), model)
+        connection.send(RankReported(report))
+        trial = _receive(connection, LinkTrial)
         if trial.kind is None:
             return
         link = open_link(trial.kind, own_rank.rank, own_rank.num_ranks, report.level)
         try:
             link.join(trial.link)
             _measure(link, 0, own_rank.rank)
-            channel.send(MessageType.READY)
-            channel.receive(_MESSAGE_TIMEOUT_S)
+            connection.send(LinkTested())
+            connection.receive(_MESSAGE_TIMEOUT_S)
         finally:
             link.close()
     finally:
-        channel.close()
+        connection.close()
 
 
 def mismatches(reports: list[RankReport]) -> list[str]:
@@ -267,11 +249,12 @@ def _gather_s(link: HostLink, pair: tuple[int, int], size: int) -> float:
     return median(times)
 
 
-def _next_message(channel: Channel) -> bytes:
+def _receive(connection: RankConnection, message_type: type[T]) -> T:
+    """Return the next message of another rank, which must have this type."""
     try:
-        message = channel.receive(_MESSAGE_TIMEOUT_S)
-    except ChannelClosedError:
+        message = connection.receive(_MESSAGE_TIMEOUT_S)
+    except ConnectionLostError:
         message = None
-    if message is None:
-        raise BackendError("A rank ended, or said nothing, before the ranks were compared.")
-    return message.body
+    if not isinstance(message, message_type):
+        raise BackendError("A rank ended, or sent no report, before the ranks were compared.")
+    return message

@@ -17,24 +17,23 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
-import msgspec
-from msgspec import field
-
+from twostroke.backends.parallel.connection import (
+    LOST_HOST_AFTER_S,
+    connect_to_rank0,
+    listen_for_ranks,
+    open_connection,
+)
 from twostroke.backends.parallel.division import LauncherEnv, read_launcher_env
+from twostroke.backends.parallel.rank_messages import RECEIVED_BY_RANKS, RankArrival, RankLeaves
 from twostroke.core import env
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import BackendError, PortInUseError, RanksLostError, UsageError
-from twostroke.core.frozen import Frozen
-from twostroke.core.transport.channel import (
-    Channel,
-    ChannelClosedError,
-    Listener,
-    MessageType,
-    connect,
-)
+from twostroke.core.transport.frames import ConnectionLostError, InvalidMessageError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+    from twostroke.backends.parallel.connection import RankConnection
 
 ENTRY: Final = "twostroke.backends.parallel.worker"
 
@@ -42,13 +41,13 @@ ENTRY: Final = "twostroke.backends.parallel.worker"
 class RankProcess(Protocol):
     """The process of a rank other than 0, on this machine or another one."""
 
-    channel: Channel
+    connection: RankConnection
 
     def exit_reason(self) -> str | None:
         """Return why the rank's process ended, such as "was ended by SIGKILL"; None if unknown."""
 
     def kill(self) -> None:
-        """Kill the rank's process if it runs on this machine, and close the channel to it."""
+        """Kill the rank's process if it runs on this machine, and close the connection to it."""
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the rank's process has ended; kill it after the timeout."""
@@ -65,7 +64,7 @@ class Launcher(Protocol):
 
 
 class LocalRank:
-    """A rank's process on this machine, which ends by itself when its channel is closed."""
+    """A rank's process on this machine, which ends by itself when its connection is closed."""
 
     def __init__(self, rank: int, files: tuple[int, ...]) -> None:
         """Start the process of a rank, which inherits the open `files`.
@@ -77,7 +76,7 @@ class LocalRank:
         """
         ours, theirs = socket.socketpair()
         number = theirs.fileno()
-        command = [sys.executable, "-P", "-m", ENTRY, "--rank", str(rank), "--channel"]
+        command = [sys.executable, "-P", "-m", ENTRY, "--rank", str(rank), "--connection"]
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this package's own program
                 [*command, str(number)],
@@ -92,7 +91,7 @@ class LocalRank:
             raise BackendError(reason) from None
         finally:
             theirs.close()
-        self.channel = Channel(ours)
+        self.connection = open_connection(ours)
 
     @property
     def pid(self) -> int:
@@ -101,7 +100,9 @@ class LocalRank:
 
     def exit_reason(self) -> str | None:
         """Return why the rank's process ended."""
-        with suppress(subprocess.TimeoutExpired):  # the channel closes just before the process ends
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # the connection closes just before the process ends
             code = self._process.wait(0.2)
             return f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
         return None
@@ -110,7 +111,7 @@ class LocalRank:
         """Kill the rank's process and reap it."""
         self._process.kill()
         self._process.wait()
-        self.channel.close()
+        self.connection.close()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the rank's process has ended; kill it after the timeout."""
@@ -163,41 +164,29 @@ ARRIVAL_TIMEOUT_S: Final = 60.0  # a rank's machine may start later, or be cut o
 _END_S: Final = 5.0
 _ARRIVAL_MESSAGE_S: Final = 2.0
 _POLL_S: Final = 0.2
-SILENCE_S: Final = 3  # after this time without packets, a host's connections count as ended
-
-
-class RankArrival(Frozen):
-    """The first message of a rank's process that connects to rank 0.
-
-    `command`: a text with the model and parallel options, see `describe_command`.
-    """
-
-    rank: int
-    num_ranks: int
-    command: str = field(default="", name="asked")
 
 
 class RemoteRank:
-    """A rank's process that a launcher started; it ends when its channel to rank 0 is cut."""
+    """A rank's process that a launcher started; it ends when its connection to rank 0 is cut."""
 
-    def __init__(self, channel: Channel) -> None:
-        """Take ownership of the channel to the rank."""
-        self.channel = channel
+    def __init__(self, connection: RankConnection) -> None:
+        """Take ownership of the connection to the rank."""
+        self.connection = connection
 
     def exit_reason(self) -> str | None:
         """Return None, because only the rank's machine knows why the rank's process ended."""
         return None
 
     def kill(self) -> None:
-        """Cut the channel to the rank, which ends the rank's process."""
-        self.channel.close()
+        """Cut the connection to the rank, which ends the rank's process."""
+        self.connection.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the rank has closed its channel; close the channel after the timeout."""
+        """Wait until the rank has closed its connection; close the connection after the timeout."""
         deadline = time.monotonic() + timeout_s
-        while not self.channel.is_cut() and time.monotonic() < deadline:
+        while not self.connection.is_cut() and time.monotonic() < deadline:
             time.sleep(0.02)
-        self.channel.close()
+        self.connection.close()
 
 
 class RemoteRanks:
@@ -211,10 +200,10 @@ class RemoteRanks:
         Raises:
             PortInUseError: the address is taken, or is not an address of this machine.
         """
-        self._listener = Listener(host, port, secret)
+        self._listener = listen_for_ranks(host, port, secret, RECEIVED_BY_RANKS)
         self.host, self.port = host, self._listener.port
         self._num_ranks, self._command = num_ranks, command
-        self._arrived: dict[int, Channel] = {}
+        self._arrived: dict[int, RankConnection] = {}
         self._returned: set[int] = set()
 
     def __call__(self, rank: int) -> RemoteRank:
@@ -232,26 +221,32 @@ class RemoteRanks:
                     f"Rank {rank} did not come to {self.host}:{self.port} within "
                     f"{ARRIVAL_TIMEOUT_S:.0f} s."
                 )
-            if (channel := self._listener.accept(_POLL_S)) is not None:
-                self._admit(channel)
+            if (connection := self._listener.accept(_POLL_S)) is not None:
+                self._admit(connection)
         self._returned.add(rank)
         return RemoteRank(self._arrived.pop(rank))
 
     def close(self) -> None:
         """Accept no more ranks, and make a waiting call for a rank fail."""
         self._listener.close()
-        for channel in self._arrived.values():
-            channel.close()
+        for connection in self._arrived.values():
+            connection.close()
 
-    def _admit(self, channel: Channel) -> None:
+    def _admit(self, connection: RankConnection) -> None:
         try:
-            message = channel.receive(_ARRIVAL_MESSAGE_S)
-            arrival = msgspec.json.decode(message.body if message else b"", type=RankArrival)
-        except (BackendError, msgspec.MsgspecError):
-            channel.close()
+            arrival = connection.receive(_ARRIVAL_MESSAGE_S)
+        except ConnectionLostError as error:
+            arrival = None
+            if isinstance(error, InvalidMessageError):
+                _logger.warning(
+                    "A process that is no rank of this version of Twostroke was refused: install "
+                    "the same version on all machines."
+                )
+        if not isinstance(arrival, RankArrival):
+            connection.close()
             return
         if arrival.num_ranks != self._num_ranks or not 0 < arrival.rank < self._num_ranks:
-            channel.close()
+            connection.close()
             reason = (
                 f"A process came as rank {arrival.rank} of {arrival.num_ranks}, but rank 0 is one "
                 f"of {self._num_ranks}: start all with the same number."
@@ -267,10 +262,10 @@ class RemoteRanks:
                 arrival.command,
                 self._command,
             )
-        channel.notice_silence(SILENCE_S)
+        connection.detect_lost_host(LOST_HOST_AFTER_S)
         if (earlier := self._arrived.pop(arrival.rank, None)) is not None:
             earlier.close()
-        self._arrived[arrival.rank] = channel
+        self._arrived[arrival.rank] = connection
 
 
 def serve_rank(host: str, port: int, secret: bytes, arrival: RankArrival) -> None:
@@ -279,15 +274,17 @@ def serve_rank(host: str, port: int, secret: bytes, arrival: RankArrival) -> Non
     If rank 0 loses the rank, the process is started again.
 
     Raises:
-        ChannelClosedError: rank 0 does not answer.
+        ConnectionLostError: rank 0 does not answer.
     """
     rank, has_met = arrival.rank, False
     while True:
-        channel = connect(host, port, secret, ARRIVAL_TIMEOUT_S, has_listened=has_met)
-        channel.notice_silence(SILENCE_S)
-        channel.send(MessageType.HELLO, msgspec.json.encode(arrival))
+        connection = connect_to_rank0(
+            (host, port), secret, RECEIVED_BY_RANKS, ARRIVAL_TIMEOUT_S, has_listened=has_met
+        )
+        connection.detect_lost_host(LOST_HOST_AFTER_S)
+        connection.send(arrival)
         _print(f"Rank {rank} of {arrival.num_ranks} follows rank 0 at {host}:{port}.")
-        if (code := _run(channel, rank)) == 0:
+        if (code := _run(connection, rank)) == 0:
             return
         how = signal.Signals(-code).name if code < 0 else f"code {code}"
         _print(f"Rank {rank} was lost ({how}) and starts again.")
@@ -299,18 +296,18 @@ def _print(sentence: str) -> None:
     sys.stderr.write(f"{sentence}\n")
 
 
-def _run(channel: Channel, rank: int) -> int:
-    """Start a process that runs a rank over this channel, and wait until it ends.
+def _run(connection: RankConnection, rank: int) -> int:
+    """Start a process that runs a rank over this connection, and wait until it ends.
 
     Returns the exit code of the process.
     """
-    number = channel.fileno()
-    command = [sys.executable, "-P", "-m", ENTRY, "--rank", str(rank), "--channel", str(number)]
+    number = connection.fileno()
+    command = [sys.executable, "-P", "-m", ENTRY, "--rank", str(rank), "--connection", str(number)]
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(number,))  # noqa: S603 - this package's own program
     except OSError as error:
-        channel.close()
-        raise ChannelClosedError(f"Rank {rank} cannot start a process: {error}.") from None
+        connection.close()
+        raise ConnectionLostError(f"Rank {rank} cannot start a process: {error}.") from None
     poll = select.poll()
     poll.register(number, select.POLLRDHUP)
     try:
@@ -324,13 +321,13 @@ def _run(channel: Channel, rank: int) -> int:
     except KeyboardInterrupt:  # tells rank 0, which would wait for the rank's return
         process.kill()
         process.wait()
-        with suppress(ChannelClosedError):
-            channel.send(MessageType.LEAVE)
+        with suppress(ConnectionLostError):
+            connection.send(RankLeaves())
         raise
     finally:
         process.kill()
         process.wait()
-        channel.close()
+        connection.close()
 
 
 def assigned_rank(num_ranks: int) -> LauncherEnv | None:
@@ -384,7 +381,7 @@ def follow_if_launched(model: str, parallel: ParallelOptions) -> None:
 
     Raises:
         UsageError: see `assigned_rank`.
-        ChannelClosedError: rank 0 does not answer.
+        ConnectionLostError: rank 0 does not answer.
         SystemExit: rank 0 has ended.
     """
     launcher_env = assigned_rank(parallel.num_ranks)

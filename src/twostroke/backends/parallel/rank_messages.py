@@ -1,22 +1,35 @@
-"""The messages between rank 0 and the other ranks, apart from steps."""
+"""The messages between rank 0 and the other ranks.
+
+A step is sent as bytes without a message around it: an encoded `StepFrame`.
+"""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TypeVar
-
-import msgspec
+from typing import Final
 
 from twostroke.backends.cpu.library import INTERFACE_VERSION
-from twostroke.core.errors import BackendError
+from twostroke.backends.interface import CollectiveTest  # noqa: TC001 - msgspec reads it
 from twostroke.core.frozen import Frozen
-from twostroke.core.options import ComputeOptions  # noqa: TC001 - read when a job is
+from twostroke.core.options import ComputeOptions  # noqa: TC001 - likewise
+from twostroke.core.transport.frames import MessageFormat
 from twostroke.model.program.mesh import Mesh  # noqa: TC001 - likewise
 
-T = TypeVar("T", bound=Frozen)
+VERSION: Final = 2  # raise it when a message changes
 
 
-class RankHello(Frozen):
+class RankArrival(Frozen, array_like=True, tag=1):
+    """The first message of a process that connects to rank 0, as a launcher has started it.
+
+    `command`: a text with the model and parallel options, see `describe_command`.
+    """
+
+    rank: int
+    num_ranks: int
+    command: str = ""
+
+
+class RankHello(Frozen, array_like=True, tag=2):
     """The first message of a rank to rank 0: its version and its machine.
 
     `memory_bytes`: free memory of the machine.
@@ -30,7 +43,7 @@ class RankHello(Frozen):
     num_cores: int
 
 
-class RankJob(Frozen):
+class RankJob(Frozen, array_like=True, tag=3):
     """A message of rank 0 to a rank: the part of the model to load, and the link to join.
 
     - `model`: a name, or a path on the rank's machine. `model_id`: the hash of its weights.
@@ -60,7 +73,7 @@ class RankJob(Frozen):
     link: str
 
 
-class RankReady(Frozen):
+class RankReady(Frozen, array_like=True, tag=4):
     """A message to rank 0: the rank has loaded its model part, or joined the link again."""
 
     num_threads: int
@@ -68,7 +81,7 @@ class RankReady(Frozen):
     cache_bytes: int
 
 
-class RankHeartbeat(Frozen):
+class RankHeartbeat(Frozen, array_like=True, tag=6):
     """A periodic message of a rank to rank 0, by which rank 0 notices dead and frozen ranks.
 
     `waits`: whether the rank waits, for a step or in a collective. `progress`: of its link, see
@@ -80,7 +93,11 @@ class RankHeartbeat(Frozen):
     collective_s: float = 0.0
 
 
-class Evaluate(Frozen):
+class Rank0Heartbeat(Frozen, array_like=True, tag=7):
+    """A periodic message of rank 0 to each rank."""
+
+
+class Evaluate(Frozen, array_like=True, tag=8):
     """A message of rank 0: compute a token sequence on separate pages, to evaluate the model.
 
     `taps`: names of values that rank 0 returns; empty: rank 0 returns logits.
@@ -91,14 +108,24 @@ class Evaluate(Frozen):
     generated: bool
 
 
-class CopyPage(Frozen):
+class CopyPage(Frozen, array_like=True, tag=9):
     """A message of rank 0: copy KV page `source` to page `target`, while no step runs."""
 
     source: int
     target: int
 
 
-class RankTimes(Frozen):
+class MeasureCollectives(Frozen, array_like=True, tag=10):
+    """A message of rank 0: take part in a speed test of collectives, while no step runs."""
+
+    test: CollectiveTest
+
+
+class GetTimes(Frozen, array_like=True, tag=11):
+    """A message of rank 0: send a `RankTimes`."""
+
+
+class RankTimes(Frozen, array_like=True, tag=12):
     """A message to rank 0: the times of a rank's steps since the last such message.
 
     `operations`: for each fused operation, its seconds, and the seconds that its threads waited.
@@ -111,7 +138,7 @@ class RankTimes(Frozen):
     decode_waiting_s: float
 
 
-class Reset(Frozen):
+class Reset(Frozen, array_like=True, tag=13):
     """A message of rank 0: join the link again, after a failed step or with restarted ranks.
 
     `link`: the text by which the rank joins.
@@ -120,7 +147,7 @@ class Reset(Frozen):
     link: str
 
 
-class RankFailed(Frozen):
+class RankFailed(Frozen, array_like=True, tag=5):
     """A message to rank 0: a rank could not load its part of the model, or compute a step.
 
     `kind`: the name of an error class in `core/errors.py`. `lost`: the rank itself is well, but
@@ -132,9 +159,87 @@ class RankFailed(Frozen):
     lost: bool = False
 
 
+class EndRank(Frozen, array_like=True, tag=14):
+    """A message of rank 0: exit."""
+
+
+class RankLeaves(Frozen, array_like=True, tag=15):
+    """A message to rank 0: this rank exits, and must not be started again."""
+
+
+# The messages of `twostroke doctor --ranks`.
+
+
+class RankReport(Frozen):
+    """What `twostroke doctor --ranks` compares between ranks: the machine, the version, the model.
+
+    `model_id`: the hash of the model's weights. `model_error`: why the weights cannot be opened.
+    `obstacles`: for each type of link, why the rank cannot use it; None if it can.
+    """
+
+    rank: int
+    host: str
+    address: str
+    interface: str
+    version: str
+    level: str
+    one_arithmetic: bool
+    num_cores: int
+    memory_bytes: int
+    model_id: str | None
+    model_error: str | None
+    obstacles: dict[str, str | None]
+
+
+class RankReported(Frozen, array_like=True, tag=16):
+    """A message to rank 0: the report of this rank."""
+
+    report: RankReport
+
+
+class LinkTrial(Frozen, array_like=True, tag=17):
+    """A message of rank 0 to another rank: the type of link to test, and the text to join it.
+
+    `kind` None: no type of link can be used by all ranks.
+    """
+
+    kind: str | None
+    link: str = ""
+
+
+class LinkTested(Frozen, array_like=True, tag=18):
+    """A message to rank 0: this rank has tested the link."""
+
+
+RankMessage = (
+    RankArrival
+    | RankHello
+    | RankJob
+    | RankReady
+    | RankFailed
+    | RankHeartbeat
+    | Rank0Heartbeat
+    | Evaluate
+    | CopyPage
+    | MeasureCollectives
+    | GetTimes
+    | RankTimes
+    | Reset
+    | EndRank
+    | RankLeaves
+    | RankReported
+    | LinkTrial
+    | LinkTested
+)
+
+RECEIVED_BY_RANKS: Final[MessageFormat[RankMessage | bytes]] = MessageFormat(
+    RankMessage, takes_bytes=True
+)
+
+
 @cache
 def version() -> str:
-    """Return the version of the package and its kernels, which must be the same on all ranks.
+    """Return the version of the package, kernels and messages, which must be the same on all ranks.
 
     The result stays the same even if another version is installed while the process runs.
     """
@@ -145,21 +250,4 @@ def version() -> str:
         number = installed("twostroke")
     except PackageNotFoundError:
         number = "source tree"
-    return f"{number}, kernels {INTERFACE_VERSION}"
-
-
-def pack(message: Frozen) -> bytes:
-    """Encode a message between rank 0 and another rank."""
-    return msgspec.json.encode(message)
-
-
-def unpack(body: bytes, kind: type[T]) -> T:
-    """Decode a message between rank 0 and another rank, of type `kind`.
-
-    Raises:
-        BackendError: the body is not such a message.
-    """
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise BackendError(f"A rank sent a {kind.__name__} that cannot be read: {error}.") from None
+    return f"{number}, kernels {INTERFACE_VERSION}, messages {VERSION}"

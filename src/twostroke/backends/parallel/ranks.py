@@ -13,18 +13,20 @@ from msgspec.structs import replace
 
 from twostroke.backends.interface import RankState
 from twostroke.backends.parallel.rank_messages import (
+    EndRank,
+    GetTimes,
+    Rank0Heartbeat,
     RankFailed,
     RankHeartbeat,
     RankHello,
+    RankLeaves,
     RankReady,
     RankTimes,
-    pack,
-    unpack,
     version,
 )
 from twostroke.core import errors
 from twostroke.core.errors import BackendError, RanksLostError, TwostrokeError
-from twostroke.core.transport.channel import ChannelClosedError, MessageType
+from twostroke.core.transport.frames import ConnectionLostError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,8 +34,7 @@ if TYPE_CHECKING:
     from twostroke.backends.interface import RankFacts
     from twostroke.backends.parallel.launcher import Launcher, RankProcess
     from twostroke.backends.parallel.link import Link
-    from twostroke.backends.parallel.rank_messages import RankJob, Reset
-    from twostroke.core.transport.channel import Message
+    from twostroke.backends.parallel.rank_messages import RankJob, RankMessage, Reset
 
 HEARTBEAT_INTERVAL_S: Final = 0.2
 _POLL_S: Final = 0.1
@@ -93,8 +94,8 @@ class Ranks:
                 )
         return self.hellos
 
-    def send(self, kind: MessageType, body: bytes = b"", to: Iterable[int] | None = None) -> None:
-        """Send a message to all other ranks, or only to the ranks in `to`.
+    def send(self, message: RankMessage | bytes, to: Iterable[int] | None = None) -> None:
+        """Send a message or a step to all other ranks, or only to the ranks in `to`.
 
         Raises:
             RanksLostError: one of these ranks is lost.
@@ -102,15 +103,18 @@ class Ranks:
         for rank in list(self._processes) if to is None else to:
             process = self._processes[rank]
             try:
-                process.channel.send(kind, body)
-            except ChannelClosedError as error:
+                if isinstance(message, bytes):
+                    process.connection.send_bytes(message)
+                else:
+                    process.connection.send(message)
+            except ConnectionLostError as error:
                 self._lose(rank, process, process.exit_reason() or _disconnect_reason(error))
                 raise self._lost_error() from None
 
     def assign(self, jobs: Mapping[int, RankJob]) -> None:
         """Send jobs to ranks, which then load their parts of the model."""
         for rank, job in jobs.items():
-            self.send(MessageType.JOB, pack(job), [rank])
+            self.send(job, [rank])
 
     def wait_until_ready(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks have loaded their parts of the model and joined the link.
@@ -130,7 +134,7 @@ class Ranks:
         """
         with self._changed:
             self._times.clear()
-        self.send(MessageType.TIMES)
+        self.send(GetTimes())
         self._wait_for(self._times, None)
         return dict(self._times)
 
@@ -147,7 +151,7 @@ class Ranks:
                 self._link.abort()
                 raise self._lost_error()
 
-    def reset(self, body: Reset, new: Collection[int]) -> None:
+    def reset(self, request: Reset, new: Collection[int]) -> None:
         """Make all ranks except the restarted `new` ones join the link after a failed step."""
         with self._changed:
             old = [rank for rank in self._processes if rank not in new]
@@ -156,7 +160,7 @@ class Ranks:
             self._resetting = set(old)
             for rank in old:
                 self.ready.pop(rank, None)
-        self.send(MessageType.RESET, pack(body), old)
+        self.send(request, old)
 
     def restart(self) -> list[int]:
         """Restart the lost ranks, wait for their first messages, and return the restarted ranks.
@@ -223,8 +227,8 @@ class Ranks:
         self._closing = True
         self._monitor.join()
         for process in self._processes.values():
-            with suppress(ChannelClosedError):
-                process.channel.send(MessageType.END)
+            with suppress(ConnectionLostError):
+                process.connection.send(EndRank())
         deadline = time.monotonic() + _END_TIMEOUT_S
         for process in self._processes.values():
             process.wait(max(0.0, deadline - time.monotonic()))
@@ -292,7 +296,7 @@ class Ranks:
             with self._changed:
                 alive = {r: p for r, p in self._processes.items() if r not in self.lost}
                 for process in alive.values():  # under the lock, before a lost rank's is closed
-                    poll.register(process.channel, select.POLLIN)
+                    poll.register(process.connection, select.POLLIN)
             poll.poll(_POLL_S * 1000)
             now = time.monotonic()
             # If this thread itself was not scheduled, the ranks are not to blame.
@@ -303,8 +307,8 @@ class Ranks:
             if now - beaten >= HEARTBEAT_INTERVAL_S:
                 beaten = now
                 for process in alive.values():
-                    with suppress(ChannelClosedError):
-                        process.channel.beat()
+                    with suppress(ConnectionLostError):
+                        process.connection.try_send(Rank0Heartbeat())
 
     def _listen(self, rank: int, process: RankProcess, passed_s: float) -> None:
         """Read the waiting messages of a rank, and mark the rank as lost if its heartbeats stopped.
@@ -312,7 +316,7 @@ class Ranks:
         `passed_s`: seconds since the last call.
         """
         try:
-            while message := process.channel.receive(0):
+            while (message := process.connection.receive(0)) is not None:
                 self._silent_s[rank] = -passed_s
                 self._take(rank, process, message)
         except BackendError as error:
@@ -335,26 +339,26 @@ class Ranks:
                 self._link.abort()
                 self._changed.notify_all()
 
-    def _take(self, rank: int, process: RankProcess, message: Message) -> None:
+    def _take(self, rank: int, process: RankProcess, message: RankMessage | bytes) -> None:
         with self._changed:
             if self._processes.get(rank) is not process:  # it was replaced meanwhile
                 return
-            match message.kind:
-                case MessageType.HELLO:
-                    self.hellos[rank] = unpack(message.body, RankHello)
-                case MessageType.READY:
-                    self.ready[rank] = unpack(message.body, RankReady)
+            match message:
+                case RankHello():
+                    self.hellos[rank] = message
+                case RankReady():
+                    self.ready[rank] = message
                     self._resetting.discard(rank)
-                case MessageType.TIMES:
-                    self._times[rank] = unpack(message.body, RankTimes)
-                case MessageType.FAILED if rank not in self._resetting:
-                    self.failed[rank] = unpack(message.body, RankFailed)
+                case RankTimes():
+                    self._times[rank] = message
+                case RankFailed() if rank not in self._resetting:
+                    self.failed[rank] = message
                     self._link.abort()
-                case MessageType.LEAVE:
+                case RankLeaves():
                     self._left.add(rank)
                     self._lose(rank, process, "was ended by Ctrl-C")
-                case MessageType.BEAT if message.body:
-                    self._beats[rank] = unpack(message.body, RankHeartbeat)
+                case RankHeartbeat():
+                    self._beats[rank] = message
                     return
                 case _:
                     return

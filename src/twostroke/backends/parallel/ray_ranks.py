@@ -6,7 +6,8 @@ import secrets
 from importlib.util import find_spec
 from typing import Any, Final
 
-from twostroke.backends.parallel.launcher import RankArrival, RemoteRank, RemoteRanks, serve_rank
+from twostroke.backends.parallel.launcher import RemoteRank, RemoteRanks, serve_rank
+from twostroke.backends.parallel.rank_messages import RankArrival
 from twostroke.core.env import install_command
 from twostroke.core.errors import BackendError, RanksLostError
 
@@ -62,7 +63,7 @@ class RayRanks:
         from ray.util.placement_group import remove_placement_group
 
         self._remote.close()
-        if self._tasks:  # tasks end when rank 0's channels are closed
+        if self._tasks:  # tasks end when rank 0's connections are closed
             self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=_END_TIMEOUT_S)
         for actor in self._actors:
             self._ray.kill(actor)

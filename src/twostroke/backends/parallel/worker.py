@@ -20,11 +20,16 @@ from twostroke.backends.create import create_backend
 from twostroke.backends.interface import CollectiveTest, WeightShard, block_sizes
 from twostroke.backends.kv_size import CacheSize
 from twostroke.backends.parallel.backend import DecodeClock
+from twostroke.backends.parallel.connection import open_connection
 from twostroke.backends.parallel.link import LINKS
 from twostroke.backends.parallel.rank_group import on_cores, options_for_rank
 from twostroke.backends.parallel.rank_messages import (
     CopyPage,
+    EndRank,
     Evaluate,
+    GetTimes,
+    MeasureCollectives,
+    Rank0Heartbeat,
     RankFailed,
     RankHeartbeat,
     RankHello,
@@ -32,8 +37,6 @@ from twostroke.backends.parallel.rank_messages import (
     RankReady,
     RankTimes,
     Reset,
-    pack,
-    unpack,
     version,
 )
 from twostroke.backends.parallel.ranks import HEARTBEAT_INTERVAL_S
@@ -41,7 +44,7 @@ from twostroke.backends.step_frame import FrameLimits, FrameLostError, FrameRead
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError, TwostrokeError
 from twostroke.core.hardware import memory_available, num_cores
 from twostroke.core.process_tuning import return_freed_memory
-from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType
+from twostroke.core.transport.frames import ConnectionLostError
 from twostroke.model.families import build_program
 from twostroke.model.loader import load
 from twostroke.model.program.kv_layout import PageGroups
@@ -52,35 +55,30 @@ if TYPE_CHECKING:
 
     from twostroke.backends.cpu import CpuBackend
     from twostroke.backends.parallel.backend import RankBackend
+    from twostroke.backends.parallel.connection import RankConnection
     from twostroke.backends.parallel.link import Link
+    from twostroke.backends.parallel.rank_messages import RankMessage
     from twostroke.core.options import ComputeOptions
-    from twostroke.core.transport.channel import Message
-
-
-_MESSAGE_TYPES = {
-    RankReady: MessageType.READY,
-    RankFailed: MessageType.FAILED,
-    RankTimes: MessageType.TIMES,
-}
 
 
 def main() -> int:
-    """Run a rank whose channel to rank 0 is an inherited open file; return the exit code.
+    """Run a rank whose connection to rank 0 is an inherited open file; return the exit code.
 
     Exit code 0: rank 0 has ended the rank. Another code: rank 0 may restart the rank.
     """
     parser = argparse.ArgumentParser(prog="twostroke.backends.parallel.worker")
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--connection", type=int, required=True)
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, rank 0 ends the other ranks
     logging.getLogger("twostroke.weights").setLevel(
         logging.ERROR
     )  # rank 0 warns about the same files
-    return 0 if follow(Channel(socket.socket(fileno=arguments.channel)), arguments.rank) else 1
+    connection = open_connection(socket.socket(fileno=arguments.connection))
+    return 0 if follow(connection, arguments.rank) else 1
 
 
-def follow(channel: Channel, rank: int) -> bool:
+def follow(connection: RankConnection, rank: int) -> bool:
     """Load a part of the model as rank 0 says, and follow its steps until rank 0 ends.
 
     Returns whether rank 0 has ended this rank; False if the connection was lost.
@@ -94,14 +92,14 @@ def follow(channel: Channel, rank: int) -> bool:
             memory_bytes=memory_available(),
             num_cores=num_cores(),
         )
-        channel.send(MessageType.HELLO, pack(hello))
+        connection.send(hello)
         heartbeat_state = _HeartbeatState()
-        with _sending_heartbeats(channel, heartbeat_state):
-            return _serve_rank(channel, heartbeat_state)
-    except ChannelClosedError:
+        with _sending_heartbeats(connection, heartbeat_state):
+            return _serve_rank(connection, heartbeat_state)
+    except ConnectionLostError:
         return False
     finally:
-        channel.close()
+        connection.close()
 
 
 class _HeartbeatState:
@@ -119,7 +117,9 @@ class _HeartbeatState:
 
 
 @contextmanager
-def _sending_heartbeats(channel: Channel, heartbeat_state: _HeartbeatState) -> Iterator[None]:
+def _sending_heartbeats(
+    connection: RankConnection, heartbeat_state: _HeartbeatState
+) -> Iterator[None]:
     """Send heartbeats to rank 0 within the block; exit this process at once if rank 0 is lost."""
     is_over = threading.Event()
     parent = os.getppid()
@@ -127,11 +127,11 @@ def _sending_heartbeats(channel: Channel, heartbeat_state: _HeartbeatState) -> I
     def beat() -> None:
         while not is_over.wait(HEARTBEAT_INTERVAL_S):
             try:
-                channel.beat(pack(heartbeat_state.beat()))
-            except ChannelClosedError:
+                connection.try_send(heartbeat_state.beat())
+            except ConnectionLostError:
                 break
-            # A process that rank 0 has forked may keep rank 0's end of the channel open.
-            if channel.is_cut() or os.getppid() != parent:
+            # A process that rank 0 has forked may keep rank 0's end of the connection open.
+            if connection.is_cut() or os.getppid() != parent:
                 break
         if not is_over.is_set():  # the main thread may be waiting for rank 0 in a step
             os._exit(1)
@@ -145,61 +145,62 @@ def _sending_heartbeats(channel: Channel, heartbeat_state: _HeartbeatState) -> I
         thread.join()
 
 
-def _serve_rank(channel: Channel, heartbeat_state: _HeartbeatState) -> bool:
-    message = channel.receive()
-    while message is not None and message.kind is MessageType.BEAT:
-        message = channel.receive()
-    if message is None or message.kind is not MessageType.JOB:
+def _serve_rank(connection: RankConnection, heartbeat_state: _HeartbeatState) -> bool:
+    message = connection.receive()
+    while isinstance(message, Rank0Heartbeat):
+        message = connection.receive()
+    if not isinstance(message, RankJob):
         return True
     try:
-        job = unpack(message.body, RankJob)
-        compute = options_for_rank(job.compute, *job.host_slot)
-        with on_cores(*job.host_slot), closing(RankWorker(job, compute)) as worker:
+        compute = options_for_rank(message.compute, *message.host_slot)
+        with on_cores(*message.host_slot), closing(RankWorker(message, compute)) as worker:
             heartbeat_state.link = worker.link
             _follow_steps(
-                channel, worker, heartbeat_state
+                connection, worker, heartbeat_state
             )  # this thread computes, too, on these cores
-    except ChannelClosedError:
+    except ConnectionLostError:
         raise
     except Exception as error:  # noqa: BLE001 rank 0 must learn of any error
         failed = _failure_of(error)
-        channel.send(MessageType.FAILED, pack(failed))
+        connection.send(failed)
         return not failed.lost
     return True
 
 
-def _follow_steps(channel: Channel, worker: RankWorker, heartbeat_state: _HeartbeatState) -> None:
-    channel.send(MessageType.READY, pack(worker.sizes))
+def _follow_steps(
+    connection: RankConnection, worker: RankWorker, heartbeat_state: _HeartbeatState
+) -> None:
+    connection.send(worker.sizes)
     while True:
         heartbeat_state.waits_for_step = True
-        message = channel.receive()
-        if message is None or message.kind is MessageType.END:
+        message = connection.receive()
+        if isinstance(message, EndRank):
             return
-        heartbeat_state.waits_for_step = message.kind is MessageType.BEAT
+        heartbeat_state.waits_for_step = isinstance(message, Rank0Heartbeat)
         answer = _handle_message(worker, message)
         heartbeat_state.collective_s = worker.collective_s
         if answer is not None:
-            channel.send(_MESSAGE_TYPES[type(answer)], pack(answer))
+            connection.send(answer)
 
 
 def _handle_message(
-    worker: RankWorker, message: Message
+    worker: RankWorker, message: RankMessage | bytes
 ) -> RankReady | RankFailed | RankTimes | None:
     """Carry out a message of rank 0, and return the answer to rank 0, or None."""
-    if message.kind is MessageType.RESET:
-        worker.reset(unpack(message.body, Reset))
+    if isinstance(message, Reset):
+        worker.reset(message)
         return worker.sizes
     try:
-        match message.kind:
-            case MessageType.FRAME:
-                worker.step(message.body)
-            case MessageType.EVALUATE:
-                worker.evaluate(unpack(message.body, Evaluate))
-            case MessageType.COPY:
-                worker.copy_page(unpack(message.body, CopyPage))
-            case MessageType.MEASURE:
-                worker.measure_collectives(unpack(message.body, CollectiveTest))
-            case MessageType.TIMES:
+        match message:
+            case bytes():
+                worker.step(message)
+            case Evaluate():
+                worker.evaluate(message)
+            case CopyPage():
+                worker.copy_page(message)
+            case MeasureCollectives():
+                worker.measure_collectives(message.test)
+            case GetTimes():
                 return worker.times()
     except Exception as error:  # noqa: BLE001 only the step has failed, not the rank
         worker.abort()

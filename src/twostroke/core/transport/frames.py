@@ -1,89 +1,122 @@
-"""Messages on a byte stream: the length of the body in four bytes, little-endian, and the body."""
+"""Framing and encoding of messages: a length in four bytes, little-endian, and a body.
+
+The body of a message is MessagePack. If the highest bit of the length is set, the body is passed on
+as it is, for messages that have an encoding of their own.
+"""
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 import msgspec
 
 from twostroke.core.errors import BackendError, TwostrokeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from io import BufferedReader
+    from collections.abc import Callable
 
-MAX_FRAME: Final = 256 << 20  # bytes of a body
+T = TypeVar("T")
+
+MAX_BODY_BYTES: Final = 256 << 20
 
 _HEAD: Final = struct.Struct("<I")
+_BINARY_BIT: Final = 1 << 31  # of the length
+_encode: Final = msgspec.msgpack.Encoder().encode
 
 
-class WireError(BackendError):
-    """The received bytes are not a message of the other process."""
+class ConnectionLostError(BackendError):
+    """The other process of a connection is gone, does not read, or sent an invalid message."""
 
 
-def frame(body: bytes) -> bytes:
-    """Return a message with the length of its body in front, ready to be sent."""
-    return _HEAD.pack(len(body)) + body
+class InvalidMessageError(ConnectionLostError):
+    """The received bytes are not a message that the other process may send."""
 
 
-def read_frame(file: BufferedReader, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-    """Wait for the next message on a pipe or socket file, and return the message decoded.
+class MessageFormat(Generic[T]):
+    """How one end of a connection encodes messages, and which messages it accepts.
 
-    Raises:
-        WireError: the file ended, or the frame is too large or not a message.
-        OSError, ValueError: the file cannot be read.
+    Attributes:
+        encode, decode: encode and decode the body of a message.
+        takes_bytes: whether bodies that are not MessagePack are accepted.
     """
-    size = _size(_read(file, _HEAD.size))
-    return _decode(decoder, _read(file, size))
+
+    def __init__(
+        self,
+        received: Any,
+        *,
+        encode: Callable[[Any], bytes] = _encode,
+        decode_other: Callable[[type, Any], Any] | None = None,
+        takes_bytes: bool = False,
+    ) -> None:
+        """Accept messages of the type or union `received`.
+
+        `decode_other` decodes types that msgspec does not know. `takes_bytes` says whether bodies
+        that are not MessagePack are accepted; they arrive as `bytes`.
+        """
+        self.encode: Final = encode
+        self.takes_bytes: Final = takes_bytes
+        decoder = msgspec.msgpack.Decoder(received, dec_hook=decode_other)
+        self.decode: Final[Callable[[bytes], T]] = decoder.decode
+
+    def frame(self, message: object) -> bytes:
+        """Return the frame of a message, as it is sent."""
+        body = self.encode(message)
+        return _HEAD.pack(len(body)) + body
 
 
-class Frames:
-    """Splits the bytes that arrive on a connection into messages, and decodes them."""
+def binary_head(body: bytes) -> bytes:
+    """Return the bytes that are sent before a body that is not MessagePack."""
+    return _HEAD.pack(len(body) | _BINARY_BIT)
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        """Decode the body of each message with `decoder`."""
-        self._decoder = decoder
-        self._received = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Add received bytes, and yield the messages that are now complete.
+class MessageReader(Generic[T]):
+    """Splits the bytes of a connection into messages, as they arrive.
+
+    Attributes:
+        received: bytes that have arrived, and were not returned as a message. Add new bytes here.
+    """
+
+    def __init__(self, message_format: MessageFormat[T]) -> None:
+        """Accept the messages of a format."""
+        self.received = bytearray()
+        self._decode = message_format.decode
+        self._takes_bytes = message_format.takes_bytes
+
+    def next(self) -> T | None:
+        """Remove the first complete message from the received bytes, and return it decoded.
+
+        The result is None if no message is complete.
 
         Raises:
-            WireError: a frame is too large or not a message.
+            InvalidMessageError: the received bytes are too many for a frame, or not a message.
         """
-        self._received += data
-        received = self._received
-        start = 0
+        received = self.received
+        if len(received) < _HEAD.size:
+            return None
+        (size,) = _HEAD.unpack_from(received)
+        is_binary = False
+        if size > MAX_BODY_BYTES:
+            is_binary = self._takes_bytes and size >= _BINARY_BIT
+            size -= _BINARY_BIT if is_binary else 0
+            if size > MAX_BODY_BYTES:
+                reason = f"A frame of {size} bytes arrived; at most {MAX_BODY_BYTES} may."
+                raise InvalidMessageError(reason)
+        end = _HEAD.size + size
+        if len(received) < end:
+            return None
+        body: Any = bytes(memoryview(received)[_HEAD.size : end])
+        del received[:end]
+        if is_binary:
+            return cast("T", body)
         try:
-            while len(received) - start >= _HEAD.size:
-                size = _size(received, start)
-                end = start + _HEAD.size + size
-                if len(received) < end:
-                    break
-                body = bytes(memoryview(received)[start + _HEAD.size : end])
-                start = end
-                yield _decode(self._decoder, body)
-        finally:
-            del received[:start]
+            return self._decode(body)
+        except (msgspec.MsgspecError, TwostrokeError, KeyError, ValueError, TypeError) as error:
+            raise InvalidMessageError(f"A message cannot be read: {error}") from None
 
-
-def _size(data: bytes | bytearray, start: int = 0) -> int:
-    (size,) = _HEAD.unpack_from(data, start)
-    if size > MAX_FRAME:
-        raise WireError(f"A frame of {size} bytes arrived; at most {MAX_FRAME} may.")
-    return int(size)
-
-
-def _read(file: BufferedReader, size: int) -> bytes:
-    data = file.read(size)
-    if len(data) < size:
-        raise WireError("The connection ended.")
-    return data
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, TwostrokeError, KeyError, ValueError, TypeError) as error:
-        raise WireError(f"A message cannot be read: {error}") from None
+    def take_into(self, view: memoryview[Any]) -> int:
+        """Move received bytes that follow a message into `view`; return how many they are."""
+        count = min(len(view), len(self.received))
+        view[:count] = memoryview(self.received)[:count]
+        del self.received[:count]
+        return count

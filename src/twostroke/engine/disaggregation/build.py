@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from twostroke.core import env
 from twostroke.core.distributed_options import parse_address
 from twostroke.core.errors import UsageError
+from twostroke.core.transport.listener import is_own_address
 from twostroke.engine.disaggregation import nixl
-from twostroke.engine.disaggregation.connection import is_own_address
 from twostroke.engine.disaggregation.decode_side import DecodeSide
 from twostroke.engine.disaggregation.messages import KvCacheSpecMessage
 from twostroke.engine.disaggregation.prefill_side import PrefillSide

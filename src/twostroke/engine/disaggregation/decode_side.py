@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.distributed_options import parse_address
 from twostroke.engine.disaggregation.placement import PrefillPlacement
-from twostroke.engine.disaggregation.prefill_peer import PrefillPeer
+from twostroke.engine.disaggregation.prefill_connection import PrefillEngineConnection
 from twostroke.engine.disaggregation.transfer_methods import NixlMemory
 from twostroke.engine.disaggregation_stats import DecodeSideStats
 
@@ -28,7 +28,7 @@ class DecodeSide:
     """Decides for each new request whether a prefill engine computes its prompt.
 
     Attributes:
-        peers: the prefill engines.
+        prefill_engines: connections to the prefill engines.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class DecodeSide:
         self._prefill_flops_per_s = 0.0
         self._measured_s = 0.0
         nixl_memory = NixlMemory(page_file, self._loop.facts.num_pages, spec.page_bytes)
-        self.peers = [
-            PrefillPeer(
-                parse_address(peer, "prefill_peers"),
+        self.prefill_engines = [
+            PrefillEngineConnection(
+                parse_address(address, "prefill_peers"),
                 secret,
                 spec=spec,
                 loop=self._loop,
                 nixl_memory=nixl_memory,
                 link=options.peer_link,
             )
-            for peer in options.prefill_peers
+            for address in options.prefill_peers
         ]
         self._pages.on_submit.append(self._consider)
         self._pages.on_end.append(self._on_request_end)
@@ -74,8 +74,8 @@ class DecodeSide:
 
     def close(self) -> bool:
         """End all KV transfers and all connections to prefill engines; always returns True."""
-        for peer in self.peers:
-            peer.close()
+        for engine in self.prefill_engines:
+            engine.close()
         if self._page_file is not None:
             os.close(self._page_file)
             self._page_file = None
@@ -85,17 +85,17 @@ class DecodeSide:
         """Return the state of each prefill engine, and sums of KV transfers over all of them."""
         with self._pages.lock:
             outcomes: Counter[str] = Counter()
-            for peer in self.peers:
-                outcomes.update(peer.outcomes)
+            for engine in self.prefill_engines:
+                outcomes.update(engine.outcomes)
             return DecodeSideStats(
                 rule=self._placement.rule,
-                peers=tuple(peer.stats() for peer in self.peers),
+                peers=tuple(engine.stats() for engine in self.prefill_engines),
                 decisions=dict(self._placement.decisions),
                 transfers=dict(outcomes),
-                num_bytes=sum(peer.num_bytes for peer in self.peers),
-                seconds=sum(peer.seconds for peer in self.peers),
-                expected_s=sum(peer.expected_s for peer in self.peers),
-                fetch_s=sum(peer.fetch_s for peer in self.peers),
+                num_bytes=sum(engine.num_bytes for engine in self.prefill_engines),
+                seconds=sum(engine.seconds for engine in self.prefill_engines),
+                expected_s=sum(engine.expected_s for engine in self.prefill_engines),
+                fetch_s=sum(engine.fetch_s for engine in self.prefill_engines),
             )
 
     # The caller of these methods holds the loop's lock.
@@ -105,15 +105,17 @@ class DecodeSide:
 
         Returns whether a KV transfer was begun.
         """
-        connected = [peer for peer in self.peers if peer.is_up]
+        connected = [engine for engine in self.prefill_engines if engine.is_up]
         remote_requests = [
-            transfer.request for peer in self.peers for transfer in peer.transfers.values()
+            transfer.request
+            for engine in self.prefill_engines
+            for transfer in engine.transfers.values()
         ]
         remote_prefill = self._placement.consider(
             state,
-            engines=[peer.load() for peer in connected],
+            engines=[engine.load() for engine in connected],
             remote_requests=remote_requests,
-            num_held_pages=sum(peer.num_held_pages for peer in self.peers),
+            num_held_pages=sum(engine.num_held_pages for engine in self.prefill_engines),
             flops_per_s=self._measured_speed(),
         )
         self._pages.lock.notify_all()  # claims may have been dropped
@@ -123,8 +125,8 @@ class DecodeSide:
         return True
 
     def _on_request_end(self, request: Request) -> None:
-        for peer in self.peers:
-            peer.request_ended(request)
+        for engine in self.prefill_engines:
+            engine.request_ended(request)
 
     def _measured_speed(self) -> float:
         """Return the recent speed of this engine's own prefills in FLOP/s; 0 if unknown."""

@@ -1,6 +1,7 @@
 """The messages between a decode engine and a prefill engine.
 
-They are sent in frames (`core/transport/frames.py`). No message holds a path or a file descriptor.
+They are sent by a `Connection` (`core/transport/connection.py`). Names of classes and fields are
+not sent, only the tags and the order of the fields. No message holds a path or a file descriptor.
 Only `NixlJoin` and `NixlJoined` hold memory addresses: engines that move pages by NIXL have proved
 the secret before. With the mode `SENT` the bytes of the pages follow the frame of their `Content`.
 """
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.transport.frames import MessageFormat
 
 if TYPE_CHECKING:
     from twostroke.engine.kv_offload.tier import KvCacheSpec
@@ -84,10 +86,10 @@ class NixlAddress(Frozen, array_like=True):
     probe: int
 
 
-# Messages to the prefill engine. `id` numbers the prompts of a connection, in ascending order.
+# Messages from the decode engine. `id` numbers the prompts of a connection, in ascending order.
 
 
-class PeerHello(Frozen, array_like=True, tag=1):
+class DecodeHello(Frozen, array_like=True, tag=1):
     """The first message of a connection, from the decode engine to the prefill engine."""
 
     version: int
@@ -112,8 +114,8 @@ class PrefillPrompt(Frozen, array_like=True, tag=2):
     priority: int = 0
 
 
-class Fetch(Frozen, array_like=True, tag=3):
-    """The decode engine's answer to an `Offer`: fetch some of its KV pages.
+class FetchPages(Frozen, array_like=True, tag=3):
+    """A decode engine's message: fetch some of the KV pages that an `Offer` has leased.
 
     Attributes:
         number: the number of this fetch, in ascending order.
@@ -121,7 +123,7 @@ class Fetch(Frozen, array_like=True, tag=3):
         offer: the number of the offer.
         indices: which pages of the offer. With `COPIED` they have been read already, and `Content`
             says whether they may be used.
-        is_last: whether no other page of the offer will be fetched.
+        is_last: whether no other page of the offer will be fetched, so that the lease ends.
         mode: how the pages get to the decode engine.
         targets: with `WRITTEN`, the pages of the decode engine to write to.
     """
@@ -160,13 +162,13 @@ class NixlProbe(Frozen, array_like=True, tag=6):
     mode: str
 
 
-Question = PeerHello | PrefillPrompt | Fetch | Abort | NixlJoin | NixlProbe
+DecodeMessage = DecodeHello | PrefillPrompt | FetchPages | Abort | NixlJoin | NixlProbe
 
 # Messages from the prefill engine.
 
 
 class Welcome(Frozen, array_like=True, tag=1):
-    """The prefill engine's answer to `PeerHello`, with the number of its KV pages."""
+    """The prefill engine's answer to `DecodeHello`, with the number of its KV pages."""
 
     version: int
     spec: KvCacheSpecMessage
@@ -174,7 +176,7 @@ class Welcome(Frozen, array_like=True, tag=1):
 
 
 class Refused(Frozen, array_like=True, tag=2):
-    """The prefill engine's answer to the `PeerHello` of an engine that cannot use its pages."""
+    """The prefill engine's answer to the `DecodeHello` of an engine that cannot use its pages."""
 
     reason: str
 
@@ -194,7 +196,7 @@ class Offer(Frozen, array_like=True, tag=3):
 
 
 class Content(Frozen, array_like=True, tag=4):
-    """The prefill engine's answer to `Fetch` or `NixlProbe`.
+    """The prefill engine's answer to `FetchPages` or `NixlProbe`.
 
     `num_bytes` bytes of KV pages follow its frame. It is not valid if the lease has ended or NIXL
     has failed.
@@ -236,8 +238,7 @@ class NixlJoined(Frozen, array_like=True, tag=7):
     reason: str = ""
 
 
-Answer = Welcome | Refused | Offer | Content | PrefillFinished | PrefillLoad | NixlJoined
+PrefillMessage = Welcome | Refused | Offer | Content | PrefillFinished | PrefillLoad | NixlJoined
 
-question_decoder: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
-answer_decoder: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
-encoder: Final = msgspec.msgpack.Encoder()
+RECEIVED_BY_PREFILL: Final[MessageFormat[DecodeMessage]] = MessageFormat(DecodeMessage)
+RECEIVED_BY_DECODE: Final[MessageFormat[PrefillMessage]] = MessageFormat(PrefillMessage)

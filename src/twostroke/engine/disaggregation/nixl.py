@@ -13,14 +13,12 @@ import subprocess
 import sys
 import threading
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final
-
-import msgspec
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core import env
 from twostroke.core.frozen import Frozen
-from twostroke.core.transport.frames import WireError, frame, read_frame
-from twostroke.engine.disaggregation.connection import PeerLostError
+from twostroke.core.transport.connection import Connection
+from twostroke.core.transport.frames import ConnectionLostError, MessageFormat
 from twostroke.engine.disaggregation.messages import NixlAddress  # noqa: TC001 - msgspec reads it
 
 if TYPE_CHECKING:
@@ -70,16 +68,11 @@ class Done(Frozen, array_like=True, tag=2):
     fault: str | None = None
 
 
-question_decoder: Final[msgspec.msgpack.Decoder[Meet | Move]] = msgspec.msgpack.Decoder(Meet | Move)
-_answer_decoder: Final[msgspec.msgpack.Decoder[AgentOpened | Done]] = msgspec.msgpack.Decoder(
-    AgentOpened | Done
-)
-_encoder: Final = msgspec.msgpack.Encoder()
+NixlRequest = Meet | Move
+NixlReply = AgentOpened | Done
 
-
-def pack(message: Meet | Move | AgentOpened | Done) -> bytes:
-    """Return a message between an engine and its NIXL process as a frame."""
-    return frame(_encoder.encode(message))
+RECEIVED_BY_NIXL_PROCESS: Final[MessageFormat[NixlRequest]] = MessageFormat(NixlRequest)
+_RECEIVED_BY_ENGINE: Final[MessageFormat[NixlReply]] = MessageFormat(NixlReply)
 
 
 def obstacle() -> str | None:
@@ -87,7 +80,7 @@ def obstacle() -> str | None:
     return None if find_spec(PACKAGE) else INSTALL
 
 
-class NixlProcessError(PeerLostError):
+class NixlProcessError(ConnectionLostError):
     """NIXL failed to move KV pages, and its process has ended."""
 
 
@@ -128,13 +121,12 @@ class NixlProcess:
             if own_end is not None:
                 own_end.close()
             raise NixlProcessError(f"NIXL's process cannot be started: {error}.") from None
-        self._socket = own_end
-        self._file = own_end.makefile("rb")
-        answer = self._receive(_OPEN_S)
-        if not isinstance(answer, AgentOpened):
+        self._connection = Connection(own_end, _RECEIVED_BY_ENGINE)
+        reply = self._receive(_OPEN_S)
+        if not isinstance(reply, AgentOpened):
             self.close()
-            raise NixlProcessError(f"NIXL does not work here: {answer.fault}")
-        self.address = answer.address
+            raise NixlProcessError(f"NIXL does not work here: {reply.fault}")
+        self.address = reply.address
 
     def meet(self, address: NixlAddress, within_s: float) -> None:
         """Exchange KV pages with the NIXL process at `address` from now on; errors as `move`."""
@@ -175,28 +167,26 @@ class NixlProcess:
             if not self._has_ended:
                 self._process.wait()
                 self._has_ended = True
-                self._file.close()
-                self._socket.close()
+                self._connection.close()
 
-    def _request(self, question: Meet | Move, within_s: float) -> None:
+    def _request(self, request: NixlRequest, within_s: float) -> None:
         try:
-            self._socket.sendall(pack(question))
-        except OSError:
+            self._connection.send(request)
+        except ConnectionLostError:
             self.close()
             raise NixlProcessError("NIXL's process has ended.") from None
-        answer = self._receive(within_s)
-        if isinstance(answer, AgentOpened) or answer.fault is not None:
+        reply = self._receive(within_s)
+        if isinstance(reply, AgentOpened) or reply.fault is not None:
             self.close()
-            fault = "an unexpected answer" if isinstance(answer, AgentOpened) else answer.fault
+            fault = "an unexpected answer" if isinstance(reply, AgentOpened) else reply.fault
             raise NixlProcessError(f"NIXL moved no pages: {fault}.")
 
-    def _receive(self, within_s: float) -> Any:
+    def _receive(self, within_s: float) -> NixlReply:
+        reason = f"NIXL took longer than {within_s:.1f} s."
         try:
-            self._socket.settimeout(within_s)
-            return read_frame(self._file, _answer_decoder)
-        except TimeoutError:
-            reason = f"NIXL took longer than {within_s:.1f} s."
-        except (WireError, OSError, ValueError):
+            if (reply := self._connection.receive(within_s)) is not None:
+                return reply
+        except ConnectionLostError:
             reason = "NIXL's process has ended."
         self.close()
         raise NixlProcessError(reason)

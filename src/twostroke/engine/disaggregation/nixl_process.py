@@ -20,16 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.process_tuning import request_short_time_slices
-from twostroke.core.transport.frames import WireError, read_frame
+from twostroke.core.transport.connection import Connection
+from twostroke.core.transport.frames import ConnectionLostError
 from twostroke.engine.disaggregation.messages import NixlAddress
 from twostroke.engine.disaggregation.nixl import (
     PROBE_BYTES,
+    RECEIVED_BY_NIXL_PROCESS,
     AgentOpened,
     Done,
     Meet,
     Move,
-    pack,
-    question_decoder,
+    NixlRequest,
 )
 
 if TYPE_CHECKING:
@@ -43,41 +44,40 @@ _MAX_CALL_S: Final = 60  # after which the system kills a process that hangs in 
 def main() -> None:
     """Carry out the messages of the engine that started this NIXL process, until it ends."""
     socket_file, page_file, num_pages, page_bytes = map(int, sys.argv[1:])
-    sock = socket.socket(fileno=socket_file)
-    file = sock.makefile("rb")
+    connection = Connection(socket.socket(fileno=socket_file), RECEIVED_BY_NIXL_PROCESS)
     agent: _Agent | None = None
     while True:
-        answer: AgentOpened | Done = Done()
+        reply: AgentOpened | Done = Done()
         try:
             if agent is None:
                 signal.alarm(_MAX_CALL_S)
                 agent = _Agent(page_file, num_pages, page_bytes)
                 for thread in Path("/proc/self/task").iterdir():
                     request_short_time_slices(int(thread.name))  # engines compute on all cores
-                answer = AgentOpened(agent.address)
+                reply = AgentOpened(agent.address)
             else:
-                question = read_frame(file, question_decoder)
+                request = connection.receive()
                 signal.alarm(_MAX_CALL_S)
-                _carry_out(agent, question, sock)
-        except (WireError, ConnectionError):
+                _carry_out(agent, request, connection)
+        except ConnectionLostError:
             os._exit(0)  # the engine has ended
         except Exception as error:  # noqa: BLE001 - NIXL's errors have no common type
-            answer = Done(f"{type(error).__name__}: {error}")
+            reply = Done(f"{type(error).__name__}: {error}")
         signal.alarm(0)
-        with suppress(ConnectionError):
-            sock.sendall(pack(answer))
+        with suppress(ConnectionLostError):
+            connection.send(reply)
         if agent is None:
             os._exit(1)
 
 
-def _carry_out(agent: _Agent, question: Meet | Move, sock: socket.socket) -> None:
+def _carry_out(agent: _Agent, request: NixlRequest, connection: Connection[NixlRequest]) -> None:
     """Carry out an engine's message and answer it; exit if the engine ends meanwhile."""
-    if isinstance(question, Meet):
-        agent.meet(question.address)
+    if isinstance(request, Meet):
+        agent.meet(request.address)
         return
-    request = agent.begin(question)
-    while not agent.has_ended(request):
-        if select.select([sock], [], [], _POLL_S)[0]:
+    transfer = agent.begin(request)
+    while not agent.has_ended(transfer):
+        if select.select([connection], [], [], _POLL_S)[0]:
             os._exit(0)  # the engine has ended, since it sends nothing before it has the answer
 
 

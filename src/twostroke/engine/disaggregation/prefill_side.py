@@ -1,6 +1,6 @@
 """The prefill engine's side: prefills prompts of decode engines and leases them the KV pages.
 
-A `DecodePeer` is the connection to one decode engine; the `PrefillSide` has all of them.
+The `PrefillSide` has a `DecodeEngineConnection` for each decode engine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from twostroke.core.errors import BackendError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason, Hints, Request
 from twostroke.core.sampling import SamplingParams
+from twostroke.core.transport.frames import ConnectionLostError
 from twostroke.engine.disaggregation import messages
-from twostroke.engine.disaggregation.connection import PeerListener, PeerLostError
+from twostroke.engine.disaggregation.connection import listen_for_decode_engines
 from twostroke.engine.disaggregation.messages import SENT, WRITTEN
 from twostroke.engine.disaggregation.nixl import PROBE_BYTES, NixlProcess, NixlProcessError
 from twostroke.engine.disaggregation.transfer_methods import MOVE_S
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from twostroke.core.step import RequestDelta
+    from twostroke.core.transport.connection import Connection
     from twostroke.engine.client import Client
-    from twostroke.engine.disaggregation.connection import PeerConnection
+    from twostroke.engine.disaggregation.messages import DecodeMessage
     from twostroke.engine.kv_cache.prefix import PageKey
     from twostroke.engine.scheduler.transfers import Lease
 
@@ -85,15 +87,17 @@ class PrefillSide:
         self._page_file = page_file
         self._link = link
         self._cost = client.card.cost.per_step()
-        self._decode_peers: set[DecodePeer] = set()
-        self._listener = PeerListener(address, secret, page_file=page_file, serve=self._serve)
+        self._decode_engines: set[DecodeEngineConnection] = set()
+        self._listener = listen_for_decode_engines(
+            address, secret, page_file=page_file, serve=self._serve
+        )
         self.pages.on_close.append(self.close)
 
     def close(self) -> bool:
         """End all connections to decode engines and all leases; always returns True."""
         self._listener.close()
-        for decode_peer in list(self._decode_peers):
-            decode_peer.cut()
+        for engine in list(self._decode_engines):
+            engine.cut()
         if self._page_file is not None:
             os.close(self._page_file)
             self._page_file = None
@@ -104,8 +108,8 @@ class PrefillSide:
         with self.pages.lock:
             return PrefillSideStats(
                 port=self._listener.port,
-                num_peers=len(self._decode_peers),
-                num_prefilling=sum(len(peer.prompts) for peer in self._decode_peers),
+                num_peers=len(self._decode_engines),
+                num_prefilling=sum(len(engine.prompts) for engine in self._decode_engines),
                 num_prompts=self.num_prompts,
                 num_leased_pages=self.num_leased_pages,
                 num_expired_leases=self.num_expired_leases,
@@ -119,8 +123,8 @@ class PrefillSide:
         with self.pages.lock:
             requests = [
                 prompt.request
-                for peer in self._decode_peers
-                for prompt in peer.prompts.values()
+                for engine in self._decode_engines
+                for prompt in engine.prompts.values()
                 if not prompt.has_ended
             ]
             spans = [(request.num_computed, request.num_prompt) for request in requests]
@@ -142,19 +146,22 @@ class PrefillSide:
         """Return the FLOPs of prefilling a prompt's tokens from index `first` to `end`."""
         return self._cost.of(BatchShape.prefill(end - first, first)).flops if end > first else 0.0
 
-    def _serve(self, connection: PeerConnection) -> None:
-        decode_peer = DecodePeer(self, connection)
+    def _serve(self, connection: Connection[DecodeMessage]) -> None:
+        decode_engine = DecodeEngineConnection(self, connection)
         with self.pages.lock:
-            self._decode_peers.add(decode_peer)
+            self._decode_engines.add(decode_engine)
         try:
-            decode_peer.serve()
+            decode_engine.serve()
         finally:
             with self.pages.lock:
-                self._decode_peers.discard(decode_peer)
+                self._decode_engines.discard(decode_engine)
 
 
-class DecodePeer:
-    """A prefill engine's connection to one decode engine. The loop's lock guards its state.
+class DecodeEngineConnection:
+    """A prefill engine's end of the connection to one decode engine. The loop's lock guards it.
+
+    The decode engine's end is a `PrefillEngineConnection` (prefill_connection.py): each end has the
+    name of the engine to which it leads.
 
     Leases end in any order. Each lease has references to its pages, so no page is reused while a
     decode engine may read it: a reply that is being sent keeps the lease, and `Content` tells a
@@ -166,7 +173,7 @@ class DecodePeer:
         prompts: prompts of the decode engine that are not finished, by number.
     """
 
-    def __init__(self, prefill_side: PrefillSide, connection: PeerConnection) -> None:
+    def __init__(self, prefill_side: PrefillSide, connection: Connection[DecodeMessage]) -> None:
         self.prompts: dict[int, _PeerPrompt] = {}
         self._prefill_side = prefill_side
         self._connection = connection
@@ -187,7 +194,7 @@ class DecodePeer:
                 sender.start()
                 while True:
                     self._handle(self._connection.receive())
-        except PeerLostError:
+        except ConnectionLostError:
             pass
         finally:
             self.cut()
@@ -257,7 +264,7 @@ class DecodePeer:
         """Answer the decode engine's first message; return whether both can exchange KV pages."""
         hello = self._connection.receive()
         own_spec = self._prefill_side.spec
-        if not isinstance(hello, messages.PeerHello) or hello.version != messages.VERSION:
+        if not isinstance(hello, messages.DecodeHello) or hello.version != messages.VERSION:
             reason: str | None = "another version of Twostroke"
         else:
             reason = own_spec.difference(hello.spec)
@@ -268,52 +275,52 @@ class DecodePeer:
         self._connection.send(messages.Welcome(messages.VERSION, own_spec, num_pages))
         return True
 
-    def _handle(self, question: messages.Question) -> None:
-        match question:
+    def _handle(self, message: messages.DecodeMessage) -> None:
+        match message:
             case messages.PrefillPrompt():
-                self._prefill(question)
-            case messages.Fetch():
-                if question.mode == SENT:
+                self._prefill(message)
+            case messages.FetchPages():
+                if message.mode == SENT:
                     self._close_nixl()  # the decode engine has measured that NIXL is slower
-                self._fetch(question)
+                self._fetch(message)
             case messages.Abort():
-                self._abort(question.id)
+                self._abort(message.id)
             case messages.NixlJoin():
-                self._join_nixl(question)
+                self._join_nixl(message)
             case messages.NixlProbe():
-                self._probe(question)
-            case messages.PeerHello():
+                self._probe(message)
+            case messages.DecodeHello():
                 pass  # a duplicate
 
-    def _prefill(self, question: messages.PrefillPrompt) -> None:
+    def _prefill(self, message: messages.PrefillPrompt) -> None:
         """Offer the cached KV pages of a prompt; prefill the prompt unless these are all."""
-        if question.id <= self._newest_id:
+        if message.id <= self._newest_id:
             return  # a duplicate
-        self._newest_id = question.id
+        self._newest_id = message.id
         page_size = self._prefill_side.spec.page_size
         request = Request(
             id=f"lent{next(_request_numbers)}",
-            tokens=question.tokens,
-            num_prompt=len(question.tokens),
+            tokens=message.tokens,
+            num_prompt=len(message.tokens),
             params=_PREFILL_ONLY,
             seed=0,
-            priority=question.priority,
-            salt=question.salt,
-            tenant=question.salt.decode(errors="replace"),
+            priority=message.priority,
+            salt=message.salt,
+            tenant=message.salt.decode(errors="replace"),
             hints=Hints(shows_progress=True),
         )
-        num_pages = len(question.tokens) // page_size
+        num_pages = len(message.tokens) // page_size
         try:
-            self._check(question)
-            chain = PrefixChain(page_size, question.salt)
-            chain.extend(question.tokens, num_pages)
-            prompt = _PeerPrompt(self, question.id, request, chain.keys)
+            self._check(message)
+            chain = PrefixChain(page_size, message.salt)
+            chain.extend(message.tokens, num_pages)
+            prompt = _PeerPrompt(self, message.id, request, chain.keys)
             for index, key in enumerate(chain.keys):
-                for group, first in enumerate(question.first_pages):
+                for group, first in enumerate(message.first_pages):
                     if index >= first:
                         prompt.unoffered.append((index, (group, key)))
             with self._pages.lock:
-                self.prompts[question.id] = prompt
+                self.prompts[message.id] = prompt
                 self._prefill_side.num_prompts += 1
                 self.offer(prompt, num_pages)
                 prompt.has_ended = not prompt.unoffered  # all pages were cached
@@ -322,52 +329,54 @@ class DecodePeer:
                     self._prefill_side.loop.submit([prompt])
         except TwostrokeError as error:
             with self._pages.lock:
-                self.prompts.pop(question.id, None)
-            self._send(messages.PrefillFinished(question.id, str(error)))
+                self.prompts.pop(message.id, None)
+            self._send(messages.PrefillFinished(message.id, str(error)))
 
-    def _check(self, question: messages.PrefillPrompt) -> None:
+    def _check(self, message: messages.PrefillPrompt) -> None:
         """Refuse a message about a prompt that a decode engine with the same spec never sends."""
-        tokens, spec = question.tokens, self._prefill_side.spec
+        tokens, spec = message.tokens, self._prefill_side.spec
         vocab_size = self._prefill_side.client.card.cost.program.vocab_size
         has_full_pages = tokens and not len(tokens) % spec.page_size
         if not has_full_pages or min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise PeerLostError("The prompt has no full pages, or tokens outside the vocabulary.")
-        if len(question.first_pages) != len(spec.windows):
-            raise PeerLostError("A prompt has another number of cache groups.")
+            raise ConnectionLostError(
+                "The prompt has no full pages, or tokens outside the vocabulary."
+            )
+        if len(message.first_pages) != len(spec.windows):
+            raise ConnectionLostError("A prompt has another number of cache groups.")
 
-    def _fetch(self, question: messages.Fetch) -> None:
+    def _fetch(self, message: messages.FetchPages) -> None:
         with self._pages.lock:
-            leased = self._leased.get(question.offer)
-            is_written = question.mode == WRITTEN
+            leased = self._leased.get(message.offer)
+            is_written = message.mode == WRITTEN
             # Pages are written once, however often the message arrives.
-            is_duplicate = is_written and question.number <= self._newest_written
+            is_duplicate = is_written and message.number <= self._newest_written
             if leased is None or leased.has_ended or is_duplicate:
-                self._send(messages.Content(question.number, is_valid=False))
+                self._send(messages.Content(message.number, is_valid=False))
                 return
-            leased.has_ended = question.is_last
+            leased.has_ended = message.is_last
             pages = [
-                leased.pages[index] for index in question.indices if 0 <= index < len(leased.pages)
+                leased.pages[index] for index in message.indices if 0 <= index < len(leased.pages)
             ]
-            content = messages.Content(question.number, is_valid=True)
-            views: Iterable[memoryview[Any]] = ()
-            if question.mode == SENT:
+            content = messages.Content(message.number, is_valid=True)
+            views: Iterable[memoryview[Any]] | None = None
+            if message.mode == SENT:
                 memory = self._pages.memory
                 assert memory is not None
                 views = map(memory.read, pages)
                 content = replace(content, num_bytes=len(pages) * memory.page_bytes)
             leased.num_replies += 1
             if is_written:
-                self._newest_written = question.number
-            move = _NixlWrite(pages, question.targets) if is_written else None
-            self._to_send.put(_PageReply(content, views, question.offer, move))
+                self._newest_written = message.number
+            move = _NixlWrite(pages, message.targets) if is_written else None
+            self._to_send.put(_PageReply(content, views, message.offer, move))
 
-    def _join_nixl(self, question: messages.NixlJoin) -> None:
+    def _join_nixl(self, message: messages.NixlJoin) -> None:
         """Start a NIXL process and connect it with the NIXL process of the decode engine."""
         if self._nixl_process is not None:
             return  # a duplicate
         try:
             nixl_process = self._prefill_side.open_nixl()
-            nixl_process.meet(question.address, MOVE_S)
+            nixl_process.meet(message.address, MOVE_S)
         except NixlProcessError as error:
             self._send(messages.NixlJoined(None, str(error)))
             return
@@ -380,9 +389,9 @@ class DecodePeer:
             self._nixl_process.close()
             self._nixl_process = None
 
-    def _probe(self, question: messages.NixlProbe) -> None:
-        content = messages.Content(question.number, is_valid=True)
-        if question.mode == SENT:
+    def _probe(self, message: messages.NixlProbe) -> None:
+        content = messages.Content(message.number, is_valid=True)
+        if message.mode == SENT:
             content = replace(content, num_bytes=PROBE_BYTES)
             self._to_send.put(_PageReply(content, [memoryview(bytes(PROBE_BYTES))]))
         else:
@@ -412,7 +421,7 @@ class DecodePeer:
             self.offer(prompt)
             self.finish_if_done(prompt)
 
-    def _send(self, message: messages.Answer) -> None:
+    def _send(self, message: messages.PrefillMessage) -> None:
         self._to_send.put(_PageReply(message))
 
     # The sending thread.
@@ -445,17 +454,17 @@ class DecodePeer:
                         messages.PrefillLoad(queue_flops, flops_per_s, self._newest_id)
                     )
                     self._end_expired_leases(now_s)
-        except (PeerLostError, BackendError):
+        except BackendError:
             self.cut()
 
-    def _write(self, reply: _PageReply, nixl_write: _NixlWrite) -> messages.Answer:
+    def _write(self, reply: _PageReply, nixl_write: _NixlWrite) -> messages.PrefillMessage:
         """Write KV pages to the decode engine by NIXL; return the message to send afterwards."""
         leased = self._leased.get(reply.offer)
         if leased is not None and self.prompts.get(leased.prompt.id) is not leased.prompt:
             return replace(reply.message, is_valid=False)  # the prompt was aborted
         pages, targets = nixl_write.pages, nixl_write.targets
         if self._nixl_process is None or len(pages) != len(targets):
-            raise PeerLostError("Pages cannot be written.")
+            raise ConnectionLostError("Pages cannot be written.")
         try:
             if pages or leased is None:  # a probe has no lease
                 self._nixl_process.move(pages, targets, MOVE_S, is_write=True)
@@ -505,7 +514,7 @@ class _PeerPrompt(RequestListener):
     """
 
     def __init__(
-        self, decode_peer: DecodePeer, id_: int, request: Request, chain: list[bytes]
+        self, decode_engine: DecodeEngineConnection, id_: int, request: Request, chain: list[bytes]
     ) -> None:
         super().__init__(request, 0, Mailbox(self._end))
         self.id = id_
@@ -514,13 +523,13 @@ class _PeerPrompt(RequestListener):
         self.num_leases = 0
         self.has_ended = False
         self.fault: str | None = None
-        self._decode_peer = decode_peer
+        self._decode_engine = decode_engine
 
     def take(self, delta: RequestDelta, now_s: float) -> Output | None:
         """Offer the KV pages that a step has completed to the decode engine."""
         del delta  # its token is dropped
         reason = self.request.finish_reason
-        self._decode_peer.offer(self)
+        self._decode_engine.offer(self)
         if reason is None:
             return None
         self.first_token_s = self.last_token_s = now_s
@@ -531,7 +540,7 @@ class _PeerPrompt(RequestListener):
         if output.finish_reason is not FinishReason.LENGTH:
             self.fault = str(output.error or "The prefill was not completed.")
         self.has_ended = True
-        self._decode_peer.finish_if_done(self)
+        self._decode_engine.finish_if_done(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -575,7 +584,7 @@ class _PageReply(Frozen):
         nixl_write: pages to write by NIXL before the message is sent.
     """
 
-    message: messages.Answer
-    pages: Iterable[memoryview[Any]] = ()
+    message: messages.PrefillMessage
+    pages: Iterable[memoryview[Any]] | None = None
     offer: int = 0
     nixl_write: _NixlWrite | None = None

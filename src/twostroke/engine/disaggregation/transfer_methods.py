@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.transport.frames import ConnectionLostError
 from twostroke.engine.disaggregation import messages
-from twostroke.engine.disaggregation.connection import PeerLostError, RefusedError
+from twostroke.engine.disaggregation.connection import RefusedError
 from twostroke.engine.disaggregation.messages import COPIED, SENT, WRITTEN
 from twostroke.engine.disaggregation.nixl import (
     PROBE_BYTES,
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.backends.interface import PageMemory
-    from twostroke.engine.disaggregation.connection import PeerConnection
+    from twostroke.core.transport.connection import Connection
+    from twostroke.engine.disaggregation.messages import PrefillMessage
 
 
 _logger = logging.getLogger("twostroke.handover")
@@ -115,7 +117,7 @@ class TransferMethod:
 
 
 def choose_transfer_method(
-    connection: PeerConnection,
+    connection: Connection[PrefillMessage],
     shared_file: int | None,
     *,
     num_pages: int,
@@ -129,13 +131,13 @@ def choose_transfer_method(
 
     Raises:
         RefusedError: `link` requires NIXL, which one of the engines cannot use.
-        PeerLostError: as `PeerConnection.receive`.
+        ConnectionLostError: as `Connection.receive`.
     """
     if shared_file is not None:
         try:
             shared_pages = SharedPages(shared_file, num_pages, nixl_memory.page_bytes)
         except OSError as error:
-            raise PeerLostError(f"The pages cannot be mapped: {error}.") from None
+            raise ConnectionLostError(f"The pages cannot be mapped: {error}.") from None
         return TransferMethod(COPIED, shared_pages)
     allowed_modes = _ALLOWED_MODES[link]
     nixl_process = None
@@ -150,13 +152,13 @@ def choose_transfer_method(
             raise RefusedError(str(error)) from None
         _logger.info("Pages are sent by the socket: %s", error)
         return TransferMethod(SENT)
-    except PeerLostError:
+    except ConnectionLostError:
         if nixl_process is not None:
             nixl_process.close()
         raise
 
 
-def _join(connection: PeerConnection, nixl_memory: NixlMemory) -> NixlProcess:
+def _join(connection: Connection[PrefillMessage], nixl_memory: NixlMemory) -> NixlProcess:
     """Start a NIXL process and connect it with the NIXL process of the prefill engine."""
     if (reason := obstacle()) is not None:
         raise NixlProcessError(reason)
@@ -171,14 +173,16 @@ def _join(connection: PeerConnection, nixl_memory: NixlMemory) -> NixlProcess:
                 f"The prefill engine does not move pages by NIXL: {joined.reason}"
             )
         nixl_process.meet(joined.address, MOVE_S)
-    except PeerLostError:
+    except ConnectionLostError:
         nixl_process.close()
         raise
     return nixl_process
 
 
 def _fastest_method(
-    connection: PeerConnection, nixl_process: NixlProcess | None, allowed_modes: Sequence[str]
+    connection: Connection[PrefillMessage],
+    nixl_process: NixlProcess | None,
+    allowed_modes: Sequence[str],
 ) -> TransferMethod:
     """Measure the allowed modes of fetching KV pages, and return the fastest.
 
@@ -229,14 +233,14 @@ def _min_seconds(probe: Callable[[], None]) -> float:
     return min_seconds
 
 
-def _receive_type(connection: PeerConnection, message_type: type[Any]) -> Any:
+def _receive_type(connection: Connection[PrefillMessage], message_type: type[Any]) -> Any:
     """Return the next message of a type from a prefill engine.
 
     Reports of its load, which may come before the message, are skipped.
     """
-    while not isinstance(answer := connection.receive(), message_type):
+    while not isinstance(message := connection.receive(), message_type):
         pass
-    return answer
+    return message
 
 
 # Shared memory: a file without a name that engines of one machine and user both map.

@@ -10,19 +10,25 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import EngineStoppedError
-from twostroke.core.transport.frames import Frames
+from twostroke.core.transport.event_loop import EventLoopConnection
+from twostroke.core.transport.frames import ConnectionLostError, InvalidMessageError
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.launch import LaunchedProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _CLOSE_TIMEOUT_S: Final = 5.0
-_READ_BYTES: Final = 1 << 16  # malloc maps larger buffers anew for each read, in 15 us
+_CLOSE_MESSAGE_TIMEOUT_S: Final = 1.0
 
 
 class EngineProcess:
-    """The server's handle of a process that runs an engine."""
+    """The server's handle of a process that runs an engine.
+
+    Attributes:
+        connection: the connection to the process.
+        start_s: when the process was started, on the monotonic clock.
+    """
 
     def __init__(self, load: wire.LoadModel, launched: LaunchedProcess | None = None) -> None:
         """Send the message `load` to a launched engine process, or to a new process.
@@ -32,10 +38,10 @@ class EngineProcess:
         """
         self.start_s = time.monotonic()
         launched = launched or LaunchedProcess()
-        self.socket, self._process = launched.socket, launched.process
-        self.frames = Frames(wire.engine_messages)
-        with suppress(OSError):  # the process has died; the next `receive` tells so
-            self.socket.sendall(wire.pack(load))
+        self._process = launched.process
+        self.connection = EventLoopConnection(launched.socket, wire.RECEIVED_BY_SERVER)
+        with suppress(ConnectionLostError):  # the process has died; `receive_arrived` tells so
+            self.connection.send(load)
 
     @property
     def pid(self) -> int:
@@ -52,35 +58,22 @@ class EngineProcess:
             TwostrokeError: the engine could not be built; errors are as in `build`.
         """
         while True:
-            messages = self.receive()
-            if messages is None:
-                raise EngineStoppedError(f"The engine did not start: {self.describe_end()}.")
-            for message in messages:
-                match message:
-                    case wire.EngineReady():
-                        return message
-                    case wire.EngineFailed():
-                        raise message.error
-                    case wire.Loading():
-                        progress(message.done, message.total)
-                    case wire.Log():
-                        log(message)
-
-    def receive(self) -> Iterator[wire.EngineMessage] | None:
-        """Return the messages of the engine process that have arrived.
-
-        None if the process has closed the connection.
-
-        Raises:
-            WireError: the received bytes are not messages.
-        """
-        try:
-            data = self.socket.recv(_READ_BYTES)
-        except BlockingIOError:
-            return iter(())
-        except OSError:
-            data = b""
-        return self.frames.feed(data) if data else None
+            try:
+                message = self.connection.receive()
+            except InvalidMessageError:
+                raise
+            except ConnectionLostError:
+                reason = f"The engine did not start: {self.describe_end()}."
+                raise EngineStoppedError(reason) from None
+            match message:
+                case wire.EngineReady():
+                    return message
+                case wire.EngineFailed():
+                    raise message.error
+                case wire.Loading():
+                    progress(message.done, message.total)
+                case wire.Log():
+                    log(message)
 
     def kill(self) -> None:
         """Kill the engine process, which may be dead already."""
@@ -102,14 +95,12 @@ class EngineProcess:
 
     def close(self) -> None:
         """Ask the engine process to end, and kill it after some seconds."""
-        with suppress(OSError):
-            self.socket.settimeout(1.0)
-            self.socket.sendall(wire.pack(wire.Close()))
+        self.connection.send_last(wire.Close(), _CLOSE_MESSAGE_TIMEOUT_S)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_CLOSE_TIMEOUT_S)
         self.kill()
         self._process.wait()
-        self.socket.close()
+        self.connection.close()
 
 
 def log(message: wire.Log) -> None:

@@ -10,7 +10,6 @@ import ctypes
 import logging
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -23,7 +22,8 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import BackendError, EngineStoppedError, MemoryLimitError, TwostrokeError
 from twostroke.core.process_tuning import tune_garbage_collector
-from twostroke.core.transport.frames import Frames, WireError
+from twostroke.core.transport.connection import Connection
+from twostroke.core.transport.frames import ConnectionLostError, InvalidMessageError
 from twostroke.engine.engine import build
 from twostroke.engine.generation import Outputs
 from twostroke.engine.output import Mailbox
@@ -45,56 +45,50 @@ if TYPE_CHECKING:
 
 _HEARTBEAT_INTERVAL_S: Final = 0.5
 _RETRY_INTERVAL_S: Final = 0.02  # between attempts to submit texts to a full queue
-_READ_BYTES: Final = 1 << 16  # as in child.py
 _PROGRESS_INTERVAL_S: Final = 0.05  # between reports while weights load
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class Wire:
-    """The engine process's connection to the server. Any thread may send; one thread receives."""
+class ServerConnection:
+    """The engine process's connection to the server. Any thread may send; one thread receives.
+
+    If the server has closed the connection, each method ends this process.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         """Take over a socket that is connected to the server."""
-        self._socket = sock
-        self._poll = select.poll()  # `select` takes no descriptor above 1023
-        self._poll.register(sock, select.POLLIN)
-        self._frames = Frames(wire.server_messages)
-        self._lock = threading.Lock()
+        self._connection = Connection(sock, wire.RECEIVED_BY_ENGINE)
 
     def send(self, message: wire.EngineMessage) -> None:
-        """Send a message to the server; end this process if the server closed the connection."""
-        frame = wire.pack(message)
+        """Send a message to the server."""
         try:
-            with self._lock:
-                self._socket.sendall(frame)
-        except OSError:
+            self._connection.send(message)
+        except ConnectionLostError:
             os._exit(0)
 
     def receive(self, timeout_s: float) -> list[wire.ServerMessage]:
         """Return the server's messages that arrive within the timeout.
 
-        Ends the process if the server has closed the connection.
+        Raises:
+            InvalidMessageError: the received bytes are not messages.
         """
-        if not self._poll.poll(timeout_s * 1000):
-            return []
         try:
-            data = self._socket.recv(_READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
+            return list(self._connection.receive_arrived(timeout_s))
+        except InvalidMessageError:
+            raise
+        except ConnectionLostError:
             os._exit(0)  # without waiting for a step that may take long
-        return list(self._frames.feed(data))
 
 
 class _ServerLogHandler(logging.Handler):
     """Sends the engine process's log records to the server, which writes them to its log."""
 
-    def __init__(self, wire_: Wire) -> None:
+    def __init__(self, server: ServerConnection) -> None:
         super().__init__()
-        self._wire = wire_
+        self._server = server
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._wire.send(wire.Log(record.name, record.levelno, self.format(record)))
+        self._server.send(wire.Log(record.name, record.levelno, self.format(record)))
 
 
 class _OpenCall(Outputs):
@@ -127,12 +121,12 @@ class RequestHandler:
     `call_by_request` has the call id of each request that no step has started yet.
     """
 
-    def __init__(self, engine: Engine, wire_: Wire) -> None:
-        """Handle messages for `engine` that arrive on the connection `wire_`."""
+    def __init__(self, engine: Engine, server: ServerConnection) -> None:
+        """Handle the messages of `server` for `engine`."""
         self.loop = engine.client.loop
         self.call_by_request: dict[str, int] = {}
         self._client = engine.client
-        self._wire = wire_
+        self._server = server
         self._open: dict[int, _OpenCall] = {}
         self._partly_submitted: set[int] = set()  # calls whose texts wait for room in the queue
         self._outputs: list[tuple[int, Output]] = []  # to be sent, each with the id of its call
@@ -150,7 +144,7 @@ class RequestHandler:
         """
         while True:
             timeout_s = _RETRY_INTERVAL_S if self._partly_submitted else _HEARTBEAT_INTERVAL_S
-            for message in self._wire.receive(timeout_s):
+            for message in self._server.receive(timeout_s):
                 if isinstance(message, wire.Close):
                     return
                 self._handle(message)
@@ -159,7 +153,7 @@ class RequestHandler:
             now_s = time.monotonic()
             if now_s - self._heartbeat_s >= _HEARTBEAT_INTERVAL_S:
                 self._heartbeat_s = now_s
-                self._wire.send(wire.Heartbeat(self.loop.progress, self._num_pages_leased()))
+                self._server.send(wire.Heartbeat(self.loop.progress, self._num_pages_leased()))
                 if self.loop.health is Health.STOPPED:
                     raise self._failure or EngineStoppedError("The engine stopped.")
 
@@ -184,11 +178,11 @@ class RequestHandler:
                 self._compiler.submit(self._compile, message)
             case wire.GetStatus():
                 status = read_status(self._client, message.spans)
-                self._wire.send(wire.StatusReply(message.id, status))
+                self._server.send(wire.StatusReply(message.id, status))
             case wire.Flush():
                 self.loop.flush()
             case wire.LoadModel() | wire.Close():
-                raise WireError("The engine is loaded already.")
+                raise InvalidMessageError("The engine is loaded already.")
 
     def _generate(self, message: wire.Generate) -> None:
         self._open[message.id] = _OpenCall(self, message.id, message.waited_s)
@@ -229,9 +223,9 @@ class RequestHandler:
         except BaseException as error:  # noqa: BLE001 the server waits for an answer, whatever fails
             self._open.pop(message.id, None)
             if not isinstance(error, EngineStoppedError):  # the server will ask the next process
-                self._wire.send(wire.Accepted(message.id, _to_wire_error(error)))
+                self._server.send(wire.Accepted(message.id, _to_wire_error(error)))
         else:
-            self._wire.send(wire.Accepted(message.id))
+            self._server.send(wire.Accepted(message.id))
             if call.is_cancelled:
                 call.cancel()
 
@@ -246,9 +240,9 @@ class RequestHandler:
         try:
             gaps = self._compile_grammar(message.id, message.constraint, message.limit_s).gaps
         except BaseException as error:  # noqa: BLE001 the server waits for an answer, whatever fails
-            self._wire.send(wire.Compiled(message.id, (), _to_wire_error(error)))
+            self._server.send(wire.Compiled(message.id, (), _to_wire_error(error)))
         else:
-            self._wire.send(wire.Compiled(message.id, gaps))
+            self._server.send(wire.Compiled(message.id, gaps))
 
     def _compile_grammar(
         self, id_: int, constraint: Constraint, limit_s: float = math.inf
@@ -257,7 +251,7 @@ class RequestHandler:
 
         The server is told before, because compiling may kill the process.
         """
-        self._wire.send(wire.RequestsStarted([id_]))
+        self._server.send(wire.RequestsStarted([id_]))
         return self._client.grammars.compile(constraint, limit_s)
 
     # The engine's thread, or a thread that cancels, calls the methods below.
@@ -283,7 +277,7 @@ class RequestHandler:
             put_all(outputs)
             outputs_to_send, self._outputs = self._outputs, []
         if outputs_to_send:
-            self._wire.send(wire.OutputBatch(outputs_to_send))
+            self._server.send(wire.OutputBatch(outputs_to_send))
 
     def _on_step(self, plan: StepPlan) -> None:
         """Tell the server about the calls whose first step begins now.
@@ -294,7 +288,7 @@ class RequestHandler:
             return
         ids = {self.call_by_request.pop(slice_.request.id, None) for slice_ in plan.slices}
         if started := sorted(id_ for id_ in ids if id_ is not None):
-            self._wire.send(wire.RequestsStarted(started))
+            self._server.send(wire.RequestsStarted(started))
 
 
 def main(descriptor: str) -> int:
@@ -305,34 +299,34 @@ def main(descriptor: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
-    link = Wire(socket.socket(fileno=int(descriptor)))
-    load = _receive_load(link)
+    server = ServerConnection(socket.socket(fileno=int(descriptor)))
+    load = _receive_load(server)
     root = logging.getLogger("twostroke")
-    root.addHandler(_ServerLogHandler(link))
+    root.addHandler(_ServerLogHandler(server))
     root.setLevel(load.log_level.upper())
     root.propagate = False
     # The server reads the same files for the model's card, and logs these notices itself.
     logging.getLogger("twostroke.weights").setLevel(logging.ERROR)
     try:
-        with _build(load, link) as engine:
-            handler = RequestHandler(engine, link)
+        with _build(load, server) as engine:
+            handler = RequestHandler(engine, server)
             engine.client.grammars.prepare()  # now: later, running requests would wait for it
             tune_garbage_collector()
-            link.send(_ready(engine))
+            server.send(_ready(engine))
             handler.run()
     except TwostrokeError as error:
-        return _fail(link, error)
+        return _fail(server, error)
     except MemoryError:
         reason = "Memory ran out: lower --context-length or --kv-memory, or take a smaller model."
-        return _fail(link, MemoryLimitError(reason))
+        return _fail(server, MemoryLimitError(reason))
     except OSError as error:
         path = f"{error.filename}: " if error.filename else ""
-        return _fail(link, BackendError(f"{path}{error.strerror or error}."))
+        return _fail(server, BackendError(f"{path}{error.strerror or error}."))
     return 0
 
 
-def _fail(link: Wire, error: TwostrokeError) -> int:
-    link.send(wire.EngineFailed(error))
+def _fail(server: ServerConnection, error: TwostrokeError) -> int:
+    server.send(wire.EngineFailed(error))
     return error.exit_code
 
 
@@ -347,20 +341,20 @@ def _to_wire_error(error: BaseException) -> TwostrokeError:
     return BackendError(f"The engine could not begin: {type(error).__name__}: {error}")
 
 
-def _receive_load(link: Wire) -> wire.LoadModel:
+def _receive_load(server: ServerConnection) -> wire.LoadModel:
     """Wait for the server's first message, which says what model to load."""
     messages: list[wire.ServerMessage] = []
     while not messages:
-        messages = link.receive(60.0)
+        messages = server.receive(60.0)
     load = messages[0]
     if not isinstance(load, wire.LoadModel) or load.version != wire.VERSION:
         reason = "The server has another version than its engine: start the server again."
-        link.send(wire.EngineFailed(BackendError(reason)))
+        server.send(wire.EngineFailed(BackendError(reason)))
         raise SystemExit(1)
     return load
 
 
-def _build(load: wire.LoadModel, link: Wire) -> Engine:
+def _build(load: wire.LoadModel, server: ServerConnection) -> Engine:
     """Build the engine in this process, and report the progress to the server."""
     reported_s = 0.0
 
@@ -369,7 +363,7 @@ def _build(load: wire.LoadModel, link: Wire) -> Engine:
         now_s = time.monotonic()
         if now_s - reported_s > _PROGRESS_INTERVAL_S or done == total:
             reported_s = now_s
-            link.send(wire.Loading(done, total))
+            server.send(wire.Loading(done, total))
 
     say = logging.getLogger("twostroke.serve").info
     engine = build(load.model, load.options, progress, say=say)

@@ -1,4 +1,4 @@
-"""The messages between a server and its engine process, encoded in MessagePack and sent in frames.
+"""The messages between a server and its engine process, which are sent by a `Connection`.
 
 Only `LoadModel` holds a path. No message holds a file descriptor or a pointer, and nothing in a
 message is executed as code.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from twostroke.core.hardware import Hardware
 from twostroke.core.options import EngineOptions
 from twostroke.core.request import EmbeddingParams, Hints
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.transport.frames import frame
+from twostroke.core.transport.frames import MessageFormat
 from twostroke.engine.client import Caller
 from twostroke.engine.output import Output
 from twostroke.engine.process.served import EngineFacts, EngineStatus
@@ -219,8 +219,6 @@ EngineMessage = (
     | Heartbeat
 )
 
-T = TypeVar("T")
-
 
 class _EncodedError(Frozen, array_like=True):
     """An error in a message between server and engine: the name of its class, and arguments.
@@ -285,20 +283,12 @@ def _shared_class_name(class_: type[TwostrokeError]) -> str:
     )
 
 
-_encoder: Final = msgspec.msgpack.Encoder(enc_hook=_encode_other)
-server_messages: Final[msgspec.msgpack.Decoder[ServerMessage]] = msgspec.msgpack.Decoder(
-    ServerMessage, dec_hook=_decode_other
+# Encodes a message, or a part of a message, as MessagePack.
+encode: Final = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
+
+RECEIVED_BY_ENGINE: Final[MessageFormat[ServerMessage]] = MessageFormat(
+    ServerMessage, encode=encode, decode_other=_decode_other
 )
-engine_messages: Final[msgspec.msgpack.Decoder[EngineMessage]] = msgspec.msgpack.Decoder(
-    EngineMessage, dec_hook=_decode_other
+RECEIVED_BY_SERVER: Final[MessageFormat[EngineMessage]] = MessageFormat(
+    EngineMessage, encode=encode, decode_other=_decode_other
 )
-
-
-def encode(value: object) -> bytes:
-    """Encode a message, or a part of a message, between server and engine as MessagePack."""
-    return _encoder.encode(value)
-
-
-def pack(message: ServerMessage | EngineMessage) -> bytes:
-    """Return the frame of a message between server and engine, ready to be sent."""
-    return frame(encode(message))

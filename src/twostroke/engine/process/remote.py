@@ -26,7 +26,7 @@ from twostroke.core.errors import (
 )
 from twostroke.core.hardware import memory_used
 from twostroke.core.request import FinishReason
-from twostroke.core.transport.frames import WireError
+from twostroke.core.transport.frames import InvalidMessageError
 from twostroke.engine.counters import TimeSpan
 from twostroke.engine.engine import make_card
 from twostroke.engine.process import messages as wire
@@ -445,9 +445,9 @@ class RemoteEngine:
             outputs.accepted.set_result(None)
 
     def _check_reply(self, id_: int, message_type: type[wire.ServerMessage]) -> None:
-        """Raise WireError if a reply of the process has the id of another type of message."""
+        """Raise InvalidMessageError if a reply has the id of another type of message."""
         if id_ in self._inquiries and not isinstance(self._inquiries[id_][0], message_type):
-            raise WireError("The engine's reply has the id of a message of another type.")
+            raise InvalidMessageError("The engine's reply has the id of a message of another type.")
 
     def _reply(self, id_: int, value: object, error: TwostrokeError | None = None) -> None:
         """Give a waiting inquiry its result or error, unless it has one or was cancelled."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from msgspec.structs import replace
 
 from twostroke.core.errors import EngineStoppedError, TwostrokeError
-from twostroke.core.transport.frames import WireError
+from twostroke.core.transport.frames import ConnectionLostError, InvalidMessageError
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.child import EngineProcess, log
 from twostroke.engine.status import StepProgress
@@ -88,7 +88,6 @@ class Supervisor:
         self._process: EngineProcess
         self._load = load
         self._observer = observer
-        self._unsent = bytearray()
         # Deaths in a row of processes that gave no output and leased no page.
         self._num_failures = 0
         self._num_unexplained = 0  # the last of them, at which no request was running
@@ -156,7 +155,7 @@ class Supervisor:
 
     def retire(self) -> None:
         """Stop to receive from the idle engine process; call `rest` next."""
-        self._stop_listening()
+        self._process.connection.detach()
         self.is_up = False
 
     async def rest(self) -> None:
@@ -180,32 +179,8 @@ class Supervisor:
         self._process.close()
 
     def send(self, message: wire.ServerMessage) -> None:
-        """Send a message to the engine process.
-
-        Bytes for which the socket has no room are sent later.
-        """
-        frame = wire.pack(message)
-        if not self._unsent:
-            try:
-                frame = frame[self._process.socket.send(frame) :]
-            except BlockingIOError:
-                pass
-            except OSError:
-                return  # it has died; `_on_death` handles the open calls
-        if frame:
-            if not self._unsent:
-                asyncio.get_running_loop().add_writer(self._process.socket, self._send_rest)
-            self._unsent += frame
-
-    def _send_rest(self) -> None:
-        try:
-            del self._unsent[: self._process.socket.send(self._unsent)]
-        except BlockingIOError:
-            return
-        except OSError:
-            self._unsent.clear()
-        if not self._unsent:
-            asyncio.get_running_loop().remove_writer(self._process.socket)
+        """Send a message to the engine process, without waiting for room in the socket."""
+        self._process.connection.post(message)
 
     def _on_ready(self, ready: wire.EngineReady) -> None:
         """Note that the engine process takes requests."""
@@ -220,20 +195,17 @@ class Supervisor:
         self._watchdog = ProgressWatchdog(0.0, self._changed_s, _MAX_LOAD_SILENCE_S)
 
     def _listen(self) -> None:
-        self._process.socket.settimeout(0)
-        asyncio.get_running_loop().add_reader(self._process.socket, self._receive)
+        self._process.connection.attach(self._receive)
 
     def _receive(self) -> None:
         try:
-            messages = self._process.receive()
-            if messages is None:
-                self._on_death()
-                return
-            for message in messages:
+            for message in self._process.connection.receive_arrived():
                 self._on_message(message)
-        except WireError as error:
+        except InvalidMessageError as error:
             self._end_cause = str(error)
             self._process.kill()
+            self._on_death()
+        except ConnectionLostError:
             self._on_death()
 
     def _on_message(self, message: wire.EngineMessage) -> None:
@@ -280,8 +252,8 @@ class Supervisor:
         """Tell the observer that the engine process has died, and start the next one."""
         if self._has_ended:
             return
-        self._stop_listening()
-        self._process.socket.close()
+        self._process.connection.detach()
+        self._process.connection.close()
         self.num_deaths += 1
         had_loaded = self.is_up
         self.is_up = False
@@ -291,12 +263,6 @@ class Supervisor:
         self._num_failures += 1
         self._num_unexplained = 0 if self._observer.on_death() else self._num_unexplained + 1
         self._spawn(self._restart(had_loaded=had_loaded))
-
-    def _stop_listening(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._process.socket)
-        loop.remove_writer(self._process.socket)
-        self._unsent.clear()
 
     async def _restart(self, *, had_loaded: bool) -> None:
         """Start the next engine process, unless too many have died in a row.

@@ -8,7 +8,7 @@ from msgspec import to_builtins
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from twostroke.engine.disaggregation.placement import REASONS
-from twostroke.engine.disaggregation.prefill_peer import OUTCOMES
+from twostroke.engine.disaggregation.prefill_connection import OUTCOMES
 from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""One prefill engine as its decode engine uses it: the connection and its KV transfers."""
+"""A decode engine's connection to one prefill engine, and the KV transfers over it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import BackendError, TwostrokeError
+from twostroke.core.transport.frames import ConnectionLostError
 from twostroke.engine.disaggregation import messages
 from twostroke.engine.disaggregation.connection import (
-    PeerLostError,
     RefusedError,
     check_spec,
-    connect,
+    connect_to_prefill_engine,
 )
 from twostroke.engine.disaggregation.placement import PrefillEngineState, TransferOverhead
 from twostroke.engine.disaggregation.transfer_methods import choose_transfer_method
@@ -27,7 +27,7 @@ from twostroke.engine.disaggregation_stats import PrefillPeerStats
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
-    from twostroke.engine.disaggregation.connection import PeerConnection
+    from twostroke.core.transport.connection import Connection
     from twostroke.engine.disaggregation.placement import RemotePrefill
     from twostroke.engine.disaggregation.transfer_methods import NixlMemory, TransferMethod
     from twostroke.engine.kv_cache.prefix import PageKey
@@ -58,7 +58,7 @@ _SCRATCH_BYTES: Final = 1 << 16
 
 @dataclass(slots=True, frozen=True)
 class OfferedPage:
-    """A KV page of an offer: its index in the offer, its key, and its number in the peer's pool."""
+    """A KV page of an offer: its index in the offer, its key, and its number in the other pool."""
 
     index: int
     key: PageKey
@@ -173,8 +173,11 @@ class PageFetch:
         return self.mode == messages.WRITTEN
 
 
-class PrefillPeer:
-    """A decode engine's connection to one prefill engine, and its KV transfers.
+class PrefillEngineConnection:
+    """A decode engine's end of the connection to one prefill engine, with its KV transfers.
+
+    The prefill engine's end is a `DecodeEngineConnection` (prefill_side.py): each end has the name
+    of the engine to which it leads.
 
     The loop's lock guards the state. One thread receives, another one sends.
 
@@ -219,7 +222,7 @@ class PrefillPeer:
         self._fetches: dict[int, PageFetch] = {}
         self._ids = itertools.count(1)
         self._fetch_numbers = itertools.count(1)
-        self._connection: PeerConnection | None = None
+        self._connection: Connection[messages.PrefillMessage] | None = None
         self._method: TransferMethod | None = None
         self._num_pages = 0
         self._state = "down"
@@ -227,7 +230,7 @@ class PrefillPeer:
         self._heard_s = 0.0
         self._bytes_per_s = 0.0
         self._overhead = TransferOverhead()
-        self._to_send: queue.SimpleQueue[messages.Question] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[messages.DecodeMessage] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=run, name="twostroke-fetch", daemon=True)
@@ -367,7 +370,7 @@ class PrefillPeer:
                 attempt = 0
                 while True:
                     self._handle(self._receive())
-            except (PeerLostError, BackendError) as error:
+            except BackendError as error:
                 self._disconnected(error, is_first=not attempt)
             self._closing.wait(_RETRY_PAUSES_S[min(attempt, len(_RETRY_PAUSES_S) - 1)])
             attempt += 1
@@ -377,13 +380,13 @@ class PrefillPeer:
 
         Then choose the transfer method.
         """
-        connection, shared_file = connect(self._address, self._secret)
+        connection, shared_file = connect_to_prefill_engine(self._address, self._secret)
         self._connection = connection
         if self._closing.is_set():
             connection.cut()
         try:
             self._num_pages = check_spec(connection, self._spec)
-        except PeerLostError:
+        except ConnectionLostError:
             if shared_file is not None:
                 os.close(shared_file)
             raise
@@ -407,11 +410,11 @@ class PrefillPeer:
             self._method.title,
         )
 
-    def _receive(self) -> messages.Answer:
+    def _receive(self) -> messages.PrefillMessage:
         assert self._connection is not None
-        answer: messages.Answer = self._connection.receive()
+        message: messages.PrefillMessage = self._connection.receive()
         self._heard_s = time.monotonic()
-        return answer
+        return message
 
     def _disconnected(self, error: TwostrokeError, *, is_first: bool) -> None:
         """End all KV transfers, because the connection was lost or could not be made.
@@ -442,20 +445,20 @@ class PrefillPeer:
                 error,
             )
 
-    def _handle(self, answer: messages.Answer) -> None:
-        match answer:
+    def _handle(self, message: messages.PrefillMessage) -> None:
+        match message:
             case messages.PrefillLoad():
-                self._load = answer
+                self._load = message
             case messages.Offer():
-                self._handle_offer(answer)
+                self._handle_offer(message)
             case messages.Content():
-                self._handle_content(answer)
+                self._handle_content(message)
             case messages.PrefillFinished():
                 with self._pages.lock:
-                    transfer = self.transfers.get(answer.id)
+                    transfer = self.transfers.get(message.id)
                     if transfer is not None:
                         transfer.is_finished = True
-                        transfer.fault = answer.fault
+                        transfer.fault = message.fault
                         self._end_if_done(transfer)
             case messages.Welcome() | messages.Refused():
                 pass  # a duplicate
@@ -464,7 +467,7 @@ class PrefillPeer:
         with self._pages.lock:
             transfer = self.transfers.get(offer.id)
             if transfer is None or offer.number in transfer.offers:
-                release = messages.Fetch(
+                release = messages.FetchPages(
                     number=next(self._fetch_numbers),
                     id=offer.id,
                     offer=offer.number,
@@ -477,7 +480,7 @@ class PrefillPeer:
             transfer.due_s = time.monotonic() + transfer.patience_s
             selected = transfer.select(offer)
         if not all(0 <= offered.page < self._num_pages for offered in selected):
-            raise PeerLostError("The prefill engine offered a page that does not exist.")
+            raise ConnectionLostError("The prefill engine offered a page that does not exist.")
         self._fetch(transfer, offer.number, selected)
 
     def _fetch(self, transfer: KvTransfer, offer: int, selected: list[OfferedPage]) -> None:
@@ -513,7 +516,7 @@ class PrefillPeer:
                 self._stop_writing(transfer)
         assert self._connection
         self._connection.send(
-            messages.Fetch(
+            messages.FetchPages(
                 number=number,
                 id=transfer.id,
                 offer=offer,
@@ -538,7 +541,7 @@ class PrefillPeer:
             return
         try:
             if content.num_bytes != len(pages) * self._spec.page_bytes:
-                raise PeerLostError("The prefill engine sent pages of another size.")
+                raise ConnectionLostError("The prefill engine sent pages of another size.")
             for page in pages:
                 with self._memory.filling(page) as view:
                     self._receive_into(view)
@@ -591,15 +594,15 @@ class PrefillPeer:
     def _run_sender(self) -> None:
         """Send queued messages to the prefill engine and end late transfers, until closed."""
         while not self._closing.is_set():
-            question = None
+            message = None
             to_send = self._to_send
             with suppress(queue.Empty):
-                question = to_send.get(timeout=_POLL_S)
+                message = to_send.get(timeout=_POLL_S)
             connection = self._connection
             if connection is not None and self.is_up:
-                if question is not None and to_send is self._to_send:
-                    with suppress(PeerLostError):  # the receiving thread gets an error, too
-                        connection.send(question)
+                if message is not None and to_send is self._to_send:
+                    with suppress(ConnectionLostError):  # the receiving thread gets an error, too
+                        connection.send(message)
                 if time.monotonic() - self._heard_s > _MAX_SILENCE_S:
                     connection.cut()
             self._end_late_transfers()

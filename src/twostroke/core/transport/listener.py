@@ -1,0 +1,259 @@
+"""Authenticated connections between processes: `Listener` accepts them, `connect` makes them.
+
+By TCP both processes prove that they know a secret (`handshake.py`). Processes of one user on one
+machine can also use a Unix socket in the abstract name space, and need no secret: the kernel tells
+each which user the other process has.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from queue import Empty, Queue
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from twostroke.core.frozen import Frozen
+from twostroke.core.transport.handshake import admit, introduce
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twostroke.core.transport.connection import Connection
+
+T = TypeVar("T")
+
+HANDSHAKE_TIMEOUT_S: Final = 5.0
+MAX_HANDSHAKES: Final = 32  # at the same time
+_ACCEPT_PAUSE_S: Final = 0.05  # after a connection that could not be accepted
+_MAX_REPORTED_STRANGERS: Final = 32
+_LISTEN_BACKLOG: Final = 64
+_CREDENTIALS: Final = struct.Struct("3i")  # of a Unix socket's peer: process, user, group
+_LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
+
+
+class SharedSecret(Frozen):
+    """The secret of a group of processes.
+
+    Attributes:
+        value: the secret.
+        sides: the names of the process that connects and of the process that listens.
+        variable: the environment variable that has the secret.
+        may_be_empty: whether an empty secret is a secret. Otherwise a process without a secret
+            refuses every connection.
+    """
+
+    value: bytes
+    sides: tuple[bytes, bytes]
+    variable: str
+    may_be_empty: bool = False
+
+
+class LocalSocket(Frozen):
+    """A Unix socket for processes of the same user on the same machine.
+
+    Attributes:
+        name: the beginning of its name; the number of the TCP port follows.
+        file: an open file that each process that connects gets; None for none.
+    """
+
+    name: str
+    file: int | None = None
+
+    def address(self, port: int) -> str:
+        """Return the socket's name in the abstract name space."""
+        return f"\0{self.name}-{port}"
+
+
+class AuthenticationError(PermissionError):
+    """The process that listens has not proved that it knows the secret."""
+
+
+class Listener(Generic[T]):
+    """Accepts connections of other processes, and drops processes that prove nothing.
+
+    Attributes:
+        is_open: whether connections are accepted.
+        port: the TCP port.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: SharedSecret,
+        *,
+        open_connection: Callable[[socket.socket], Connection[T]],
+        on_refused: Callable[[str, OSError], None],
+        serve: Callable[[Connection[T]], None] | None = None,
+        local: LocalSocket | None = None,
+        max_handshakes: int = MAX_HANDSHAKES,
+    ) -> None:
+        """Listen at an address; port 0 takes a free port.
+
+        `serve` is called in a thread of its own for each connection; without it, `accept` returns
+        the connections. `on_refused(host, error)` is called once for each host and kind of error,
+        a `PermissionError` if a process took part in the handshake.
+
+        Raises:
+            OSError: the address is taken, or does not belong to this machine.
+        """
+        self.is_open = True
+        self._secret = secret
+        self._open_connection = open_connection
+        self._on_refused = on_refused
+        self._accepted: Queue[Connection[T]] = Queue()
+        self._serve = serve or self._queue_connection
+        self._local = local
+        self._handshakes = threading.Semaphore(max_handshakes)
+        self._strangers: set[tuple[str, bool]] = set()
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        tcp_socket = socket.socket(family)
+        self._sockets = [tcp_socket]
+        tcp_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tcp_socket.bind(address)
+            self.port: int = tcp_socket.getsockname()[1]
+            if local is not None:
+                self._sockets.append(socket.socket(socket.AF_UNIX))
+                self._sockets[-1].bind(local.address(self.port))
+            for sock in self._sockets:
+                sock.listen(_LISTEN_BACKLOG)
+        except OSError:
+            self.close()
+            raise
+        for sock in self._sockets:
+            threading.Thread(
+                target=self._accept, args=(sock,), name="twostroke-listen", daemon=True
+            ).start()
+
+    def accept(self, timeout_s: float) -> Connection[T] | None:
+        """Return the next connection that nothing serves, or None after the timeout."""
+        with suppress(Empty):
+            return self._accepted.get(timeout=timeout_s)
+        return None
+
+    def close(self) -> None:
+        """Stop accepting connections, and close the ones that no `accept` has returned."""
+        self.is_open = False
+        for sock in self._sockets:
+            with suppress(OSError):  # ends `accept` in the other threads
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        self._close_unaccepted()
+
+    def _queue_connection(self, connection: Connection[T]) -> None:
+        self._accepted.put(connection)
+        if not self.is_open:  # closed meanwhile, so that the connection would never be accepted
+            self._close_unaccepted()
+
+    def _close_unaccepted(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._accepted.get_nowait().close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        while self.is_open:
+            try:
+                sock, address = listening.accept()
+            except OSError:  # closed, or this process may not open more files
+                time.sleep(_ACCEPT_PAUSE_S)
+                continue
+            host = "this machine" if sock.family == socket.AF_UNIX else address[0]
+            if not self._handshakes.acquire(blocking=False):
+                sock.close()
+                continue
+            try:  # a process that sends nothing must not delay other connections
+                threading.Thread(target=self._shake_hands, args=(sock, host), daemon=True).start()
+            except RuntimeError:  # no more threads
+                self._handshakes.release()
+                sock.close()
+                time.sleep(_ACCEPT_PAUSE_S)
+
+    def _shake_hands(self, sock: socket.socket, host: str) -> None:
+        try:
+            sock.settimeout(HANDSHAKE_TIMEOUT_S)
+            if sock.family == socket.AF_UNIX:
+                _check_user(sock)
+                file = self._local.file if self._local is not None else None
+                files = [] if file is None else [file]
+                socket.send_fds(sock, [bytes([len(files)])], files)
+            elif not self._secret.value and not self._secret.may_be_empty:
+                raise PermissionError(f"this engine has no {self._secret.variable}")
+            else:
+                admit(sock, self._secret.value, self._secret.sides)
+            connection = self._open_connection(sock)
+        except OSError as error:
+            sock.close()
+            self._report(host, error)
+            return
+        finally:
+            self._handshakes.release()
+        self._serve(connection)
+
+    def _report(self, host: str, error: OSError) -> None:
+        """Report a connection that was refused, once for each host and kind of error."""
+        stranger = host, isinstance(error, PermissionError)
+        is_full = len(self._strangers) == _MAX_REPORTED_STRANGERS
+        if self.is_open and not is_full and stranger not in self._strangers:
+            self._strangers.add(stranger)
+            self._on_refused(host, error)
+
+
+def connect(address: tuple[str, int], secret: SharedSecret) -> socket.socket:
+    """Connect to a process that listens by TCP, and check that it knows the secret.
+
+    Raises:
+        UnicodeError: the host cannot be a name.
+        AuthenticationError: the process has another secret, or is no `Listener`.
+        OSError: nothing answers at the address.
+    """
+    sock = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
+    try:
+        introduce(sock, secret.value, secret.sides)
+    except OSError as error:
+        sock.close()
+        raise AuthenticationError(str(error)) from None
+    return sock
+
+
+def connect_locally(local: LocalSocket, port: int) -> tuple[socket.socket, int | None]:
+    """Connect to a process of this user on this machine, which listens at a TCP port, too.
+
+    Returns the socket, and the open file that the process shares.
+
+    Raises:
+        OSError: no such process answers.
+    """
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(HANDSHAKE_TIMEOUT_S)
+        sock.connect(local.address(port))
+        _check_user(sock)
+        count, files, _, _ = socket.recv_fds(sock, 1, 1)
+        if not count:
+            raise ConnectionError("the connection ended")
+    except OSError:
+        sock.close()
+        raise
+    return sock, files[0] if files else None
+
+
+def is_own_address(host: str) -> bool:
+    """Whether an address belongs to this machine; of 127.0.0.0/8 only 127.0.0.1 does."""
+    if host in _LOCAL_HOSTS or host.startswith("127."):
+        return host in _LOCAL_HOSTS
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind((host, 0))
+        return True
+    return False
+
+
+def _check_user(sock: socket.socket) -> None:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    if user != os.getuid():
+        raise PermissionError("it belongs to another user of this machine")
