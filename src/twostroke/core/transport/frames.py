@@ -95,13 +95,12 @@ class MessageReader(Generic[T]):
         if len(received) < _HEAD.size:
             return None
         (size,) = _HEAD.unpack_from(received)
-        is_binary = False
+        is_binary = size >= _BINARY_BIT and self._takes_bytes
+        if is_binary:
+            size -= _BINARY_BIT
         if size > MAX_BODY_BYTES:
-            is_binary = self._takes_bytes and size >= _BINARY_BIT
-            size -= _BINARY_BIT if is_binary else 0
-            if size > MAX_BODY_BYTES:
-                reason = f"A frame of {size} bytes arrived; at most {MAX_BODY_BYTES} may."
-                raise InvalidMessageError(reason)
+            reason = f"A frame of {size} bytes arrived; at most {MAX_BODY_BYTES} may."
+            raise InvalidMessageError(reason)
         end = _HEAD.size + size
         if len(received) < end:
             return None
