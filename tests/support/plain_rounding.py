@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from twostroke.lab.compress.round import inverse_factors
-from twostroke.model.quant.fit import fit_scale, whole_codes
+from twostroke.model.quant.fit import code_rounder, fit_scale
 from twostroke.model.quant.iq_quants import nearest_level
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def compensated(
 
 def nearest(values: Floats, grid: BlockGrid) -> Floats:
     """Map values to levels."""
-    return nearest_level(values) if grid.table else whole_codes(grid.low, grid.high)(values)
+    return nearest_level(values) if grid.table else code_rounder(grid.low, grid.high)(values)
 
 
 def code(

@@ -29,7 +29,7 @@ def test_values_are_numbers_times_scales_in_float32(group: int, kernels: str) ->
     np.testing.assert_array_equal(tensor.dequantize(), expected)
     stored = FORMATS[kernels]
     assert tensor.format.kernel_id == stored.kernel_id
-    assert tensor.format.meets_floats
+    assert tensor.format.multiplies_floats
     rows = tensor.format.to_kernel(tensor.data)
     np.testing.assert_array_equal(stored.dequantize(rows), expected)
     assert tensor.packed_bytes == rows.nbytes

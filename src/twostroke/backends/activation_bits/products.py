@@ -62,7 +62,7 @@ def _product(group: list[Op], tensors: Mapping[str, QuantTensor]) -> Product:
             share = op.num_used / len(op.experts)
         for weight in op.weights:
             tensor = tensors[weight.name]
-            if len(weight.shape) != 2 or tensor.format.meets_floats:
+            if len(weight.shape) != 2 or tensor.format.multiplies_floats:
                 continue
             matrices.append(weight.name)
             count = weight.shape[0] * weight.shape[1]

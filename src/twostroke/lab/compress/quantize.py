@@ -39,7 +39,7 @@ from twostroke.model.families.rope import ROPE_TABLES
 from twostroke.model.loader import load
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights import GgufTokenizer
-from twostroke.model.weights.file_names import is_needed
+from twostroke.model.weights.file_names import must_be_read
 from twostroke.model.weights.gguf import DEFAULT_ALIGNMENT, Metadata
 from twostroke.model.weights.gguf_split import read_gguf_parts
 from twostroke.model.weights.write_gguf import write_gguf
@@ -254,7 +254,7 @@ def gguf_contents(source: LoadedModel) -> tuple[dict[str, Value], dict[str, Quan
     # The file of a model in a folder is its only GGUF file, or the first of its parts.
     files = read_gguf_parts(source.mappings[0].path)
     fixed = {key: tensor for key, tensor in files.tensors.items() if key in ROPE_TABLES}
-    needed = {key for key in files.tensors if is_needed(key)}
+    needed = {key for key in files.tensors if must_be_read(key)}
     if needed - fixed.keys() != source.tensors.keys():
         raise TwostrokeError(f"{source.name} has stacked weights, which cannot be quantized yet.")
     copied: dict[str, Value] = {

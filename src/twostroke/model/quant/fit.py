@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _GRID_STRETCHES = np.linspace(-1.0, 1.0, 21, dtype=np.float32)
 
 
-def whole_codes(min_code: int, max_code: int) -> Nearest:
-    """Return a function that rounds values to whole numbers from `min_code` to `max_code`."""
+def code_rounder(min_code: int, max_code: int) -> Nearest:
+    """Return a function that rounds scaled values to codes from `min_code` to `max_code`."""
 
     def nearest(values: Floats) -> Floats:
         return np.clip(np.rint(values), np.float32(min_code), np.float32(max_code))
@@ -30,11 +30,11 @@ def whole_codes(min_code: int, max_code: int) -> Nearest:
 def fit_scale(
     groups: Floats, nearest: Nearest, peaks: Sequence[float], weights: Floats | None = None
 ) -> Floats:
-    """Return the scale that quantizes each group with the least squared error.
+    """Return the scale of each group that quantizes the group with the least squared error.
 
-    Groups are (..., size), scales float32 (..., 1). `nearest` maps scaled values to codes. Each
-    trial scales the value farthest from zero to one of `peaks`, in codes, which may be negative.
-    `weights` multiply the squared errors.
+    Groups are (..., size), scales float32 (..., 1). `nearest` maps scaled values to codes. Several
+    scales are tried: each maps the value farthest from zero to one of `peaks`, which are codes and
+    may be negative. `weights` multiply the squared errors.
     """
     weighted = groups if weights is None else groups * weights
     farthest = np.abs(groups).argmax(axis=-1, keepdims=True)
@@ -56,7 +56,7 @@ def fit_scale(
 
 
 def fit_scale_and_minimum(groups: Floats, max_code: int) -> tuple[Floats, Floats]:
-    """Return the scale and the minimum that quantize each group with the least squared error.
+    """Return the scale and minimum of each group that quantize it with the least squared error.
 
     Groups are (..., size); scales and minimums are float32 (..., 1) and not negative. A value is
     approximately scale * code - minimum, with a code from 0 to `max_code`.
@@ -80,14 +80,14 @@ def fit_scale_and_minimum(groups: Floats, max_code: int) -> tuple[Floats, Floats
 
 
 def nearest_scaled(groups: Floats, scales: Floats, nearest: Nearest) -> Floats:
-    """Return the codes of groups (n, k, size) with their final scales (n, k)."""
+    """Return the codes of groups (n, k, size), after their scales (n, k) are chosen and rounded."""
     return nearest(groups * _inverse(scales)[:, :, None])
 
 
 def nearest_codes(groups: Floats, scales: Floats, minimums: Floats, max_code: int) -> Bytes:
-    """Return the codes, from 0 to `max_code`, of groups (n, k, size).
+    """Return the codes of groups (n, k, size), from 0 to `max_code`, for given scales and minimums.
 
-    Scales and minimums, both (n, k), are final.
+    Scales and minimums are (n, k), and rounded as they are stored.
     """
     codes = (groups + minimums[:, :, None]) * _inverse(scales)[:, :, None]
     nearest: Bytes = np.clip(np.rint(codes), 0, max_code).astype(np.uint8)
@@ -95,10 +95,11 @@ def nearest_codes(groups: Floats, scales: Floats, minimums: Floats, max_code: in
 
 
 def quantize_scales(scales: Floats, min_code: int, max_code: int) -> tuple[Floats, Floats]:
-    """Quantize the scales of groups: each row (n, k) becomes integer codes times one scale.
+    """Quantize the scales of a block's groups: a row (n, k) becomes integers times one scale.
 
-    Returns the scale of each row as float32 (n, 1), rounded to float16, and the codes, float32 (n,
-    k) from `min_code` to `max_code`. The scale farthest from zero gets the limit farther from zero.
+    Returns that scale of each row as float32 (n, 1), rounded to float16, and the integers, float32
+    (n, k) from `min_code` to `max_code`. The scale farthest from zero becomes the limit that is
+    farther from zero.
     """
     extreme_code = min_code if -min_code > max_code else max_code
     farthest = np.abs(scales).argmax(axis=-1, keepdims=True)
@@ -129,6 +130,6 @@ def _fit_line(groups: Floats, codes: Floats) -> tuple[Floats, Floats]:
 
 
 def _inverse(values: Floats) -> Floats:
-    """Return 1 / values, and 0 where the quotient would overflow a float."""
+    """Return 1 / values, or 0 where a value is so small that the quotient would overflow."""
     tiny = np.abs(values) < np.finfo(np.float32).tiny
     return np.where(tiny, np.float32(0), np.float32(1) / np.where(tiny, np.float32(1), values))

@@ -75,9 +75,10 @@ SCALE_OFFSETS: Final[Mapping[str, tuple[int, ...]]] = {
 
 
 def terms_by_scale(tensor: QuantTensor) -> tuple[Floats, ...]:
-    """Return the part of a quantized matrix that each of its float16 scales contributes.
+    """Split a quantized matrix into the sum of one term for each float16 scale of its blocks.
 
-    The sum of the parts is the matrix. Each part is float32 (rows, blocks, block_size).
+    Training multiplies each term by a learned factor (`multiply_scales` stores the factors). A term
+    is float32 (rows, blocks, block_size).
     """
     fmt = tensor.format
     blocks = np.ascontiguousarray(tensor.data).reshape(-1, fmt.block_bytes)
@@ -92,9 +93,9 @@ def terms_by_scale(tensor: QuantTensor) -> tuple[Floats, ...]:
 
 
 def multiply_scales(tensor: QuantTensor, factors: tuple[Floats, ...]) -> QuantTensor:
-    """Return a quantized matrix with its float16 scales multiplied by factors, and rounded.
+    """Return a quantized matrix whose float16 scales are multiplied by factors and rounded.
 
-    The factors of each scale are (rows, blocks).
+    `factors` has an array (rows, blocks) for each scale of a block.
     """
     fmt = tensor.format
     blocks = np.ascontiguousarray(tensor.data).reshape(-1, fmt.block_bytes).copy()
@@ -131,25 +132,25 @@ _POSITIVE_E4M3 = E4M3[:0x7F]
 
 
 def nearest_e4m3(values: Floats) -> Bytes:
-    """Return the codes of the E4M3 (8-bit float) numbers nearest to values.
+    """Return the codes of the E4M3 (8-bit float) numbers that are nearest to values.
 
-    Larger values than 448 become 448.
+    Values above 448, the largest number, become 448.
     """
     codes = _nearest(np.abs(values), _POSITIVE_E4M3)
     return codes | (np.signbit(values).astype(np.uint8) << np.uint8(7))
 
 
 def nearest_e8m0(values: Floats) -> Bytes:
-    """Return the E8M0 codes of the largest powers of two that are not above positive values."""
+    """Return the E8M0 codes (powers of two) of positive values, rounded down."""
     _, exponent = np.frexp(values)
     codes: Bytes = np.clip(exponent + 126, 0, 254).astype(np.uint8)
     return codes
 
 
 def nearest_e2m1(values: Floats) -> Bytes:
-    """Return the codes of the E2M1 (4-bit float) numbers nearest to values.
+    """Return the codes of the E2M1 (4-bit float) numbers that are nearest to values.
 
-    Larger values than 6 become 6.
+    Values above 6, the largest number, become 6.
     """
     codes = _nearest(np.abs(values), _E2M1_MAGNITUDES)
     return codes | (np.signbit(values).astype(np.uint8) << np.uint8(3))

@@ -23,11 +23,11 @@ class Format(Frozen):
     """A number format of weights: blocks of `block_size` values in `block_bytes` bytes.
 
     `kernel_id` is the number of the native kernels that multiply the format (`WeightType` in
-    native/linear/linear.h), -1 if there are none. `to_kernel` maps rows of bytes to the bytes that
-    these kernels pack, if they differ. `group_size` values share a scale. `gguf_id` is the type's
-    number in GGUF files, None if it has none. `decode` maps bytes (blocks, block_bytes) to float32
-    (blocks, block_size), exactly. `encode` rounds float32 to bytes; None if the format is only
-    read. `packed_bits` is the size of a value in the kernels' form, if it is larger than
+    native/linear/linear.h), -1 if there are none. `to_kernel` converts rows of bytes to the layout
+    that these kernels read, if it differs. `group_size` values share a scale. `gguf_id` is the
+    type's number in GGUF files, None if it has none. `decode` maps bytes (blocks, block_bytes) to
+    float32 (blocks, block_size), exactly. `encode` rounds float32 to bytes; None if the format is
+    only read. `packed_bits` is the size of a value in the kernels' layout, if it is larger than
     `bits_per_value` rounded up to whole bytes.
     """
 
@@ -44,12 +44,12 @@ class Format(Frozen):
 
     @property
     def bits_per_value(self) -> float:
-        """The number of bits of one value, with the value's share of the block's scales."""
+        """The number of bits of one value, its share of the block's scales included."""
         return 8 * self.block_bytes / self.block_size
 
     @property
-    def meets_floats(self) -> bool:
-        """Whether the format's kernels multiply unquantized activations."""
+    def multiplies_floats(self) -> bool:
+        """Whether the format's kernels multiply float activations instead of rounded ones."""
         return self.kernel_id in _FLOAT_KERNELS
 
     def num_bytes(self, num_values: int) -> int:
@@ -86,7 +86,7 @@ def ggml_format(
     decode: Callable[[Bytes], Floats],
     encode: Callable[[Floats], Bytes],
 ) -> Format:
-    """Return a number format of ggml; its kernels have the format's number in GGUF files.
+    """Return a number format of ggml (GGUF); its kernels have the format's number in GGUF files.
 
     `sizes` are the values of a group, the values of a block, and the bytes of a block.
     """
@@ -94,12 +94,12 @@ def ggml_format(
 
 
 def half_column(blocks: Bytes, start: int) -> Floats:
-    """Return the float16 at byte `start` of each block, such as a scale, as float32 (blocks, 1)."""
+    """Read a float16 number, such as a scale, at byte `start` of blocks: float32 (blocks, 1)."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
 
 
 def half_bytes(values: Floats) -> Bytes:
-    """Return scales, float32 (blocks, 1), as the bytes of float16 numbers, (blocks, 2)."""
+    """Return scales, float32 (blocks, 1), as float16 numbers in bytes, (blocks, 2)."""
     with np.errstate(over="ignore"):
         return values.astype(np.float16).view(np.uint8)
 

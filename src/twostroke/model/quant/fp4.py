@@ -43,7 +43,7 @@ class _Fp4Layout(Frozen, eq=False):
         return grouped(4, self.group, "f32", table="e2m1")
 
     def to_kernel(self, data: Bytes) -> Bytes:
-        """Convert rows of MXFP4 or NVFP4 blocks, uint8 (rows, row_bytes), for the kernels."""
+        """Convert rows of MXFP4 or NVFP4 blocks, uint8 (rows, row_bytes), to the kernels' form."""
         size = self.num_groups + self.num_groups * self.group // 2
         blocks = data.reshape(-1, size)
         scales = self.scales[blocks[:, : self.num_groups]].reshape(-1, 1)
@@ -73,7 +73,7 @@ def _encode(layout: _Fp4Layout, values: Floats) -> Bytes:
 def _nearest_mx(largest: Floats) -> Bytes:
     """Return the MXFP4 scale code for the largest magnitude of each group.
 
-    The scale is a power of two; the magnitude divided by the scale is at least 4 and below 8.
+    The scale is a power of two, chosen so that the magnitude divided by it is from 4 to below 8.
     """
     _, exponent = np.frexp(largest)
     codes: Bytes = np.where(largest > 0, exponent + 124, 0).astype(np.uint8)

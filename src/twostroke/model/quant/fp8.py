@@ -18,10 +18,9 @@ _MIN_BF16_SCALE: Final = np.float32(2.0**-100)  # products of smaller scales are
 
 @cache
 def e4m3(group: int, scale: str = "f32") -> Format:
-    """Return the format of E4M3 weights in groups of `group` values that share a scale.
+    """Return the number format of E4M3 weights in which `group` values of a row share a scale.
 
-    `scale` is "f32" or "bf16". The format with bfloat16 is for scales of four significant bits, and
-    is only read.
+    `scale` is the scales' type, "f32" or "bf16". The format with bfloat16 scales is only read.
     """
     float_format = F32 if scale == "f32" else BF16
     scale_bytes = float_format.block_bytes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from twostroke.core.frozen import Frozen
-from twostroke.model.quant.fit import fit_scale, whole_codes
+from twostroke.model.quant.fit import code_rounder, fit_scale
 from twostroke.model.quant.floats import (
     E2M1,
     E4M3,
@@ -72,9 +72,10 @@ _TRIAL_PEAKS: Final = {
 def grouped(
     bits: int, group: int, scale: str, *, zero: bool = False, table: str | None = None
 ) -> Format:
-    """Return the format of weights with codes in groups of `group` values, or whole rows.
+    """Return the number format in which `group` integer codes of a row share a scale.
 
-    `bits` is 4 or 8; `scale` a name in `SCALE_BYTES`; `table` None or "e2m1", without a zero point.
+    `bits` is 4 or 8; `scale` names the scales' type, in `SCALE_BYTES`; with `zero` a group also has
+    a zero point. With the `table` "e2m1" codes stand for E2M1 floats.
 
     Raises:
         ValueError: `group` is not a multiple of 16, or there is no such combination.
@@ -97,7 +98,7 @@ def grouped(
 
 
 def assemble(fmt: Format, codes: Bytes, scales: Bytes, zeros: Bytes | None = None) -> QuantTensor:
-    """Return a quantized tensor from its codes, scales and zero points.
+    """Return a quantized tensor in a grouped format from its codes, scales and zero points.
 
     Codes are uint8 (rows, inputs), a byte each. `scales` are uint8 (rows, groups, bytes of a
     scale); `zeros` are uint8 (rows, groups), for a format with zero points. `fmt` comes from
@@ -116,7 +117,7 @@ def assemble(fmt: Format, codes: Bytes, scales: Bytes, zeros: Bytes | None = Non
 
 
 def scale_rows(tensor: QuantTensor, factors: Floats) -> QuantTensor:
-    """Return a quantized matrix with its rows multiplied by powers of two; codes do not change."""
+    """Multiply the rows of a quantized matrix by powers of two; only the scales change."""
     scale = tensor.format.name.split("_")[2].lower()
     blocks = tensor.data.reshape(len(factors), -1, tensor.format.block_bytes).copy()
     size = SCALE_BYTES[scale]
@@ -127,7 +128,7 @@ def scale_rows(tensor: QuantTensor, factors: Floats) -> QuantTensor:
 
 
 class _GroupedLayout(Frozen):
-    """The layout of a block of a grouped format: bits of a code, size of a group, type of scale."""
+    """A block of a grouped format: a scale, perhaps a zero point, and the packed codes."""
 
     bits: int
     group: int
@@ -151,23 +152,27 @@ class _GroupedLayout(Frozen):
 
     @property
     def kernel_group(self) -> int:
-        """The group size that the kernels use; other groups above 128 must be whole rows."""
+        """The group size that the kernels have, to which `to_kernel` converts.
+
+        A group that is larger is cut; a group that is not a multiple is padded, and must be a whole
+        row.
+        """
         if self.table is not None:
             return 32 if self.group % 32 == 0 else 16
         return 128 if self.group >= 128 else 32
 
     def scales_of(self, blocks: Bytes) -> Floats:
-        """Return the scales of blocks, float32 (n, 1)."""
+        """Return the scales of blocks (n, block_bytes), float32 (n, 1)."""
         raw = np.ascontiguousarray(blocks[:, : SCALE_BYTES[self.scale]])
         return _DECODE_SCALE[self.scale](raw)
 
     def codes_of(self, blocks: Bytes) -> Bytes:
-        """Return the codes of the values in blocks, uint8 (n, group)."""
+        """Return the codes of the values in blocks (n, block_bytes), uint8 (n, group)."""
         packed = blocks[:, self.head_bytes :]
         return packed if self.bits == 8 else unpack_planes(packed, 4, run=1)
 
     def to_kernel(self, data: Bytes) -> Bytes:
-        """Convert rows of grouped blocks, uint8 (rows, row_bytes), to the kernels' form."""
+        """Convert rows of blocks of this format, uint8 (rows, row_bytes), to the kernels' form."""
         rows = len(data)
         head = self.head_bytes
         size = self.kernel_group * self.bits // 8
@@ -223,7 +228,7 @@ def _encode(layout: _GroupedLayout, values: Floats) -> Bytes:
         parts.append(_ENCODE_SCALE[layout.scale](largest / target_code))
         codes = nearest_e2m1(values * _inverse(_DECODE_SCALE[layout.scale](parts[0])))
     else:
-        nearest = whole_codes(-int(half), int(half) - 1)
+        nearest = code_rounder(-int(half), int(half) - 1)
         peaks = _TRIAL_PEAKS[layout.bits]
         fitted = fit_scale(values, nearest, peaks)
         if layout.scale == "e8m0":
@@ -237,7 +242,7 @@ def _encode(layout: _GroupedLayout, values: Floats) -> Bytes:
 
 
 def _inverse(scales: Floats) -> Floats:
-    """Return 1 / scales for quantization, and 0 where a scale is 0."""
+    """Return 1 / scales for quantization, or 0 where a scale is 0."""
     with np.errstate(divide="ignore", over="ignore"):
         return np.where(scales == 0, np.float32(0), np.float32(1) / scales)
 

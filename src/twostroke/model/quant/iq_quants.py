@@ -60,7 +60,11 @@ _ONE_IN_EACH_BYTE: Final = np.uint64(0x0101010101010101)
 
 
 class Codebook(Frozen, eq=False):
-    """The kernels' decoding of an IQ format: code level, times the group's scale, times `unit`."""
+    """How kernels decode an IQ format: a value is `levels[code]` * the group's scale * `unit`.
+
+    Kernels read blocks of 256 values in which each value's code has a byte; the blocks of files
+    have indices of a codebook instead (see `CodebookGrid`).
+    """
 
     name: str
     kernel_id: int
@@ -86,9 +90,9 @@ class Codebook(Frozen, eq=False):
         )
 
     def parts(self, blocks: Bytes) -> tuple[Floats, Bytes]:
-        """Divide the kernels' blocks into scales and codes.
+        """Split the kernels' blocks into the groups' scales and the values' codes.
 
-        Return the groups' scales, float32 (n, groups), and the codes, uint8 (n, 256).
+        The scales are float32 (n, groups), the codes uint8 (n, 256).
         """
         end = 2 + self.num_groups
         scales = half_column(blocks, 0) * np.float32(self.unit)
@@ -133,18 +137,18 @@ def _entries(name: str) -> NDArray[Any]:
 
 @cache
 def _sign_bytes(bit: int) -> NDArray[np.uint64]:
-    """Return (256,) integers that set a sign bit in the bytes of eight codes.
+    """Return a table of the sign bits of eight values, as `bit` in the bytes of eight codes.
 
-    Entry s sets `bit` in the bytes of values whose bit in s is 1.
+    Entry s (of 256) has the bit set in the bytes of the values whose bit in s is 1.
     """
     signs = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return (signs << np.uint8(bit)).view(np.uint64)[:, 0]
 
 
 def _even_signs() -> Bytes:
-    """Return the sign bits of eight values, by their low seven bits.
+    """Return a table of the sign bits of eight values, by the seven bits that IQ2 and IQ3 store.
 
-    IQ2 and IQ3 store seven bits; the number of negative values is even.
+    The number of negative values is even, so seven bits tell the eighth.
     """
     low_bits = np.arange(128, dtype=np.uint8)
     odd = np.unpackbits(low_bits[:, None], axis=1).sum(axis=1) & 1
@@ -156,14 +160,14 @@ _EVEN_SIGNS: Final = _even_signs()
 
 
 def _view_words(data: Bytes, dtype: type[np.unsignedinteger]) -> NDArray[np.uint32]:
-    """Return the bytes of each block as little-endian words."""
+    """Return the bytes of each block as little-endian words of the type `dtype`."""
     return np.ascontiguousarray(data).view(dtype).astype(np.uint32)
 
 
 def _bit_fields(
     words: NDArray[np.uint32], shifts: tuple[int, ...], mask: int
 ) -> NDArray[np.uint32]:
-    """Return bit fields of words: (n, k) words become (n, k * shifts) numbers."""
+    """Return bit fields of words, at each of `shifts`: words (n, k) become (n, k * shifts)."""
     fields = words[:, :, None] >> np.array(shifts, np.uint32) & np.uint32(mask)
     return fields.reshape(len(words), -1)
 
@@ -173,9 +177,10 @@ def _group_factors(nibbles: NDArray[Any]) -> Bytes:
 
 
 def _iq2_xxs(blocks: Bytes) -> Parts:
-    """Read IQ2_XXS blocks of 66 bytes; return scales, steps and codes.
+    """Read IQ2_XXS blocks of 66 bytes; return their scales, groups' factors and codes.
 
-    A block has the scale, and for each 32 values four indices, then four signs and a step.
+    A block has the scale, and for each 32 values four codebook indices, then four signs and a
+    factor.
     """
     words = _view_words(blocks[:, 2:], np.uint32)
     signs = _EVEN_SIGNS[_bit_fields(words[:, 1::2], (0, 7, 14, 21), 127)]
@@ -184,9 +189,10 @@ def _iq2_xxs(blocks: Bytes) -> Parts:
 
 
 def _iq2_xs(blocks: Bytes) -> Parts:
-    """Read IQ2_XS blocks of 74 bytes; return scales, steps and codes.
+    """Read IQ2_XS blocks of 74 bytes; return their scales, groups' factors and codes.
 
-    A block has the scale, for each 8 values an index and signs, and nibbles of the steps.
+    A block has the scale, for each 8 values a codebook index and signs, and the factors in 4 bits
+    each.
     """
     words = _view_words(blocks[:, 2:66], np.uint16)
     codes = _entries("IQ2_XS")[words & 511] | _sign_bytes(2)[_EVEN_SIGNS[words >> 9]]
@@ -194,9 +200,10 @@ def _iq2_xs(blocks: Bytes) -> Parts:
 
 
 def _iq2_s(blocks: Bytes) -> Parts:
-    """Read IQ2_S blocks of 82 bytes; return scales, steps and codes.
+    """Read IQ2_S blocks of 82 bytes; return their scales, groups' factors and codes.
 
-    A block has the scale, 32 indices, 32 signs, the indices' high bits, and nibbles of the steps.
+    A block has the scale, 32 codebook indices, 32 signs, the indices' high bits, and the factors in
+    4 bits each.
     """
     high = unpack_planes(blocks[:, 66:74], 2, run=1).astype(np.uint32)
     entries = _entries("IQ2_S")[blocks[:, 2:34] | high << 8]
@@ -205,9 +212,9 @@ def _iq2_s(blocks: Bytes) -> Parts:
 
 
 def _iq3_xxs(blocks: Bytes) -> Parts:
-    """Read IQ3_XXS blocks of 98 bytes; return scales, steps and codes.
+    """Read IQ3_XXS blocks of 98 bytes; return their scales, groups' factors and codes.
 
-    A block has the scale, 64 indices, and for each 32 values four signs and a step.
+    A block has the scale, 64 codebook indices, and for each 32 values four signs and a factor.
     """
     words = _view_words(blocks[:, 66:], np.uint32)
     signs = _EVEN_SIGNS[_bit_fields(words, (0, 7, 14, 21), 127)]
@@ -216,9 +223,10 @@ def _iq3_xxs(blocks: Bytes) -> Parts:
 
 
 def _iq3_s(blocks: Bytes) -> Parts:
-    """Read IQ3_S blocks of 110 bytes; return scales, steps and codes.
+    """Read IQ3_S blocks of 110 bytes; return their scales, groups' factors and codes.
 
-    A block has the scale, 64 indices, their high bits, 32 signs, and nibbles of the steps.
+    A block has the scale, 64 codebook indices, their high bits, 32 signs, and the factors in 4 bits
+    each.
     """
     high = unpack_planes(blocks[:, 66:74], 1, run=1).astype(np.uint32)
     entries = _entries("IQ3_S")[blocks[:, 2:66] | high << 8].view(np.uint64)
@@ -227,9 +235,10 @@ def _iq3_s(blocks: Bytes) -> Parts:
 
 
 def _iq1_s(blocks: Bytes) -> Parts:
-    """Read IQ1_S blocks of 50 bytes; return scales, steps and codes.
+    """Read IQ1_S blocks of 50 bytes; return their scales, groups' factors and codes.
 
-    A block has the scale, 32 indices, and for each 32 values their high bits, a step and a sign.
+    A block has the scale, 32 codebook indices, and for each 32 values their high bits, a factor and
+    a sign.
     """
     words = _view_words(blocks[:, 34:], np.uint16)
     entries = _entries("IQ1_S")[blocks[:, 2:34] | _bit_fields(words, (0, 3, 6, 9), 7) << 8]
@@ -238,10 +247,10 @@ def _iq1_s(blocks: Bytes) -> Parts:
 
 
 def _iq1_m(blocks: Bytes) -> Parts:
-    """Read IQ1_M blocks of 56 bytes; return scales, steps and codes.
+    """Read IQ1_M blocks of 56 bytes; return their scales, groups' factors and codes.
 
-    A block has 32 indices, nibbles of a high part and a sign, and four words of steps. The scale is
-    in the upper nibbles of these words.
+    A block has 32 codebook indices, their high bits and signs in 4 bits each, and four words of
+    factors. The scale is in the upper 4 bits of these words.
     """
     nibbles = unpack_planes(blocks[:, 32:48], 4, run=1).astype(np.uint32)
     entries = _entries("IQ1_S")[blocks[:, :32] | (nibbles & 7) << 8]
@@ -254,14 +263,14 @@ def _iq1_m(blocks: Bytes) -> Parts:
 
 
 class _CodebookLayout(Frozen, eq=False):
-    """The layout of an IQ format in files: its codebook, bytes of a block, and reader of blocks."""
+    """The layout of an IQ format in GGUF files: its codebook, block size, and block reader."""
 
     book: Codebook
     block_bytes: int
     read: Callable[[Bytes], Parts]
 
     def to_kernel(self, data: Bytes) -> Bytes:
-        """Convert rows of file blocks, uint8 (rows, row_bytes), to the blocks that kernels read."""
+        """Convert rows of GGUF blocks, uint8 (rows, row_bytes), to the blocks that kernels read."""
         scales, steps, codes = self.read(data.reshape(-1, self.block_bytes))
         parts = [scales, steps, codes.view(np.uint8)]
         return np.concatenate(parts, axis=1).reshape(len(data), -1)
@@ -295,9 +304,10 @@ IQ3_S = _format("IQ3_S", 21, _CodebookLayout(_IQ3_S, 110, _iq3_s), 4.375)
 
 
 class CodebookGrid(Frozen):
-    """The shape of a codebook's entries: `width` digits below `num_levels`.
+    """The shape of a codebook: each entry is `width` digits below `num_levels`.
 
-    The codebook's bits begin at byte `start` of the packed bits.
+    The source has one bit for each possible entry, which tells whether the codebook has it. The
+    codebook's bits begin at byte `start`.
     """
 
     num_levels: int
@@ -306,7 +316,7 @@ class CodebookGrid(Frozen):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the codebook's bits, one bit for each possible combination of digits."""
+        """The number of bytes of the codebook's bits, with one bit for each possible entry."""
         return (int(self.num_levels**self.width) + 7) // 8
 
 
@@ -321,7 +331,7 @@ GRIDS: Final = {
 
 
 def unpack_codebook(name: str) -> Bytes:
-    """Return the entries of a codebook in order, as digits: uint8 (entries, width)."""
+    """Return the entries of the codebook `name` in order, as digits: uint8 (entries, width)."""
     grid = GRIDS[name]
     bits = np.frombuffer(_unpacked_bits(), np.uint8)[grid.start : grid.start + grid.num_bytes]
     numbers = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
@@ -417,7 +427,7 @@ def encode_iq4_xs(values: Floats) -> Bytes:
 
 
 def pack_iq4_xs(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
-    """Pack IQ4_XS blocks from the scale of the scales (n, 1), scales (n, 8) and codes (n, 256)."""
+    """Pack IQ4_XS blocks: block scales (n, 1), groups' scales (n, 8) and codes (n, 256)."""
     unsigned_codes = (scale_codes + np.float32(32)).astype(np.uint8)
     parts = [
         half_bytes(scale),

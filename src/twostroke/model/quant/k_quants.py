@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from twostroke.model.quant.fit import (
+    code_rounder,
     fit_scale,
     fit_scale_and_minimum,
     nearest_codes,
     nearest_scaled,
     quantize_scales,
-    whole_codes,
 )
 from twostroke.model.quant.format import (
     Bytes,
@@ -46,7 +46,7 @@ def encode_q3_k(values: Floats) -> Bytes:
 
 
 def pack_q3_k(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
-    """Pack Q3_K blocks from the scale of the scales (n, 1), scales (n, 16) and codes (n, 256)."""
+    """Pack Q3_K blocks: block scales (n, 1), groups' scales (n, 16) and codes (n, 256)."""
     unsigned_codes = (scale_codes + np.float32(32)).astype(np.uint8)
     parts = [
         pack_planes(codes >> np.uint8(2), 1, run=32),
@@ -75,7 +75,7 @@ def encode_q6_k(values: Floats) -> Bytes:
 
 
 def pack_q6_k(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
-    """Pack Q6_K blocks from the scale of the scales (n, 1), scales (n, 16) and codes (n, 256)."""
+    """Pack Q6_K blocks: block scales (n, 1), groups' scales (n, 16) and codes (n, 256)."""
     parts = [
         pack_planes(codes & np.uint8(15), 4, run=64),
         pack_planes(codes >> np.uint8(4), 2, run=32),
@@ -86,7 +86,7 @@ def pack_q6_k(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
 
 
 def _scale_around_zero(codes: Bytes, half: int, scales: Floats) -> Floats:
-    """Dequantize blocks whose codes are around `half`: return (code - half) * scale.
+    """Dequantize blocks whose values are (code - half) * scale.
 
     Codes are (n, 256), scales (n, 16), values float32 (n, 256).
     """
@@ -99,13 +99,13 @@ def _scale_around_zero(codes: Bytes, half: int, scales: Floats) -> Floats:
 def _fit_around_zero(
     values: Floats, half: int, peaks: tuple[float, ...], max_scale_code: int
 ) -> tuple[Floats, Floats, Bytes]:
-    """Quantize float32 (n, 256) to codes below 2 * `half`, with signed integer scales.
+    """Quantize float32 (n, 256) to codes below 2 * `half`, with signed integer group scales.
 
-    Returns the scale of the scales (n, 1), the scales (n, 16) from -`max_scale_code` to
+    Returns the block scales (n, 1), the groups' scales (n, 16) from -`max_scale_code` to
     `max_scale_code - 1`, and the codes (n, 256).
     """
     groups = values.reshape(-1, 16, 16)
-    nearest = whole_codes(-half, half - 1)
+    nearest = code_rounder(-half, half - 1)
     scale, scale_codes = quantize_scales(
         fit_scale(groups, nearest, peaks)[:, :, 0], -max_scale_code, max_scale_code - 1
     )
@@ -175,8 +175,8 @@ def pack_super_blocks(
 ) -> Bytes:
     """Pack blocks of Q4_K (4 bits) or Q5_K (5 bits) into bytes (n, 144 or 176).
 
-    `super_scales` are the scale of the scales and the scale of the minimums (n, 1); `scale_codes`
-    the scales and the minimums, below 64 (n, 8); `codes` are uint8 (n, 256).
+    `super_scales` are the block scales (n, 1) that multiply the groups' scales and minimums;
+    `scale_codes` are the groups' scales and minimums, below 64 (n, 8); `codes` are uint8 (n, 256).
     """
     parts = [half_bytes(super_scales[0]), half_bytes(super_scales[1]), pack_scales(*scale_codes)]
     if bits == 5:
@@ -219,7 +219,7 @@ def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:
 
 
 def _scale_from_minimum(codes: Bytes, scales: Floats, minimums: Floats) -> Floats:
-    """Dequantize blocks with minimums: return code * scale - minimum, float32 (n, 256).
+    """Dequantize blocks whose values are code * scale - minimum, to float32 (n, 256).
 
     Scales and minimums are (n, groups).
     """
@@ -234,8 +234,8 @@ def _fit_from_minimum(
 ) -> tuple[tuple[Floats, Floats], tuple[Bytes, Bytes], Bytes]:
     """Quantize groups (n, k, size) to codes up to `max_code`, with integer scales and minimums.
 
-    Returns the scale of the scales and the scale of the minimums (n, 1), the scales and the
-    minimums (n, k) up to `max_scale_code`, and the codes (n, 256).
+    Returns the block scales (n, 1) that multiply the groups' scales and minimums, the groups'
+    scales and minimums (n, k) up to `max_scale_code`, and the codes (n, 256).
     """
     scales, minimums = fit_scale_and_minimum(groups, max_code)
     scale, scale_codes = quantize_scales(scales[:, :, 0], 0, max_scale_code)

@@ -36,7 +36,7 @@ def decode_around_zero(blocks: Bytes, bits: int) -> Floats:
 
 
 def encode_around_zero(values: Floats, bits: int) -> Bytes:
-    """Encode float32 (n, 32) as Q4_0 or Q5_0 blocks, by the number of bits.
+    """Encode float32 (n, 32) as Q4_0 (4 bits) or Q5_0 (5 bits) blocks.
 
     The value farthest from zero becomes code 0 exactly.
     """
@@ -56,7 +56,7 @@ def decode_from_smallest(blocks: Bytes) -> Floats:
 
 
 def encode_from_smallest(values: Floats, bits: int) -> Bytes:
-    """Encode float32 (n, 32) as Q4_1 or Q5_1 blocks, by the number of bits.
+    """Encode float32 (n, 32) as Q4_1 (4 bits) or Q5_1 (5 bits) blocks.
 
     The levels are even steps from the smallest value to the largest.
     """
@@ -67,14 +67,14 @@ def encode_from_smallest(values: Floats, bits: int) -> Bytes:
     return np.concatenate(parts, axis=1)
 
 
-def decode_bytes(blocks: Bytes) -> Floats:
+def decode_q8_0(blocks: Bytes) -> Floats:
     """Decode Q8_0 blocks, bytes (n, 34), to float32 (n, 32)."""
     values = blocks[:, 2:].view(np.int8).astype(np.float32)
     values *= half_column(blocks, 0)
     return values
 
 
-def encode_bytes(values: Floats) -> Bytes:
+def encode_q8_0(values: Floats) -> Bytes:
     """Encode float32 (n, 32) as Q8_0 blocks, bytes (n, 34), with ties rounded away from zero."""
     scale = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
     scaled = values * _inverse_or_zero(scale)
@@ -98,7 +98,7 @@ def unpack_codes(packed: Bytes) -> Bytes:
 
 
 def pack_codes(codes: Floats, bits: int) -> Bytes:
-    """Clip the codes (n, 32) of Q4 or Q5 blocks and pack them into bytes.
+    """Clip the codes (n, 32) of Q4 or Q5 blocks to their range, and pack them into bytes.
 
     The packed bytes are (n, 16) with 4 bits or (n, 20) with 5 bits.
     """
@@ -110,7 +110,7 @@ def pack_codes(codes: Floats, bits: int) -> Bytes:
 
 
 def _inverse_or_zero(scale: Floats) -> Floats:
-    """Return 1 / scale, and 0 where the scale is 0: a block of equal values stores zeros."""
+    """Return 1 / scale, or 0 where the scale is 0, so that a block of equal values stores zeros."""
     with np.errstate(divide="ignore", over="ignore"):
         return np.where(scale == 0, np.float32(0), np.float32(1) / scale)
 
@@ -130,4 +130,4 @@ Q4_0 = _around_zero("Q4_0", 2, bits=4, block_bytes=18)
 Q4_1 = _from_smallest("Q4_1", 3, bits=4, block_bytes=20)
 Q5_0 = _around_zero("Q5_0", 6, bits=5, block_bytes=22)
 Q5_1 = _from_smallest("Q5_1", 7, bits=5, block_bytes=24)
-Q8_0 = ggml_format("Q8_0", 8, (32, 32, 34), decode_bytes, encode_bytes)
+Q8_0 = ggml_format("Q8_0", 8, (32, 32, 34), decode_q8_0, encode_q8_0)

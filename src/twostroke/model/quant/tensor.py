@@ -25,8 +25,8 @@ class QuantTensor(Frozen, eq=False):
     inputs) for a stack. `data` is uint8 (rows, row_bytes), usually a read-only view into a memory-
     mapped file; rows are all dimensions but the last, one row for a vector.
 
-    With an `order` (inputs,) column i of `data` belongs to the input `order[i]`: such a matrix was
-    quantized with its inputs sorted ("act-order"), and its groups are runs of sorted inputs.
+    With an `order` (inputs,) column i of `data` belongs to the input `order[i]`. Such a matrix was
+    quantized with its inputs sorted ("act-order"), so that the inputs of a group are neighbours.
     """
 
     format: Format
@@ -67,13 +67,13 @@ class QuantTensor(Frozen, eq=False):
     def packed_bytes(self) -> int:
         """The approximate number of bytes that the cpu backend's kernels read for the tensor.
 
-        It is `num_bytes` or more.
+        It is `num_bytes` or more, since kernels may need a larger layout.
         """
         bits = self.format.packed_bits
         return self.num_bytes if bits is None else int(self.num_values * bits / 8)
 
     def part(self, first: int, end: int) -> QuantTensor:
-        """Return outputs `first` to `end` of a matrix, or values of a vector, without a copy."""
+        """Return only outputs `first` to `end` of a matrix, or values of a vector, as a view."""
         if len(self.shape) == 1:
             return self.columns(first, end)
         rows = self.num_rows // self.shape[0]
@@ -81,7 +81,7 @@ class QuantTensor(Frozen, eq=False):
         return replace(self, shape=(end - first, *self.shape[1:]), data=data)
 
     def columns(self, first: int, end: int) -> QuantTensor:
-        """Return inputs `first` to `end` of a matrix, in whole blocks, without a copy.
+        """Return only the inputs `first` to `end` of a matrix, in whole blocks, without a copy.
 
         The matrix must have no `order`.
         """

@@ -29,9 +29,11 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class FileNames(Frozen):
-    """The names of a model's tensors in its file, by canonical name (GGUF's).
+    """The names that a model's tensors have in its file, for error messages.
 
-    Empty where both names are the same.
+    Inside Twostroke, tensors have canonical names, which are GGUF's. `published` maps them to the
+    file's names; it is empty for a GGUF file, whose names are canonical. `layer_names` are the
+    model family's own names of a layer's weights.
     """
 
     published: Mapping[str, str] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class FileNames(Frozen):
     def quoted(self, canonical: str) -> str:
         """Return the name that a tensor has, or would have, in the model's file, in quotes.
 
-        Used in error messages. `canonical`: the tensor's canonical name.
+        `canonical` is the tensor's canonical name.
         """
         return repr(self._name(canonical)[:MAX_NAME_LENGTH])
 
@@ -56,9 +58,9 @@ class FileNames(Frozen):
         return self._prefix() + name
 
     def _similar(self, canonical: str) -> str | None:
-        """Derive a missing tensor's name from the same weight in another layer or expert.
+        """Derive a missing tensor's file name from the name of the same weight in another layer.
 
-        None if the file has no such weight.
+        The weight of another expert serves, too. None if the file has no such weight.
         """
         numbers = _NUMBER.findall(canonical)
         pattern = _NUMBER.sub("N", canonical)
@@ -69,7 +71,7 @@ class FileNames(Frozen):
         return None
 
     def _prefix(self) -> str:
-        """Return the prefix that this file puts before the usual tensor names."""
+        """Return the text that this file puts before the tensor names of transformers, if any."""
         for published in self.published.values():
             name_without_prefix = without_prefix(published)
             if published.endswith(name_without_prefix):
@@ -80,7 +82,9 @@ class FileNames(Frozen):
 def by_canonical_name(
     file: str, tensors: Mapping[str, T], family: Family
 ) -> tuple[dict[str, T], FileNames]:
-    """Return a file's tensors by canonical name, without unneeded ones, and their file names.
+    """Return a file's tensors by canonical name, and the names that they have in the file.
+
+    Tensors that the text model does not need are left out.
 
     Raises:
         ModelFormatError: two tensors are the same weight, or a tensor belongs to an adapter.
@@ -106,16 +110,17 @@ def by_canonical_name(
     return by_name, FileNames(published, family.layer_names)
 
 
-def is_needed(canonical: str) -> bool:
-    """Return whether results could be wrong without a tensor that the family does not read.
+def must_be_read(canonical: str) -> bool:
+    """Return whether ignoring this tensor, which the model's family does not read, could be wrong.
 
-    Tensors of other modalities, and values that follow from the configuration, are not needed.
+    It is false for tensors of other modalities, such as images, and for values that follow from the
+    configuration. Loaders refuse a model with other unread tensors.
     """
     return is_text_weight(canonical) and not is_derived(canonical)
 
 
 def report_left_out(file: str, names: Iterable[str], family: str) -> None:
-    """Log the tensors of a model file that do not belong to its text model."""
+    """Log the names of a model file's tensors that are ignored."""
     left_out = sorted(names)
     if not left_out:
         return
@@ -123,7 +128,10 @@ def report_left_out(file: str, names: Iterable[str], family: str) -> None:
 
 
 def _are_equal(first: object, second: object) -> bool:
-    """Return whether two tensors have the same bytes, or two tensor types are the same."""
+    """Return whether two tensors, which claim to be the same weight, have the same bytes.
+
+    The arguments may also be the names of two tensors' types; then these are compared.
+    """
     first_data = getattr(first, "data", None)
     second_data = getattr(second, "data", None)
     if first_data is None or second_data is None:

@@ -28,9 +28,8 @@ _logger = logging.getLogger("twostroke.weights")
 def folder_sampling(generation_config: Fields) -> SamplingParams:
     """Return the sampling parameters that a model folder's `generation_config.json` recommends.
 
-    None for parameters that are not there.
-
-    `do_sample` is ignored, since many published files have it by accident.
+    Parameters that the file does not have are None. `do_sample` is ignored, since many published
+    files have it by accident.
     """
     return _sampling(generation_config, {name: name for name in MODEL_DEFAULT_FIELDS})
 
@@ -38,13 +37,16 @@ def folder_sampling(generation_config: Fields) -> SamplingParams:
 def gguf_sampling(fields: Fields) -> SamplingParams:
     """Return the sampling parameters that a GGUF file's metadata recommends.
 
-    None for missing ones.
+    Parameters that the metadata does not have are None.
     """
     return _sampling(fields, _GGUF_KEYS)
 
 
 def _sampling(fields: Fields, keys: Mapping[str, str]) -> SamplingParams:
-    """Return the sampling parameters at these keys; invalid values are left out with a warning."""
+    """Return the sampling parameters in a model file; `keys` has the file's key of each parameter.
+
+    Invalid values are left out with a warning.
+    """
     values: dict[str, Any] = {}
     for name, key in keys.items():
         value = fields.value(key)
@@ -64,7 +66,7 @@ def _sampling(fields: Fields, keys: Mapping[str, str]) -> SamplingParams:
 
 
 def _whole_number(value: object) -> object:
-    """Return a model file's `top_k` as a whole number; -1 becomes 0, which means no limit."""
+    """Return a model file's `top_k` as a whole number; -1, like 0, means that no token is cut."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return 0 if value == -1 else value

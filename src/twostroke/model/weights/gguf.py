@@ -99,7 +99,10 @@ def read_header(path: Path, name: str | None = None) -> GgufHeader:
 
 
 class Metadata(Mapping[str, Any]):
-    """The metadata of a GGUF file by key; an array of numbers becomes a list on each access."""
+    """The metadata of a GGUF file by key.
+
+    An array of numbers stays in the file, and becomes a list on each access.
+    """
 
     __slots__ = ("_raw", "_values")
 
@@ -152,7 +155,10 @@ class Strings:
         return (raw[begin:end].decode("utf-8", "surrogateescape") for begin, end in spans)
 
     def spans(self) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
-        """Return a range of the GGUF file, and the start and end of each string in this range."""
+        """Return where the strings of the array are, for readers that do not decode them.
+
+        The result is a range of the GGUF file, and the start and end of each string in this range.
+        """
         offsets = np.frombuffer(self._offsets, np.uint64).astype(np.int64)
         first, last = int(offsets[0]), int(offsets[-1])
         offsets -= first
@@ -160,7 +166,7 @@ class Strings:
 
 
 class _Reader:
-    """A read position in a GGUF file that only moves forward, and never past the end."""
+    """Reads a GGUF file from front to back, and refuses to read past its end."""
 
     def __init__(self, mapping: MappedFile) -> None:
         self.mapping = mapping
@@ -204,13 +210,13 @@ class _Reader:
             raise self.damaged(f"the name in {self.where} is not UTF-8") from None
 
     def counts(self) -> tuple[int, int]:
-        """Check a GGUF file's magic number and version.
+        """Check a GGUF file's magic number and version, and read the two counts after them.
 
-        Returns the numbers of tensors and of metadata keys.
+        Returns the number of tensors and the number of metadata keys.
         """
         magic = self.mapping.buffer[:4]
         if magic != MAGIC[: len(magic)]:
-            raise self.mapping.not_a("GGUF", f"it starts with {magic!r}, not {MAGIC!r}")
+            raise self.mapping.wrong_kind("GGUF", f"it starts with {magic!r}, not {MAGIC!r}")
         self.take(4)
         version = self.u32()
         if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
@@ -247,7 +253,7 @@ class _Reader:
         return self.array()
 
     def array(self, depth: int = 1) -> Strings | NDArray[Any] | list[Any]:
-        """Read an array of GGUF metadata, whose items may be arrays."""
+        """Read an array of GGUF metadata, whose items may be arrays; `depth` is how deep it is."""
         type_id = self.u32()
         count = self.check_limit(self.u64(), "array items", MAX_ARRAY_ITEMS)
         if type_id != _ARRAY:

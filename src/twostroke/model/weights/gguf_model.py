@@ -113,9 +113,9 @@ def _read_rope_table(fields: Fields, name: str, tensor: QuantTensor) -> list[flo
 
 
 def _lacks_values(tensors: Mapping[str, QuantTensor]) -> bool:
-    """Return whether a GGUF model's first attention layers lack a value matrix.
+    """Return whether a GGUF model's first attention layers have no matrix that computes values.
 
-    `tensors`: the model's tensors by name.
+    In Gemma 4 the keys of such layers are also the values. `tensors`: the model's tensors by name.
     """
     first_layers = takewhile(lambda layer: f"blk.{layer}.attn_k.weight" in tensors, count())
     return any(f"blk.{layer}.attn_v.weight" not in tensors for layer in first_layers)

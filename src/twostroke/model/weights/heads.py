@@ -54,10 +54,11 @@ class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     msgspec checks types and bounds.
 
-    `target_id` is the `target_identity` of the target model. `token_ids[i]` is the target's id of
-    the i-th token that the heads can propose. On held-out text, `accepted[d]` is the share of
-    correct drafts at depth d after only correct drafts, and `right_if_sure[k]` the share of correct
-    drafts to which the head gave a probability from k to k + 1 tenths.
+    `target_id` is the `target_identity` of the model for which the heads were trained (the target
+    model). `token_ids[i]` is the target's id of the i-th token that the heads can propose. On held-
+    out text, `accepted[d]` is the share of correct drafts at depth d after only correct drafts, and
+    `right_if_sure[k]` the share of correct drafts to which the head gave a probability from k to k
+    + 1 tenths.
     """
 
     format: Literal[1] = 1
@@ -84,7 +85,10 @@ class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def of(cls, spec: HeadsSpec, **other_facts: Any) -> Self:
-        """Return the facts about draft heads of these shapes; `other_facts`: all further fields."""
+        """Return the facts to store about draft heads that have the shapes `spec`.
+
+        `other_facts`: all further fields.
+        """
         layer = spec.layer
         assert layer.window is not None
         return cls(
@@ -171,13 +175,19 @@ def save_heads(folder: Path, facts: HeadsFacts, tensors: Mapping[str, QuantTenso
 
 
 def stored_shapes(spec: HeadsSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights that draft heads do not share with the target model."""
+    """Return the shapes of the weights in a heads file.
+
+    Weights that the heads share with the target model are not in the file.
+    """
     shapes = build_heads(spec).weight_shapes
     return {name: shape for name, shape in shapes.items() if name not in (TABLE, NUMBERS)}
 
 
 def numbers_table(depth: int) -> QuantTensor:
-    """Return the table that selects the Medusa head for each row's draft depth."""
+    """Return the table with which a Medusa Program selects the head for each row's draft depth.
+
+    The Program embeds the row's depth as scores of experts: row d makes head d the chosen expert.
+    """
     table = np.eye(depth, dtype=np.float32) * np.float32(_SELECTED_SCORE)
     return QuantTensor.from_floats(table, FORMATS["F32"])
 

@@ -40,7 +40,7 @@ SIZE_KEYS = {
 
 
 def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
-    """Return a Hugging Face `config.json` as fields, with transformers' defaults.
+    """Return a reader of a Hugging Face `config.json`, in which transformers' defaults are added.
 
     Raises ModelFormatError for an unknown model type.
     """
@@ -53,10 +53,10 @@ def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
 
 
 def text_fields(name: str, config: Mapping[str, Any]) -> Fields:
-    """Return a Hugging Face `config.json` as fields, without defaults.
+    """Return a reader of the text model's values in a Hugging Face `config.json`, without defaults.
 
-    A multimodal model has the text model's values in `text_config`. A text model's type may differ,
-    for example gemma3_text and gemma3.
+    A multimodal model has them in `text_config`. The model type there may differ, for example
+    gemma3_text and gemma3.
     """
     text = Fields(name, config).part("text_config")
     return Fields(name, config if text is None else {**config, **text.values})
@@ -109,7 +109,7 @@ def hf_spec(fields: Fields, name: str) -> ModelSpec:
 
 
 def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return a Hugging Face folder's chat template, or None.
+    """Return a Hugging Face folder's chat template; None if it has none.
 
     It is in a separate file, or in the tokenizer configuration `config`.
     """
@@ -127,7 +127,8 @@ def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _activation(fields: Fields) -> Activation:
     """Return the activation function that a `config.json` names.
 
-    Gemma has a separate key, which old files set correctly.
+    Gemma has the key `hidden_activation`, too, which is right where old files have a wrong
+    `hidden_act`.
     """
     key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
     activation = _ACTIVATIONS.get(fields.text(key, default="silu"))

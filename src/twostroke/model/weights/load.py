@@ -19,7 +19,7 @@ from twostroke.model.families.rope import ROPE_TABLES
 from twostroke.model.weights.file_names import (
     FileNames,
     by_canonical_name,
-    is_needed,
+    must_be_read,
     report_left_out,
 )
 from twostroke.model.weights.generation_config import folder_sampling, gguf_sampling
@@ -57,9 +57,10 @@ _LAYER = re.compile(r"(?:blk|model\.layers)\.(\d{1,4})\.")
 
 
 def load_path(path: Path, name: str | None = None, licence: str | None = None) -> LoadedModel:
-    """Map and check a model: a .gguf or .safetensors file, or a folder that contains either.
+    """Map a model's weight files into memory, and check the model.
 
-    `name` is the model's name (default: the name of the file or folder).
+    `path` is a .gguf or .safetensors file, or a folder that contains either. `name` is the model's
+    name (default: the name of the file or folder).
 
     Raises:
         ModelNotFoundError: there is no such file, or a file of the model is missing.
@@ -79,9 +80,10 @@ def load_path(path: Path, name: str | None = None, licence: str | None = None) -
 
 
 def peek_family(path: Path, name: str) -> str | None:
-    """Return a model's family from the beginning of its GGUF file, or from its config.json.
+    """Return a model's family, such as "llama", before the whole model is downloaded.
 
-    Returns None if the file is too short to tell. Errors call the file `name`.
+    The beginning of a GGUF file, or a config.json, is enough. Returns None if the file is too short
+    to tell. Errors call the file `name`.
 
     Raises:
         ModelFormatError: the family or a number format is not supported, or the file is
@@ -145,14 +147,14 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
 
 
 def _gguf_family(fields: Fields, unsupported: Mapping[str, str]) -> str:
-    """Return a GGUF file's architecture.
+    """Return the architecture that a GGUF file names, such as "llama".
 
     Raises ModelFormatError if the architecture or a number format is not supported.
     """
     architecture = fields.text("general.architecture")
     if architecture not in ARCHITECTURES:
         refuse_architecture(fields, architecture, ARCHITECTURES)
-    needed = {name: dtype for name, dtype in unsupported.items() if is_needed(name)}
+    needed = {name: dtype for name, dtype in unsupported.items() if must_be_read(name)}
     refuse_unsupported(fields.name, needed)
     return architecture
 
@@ -160,7 +162,7 @@ def _gguf_family(fields: Fields, unsupported: Mapping[str, str]) -> str:
 def _load_folder(
     folder: Path, weights: Path | None, name: str | None, licence: str | None
 ) -> LoadedModel:
-    """Load a Hugging Face folder.
+    """Load the model in a Hugging Face folder.
 
     `weights`: the weight file to read; None: all weight files.
     """
@@ -180,7 +182,7 @@ def _load_folder(
     unsupported = {
         unsupported_names.published[name]: dtype
         for name, dtype in unsupported.items()
-        if is_needed(name)
+        if must_be_read(name)
     }
     spec = _with_embedding_rows(spec, source, tensors, names)
     if spec.tied_embeddings:
@@ -251,7 +253,10 @@ def _folder_weights(folder: Path, weights: Path | None) -> tuple[str, WeightFile
 def _with_embedding_rows(
     spec: ModelSpec, file: str, tensors: Mapping[str, QuantTensor], names: FileNames
 ) -> ModelSpec:
-    """Return the model spec with the embedding's real number of rows, which may be padded."""
+    """Return the model spec with the number of rows that the embedding has in the file.
+
+    The table may have more rows than the vocabulary has tokens.
+    """
     embedding = tensors.get("token_embd.weight")
     if embedding is None or embedding.shape[0] == spec.vocab_size or len(embedding.shape) != 2:
         return spec
@@ -283,9 +288,9 @@ def _num_extra_layers(fields: Fields, family: Family) -> int:
 def _by_canonical_name(
     file: str, tensors: Mapping[str, Any], family: Family, extra: range
 ) -> tuple[dict[str, Any], FileNames]:
-    """Return a file's tensors by canonical name, and their names in the file.
+    """Return a file's tensors by canonical name, and the names that they have in the file.
 
-    Layers of the range `extra` are left out; the model has them only to draft tokens.
+    Layers in the range `extra` are left out: some models have them only to draft tokens.
     """
     by_name, names = by_canonical_name(file, tensors, family)
     needed = {name: tensor for name, tensor in by_name.items() if not _is_of_layers(name, extra)}
@@ -293,7 +298,7 @@ def _by_canonical_name(
 
 
 def _is_of_layers(name: str, layers: range) -> bool:
-    """Return whether a weight belongs to a layer in this range."""
+    """Return whether a canonical tensor name belongs to a layer in this range."""
     match = _LAYER.match(name)
     return match is not None and int(match[1]) in layers
 
@@ -304,10 +309,10 @@ def _program_weights(
     tensors: Mapping[str, QuantTensor],
     names: FileNames = FileNames(),  # noqa: B008 - frozen
 ) -> dict[str, QuantTensor]:
-    """Return the weights that the model's Program reads, by canonical name.
+    """Return exactly the weights that the model's Program reads, by canonical name.
 
-    A missing weight is refused, and so is a part of the text model that the Program does not read.
-    Other tensors are left out.
+    A missing weight is refused, and so is a weight of the text model that the Program does not
+    read. Other tensors are left out.
     """
     if spec.num_layers > len(tensors):
         # Before the Program is built: a damaged number of layers must not cost memory.
@@ -331,7 +336,7 @@ def _program_weights(
         if name in shapes
         or not (_is_empty_bias(name, tensor) or _is_of_shared_kv_layer(name, spec))
     }
-    left_out = {name for name in separate.keys() - shapes.keys() if not is_needed(name)}
+    left_out = {name for name in separate.keys() - shapes.keys() if not must_be_read(name)}
     needed = {name: tensor for name, tensor in separate.items() if name not in left_out}
     check_shapes(file, needed, shapes, f"the family {spec.architecture!r}", names.quoted)
     names_in_file = (names.published.get(name, name) for name in left_out)
@@ -345,9 +350,9 @@ def _is_empty_bias(name: str, tensor: QuantTensor) -> bool:
 
 
 def _is_of_shared_kv_layer(name: str, spec: ModelSpec) -> bool:
-    """Return whether a tensor computes keys or values that its layer does not use.
+    """Return whether a tensor computes keys or values for a layer that reads an earlier layer's.
 
-    Such a layer reads an earlier layer's keys and values.
+    The model has no use for such a tensor.
     """
     match = _KEY_OR_VALUE.fullmatch(name)
     layer = spec.num_layers if match is None else int(match[1])

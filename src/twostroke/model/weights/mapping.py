@@ -83,17 +83,18 @@ class MappedFile:
 
     @property
     def buffer(self) -> mmap.mmap:
-        """Return the mapping of the file: slices are copies, `struct` reads in place."""
+        """Return the mapping of the file, for `struct` to read from; a slice of it is a copy."""
         return self._mmap
 
     def fault(self, text: str) -> ModelFormatError:
-        """Return an error that says `text` about this file."""
+        """Return an error about this file, whose message is its name and `text`."""
         return ModelFormatError(f"{self.name!r} {text}.")
 
-    def not_a(self, kind: str, default_reason: str) -> ModelFormatError:
-        """Return the error that the file is not of this kind, with a reason from its first bytes.
+    def wrong_kind(self, kind: str, default_reason: str) -> ModelFormatError:
+        """Return the error that this file is not of the expected kind, such as "GGUF".
 
-        `default_reason` is used if the first bytes identify no known kind of file.
+        The error tells which other kind of file it seems to be, by its first bytes;
+        `default_reason` is used if they identify no known kind.
         """
         start = self._mmap[:_NUM_START_BYTES].lstrip().lower()
         for prefix, reason in _OTHER_FILES.items():
@@ -106,21 +107,21 @@ class MappedFile:
         return self._array[start : start + num_bytes]
 
     def release(self, views: Iterable[Bytes]) -> None:
-        """Free the physical memory under views of the file; the next access reads the file again.
+        """Free the memory under views of the file; a later access reads the file again.
 
         Views of other memory are ignored. Adjacent ranges share one system call, since each call
         interrupts all threads.
         """
         begin = end = 0
-        for first, last in sorted(filter(None, map(self._pages_under, views))):
+        for first, last in sorted(filter(None, map(self._memory_range, views))):
             if first > end:
                 self._drop(begin, end)
                 begin = first
             end = max(end, last)
         self._drop(begin, end)
 
-    def _pages_under(self, view: Bytes) -> tuple[int, int] | None:
-        """Return the byte range in the file of a view's memory pages, for `release`.
+    def _memory_range(self, view: Bytes) -> tuple[int, int] | None:
+        """Return the byte range of the file whose memory pages a view lies in, for `release`.
 
         None if the view is of other memory.
         """

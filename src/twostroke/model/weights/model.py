@@ -33,7 +33,7 @@ class JsonTokenizer(Frozen):
 
 
 class LoadedModel(Frozen):
-    """A model whose weight files are mapped and checked, with its description and tokenizer.
+    """A model whose weight files are mapped and checked: its description, weights and tokenizer.
 
     `tensors` holds exactly the weights that the Program of `spec` reads, by canonical name and with
     the shapes that it needs; they are views into `mappings`. `eos_token_ids` end a completion.
@@ -60,19 +60,19 @@ class LoadedModel(Frozen):
         return sum(mapping.size for mapping in self.mappings)
 
     def release(self, tensors: Iterable[QuantTensor]) -> None:
-        """Free the memory of weights that a backend has repacked; they can still be read again."""
+        """Free the memory of weights that a backend has repacked; a later access reads the file."""
         release_tensors(self.mappings, tensors)
 
 
 def release_tensors(mappings: Iterable[MappedFile], tensors: Iterable[QuantTensor]) -> None:
-    """Free the memory of weights in mapped files; they can still be read again."""
+    """Free the memory of weights in mapped files; a later access reads the files again."""
     views = [tensor.data for tensor in tensors]
     for mapping in mappings:
         mapping.release(views)
 
 
 def weights_identity(tensors: Mapping[str, QuantTensor]) -> str:
-    """Return a hash that differs for models with different weights or number formats.
+    """Return a hash that identifies a model's weights: other weights or number formats change it.
 
     It is the SHA-256 of each tensor's name, format, shape, order, and some evenly spaced rows from
     the first to the last. Training changes all rows, and an incomplete copy lacks many. A few

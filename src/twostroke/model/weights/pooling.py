@@ -31,15 +31,19 @@ _SUPPORTED_MODULES: Final = {"Transformer", "Pooling", "Normalize"}
 
 
 class _Module(msgspec.Struct):
-    """An entry of a sentence-transformers `modules.json`; `type` is a class's import path."""
+    """A step of an embedding model, as sentence-transformers' `modules.json` lists it.
+
+    `type` is the import path of the step's class.
+    """
 
     type: str
 
 
 def gguf_pooling(fields: Fields) -> str | None:
-    """Return the pooling of embeddings that a GGUF file's `*.pooling_type` names, or None.
+    """Return how a GGUF file's metadata pools hidden states into an embedding, or None.
 
-    An unknown number is returned as a description, for the error message.
+    It is in the key `*.pooling_type`. An unknown number is returned as a description, for the error
+    message.
     """
     number = fields.within(f"{fields.text('general.architecture')}.").value("pooling_type")
     if number is None or number == 0:
@@ -48,10 +52,10 @@ def gguf_pooling(fields: Fields) -> str | None:
 
 
 def folder_pooling(folder: Path) -> str | None:
-    """Return the pooling of embeddings that a folder's sentence-transformers files name.
+    """Return how a folder's sentence-transformers files pool hidden states into an embedding.
 
-    None without such files. Several poolings are joined by `+`, and so are modules that would
-    follow the pooling.
+    None without such files. If they name several poolings, or steps after the pooling, all names
+    are joined by `+`, so that the caller refuses them.
 
     Raises:
         ModelFormatError: a file is damaged.

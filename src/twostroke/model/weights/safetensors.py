@@ -122,9 +122,9 @@ def read_sharded(index: Path) -> WeightFiles:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor | StoredArray]) -> None:
-    """Write tensors to a safetensors file, atomically; OSError on failure.
+    """Write tensors to a safetensors file, which appears complete or not at all.
 
-    The tensors must be float32, float16, bfloat16 or integers.
+    The tensors must be float32, float16, bfloat16 or integers. Raises OSError on failure.
     """
     entries: dict[str, Any] = {}
     begin = 0
@@ -154,9 +154,9 @@ def _values_type_shape(tensor: QuantTensor | StoredArray) -> tuple[NDArray[Any],
 
 
 def decode_json(raw: bytes | msgspec.Raw, kind: type[T], name: str) -> T:
-    """Decode JSON to a value of type `kind`; ModelFormatError about file `name` if it differs.
+    """Decode JSON to a value of type `kind`, which declares its bounds with `msgspec.Meta`.
 
-    Types declare their bounds with `msgspec.Meta`.
+    Raises ModelFormatError about the file `name` if the JSON does not fit.
     """
     try:
         return msgspec.json.decode(raw, type=kind)
@@ -187,7 +187,7 @@ def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:
         raise mapping.fault(f"is truncated: its header ends at {start}, the file at {mapping.size}")
     if start > mapping.size:
         reason = f"its header would end at {start}, the file ends at {mapping.size}"
-        raise mapping.not_a("safetensors", reason)
+        raise mapping.wrong_kind("safetensors", reason)
     if start - 8 > MAX_HEADER_BYTES:
         raise mapping.fault(f"has a header of {start - 8} bytes, the limit is {MAX_HEADER_BYTES}")
     header = decode_json(mapping.buffer[8:start], dict[str, msgspec.Raw], mapping.name)
@@ -198,7 +198,7 @@ def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:
 
 
 def _check_cover(mapping: MappedFile, header: Mapping[str, _Entry], num_bytes: int) -> None:
-    """Check that a safetensors file's tensors cover its data without overlaps and gaps.
+    """Check that a safetensors file's tensors fill its data without overlaps and gaps.
 
     Gaps could hide data.
     """

@@ -54,9 +54,9 @@ def uncut_stack(
     shapes: Mapping[str, tuple[int, ...]],
     fused: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, tuple[int, ...]] | None:
-    """Return the first stacked weight that `cut_stacks` could not split, and its correct shape.
+    """Return a stacked weight that `cut_stacks` could not split, with the shape it should have.
 
-    None if there is no such stack.
+    Used for the error message. None if there is no such stack.
     """
     for name, tensor in tensors.items():
         parts = _parts(name, tensor, fused)

@@ -89,7 +89,7 @@ _STACK_NAME = re.compile(r"(?:(?:mlp|block_sparse_moe)\.)?experts\.(\w+)")
 
 
 def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
-    """Return the canonical (GGUF) name of a Hugging Face tensor; None if it is not needed.
+    """Return the canonical (GGUF) name of a Hugging Face tensor; None for an unneeded tensor.
 
     `layer_names` are a family's names of a layer's weights, where they differ from Llama's. An
     unknown name is returned without prefixes, for the error message.
@@ -116,12 +116,15 @@ def without_prefix(name: str) -> str:
 
 
 def is_text_weight(canonical: str) -> bool:
-    """Return whether a tensor belongs to the text model by its name, even if it is unknown."""
+    """Return whether a tensor's name has the form of a text model's weight.
+
+    The family need not know the weight.
+    """
     return _TEXT_PART.match(canonical) is not None
 
 
 def is_derived(name: str) -> bool:
-    """Return whether a tensor need not be read, as its values follow from the configuration."""
+    """Return whether a tensor can be ignored, because its values follow from the configuration."""
     return _DERIVED.fullmatch(name) is not None
 
 
@@ -131,7 +134,7 @@ def is_adapter_weight(name: str) -> bool:
 
 
 def published_name(name: str, layer_names: Mapping[str, str]) -> str:
-    """Return the Hugging Face name of a weight with a canonical name.
+    """Return the Hugging Face name of a weight, from its canonical name.
 
     Raises KeyError or ValueError for experts' weights, which have no single name.
     """
@@ -150,7 +153,10 @@ def published_name(name: str, layer_names: Mapping[str, str]) -> str:
 
 
 def _layer_part(name: str, layer_names: Mapping[str, str]) -> str | None:
-    """Return the canonical name of a layer's weight, without the layer; None if it is unknown."""
+    """Return the canonical name of a layer's weight, without the layer's number; or None.
+
+    None if the weight is unknown.
+    """
     if name in _COMPLETE_NAMES:
         return _COMPLETE_NAMES[name]
     stem, _, suffix = name.rpartition(".")

@@ -24,10 +24,10 @@ _MAX_VALUES = 1 << 63
 
 
 class TensorEntry(Frozen):
-    """A tensor's entry in a weight file's table: its values begin at byte `start` of the file.
+    """A tensor's entry in a weight file's table: name, type, shape and place of its values.
 
-    `dtype` is the file's name of the number format; `format` is None if it is not supported. The
-    shape is row-major.
+    The values begin at byte `start` of the file. `dtype` is the file's name of the number format;
+    `format` is None if it is not supported. The shape is row-major.
     """
 
     name: str
@@ -145,10 +145,10 @@ def check_shapes(
     reader: str,
     quote: Callable[[str], str] = repr,
 ) -> None:
-    """Raise ModelFormatError unless a file has exactly the tensors that `reader` needs.
+    """Check that a file has exactly the tensors, with the shapes, that a model reads.
 
-    An unknown tensor is refused because results without it would be wrong. `quote` formats a
-    tensor's name for errors.
+    `reader` names the model or its family in the errors, and `quote` formats a tensor's name. An
+    unknown tensor is refused because results without it would be wrong. Raises ModelFormatError.
     """
     unknown = sorted(tensors.keys() - shapes.keys())
     for name, shape in shapes.items():

@@ -28,7 +28,7 @@ _STRING = 8
 def write_gguf(
     path: Path, metadata: Mapping[str, Value], tensors: Mapping[str, QuantTensor]
 ) -> None:
-    """Write a complete GGUF file; OSError if it cannot be written.
+    """Write a GGUF file with metadata and tensors; raise OSError if it cannot be written.
 
     Whole numbers are stored with 32 bits. The alignment is 32 bytes, so `metadata` must not contain
     another alignment.
@@ -52,7 +52,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _padded(raw: bytes) -> Iterable[bytes]:
-    """Return bytes followed by zeros up to the next multiple of GGUF's alignment."""
+    """Yield bytes, then zeros up to the next multiple of GGUF's alignment."""
     return raw, bytes(_aligned(len(raw)) - len(raw))
 
 

@@ -34,19 +34,20 @@ if TYPE_CHECKING:
 
 
 class QuantLayout(Protocol):
-    """How a published folder (GPTQ, AWQ, ...) stores the matrix of a quantized module.
+    """How a quantization tool (GPTQ, AWQ, ...) stores a quantized module in a folder.
 
-    It has the names of a module's tensors, and reads them.
+    A module is one linear layer. It has several tensors, such as `qweight` and `scales`, from which
+    `read` makes its matrix.
     """
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Return the short names of tensors that only a quantized module has, such as `qweight`."""
+        """Return the short names of the tensors that only quantized modules have, as `qweight`."""
 
     def read(self, module: Module) -> CodedMatrix | QuantTensor:
-        """Return a quantized module's matrix.
+        """Return the matrix of a quantized module.
 
-        ModelFormatError if its tensors contradict each other.
+        Raises ModelFormatError if the module's tensors contradict each other.
         """
 
 
@@ -79,7 +80,7 @@ _IGNORED_PARTS = frozenset(
 
 
 def published_layout(config: Fields) -> QuantLayout | None:
-    """Return the quantization layout that a config.json names; None for unquantized folders.
+    """Return the quantization layout that a config.json names; None if it names none.
 
     Raises ModelFormatError for an unsupported layout.
     """
@@ -95,7 +96,7 @@ def published_layout(config: Fields) -> QuantLayout | None:
 
 
 def assemble_published(file: str, files: WeightFiles, layout: QuantLayout) -> WeightFiles:
-    """Combine the tensors of each quantized module of a folder into one tensor, `NAME.weight`.
+    """Replace the tensors of each quantized module by one tensor, `NAME.weight`.
 
     Raises ModelFormatError about `file` if the tensors of a module contradict each other or the
     configuration.
@@ -153,5 +154,8 @@ def _modules(file: str, files: WeightFiles, layout: QuantLayout) -> dict[str, Mo
 
 
 def _is_other_tensor(name: str, used: AbstractSet[str]) -> bool:
-    """Return whether a tensor is neither part of a quantized module nor a scale of activations."""
+    """Return whether a folder's tensor must be kept beside the assembled matrices.
+
+    Tensors of quantized modules and scales of activations, keys and values are not kept.
+    """
     return name not in used and name.rpartition(".")[2] not in _IGNORED_PARTS

@@ -29,16 +29,16 @@ _POSITION_OF_OUTPUT = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
 
 
 class AwqLayout(Frozen):
-    """The layout of AWQ folders, with the number of inputs in a quantization group."""
+    """How AWQ folders store a quantized matrix; `group_size` inputs share a scale."""
 
     group_size: int
 
     parts = ("qweight", "qzeros", "scales")
 
     def read(self, module: Module) -> CodedMatrix:
-        """Return the codes of an AWQ module.
+        """Return the codes, scales and zero points of an AWQ module.
 
-        ModelFormatError if its tensors contradict each other.
+        Raises ModelFormatError if the module's tensors contradict each other.
         """
         words = module.array("qweight", ("I32",))
         inputs, outputs = words.shape[0], words.shape[1] * 8
@@ -56,7 +56,7 @@ class AwqLayout(Frozen):
 
 
 def awq_layout(config: Fields) -> AwqLayout:
-    """Read the AWQ settings of a config.json; ModelFormatError for unsupported values."""
+    """Read the AWQ settings of a config.json; raise ModelFormatError for unsupported values."""
     version = config.text("version", default="gemm")
     if version.lower() != "gemm":
         config.refuse("version", "which is not supported; supported: gemm")

@@ -54,19 +54,23 @@ _MAX_SIZE = 1 << 20  # at least the outputs or inputs of any matrix
 
 
 class Scheme(Frozen):
-    """How compressed-tensors quantizes a group of modules; a block has `size` (outputs, inputs)."""
+    """One quantization scheme of a compressed-tensors folder.
+
+    Codes are `kind` ("int" or "float") of `bits` bits. A block of `size` (outputs, inputs) weights
+    shares a scale.
+    """
 
     kind: str
     bits: int
     size: tuple[int, int]
 
     def scale_shape(self, outputs: int, inputs: int) -> tuple[int, int]:
-        """Return the shape of the scales of a matrix with these numbers of outputs and inputs."""
+        """Return how many scales a matrix of this size has: (outputs' blocks, inputs' blocks)."""
         return -(-outputs // self.size[0]), -(-inputs // self.size[1])
 
 
 class CompressedLayout(Frozen):
-    """The layout of compressed-tensors folders, with the quantization schemes of config.json."""
+    """How compressed-tensors folders store a quantized matrix, by the schemes in config.json."""
 
     schemes: tuple[Scheme, ...]
 
@@ -80,9 +84,9 @@ class CompressedLayout(Frozen):
     )
 
     def read(self, module: Module) -> CodedMatrix | QuantTensor:
-        """Return a quantized module's matrix.
+        """Return the matrix of a quantized module.
 
-        ModelFormatError if its tensors contradict each other.
+        Raises ModelFormatError if the module's tensors contradict each other.
         """
         match module.dtype("weight_packed"), module.dtype("weight"):
             case "I32", None:
@@ -156,7 +160,10 @@ class CompressedLayout(Frozen):
         return fp8_matrix(codes, scales, scheme.size)
 
     def _scheme(self, module: Module, kind: str, bits: int, shape: tuple[int, ...]) -> Scheme:
-        """Return the quantization scheme that fits a module's values and shape of scales."""
+        """Return the configured quantization scheme that agrees with a module's tensors.
+
+        `kind` and `bits` describe the module's values, and `shape` its scales.
+        """
         outputs, inputs = shape
         schemes = [s for s in self.schemes if (s.kind, s.bits) == (kind, bits)]
         if not schemes:
@@ -255,7 +262,7 @@ def _coded_matrix(module: Module, scheme: Scheme, codes: Bytes, zeros: Bytes | N
 
 
 def _zero_points(module: Module, scheme: Scheme, shape: tuple[int, ...]) -> Bytes:
-    """Return a module's zero points, uint8 (rows, groups), from packed words or single bytes."""
+    """Return a module's zero points, uint8 (rows, groups); the file has packed words or bytes."""
     part, (rows, columns) = "weight_zero_point", scheme.scale_shape(*shape)
     if module.dtype(part) == "I32":
         words = module.array(part, ("I32",))
@@ -272,5 +279,5 @@ def _zero_points(module: Module, scheme: Scheme, shape: tuple[int, ...]) -> Byte
 
 
 def _unsigned(values: NDArray[Any], bits: int) -> Bytes:
-    """Convert signed int8 codes of `bits` bits to uint8, by adding half of the codes' range."""
+    """Convert signed codes of `bits` bits (in int8) to uint8, by adding half of their range."""
     return values.view(np.uint8) + np.uint8(1 << (bits - 1))

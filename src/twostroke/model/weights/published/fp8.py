@@ -31,9 +31,9 @@ _ALGORITHMS = ("FP8", "NVFP4")
 
 
 class Fp8Layout(Frozen):
-    """The layout of FP8 folders; `block` is the size of a block of weights with one scale.
+    """How FP8 folders store a quantized matrix; a block of `block` weights shares a scale.
 
-    `block` is None if each output, or the whole matrix, has one scale.
+    `block` is (outputs, inputs); None if each output, or the whole matrix, has one scale.
     """
 
     block: tuple[int, int] | None
@@ -41,7 +41,10 @@ class Fp8Layout(Frozen):
     parts = ("weight_scale", "weight_scale_inv", "weight_scale_2")
 
     def read(self, module: Module) -> CodedMatrix | QuantTensor:
-        """Return an FP8 module's matrix; ModelFormatError if its tensors contradict each other."""
+        """Return the matrix of an FP8 module.
+
+        Raises ModelFormatError if the module's tensors contradict each other.
+        """
         if module.has("weight_scale_2") and module.dtype("weight") == "U8":
             return _nvfp4(module)
         codes = module.e4m3_codes("weight")
@@ -60,7 +63,10 @@ def fp8_layout(config: Fields) -> Fp8Layout:
 
 
 def modelopt_layout(config: Fields) -> Fp8Layout:
-    """Read the `modelopt` settings of a config.json; ModelFormatError for unsupported values."""
+    """Read NVIDIA's `modelopt` settings of a config.json.
+
+    Raises ModelFormatError for unsupported values.
+    """
     if config.text("quant_algo") not in _ALGORITHMS:
         config.refuse("quant_algo", f"which is not supported; supported: {', '.join(_ALGORITHMS)}")
     return Fp8Layout(None)

@@ -48,9 +48,10 @@ _PACKING_VERSIONS = {
 
 
 class GptqLayout(Frozen):
-    """The layout of GPTQ folders, with the bits and group sizes that config.json names.
+    """How GPTQ folders store a quantized matrix, with the sizes that config.json names.
 
-    The model's own values come first, then the values of single modules.
+    `bits` and `group_sizes` are alternatives: first the model's own values, then the values of
+    single modules. The tensors of a module tell which of them it has.
     """
 
     bits: tuple[int, ...]
@@ -60,9 +61,9 @@ class GptqLayout(Frozen):
     parts = PARTS
 
     def read(self, module: Module) -> CodedMatrix:
-        """Return the codes of a GPTQ module.
+        """Return the codes, scales and zero points of a GPTQ module.
 
-        ModelFormatError if its tensors contradict each other.
+        Raises ModelFormatError if the module's tensors contradict each other.
         """
         words = module.array("qweight", ("I32",))
         shape = module.shape("scales")
@@ -120,7 +121,7 @@ class GptqLayout(Frozen):
 
 
 def gptq_layout(config: Fields) -> GptqLayout:
-    """Read the GPTQ settings of a config.json; ModelFormatError for unsupported values."""
+    """Read the GPTQ settings of a config.json; raise ModelFormatError for unsupported values."""
     version = config.text("checkpoint_format", default="gptq")
     if version not in {"gptq", "gptq_v2"}:
         config.refuse("checkpoint_format", "which is not supported; supported: gptq, gptq_v2")
@@ -128,7 +129,10 @@ def gptq_layout(config: Fields) -> GptqLayout:
 
 
 def auto_round_layout(config: Fields) -> GptqLayout | AwqLayout:
-    """Read the AutoRound settings of a config.json; its folders are in GPTQ's or AWQ's layout."""
+    """Read the AutoRound settings of a config.json.
+
+    AutoRound writes folders in the layout of GPTQ or AWQ.
+    """
     key = "packing_format"
     packing = config.text(key, default="auto")
     if packing not in _PACKING_VERSIONS:
@@ -144,7 +148,7 @@ def _layout(config: Fields, version: int, key: str) -> GptqLayout:
 
 
 def _sizes(config: Fields, key: str) -> Iterator[tuple[int, int]]:
-    """Yield bits and group size of the GPTQ model, then of modules with other values."""
+    """Yield pairs of bits and group size: the model's, then the pairs of single modules."""
     bits, size = _bits(config, None), _group_size(config, None)
     yield bits, size
     overrides = config.part(key)

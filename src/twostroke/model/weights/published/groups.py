@@ -32,7 +32,10 @@ _LOW_HALF = np.uint32(0xFFFF)  # bits of a float32 that bfloat16 does not have
 
 
 class Scales(Frozen, eq=False):
-    """Quantization scales (rows, columns) as a file stores them: bits as integers, and a type."""
+    """The quantization scales (rows, columns) of a matrix, as their file stores them.
+
+    `raw` has the bits of each scale as an integer, and `kind` names the number format.
+    """
 
     kind: str  # the name of a scale type of `grouped`
     raw: NDArray[Any]
@@ -47,11 +50,12 @@ class Scales(Frozen, eq=False):
 
 
 class CodedMatrix(Frozen, eq=False):
-    """A quantized matrix (outputs, inputs): integer codes with scales and zero points.
+    """A matrix (outputs, inputs) as published quantized folders have it: codes with scales.
 
-    Without `zeros` uint8 (outputs, groups), zero points are in the middle of the codes' range.
-    `scales` and `zeros` may have one row for all outputs. `group_of` (inputs,) is the group of each
-    input. With the table "e2m1" codes stand for E2M1 floats.
+    A weight is (code - zero point) * scale. Without `zeros` uint8 (outputs, groups), zero points
+    are in the middle of the codes' range. `scales` and `zeros` may have one row for all outputs.
+    `group_of` (inputs,) is the group of each input. With the table "e2m1" codes stand for E2M1
+    floats.
     """
 
     codes: Bytes
@@ -63,7 +67,7 @@ class CodedMatrix(Frozen, eq=False):
 
 
 class AssembledMatrix(Frozen, eq=False):
-    """A quantized weight tensor, and the input to which each column belongs.
+    """A quantized weight tensor, whose columns may be in another order than its inputs.
 
     Column i belongs to the input `order[i]`, or to input i if `order` is None.
     """
@@ -73,11 +77,10 @@ class AssembledMatrix(Frozen, eq=False):
 
 
 def assemble_groups(coded: CodedMatrix) -> AssembledMatrix:
-    """Convert a GPTQ or AWQ matrix to a grouped format with exactly the same values.
+    """Convert a published matrix to a format that the kernels multiply, with the same values.
 
-    Inputs are sorted by their groups, if they are not sorted yet. Matrices that no grouped format
-    can express become floats: groups that are not multiples of 32 inputs, and zero points of 8
-    bits.
+    Inputs are sorted by their groups, if they are not sorted yet. Matrices that no such format can
+    express become floats: groups that are not multiples of 32 inputs, and zero points of 8 bits.
     """
     order = None
     groups, codes = coded.group_of, coded.codes
@@ -121,16 +124,16 @@ def scale_values(scales: Scales) -> Floats:
 
 
 def exact_floats(values: Floats) -> QuantTensor:
-    """Return values as a bfloat16 tensor if that is exact, else as a float32 tensor."""
+    """Return values as a bfloat16 tensor if that loses nothing, else as a float32 tensor."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     exact = not (values.view(np.uint32) & _LOW_HALF).any()
     return QuantTensor.from_floats(values, FORMATS["BF16" if exact else "F32"])
 
 
 def _widen_codes(codes: Bytes, coded: CodedMatrix) -> tuple[Bytes, Bytes | None]:
-    """Widen a matrix's codes and zero points to 4 or 8 bits.
+    """Return a matrix's codes and zero points as codes of 4 or 8 bits, the sizes that formats have.
 
-    No zero points are returned if all are in the middle of the codes' range.
+    The zero points are None if all are in the middle of the codes' range.
     """
     middle = 1 << (coded.bits - 1)
     zeros = coded.zeros
@@ -143,9 +146,10 @@ def _widen_codes(codes: Bytes, coded: CodedMatrix) -> tuple[Bytes, Bytes | None]
 
 
 def _block_size(groups: NDArray[Any], min_block: int) -> int | None:
-    """Return the largest block of inputs that divides all runs of inputs of the same group.
+    """Return the largest group size of a format into which a matrix's groups can be cut.
 
-    Kernels take multiples of 32 inputs; None if no block is possible.
+    `groups` (inputs,) is the group of each input, in order. Kernels take multiples of 32 inputs;
+    None if no size is possible.
     """
     inputs = len(groups)
     if inputs % 32:
@@ -166,9 +170,11 @@ _PRODUCERS = {"down_proj": ("gate_proj", "up_proj"), "w2": ("w1", "w3")}
 def reorder_columns(
     tensors: Mapping[str, QuantTensor], orders: Mapping[str, NDArray[Any]]
 ) -> dict[str, QuantTensor]:
-    """Put the columns of matrices in the order of inputs, or note the order in the tensor.
+    """Undo the sorting of inputs of some matrices, whose columns are in another order.
 
-    Column i of the matrix `name` in `orders` belongs to the input `orders[name][i]`.
+    Column i of the matrix `name` in `orders` belongs to the input `orders[name][i]`. If other
+    matrices compute just these inputs, as gate and up do for down, their rows are put in the same
+    order. Otherwise the tensor gets the order as `QuantTensor.order`.
     """
     reordered = dict(tensors)
     for name, order in orders.items():
@@ -190,8 +196,8 @@ def reorder_columns(
 def fp8_matrix(codes: Bytes, scales: Floats, size: tuple[int, int]) -> QuantTensor:
     """Return an FP8 matrix: E4M3 codes (outputs, inputs) times a scale for each block of `size`.
 
-    The tensor stays E4M3, unless a row ends inside a block: then it is bfloat16 where that is
-    exact, else float32.
+    The tensor keeps E4M3, unless a row ends inside a block: then it is bfloat16 if that loses
+    nothing, else float32.
     """
     outputs, inputs = codes.shape
     rows, columns = min(size[0], outputs), min(size[1], inputs)
@@ -203,7 +209,7 @@ def fp8_matrix(codes: Bytes, scales: Floats, size: tuple[int, int]) -> QuantTens
 
 
 def fp4_codes(packed: Bytes, scales: Scales, size: int) -> CodedMatrix:
-    """Unpack E2M1 (FP4) codes, two in a byte, and return them with their scales as a matrix.
+    """Return a matrix of FP4 (E2M1) codes, which are packed two in a byte.
 
     The first of two codes is in the low bits. `packed` is uint8 (outputs, inputs / 2); a group has
     `size` inputs.

@@ -29,7 +29,10 @@ _MAX_NAME_CHARS = 120  # characters of a tensor's name in an error
 
 
 class Module(Frozen):
-    """The tensors of a quantized module by their short names, such as `qweight` and `scales`."""
+    """A quantized module (one linear layer) of a folder: its tensors by their short names.
+
+    Short names are the ends of the names, such as `qweight` and `scales`.
+    """
 
     file: str
     name: str
@@ -55,9 +58,10 @@ class Module(Frozen):
         return self.dtype(part) is not None
 
     def array(self, part: str, dtypes: Sequence[str], dimensions: int = 2) -> NDArray[Any]:
-        """Return one of the module's tensors as an array; ModelFormatError without a valid type.
+        """Return one of the module's tensors as an array with this number of dimensions.
 
-        `part`: the tensor's short name. `dtypes`: the types that are allowed.
+        `part`: the tensor's short name. `dtypes`: the types that are allowed. Raises
+        ModelFormatError if the tensor is missing or differs.
         """
         dtype = self.dtype(part)
         if dtype is None:
@@ -70,14 +74,14 @@ class Module(Frozen):
         return values
 
     def e4m3_codes(self, part: str) -> Bytes:
-        """Return a matrix of E4M3 codes; ModelFormatError if a code is NaN."""
+        """Return the codes of an E4M3 (8-bit float) matrix; raise ModelFormatError for a NaN."""
         codes: Bytes = self.array(part, ("F8_E4M3",))
         if ((codes & np.uint8(0x7F)) == 0x7F).any():
             raise self.fault(part, "has a value that is not a number")
         return codes
 
     def scales(self, part: str, shape: tuple[int, int]) -> Scales:
-        """Return float scales of this shape from one of the module's tensors.
+        """Return one of the module's tensors as float scales of this shape.
 
         The file may leave out dimensions of 1.
         """
@@ -88,7 +92,10 @@ class Module(Frozen):
         return Scales(kind, np.ascontiguousarray(tensor.data).view(raw).reshape(shape))
 
     def scale(self, part: str) -> np.float32:
-        """Return the only value of a scale tensor; ModelFormatError if it is not positive."""
+        """Return the single scale in one of the module's tensors.
+
+        Raises ModelFormatError if the scale is not positive.
+        """
         tensor = self._floats(part)
         if tensor.num_values != 1:
             raise self.wrong_shape(part, (1, 1))
@@ -136,7 +143,7 @@ def _equivalent_shapes(shape: tuple[int, int]) -> list[tuple[int, ...]]:
 
 
 def num_words(count: int, bits: int) -> int:
-    """Return the number of 32-bit words that `count` codes fill without gaps."""
+    """Return how many 32-bit words `count` codes of `bits` bits fill without gaps."""
     return -(-count * bits // 32)
 
 
