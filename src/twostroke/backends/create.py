@@ -39,7 +39,7 @@ _CUDA_BYTES = 600 << 20  # GPU memory of CUDA and its libraries, apart from our 
 
 
 def is_native(compute: ComputeOptions) -> bool:
-    """Return whether compute options select the cpu backend, which uses native kernels."""
+    """Return whether compute options select the cpu backend, whose kernels are native code."""
     return compute.backend in {"auto", "cpu"}
 
 
@@ -82,9 +82,10 @@ def gpu_device(compute: ComputeOptions) -> GpuDevice:
 def memory_free(
     compute: ComputeOptions, program: Program, tensors: Mapping[str, QuantTensor], max_rows: int
 ) -> int:
-    """Return the free bytes for weights and KV pages: GPU memory for the gpu backend, else RAM.
+    """Return the bytes that are free for weights and KV pages, on the GPU or in RAM.
 
-    On a GPU, the memory that a step needs for intermediate values is already subtracted.
+    The compute options' backend decides which. On a GPU, the memory that a step needs for
+    intermediate values is already subtracted.
     """
     if compute.backend != "gpu":
         return memory_available()
@@ -95,7 +96,10 @@ def memory_free(
 def working_bytes(
     compute: ComputeOptions, program: Program, tensors: Mapping[str, QuantTensor], max_rows: int
 ) -> int:
-    """Return the bytes of GPU memory that steps need in addition to weights and KV pages."""
+    """Return the bytes of GPU memory that the gpu backend needs besides weights and KV pages.
+
+    CUDA itself and a step's intermediate values take them.
+    """
     device = gpu_device(compute)
     from twostroke.backends.gpu.plan import step_bytes
 
@@ -105,7 +109,7 @@ def working_bytes(
 
 
 def unused_bytes(compute: ComputeOptions, backend: Backend) -> int:
-    """Return the bytes of a backend's KV pages that the system still reports as free memory.
+    """Return how many bytes of reported free memory a backend's KV pages will still take.
 
     The cpu backend's pages take memory only once they are used; a GPU's are allocated at once.
     """
@@ -252,9 +256,7 @@ def stored_bytes(
 def options_for_drafts(compute: ComputeOptions) -> ComputeOptions:
     """Return compute options for a draft model: on the cpu backend, the fewest activation bits.
 
-    Generated text stays the same, because the main model verifies every draft token.
-
-    Answers stay the same, because every draft token is verified.
+    Answers stay the same, because the main model verifies every draft token.
     """
     if not is_native(compute):
         return compute
@@ -265,7 +267,8 @@ def auto_kv_format(compute: ComputeOptions) -> str:
     """Return the name of the KV cache format that `--kv-format auto` stands for.
 
     Raises:
-        UsageError, BackendError: as `choose_level`.
+        UsageError: the chosen instruction-set level does not exist.
+        BackendError: the level is not built, or cannot run on this machine.
     """
     if is_native(compute):
         return usual_kv_format(choose_level(compute.level).level)
@@ -273,9 +276,10 @@ def auto_kv_format(compute: ComputeOptions) -> str:
 
 
 def splits_sums(compute: ComputeOptions, parallel: ParallelOptions) -> bool:
-    """Return whether tensor-parallel ranks split the sums of matrix products (all-reduce).
+    """Return whether tensor-parallel ranks each compute a part of a product's sums (all-reduce).
 
-    Split sums move fewer bytes between ranks. By default, only GPUs use them.
+    Fewer bytes then move between ranks, but sums are rounded differently. By default, only GPUs
+    split sums.
     """
     if parallel.reduce != "auto" or compute.backend != "torch":
         return parallel.reduce == "sum"

@@ -117,11 +117,11 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
         ),
         group_limit=group_limit,
     )
-    raise shortage.too_much_asked() if asks_too_much else shortage.too_small()
+    raise shortage.kv_memory_error() if asks_too_much else shortage.context_error()
 
 
 class _Shortage(Frozen):
-    """Explains why weights and KV pages do not fit into memory.
+    """The facts of a failed check that weights and KV pages fit into memory, for its error.
 
     `fitting`: the longest context, in tokens, that would fit.
     """
@@ -136,8 +136,8 @@ class _Shortage(Frozen):
     fitting: int
     group_limit: MemoryLimit | None
 
-    def too_much_asked(self) -> MemoryLimitError:
-        """Return the error for a `--kv-memory` that exceeds the free memory."""
+    def kv_memory_error(self) -> MemoryLimitError:
+        """Return the error for a `--kv-memory` that is larger than the free memory."""
         facts = (
             f"{self.name} needs {_mb(self.weight_bytes)} for its weights, and --kv-memory asks for "
             f"{_mb(self.memory_bytes or 0)} of KV cache; {self._free_memory()}"
@@ -146,8 +146,8 @@ class _Shortage(Frozen):
         advice = f". Lower --kv-memory to at most {max_mb}MB, which holds {self.fitting} tokens"
         return self._error(facts, f"{advice} of context.", fits=max_mb > 0)
 
-    def too_small(self) -> MemoryLimitError:
-        """Return the error for a context whose KV pages do not fit into the cache's memory."""
+    def context_error(self) -> MemoryLimitError:
+        """Return the error for a context whose KV pages do not fit into the KV cache's memory."""
         facts = (
             f"{self.name} needs {_mb(self.weight_bytes)} for its weights and "
             f"{_mb(self.needed_bytes)} of KV cache for {self.context_length} tokens of context; "

@@ -56,7 +56,10 @@ class RowSpan(Frozen):
 
 
 def flatten(slices: tuple[Slice, ...]) -> Rows:
-    """Return a step as arrays: tokens, positions, row spans, and rows with logits."""
+    """Return a step's slices as arrays: tokens, positions, row spans, and rows with logits.
+
+    The reference and torch backends compute steps in this form.
+    """
     tokens: list[int] = []
     positions: list[int] = []
     spans: list[RowSpan] = []
@@ -73,7 +76,7 @@ def flatten(slices: tuple[Slice, ...]) -> Rows:
 
 
 def unpack(frame: StepFrame) -> Rows:
-    """Return a step that was received from rank 0 as arrays, in the form that `flatten` returns."""
+    """Return a step that rank 0 sent as arrays, in the form that `flatten` returns."""
     spans: list[RowSpan] = []
     stored = frame.stores.astype(np.int64)
     copies = tuple((target, source) for source, target in frame.copies.tolist())
@@ -117,7 +120,7 @@ def _spans(slice_: Slice, first: int) -> Iterator[RowSpan]:
 
 
 def pooled_rows(slices: Sequence[Slice]) -> list[slice]:
-    """Return the rows whose hidden states are pooled to embeddings, for each slice that has any."""
+    """Return the rows of a step that are pooled to embeddings, for each slice that asks for one."""
     ends = accumulate(slice_.num_rows for slice_ in slices)
     pairs = zip(ends, slices, strict=True)
     return [slice(end - slice_.num_pooled, end) for end, slice_ in pairs if slice_.num_pooled]

@@ -100,7 +100,7 @@ class FrameReader:
     def __init__(self, limits: FrameLimits) -> None:
         self._limits = limits
         self._tables = np.zeros((0, limits.num_groups, limits.table_stride), np.int32)
-        self._checked: _Checked | None = None
+        self._checked: _CheckedFrame | None = None
 
     def read(self, data: bytes | bytearray | memoryview) -> StepFrame:
         """Decode and check a step message.
@@ -164,7 +164,7 @@ class FrameReader:
             is_same_form = not ((body ^ previous.body) & previous.mask).any()
             if is_same_form and not (body.view(np.uint32) >= previous.bounds).any():
                 return
-        checked = _Checked.of(frame, body, head, self._limits)
+        checked = _CheckedFrame.of(frame, body, head, self._limits)
         if (body.view(np.uint32) >= checked.bounds).any():
             raise FrameError("A step names a row, token, table or page that does not exist.")
         _check_order(frame)
@@ -214,7 +214,7 @@ class FrameReader:
         self._tables = grown
 
 
-class _Checked(Frozen, eq=False):
+class _CheckedFrame(Frozen, eq=False):
     """A checked step, with bounds by which the next step of the same shape is checked quickly.
 
     `bounds`: exclusive upper bounds of the numbers of a step. `mask`: 0 for numbers that may differ

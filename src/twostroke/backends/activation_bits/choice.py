@@ -31,7 +31,7 @@ _CHUNK_ROWS: Final = 32
 
 
 def choosing_text() -> str:
-    """Return the text on which the errors of fewer activation bits are measured.
+    """Return the packaged text on which the errors of fewer activation bits are measured.
 
     It differs from the held-out text of evaluations.
     """
@@ -43,7 +43,7 @@ def choosing_text() -> str:
 
 
 def checking_text() -> str:
-    """Return the text on which a choice of activation bits is checked.
+    """Return the packaged text on which a choice of activation bits is checked.
 
     It is longer than the choosing text, because few rows cause most of the error.
     """
@@ -57,10 +57,11 @@ def checking_text() -> str:
 def choose(
     products: Sequence[Product], score: Score, check: Check, model_id: str
 ) -> ActivationBits:
-    """Choose the number of activation bits of each matrix product of a model.
+    """Choose the cheapest activation bits of a model's products whose error is within the limit.
 
-    `bits` maps names of matrices to bits; a missing name means 15. `score(bits)` returns the logits
-    (rows, vocab_size) of the choosing text. `check(bits)` returns the mean KL on the checking text.
+    The error is the mean KL divergence from the logits with 15 bits. `bits` maps names of matrices
+    to bits; a missing name means 15. `score(bits)` returns the logits (rows, vocab_size) of the
+    choosing text. `check(bits)` returns the mean KL on the checking text.
     """
     expected = ExpectedLogits(score({}))
 

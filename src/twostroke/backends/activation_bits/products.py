@@ -36,10 +36,10 @@ class Product(Frozen):
 
 
 def products_of(program: Program, tensors: Mapping[str, QuantTensor]) -> list[Product]:
-    """Return the products of a Program whose number of activation bits may be chosen, in order.
+    """Return a Program's products whose number of activation bits may be chosen, in order.
 
-    Products with float weights are left out, and in models with routers all products whose results
-    routers read, because these stay precise.
+    Products with float weights are left out. So are, in models with routers, all products whose
+    results routers read, because these stay precise.
     """
     has_routers = any(isinstance(op, ops.MixtureOfExperts) for op in program.ops)
     groups: dict[tuple[type[Op], str], list[Op]] = {}

@@ -98,7 +98,7 @@ def cheapest(groups: Sequence[ProductGroup], budget: float) -> dict[str, int]:
 
 
 def bits_of(products: Iterable[Product], bits: int) -> dict[str, int]:
-    """Return `bits` by matrix name, for products that can have so few activation bits."""
+    """Return a choice of activation bits: `bits` for each matrix of products that support it."""
     return {
         name: bits for product in products if bits in product.costs for name in product.matrices
     }
@@ -145,10 +145,9 @@ def allocate(
 
 
 def _bins(error: float, budget: float, num_bins: int) -> int:
-    """Return the error of a knapsack item (a choice of activation bits), in bins of the budget.
+    """Return a knapsack item's error in bins of the error budget, rounded up.
 
-    The number is rounded up. It is `num_bins` + 1 if the error exceeds the budget or is not a
-    number.
+    The result is `num_bins` + 1 if the error exceeds the budget or is not a number.
     """
     if error <= 0:
         return 0

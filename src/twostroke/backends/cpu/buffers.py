@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Buffer(Frozen):
-    """Columns of a row memory, in which a step's intermediate value is stored.
+    """Columns of a row memory in which a step's intermediate value is stored.
 
-    `is_part`: they hold only this rank's part of a gathered value.
+    `is_part`: the columns hold only this rank's part of a value that is gathered from all ranks.
     """
 
     memory: int
@@ -32,15 +32,15 @@ class Buffer(Frozen):
 
 @dataclass(slots=True)
 class RowMemory:
-    """Memory for intermediate values with one row for each row of a step, reused during the step.
+    """Memory for a step's intermediate values: a matrix with a row for each row of the step.
 
-    `num_rows`: a fixed number of rows; 0: the rows of the step. `num_values`: the values that the
-    memory holds at the moment.
+    It is used for other values when its values have been read. `num_rows`: a fixed number of rows;
+    0: the rows of the step. `num_values`: the values that the memory holds at the moment.
 
     Ranks may share the memory of gathered values. `gathers` are the gathers whose outputs it holds,
     one after another. Barriers of the team divide a step into numbered intervals: `writes` are the
-    intervals in which this rank writes the memory, `reads` those in which it reads what other ranks
-    wrote, `uses` both.
+    intervals in which this rank writes the memory, `reads` the intervals in which it reads values
+    that other ranks wrote, `uses` both.
     """
 
     width: int
@@ -57,9 +57,9 @@ class RowMemory:
         return self.gathers[0].team
 
     def join(self, others: Iterable[RowMemory]) -> RowMemory:
-        """Return a memory with the gathers and intervals of this and the other memories.
+        """Merge the descriptions of one shared memory by several ranks.
 
-        The memories are the same shared memory, as described by several ranks.
+        The result has the gathers and the intervals of all of them.
         """
         joined = RowMemory(
             self.width,
@@ -152,9 +152,9 @@ class Buffers:
         return self._assign(gather.output, Buffer(memory, 0, gather.width)), is_there
 
     def note(self, record: OpRecord, gather: AllGather | None = None) -> None:
-        """Note which shared memories an operation record reads and writes in the present interval.
+        """Record which shared memories an operation reads and writes in the present interval.
 
-        `gather`: the gather that the record computes, whose barrier starts the next interval.
+        `gather`: the gather that the operation computes, whose barrier starts the next interval.
         """
         outputs = [output.buffer for output in record.outputs[: record.num_outputs]]
         if gather and record.x == NONE:
@@ -177,7 +177,7 @@ class Buffers:
             memory.uses.add(self._intervals[gather.team])
 
     def done(self, names: Iterable[str]) -> None:
-        """Count reads of intermediate values; free the buffers of values without more reads."""
+        """Count an operation's reads of values; free buffers whose values are not read again."""
         for name in names:
             self.reads_left[name] -= 1
             if self.reads_left[name] <= 0 and name in self.buffer_of_value:
@@ -215,7 +215,7 @@ def _first_column(gather: AllGather) -> int:
 def _own_columns(gather: AllGather) -> tuple[int, int] | None:
     """Return the columns (first, end) of a gathered value that this rank computes.
 
-    None if the ranks divide the value's rows.
+    None if ranks compute different rows of the value instead.
     """
     if not isinstance(gather.parts, ColumnParts):
         return None
@@ -223,9 +223,9 @@ def _own_columns(gather: AllGather) -> tuple[int, int] | None:
 
 
 def parts_in_place(program: Program) -> dict[str, AllGather]:
-    """Return the gathers whose parts ranks can write directly to the gathered value.
+    """Return the gathers whose parts ranks can write directly into the gathered value.
 
-    The keys are the names of the parts.
+    The keys are the names of the parts. No copy is needed for these gathers.
     """
     gathers: dict[str, AllGather] = {}
     writers = {op.output: op for op in program.ops}

@@ -311,7 +311,7 @@ class _CpuLowering:
         return op.output, self._only_reader(op.output)
 
     def _is_of_heads(self, norm: ops.RMSNorm) -> bool:
-        """Return whether a norm works on attention heads, which one thread can norm."""
+        """Return whether a norm works on single attention heads, which one thread can compute."""
         dim = norm.width // norm.num_groups
         reader = self._only_reader(norm.output)
         return isinstance(reader, ops.Rope | ops.Attention) and reader.head_dim == dim

@@ -128,7 +128,7 @@ class StepArrays:
 
     @property
     def samples(self) -> Rows:
-        """Return the sampler's parameters of each row with logits, valid until the next step."""
+        """Return the native sampler's input rows of the step, valid until the next step."""
         return self._samples
 
     def _fill_plain(self, plan: StepPlan) -> None:
@@ -191,7 +191,10 @@ class StepArrays:
         return sampling
 
     def _lay_out(self, slices_of_step: Sequence[Slice]) -> None:
-        """Split slices with draft trees into runs of rows, each with its own page table."""
+        """Split slices with draft trees into runs of rows, one for each branch.
+
+        Each run has its own page table.
+        """
         rows_of_slices = self._slices[: len(slices_of_step)].tolist()
         runs: list[list[int]] = []
         stores: list[tuple[int, int]] = []

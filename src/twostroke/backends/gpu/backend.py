@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 class _Step(Frozen, eq=False):
-    """A step in flight on the GPU; `read` and the tensors are valid once `mark` is reached."""
+    """A step in flight on the GPU: its results are valid once the event `mark` is reached."""
 
     start_s: float
     read: Callable[[], DrawnTokens]
@@ -328,10 +328,10 @@ class GpuBackend:
         )
 
     def _resolve_blind_tokens(self, plan: StepPlan, frame: StepFrame) -> None:
-        """Make rows whose input token is not drawn yet read it from the previous step's results.
+        """Let rows whose input token is not known yet read it from the previous step's results.
 
-        Token -1 - i stands for the token in row i of the previous step's results. The result rows
-        of this step are noted for the next step.
+        The token is drawn by a step that is still in flight. Token -1 - i stands for the token in
+        row i of that step's results. The result rows of this step are noted for the next step.
         """
         row, num_results, result_rows = 0, 0, {}
         for slice_ in plan.slices:
@@ -393,7 +393,10 @@ class GpuBackend:
 
 
 def _chunks(count: int) -> Iterator[tuple[int, int]]:
-    """Split `count` rows with logits into chunks; yield each chunk's index and number of rows."""
+    """Split a step's rows with logits into chunks; yield each chunk's index and number of rows.
+
+    Logits are computed chunk by chunk to save memory.
+    """
     for chunk, first in enumerate(range(0, count, LOGIT_ROWS)):
         yield chunk, min(LOGIT_ROWS, count - first)
 
@@ -429,11 +432,11 @@ def _out_of_memory(
 
 
 def prepare(graphs: Graphs, kernels: Kernels, plan: GpuPlan, drawing: StepSampler) -> None:
-    """Compile the kernels for all step sizes, and capture CUDA graphs, with steps without rows.
+    """Compile the kernels for all step sizes, and capture CUDA graphs, before the first step.
 
-    Steps beyond the largest bucket with a graph are replayed from tapes. Their kernels change only
-    at powers of two, so these sizes are compiled, and the largest, for which libraries allocate
-    their memory.
+    Steps without rows are launched for this. Steps beyond the largest bucket with a graph are
+    replayed from tapes of recorded launches. Their kernels change only at powers of two, so these
+    sizes are compiled, and the largest, for which libraries allocate their memory.
     """
     plan.input.clear()
     captured: dict[Hashable, LaunchFunction] = {}

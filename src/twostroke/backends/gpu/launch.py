@@ -73,7 +73,7 @@ class Launch(Frozen, eq=False):
 
 
 class Tape:
-    """Recorded kernel launches that can be replayed in the same order with the same memory."""
+    """A record of kernel launches, to launch them again in the same order on the same memory."""
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
@@ -104,7 +104,7 @@ class Tape:
 
 
 class Kernels:
-    """Launches Triton kernels, and counts compiled variants; Triton compiles each variant once.
+    """Launches Triton kernels, and counts how many variants Triton has compiled.
 
     With `only_notes` variants are counted, but nothing is launched: interpreted kernels need no
     compilation.
@@ -183,14 +183,14 @@ class Kernels:
             )
             changing = self._changing[id(kernel)] = frozenset(unspecialized or ())
         traits = [
-            _trait(argument, is_changing=name in changing)
+            _compile_key(argument, is_changing=name in changing)
             for name, argument in zip(kernel.arg_names, launch.arguments, strict=False)
         ]
         return id(kernel), *traits, *launch.constants.items(), *launch.options.items()
 
 
-def _trait(argument: Any, *, is_changing: bool) -> Any:
-    """Return the property of a kernel argument on which the compiled kernel depends."""
+def _compile_key(argument: Any, *, is_changing: bool) -> Any:
+    """Return the property of a kernel argument for which Triton compiles a variant."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):

@@ -49,7 +49,10 @@ def lower(program: Program, taps: Collection[str] = ()) -> GpuLowered:
 
 
 class _Sum(Frozen):
-    """A sum that a later kernel will compute: `delta`, normed by `post`, plus a residual stream."""
+    """An addition to a residual stream that is pending, because a later kernel can compute it.
+
+    The sum is `delta`, normed by `post`, plus the stream `residual`.
+    """
 
     output: str
     residual: int
@@ -434,7 +437,10 @@ class _GpuLowering:
         return len(self._buffers) - 1
 
     def _tap(self) -> None:
-        """Emit copies of tapped values that exist by now, before later values overwrite them."""
+        """Emit copies of the values that steps must return, before later values overwrite them.
+
+        Values that do not exist yet are copied by later calls.
+        """
         for name in self._taps:
             if name in self._columns and name not in self._tapped:
                 columns = self._columns[name]

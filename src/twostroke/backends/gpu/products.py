@@ -35,9 +35,10 @@ def scratch_bytes(
 
 
 def in_parts(gpu: Gpu, lowered: GpuLowered, packed: Mapping[str, Matrix]) -> frozenset[int]:
-    """Return the buffers that get partial sums also with many rows.
+    """Return the buffers whose products are partial sums even in steps with many rows.
 
-    Only `products_tiles` writes to them.
+    All matrices of such a product are multiplied by `products_tiles`; other kernels for many rows
+    write whole sums.
     """
 
     def is_alone(name: str) -> bool:

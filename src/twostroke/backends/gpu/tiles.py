@@ -120,7 +120,11 @@ def _visible_range(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
 
 
 def _cuts(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints, Ints]:
-    """Return each tile's piece size in tokens, the number of its first piece, and of its pieces."""
+    """Return how each tile's context is divided into pieces.
+
+    The arrays have, for each tile, the size of its pieces in tokens, the number of the first piece,
+    and the number of pieces.
+    """
     start, end = _visible_range(tiles, tiling)
     ratio = np.maximum(1, -(-end // (_MAX_FULL_PIECES * tiling.piece)))
     size = tiling.piece * (1 << np.ceil(np.log2(ratio)).astype(np.int32))

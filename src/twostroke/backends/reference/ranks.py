@@ -30,14 +30,14 @@ def run_ranks(
     states: Sequence[ReferenceStepState],
     returned_names: Collection[str],
 ) -> Values:
-    """Compute a step on all ranks, one after another in this process.
+    """Compute a step on all ranks, one after another in this process, and return rank 0's values.
 
-    Returns rank 0's values in `returned_names`, and its values that no operation reads.
+    These are its values in `returned_names`, and its values that no operation reads.
     """
     exchange = _Exchange()
     first: Values = {}
-    walks = [
-        _walk(
+    runs = [
+        _run_rank(
             number,
             rank,
             state=state,
@@ -48,15 +48,15 @@ def run_ranks(
         for number, (rank, state) in enumerate(zip(ranks, states, strict=True))
     ]
     with np.errstate(all="ignore"):  # numbers that are not finite reach the logits
-        while walks:
+        while runs:
             num_done_before = exchange.num_done
-            walks = [walk for walk in walks if next(walk, None) is not None]
-            assert not walks or exchange.num_done > num_done_before, "ranks wait for each other"
+            runs = [run for run in runs if next(run, None) is not None]
+            assert not runs or exchange.num_done > num_done_before, "ranks wait for each other"
     return first
 
 
 class _Exchange:
-    """The values that simulated ranks send to each other in a step."""
+    """The values that the ranks in this process send to each other in a step."""
 
     def __init__(self) -> None:
         self.num_done = 0  # operations of all ranks
@@ -66,16 +66,16 @@ class _Exchange:
     def meet(
         self, op: ops.AllGather | ops.AllReduce | ops.SplitKvAttention
     ) -> Generator[bool, None, list[Any]]:
-        """Return the contribution of each rank of a team to a collective.
+        """Wait for the contributions of all ranks of a team to a collective, and return them.
 
-        Yields True while contributions of some ranks are missing.
+        Yields True while some are missing, so that other ranks compute meanwhile.
         """
         while any((op.exchange_name, member) not in self.contributions for member in op.team):
             yield True
         return [self.contributions[op.exchange_name, member] for member in op.team]
 
 
-def _walk(
+def _run_rank(
     rank_number: int,
     rank: RankProgram,
     state: ReferenceStepState,
@@ -83,7 +83,10 @@ def _walk(
     values: Values,
     returned_names: Collection[str],
 ) -> Iterator[bool]:
-    """Compute a rank's values of a step; yield True while other ranks must compute first."""
+    """Compute one rank's part of a step, operation by operation.
+
+    Yields True when another rank must compute first.
+    """
     last_use = {name: op for op in rank.program.ops for name in op.inputs}
     for op in rank.program.ops:
         match op:
@@ -117,7 +120,10 @@ def _walk(
 
 
 def _own_rows(rank: RankProgram, value: Array) -> Array:
-    """Return a copy of a value with NaN in the rows that other ranks compute."""
+    """Set the rows of a value that other ranks compute to NaN, in a copy of the value.
+
+    If an operation read these rows by mistake, its result would be NaN.
+    """
     if rank.num_row_parts == 1:
         return value
     masked = np.full_like(value, np.nan)

@@ -43,7 +43,7 @@ PartialAttentions = dict[tuple[int, int], PartialAttention]  # by span and split
 def partial_attentions(
     op: SplitKvAttention, values: Mapping[str, Array], state: ReferenceStepState
 ) -> PartialAttentions:
-    """Store this rank's keys and values of a step, and attend to the KV splits of this rank."""
+    """Store a rank's keys and values of a step, and attend to the KV splits that it stores."""
     q = values[op.q]
     partials: PartialAttentions = {}
     for number, span in enumerate(state.spans):
@@ -54,9 +54,9 @@ def partial_attentions(
             k, v = (values[name][rows[is_stored]] for name in (op.k, op.v))
             state.cache.store(span, op.layer, positions[is_stored], k, v)
         queries = q[span.rows].reshape(-1, op.num_heads, op.head_dim)
-        for piece in _pieces(op, span):
-            if piece % len(op.team) == op.team_index:
-                partials[number, piece] = _partial_attention(op, queries, span, piece, state)
+        for split in _visible_splits(op, span):
+            if split % len(op.team) == op.team_index:
+                partials[number, split] = _partial_attention(op, queries, span, split, state)
     return partials
 
 
@@ -69,8 +69,8 @@ def merge_partials(
     for number, span in enumerate(state.spans):
         peak = np.full((len(output[span.rows]), op.end_head - op.first_head), -np.inf, np.float32)
         total, out = np.zeros_like(peak), np.zeros((*peak.shape, op.head_dim), np.float32)
-        for piece in _pieces(op, span):
-            partial = team[piece % len(team)][number, piece]
+        for split in _visible_splits(op, span):
+            partial = team[split % len(team)][number, split]
             both = np.maximum(peak, partial.peak[:, heads])
             keep, take = _weight(peak, both), _weight(partial.peak[:, heads], both)
             total = total * keep + partial.sum[:, heads] * take
@@ -80,17 +80,17 @@ def merge_partials(
     return output
 
 
-def _pieces(op: SplitKvAttention, span: RowSpan) -> range:
-    """Return the indices of the KV splits with tokens that a span's rows see, in order."""
+def _visible_splits(op: SplitKvAttention, span: RowSpan) -> range:
+    """Return the indices of the KV splits that have tokens which a span's rows see, in order."""
     first = 0 if op.window is None else max(0, span.start + 1 - op.window)
     return range(first // KV_SPLIT_TOKENS, -(-span.end // KV_SPLIT_TOKENS))
 
 
 def _partial_attention(
-    op: SplitKvAttention, q: Array, span: RowSpan, piece: int, state: ReferenceStepState
+    op: SplitKvAttention, q: Array, span: RowSpan, split: int, state: ReferenceStepState
 ) -> PartialAttention:
     """Compute the attention of queries q (rows, heads, head_dim) of a span to one KV split."""
-    first = piece * KV_SPLIT_TOKENS
+    first = split * KV_SPLIT_TOKENS
     positions = np.arange(first, min(span.end, first + KV_SPLIT_TOKENS))
     if op.window is not None:  # pages before the window may have been freed
         positions = positions[positions > span.start - op.window]

@@ -93,7 +93,10 @@ def _masks(slice_: Slice) -> Sequence[NDArray[np.uint32] | None]:
 
 
 def _drafts_before(slice_: Slice) -> list[list[int]]:
-    """Return, for each token that a slice draws, the draft tokens between it and known tokens."""
+    """Return, for each token that a slice draws, the draft tokens that precede it.
+
+    They come after the request's own tokens; the first drawn token has none.
+    """
     parents = parents_of(len(slice_.drafts), slice_.branches)
     indices = range(ROOT, slice_.num_drawn + ROOT)  # of the draft before each drawn token
     return [[slice_.drafts[i] for i in path_to(draft, parents)] for draft in indices]

@@ -67,9 +67,9 @@ RESULT = np.dtype(
 
 @dataclass(slots=True)
 class _History:
-    """The tokens of a request with penalties, as the native sampler reads them.
+    """A request's tokens as an array, from which the native sampler counts tokens for penalties.
 
-    `num_tokens` of prompt and output, followed by draft tokens of the step.
+    The first `num_tokens` are prompt and output; the step's draft tokens follow.
     """
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -77,7 +77,7 @@ class _History:
 
 
 class RowTable:
-    """A table with the sampling parameters of all requests, kept from step to step.
+    """The native sampler's parameters of all requests: a table that is kept from step to step.
 
     A request's parameters are written once. A step copies its rows out of the table, unless its
     requests are the same as in the previous step, without penalties. For requests with penalties,
@@ -110,9 +110,9 @@ class RowTable:
         slices: Sequence[Slice] | None = None,
         num_tokens: NDArray[Any] | None = None,
     ) -> Rows:
-        """Return the sampler's parameters for each token to draw, an array of `ROW`.
+        """Return the native sampler's input for a step: an array with a `ROW` for each drawn token.
 
-        The rows are in the order of the requests: one for each request's next token.
+        Without slices there is one row for each request, in the order of the requests.
 
         `slices[i]`: the slice of `requests[i]`; each of its drafts has a row, too, for the token
         after it, and rows of scored tokens come before these. `num_tokens`: the number of tokens of
@@ -224,7 +224,10 @@ class RowTable:
     def _branch(
         self, slices: Sequence[Slice], firsts: NDArray[Any], rows: Rows, num_tokens: NDArray[Any]
     ) -> None:
-        """Set the number of tokens, and the histories, for rows of a draft tree's branches."""
+        """Set the token counts and histories in the rows of draft trees, branch by branch.
+
+        `firsts`: the row of each slice's first drawn token.
+        """
         self._branched = []
         for slice_, first in zip(slices, firsts.tolist(), strict=True):
             if not slice_.branches:
@@ -244,7 +247,7 @@ class RowTable:
     def _mask(
         self, requests: Sequence[Request], slices: Sequence[Slice] | None, rows: Rows
     ) -> None:
-        """Compute the constraint masks of requests, and point the requests' rows to them."""
+        """Compute the masks of requests with a constraint, and write their addresses to rows."""
         slices_or_none: Sequence[Slice | None] = slices or [None] * len(requests)
         counts = [1 if slice_ is None else slice_.num_drawn for slice_ in slices_or_none]
         next_row = 0
@@ -268,7 +271,7 @@ class RowTable:
 
 
 def only_best(rows: Rows) -> NDArray[np.int32]:
-    """Return 1 for each row that needs only the largest logit, and 0 for rows that need all.
+    """Return 1 for each sampler row that needs only the largest logit, and 0 for all other rows.
 
     Greedy requests without penalties, constraint and log-probabilities need only the largest.
     """
@@ -296,7 +299,7 @@ def _set_scored_tokens(slices: Sequence[Slice], firsts: NDArray[Any], rows: Rows
 
 
 def read_results(results: Rows, rows: Rows) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Return a step's drawn tokens and log-probabilities from the sampler's results."""
+    """Return a step's drawn tokens and log-probabilities from the native sampler's results."""
     tokens: list[int] = results["token"].tolist()
     num_logprobs: list[int] = rows["num_logprobs"].tolist()
     if max(num_logprobs, default=-1) < 0:
@@ -309,7 +312,7 @@ def read_results(results: Rows, rows: Rows) -> tuple[list[int], list[TokenLogpro
 
 
 def read_scores(results: Rows) -> list[TokenLogprobs | None]:
-    """Return the log-probabilities of prompt tokens from the sampler's results.
+    """Return the log-probabilities of prompt tokens from the native sampler's results.
 
     None for a row whose logits are all NaN or minus infinity.
     """

@@ -178,7 +178,7 @@ class TorchBackend:
         self._pages.memory = torch.empty(0)
 
     def _compute(self, rows: Rows, external: Array | None) -> dict[str, Tensor]:
-        """Compute a step; return the values in `_returned` by name."""
+        """Compute this rank's part of a step; return the values that the step needs, by name."""
         tokens, positions, spans, sampled = rows
         with torch.inference_mode():
             state = self._state(

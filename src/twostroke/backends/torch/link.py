@@ -30,7 +30,10 @@ _TIMEOUT: Final = timedelta(seconds=20)  # for failures that heartbeats do not f
 
 
 class TorchLink:
-    """One rank's end of a link by torch.distributed: NCCL on GPUs, Gloo on CPUs. A `Link`."""
+    """A rank's end of the connection to other ranks by torch.distributed; implements `Link`.
+
+    Collectives use NCCL on GPUs and Gloo on CPUs.
+    """
 
     kind = "torch"
     files = ()
@@ -48,11 +51,14 @@ class TorchLink:
 
     @property
     def record(self) -> TorchLink:
-        """Return the link itself, whose `apply` the torch backend calls for collectives."""
+        """Return the link itself: the torch backend calls its `apply` for collectives."""
         return self
 
     def renew(self) -> str:
-        """Open the store in which ranks find each other, on rank 0; return the store's address."""
+        """Start a new connection on rank 0, and return the address by which ranks join it.
+
+        The address belongs to a store in which the ranks find each other.
+        """
         # Without a socket of ours, the store would listen at all addresses of the machine.
         server = socket.create_server((self._host if self._host == _LOOPBACK else "", 0))
         port: int = server.getsockname()[1]
@@ -67,7 +73,7 @@ class TorchLink:
         return f"{self._host}:{port}"
 
     def join(self, link: str) -> None:
-        """Note the address of rank 0's store; the ranks connect in the first collective.
+        """Store the address that rank 0's `renew` returned; the first collective connects.
 
         A rank that is lost before is only noticed then.
         """
@@ -80,7 +86,10 @@ class TorchLink:
         """Do nothing, because the first collective waits for all ranks."""
 
     def abort(self) -> None:
-        """Leave the process group, which ends waits of other ranks; not while this rank waits."""
+        """Leave the process group, which ends the waits of other ranks in collectives.
+
+        Does nothing while this rank itself waits in a collective.
+        """
         if self._busy.acquire(blocking=False):
             try:
                 self._leave()
@@ -88,7 +97,7 @@ class TorchLink:
                 self._busy.release()
 
     def progress(self) -> int:
-        """Return 0, because the collectives of torch.distributed have their own timeout."""
+        """Return 0: a stalled collective of torch.distributed ends by its own timeout."""
         return 0
 
     def close(self) -> None:
@@ -97,7 +106,7 @@ class TorchLink:
         self._store = None
 
     def apply(self, op: Collective, x: Tensor | None, tokens: Tensor, own_rows: slice) -> Tensor:
-        """Run a collective operation; return its output.
+        """Run a collective operation over all ranks; return this rank's output.
 
         `x`: this rank's part of the input; rows and terms of other ranks are zeros. `tokens`: of
         all rows of the step. `own_rows`: the rows that this rank computes. An output that this rank
@@ -154,7 +163,7 @@ class TorchLink:
         return self._teams[team]
 
     def _meet(self) -> None:
-        """Create the process group of all ranks, unless it exists already."""
+        """Connect to all ranks: create their process group, unless it exists already."""
         if dist.is_initialized():
             return
         if self._address is None:
@@ -175,7 +184,7 @@ class TorchLink:
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Run collectives in a `with` block; raise RanksLostError if torch.distributed fails."""
+        """Run the collectives of a `with` block; RanksLostError if torch.distributed fails."""
         with self._busy:
             try:
                 self._meet()

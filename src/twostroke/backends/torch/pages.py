@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class KvKeeper(Protocol):
-    """Interface that stores a step's keys and values, and returns each sequence's context."""
+    """Stores a step's keys and values, and returns the context of each sequence of the step.
+
+    Implemented for training (whole sequences) and for the engine (KV pages).
+    """
 
     def spans(self, op: ops.Attention, step_kv: tuple[Tensor, ...]) -> Iterator[Seen]:
         """Yield (rows, keys, values, position of the first key) for each sequence of the step.

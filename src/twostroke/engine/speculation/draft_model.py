@@ -105,7 +105,7 @@ class DraftModel(ModelProposer["DraftModelSequence"]):
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
         """Let the draft model make draft tokens for each request; None for no drafts.
 
-        Each request has one pending token.
+        The newest token of each request is not computed yet.
         """
         min_chance = self._sequences.min_chance(len(requests), cost)
         followers = [self._follow(request, cost, min_chance) for request in requests]

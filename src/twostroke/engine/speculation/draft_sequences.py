@@ -196,7 +196,7 @@ class ModelProposer(Generic[F]):
         self._followers: dict[Request, F] = {}
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Learn from which draft tokens of a request's proposal were right."""
+        """Learn which drafts of a request's proposal were right."""
         if follower := self._followers.get(request):
             follower.rate.learn(proposal, outcome)
 

@@ -139,7 +139,7 @@ class EagleHeads(ModelProposer[EagleSequence]):
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
         """Let the EAGLE head make draft tokens for each request; None for no drafts.
 
-        Each request has one pending token.
+        The newest token of each request is not computed yet.
         """
         min_chance = self._sequences.min_chance(len(requests), cost)
         followers = [self._follow(request, cost, min_chance) for request in requests]
@@ -254,7 +254,7 @@ class MedusaHeads(ModelProposer[MedusaSequence]):
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
         """Let the Medusa heads make draft tokens for each request; None for no drafts.
 
-        Each request has one pending token.
+        The newest token of each request is not computed yet.
         """
         depth = min(self._depth, cost.max_drafts)
         num_rows = depth * max(1, len(requests))

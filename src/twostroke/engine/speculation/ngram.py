@@ -83,7 +83,7 @@ class NgramProposer:
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
         """Look up draft tokens for each request; None for no drafts.
 
-        Each request has one pending token.
+        The newest token of each request is not computed yet.
         """
         began_s = time.perf_counter()
         indices = self._select(requests, cost)
@@ -95,7 +95,7 @@ class NgramProposer:
         return proposals
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Learn from which draft tokens of a request's proposal were right."""
+        """Learn which drafts of a request's proposal were right."""
         if references := self._requests.get(request):
             references.rates[proposal.source].learn(proposal, outcome)
             references.was_right = bool(outcome.accepted)

@@ -177,7 +177,7 @@ class Proposer(Protocol):
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
         """Return draft tokens for each request; None for no drafts.
 
-        Each request has one pending token.
+        The newest token of each request is not computed yet.
         """
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:

@@ -121,7 +121,7 @@ class AttentionItems(Frozen, eq=False):
 
 
 def rows_of(heads_in_group: int, block: int) -> int:
-    """Return the number of rows of an attention tile with `block` (row, head) pairs.
+    """Return the number of a step's rows in an attention tile of `block` (row, head) pairs.
 
     `heads_in_group`: query heads that read one KV head.
     """
@@ -129,17 +129,21 @@ def rows_of(heads_in_group: int, block: int) -> int:
 
 
 def small_block(group: int) -> int:
-    """Return the number of (row, head) pairs in an attention tile for decode."""
+    """Return the number of (row, head) pairs in a decode tile; `group` heads read one KV head."""
     return max(16, 1 << (group - 1).bit_length())
 
 
 def same_block(group: int) -> int:
-    """Return the number of (row, head) pairs in each attention tile in the mode `same_tokens`."""
+    """Return the number of (row, head) pairs in every tile of the mode `same_tokens`.
+
+    Prefill and decode have the same tiles there, so that they round in the same way. `group`: query
+    heads that read one KV head.
+    """
     return max(32, small_block(group))
 
 
 def large_block(group: int, head_dim: int) -> int:
-    """Return the number of (row, head) pairs in an attention tile for prefill."""
+    """Return the number of (row, head) pairs in a prefill tile; `group` heads read one KV head."""
     block = 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
     return max(block, small_block(group))
 

@@ -77,7 +77,7 @@ def block_of(gpu: Gpu, num_heads: int, *, is_few: bool) -> int:
 def levels_of(heads: HeadLayout) -> int:
     """Return log2 of the size of the Hadamard matrix that transforms int8 keys and latents.
 
-    The size divides the widths of both. 0 (no transform) for other formats.
+    The size divides the widths of both. 0, which means no transform, for other formats.
     """
     if heads.kv_format != "int8":
         return 0
