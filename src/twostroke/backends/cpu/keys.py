@@ -98,9 +98,10 @@ def _balance_of_latents(
 
 
 def _mean_squares(projection: Projection, tensors: Mapping[str, QuantTensor]) -> Doubles:
-    """Return the mean square of each channel of a query or key projection before rotation.
+    """Return the mean square of each channel of queries or keys, predicted from the weights.
 
-    For a weight of one dimension, which is a norm of heads, the result has one head.
+    The input of the projection is assumed to be normed. If queries or keys have a norm of heads,
+    the norm's weight tells their size, and the result is for one head.
     """
     weight = tensors[projection.weight].dequantize()
     if weight.ndim == 1:

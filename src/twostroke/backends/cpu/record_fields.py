@@ -159,10 +159,10 @@ _PRECISIONS: Final = dict(
 def precision_of(kind: OpKind, run: Sequence[Op], bits: Bits, *, has_routers: bool) -> Precision:
     """Return the precision to which a native record rounds the inputs of its products.
 
-    Before routers inputs are precise, because the smallest difference can change the choice of
-    experts. The products of a record share prepared inputs, so the largest number of bits decides.
-    `bits` has the same number for all products of a value, so that all ranks, which compute
-    different parts of a record, agree.
+    Inputs of products whose results reach routers stay precise, because the smallest difference can
+    change the choice of experts. All products of a record share their rounded inputs, so the
+    product that needs the most bits decides. Ranks compute different parts of a record, but agree,
+    because products of the same value have the same number in `bits`.
     """
     if has_routers and kind in _BEFORE_ROUTERS:
         return Precision.PRECISE

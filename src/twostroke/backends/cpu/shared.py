@@ -73,8 +73,9 @@ def shared_bytes(ranks: Sequence[RankProgram], max_rows: int) -> int:
 def shared_layout(ranks: Sequence[RankProgram], taps: Sequence[str] = ()) -> SharedLayout:
     """Return the layout of the ranks' shared memory, which is the same on each rank.
 
-    `taps` of rank 0 only change which rows are prepared together: a tap between two products
-    separates them into two records on rank 0, but not on the other ranks.
+    `taps` are values that only rank 0 returns. A tap between two products separates them into two
+    records on rank 0, but not on the other ranks, so the ranks cannot quantize the inputs of these
+    products together.
 
     Raises:
         BackendError: too many ranks.
@@ -156,8 +157,7 @@ def _weights_of(parts: Sequence[Op]) -> tuple[str, ...]:
 def _joined(lowered_ranks: Sequence[CpuLowered]) -> list[RowMemory]:
     """Return the memories that ranks share, each with the reads and writes of all ranks.
 
-    If one rank writes a value to the memory of another value, both values have one memory on all
-    ranks.
+    If any rank puts two gathered values into one memory, both values share a memory on all ranks.
     """
     memory_of: dict[Key, RowMemory] = {}
     for lowered in lowered_ranks:

@@ -42,9 +42,10 @@ class Graphs:
         self._replays: dict[Hashable, torch.cuda.CUDAGraph | Tape] = {}
 
     def capture(self, key: Hashable, launch: Callable[[], None]) -> None:
-        """Compile the kernels of `launch`, and capture them as CUDA graph `key`.
+        """Compile the kernels that `launch` launches, and capture the launches as a CUDA graph.
 
-        `launch` is called for this, so the input must be a step without rows.
+        `launch` is called for this, so the step's input must have no rows. `key` names the graph
+        for `run`.
         """
         if not self.is_used:
             launch()
@@ -65,10 +66,10 @@ class Graphs:
         self.num_captured += 1
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
-        """Replay the CUDA graph of `key`.
+        """Replay the CUDA graph that was captured under a key.
 
-        Without a graph, `launch` is called once and recorded; later calls replay the recorded
-        launches.
+        Without a graph, `launch` is called once and its launches are recorded; later calls replay
+        the recorded launches.
         """
         if not self.is_used:
             launch()

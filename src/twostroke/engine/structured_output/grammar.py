@@ -593,6 +593,6 @@ def on_large_stack(function: Callable[[Argument], Result], argument: Argument) -
 
 
 def _lower_priority() -> None:
-    """Lower the priority of the thread that compiles, if the system has priorities of threads."""
+    """Lower the priority of the thread that compiles a grammar, where the system allows that."""
     if hasattr(os, "setpriority"):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

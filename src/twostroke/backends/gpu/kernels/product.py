@@ -27,8 +27,8 @@ def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
     """Return into how many partial sums a product of few rows is split, to use the whole GPU.
 
     `width`: the total width of all products that write to the same `Parts`, because they share the
-    number. With `same_tokens` the number depends only on the shape; it is small, because products
-    of many rows have parts, too.
+    number. With `same_tokens` the number depends only on the shape. It is small then, because
+    products of many rows are split into as many partial sums.
     """
     max_parts, per_unit = 8, 8 if num_rows <= 16 else 4
     if gpu.same_tokens:

@@ -223,9 +223,9 @@ def _are_items_disjoint(branch: SchemaBranch, expander: Expander, length: int) -
 
 
 def _values(expander: Expander, state: State) -> dict[Any, Any] | None:
-    """Return the values that fit a state (a set of schemas that a value must all fit), by key.
+    """Return the JSON values that fit a state, by key; None if its schemas do not list values.
 
-    The caller lists all arrays of such values. None if the schemas do not list their values.
+    A state is a set of schemas that a value must all fit. Used to list all arrays of such values.
     """
     values_by_key: dict[Any, Any] = {}
     for branch in expander.branches(state):
