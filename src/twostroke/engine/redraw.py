@@ -31,7 +31,7 @@ from twostroke.engine.settling import (
 )
 from twostroke.engine.structured_output.schema.spans import HoldBackDetector, checked_paths
 from twostroke.engine.structured_output.schema.verify import UncheckedError
-from twostroke.model.tokenizer.preface import PrefaceCutter, SegmentKind
+from twostroke.model.tokenizer.preface import ReasoningSplitter, SegmentKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -173,7 +173,7 @@ class Redrawer:
 
     def new_sent_part(self) -> SentPart:
         """Return an empty record for the outputs of one answer that a stream sends."""
-        preface = None if self._preface is None else PrefaceCutter(self._preface)
+        preface = None if self._preface is None else ReasoningSplitter(self._preface)
         return SentPart(HoldBackDetector(self._held_paths), preface)
 
     def settle(self, answer: Completion, sent: SentPart | None = None) -> Completion:
@@ -235,7 +235,7 @@ class Redrawer:
         if self._prompt.reading.is_plain:
             text = answer.text
             if self._preface is not None:
-                cutter = PrefaceCutter(self._preface)
+                cutter = ReasoningSplitter(self._preface)
                 parts = [*cutter.feed(answer.text), *cutter.finish()]
                 text = "".join(stretch for part, stretch in parts if part is SegmentKind.AFTER)
         else:
@@ -256,7 +256,7 @@ class SentPart:
     Outputs that were sent must stay the beginning of the answer if it is generated again.
     """
 
-    def __init__(self, held_back: HoldBackDetector, preface: PrefaceCutter | None) -> None:
+    def __init__(self, held_back: HoldBackDetector, preface: ReasoningSplitter | None) -> None:
         self.outputs: list[Output] = []
         self._held_back = held_back
         self._preface = preface

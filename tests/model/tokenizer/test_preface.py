@@ -9,14 +9,14 @@ import pytest
 
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.constraint import ReasoningSection
-from twostroke.model.tokenizer.preface import PrefaceCounter, PrefaceCutter, SegmentKind
+from twostroke.model.tokenizer.preface import ReasoningSplitter, ReasoningTokenCounter, SegmentKind
 
 ANEW, INSIDE = ReasoningSection("<think>", "</think>"), ReasoningSection("", "</think>")
 
 
 def cut(preface: ReasoningSection, text: str, cuts: list[int]) -> tuple[str, str, str]:
     """Return the text of the marks, between them, and after them; joined, it is the text."""
-    cutter, segments = PrefaceCutter(preface), list[tuple[SegmentKind, str]]()
+    cutter, segments = ReasoningSplitter(preface), list[tuple[SegmentKind, str]]()
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         segments += cutter.feed(text[start:end])
     segments += cutter.finish()
@@ -88,7 +88,7 @@ def test_tokens_of_the_preface_are_counted(preface: ReasoningSection, text: str,
     ids = tokenizer.encode(text)
     expected = len(ids) - len(tokenizer.encode(rest))
     for size in (1, 3, len(ids)):
-        counter = PrefaceCounter(preface, tokenizer)
+        counter = ReasoningTokenCounter(preface, tokenizer)
         for start in range(0, len(ids), size):
             counter.feed(ids[start : start + size])
         assert counter.count == expected

@@ -5,14 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.model.tokenizer.specials import AddedToken, Splitter
+from twostroke.model.tokenizer.specials import AddedToken, AddedTokenSplitter
 
 
-def _splitter(*texts: str, **flags: bool) -> Splitter:
-    return Splitter(AddedToken(i, text, special=True, **flags) for i, text in enumerate(texts))
+def _splitter(*texts: str, **flags: bool) -> AddedTokenSplitter:
+    return AddedTokenSplitter(
+        AddedToken(i, text, special=True, **flags) for i, text in enumerate(texts)
+    )
 
 
-def _parts(splitter: Splitter, text: str) -> list[str | int]:
+def _parts(splitter: AddedTokenSplitter, text: str) -> list[str | int]:
     return [
         part if isinstance(part, str) else part.id
         for part in splitter.split(text, parse_special=True)

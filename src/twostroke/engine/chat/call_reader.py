@@ -10,7 +10,7 @@ import regex
 
 from twostroke.core.frozen import Frozen
 from twostroke.engine.chat.call_forms import HERMES, Unmarked
-from twostroke.model.tokenizer.preface import overlap
+from twostroke.model.tokenizer.preface import partial_match_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -233,7 +233,7 @@ class CallReader:
         end = pending_text.find(mark, self._offset)
         is_marked = end >= 0
         if not is_marked:
-            end = len(pending_text) - overlap(
+            end = len(pending_text) - partial_match_length(
                 pending_text[max(self._offset, len(pending_text) - len(mark)) :], mark
             )
         if text := self._trim.feed(pending_text[self._offset : end]):

@@ -10,7 +10,7 @@ from jinja2 import nodes
 
 from twostroke.engine.chat.messages import ROLES
 from twostroke.model.tokenizer import Piece, Prompt
-from twostroke.model.tokenizer.specials import AddedToken, Splitter
+from twostroke.model.tokenizer.specials import AddedToken, AddedTokenSplitter
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -31,7 +31,7 @@ class Marker:
 
     def __init__(self, specials: Collection[str], tree: nodes.Template) -> None:
         self._texts = list(dict.fromkeys(specials))
-        self._splitter = Splitter(
+        self._splitter = AddedTokenSplitter(
             AddedToken(index, text, special=True) for index, text in enumerate(self._texts)
         )
         # Noncharacters surround a mark, so that trimming or changing case does not change it.

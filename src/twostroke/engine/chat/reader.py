@@ -18,7 +18,7 @@ from twostroke.engine.chat.call_reader import (
     ReasoningPiece,
     TextPiece,
 )
-from twostroke.model.tokenizer.preface import PrefaceCounter, PrefaceCutter, SegmentKind
+from twostroke.model.tokenizer.preface import ReasoningSplitter, ReasoningTokenCounter, SegmentKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -101,8 +101,8 @@ class AnswerReader:
             )
         self._customs = reading.customs
         self._free_text: FreeTextReader | None = None  # of the newest call
-        self._cutter = PrefaceCutter(preface) if preface else None
-        self._counter = PrefaceCounter(preface, tokenizer) if preface else None
+        self._cutter = ReasoningSplitter(preface) if preface else None
+        self._counter = ReasoningTokenCounter(preface, tokenizer) if preface else None
         self._reasoning = BlankTrimmer(skips_first=True)
         self._is_after_preface = False  # with only blanks since the end of the reasoning
 

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from twostroke.model.families import MODEL_TYPES
-from twostroke.model.families.blocks import attention, decoder, feed_forward, mixture, norm
+from twostroke.model.families.blocks import (
+    attention,
+    decoder,
+    feed_forward,
+    mixture_of_experts,
+    norm,
+)
 from twostroke.model.families.common_fields import all_but_every, config_window, read_sizes
 from twostroke.model.families.fields import MAX_EXPERTS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
 from twostroke.model.families.gemma4 import with_shared_kv_layers
@@ -187,11 +193,11 @@ def _with_experts(
     def feed(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
         routed = replace(spec, experts=experts)
         if not shared_width:
-            return mixture(routed, layer, x, output)
+            return mixture_of_experts(routed, layer, x, output)
         routed_output, shared_output = f"{output}.routed", f"{output}.shared"
         shared = replace(spec, ffn_size=shared_width)
         return [
-            *mixture(routed, layer, x, routed_output),
+            *mixture_of_experts(routed, layer, x, routed_output),
             *feed_forward(shared, layer, x, shared_output),
             ops.Add(output, routed_output, shared_output, spec.hidden_size),
         ]

@@ -42,7 +42,7 @@ MODEL_TYPES: dict[str, str] = {
 
 
 def build_program(spec: ModelSpec) -> Program:
-    """Build the Program of a model, whose architecture must be one of `ARCHITECTURES`."""
+    """Build the Program of a model; its architecture must be one of `ARCHITECTURES`."""
     family = ARCHITECTURES[spec.architecture]
     scale = math.sqrt(spec.hidden_size) if family.scales_embedding else None
     return decoder(spec, family.layer, embedding_scale=scale)

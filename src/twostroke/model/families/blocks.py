@@ -21,9 +21,10 @@ _LATENT_EPSILON: Final = 1e-6  # of norms of latent vectors, in every model
 
 
 def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = None) -> Program:
-    """Return the Program of a complete decoder: embedding, layers, norm and logits.
+    """Return the Program of a decoder-only model: embedding, layers, last norm and logits.
 
-    `layer(spec, index, x, output)` returns the operations of a layer.
+    `layer(spec, index, x, output)` returns the operations of layer `index`, which reads the value
+    `x` and writes `output`.
     """
     hidden = spec.hidden_size
     parts: list[Op] = [ops.Embed("x0", "token_embd.weight", spec.vocab_size, hidden)]
@@ -49,7 +50,7 @@ def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = No
 
 
 def norm(spec: ModelSpec, output: str, x: str, weight: str) -> ops.RMSNorm:
-    """Return the operation that normalizes a whole row (RMSNorm).
+    """Return the operation that normalizes each row of the value `x` (RMSNorm).
 
     `weight` is the weight's name without ".weight".
     """
@@ -60,7 +61,7 @@ def norm(spec: ModelSpec, output: str, x: str, weight: str) -> ops.RMSNorm:
 def attention(
     spec: ModelSpec, layer: int, x: str, output: str, *, query_key_norm: QueryKeyNorm = None
 ) -> list[Op]:
-    """Return the operations of an attention block from `x` to `output`.
+    """Return the operations of an attention block, which reads `x` and writes `output`.
 
     They are the projections, the rotation, attention, and the output projection. With a
     `query_key_norm`, queries and keys are normalized before they are rotated: each head by itself
@@ -110,9 +111,10 @@ def attention(
 def _heads(
     spec: ModelSpec, layer: int, x: str, query_key_norm: QueryKeyNorm
 ) -> tuple[list[Op], dict[str, str]]:
-    """Return the operations that compute a layer's queries, keys and values, and their names.
+    """Return the operations that compute a layer's queries, keys and values from `x`.
 
-    A layer that shares an earlier layer's keys and values has queries alone.
+    The second result has the names of these values by "q", "k" and "v". A layer that reads an
+    earlier layer's keys and values has only queries.
     """
     name = f"blk.{layer}"
     has_kv = spec.kv_source_layer(layer) is None
@@ -157,9 +159,9 @@ def _heads(
 
 
 def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return the operations of latent attention (DeepSeek) from `x` to `output`.
+    """Return the operations of latent attention (DeepSeek), which read `x` and write `output`.
 
-    Scores are computed in the latent space.
+    Scores are computed from latent vectors, without expanding them to keys.
     """
     assert spec.latent is not None
     name = f"blk.{layer}"
@@ -208,9 +210,9 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
 
 
 def _latent_projections(spec: ModelSpec, layer: int, x: str) -> list[Op]:
-    """Return the operations of latent attention that project x.
+    """Return the operations of latent attention that compute its inputs from `x`.
 
-    They compute queries, latent vectors and rotated keys.
+    The inputs are queries, latent vectors and rotated keys.
     """
     assert spec.latent is not None
     name = f"blk.{layer}"
@@ -289,17 +291,20 @@ def _latent_queries_and_keys(spec: ModelSpec, layer: int, q: str, latent: str) -
 
 
 def _head_matrices(spec: ModelSpec, weight: str) -> tuple[str, ...]:
-    """Return the names of a weight's matrices in latent attention, one for each head."""
+    """Return the names of a latent attention weight's matrices, one for each head."""
     return tuple([f"{weight}.{head}.weight" for head in range(spec.num_heads)])
 
 
 def feed_forward(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return the operations of a gated feed-forward from `x` to `output`."""
-    return _gated(spec, layer, x, output, width=spec.ffn_size_of(layer))
+    """Return the operations of a gated feed-forward, which read `x` and write `output`."""
+    return _gated_feed_forward(spec, layer, x, output, width=spec.ffn_size_of(layer))
 
 
-def mixture(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return the operations of a mixture of experts: router, experts and shared expert if any."""
+def mixture_of_experts(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
+    """Return the operations of a mixture of experts, which read `x` and write `output`.
+
+    They are the router, the experts, and the shared expert if the model has one.
+    """
     assert spec.experts is not None
     name = f"blk.{layer}"
     hidden = spec.hidden_size
@@ -326,16 +331,18 @@ def mixture(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     )
     if experts.shared_size:
         shared = f"{output}.shared"
-        parts += _gated(spec, layer, x=x, output=shared, width=experts.shared_size, suffix="_shexp")
+        parts += _gated_feed_forward(
+            spec, layer, x=x, output=shared, width=experts.shared_size, suffix="_shexp"
+        )
         parts.append(ops.Add(output, routed, shared, hidden))
     return parts
 
 
 def mixture_with_dense_ffn(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return operations that add a dense feed-forward and a mixture of experts (Gemma 4).
+    """Return the operations of Gemma 4's layers with both a feed-forward and experts.
 
-    The feed-forward reads x. The router and the experts read their own norms of the state from
-    which x was computed. Both outputs are normalized before they are added.
+    The outputs of the two are normalized and added. The feed-forward reads `x`. The router and the
+    experts read the state before the norm that computed `x`, with norms of their own.
     """
     assert spec.experts is not None
     name = f"blk.{layer}"
@@ -345,7 +352,7 @@ def mixture_with_dense_ffn(spec: ModelSpec, layer: int, x: str, output: str) -> 
     router, expert_input = f"{name}.ffn_gate_inp", f"{routed}.x"
     scores, shares = f"{name}.scores", f"{name}.shares"
     return [
-        *_gated(spec, layer, x, dense, width=spec.ffn_size),
+        *_gated_feed_forward(spec, layer, x, dense, width=spec.ffn_size),
         norm(spec, f"{dense}.normed", dense, f"{name}.post_ffw_norm_1"),
         ops.RMSNorm(f"{router}.x", state, f"{router}.scale", hidden, spec.norm_epsilon),
         ops.Linear(router, f"{router}.x", f"{router}.weight", hidden, experts.count),
@@ -388,16 +395,16 @@ def residual_layer(
 ) -> list[Op]:
     """Return the operations of a usual decoder layer: attention, then a feed-forward.
 
-    The output of each part is added to its input. Each of the two parts may have a norm before it,
-    named by `pre_norms`, and with `post_norms` has one after it. The second part is a mixture of
-    experts in layers that have experts.
+    The output of each of these two parts is added to its input. Each part may have a norm before
+    it, named by `pre_norms`, and with `post_norms` has one after it. In layers with experts the
+    second part is a mixture of experts.
     """
     name, attention_output = f"blk.{layer}", f"h{layer}"
     attention_part = (
         latent_attention if spec.latent else partial(attention, query_key_norm=query_key_norm)
     )
     has_experts = spec.experts is not None and layer >= spec.experts.first_layer
-    ffn_part = mixture if has_experts else feed_forward
+    ffn_part = mixture_of_experts if has_experts else feed_forward
     if has_experts and spec.experts and spec.experts.adds_dense_ffn:
         ffn_part = mixture_with_dense_ffn
     parts: list[Op] = []
@@ -434,12 +441,12 @@ def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> ops.Rope:
     )
 
 
-def _gated(
+def _gated_feed_forward(
     spec: ModelSpec, layer: int, x: str, output: str, width: int, suffix: str = ""
 ) -> list[Op]:
-    """Return the operations of a gated feed-forward of x that is `width` wide.
+    """Return the operations of a gated feed-forward whose inner width is `width`.
 
-    `suffix` is part of its matrices' names.
+    `suffix` is part of its matrices' names: "_shexp" for a shared expert.
     """
     name, hidden = f"blk.{layer}", spec.hidden_size
     gate, up, gated = (f"{name}.{part}{suffix}" for part in ("gate", "up", "gated"))

@@ -26,7 +26,7 @@ _LAYER_TYPES = {"sliding_attention": True, "full_attention": False}
 
 
 def read_sizes(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Read the sizes of a model from its file's metadata; `keys` names the key of each size.
+    """Read the sizes of a model from its file's metadata; `keys` has the file's key of each size.
 
     The default number of key-value heads is the number of heads. The default head width is the
     model's width divided by the number of heads.
@@ -51,9 +51,10 @@ def read_sizes(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
 
 
 def without_mtp_layers(fields: Fields) -> dict[str, Any]:
-    """Return values that remove a GGUF file's layers for multi-token prediction.
+    """Return changed metadata of a GGUF file that leaves out layers for multi-token prediction.
 
-    Only the layers before them compute the next token.
+    These layers follow the others, and only draft tokens; the layers before them compute the next
+    token.
     """
     mtp_key, count_key = "nextn_predict_layers", "block_count"
     layers = fields.integer(count_key, MAX_LAYERS)
@@ -61,9 +62,9 @@ def without_mtp_layers(fields: Fields) -> dict[str, Any]:
 
 
 def all_but_every(period: int, num_layers: int) -> tuple[bool, ...]:
-    """Return, for each layer, whether it has a sliding window.
+    """Return, for each layer, whether it has a sliding window, where every n-th layer has none.
 
-    Every `period`-th layer has none.
+    `period` is n.
     """
     return tuple((layer + 1) % period != 0 for layer in range(num_layers))
 
@@ -71,7 +72,7 @@ def all_but_every(period: int, num_layers: int) -> tuple[bool, ...]:
 def gguf_window(
     fields: Fields, slides: tuple[bool, ...], *, default_size: int = 0
 ) -> WindowSpec | None:
-    """Read the sliding window of a GGUF file; None if no layer has one.
+    """Read which layers of a GGUF file have a sliding window, and its size; None without one.
 
     `slides` tells which layers have the window if the file does not; `default_size` is its size.
     """
@@ -85,7 +86,7 @@ def gguf_window(
 
 
 def config_window(fields: Fields, slides: tuple[bool, ...]) -> WindowSpec | None:
-    """Read the sliding window of a config.json; None if no layer has one.
+    """Read which layers of a config.json have a sliding window, and its size; None without one.
 
     `slides` tells which layers have the window if the file has no `layer_types`.
     """
@@ -99,9 +100,9 @@ def config_window(fields: Fields, slides: tuple[bool, ...]) -> WindowSpec | None
 
 
 def config_window_of_all(fields: Fields, num_layers: int) -> WindowSpec | None:
-    """Read the sliding window that all layers of a family have; None if it is off.
+    """Read the sliding window of a family in which all layers have it; None if it is off.
 
-    As in transformers, `layer_types` changes nothing here.
+    `layer_types` in the config.json is ignored, as transformers does for these families.
     """
     if not fields.has("sliding_window"):
         return None
@@ -126,7 +127,7 @@ def gguf_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
 def config_experts(
     fields: Fields, spec: ModelSpec, ffn_size: int, *, normalize: bool
 ) -> ExpertSpec:
-    """Read a mixture of experts from a config.json: how many experts, and how many a row uses."""
+    """Read how many experts a config.json has, and how many of them a row uses."""
     for key in ("n_shared_experts", "shared_expert_intermediate_size"):
         fields.expect(key, 0)
     count = "num_experts" if fields.has("num_experts") else "num_local_experts"

@@ -31,10 +31,11 @@ _MULTIPLIER: Final = "rope.scaling.yarn_log_multiplier"
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return corrected metadata of a DeepSeek GGUF file: sizes of a token's latent vector.
+    """Return changed metadata of a DeepSeek GGUF file, with the sizes that a token stores.
 
-    Older files have sizes of expanded heads instead. YaRN's multiplier applies to the scores alone:
-    rotated keys keep their length.
+    In latent attention a token stores one latent vector, which counts as one key-value head. Older
+    files have the sizes of expanded heads instead. YaRN's multiplier is removed from RoPE: it
+    applies to the scores alone, and rotated keys keep their length.
     """
     width = _stored_width(fields, "attention.kv_lora_rank", "rope.dimension_count")
     values: dict[str, Any] = dict.fromkeys(
@@ -46,13 +47,16 @@ def gguf_values(fields: Fields) -> dict[str, Any]:
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return corrected metadata of a DeepSeek config.json: sizes of a token's latent vector."""
+    """Return changed metadata of a DeepSeek config.json, with the sizes that a token stores.
+
+    In latent attention a token stores one latent vector, which counts as one key-value head.
+    """
     width = _stored_width(fields, "kv_lora_rank", "qk_rope_head_dim")
     return {"num_key_value_heads": 1, "head_dim": width}
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read latent attention and experts of a DeepSeek model from a GGUF file."""
+    """Add a DeepSeek model's latent attention and experts to its spec, from a GGUF file."""
     is_new = fields.has("attention.key_length_mla")
     ending = "_mla" if is_new else ""
     rotated = spec.rope.dim
@@ -74,7 +78,7 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read latent attention and experts of a DeepSeek model from a config.json."""
+    """Add a DeepSeek model's latent attention and experts to its spec, from a config.json."""
     fields.expect("attention_bias", False)  # noqa: FBT003 - the only value
     model_type = fields.text("model_type")
     has_query_rank = fields.has("q_lora_rank")
@@ -102,7 +106,7 @@ def _stored_width(fields: Fields, latent: str, rotated: str) -> int:
 
 
 def _scale(fields: Fields, latent: LatentSpec) -> float:
-    """Return the scale of latent attention's scores, which YaRN's `mscale_all_dim` changes."""
+    """Return the factor of latent attention's scores; YaRN's `mscale_all_dim` changes it."""
     part = fields.part("rope_scaling") or fields.part("rope_parameters")
     weight = None if part is None else part.optional_number("mscale_all_dim")
     multiplier = 1.0
@@ -137,9 +141,9 @@ def _first_expert_layer(fields: Fields, spec: ModelSpec) -> int:
 
 
 def _check_heads(fields: Fields, spec: ModelSpec) -> None:
-    """Refuse more attention heads than any known model has.
+    """Refuse a file with far more attention heads than any known model has.
 
-    In latent attention each head becomes two matrices.
+    In latent attention each head has two matrices, so a damaged number would take much memory.
     """
     max_heads = max_experts(spec)
     if spec.num_heads > max_heads:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def unchanged_spec(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Return the model's spec unchanged: for families whose files have no additional fields."""
+    """Return the spec unchanged: the reader of families whose files have no fields of their own."""
     del fields
     return spec
 
 
 def no_values(fields: Fields) -> dict[str, Any]:
-    """Return no corrections of a file's metadata: the file's own values are used."""
+    """Return no changes of a file's metadata: for families that need none."""
     del fields
     return {}
 

@@ -27,8 +27,9 @@ _REQUIRED: Any = object()
 
 
 class Fields(Frozen):
-    """Reads the metadata of the model file `name`; each method checks a value's type and range.
+    """Reads the metadata of a model file (GGUF or config.json), and checks each value.
 
+    Each method returns the value at a key, and checks its type and range. `name` is the file, and
     `prefix` is prepended to every key. Every fault is a ModelFormatError that names the file, the
     key and the limit.
     """
@@ -37,12 +38,12 @@ class Fields(Frozen):
     values: Mapping[str, Any]
     prefix: str = ""
 
-    def within(self, prefix: str) -> Fields:
+    def with_prefix(self, prefix: str) -> Fields:
         """Return a reader of the same metadata that puts `prefix` before every key."""
         return Fields(self.name, self.values, prefix)
 
     def changed(self, values: Mapping[str, Any]) -> Fields:
-        """Return a reader of the same metadata with other values of some keys."""
+        """Return a reader of the same metadata in which some keys have other values."""
         changed_values = {self.prefix + key: value for key, value in values.items()}
         return Fields(self.name, {**self.values, **changed_values}, self.prefix)
 
@@ -51,11 +52,11 @@ class Fields(Frozen):
         return self.values.get(self.prefix + key)
 
     def fault(self, text: str) -> NoReturn:
-        """Raise a ModelFormatError about this model file."""
+        """Raise a ModelFormatError about this model file, with the sentence "'NAME' TEXT."."""
         raise ModelFormatError(f"{self.name!r} {text}.")
 
     def refuse(self, key: str, problem: str) -> NoReturn:
-        """Raise a ModelFormatError about the metadata value at `key`."""
+        """Raise a ModelFormatError about the value at a metadata key; `problem` ends the text."""
         self.fault(f"has {self.prefix}{key} = {_format_value(self.value(key))}, {problem}")
 
     def has(self, key: str) -> bool:
@@ -93,7 +94,7 @@ class Fields(Frozen):
     def optional_number(
         self, key: str, *, low: float = _MIN_NUMBER, default: float | None = None
     ) -> float | None:
-        """Return the number at a metadata key; None for zero, `default` if it is missing."""
+        """Return the number at a metadata key; None for zero, and `default` for a missing key."""
         value = self.value(key)
         if type(value) in {int, float} and value == 0:
             return None
@@ -108,7 +109,7 @@ class Fields(Frozen):
         return tuple(entries.number(name) for name in entries.values)
 
     def part(self, key: str) -> Fields | None:
-        """Return the object at a metadata key as a reader of its fields; None if it is missing."""
+        """Return a reader of the object at a metadata key; None if it is missing."""
         value = self.value(key)
         if value is None:
             return None
@@ -117,7 +118,7 @@ class Fields(Frozen):
         return Fields(f"{self.name}: {key}", value)
 
     def choices(self, key: str, value_map: Mapping[Any, T], count: int) -> tuple[T, ...]:
-        """Return the list of `count` values at a metadata key, mapped by `value_map`.
+        """Return the list of `count` values at a metadata key, each translated by `value_map`.
 
         A value that is not in the map is refused.
         """
@@ -151,7 +152,7 @@ class Fields(Frozen):
         return self.text(key) if self.has(key) else None
 
     def token_ids(self, key: str, num_tokens: int) -> tuple[int, ...]:
-        """Return the token id or ids at a metadata key; () if it is missing.
+        """Return the token id or ids at a metadata key; empty if the key is missing.
 
         Only ids below `num_tokens` are returned. Other values are left out with a warning: files
         often have -1 where there is no such token.
@@ -167,7 +168,10 @@ class Fields(Frozen):
         return tuple(token_ids)
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Refuse the model file if a metadata value is there and is not one of `allowed`."""
+        """Refuse the model file unless a metadata value is missing or one of `allowed`.
+
+        Readers call this for fields that Twostroke supports with these values only.
+        """
         value = self.value(key)
         if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
             self.refuse(key, "which is not supported yet")

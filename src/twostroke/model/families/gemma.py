@@ -33,7 +33,7 @@ _WINDOW_PERIOD, _SLIDING_ROPE_BASE = 6, 10000.0
 
 
 def gemma2_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the sliding window and the soft caps of Gemma 2 from a GGUF file."""
+    """Add the sliding window and the soft caps of Gemma 2 to its spec, from a GGUF file."""
     return replace(
         _from_gguf(spec),
         attention_soft_cap=fields.optional_number("attn_logit_softcapping", default=_SCORE_CAP),
@@ -43,7 +43,7 @@ def gemma2_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def gemma2_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read attention scale, sliding window and soft caps of Gemma 2 from a config.json."""
+    """Add attention scale, sliding window and soft caps of Gemma 2 to its spec (config.json)."""
     return replace(
         _from_config(fields, spec),
         attention_soft_cap=fields.optional_number("attn_logit_softcapping"),
@@ -52,7 +52,10 @@ def gemma2_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def gemma3_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read Gemma 3's sliding window, and the RoPE base of its layers, from a GGUF file."""
+    """Add Gemma 3's sliding window and RoPE to its spec, from a GGUF file.
+
+    Layers with a window have another RoPE base.
+    """
     window = gguf_window(fields, all_but_every(_WINDOW_PERIOD, spec.num_layers))
     if window is not None:
         base = fields.number("rope.freq_base_swa", default=_SLIDING_ROPE_BASE)
@@ -62,7 +65,7 @@ def gemma3_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def gemma3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the attention scale and the sliding window of Gemma 3 from a config.json.
+    """Add the attention scale and the sliding window of Gemma 3 to its spec, from a config.json.
 
     A RoPE scaling that names no layer type applies to the layers without a window.
     """
@@ -86,9 +89,9 @@ def gemma3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def _from_gguf(spec: ModelSpec) -> ModelSpec:
-    """Set the fields of Gemma 2 and 3 for a GGUF file.
+    """Return a spec with the constants that Gemma 2 and 3 share, for a GGUF file.
 
-    Norm weights in the file already include the offset.
+    The file's norm weights already include the offset of 1.
     """
     is_27b = spec.num_layers == _LAYERS_OF_27B[spec.architecture]
     scale = (spec.hidden_size / spec.num_heads) ** -0.5 if is_27b else None
@@ -96,7 +99,7 @@ def _from_gguf(spec: ModelSpec) -> ModelSpec:
 
 
 def _from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the fields that Gemma 2 and 3 share from a config.json."""
+    """Return a spec with the fields that Gemma 2 and 3 share, from a config.json."""
     return replace(
         spec,
         norm_offset=1.0,

@@ -43,14 +43,14 @@ _KV_HEADS, _FFN = "attention.head_count_kv", "feed_forward_length"
 
 
 def gemma4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return the operations of a Gemma 4 layer.
+    """Return the operations of a Gemma 4 layer, which reads `x` and writes `output`.
 
-    They are attention, the feed-forward, the added layer input, and the layer's factor.
+    They are attention, the feed-forward, the layer's own input of each token, and a factor.
     """
     name = f"blk.{layer}"
     width = spec.layer_inputs
     hidden = spec.hidden_size
-    parts = _inputs(spec, x) if width and layer == 0 else []
+    parts = _layer_inputs(spec, x) if width and layer == 0 else []
     full_output = f"{output}.before" if spec.layer_factors else output
     block_output = f"{output}.own" if width else full_output
     parts += residual_layer(spec, layer, x, block_output, post_norms=True, query_key_norm="head")
@@ -71,11 +71,11 @@ def gemma4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     return parts
 
 
-def _inputs(spec: ModelSpec, x: str) -> list[Op]:
-    """Return the operations that compute each token's additional inputs of all layers.
+def _layer_inputs(spec: ModelSpec, x: str) -> list[Op]:
+    """Return the operations that compute the additional input of each token and layer.
 
-    An input is the scaled sum of a table's row and a projection of x. The projection is divided by
-    the root of the model's width and normalized, which equals a norm with a larger epsilon.
+    An input is the scaled sum of a table's row and a projection of `x`. The projection is divided
+    by the root of the model's width and normalized, which equals a norm with a larger epsilon.
     """
     input_size, hidden = spec.layer_inputs, spec.hidden_size
     width = input_size * spec.num_layers
@@ -98,12 +98,13 @@ def _inputs(spec: ModelSpec, x: str) -> list[Op]:
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return corrected metadata of a Gemma 4 GGUF file, whose sizes differ between layers.
+    """Return changed metadata of a Gemma 4 GGUF file, with one size where the file has a list.
 
-    The values are the sizes of layers without a window, and of layers that compute keys and values.
+    Sizes differ between layers: the returned ones are of layers without a window, and of layers
+    that compute keys and values. `gemma4_from_gguf` reads the other sizes.
     """
     count = fields.integer("block_count", MAX_LAYERS)
-    slides = _slides(fields, count)
+    slides = _windowed_layers(fields, count)
     values = {"attention.shared_kv_layers": 0}
     for key, layer in ((_KV_HEADS, slides.index(False)), (_FFN, 0)):
         values[key] = _layer_sizes(fields, key, count)[layer]
@@ -111,7 +112,7 @@ def gguf_values(fields: Fields) -> dict[str, Any]:
 
 
 def gemma4_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read Gemma 4's windows, layers with shared keys and values, and layer inputs (GGUF)."""
+    """Add Gemma 4's windows, layers with shared keys and values, and layer inputs (GGUF)."""
     count = spec.num_layers
     sizes = _layer_sizes(fields, _FFN, spec.num_layers)
     kv_heads = _layer_sizes(fields, _KV_HEADS, count)
@@ -126,7 +127,7 @@ def gemma4_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
         layer_factors=True,
         norms_values=True,
     )
-    window = gguf_window(fields, _slides(fields, count))
+    window = gguf_window(fields, _windowed_layers(fields, count))
     if window is not None:
         dim = fields.integer("attention.key_length_swa", MAX_HEAD_DIM, low=2)
         if dim % 2:
@@ -165,9 +166,10 @@ def gemma4_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return corrected metadata of a Gemma 4 config.json: sizes of layers without a window.
+    """Return changed metadata of a Gemma 4 config.json, with the sizes of layers without a window.
 
-    Text is always read causally.
+    `gemma4_from_config` reads the sizes of the other layers. A flag for bidirectional attention
+    between image tokens is removed, since text is always read causally.
     """
     values: dict[str, Any] = {"head_dim": fields.value("global_head_dim")}
     if fields.flag("attention_k_eq_v", default=False) and fields.has("num_global_key_value_heads"):
@@ -187,7 +189,7 @@ def config_values(fields: Fields) -> dict[str, Any]:
 
 
 def gemma4_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read Gemma 4's windows, shared keys and values, and layer inputs from a config.json."""
+    """Add Gemma 4's windows, shared keys and values, and layer inputs to its spec (config.json)."""
     window = config_window(fields, all_but_every(_WINDOW_PERIOD, spec.num_layers))
     if window is not None:
         window = replace(window, slides=(*window.slides[:-1], False))  # as in transformers
@@ -230,9 +232,10 @@ def gemma4_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def _ropes(fields: Fields, kind: str) -> Mapping[str, Any]:
-    """Return the RoPE parameters of layers with and without a window.
+    """Return the RoPE parameters by the type of a layer: "sliding_attention", "full_attention".
 
-    A file that has any parameters must have those for `kind`.
+    A file without any parameters has Gemma 4's defaults; a file with some must have an entry for
+    `kind`.
     """
     ropes = fields.part("rope_parameters")
     if ropes is None:
@@ -268,10 +271,10 @@ def _check_heads(fields: Fields, spec: ModelSpec) -> None:
             fields.fault(f"has {heads}")
 
 
-def _slides(fields: Fields, count: int) -> tuple[bool, ...]:
+def _windowed_layers(fields: Fields, count: int) -> tuple[bool, ...]:
     """Return, for each layer of a GGUF file, whether it has a sliding window.
 
-    At least one layer has none.
+    Refuses a file in which all layers have one.
     """
     usual = (*all_but_every(_WINDOW_PERIOD, count)[:-1], False)
     fields.integer("attention.sliding_window", MAX_CONTEXT, low=0)  # required
@@ -283,7 +286,7 @@ def _slides(fields: Fields, count: int) -> tuple[bool, ...]:
 
 
 def _layer_sizes(fields: Fields, key: str, count: int) -> list[int]:
-    """Return a size for each layer of a GGUF file, which has one number for all, or a list."""
+    """Return the size of each layer at a GGUF key, whose value is one number for all, or a list."""
     value = fields.value(key)
     if not isinstance(value, list):
         return [fields.integer(key, MAX_WIDTH)] * count
@@ -309,7 +312,7 @@ def with_shared_kv_layers(fields: Fields, spec: ModelSpec, count: int, ffn_size:
 def _experts(
     fields: Fields, spec: ModelSpec, count_key: str, used_key: str, width_key: str
 ) -> ExpertSpec:
-    """Read the experts that Gemma 4 adds to each feed-forward, from the given metadata keys."""
+    """Read the experts that Gemma 4 adds to each feed-forward; three metadata keys are given."""
     num_experts = fields.integer(count_key, min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers))
     num_used = fields.integer(used_key, num_experts)
     size = fields.integer(width_key, MAX_WIDTH)

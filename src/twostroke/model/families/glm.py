@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def glm4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     """Return the operations of a GLM 4 layer: Llama's layer, perhaps with query-key norms.
 
-    The second norm has another name in GGUF files.
+    Only the second norm's name differs, as GGUF files have it.
     """
     return residual_layer(
         spec,
@@ -42,12 +42,12 @@ def glm4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the experts of a GLM 4 model from a GGUF file."""
+    """Add the experts of a GLM 4 model to its spec, from a GGUF file."""
     return replace(spec, experts=gguf_routed_experts(fields, spec, default_gating=SIGMOID))
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the experts of a GLM 4 model from a config.json.
+    """Add the experts of a GLM 4 model to its spec, from a config.json.
 
     `attention_bias` applies only to queries, keys and values.
     """

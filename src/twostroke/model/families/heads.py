@@ -32,7 +32,7 @@ LAYER_SIZES: Final = (
 
 
 class HeadsSpec(Frozen):
-    """The shapes of trained draft heads (EAGLE or Medusa).
+    """The shapes of trained draft heads (EAGLE or Medusa), which propose a model's next tokens.
 
     `layer` describes the decoder layer (EAGLE) or the residual blocks (Medusa); its `vocab_size`
     and `hidden_size` are the target model's. Heads propose one of `num_tokens` tokens, and were
@@ -48,9 +48,9 @@ class HeadsSpec(Frozen):
 def heads_for(
     target: ModelSpec, kind: str, *, num_tokens: int, depth: int, ffn_size: int, window: int
 ) -> HeadsSpec:
-    """Return the shapes of draft heads for a target model.
+    """Return the shapes of draft heads to train for a target model.
 
-    Their attention window has `window` tokens.
+    `kind` is "eagle" or "medusa". The heads' attention window has `window` tokens.
     """
     sizes = {name: getattr(target, name) for name in LAYER_SIZES} | {"ffn_size": ffn_size}
     rope = RopeSpec(target.rope.base, target.head_dim, target.rope.interleaved)
@@ -58,7 +58,7 @@ def heads_for(
 
 
 def heads_layer(name: str, rope: RopeSpec, window: int, sizes: Mapping[str, Any]) -> ModelSpec:
-    """Return the spec of a decoder layer for draft heads.
+    """Return the spec of a decoder layer of draft heads, from the sizes that `heads.json` stores.
 
     `sizes` has a value for each of `LAYER_SIZES`.
     """
@@ -74,7 +74,7 @@ def heads_layer(name: str, rope: RopeSpec, window: int, sizes: Mapping[str, Any]
 
 
 def build_heads(spec: HeadsSpec) -> Program:
-    """Return the Program of draft heads.
+    """Return the Program of draft heads, from a hidden state of the target model to logits.
 
     `last_hidden` names the hidden state that the Program computes.
     """
@@ -82,7 +82,7 @@ def build_heads(spec: HeadsSpec) -> Program:
 
 
 def last_hidden(program: Program) -> str:
-    """Return the name of the hidden state that a Program's last norm reads."""
+    """Return the name of a Program's last hidden state before the final norm."""
     return program.layer_outputs[-1]
 
 
@@ -111,9 +111,10 @@ def _eagle(spec: HeadsSpec) -> Program:
 def _medusa(spec: HeadsSpec) -> Program:
     """Return the Program of Medusa heads: residual blocks that each propose one token.
 
-    All blocks read one hidden state. Block i proposes the token i steps after the next one. A row's
-    "token" is the number of its block. The blocks are experts, and a row uses the expert with its
-    number: the table of scores has a large number on its diagonal.
+    All blocks read one hidden state. Block i proposes the token i steps after the next one. Each
+    row computes one block: the row's "token" is the number of that block. The blocks are the
+    experts of a mixture, whose table of scores has a large number on its diagonal, so that a row
+    uses the expert with its number.
     """
     layer = spec.layer
     count = spec.depth

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the sliding window and the experts of a Llama, Mistral or Mixtral GGUF file."""
+    """Add the sliding window and the experts of a Llama, Mistral or Mixtral model (GGUF)."""
     return replace(
         spec,
         window=gguf_window(fields, (True,) * spec.num_layers),
@@ -34,11 +34,11 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the sliding window and the experts of a Llama or Mistral config.json.
+    """Add the sliding window and the experts of a Llama, Mistral or Mixtral model (config.json).
 
-    A llama with a window is refused, because transformers ignores the window and vLLM applies it. A
-    mistral with `layer_types` is transformers' ministral: `layer_types` tells which layers have the
-    window.
+    A model of the type "llama" with a window is refused, because transformers ignores the window
+    and vLLM applies it. A "mistral" with `layer_types` is transformers' ministral: `layer_types`
+    tells which layers have the window.
     """
     match fields.text("model_type"):
         case "llama":

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Refuse a GGUF file of OLMo 3, which GGUF also calls olmo2.
+    """Refuse a GGUF file of OLMo 3, which has the architecture "olmo2" in GGUF, too.
 
-    OLMo 3's layers with a window have another RoPE.
+    OLMo 3's layers with a window have another RoPE, which is not supported.
     """
     fields.expect("attention.sliding_window", 0)
     return spec

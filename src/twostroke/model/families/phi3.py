@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the sliding window, which all layers of a Phi-3 model share, from a GGUF file."""
+    """Add the sliding window, which all layers of a Phi-3 model have, from a GGUF file."""
     return replace(spec, window=gguf_window(fields, (True,) * spec.num_layers))
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the sliding window, which all layers of a Phi-3 model share, from a config.json."""
+    """Add the sliding window, which all layers of a Phi-3 model have, from a config.json."""
     return replace(spec, window=config_window_of_all(fields, spec.num_layers))
 
 

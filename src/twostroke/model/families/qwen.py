@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def qwen3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the sliding window of a Qwen3 model from a config.json.
+    """Add the sliding window of a Qwen3 model to its spec, from a config.json.
 
     The window is off by default, and the first layers never have it.
     """
@@ -38,7 +38,7 @@ def qwen3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def qwen2_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the sliding window of a Qwen2 model from a config.json.
+    """Add the sliding window of a Qwen2 model to its spec, from a config.json.
 
     `attention_bias` is ignored, since queries, keys and values always have biases.
     """
@@ -47,7 +47,7 @@ def qwen2_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def experts_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the experts of a Qwen model from a GGUF file; every layer has experts."""
+    """Add the experts of a Qwen model to its spec, from a GGUF file; every layer has experts."""
     experts = gguf_experts(fields, spec)
     if experts is None:
         fields.fault("is a mixture of experts, but its expert_count is 0")
@@ -55,7 +55,7 @@ def experts_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def experts_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read experts and sliding window of a Qwen model from a config.json.
+    """Add experts and sliding window of a Qwen model to its spec, from a config.json.
 
     Every layer must have experts.
     """

@@ -34,10 +34,10 @@ def gguf_rope(
     *,
     interleaved: bool,
 ) -> RopeAndContext:
-    """Read RoPE from a GGUF file's metadata (fields of its architecture) and its `ROPE_TABLES`.
+    """Read RoPE from a GGUF file's metadata and its tables of frequency divisors (`ROPE_TABLES`).
 
-    `context` is the context length in the file; the returned length is the longest that the RoPE
-    allows. Keys are from the format's specification, with the meaning that llama.cpp gives them.
+    The second result is the longest context length that the RoPE allows; `context` is the length in
+    the file. Keys are from the format's specification, with the meaning that llama.cpp gives them.
     """
     for key in ("rope.dimension_sections", "rope.scaling.alpha"):
         fields.expect(key)
@@ -90,7 +90,7 @@ def config_rope(
     *,
     share_key: str | None = None,
 ) -> RopeAndContext:
-    """Read RoPE from a config.json; returns the same as `gguf_rope`.
+    """Read RoPE and the longest context length that it allows from a config.json.
 
     The key is `rope_parameters` (transformers 5), which may hold an object for each type of layer;
     `layer_type` selects one. Older files have `rope_theta` and `rope_scaling`. `share_key` is the
@@ -138,12 +138,12 @@ def _config_scaling(part: Fields, plain: RopeSpec, original: int, context: int) 
 
 
 def _linear(plain: RopeSpec, factor: float) -> RopeSpec:
-    """Return RoPE with all positions divided by `factor` (arXiv:2306.15595)."""
+    """Return a RoPE that divides all positions by `factor` (arXiv:2306.15595)."""
     return plain if factor == 1 else _divided(plain, [factor] * (plain.dim // 2))
 
 
 def _proportional(plain: RopeSpec, part: Fields) -> RopeSpec:
-    """Return RoPE that rotates only the pairs with the highest frequencies; others stay."""
+    """Return a RoPE that rotates only the pairs with the highest frequencies; others stay."""
     share = part.number("partial_rotary_factor", high=1.0, default=1.0)
     factor, count = part.number("factor", low=1.0, default=1.0), int(share * plain.dim // 2)
     rotating = [frequency / factor for frequency in plain.frequencies[:count]]
@@ -152,7 +152,7 @@ def _proportional(plain: RopeSpec, part: Fields) -> RopeSpec:
 
 
 def _divided(plain: RopeSpec, divisors: Sequence[float], magnitude: float = 1.0) -> RopeSpec:
-    """Return RoPE with the frequency of each pair divided by its divisor."""
+    """Return a RoPE in which the frequency of each pair is divided by the pair's divisor."""
     pairs = zip(plain.frequencies, divisors, strict=True)
     scaled = tuple(
         [
@@ -164,7 +164,7 @@ def _divided(plain: RopeSpec, divisors: Sequence[float], magnitude: float = 1.0)
 
 
 def _llama3(plain: RopeSpec, part: Fields, original: int) -> RopeSpec:
-    """Return RoPE extended by Llama 3.1's rule: low frequencies are divided by a factor.
+    """Return a RoPE extended by Llama 3.1's rule: low frequencies are divided by a factor.
 
     High frequencies stay, and between them the rule blends. A frequency is high if its pair makes
     at least `high_freq_factor` turns within the `original` context, and low if it makes at most
@@ -183,9 +183,9 @@ def _llama3(plain: RopeSpec, part: Fields, original: int) -> RopeSpec:
 
 
 def _longrope(plain: RopeSpec, part: Fields, original: int, context: int) -> RopeAndContext:
-    """Return RoPE with LongRoPE's factors for short contexts (arXiv:2402.13753).
+    """Return a RoPE with LongRoPE's factors for short contexts (arXiv:2402.13753).
 
-    They hold up to the original context length.
+    The second result is the original context length, up to which these factors hold.
     """
     factor = part.number("factor", low=1.0, default=max(1.0, context / original))
     magnitude = part.optional_number("attention_factor")
@@ -196,7 +196,7 @@ def _longrope(plain: RopeSpec, part: Fields, original: int, context: int) -> Rop
 
 
 class _Yarn(Frozen):
-    """YaRN's context extension of RoPE (arXiv:2309.00071).
+    """YaRN's rule for extending the context of a RoPE (arXiv:2309.00071).
 
     It divides low frequencies by `factor`, keeps high ones, and blends between. The blend goes from
     the pair that makes `beta_fast` turns within `original` tokens to the pair that makes
@@ -211,13 +211,13 @@ class _Yarn(Frozen):
     truncate: bool = True
 
     def scale(self, plain: RopeSpec, context: int) -> RopeAndContext:
-        """Return RoPE extended by YaRN.
+        """Return a RoPE extended by YaRN, and the context length that it allows.
 
         `context` is the length in the file, often the original one.
         """
 
         def pair_of(turns: float) -> float:
-            """Return the pair of values that makes `turns` turns within the original context."""
+            """Return the pair of values that makes `turns` turns in the original context."""
             ratio = self.original / (turns * 2 * math.pi)
             return plain.dim * math.log(ratio) / (2 * math.log(plain.base))
 
@@ -256,10 +256,7 @@ def _config_yarn(part: Fields, original: int, context: int) -> _Yarn:
 
 
 def _yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return YaRN's recommended magnitude of rotated values.
-
-    The context is extended by `factor`.
-    """
+    """Return YaRN's recommended factor of rotated values for a context extended by `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -31,7 +31,7 @@ EXPERT_NAMES: Final = {
 def gguf_routed_experts(
     fields: Fields, spec: ModelSpec, *, default_gating: int
 ) -> ExpertSpec | None:
-    """Read the mixture of experts of a GGUF file; None if the model has no experts.
+    """Read a GGUF file's mixture of experts with a router like DeepSeek's; None without one.
 
     `default_gating` is the scoring function if the file does not name one.
     """
@@ -66,7 +66,7 @@ def gguf_routed_experts(
 def config_routed_experts(
     fields: Fields, spec: ModelSpec, first: int, *, has_groups: bool, is_sigmoid: bool = True
 ) -> ExpertSpec | None:
-    """Read the mixture of experts of a config.json; None if the model has no experts.
+    """Read a config.json's mixture of experts with a router like DeepSeek's; None without one.
 
     Layers before `first` have no experts. With `has_groups`, experts are chosen from the best
     groups.
@@ -95,7 +95,11 @@ def config_routed_experts(
 
 
 def max_experts(spec: ModelSpec) -> int:
-    """Return the most experts, or heads with their own matrices, that a layer may have."""
+    """Return the most experts that a layer of a model file may have.
+
+    The limit keeps a damaged file from taking much memory. It also applies to attention heads that
+    have matrices of their own (latent attention).
+    """
     return min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers)
 
 
@@ -107,7 +111,7 @@ def _routing(
     *,
     is_sigmoid: bool,
 ) -> RoutingSpec | None:
-    """Return the rule by which a model chooses experts for a row; None for plain softmax.
+    """Return the rule by which a model's router chooses experts; None for plain softmax.
 
     `counts` are the number of experts and the number that a row uses. `groups` are the keys for the
     number of groups and the number that a row uses.

@@ -7,7 +7,7 @@ from twostroke.model.program import Activation
 
 
 class RopeSpec(Frozen):
-    """Rotary position embedding (Su et al., 2021, arXiv:2104.09864).
+    """The rotary position embedding (RoPE) of a model (arXiv:2104.09864).
 
     `dim` of a head's values are rotated. `interleaved` pairs neighbours (2i, 2i+1), as GGUF stores
     the Llama family; otherwise value i is paired with i + dim/2. A context extension has its own
@@ -29,7 +29,7 @@ class RopeSpec(Frozen):
 
 
 class WindowSpec(Frozen):
-    """Sliding-window attention of a model: some layers read only the last `size` positions.
+    """The sliding window of a model's attention: some layers read only the last `size` positions.
 
     The row's own position counts. `slides[i]` tells whether layer i has the window. `rope`,
     `num_kv_heads` and `head_dim` are for layers with the window; None means the model's values.
@@ -43,10 +43,10 @@ class WindowSpec(Frozen):
 
 
 class RoutingSpec(Frozen):
-    """A rule by which a mixture of experts chooses experts, if it is not plain softmax.
+    """How a model's router chooses experts, if not by plain softmax.
 
-    See `program.ops.Route` and arXiv:2405.04434, 2412.19437. With `has_bias` each layer has a bias
-    for the choice.
+    The fields have the meanings of `program.ops.Route`; see arXiv:2405.04434, 2412.19437. With
+    `has_bias` each layer has a bias for the choice.
     """
 
     scale: float = 1.0
@@ -58,7 +58,7 @@ class RoutingSpec(Frozen):
 
 
 class ExpertSpec(Frozen):
-    """A mixture of experts in place of each layer's feed-forward (arXiv:2401.04088).
+    """A model's mixture of experts, which replaces each layer's feed-forward (arXiv:2401.04088).
 
     A row uses `num_used` of `count` experts, each `ffn_size` wide; `normalize` divides the shares
     of the used experts by their sum. Every row also uses a shared expert `shared_size` wide, if
@@ -77,10 +77,11 @@ class ExpertSpec(Frozen):
 
 
 class LatentSpec(Frozen):
-    """Latent attention (arXiv:2405.04434): a token stores a vector of `rank + rotated` values.
+    """The sizes of latent attention (arXiv:2405.04434).
 
-    A head's keys are `key` wide without their rotated part, its values `value`. Queries are
-    computed from vectors of `query_rank` values, or in one product if that is 0.
+    A token stores one vector of `rank + rotated` values for all heads. A head's keys are `key` wide
+    without their rotated part, its values `value`. Queries are computed from vectors of
+    `query_rank` values, or in one product if that is 0.
     """
 
     rank: int
@@ -91,10 +92,10 @@ class LatentSpec(Frozen):
 
 
 class SharedKvSpec(Frozen):
-    """The last `count` layers of a model read keys and values of an earlier layer.
+    """Which layers read an earlier layer's keys and values: the last `count` layers of a model.
 
-    Each reads the last earlier layer with the same kind of attention (with or without a window).
-    The feed-forward of these layers is `ffn_size` wide. See arXiv:2405.12981.
+    Each reads from the last earlier layer with the same kind of attention (with or without a
+    window). The feed-forward of these layers is `ffn_size` wide. See arXiv:2405.12981.
     """
 
     count: int
@@ -158,7 +159,7 @@ class ModelSpec(Frozen):
         return window.num_kv_heads or self.num_kv_heads, window.head_dim or self.head_dim
 
     def kv_source_layer(self, layer: int) -> int | None:
-        """Return the layer whose keys and values a layer reads; None if they are its own."""
+        """Return the layer whose keys and values a layer reads; None if it computes its own."""
         first = self.num_layers - (self.shared_kv.count if self.shared_kv else 0)
         if layer < first:
             return None

@@ -31,8 +31,8 @@ _NO_ID: Final = -1  # the id of a token until `_with_ids` finds its id
 class FolderTokens(Frozen):
     """The added tokens of a Hugging Face folder's tokenizer, by ascending id.
 
-    `named_texts` has the texts of tokens such as `bos_token`; `additional_texts` has the texts of
-    the listed special tokens without names.
+    `named_texts` has the texts of special tokens with a name, such as `bos_token`;
+    `additional_texts` has the texts of further special tokens, which the files list without names.
     """
 
     added: tuple[AddedToken, ...]
@@ -43,7 +43,7 @@ class FolderTokens(Frozen):
 def read_added_tokens(
     description: Json, config: Json, special_map: Json, added_json: Json
 ) -> FolderTokens:
-    """Return the added tokens of a Hugging Face folder's tokenizer, and named tokens' texts.
+    """Return the added tokens of a Hugging Face folder's tokenizer, as transformers 5 reads them.
 
     The arguments are the contents of tokenizer.json, tokenizer_config.json, special_tokens_map.json
     and added_tokens.json; missing files are empty.
@@ -76,9 +76,9 @@ def read_added_tokens(
 
 
 def _named_tokens(config: Json, special_map: Json) -> dict[str, str | Json]:
-    """Return a folder's special tokens that have names, such as `bos_token`, in a fixed order.
+    """Return a folder's special tokens that have names, such as `bos_token`, by name.
 
-    A token is a text, or an object with flags.
+    The order is fixed. A token is a text, or an object with flags.
     """
     named_tokens = {name: value for name, value in config.items() if _is_named(name, value)}
     extras = config.get("extra_special_tokens")
@@ -95,7 +95,7 @@ def _named_tokens(config: Json, special_map: Json) -> dict[str, str | Json]:
 
 
 def _unnamed_tokens(config: Json, special_map: Json) -> list[str | Json]:
-    """Return a folder's listed special tokens that have no names."""
+    """Return the special tokens that a folder lists without names (`additional_special_tokens`)."""
     older, newer = "additional_special_tokens", "extra_special_tokens"
     lists = [config.get(newer) or config.get(older), special_map.get(newer)]
     extras = [value for texts in lists if isinstance(texts, list) for value in texts]
@@ -104,7 +104,7 @@ def _unnamed_tokens(config: Json, special_map: Json) -> list[str | Json]:
 
 
 def _listed_by_text(config: Json, special_map: Json, added_json: Json) -> dict[int, Json]:
-    """Return the tokens of added_tokens.json by id, as objects with flags.
+    """Return the tokens of added_tokens.json by id, in the form of tokenizer.json's entries.
 
     A token is special if the other files list its text as special.
     """
@@ -132,7 +132,7 @@ def _text(value: str | Json) -> str:
 
 
 def _own_token(entry: Json) -> AddedToken:
-    """Return an added token from its entry in tokenizer.json; missing flags are false."""
+    """Return an added token from its entry in tokenizer.json; flags that are missing are false."""
     flags = {flag: bool(entry.get(flag)) for flag in ("special", "normalized", *_FLAGS)}
     return AddedToken(_id_of(entry["id"]), str(entry["content"]), **flags)
 
@@ -140,7 +140,8 @@ def _own_token(entry: Json) -> AddedToken:
 def _token(value: str | Json, specials: Iterable[str]) -> AddedToken:
     """Return an added token from an object with flags, or from the text of a special token.
 
-    `specials` are texts that are special in any case. The token has no id yet.
+    A token with a text in `specials` is special even without the flag. The token has no id yet;
+    `_with_ids` adds it.
     """
     entry = {"content": value, "special": True} if isinstance(value, str) else value
     text = str(entry["content"])
@@ -162,7 +163,7 @@ def _id_of(value: object) -> int:
 def _with_ids(
     own_tokens: Iterable[AddedToken], more_tokens: Iterable[AddedToken], vocab: Mapping[str, int]
 ) -> tuple[AddedToken, ...]:
-    """Return the added tokens of tokenizer.json and of the other files, with their ids.
+    """Return the added tokens of tokenizer.json (`own_tokens`) and of the other files, with ids.
 
     A token of `more_tokens` replaces a token of equal text. A text that has no id in the vocabulary
     gets the next free id.

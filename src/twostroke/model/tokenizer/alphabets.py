@@ -55,9 +55,10 @@ def byte_token(text: str) -> bytes | None:
 
 
 def mark_spaces(*, prefix: bool) -> Cut:
-    """Return a function that turns a text into one word, with spaces as U+2581 (SentencePiece).
+    """Return a function that writes a text's spaces as U+2581, for SentencePiece.
 
-    With `prefix`, U+2581 is also put first.
+    Like other cuts, the function returns a list of words: here the whole text as one word. With
+    `prefix`, U+2581 is also put first.
     """
     start = SPACE if prefix else ""
     return lambda text: [start + text.replace(" ", SPACE)]

@@ -38,11 +38,12 @@ _SCHEMES = (frozenset({"always", "first"}), frozenset({"always"}), frozenset[str
 
 
 class WordSplitter(Frozen):
-    """The functions by which a tokenizer.json cuts a text into words, after normalizing it.
+    """The functions by which a tokenizer.json normalizes a text and cuts it into words.
 
-    `cut` cuts the first segment of a text, `cut_rest` each segment after an added token.
-    `cut_exact` adds no space before a text. With `has_bytes`, tokens spell bytes instead of
-    characters. With `spells_bytes`, the words already spell bytes.
+    `cut` cuts the first segment of a text, `cut_rest` each segment after an added token, and
+    `cut_exact` text that must be encoded exactly, without an added space. With `has_bytes` the
+    vocabulary is byte-level (GPT-2): tokens spell bytes. With `spells_bytes` the words from the cut
+    functions already spell bytes; otherwise the merges do so.
     """
 
     normalize: Normalize
@@ -56,8 +57,8 @@ class WordSplitter(Frozen):
 def read_words(description: Description) -> WordSplitter:
     """Return the functions by which a tokenizer.json normalizes text and cuts it into words.
 
-    Raises ModelFormatError for an unknown kind of step. The fields of the steps must have been
-    checked before (`check_steps`).
+    Raises ModelFormatError for an unknown kind of normalizer or pre-tokenizer. `check_steps` must
+    have checked their fields before.
     """
     normalizer_steps = list(flatten_steps(description.get("normalizer"), "normalizers"))
     normalize: list[Normalize] = []
@@ -90,9 +91,10 @@ def read_words(description: Description) -> WordSplitter:
 
 
 def _cuts(steps: list[Description], schemes: frozenset[str], *, spells_bytes: bool) -> list[Cut]:
-    """Return a function for each pre-tokenizer step that cuts text into words.
+    """Return a function for each pre-tokenizer that cuts text into words, in order.
 
-    With `spells_bytes`, a ByteLevel step also spells the bytes of its words as characters.
+    `schemes` are the Metaspace schemes that add a space here. With `spells_bytes`, a ByteLevel pre-
+    tokenizer also spells the bytes of its words as characters.
     """
     cuts: list[Cut] = []
     for step in steps:
@@ -105,7 +107,7 @@ def _cuts(steps: list[Description], schemes: frozenset[str], *, spells_bytes: bo
 
 @contextmanager
 def _name_step_in_errors(kind: str, step: Description) -> Iterator[None]:
-    """Add the name of a tokenizer step to an error about its pattern or table."""
+    """Add a normalizer's or pre-tokenizer's name to an error about its pattern or table."""
     try:
         yield
     except ModelFormatError as error:
@@ -130,7 +132,10 @@ def _reader_of(readers: dict[str, Any], step: Description, kind: str) -> Any:
 
 
 def pattern_of(step: Description) -> str:
-    """Return a tokenizer step's pattern as a regular expression; the file may have plain text."""
+    """Return a pre-tokenizer's or normalizer's pattern as a regular expression.
+
+    A file may have plain text instead, which is escaped.
+    """
     ((kind, pattern),) = step["pattern"].items()
     return re.escape(pattern) if kind == "String" else str(pattern)
 
@@ -183,9 +188,9 @@ def _word_length(step: Description) -> int:
 
 
 def _behavior_for(behavior: str, schemes: frozenset[str]) -> str:
-    """Return how a tokenizer step treats matches of its pattern.
+    """Return how a pre-tokenizer treats the matches of its pattern, such as "Isolated".
 
-    Matches are always kept if text must be encoded exactly.
+    Text that must be encoded exactly keeps all matches.
     """
     return behavior if schemes or behavior != "Removed" else "Isolated"
 

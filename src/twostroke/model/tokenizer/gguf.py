@@ -64,9 +64,9 @@ def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 
 
 def _byte_level(fields: _TokenizerFields) -> Tokenizer:
-    """Read a GPT-2 tokenizer from a GGUF file.
+    """Read a byte-level (GPT-2) tokenizer from a GGUF file.
 
-    Words are cut by a pattern, bytes are spelled as characters, and merges are listed.
+    A pattern cuts text into words, characters spell bytes, and the file lists the merges.
     """
     name = fields.get("pre", str) or "default"
     if name in SENTENCEPIECE_NAMES:
@@ -92,7 +92,8 @@ def _byte_level(fields: _TokenizerFields) -> Tokenizer:
 def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
     """Read a SentencePiece tokenizer from a GGUF file.
 
-    Characters are merged by the scores of tokens. Other characters become bytes.
+    Neighbouring characters are merged in the order of the tokens' scores. Characters that are no
+    tokens become bytes.
     """
     # Runs of spaces are listed as user-defined, but are merged like ordinary tokens, and first.
     space_run_ids = {
@@ -136,7 +137,8 @@ def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
 def _sentencepiece_merges(fields: _TokenizerFields) -> Tokenizer:
     """Read Gemma 4's tokenizer from a GGUF file.
 
-    Characters are merged in a listed order. Other characters become bytes.
+    It is a SentencePiece tokenizer whose file lists the merges. Characters that are no tokens
+    become bytes.
     """
     added = fields.added()
     bytes_of = _byte_tokens(fields)
@@ -169,11 +171,11 @@ def _parts(
     *,
     begin: bool,
 ) -> TokenizerParts:
-    """Return the tokenizer parts that all kinds of GGUF tokenizers share.
+    """Return the tokenizer parts that are read in the same way for all kinds of GGUF tokenizers.
 
     `begin` is the default of `add_bos_token`.
     """
-    prefix, suffix = fields.around(begin=begin)
+    prefix, suffix = fields.surrounding_ids(begin=begin)
     return TokenizerParts(
         merges=merges,
         cut=cut,
@@ -192,10 +194,10 @@ def _parts(
 
 
 def _with_phi3_stripping(added: tuple[AddedToken, ...]) -> tuple[AddedToken, ...]:
-    """Return the added tokens with Phi-3's flag `rstrip`, which GGUF files cannot store.
+    """Return the added tokens with the flag `rstrip` for Phi-3, which GGUF files cannot store.
 
     Phi-3's tokens for the turns of a chat include the white space after them, which its templates
-    write.
+    write. Other models' tokens are unchanged.
     """
     if not {token.text for token in added if token.special} >= _PHI3_TURN_TOKENS:
         return added
@@ -225,7 +227,7 @@ def _character_options(fields: _TokenizerFields, bytes_of: Mapping[int, bytes]) 
 
 
 def _byte_tokens(fields: _TokenizerFields) -> dict[int, bytes]:
-    """Return the tokens of a GGUF file that spell one byte, by id.
+    """Return the ids of a GGUF file's tokens that spell one byte, with their bytes.
 
     If a SentencePiece file does not mark these tokens, they are found by their texts.
     """
@@ -272,7 +274,7 @@ class _TokenizerFields:
             if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
         )
 
-    def around(self, *, begin: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def surrounding_ids(self, *, begin: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the token ids that the model expects before and after a text.
 
         `begin` is the default of `add_bos_token`.
@@ -284,10 +286,10 @@ class _TokenizerFields:
         return () if before_id is None else (before_id,), () if after_id is None else (after_id,)
 
     def infill(self) -> tuple[list[int | None], list[int | None], list[int | None]]:
-        """Return the token ids for filling in the middle: three marks, two heads, and end tokens.
+        """Return the ids of the tokens for filling in the middle: marks, heads, and end tokens.
 
-        Marks stand before prefix, suffix and middle; heads stand before the names of repository and
-        file.
+        Three marks are before the prefix, the suffix and the middle. Two heads are before the names
+        of repository and file. An id is None if the file has none.
         """
         mark_ids = []
         for key, older_key in _INFILL_KEYS:
@@ -297,7 +299,7 @@ class _TokenizerFields:
         return mark_ids, heads, [self.token_id(key) for key in _INFILL_END_KEYS]
 
     def named_texts(self) -> dict[str, str]:
-        """Return the texts of special tokens such as `bos_token`, by names that templates use."""
+        """Return the texts of special tokens by their names in templates, such as `bos_token`."""
         ids = {name: self.token_id(f"{key}_token_id") for name, key in _TOKEN_NAMES.items()}
         return {f"{name}_token": self.tokens[id_] for name, id_ in ids.items() if id_ is not None}
 

@@ -136,7 +136,7 @@ def _build(
 def _check_added_ids(added: tuple[AddedToken, ...], *, limit: int) -> None:
     """Refuse an added token whose id is far above all other ids.
 
-    The unused ids between would take memory.
+    A damaged file could otherwise take much memory, since unused ids between take some.
     """
     for token in added:
         if token.id >= limit:
@@ -147,7 +147,7 @@ def _check_added_ids(added: tuple[AddedToken, ...], *, limit: int) -> None:
 
 
 def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[AddedToken, ...]:
-    """Return the added tokens that have a row in the embedding table; log the other tokens."""
+    """Return the added tokens that have a row in the model's embedding table; log the others."""
     rowless = [token.text for token in added if num_rows is not None and token.id >= num_rows]
     if not rowless:
         return added
@@ -159,7 +159,7 @@ def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[Add
 
 
 def _texts(vocab: dict[str, int]) -> list[str]:
-    """Return the texts of a vocabulary by token id; an id that the file leaves out has no text."""
+    """Return the texts of a vocabulary by token id; an id that the file lacks has no text."""
     ids = vocab.values()
     limit = len(vocab) + _MAX_UNUSED_IDS
     if any(type(id_) is not int or not 0 <= id_ < limit for id_ in ids):
@@ -173,7 +173,10 @@ def _texts(vocab: dict[str, int]) -> list[str]:
 def _read_merges(
     model: dict[str, Any], added: tuple[AddedToken, ...], *, byte_level: bool
 ) -> tuple[Merges, int]:
-    """Return a tokenizer.json's merges, and the number of ids; no merge makes a special token."""
+    """Return a tokenizer.json's merges, and the number of token ids.
+
+    Special tokens are not in the merges' vocabulary, so text never becomes one.
+    """
     for name in _UNSUPPORTED_OPTIONS:
         if model.get(name):
             raise ModelFormatError(f"its option {name} is not known.")
@@ -236,7 +239,7 @@ def _surrounding_ids(processor: dict[str, Any] | None) -> tuple[tuple[int, ...],
 
 
 def _template_ids(step: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Return the token ids that a post-processor's template puts before and after a text."""
+    """Return the ids that a TemplateProcessing post-processor puts before and after a text."""
     before: list[int] = []
     after: list[int] = []
     side = before
@@ -249,7 +252,7 @@ def _template_ids(step: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def _strips_space(description: dict[str, Any]) -> bool:
-    """Return whether a tokenizer's decoder removes the first space of a text.
+    """Return whether decoding must remove the first space of a text, by the tokenizer's decoder.
 
     An unknown decoder is refused.
     """

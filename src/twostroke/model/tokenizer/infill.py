@@ -44,9 +44,10 @@ def infill_tokens(
 ) -> InfillTokens | None:
     """Return a vocabulary's tokens for filling in the middle of a text; None if it has none.
 
-    `mark_ids` are the ids before prefix, suffix and middle that the model's files name, `head_ids`
-    the ids before repository and file names, and `extra_end_ids` further ids that end a middle.
-    Well-known added tokens replace the marks if one of them is missing, and each missing head.
+    `mark_ids` are the ids of the tokens before prefix, suffix and middle that the model's files
+    name, `head_ids` the ids of the tokens before repository and file names, and `extra_end_ids`
+    further tokens that end a middle. Well-known added tokens replace the marks if one of them is
+    missing, and each missing head.
     """
     texts = {token.id: token.text for token in added}
     ids = {text: id_ for id_, text in texts.items()}
@@ -108,7 +109,7 @@ def encode_part(
     *,
     continues_text: bool = False,
 ) -> list[int]:
-    """Return the token ids of one text in a fill-in-the-middle prompt.
+    """Return the token ids of one text, such as the suffix, in a fill-in-the-middle prompt.
 
     The texts of special tokens in it stay text. With `continues_text`, no space is added before the
     text, even if the tokenizer usually adds one. `max_tokens` is as in `Tokenizer.encode`.

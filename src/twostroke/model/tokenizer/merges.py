@@ -48,10 +48,11 @@ class TooManyTokensError(Exception):
 class MergeOptions(Frozen):
     """How byte-pair encoding divides a word into its first symbols, before merging.
 
-    `byte_level` spells a word's bytes as characters (GPT-2); without it the symbols are the word's
-    own characters. `ignore_merges` keeps a word that is a token unmerged. A character that is no
-    token becomes its bytes (`byte_ids`, by value; None for a missing byte token) if all of them are
-    tokens, else the token `unknown` (one token for a whole run with `fuse_unknown`), else nothing.
+    `byte_level` spells a word's bytes as characters (GPT-2); otherwise the symbols are the word's
+    own characters. With `ignore_merges`, a word that is a token becomes this token without merging.
+    A character that is no token becomes its bytes (`byte_ids`, by value; None for a missing byte
+    token) if all of them are tokens, else the token `unknown` (one token for a whole run with
+    `fuse_unknown`), else nothing.
     """
 
     byte_level: bool = True
@@ -124,13 +125,14 @@ class Merges:
     def min_tokens(self, text: str, longest_added: int = 1) -> int:
         """Return a lower bound of the number of tokens in a text, however it is cut into words.
 
-        `longest_added` is the size in bytes of the longest added token that may be in the text.
+        So a text that is too long is refused quickly, without encoding it. `longest_added` is the
+        size in bytes of the longest added token that may be in the text.
         """
         spelled = byte_level_text(text) if self._options.byte_level else text
         return self._min_tokens(spelled, longest_added)
 
     def min_tokens_of_words(self, words: Sequence[str]) -> int:
-        """Return a lower bound of the number of tokens in words, from the number of words."""
+        """Return a lower bound of the number of tokens in words, from the number of words alone."""
         options = self._options
         is_complete = options.byte_level or options.unknown is not None
         return len(words) if is_complete else 0
@@ -138,7 +140,7 @@ class Merges:
     def _min_tokens(self, spelled: str, longest_added: int = 1) -> int:
         """Return a lower bound of the number of tokens in a word, without merging it.
 
-        No token is longer than the longest token that consists only of the word's symbols.
+        Each token has at most as many symbols as the longest token made of the word's symbols.
         """
         num_symbols = 0
         used_symbols = set[int]()
@@ -151,9 +153,9 @@ class Merges:
         return -(-num_symbols // max(self.vocabulary.max_length(chars), longest_added))
 
     def _symbols(self, spelled: str) -> list[int]:
-        """Return the token ids of a word before merging: its characters or bytes.
+        """Return the token ids of a word's characters, from which merging begins.
 
-        Characters that are not in the vocabulary are replaced.
+        Characters that are not in the vocabulary are replaced as `MergeOptions` says.
         """
         char_id = self._char_id
         options = self._options
@@ -240,9 +242,9 @@ class Merges:
 
 
 def _chunk_starts(length: int) -> Iterator[int]:
-    """Yield the start of each chunk of a long list, so that a long encoding can be cancelled.
+    """Yield the start of each chunk of a long list; raise WorkCancelledError if cancelled.
 
-    `check_not_cancelled` is called between chunks.
+    The encoder walks through long texts in chunks, so that it can be cancelled between them.
     """
     for start in range(0, length, _CHUNK_SYMBOLS):
         if start:
@@ -251,17 +253,17 @@ def _chunk_starts(length: int) -> Iterator[int]:
 
 
 class _Pairs(dict[int, int]):
-    """The merge rank of each pair of token ids; lower ranks are merged first.
+    """The merge rank of each pair of neighbouring token ids; lower ranks are merged first.
 
     The rank is `pairs[left << 32 | right]`. A pair whose joined texts are not a token has the rank
-    `_NO_MERGE`. Ranks are cached, up to a limit.
+    `_NO_MERGE`. Ranks are computed on demand and cached, up to a limit.
     """
 
     def __init__(self, vocabulary: Vocabulary, order: Order) -> None:
-        """Compute ranks by `order(left, right, merged)`.
+        """Use `order(left, right, merged)` to rank the pair `left`, `right`, which forms `merged`.
 
-        The function returns how late the pair `left`, `right` becomes the token `merged`, or None
-        if it never does.
+        It returns a number, which is lower for a pair that is merged earlier, or None for a pair
+        that is never merged.
         """
         super().__init__()
         self._vocabulary = vocabulary

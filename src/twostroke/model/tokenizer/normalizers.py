@@ -38,18 +38,18 @@ _HAS_LEAF, _VALUE, _LABEL = 0x100, 0x7FFFFFFF, 0x800000FF
 
 
 def lower_case(text: str) -> str:
-    """Return a text in lower case; each character is converted without regard to its neighbours."""
+    """Return a text in lower case; each character is converted by itself."""
     return text.lower() if text.isascii() else "".join(map(str.lower, text))
 
 
 def strip(text: str, *, left: bool, right: bool) -> str:
-    """Return a text without the white space at its left or right side."""
+    """Return a text without the white space at its start (`left`) and at its end (`right`)."""
     text = text.lstrip(WHITE_SPACE) if left else text
     return text.rstrip(WHITE_SPACE) if right else text
 
 
 def strip_accents(text: str) -> str:
-    """Return a text without combining marks; composed characters do not change."""
+    """Return a text without combining marks; composed characters, such as é, do not change."""
     return text if text.isascii() else _MARKS.sub("", text)
 
 
@@ -59,7 +59,10 @@ def nmt(text: str) -> str:
 
 
 def bert(step: dict[str, Any]) -> Callable[[str], str]:
-    """Return BERT's text normalizer with the options of a tokenizer.json's `step`."""
+    """Return a function that normalizes text as BERT does, with the options in `step`.
+
+    `step` is a normalizer of a tokenizer.json.
+    """
     lowers_case = bool(step.get("lowercase", True))
     accents = step.get("strip_accents")
     strips_accents = lowers_case if accents is None else bool(accents)
@@ -87,9 +90,10 @@ def _clean(char: str) -> str:
 
 
 def precompiled(step: dict[str, Any]) -> Callable[[str], str]:
-    """Return the text normalizer for a SentencePiece model's table (`precompiled_charsmap`).
+    """Return a function that normalizes text by a SentencePiece table (`precompiled_charsmap`).
 
-    Raises ModelFormatError for a damaged table.
+    `step` is the normalizer of a tokenizer.json that has the table. Raises ModelFormatError for a
+    damaged table.
     """
     table = _CharacterMap(base64.b64decode(step["precompiled_charsmap"]))
 

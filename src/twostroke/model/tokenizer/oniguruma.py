@@ -276,7 +276,7 @@ class _Translation:
         self._position += 1
 
     def _reference(self, name: str) -> int:
-        """Return the number of the pattern's group to which a name or a number refers."""
+        """Return the number of the group to which a reference (a name or number) points."""
         if re.fullmatch(r"-?[0-9]{1,4}", name):
             if self._has_names:
                 raise self._error("a group is named by its number beside groups with names")
@@ -330,7 +330,7 @@ class _Translation:
         return str(regex.escape(char, special_only=False))
 
     def _members(self, members: str, *, is_inverse: bool) -> str:
-        """Return members of a character class as a class inside the class.
+        """Return some members of a character class, translated, as a class of their own.
 
         With `is_inverse`, return the class of all other characters.
         """

@@ -15,17 +15,18 @@ MAX_BLANKS: Final = 100  # before the opening mark
 
 
 class SegmentKind(Enum):
-    """The kind of a segment of an answer, such as the reasoning or the text after it."""
+    """The kind of a segment of an answer: a delimiter, the reasoning, or the text after it."""
 
     MARK = "mark"  # opens or closes the preface
     INSIDE = "inside"
     AFTER = "after"
 
 
-class PrefaceCutter:
+class ReasoningSplitter:
     """Divides an answer's text, as it arrives, into the reasoning section and the text after it.
 
-    The joined segments are the text. Only text that may be part of a delimiter is held back.
+    The joined segments are the whole text. Only text that may be the beginning of a delimiter is
+    held back.
     """
 
     def __init__(self, preface: ReasoningSection) -> None:
@@ -37,7 +38,7 @@ class PrefaceCutter:
         )  # of the text that comes next
 
     def feed(self, text: str) -> list[tuple[SegmentKind, str]]:
-        """Add text of the answer; return the segments that are now certain, without empty ones."""
+        """Add text of the answer; return the segments that are now certain, none of them empty."""
         self._buffer += text
         segments: list[tuple[SegmentKind, str]] = []
         if self.segment is SegmentKind.MARK:
@@ -49,7 +50,7 @@ class PrefaceCutter:
         return segments
 
     def finish(self) -> list[tuple[SegmentKind, str]]:
-        """Return the segments of text that was held back, at the end of the answer."""
+        """Return the text that was held back, as segments, at the end of the answer."""
         segments: list[tuple[SegmentKind, str]] = []
         kind = SegmentKind.AFTER if self.segment is SegmentKind.MARK else self.segment
         self._take(segments, kind, len(self._buffer))
@@ -72,7 +73,9 @@ class PrefaceCutter:
         offset = self._buffer.find(self._end)
         if offset < 0:
             self._take(
-                segments, SegmentKind.INSIDE, len(self._buffer) - overlap(self._buffer, self._end)
+                segments,
+                SegmentKind.INSIDE,
+                len(self._buffer) - partial_match_length(self._buffer, self._end),
             )
             return
         self._take(segments, SegmentKind.INSIDE, offset)
@@ -85,14 +88,17 @@ class PrefaceCutter:
             self._buffer = self._buffer[size:]
 
 
-class PrefaceCounter:
-    """Counts the tokens of an answer's reasoning section, delimiters included."""
+class ReasoningTokenCounter:
+    """Counts the tokens of an answer's reasoning section, for the usage figures of a response.
+
+    The tokens of the delimiters count, too.
+    """
 
     def __init__(self, preface: ReasoningSection, tokenizer: Tokenizer) -> None:
         """Start at the beginning of an answer; `preface` delimits the reasoning section."""
         # Bytes are treated as characters, since a token may be a part of a character.
         marks = (mark.encode().decode("latin-1") for mark in (preface.begin, preface.end))
-        self._cutter = PrefaceCutter(type(preface)(*marks))
+        self._cutter = ReasoningSplitter(type(preface)(*marks))
         self._tokenizer = tokenizer
         self._num_undecided = 0
         self.count = 0
@@ -112,8 +118,11 @@ class PrefaceCounter:
                 self._num_undecided = 0
 
 
-def overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of the text `mark`."""
+def partial_match_length(text: str, mark: str) -> int:
+    """Return how many characters at the end of `text` may be the beginning of the text `mark`.
+
+    A stream holds these characters back until more text shows whether `mark` follows.
+    """
     for count in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:count]):
             return count

@@ -42,18 +42,19 @@ class AddedToken(Frozen):
     normalized: bool = False
 
 
-class Splitter:
-    """Cuts a text at added tokens, in time linear in the text for tokens of bounded length.
+class AddedTokenSplitter:
+    """Cuts a text at added tokens, in time that grows linearly with the text.
 
-    It finds the tokens that Hugging Face's `tokenizers` finds: a match that does not count (it is
-    not a single word, or a special token in untrusted text) hides other matches that begin inside
-    it.
+    It finds the tokens that Hugging Face's `tokenizers` finds. A match may not count: the token
+    must be a single word and is not, or it is special and the text is not trusted. Even then it
+    hides other matches that begin inside it.
     """
 
     def __init__(self, tokens: Iterable[AddedToken], normalize: Callable[[str], str] = str) -> None:
-        """Prepare to find added tokens in texts; normalize the texts of the tokens.
+        """Prepare to find added tokens in texts.
 
-        Of tokens with equal texts a special token is used, else the first token.
+        `normalize` is applied to the texts of tokens with the flag `normalized`. Of tokens with
+        equal texts a special token is used, else the first token.
         """
         self._tokens = sorted(tokens, key=lambda token: not token.special)
         self._normalize = normalize
@@ -104,7 +105,7 @@ class Splitter:
 
 
 class _TokenPrefixes:
-    """Finds the longest added token at a position of a text.
+    """Finds the longest added token that begins at a position of a text.
 
     Tokens are stored by text, and their lengths by their first two characters.
     """

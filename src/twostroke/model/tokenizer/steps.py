@@ -154,7 +154,9 @@ _TOKEN_FLAGS: Final = ("special", "normalized", "lstrip", "rstrip", "single_word
 
 
 def check_steps(description: Step) -> None:
-    """Refuse a tokenizer.json if a field of a step or token is missing or has a wrong type.
+    """Check the fields of a tokenizer.json: its normalizers, pre-tokenizers, decoder and tokens.
+
+    Later code reads these fields without checks.
 
     Raises:
         ModelFormatError: a field is missing or wrong; the error names the step and the field.
@@ -173,9 +175,10 @@ def check_steps(description: Step) -> None:
 
 
 def check_fields(step: object, fields: Mapping[str, _Field], where: str) -> None:
-    """Raise ModelFormatError for a step's first field that is missing or of another type.
+    """Check that a step, such as a pre-tokenizer, has the `fields` of its kind.
 
-    `where` names the step in the error.
+    Raises ModelFormatError for the first field that is missing or of another type; `where` names
+    the step in the error.
     """
     if not isinstance(step, dict):
         raise ModelFormatError(f"{where} is damaged: it is not an object.")
@@ -194,9 +197,9 @@ def check_fields(step: object, fields: Mapping[str, _Field], where: str) -> None
 def flatten_steps(
     description: Any, key: str, kind: str = "step", nesting: int = 0
 ) -> Iterator[Step]:
-    """Yield the steps of a tokenizer description, with the steps of each Sequence in its place.
+    """Yield the steps of a tokenizer.json's normalizer, pre-tokenizer or decoder, in order.
 
-    A Sequence has its steps at `key`. Sequences may be nested.
+    A step of type Sequence is replaced by the steps that it has at `key`. Sequences may be nested.
     """
     if description is None:
         return
@@ -215,7 +218,7 @@ def flatten_steps(
 
 
 def check_characters(value: object) -> None:
-    """Refuse a tokenizer file with half of a surrogate pair, which is no character.
+    """Refuse a tokenizer.json that contains half of a surrogate pair, which is no character.
 
     Raises:
         ModelFormatError: a text has half of a surrogate pair; the error names the path of the

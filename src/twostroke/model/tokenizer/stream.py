@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from typing import TYPE_CHECKING, Final
 
-from twostroke.model.tokenizer.preface import PrefaceCutter, SegmentKind, overlap
+from twostroke.model.tokenizer.preface import ReasoningSplitter, SegmentKind, partial_match_length
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -18,13 +18,13 @@ _NO_TEXTS: Final[Mapping[int, str]] = {}
 
 
 class StreamDecoder:
-    """Decodes the tokens of one answer to pieces of text, one token at a call.
+    """Decodes the tokens of one answer to text, one token at a call.
 
-    The joined pieces are the text of all tokens. If a stop string was found, the text ends before
-    the stop string, or after it if `include_stop`. A piece never ends inside a character, and text
+    The joined results are the text of all tokens. If a stop string was found, the text ends before
+    the stop string, or after it if `include_stop`. A result never ends inside a character, and text
     that may be the start of a stop string is held back. The time for a token does not grow with the
     length of the text before it. `cached_texts` has the texts of tokens that `feed` would return
-    unchanged.
+    unchanged, so that callers can skip the call.
     """
 
     cached_texts: Mapping[int, str]
@@ -53,7 +53,7 @@ class StreamDecoder:
         self._include_stop = include_stop
         self._num_unsearched = min_tokens
         self._matcher = StopMatcher(stop_strings) if any(stop_strings) else None
-        self._cutter = PrefaceCutter(preface) if preface and self._matcher else None
+        self._cutter = ReasoningSplitter(preface) if preface and self._matcher else None
         self._decoder = _UTF8("replace")
         self._partial = False  # the decoder holds the first bytes of a character
         self._held_text = ""
@@ -112,15 +112,15 @@ class StreamDecoder:
         return text
 
     def _update_cached_texts(self) -> None:
-        """Update `cached_texts`: the texts of tokens that can be shown without `feed`.
+        """Update `cached_texts`, with which callers can skip calls of `feed`.
 
-        It has all texts while each token adds only its own text, else none.
+        It has all tokens' texts while each token adds only its own text, and is empty otherwise.
         """
         is_plain = not (self._partial or self._matcher or self._drops_space or self._finished)
         self.cached_texts = self._texts if is_plain else _NO_TEXTS
 
     def _split_preface(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Return an answer's reasoning, which may contain stop strings, and the text after it."""
+        """Divide new text into reasoning, which may contain stop strings, and the text after it."""
         if self._cutter is None:
             return "", text
         segments = self._cutter.feed(text) + (self._cutter.finish() if is_last else [])
@@ -172,7 +172,9 @@ class StopMatcher:
             offset = searched.find(stop)
             if offset >= 0:
                 matches.append((offset + len(stop) - len(partial), -len(stop), stop))
-            self._partial_by_stop[stop] = searched[len(searched) - overlap(searched, stop) :]
+            self._partial_by_stop[stop] = searched[
+                len(searched) - partial_match_length(searched, stop) :
+            ]
         self.num_held = max(map(len, self._partial_by_stop.values()))
         if not matches:
             return None

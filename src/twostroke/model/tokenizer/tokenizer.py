@@ -15,7 +15,7 @@ from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.model.tokenizer.alphabets import SPACE
 from twostroke.model.tokenizer.merges import TooManyTokensError
-from twostroke.model.tokenizer.specials import WHITE_SPACE, AddedToken, Splitter
+from twostroke.model.tokenizer.specials import WHITE_SPACE, AddedToken, AddedTokenSplitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,9 +35,9 @@ _AROUND_SPACE_MARKS = re.compile(f"({SPACE})")
 
 
 class Piece(Frozen):
-    """A segment of a rendered chat prompt.
+    """A segment of a rendered chat prompt: plain text, or one special token.
 
-    `special` is true if the segment is exactly one special token of the template.
+    `special` is true if the segment is exactly one special token that the template wrote.
     """
 
     text: str
@@ -45,10 +45,10 @@ class Piece(Frozen):
 
 
 class Prompt(Frozen):
-    """A rendered chat prompt, as pieces in order.
+    """A rendered chat prompt: a list of plain texts and special tokens.
 
-    A special piece becomes a single token id, every other piece plain text. So text in a user's
-    message that looks like a special token never becomes one.
+    A special piece becomes a single token id; every other piece is encoded as plain text. So text
+    in a user's message that looks like a special token never becomes one.
     """
 
     pieces: tuple[Piece, ...]
@@ -60,11 +60,11 @@ class Prompt(Frozen):
 
 
 class InfillTokens(Frozen):
-    """The special tokens of a vocabulary for filling in the middle of a text.
+    """The special tokens with which a model fills in the middle of a text.
 
-    The prompt has a token before the prefix, the suffix and the middle. `repository` and `file`
-    come before the names of a repository or file, if the vocabulary has them. `end_ids` end an
-    answer; `texts` are the texts of all these tokens.
+    `prefix`, `suffix` and `middle` are the ids of the tokens that the prompt has before these
+    parts. `repository` and `file` come before the names of a repository or file, if the vocabulary
+    has them. `end_ids` end an answer; `texts` are the texts of all these tokens.
     """
 
     prefix: int
@@ -77,19 +77,30 @@ class InfillTokens(Frozen):
 
 
 class TokenizerParts(Frozen):
-    """The parts from which a reader of a model's files creates a `Tokenizer`.
+    """The parts of a `Tokenizer`, which the readers of GGUF and Hugging Face files create.
 
-    `normalize` prepares plain text, `cut` cuts it into words, and `merges` turns words into tokens.
-    `merges` knows no added token; control tokens are not in its vocabulary, so merging text never
-    results in a control token. `cut_rest`, if it differs from `cut`, cuts the segments after the
-    first one (SentencePiece adds a space only before the first word). `cut_exact`, if it differs,
-    adds no space anywhere. `to_bytes` returns the bytes of an ordinary token's text; `odd_bytes`
-    overrides them by id. With `spells_added`, `to_bytes` also applies to added tokens that are not
-    special. `add_special` puts `prefix_ids` and `suffix_ids` around a text. `space_prefix` adds a
-    space before a text that does not begin with one, and `strip_space` removes the first space of
-    decoded text (SentencePiece). `named_texts` are the texts of tokens such as `bos_token`, by the
-    names that templates use; `additional_texts` are the texts of special tokens without names that
-    the files list. `infill` are the tokens for filling in the middle, if the vocabulary has them.
+    Attributes:
+        merges: turns words into tokens. No added token is in its vocabulary, so text never
+            becomes a control token.
+        cut: cuts normalized text into words.
+        vocab_size: the number of token ids.
+        to_bytes: returns the bytes of an ordinary token's text.
+        normalize: prepares plain text.
+        added: the added tokens (control and user-defined).
+        cut_rest: cuts the segments of a text after the first one, if they are cut differently
+            (SentencePiece adds a space only before the first word).
+        cut_exact: cuts text without adding a space anywhere, if that differs from `cut`.
+        odd_bytes: the bytes of tokens for which `to_bytes` would be wrong, by id.
+        bos_id: the begin-of-sequence token; None if there is none.
+        eos_ids: the tokens that end an answer.
+        prefix_ids, suffix_ids: the tokens that `add_special` puts before and after a text.
+        space_prefix: whether a space is added before a text that does not begin with one.
+        strip_space: whether the first space of decoded text is removed (SentencePiece).
+        named_texts: the texts of tokens such as `bos_token`, by the names that templates use.
+        additional_texts: the texts of special tokens that the files list without names.
+        spells_added: whether `to_bytes` also applies to added tokens that are not special.
+        chat_templates: the model's chat templates by name.
+        infill: the tokens for filling in the middle; None if the vocabulary has none.
     """
 
     merges: Merges
@@ -115,11 +126,11 @@ class TokenizerParts(Frozen):
 
 
 class Tokenizer:
-    """Encodes text, decodes ids, and knows every token's exact bytes.
+    """Encodes text as token ids, decodes ids, and knows every token's exact bytes.
 
     Special (control) tokens and text are kept apart: `encode` treats its text as plain unless
     `parse_special` is set, and `encode_prompt` makes special tokens only of the pieces that the
-    chat template itself wrote. Safe to share between threads.
+    chat template itself wrote. An object can be shared between threads.
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
@@ -133,8 +144,8 @@ class Tokenizer:
             [token for token in self._added_by_text.values() if token.normalized is normalized]
             for normalized in (False, True)
         )
-        self._raw_splitter = Splitter(in_raw)
-        self._normalized_splitter = Splitter(in_normalized, parts.normalize)
+        self._raw_splitter = AddedTokenSplitter(in_raw)
+        self._normalized_splitter = AddedTokenSplitter(in_normalized, parts.normalize)
         self.strip_space = parts.strip_space
         self.vocab_size = parts.vocab_size
         self.bos_id = parts.bos_id
@@ -157,7 +168,10 @@ class Tokenizer:
 
     @property
     def num_text_ids(self) -> int:
-        """The largest token id that plain text can become, plus one."""
+        """The number of token ids without control tokens at the end of the vocabulary.
+
+        Plain text never becomes a larger id.
+        """
         size = self.vocab_size
         while size - 1 in self.special_ids:
             size -= 1
@@ -188,7 +202,7 @@ class Tokenizer:
         return self._with_ends(ids) if add_special else ids
 
     def _with_ends(self, ids: list[int]) -> list[int]:
-        """Add begin and end of sequence to a text's token ids that do not have them yet."""
+        """Return a text's token ids with begin and end of sequence, unless it has them already."""
         before, after = list(self._parts.prefix_ids), list(self._parts.suffix_ids)
         if before and ids[: len(before)] == before:
             before = []
@@ -220,13 +234,13 @@ class Tokenizer:
         return ids
 
     def _merge_exact(self, text: str) -> list[int] | None:
-        """Return the merged tokens of a text; None if their bytes differ from the text."""
+        """Return the merged tokens of a text; None if they do not spell it byte for byte."""
         cut = self._parts.cut_exact or self._parts.cut
         ids = self._merges.encode(cut(text))
         return ids if b"".join(map(self.token_bytes, ids)) == text.encode() else None
 
     def _spell_character(self, char: str) -> list[int]:
-        """Return the token of a character, else the tokens of its bytes, else nothing."""
+        """Return the token of a character, or the tokens of its bytes; empty if there are none."""
         data = char.encode()
         token = self._ids_of_characters.get(data)
         if token is not None:
@@ -248,9 +262,9 @@ class Tokenizer:
         return ids
 
     def encode_prompt(self, prompt: Prompt, *, max_tokens: int | None = None) -> list[int]:
-        """Return the token ids of a rendered chat prompt; each special piece becomes one id.
+        """Return the token ids of a rendered chat prompt, in which each special piece is one id.
 
-        `max_tokens` limits the tokens, and errors are raised, as in `encode`.
+        `max_tokens` limits the number of tokens, with the same error as in `encode`.
         """
         texts = [piece.text for piece in prompt.pieces]
         limit = _token_limit(max_tokens, sum(map(len, texts)))
@@ -323,10 +337,10 @@ class Tokenizer:
         return plain if "\ufffd" in spelled.decode("utf-8", "replace") else spelled
 
     def _check_size(self, texts: Sequence[str], *, parse_special: bool, max_tokens: int) -> None:
-        """Raise TooManyTokensError if long texts certainly have more than `max_tokens` tokens.
+        """Refuse long texts that certainly have more than `max_tokens` tokens, without encoding.
 
         Two lower bounds are used: one from the characters of all texts, and the number of words,
-        which are counted piece by piece, without merging.
+        which are counted piece by piece, without merging. Raises TooManyTokensError.
         """
         if sum(map(len, texts)) <= max_tokens * _MAX_CHARS_PER_TOKEN:
             return
@@ -358,9 +372,9 @@ class Tokenizer:
     def _encode_pieces(
         self, pieces: Iterable[str | AddedToken], *, parse_special: bool, max_tokens: int
     ) -> list[int]:
-        """Return the token ids of pieces of text, and of added tokens that were found before.
+        """Return the token ids of a text that was split at its added tokens.
 
-        Added tokens are found before the text is normalized.
+        `pieces` are the texts between added tokens, not normalized yet, and the added tokens.
         """
         ids: list[int] = []
         parts = self._parts
@@ -385,7 +399,7 @@ class Tokenizer:
 
 
 def _token_limit(max_tokens: int | None, num_chars: int) -> int:
-    """Return the token limit that is checked while a text is encoded; a short text has none."""
+    """Return the token limit to check while a text is encoded; a short text is not checked."""
     return sys.maxsize if max_tokens is None or num_chars <= _SHORT_TEXT_CHARS else max_tokens
 
 

@@ -17,10 +17,10 @@ _CONTINUATION_BYTE, _LEAD_BYTE = 0x80, 0xC0  # the lowest of each kind of byte i
 
 @dataclass(slots=True)
 class TranslatedTokens:
-    """Tokens that were translated to another vocabulary; `tokens[i]` ends at byte `ends[i]`.
+    """A text in the tokens of another vocabulary; `tokens[i]` ends at byte `ends[i]` of the text.
 
-    The offsets are in the text's bytes. `is_whole` is false if the text ends inside a character,
-    whose first bytes are not translated yet.
+    `is_whole` is false if the text ends inside a character, whose first bytes are not translated
+    yet.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -29,11 +29,11 @@ class TranslatedTokens:
 
 
 class Translation:
-    """Translates tokens of the tokenizer `source` to tokens of the tokenizer `target`.
+    """Translates tokens of one model (`source`) to tokens of another (`target`) with the same text.
 
-    Text is encoded by the target's tokenizer. A control token becomes the control token with the
-    same text; without one, an end token becomes the target's first end token, and other tokens are
-    left out.
+    So a draft model with another vocabulary can propose drafts. Text is encoded by the target's
+    tokenizer. A control token becomes the control token with the same text; without one, an end
+    token becomes the target's first end token, and other control tokens are left out.
     """
 
     def __init__(self, source: Tokenizer, target: Tokenizer) -> None:
@@ -70,9 +70,9 @@ class Translation:
         return list(accumulate(len(self.source.token_bytes(token)) for token in ids))
 
     def character_starts(self, ids: Sequence[int]) -> dict[int, int]:
-        """Map byte offsets at which characters begin to the number of source tokens before.
+        """Return the byte offsets of the text at which both a character and a source token begin.
 
-        The offsets are in the text of the source tokens.
+        Each is mapped to the number of source tokens before it.
         """
         num_tokens_before = {}
         end = 0
@@ -111,7 +111,7 @@ class Translation:
         return start + len(text)
 
     def _add_tokens(self, translated: TranslatedTokens, text: bytes, start: int) -> None:
-        """Add the target tokens of a text of complete characters.
+        """Add the target tokens of a text that consists of complete characters.
 
         If the tokenizer changes the text, later tokens get the end of the whole text.
         """

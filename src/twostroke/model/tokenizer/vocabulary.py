@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class Vocabulary:
-    """The texts of the token ids 0, 1, 2 and so on, in UTF-8; `find` returns the id of a text.
+    """The texts of a tokenizer's tokens, in UTF-8, with fast lookup of a text's token id.
 
-    A quarter of a million Python strings and a dictionary of them take some 35 MB; this class takes
-    about 7 MB. Texts are found by their hashes in a sorted array, and are then compared.
+    Token ids are 0, 1, 2 and so on. A quarter of a million Python strings and a dictionary of them
+    take some 35 MB; this class takes about 7 MB. Texts are found by their hashes in a sorted array,
+    and are then compared.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Vocabulary:
         hidden: Collection[int] = (),
         changed: Mapping[int, str] | None = None,
     ) -> None:
-        """Store the texts of a vocabulary's tokens.
+        """Store the texts of a vocabulary's tokens, in the order of their ids.
 
         The ids `hidden` have a text, but `find` never returns them. The ids in `changed` have
         another text. Raises ModelFormatError for more text than can be addressed.
@@ -83,7 +84,10 @@ class Vocabulary:
         return spelling.decode("utf-8", "surrogateescape") if spelling else None
 
     def max_length(self, chars: str) -> int:
-        """Return the most characters of a token's text whose bytes are all in `chars`."""
+        """Return the length in characters of the longest token whose bytes all occur in `chars`.
+
+        `Merges.min_tokens` uses it as a bound.
+        """
         used = chars.encode("utf-8", "surrogateescape")
         blob = np.frombuffer(self._blob, np.uint8)
         starts, ends = np.asarray(self._starts), np.asarray(self._ends)
@@ -96,9 +100,10 @@ class Vocabulary:
         return max(longest, *(len(text.decode()) for text in changed), 0)
 
     def characters_before(self, char: str) -> str:
-        """Return the characters that come directly before `char` inside any token's text.
+        """Return all characters that some token has directly before `char`, except `char` itself.
 
-        `char` itself is not included.
+        `cut_before_spaces` does not cut text after these characters, since a token may span the
+        cut.
         """
         encoded = char.encode()
         matches = re.finditer(re.escape(encoded), self._blob)
@@ -111,7 +116,7 @@ class Vocabulary:
 def _text_spans(texts: Iterable[str]) -> Spans:
     """Return the texts' bytes in one block, and the offsets at which each text begins and ends.
 
-    Arrays of a file that offer their bytes are not decoded.
+    If `texts` is an array of a GGUF file, its bytes are used without decoding them.
     """
     get_spans: Callable[[], Spans] | None = getattr(texts, "spans", None)
     if get_spans is not None:

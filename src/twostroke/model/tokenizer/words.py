@@ -34,14 +34,14 @@ NUMBER_THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 
 
 def normalize_by(steps: Sequence[Normalize]) -> Normalize:
-    """Return a text normalizer that applies all `steps` in order."""
+    """Return a function that applies the text normalizers `steps` in order."""
     return lambda text: reduce(lambda current, step: step(current), steps, text)
 
 
 def cut_by_all(cuts: Sequence[Cut]) -> Cut:
-    """Return a function that applies all `cuts`, each to the words from the cut before.
+    """Return a function that cuts a text by all of `cuts`: each cuts the previous one's words.
 
-    A cut divides a text into words before merging.
+    Words are the parts of a text that are merged into tokens separately.
     """
 
     def words_of(text: str) -> list[str]:
@@ -54,12 +54,12 @@ def cut_by_all(cuts: Sequence[Cut]) -> Cut:
 
 
 def unicode_form(form: Form) -> Normalize:
-    """Return a text normalizer that brings a text into a Unicode normal form."""
+    """Return a function that brings text into a Unicode normal form, such as NFC."""
     return lambda text: text if text.isascii() else normalize(form, text)
 
 
 def replace_matches(pattern: str, content: str) -> Normalize:
-    """Return a text normalizer that replaces every match of `pattern` by `content`."""
+    """Return a function that replaces every match of `pattern` in a text by `content`."""
     compiled = _compile(pattern)
     return lambda text: compiled.sub(lambda _match: content, text)
 
@@ -67,9 +67,9 @@ def replace_matches(pattern: str, content: str) -> Normalize:
 def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) -> Cut:
     """Return a function that cuts a text into words at every match of `pattern`.
 
-    `behavior` tells what happens to matches; `invert` swaps matches and the text between them
-    (tokenizer.json, `Split`). No word is empty. Raises ModelFormatError for an invalid pattern,
-    KeyError for an unknown behavior.
+    `behavior` names what happens to matches, such as "Removed"; `invert` swaps matches and the text
+    between them (tokenizer.json, `Split`). No word is empty. Raises ModelFormatError for an invalid
+    pattern, KeyError for an unknown behavior.
     """
     if behavior == "Isolated" and not invert and pattern in _CUTS_BY_PATTERN:
         return _CUTS_BY_PATTERN[pattern]
@@ -170,10 +170,11 @@ _INVERTED = {
 
 
 def _matches_in(compiled: regex.Pattern[str], text: str) -> Iterator[regex.Match[str]]:
-    """Yield the matches of a pattern in a text as Oniguruma's users find them.
+    """Yield the matches of a pattern in a text as Hugging Face's `tokenizers` finds them.
 
-    The pattern may match empty text. After an empty match the search continues at the next
-    character. `finditer` would first look for a longer match at the same character.
+    It uses Oniguruma, which differs for a pattern that matches empty text: after an empty match the
+    search continues at the next character. `finditer` would first look for a longer match at the
+    same character.
     """
     start = 0
     last_end = -1

@@ -57,7 +57,7 @@ def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> 
     """
     architecture = fields.text("general.architecture")
     family = ARCHITECTURES[architecture]
-    stored_fields = fields.within(f"{architecture}.")
+    stored_fields = fields.with_prefix(f"{architecture}.")
     shared_fields = stored_fields.changed(family.gguf_values(stored_fields))
     sizes = read_sizes(shared_fields, _SIZE_KEYS)
     shared_fields.expect("attention.value_length", sizes["head_dim"])

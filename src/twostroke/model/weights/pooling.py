@@ -45,7 +45,7 @@ def gguf_pooling(fields: Fields) -> str | None:
     It is in the key `*.pooling_type`. An unknown number is returned as a description, for the error
     message.
     """
-    number = fields.within(f"{fields.text('general.architecture')}.").value("pooling_type")
+    number = fields.with_prefix(f"{fields.text('general.architecture')}.").value("pooling_type")
     if number is None or number == 0:
         return None
     return _GGUF_TYPES.get(number, f"pooling type {number!s:.20}")
