@@ -1,4 +1,4 @@
-"""Rows that are handed to a step, and states that it hands out: all backends alike."""
+"""Steps take external input rows and return hidden states, equally on all backends."""
 
 from __future__ import annotations
 

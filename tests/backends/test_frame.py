@@ -1,4 +1,4 @@
-"""Frames arrive as they were sent, page tables follow, and nothing else is accepted."""
+"""Step messages arrive as they were sent, with page tables; wrong messages are refused."""
 
 from __future__ import annotations
 

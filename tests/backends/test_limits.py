@@ -1,4 +1,4 @@
-"""The machine's limits and what an engine achieves."""
+"""The machine's measured limits, and engines that are faster than these."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUIET = replace(BUSY, bandwidth=500.0, peak=4000.0)
 
 
 class Machine:
-    """Returns given measurements; the first one is of a busy machine."""
+    """Replaces measurements by given values; the first one is of a busy machine."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, quiet: Hardware = QUIET) -> None:
         self.measured: list[bool] = []

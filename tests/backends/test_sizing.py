@@ -1,4 +1,4 @@
-"""The size of the key-value cache, and errors whose advice works."""
+"""The size of the KV cache, and errors whose advice works."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def refusal(free_bytes: int = 10**11, **options: int | None) -> str:
 
 
 def test_a_small_model_reserves_little_of_plenty_of_memory() -> None:
-    """As much as weights and one context, or as many short requests as may run."""
+    """The cache is as large as the weights and one context, or as the running short requests."""
     page_bytes = 16 * TOKEN_BYTES
     assert size().num_pages == 512 + WEIGHT_BYTES // page_bytes
     found = size(running=256)
@@ -142,7 +142,7 @@ def test_weights_that_fill_the_memory_leave_no_context(options: dict[str, int]) 
 
 
 def test_layers_with_a_window_need_pages_for_the_window_only() -> None:
-    """One group of six has no window; the others need pages for 512 positions and 256 rows."""
+    """One cache group of six has no window; the others need 512 positions and 256 rows."""
     found = size_kv_cache(GEMMA, CacheOptions(), 256, WEIGHT_BYTES, 10**11, max_running=10**4)
     num_near = (512 + 256 + 16 - 3) // 16 + 1
     assert found.num_pages == 8 * (2048 + 5 * num_near)
@@ -197,7 +197,7 @@ def _size_or_refusal(program: Program, options: CacheOptions, free_bytes: int) -
 
 
 def _follow(message: str, options: CacheOptions) -> CacheOptions | None:
-    """Return the options that an error advises; None without advice."""
+    """Return the options that an error message advises; None without advice."""
     if found := re.search(r"use --context-length (\d+)", message):
         return replace(options, context_length=int(found[1]))
     if found := re.search(r"--kv-memory (?:to at most )?(\d+)MB", message):

@@ -1,4 +1,4 @@
-"""Readers on other ranks see the steps of rank 0: a frame unpacks to what its plan flattens to."""
+"""A step that is sent to another rank unpacks to the arrays that its plan flattens to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTEXT, NUM_PAGES, PAGE_SIZE = 96, 40, 16
 
 
 class Sender(ReferenceBackend):
-    """The reference, which also sends each of its steps and compares what arrives."""
+    """A reference backend that also sends each of its steps, and compares the received arrays."""
 
     num_branches = num_copies = 0
 
@@ -58,7 +58,7 @@ class Sender(ReferenceBackend):
 
 
 def places(span: RowSpan) -> tuple[slice, int, list[int], list[list[int]]]:
-    """Return what a span says; pages only up to its last row."""
+    """Return a row span's rows, position and pages; pages only up to its last row."""
     pages = span.pages[:, : -(-span.end // PAGE_SIZE)]
     return span.rows, span.start, span.above.tolist(), pages.tolist()
 

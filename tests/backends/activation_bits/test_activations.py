@@ -1,4 +1,4 @@
-"""`activation_bits="auto"` is resolved once for a model, and kept."""
+"""`activation_bits="auto"` is resolved once for a model, and the choice is stored."""
 
 from __future__ import annotations
 

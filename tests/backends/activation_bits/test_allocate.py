@@ -1,4 +1,4 @@
-"""The knapsack's answer is the cheapest within the budget."""
+"""The knapsack solver returns the cheapest choice within the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A choice stays within its budget, from measurements of few parts."""
+"""A choice of activation bits stays within its error budget, after few measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _products():
 
 
 def _scorer(errors):
-    """Return logits whose KL is about the sum of the errors of the matrices with fewer bits."""
+    """Return a function whose logits have about the summed error of matrices with fewer bits."""
     noise = np.random.default_rng(0).choice((-1.0, 1.0), (_ROWS, _WIDTH))
 
     def score(bits):

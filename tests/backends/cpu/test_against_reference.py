@@ -1,4 +1,4 @@
-"""The cpu backend against the reference, on tiny random models and on the real one."""
+"""The cpu backend agrees with the reference, on tiny random models and on a real model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def log_softmax(logits):
 
 
 def divergence(reference, actual):
-    """Mean Kullback-Leibler divergence of a row, and the share of rows with the same top token."""
+    """Return the mean Kullback-Leibler divergence of a row, and the ratio of equal top tokens."""
     p, q = log_softmax(reference), log_softmax(actual)
     same = reference.argmax(axis=-1) == actual.argmax(axis=-1)
     return float((np.exp(p) * (p - q)).sum(axis=-1).mean()), float(same.mean())
@@ -69,7 +69,7 @@ def tokens_of(seed, length, end=250):
 
 @cache  # the reference is slow, and the same for every level
 def expected_logits(place):
-    """Return the model of SIZES[place], and what the reference computes."""
+    """Return the model of SIZES[place], and its logits by the reference backend."""
     program, tensors = tiny_model(**SIZES[place])
     return (program, tensors), ReferenceBackend(program, tensors, 1, 16).score(tokens_of(0, 200))
 
@@ -89,7 +89,7 @@ def test_tiny_models_agree_with_the_reference(level, place):
 
 @cache
 def expected_layers(kind, fmt):
-    """Return a model of PROGRAMS, and what the reference computes for its layers and logits."""
+    """Return a model of PROGRAMS, and its layers' values and logits by the reference backend."""
     program = PROGRAMS[kind]
     tensors = random_tensors(program, fmt, fmt)
     values = [name for name in program.value_widths if name[0] in "hxl"]
@@ -120,7 +120,7 @@ def test_layers_of_every_kind_agree_with_the_reference(level, kind, fmt):
 
 
 def with_orders(program, tensors, is_shared):
-    """Give each matrix an order of its inputs: one for each width, or one for each matrix."""
+    """Give each matrix a permutation of its inputs: one for each width, or one for each matrix."""
     tables = {op.table for op in program.ops if isinstance(op, Embed)}
     matrices = [n for n, t in tensors.items() if len(t.shape) == 2 and n not in tables]
     found = dict(tensors)
@@ -133,7 +133,7 @@ def with_orders(program, tensors, is_shared):
 
 @cache
 def expected_of_orders(kind, is_shared):
-    """Return a model whose matrices have orders, and what the reference computes for its layers."""
+    """Return a model whose matrices have permuted inputs, and the reference backend's values."""
     program = PROGRAMS[kind]
     tensors = with_orders(program, random_tensors(program, "Q8_0", "Q8_0"), is_shared)
     values = [name for name in program.value_widths if name[0] in "hxl"]
@@ -159,7 +159,7 @@ def test_inputs_are_gathered_in_the_order_of_columns(level, kind, is_shared):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
-    """A tiny model of a family, and what the reference computes."""
+    """A tiny model of a family, and its values by the reference backend."""
     sizes = replace(tiny_of(request.param), fmt="Q8_0", embedding_fmt="Q8_0")
     loaded = load_path(write_tiny_gguf(tmp_path_factory.mktemp("family") / "tiny.gguf", sizes))
     program = build_program(loaded.spec)
@@ -182,7 +182,7 @@ def test_tiny_models_of_every_family_agree_with_the_reference(level, family):
 
 @cache
 def expected_with_windows():
-    """Return a model with a window, and what the reference computes with its default pages."""
+    """Return a model with a sliding window, and its logits by the reference backend."""
     program, tensors = tiny_model(head_dim=64, windows=(50, None))
     expected = ReferenceBackend(program, tensors, 26, 16).score(tokens_of(0, 200))
     return (program, tensors), expected
@@ -204,7 +204,7 @@ def test_keys_and_values_in_fewer_bits_stay_close_to_the_reference(level, kv_for
 
 @cache
 def expected_with_a_large_bias():
-    """Return a model whose keys have a large bias, and what the reference computes."""
+    """Return a model whose keys have a large bias, and its values by the reference backend."""
     program = PROGRAMS["biases"]
     tensors = dict(random_tensors(program))
     slow = [31, 15, 47]  # one of each head's pairs that hardly turn
@@ -227,7 +227,7 @@ def test_int8_keys_do_not_suffer_from_a_large_bias(level):
 
 
 def odd_program():
-    """Operations in the order that no fusion knows, with biases and rotations of both kinds."""
+    """Return a Program whose operations cannot be fused, with biases and both kinds of RoPE."""
     width, heads, dim = 64, 4, 16
     frequencies = tuple(10.0**-i for i in range(dim // 2))
     ops = (
@@ -277,7 +277,7 @@ def test_operations_that_are_not_fused_agree_with_the_reference(level):
 
 
 def program_around(op):
-    """Return a Program in which the operation writes the value "out" from random inputs."""
+    """Return a Program in which an operation writes the value "out" from random inputs."""
     embed = Embed("embedded", "embedding", NUM_IDS, 64)
     inputs = [
         Linear(name, "embedded", f"{name}.weight", 64, input_width(op, name))
@@ -289,7 +289,7 @@ def program_around(op):
 
 @cache
 def expected_alone(place):
-    """Return a model around OPS[place], and what the reference computes for the operation."""
+    """Return a model around OPS[place], and the operation's result by the reference backend."""
     program = program_around(OPS[place])
     tensors = random_tensors(program)
     tokens = tokens_of(4, 40, NUM_IDS)
@@ -317,7 +317,7 @@ def test_each_operation_alone_agrees_with_the_reference(level):
 
 @pytest.fixture(scope="module")
 def real(smollm2_path):
-    """The real model, tokens of held-out text, and the reference's logits."""
+    """The real model, tokens of held-out text, and the reference backend's logits."""
     loaded = load_path(smollm2_path)
     program = build_program(loaded.spec)
     tokens = heldout_pieces(loaded, 64)[0]

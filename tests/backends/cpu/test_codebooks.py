@@ -1,4 +1,4 @@
-"""GGUF files in codebook and ternary formats: loaded, run on every level, and planned for."""
+"""GGUF files in codebook and ternary formats are loaded, run on every level, and planned for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = list(range(3, 103))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A tiny model of each format, read from its file, and what the reference computes."""
+    """A tiny model of each format, read from its file, and its values by the reference backend."""
     folder = tmp_path_factory.mktemp("coded")
 
     @cache

@@ -1,4 +1,4 @@
-"""Beside busy programs fewer threads compute: when, and that no token changes."""
+"""Fewer threads compute while other programs keep cores busy, and no token changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decisions(num_threads: int, waits: Items[float], step_s: float = STEP_S) -> list[int]:
-    """Return how many threads compute after each step; `waits` are shares of its time."""
+    """Return how many threads compute after each step.
+
+    `waits`: for each step, the ratio of its time that threads waited for each other.
+    """
     load_level("portable")
     library = load_library("portable")
     elapsed_s = np.full(len(waits), step_s)
@@ -39,7 +42,7 @@ def decisions(num_threads: int, waits: Items[float], step_s: float = STEP_S) -> 
 
 
 def beside_others(num_threads: int, num_free: int, seconds: float) -> list[int]:
-    """Return the decisions if threads beyond `num_free` let the others wait."""
+    """Return the numbers of threads if more than `num_free` threads wait for each other."""
     waits: list[float] = []
     active = num_threads
     for _ in range(int(seconds / STEP_S)):
@@ -89,7 +92,7 @@ def test_slow_steps_decide_one_by_one() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_any_number_of_threads_in_each_step_gives_the_same_tokens(level: str) -> None:
-    """Threads rest and come back in any order, also while they still wake up."""
+    """Threads pause and return in any order, also while they still wake up."""
     expected = drawn_with(level, [1])
     draw = random.Random(5)
     for _ in range(3):
@@ -97,7 +100,10 @@ def test_any_number_of_threads_in_each_step_gives_the_same_tokens(level: str) ->
 
 
 def drawn_with(level: str, counts: list[int]) -> list[object]:
-    """Return tokens and their log-probabilities; of 4 threads, `counts` compute in turn."""
+    """Return the drawn tokens and log-probabilities.
+
+    Step i is computed by `counts[i]` of four threads; the counts repeat.
+    """
     drawn: list[object] = []
     with cpu_backend(tiny_model(num_layers=3), level, num_pages=16, threads=4) as backend:
         fix = load_library(level).ts_pool_fix_num_active

@@ -1,4 +1,4 @@
-"""Rows that draw nothing stop once their keys and values are stored; the others notice nothing."""
+"""Rows that draw nothing stop after the last store of keys and values; other rows do not change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def request_of(backend: CpuBackend, number: int, length: int):
 
 
 def answers(backend: CpuBackend) -> list:
-    """Return what steps give that have rows of each kind: last of chunks, drafts, generated."""
+    """Return the results of steps with all kinds of rows: ends of chunks, drafts, decode rows."""
     a, b, c = (request_of(backend, number, 100) for number in range(3))
     steps = [
         [Slice(a, 0, 60, samples=False)],
@@ -56,7 +56,7 @@ def test_answers_are_those_of_all_rows(level: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_a_chunk_that_draws_nothing_ends_with_the_last_store(kind: str) -> None:
-    """What does not run is what costs leave out."""
+    """The cost model leaves out the same operations."""
     program = PROGRAMS[kind]
     model = program, random_tensors(program)
     free = {op.output for op in program.ops if isinstance(op, TakeColumns)}
@@ -74,7 +74,7 @@ def test_a_chunk_that_draws_nothing_ends_with_the_last_store(kind: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_rows_of_output_that_draw_nothing_stop_too(level: str) -> None:
-    """As those of a request that is computed again after a preemption."""
+    """A request that is computed again after a preemption has such rows."""
     program = PROGRAMS["borrowing"]
     model, found = (program, random_tensors(program, "Q8_0", "Q8_0")), []
     num_pages = NUM_PAGES * len(program.cache_groups)

@@ -1,4 +1,4 @@
-"""Keys that are made small and even before they become int8."""
+"""Keys are made small and equally large in all channels before they become int8."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ TURNED = {
 
 
 def planted(tensors, factors):
-    """Multiply the channels of keys, and divide those of queries; factors are (kv_heads, dim)."""
+    """Multiply the channels of keys, and divide the channels of queries by the same factors.
+
+    `factors` are (kv_heads, dim).
+    """
     changed = dict(tensors)
     for name, tensor in tensors.items():
         values = tensor.dequantize()
@@ -36,7 +39,7 @@ def planted(tensors, factors):
 
 
 def pairs_of(rope, channels):
-    """The number of the pair of each channel, of a channel that does not turn its own."""
+    """Return the number of each channel's RoPE pair; a channel without rotation is a pair."""
     turned = np.arange(rope.dim)
     pair = turned // 2 if rope.interleaved else turned % (rope.dim // 2)
     return np.concatenate([pair, np.arange(rope.dim, channels)])

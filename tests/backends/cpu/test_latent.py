@@ -1,4 +1,4 @@
-"""Latent attention: keys that share a scale with latent vectors, and many heads of one key."""
+"""Latent attention: keys share a scale with latent vectors, and many heads share one key."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokens_of(seed, length):
 
 
 def with_larger_keys(model, factor, num_heads=4, key=16):
-    """Multiply rotated keys, and divide the queries that they meet."""
+    """Multiply the rotated keys by a factor, and divide their queries by it."""
     program, tensors = model[0], dict(model[1])
     for name, tensor in model[1].items():
         values = tensor.dequantize().copy()
@@ -67,7 +67,7 @@ def test_rotated_keys_of_any_size_leave_latent_vectors_their_bits(level, kv_form
 
 
 def test_rows_of_many_heads_do_not_depend_on_how_attention_is_shared_out():
-    """Their shares of the context take more memory than a step may have."""
+    """The partial results of all threads take more memory than a step may have."""
     model = latent_model(128, 1, rank=512, rotated=64)
     level, common = choose_level(None).level, tokens_of(6, 256)
     rows = []

@@ -1,4 +1,4 @@
-"""Which instruction-set level is chosen, and what is said when one cannot be used."""
+"""Which instruction-set level is chosen, and the errors for levels that cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend's life: packed weights, threads, forks, closing, refusals."""
+"""The life of a cpu backend: packed weights, threads, forks, closing, refusals."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_limits_of_the_machine_are_measured():
 
 
 def test_instructions_of_twice_the_width_have_a_higher_peak():
-    """Not so if a compiler keeps sums in memory, which costs half of the peak or more.
+    """A compiler that kept sums in memory would lose half of the peak or more.
 
     Only the oldest processors with AVX2 (AMD's before 2019) compute its halves one by one.
     """
@@ -169,7 +169,7 @@ def test_instructions_of_twice_the_width_have_a_higher_peak():
 
 
 def resident_bytes():
-    """How much memory this process holds."""
+    """Return the bytes of physical memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

@@ -1,4 +1,4 @@
-"""What a Program is lowered to: few operations, few buffers."""
+"""A Program is lowered to few native operations and few buffers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_heads_that_the_kernels_cannot_run_are_refused():
 
 
 def test_operations_after_a_product_are_fused_with_it():
-    """Biases and norms of heads need no operation of their own, a post-norm is added at once."""
+    """Biases and norms of heads need no separate operation, and a post-norm is added at once."""
     kinds = Counter(OpKind(op.kind) for op in lower(PROGRAMS["post norms"]).records)
     assert kinds == {
         OpKind.EMBED: 1,  # and scaled

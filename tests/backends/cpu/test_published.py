@@ -1,4 +1,4 @@
-"""Published quantized folders on the native kernels, against the reference."""
+"""Published quantized folders on the native kernels agree with the reference backend."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def tokens_of(seed: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_are_those_of_one_process(kind, request):
-    """Each model takes every second mesh, beginning with the first or the second; or all."""
+    """In a short run, each model tries every second mesh, from the first or the second on."""
     model, tokens = MODELS[kind](), tokens_of(1, 150)
     meshes = list(enumerate([*MESHES, *PLACES[1:4]]))
     if request.config.getoption("--rounds") == 1:
@@ -108,7 +108,7 @@ def test_keys_of_ranks_lose_the_bias_of_their_own_heads_and_are_made_even(kv_for
 
 
 def test_traced_values_are_those_of_one_process():
-    """A tap on rank 0 changes neither the places that ranks share nor the order of barriers."""
+    """A tap on rank 0 changes neither the layout of shared memory nor the order of barriers."""
     model, tokens = MODELS["experts"](), tokens_of(5, 60)
     normed = [op.output for op in model[0].ops if isinstance(op, RMSNorm)]
     names = [*model[0].layer_outputs, *normed, model[0].ops[-1].output]
@@ -131,7 +131,7 @@ def test_rows_of_a_table_that_is_too_small_to_be_divided_are_gathered():
 
 
 def test_ranks_of_a_mixture_have_room_for_their_rows_and_experts():
-    """Few rows, which a rank prepares alone, and columns in larger parts than all pairs take."""
+    """One mesh divides few rows, which a rank prepares alone; the other divides many columns."""
     script = """
 from msgspec.structs import replace
 from support.cpu import greedy_request, run
@@ -166,7 +166,10 @@ print("whole")
 
 @pytest.mark.seeds(2)
 def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
-    """Chunks, prefix hits, preemption, drafts, and more drawn rows than logits are held at once."""
+    """Requests have chunks, prefix hits, preemptions and drafts, and many rows draw tokens.
+
+    More rows draw than logits are held at once.
+    """
     chance = random.Random(seed)
     family = chance.choice(list(FAMILIES))
     layers = {} if FAMILIES[family].wide else {"num_layers": 3}
@@ -188,7 +191,7 @@ def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
 
 @pytest.mark.seeds(2)
 def test_pieces_on_several_ranks_give_the_answers_of_one_process(seed, monkeypatch):
-    """Shares or keys and values go around, in one tile or in many, in any schedule."""
+    """Ranks exchange partial attention or keys and values, in one tile or in many."""
     chance = random.Random(seed)
     sizes = chance.choice([{"num_heads": 6, "num_kv_heads": 3}, {"head_dim": 48}])
     if chance.random() < 0.5:
@@ -213,7 +216,7 @@ def test_pieces_on_several_ranks_give_the_answers_of_one_process(seed, monkeypat
 
 
 def test_rows_that_see_nothing_of_a_later_tile_stay_as_they_are(monkeypatch):
-    """Of two rows only the second sees the last piece, which comes in a tile of its own."""
+    """Of two rows only the second sees the last KV split, which has a separate tile."""
     monkeypatch.setattr(layout, "_TILE_BYTES", 0)
     model, found = tiny_model(fmt="Q8_0", num_heads=8, num_kv_heads=1), []
     with (
@@ -230,7 +233,7 @@ def test_rows_that_see_nothing_of_a_later_tile_stay_as_they_are(monkeypatch):
 
 
 def random_mesh(chance: random.Random) -> Mesh:
-    """Return one of at most six ranks, some of which may have nothing to do."""
+    """Return a random mesh of at most six ranks; some ranks may have nothing to compute."""
     stages, columns = chance.choice([((1,), (1, 5, 1)), ((2, 1), (1, 1)), ((1, 1, 1), (1, 2))])
     return Mesh(stages, 2 if len(stages) == 1 else 1, columns)
 

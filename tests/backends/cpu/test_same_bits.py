@@ -1,4 +1,4 @@
-"""Same request, same logits, bit for bit: whatever else is in the batch, and however it is cut."""
+"""Equal requests have equal logits, bit for bit, whatever the batch and the chunks are."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_logprobs_do_not_depend_on_other_requests(level, model):
 
 
 def test_recomputed_generated_rows_have_the_same_bits(level, model):
-    """After a preemption prompt and answer come back as one slice; each row keeps its kind."""
+    """After a preemption, prompt and answer are one slice; each row is computed as before."""
     with cpu_backend(model, level, 64, threads=2) as backend:
         sequence = Sequence(backend, tokens_of(3, 40), list(range(10)))
         sequence.prefill(1000)
@@ -164,7 +164,7 @@ def test_score_is_what_a_prompt_computes(level, model):
 
 
 def test_logprobs_far_into_a_context_do_not_depend_on_how_attention_is_shared_out(level, model):
-    """Several pieces of the context for each thread, several panels of rows, the last slot."""
+    """Each thread has several KV splits and several panels of rows."""
     prompt = tokens_of(9, 500)
     results = []
     for threads, chunk in ((1, 1000), (2, 480), (4, 300), (3, 7)):
@@ -176,7 +176,7 @@ def test_logprobs_far_into_a_context_do_not_depend_on_how_attention_is_shared_ou
 
 
 def test_drawn_tokens_do_not_depend_on_other_requests(level, model):
-    """More rows than logits are held at once, prompt and generated ones, each with its own seed."""
+    """More rows draw than logits are held at once; prompt and generated rows have many seeds."""
     sampling = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1}
     with cpu_backend(model, level, 80, threads=3) as backend:
 
@@ -205,7 +205,7 @@ def test_drawn_tokens_do_not_depend_on_other_requests(level, model):
 
 @pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8", "int16"])
 def test_vector_levels_agree_bit_for_bit(level, model, kv_format):
-    """AVX2, AVX-512 and the generated rows of AMX, or those of NEON (ADR 0003)."""
+    """Compares AVX2, AVX-512 and the generated rows of AMX, or the levels of NEON (ADR 0003)."""
     best = VECTOR_LEVELS[-1]
     if level == best or (level == "portable" and not IS_ARM):
         pytest.skip("portable x86 rounds twice where the others fuse; the best is what they meet")

@@ -1,4 +1,4 @@
-"""Plans as arrays: what is kept between steps is brought up to date, and it is quick."""
+"""Step plans become arrays: values that stay between steps are updated, and quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads and memory on several memory nodes, which are made up of this machine's cores."""
+"""Threads and memory on several NUMA nodes, which are simulated with this machine's cores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def built(monkeypatch):
 
 @pytest.fixture
 def on_nodes(monkeypatch):
-    """Makes threads from now on belong to nodes of these cores."""
+    """Return a function that simulates NUMA nodes with these cores for later thread pools."""
 
     def place(*nodes: tuple[int, ...]) -> None:
         made_up = tuple(MemoryNode(number, cores) for number, cores in enumerate(nodes))
@@ -79,7 +79,7 @@ def masks() -> dict[int, set[int]]:
 def masks_while_computing(
     library: ctypes.CDLL, pool: int, num_expected: int
 ) -> set[frozenset[int]]:
-    """Return the cores that the calling thread may use, at moments in tasks and between them."""
+    """Return the sets of cores that the calling thread may use, during tasks and between them."""
     caller, seen, done = threading.get_native_id(), set(), threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Values on the way to the logits, and that asking for them changes nothing."""
+"""Intermediate values of a model can be returned, and this changes no result."""
 
 from __future__ import annotations
 

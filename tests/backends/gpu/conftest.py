@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter, on the processor; without PyTorch and Triton tests skip."""
+"""Runs kernels in Triton's interpreter on the processor; tests skip without PyTorch or Triton."""
 
 from __future__ import annotations
 

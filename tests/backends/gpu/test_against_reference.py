@@ -1,4 +1,4 @@
-"""The whole gpu backend with interpreted kernels, against the reference."""
+"""The whole gpu backend, with interpreted kernels, agrees with the reference backend."""
 
 from __future__ import annotations
 

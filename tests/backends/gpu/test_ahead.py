@@ -1,4 +1,4 @@
-"""Steps in flight on the gpu backend: the tokens are those of one step at a time."""
+"""With several steps in flight, the gpu backend draws the same tokens as with one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gpu_backend(num_pages: int, windows: tuple[int | None, ...] = (), **options:
 def test_tokens_drawn_ahead_are_those_of_one_step_at_a_time(
     windows: tuple[int | None, ...],
 ) -> None:
-    """Preempted, in chunks, cached, cancelled, with penalties and prompts' log-probabilities."""
+    """Requests are preempted, chunked, cached and cancelled; some have penalties and scores."""
     requests = random_requests(random.Random(5), _NUM_REQUESTS, 280, longest=16, most_output=6)
     for request in requests[::3]:
         request.params = replace(request.params, max_tokens=36)
@@ -74,7 +74,7 @@ def test_tokens_drawn_ahead_are_those_of_one_step_at_a_time(
 
 
 def test_tokens_drawn_on_the_device_stay_there() -> None:
-    """What one step draws is the next one's input, without the processor."""
+    """The next step reads the drawn tokens in GPU memory."""
     requests = random_requests(random.Random(2), 6, vocab_size=280, longest=12, most_output=4)
     for request in requests:
         request.params = replace(request.params, repetition_penalty=1.0, top_p=1.0, max_tokens=4)
@@ -89,7 +89,7 @@ def test_tokens_drawn_on_the_device_stay_there() -> None:
 
 
 def test_a_step_may_draw_nothing() -> None:
-    """A long prompt's first chunks want no token: on the device, too, nothing is drawn then."""
+    """The first chunks of a long prompt draw no token, also on the GPU."""
     expected, ours = gpu_backend(12), gpu_backend(12, draws_on_host=False)
     for backend in (expected, ours):
         request = alone(0)
@@ -110,7 +110,7 @@ def alone(number: int, num_pages: int = 1) -> Request:
 def test_a_step_for_which_there_is_no_memory_harms_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its page tables reach the device with the next step, which would use pages of others."""
+    """The next step sends its page tables; without them, that step would use wrong pages."""
     failing, right = gpu_backend(12), gpu_backend(12)
     first, second, third = alone(0), alone(2), alone(2, 4)
     third.tokens = [*range(40)]
@@ -132,7 +132,7 @@ def test_a_step_for_which_there_is_no_memory_harms_no_other(
 
 
 def test_steps_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their sizes: of all buckets, with passes, with draws on the device."""
+    """Steps of all buckets, with several passes and drawing on the GPU, are compiled before."""
     monkeypatch.setattr(step_attention, "_DECODED_ROWS", 2)
     backend = gpu_backend(200, max_rows=300, draws_on_host=False)
     params = [
@@ -244,7 +244,7 @@ def answers(tiny: str, monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[li
 def test_engines_answer_alike_whether_they_draw_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With grammars, stop strings, penalties and several choices."""
+    """Requests have grammars, stop strings, penalties and several choices."""
     tiny = str(write_tiny_gguf(tmp_path / "tiny.gguf", Tiny(seed=3, fmt="F16", num_layers=1)))
     right, none = answers(tiny, monkeypatch, "ngram")
     ours, num_blind = answers(tiny, monkeypatch, "auto")

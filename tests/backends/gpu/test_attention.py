@@ -1,4 +1,4 @@
-"""Attention over pages, and the write of keys and values, against NumPy twins."""
+"""Attention over KV pages, and the store of keys and values, agree with NumPy twins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values of eight bits: what is stored, and whole models, against NumPy twins."""
+"""Keys and values of 8 bits: stored numbers and whole models agree with NumPy twins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENS = [(7 * i * i + 3) % VOCAB_SIZE for i in range(75)]
 
 
 def hadamard(dim: int) -> Any:
-    """Return the matrix that spreads a head, divided so that it is its own inverse."""
+    """Return the Hadamard matrix for heads of `dim` values, scaled to be its own inverse."""
     width = dim & -dim
     matrix = np.ones((1, 1))
     while len(matrix) < width:
@@ -44,7 +44,7 @@ def hadamard(dim: int) -> Any:
 
 
 def rounded(heads: Any, kv_format: str) -> Any:
-    """Return heads (..., dim) as numbers of the format, times their scales."""
+    """Return heads (..., dim) rounded to a KV format: codes times scales."""
     heads = np.clip(heads, -65504, 65504)
     most = 127 if kv_format == "int8" else 448
     scale = (np.abs(heads).max(-1, keepdims=True) / most).astype(np.float16).astype(np.float32)
@@ -60,7 +60,7 @@ def rounded(heads: Any, kv_format: str) -> Any:
 def stored(
     keys: Any, values: Any, kv_format: str, mean: Any = 0, factor: Any = 1
 ) -> tuple[Any, Any]:
-    """Return keys and values (..., heads, dim) as attention reads them."""
+    """Return keys and values (..., heads, dim) as attention reads them after the store."""
     if kv_format == "fp8":
         return rounded(keys, "fp8"), rounded(values, "fp8")
     matrix = hadamard(keys.shape[-1]).astype(np.float32)
@@ -71,7 +71,10 @@ def stored(
 
 
 def read(page: Any, heads: Any, place: int) -> list[Any]:
-    """Return the keys and values (kv_heads, dim) at a place of a page, times their scales."""
+    """Return a token's keys and values (kv_heads, dim) in a page: codes times scales.
+
+    `place` is the token's offset in the page.
+    """
     found, size = [], heads.num_kv_heads * heads.page_size
     shape = heads.num_kv_heads, heads.page_size, -1
     for kind, start in enumerate((heads.keys_at, heads.values_at)):

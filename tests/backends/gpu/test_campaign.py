@@ -1,4 +1,4 @@
-"""The GPU campaign with interpreted kernels: its times say nothing, all else does."""
+"""The GPU campaign runs with interpreted kernels; only its times mean nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Started:
-    """Notes engines that are started; the first `num_refused` find too little memory."""
+    """Records which engines are started; the first `num_refused` find too little memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_refused: int = 0) -> None:
         self.rooms: list[int] = []
@@ -139,7 +139,7 @@ def test_what_there_is_no_time_for_is_left_for_later(
 def test_a_part_that_fails_does_not_end_the_campaign(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault of a kernel needs a new process; what it began is not tried again."""
+    """After a kernel's fault the campaign needs a new process, and does not repeat the part."""
     out, began = tmp_path / "out.json", list[list[str]]()
 
     def fail(kind: type[Exception]) -> None:

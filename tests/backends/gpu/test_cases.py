@@ -1,4 +1,4 @@
-"""Whatever `make long SUITE=gpu-compile` compiles can be listed."""
+"""All cases that `make long SUITE=gpu-compile` compiles can be listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine on the gpu backend with interpreted kernels: many requests, and those of the CPU."""
+"""The engine on the gpu backend with interpreted kernels, with many requests at once."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_the_backend_cannot_do_is_said_in_a_sentence(
 
 @pytest.mark.parametrize("windows", [(None,), (20,)])
 def test_requests_together_are_answered_as_each_alone(windows: tuple[int | None, ...]) -> None:
-    """Preempted, in chunks, cached, with trees of drafts; by the reference one after another."""
+    """Requests are preempted, chunked and cached, with draft trees; the twin runs one by one."""
     model = tiny_model(num_layers=1, windows=windows)
     chance = random.Random(11)
     requests = random_requests(chance, 16, vocab_size=280, longest=16, most_output=70)
@@ -180,7 +180,7 @@ def test_requests_together_are_answered_as_each_alone(windows: tuple[int | None,
 
 
 def test_tokens_are_drawn_on_the_device() -> None:
-    """With penalties, truncations, log-probabilities and those of prompts."""
+    """Requests have penalties, truncation, log-probabilities and prompt log-probabilities."""
     model = tiny_model(num_layers=1)
     requests = random_requests(random.Random(2), 6, vocab_size=280, longest=12, most_output=3)
     setting = Setting(32, 60, 8, prefix_cache=False, policy=Continuous())
@@ -245,7 +245,7 @@ def test_too_little_memory_says_what_fits(tiny: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_gpus_limits_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Doctor shows them, and utilization is a share of them, not of the processor's."""
+    """`twostroke doctor` shows them, and utilization is a share of the GPU's limits."""
     from twostroke.backends.gpu import device
     from twostroke.cli import doctor
     from twostroke.engine.engine import _measure_limits
@@ -314,7 +314,7 @@ def test_a_gpu_without_room_for_cuda_has_no_free_memory(monkeypatch: pytest.Monk
 
 
 def test_variants_of_compiled_kernels_are_counted_once() -> None:
-    """Numbers that may change make none, where a kernel says so; others do."""
+    """Numbers that a kernel declares as changing make no new variant; others do."""
     from triton.runtime.jit import JITFunction
 
     from twostroke.backends.gpu.kernels import pages, pointwise

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routes and grouped products against their NumPy twins."""
+"""Mixtures of experts: routes and grouped products agree with NumPy twins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def header(num_rows: int) -> torch.Tensor:
 
 
 def routes_of(scores, num_used: int, *, more: int = 0, least: int = 8, normalize=False, bias=None):
-    """Return the routes of rows with such scores, in a bucket of some rows more."""
+    """Return the routes of rows with these scores, in a bucket with `more` unused rows."""
     rows, experts = scores.shape
     bucket = rows + more
     memory = torch.full((bucket * route_ints(num_used),), -99, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What may go wrong on a GPU, each in a sentence."""
+"""Failures on a GPU end in one clear error message each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def test_an_interrupt_while_a_graph_is_captured_ends_quietly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CUDA complains about the capture that did not end, which nobody needs to read."""
+    """CUDA's complaint about the unfinished capture is hidden."""
     from contextlib import contextmanager
     from functools import partial
 
@@ -56,7 +56,7 @@ def test_an_interrupt_while_a_graph_is_captured_ends_quietly(
 def test_what_fails_while_an_engine_is_built_is_said_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels that Triton cannot compile, and one that fails in its first launch."""
+    """One kernel cannot be compiled by Triton, another fails in its first launch."""
     from triton.runtime.errors import OutOfResources
 
     from twostroke.backends.gpu import backend, transfers

@@ -1,4 +1,4 @@
-"""Products of E4M3 with E4M3, and folders of FP8 whose codes stay as they are."""
+"""Products of E4M3 with E4M3, and folders in FP8 whose codes are not changed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="needs PyTorch 2.14")
 
 
 def rounded(x: np.ndarray, group: int) -> np.ndarray:
-    """Return rows as E4M3 in groups makes them; a shorter last group is one, too."""
+    """Return rows rounded to E4M3 with a scale for each group; the last group may be shorter."""
     out = np.empty_like(x)
     for first in range(0, x.shape[1], group):
         part = x[:, first : first + group]
@@ -84,7 +84,7 @@ def test_many_rows_are_rounded_and_multiplied(group: int, depth: int) -> None:
 @needs_library
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_very_many_rows_are_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbours that share rounded rows, written out one after the other into one output."""
+    """Neighbouring matrices share the rounded rows, and are unpacked one after another."""
     monkeypatch.setattr(products_fp8, "LIBRARY_ROWS", 96)
     rng, calls, start = np.random.default_rng(7), list[Any](), products_fp8.write_rows
     monkeypatch.setattr(products_fp8, "write_rows", lambda *x, **y: calls.append(start(*x, **y)))
@@ -195,7 +195,7 @@ def test_steps_of_many_rows_are_close(monkeypatch: pytest.MonkeyPatch, name: str
 
 
 def fp8_tensors(program: Program) -> dict[str, QuantTensor]:
-    """Return random weights: those of attention in blocks, others with a scale for each row."""
+    """Return random weights: attention has a scale for each block, others one for each row."""
     found = {}
     for name, tensor in random_tensors(program).items():
         is_product = len(tensor.shape) > 1 and name.startswith("blk.")

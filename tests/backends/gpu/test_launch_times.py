@@ -1,4 +1,4 @@
-"""Launches overlap only where that was measured to be right and not slower."""
+"""Kernel launches overlap only on GPUs where this was measured to be correct and not slower."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def test_elsewhere_nothing_is_measured(device: GpuDevice) -> None:
 
 
 def test_what_fails_is_left_to_the_engine() -> None:
-    """Here PyTorch has no CUDA: the engine says so in its own words."""
+    """PyTorch without CUDA: the engine reports the error itself."""
     assert measure(HOPPER) is None

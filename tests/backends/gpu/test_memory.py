@@ -1,4 +1,4 @@
-"""Memory that is planned before anything is loaded, against what engines then reserve."""
+"""The GPU memory that is planned before loading equals the memory that engines reserve."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WIDE = replace(SPEC, hidden_size=512, ffn_size=4096, head_dim=64, num_layers=1)
 
 
 class Weights:
-    """Packed matrices and vectors without memory, as `DeviceWeights` has them."""
+    """A stand-in for `DeviceWeights`, whose matrices and vectors take no memory."""
 
     def __init__(self, tensors: dict[str, QuantTensor]) -> None:
         self.packed: dict[str, PackedMatrix] = {}
@@ -72,7 +72,7 @@ class Weights:
 
 @cache
 def tensors_of(program: Any, fmt: Any) -> dict[str, QuantTensor]:
-    """Return weights of a format; None is E4M3 with a scale for each output."""
+    """Return weights in a format; None means E4M3 with a scale for each output."""
     return {
         name: QuantTensor.from_floats(
             np.ones(shape, np.float32),
@@ -83,7 +83,7 @@ def tensors_of(program: Any, fmt: Any) -> dict[str, QuantTensor]:
 
 
 def planned_and_reserved(fmt: Any, rows: int, architecture: int) -> tuple[int, int, list[Any]]:
-    """Return bytes as planned and as reserved, and the launches of a step of so many rows."""
+    """Return the planned and the reserved bytes, and the launches of a step with `rows` rows."""
     program, launches = build_program(WIDE), list[Any]()
     tensors = tensors_of(program, fmt)
     device = GpuDevice("none", META, architecture, 132)
@@ -106,7 +106,7 @@ def test_steps_reserve_what_was_planned(fmt: Any, rows: int, architecture: int) 
 
 
 def test_matrices_that_are_written_out_and_rounded_rows_are_counted() -> None:
-    """The largest matrices together twice, and rows in E4M3: what makes a 70B's steps large."""
+    """The two largest unpacked matrices and the rounded rows dominate a 70B model's steps."""
     rows, largest = 640, 2 * 4096 * 512  # a gate and an up
     dense, _, _ = planned_and_reserved(FORMATS["BF16"], rows, 90)
     packed, _, launches = planned_and_reserved(FORMATS["Q4_K"], rows, 90)
@@ -132,7 +132,7 @@ def test_sums_in_parts_are_counted(rows: int, architecture: int) -> None:
 
 
 def test_models_that_take_turns_on_a_gpu_count_its_memory(tmp_path: Path) -> None:
-    """Weights as the GPU has them, and what its steps and CUDA need besides."""
+    """Counts weights in the GPU's format, and the memory of steps and of CUDA."""
     path = str(write_tiny_gguf(tmp_path / "tiny.gguf", Tiny(seed=3, fmt="F32", num_layers=1)))
     cache = CacheOptions(context_length=64, memory_bytes=1 << 20)
 

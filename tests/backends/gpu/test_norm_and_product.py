@@ -1,4 +1,4 @@
-"""Norms and dense products against their NumPy twins."""
+"""Norms and dense matrix products agree with NumPy twins."""
 
 from __future__ import annotations
 

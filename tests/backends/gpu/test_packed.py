@@ -1,4 +1,4 @@
-"""Packed matrices and their products, against the values that their formats define."""
+"""Packed matrices and their products agree with the values that their formats define."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_bytes_are_known_before_a_matrix_is_packed(fmt) -> None:
 
 
 def test_rows_that_repeat_without_memory_are_packed() -> None:
-    """As benchmarks make weights of real shapes."""
+    """Benchmarks make weights of real shapes from such rows."""
     tensor = random_matrix(np.random.default_rng(5), FORMS[0], (1, 512))
     data = np.broadcast_to(tensor.data, (64, tensor.data.shape[1]))
     found = pack(QuantTensor(tensor.format, (64, 512), data), CPU)

@@ -1,4 +1,4 @@
-"""The PTX that makes values of codes, executed on the processor, against the codes."""
+"""The PTX that converts codes to numbers is executed on the processor and compared."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LAYOUTS = (
 
 
 def halves(words, element: torch.dtype):
-    """Return the two numbers of each word, float64 (2, words)."""
+    """Return the two 16-bit numbers of each word, as float64 (2, words)."""
     bits = np.stack([words & 0xFFFF, words >> 16]).astype(np.uint16).view(np.int16)
     return torch.from_numpy(bits).view(element).double().numpy()
 
 
 def lookup(table: int, a, b, c):
-    """Return what `lop3` does: a bit of the table for each three bits."""
+    """Return the result of PTX's `lop3`: each bit is looked up by three input bits."""
     result = np.zeros_like(a)
     for place in range(8):
         if table >> place & 1:
@@ -42,7 +42,7 @@ def lookup(table: int, a, b, c):
 
 
 def permuted(word, places: int):
-    """Return a word of bytes of another, whose places are four bits each; 4 is a 0."""
+    """Return the result of PTX's `prmt`: bytes of a word, chosen by four bits each; 4 gives 0."""
     found = np.zeros_like(word)
     for at in range(4):
         place = places >> 4 * at & 15

@@ -1,4 +1,4 @@
-"""Pages of the gpu backend outside of its memory: kept in a folder, and handed over."""
+"""KV pages of the gpu backend outside the GPU: stored in a folder, and sent to engines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_engine_finds_the_pages_of_one_before_it(
     def start_beside_slow_computing(
         manager: paging.OffloadManager, pages: Any, spec: Any, tiers: Any, **_: Any
     ) -> None:
-        """Say that computing is slow, so that pages are fetched however busy the machine is."""
+        """Pretend that computing is slow, so that pages are fetched on a busy machine as well."""
         start_offload(
             manager, pages, spec, tiers, prefill_s=lambda start, end: 1000.0 * (end - start)
         )

@@ -1,4 +1,4 @@
-"""Profiles of the gpu backend: a row for each launch, and times without waits for the processor."""
+"""Profiles of the gpu backend have a row for each launch, and no waits for the processor."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_launch_stands_beside_its_bytes_and_its_floor(tmp_path: Path) -> No
 
 
 class Clock:
-    """A GPU that runs what is queued, and a processor that takes `launch_s` for each launch."""
+    """A simulated GPU with a queue, and a processor that takes `launch_s` for each launch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, launch_s: float) -> None:
         self.gpu_s = self.processor_s = 0.0

@@ -1,4 +1,4 @@
-"""All kernels are compiled before the first launch, which finds them, as do later processes."""
+"""All kernels are compiled before the first launch, and later processes find them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def printed(script: str, cache: Path) -> Any:
-    """Return what a script prints, with Triton's compiler and a driver that launches nothing."""
+    """Return the output of a script with Triton's compiler and a driver that launches nothing."""
     given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     given |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
     command = [sys.executable, str(ROOT / "tests/gpu" / script)]
@@ -35,7 +35,7 @@ def test_launches_find_the_kernels_that_were_compiled_together(tmp_path: Path) -
 
 
 def test_engines_do_on_a_gpu_what_they_do_in_the_interpreter(tmp_path: Path) -> None:
-    """Graphs, tapes, events, copies, steps in flight and times, with PyTorch's tensors."""
+    """Covers graphs, tapes, events, copies, steps in flight and times, with PyTorch's tensors."""
     engines = printed("engine.py", tmp_path)
     assert [engine["overlaps"] for engine in engines] == [True, True, True, False]
     for engine in engines:

@@ -1,4 +1,4 @@
-"""`--same-tokens`: a row's numbers depend on its request alone, bit for bit."""
+"""With `--same-tokens`, a row's numbers depend on its request alone, bit for bit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHARED: dict[str, Sequence[tuple[int, int]]] = {
 
 @pytest.fixture(autouse=True)
 def _rows_of_a_tile_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor cores compute all rows of a tile alike; the interpreter's library for matrices not."""
+    """Make the interpreter compute all rows of a tile in the same way, as tensor cores do."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_dot(_: object, a: Any, b: Any, d: Any, *__: object) -> Any:
@@ -67,7 +67,7 @@ def a_request(name: str, pages: list[int], num_groups: int) -> Request:
 
 
 def computed(backend: GpuBackend, steps: Sequence[tuple[int, int]], drafts: int = 0) -> Any:
-    """Return the logits of the last row, and the request's pages, after these steps."""
+    """Return the last row's logits and the request's KV pages after these steps."""
     num_groups = len(backend.facts.windows)
     request, done = a_request("q", PAGES, num_groups), 0
     for number, (count, num_others) in enumerate(steps):
@@ -141,7 +141,7 @@ def check_rows(program: Program, fmt: str, kv_format: str = "f16") -> None:
 
 
 def test_requests_together_are_answered_as_each_alone() -> None:
-    """Preempted, in chunks, cached, with trees of drafts: the same log-probabilities, too."""
+    """Requests are preempted, chunked and cached, with drafts; log-probabilities are equal, too."""
     model = tiny_model(num_layers=1)
     requests = random_requests(random.Random(11), 4, vocab_size=280, longest=24, most_output=44)
     crowded = Setting(5, 60, 8, prefix_cache=True, policy=Continuous(), guesses=3)
@@ -185,7 +185,7 @@ def test_all_rows_are_multiplied_in_tiles_of_one_shape(fmt: str) -> None:
 
 
 def test_pieces_are_those_of_each_row_alone() -> None:
-    """A tile has no two rows whose contexts are cut differently, and starts at a block's start."""
+    """A tile has only rows whose contexts are divided in the same way."""
     for window in (None, 100):
         tiling = Tiling(window, 8, 8, same_tokens=True)
         slices = np.array([[0, 40, 8170, 2], [40, 300, 16_300, 1], [340, 1, 9000, 3]], np.int32)

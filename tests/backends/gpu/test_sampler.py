@@ -1,4 +1,4 @@
-"""The sampler's kernels against the definition: the same token, always."""
+"""The sampler's kernels draw the same token as the definition of sampling, always."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Over 8-bit pages with `--same-tokens`, a token that a row does not see changes nothing."""
+"""With 8-bit pages and `--same-tokens`, tokens that a row does not see change nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _mixed(scores, values, scales, output, alone: tl.constexpr):
 
 
 def mixed(unseen_scale: float, *, alone: bool) -> torch.Tensor:
-    """Return what rows mix that see all tokens but the last, whose scale is given."""
+    """Return the attention of rows that see all tokens but the last, whose scale is given."""
     rng = np.random.default_rng(3)
     scores = torch.from_numpy(-15 * rng.random(32).astype(np.float32))
     scores[-1] = -torch.inf
@@ -42,7 +42,7 @@ def test_an_unseen_tokens_scale_changes_nothing() -> None:
 
 
 def test_scales_of_shares_differ_by_what_float16_rounds() -> None:
-    """Without the promise: little, and faster."""
+    """Without `--same-tokens`, results differ a little, but are computed faster."""
     near, far = mixed(0.01, alone=False), mixed(80.0, alone=False)
     assert not torch.equal(near, far)
     torch.testing.assert_close(near, far, rtol=1e-2, atol=1e-2)

@@ -1,4 +1,4 @@
-"""Draws follow the requested distribution, and planted faults are noticed."""
+"""Drawn tokens follow the requested distribution, and planted faults are noticed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_draws_of_many_seeds_at_one_index_follow_the_distribution():
 
 
 def pairs_deviate(tokens) -> float:
-    """How far consecutive draws are from independent, over a coarse table of pairs."""
+    """Return how far consecutive tokens are from independent, by a coarse table of pairs."""
     p = brute_force(SamplingParams(), LOGITS)
     first, second = tokens[0::2], tokens[1::2]
     return deviate(first * LOGITS.size + second, np.outer(p, p).ravel())

@@ -1,4 +1,4 @@
-"""Random bits: the generator's published answers, and seeds at the borders of its words."""
+"""Random bits equal the generator's published results, also for seeds at word boundaries."""
 
 from __future__ import annotations
 

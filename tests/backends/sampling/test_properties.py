@@ -1,4 +1,4 @@
-"""Truncation against its definition in words, on logits and parameters that Hypothesis invents."""
+"""Truncation follows its definition, on random logits and parameters from Hypothesis."""
 
 from __future__ import annotations
 

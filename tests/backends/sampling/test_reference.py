@@ -1,4 +1,4 @@
-"""The definition of sampling: what each parameter does, alone and in its order."""
+"""The definition of sampling: the effect of each parameter, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows for the native sampler: the fields of a request, and those that a step changes."""
+"""The native sampler's rows: the fields of a request, and the fields that a step changes."""
 
 from __future__ import annotations
 
@@ -168,5 +168,5 @@ def test_rows_of_branches_see_their_own_path():
 
 
 def branch(first, parent):
-    """A branch whose pages do not matter."""
+    """Return a draft branch whose pages do not matter."""
     return DraftBranch(first, parent, 0, 0, ((0,),), 1, (), is_copied=False)

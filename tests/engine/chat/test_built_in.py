@@ -1,4 +1,4 @@
-"""Chat templates that have names."""
+"""The built-in chat templates, which are chosen by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of tools out of an answer's text, however it is cut."""
+"""Tool calls are read from an answer's text, wherever the stream is cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BARE = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
 def read(
     text: str, cuts: list[int], form: CallForm = HERMES, names: tuple[str, ...] = ("f", "g-2")
 ) -> tuple[str, list[tuple[str, str]]]:
-    """The text and the calls of an answer that comes in pieces."""
+    """Return the text and the calls of an answer that is streamed with these cuts."""
     reader, said, calls = CallReader(names, form), "", list[tuple[str, str]]()
     pieces = []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -211,7 +211,7 @@ def test_doubled_braces_are_read(name: str) -> None:
 
 
 class Copied(str):
-    """Text that counts how much of it is copied."""
+    """A string that counts how many of its characters are copied by slices."""
 
     __slots__ = ()
     num_chars = 0

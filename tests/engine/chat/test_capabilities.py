@@ -1,4 +1,4 @@
-"""How chat templates show tools, calls and results."""
+"""How chat templates show tools, calls and results is found by test conversations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of a custom tool's input, however its arguments are cut."""
+"""The text of a custom tool's input is read, wherever its JSON arguments are cut."""
 
 from __future__ import annotations
 

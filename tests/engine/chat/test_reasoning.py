@@ -1,4 +1,4 @@
-"""A model's reasoning: its marks, where it begins, and what a request may ask of it."""
+"""A model's reasoning: its marks, where it begins, and which request fields it supports."""
 
 from __future__ import annotations
 

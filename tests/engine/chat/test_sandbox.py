@@ -1,4 +1,4 @@
-"""Hostile chat templates: cut off in time and space, and no way out of the sandbox."""
+"""Hostile chat templates are stopped at limits of time and size, and stay in the sandbox."""
 
 from __future__ import annotations
 
@@ -275,6 +275,6 @@ def test_filters_and_statements_of_published_templates_work(source: str, expecte
 )
 @pytest.mark.parametrize("number", [1_700_000_000, 123_456_789_012_345_678, 10**30])
 def test_large_numbers_are_values(source: str, expected: str, number: int) -> None:
-    """The arguments of tool calls have such numbers: times, and ids."""
+    """Arguments of tool calls may have such numbers, for example times and ids."""
     text = ChatTemplate(source, budget=TIGHT).render(HI, n=number).text
     assert text == expected.replace("N", str(number))

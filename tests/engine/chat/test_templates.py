@@ -1,4 +1,4 @@
-"""Chat templates: what they render, and who may write a special token."""
+"""Chat templates render messages, and only templates write special tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ATTACKS = st.lists(
 
 
 class Specials:
-    """A vocabulary that is nothing but its special texts."""
+    """A vocabulary that consists of special tokens with these texts."""
 
     def __init__(self, *texts: str, additional: tuple[str, ...] = (), **named: str) -> None:
         self._texts = texts

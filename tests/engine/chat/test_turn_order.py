@@ -1,4 +1,4 @@
-"""Conversations reach every template whole, in an order that it accepts."""
+"""Every template gets each conversation complete, in an order that it accepts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHATS = {name: chat_of(source) for name, source in strict_templates.TEMPLATES.it
 
 
 def conversation(*kinds: str) -> list[dict[str, Any]]:
-    """Return messages of these kinds, in which each text has a word of its own."""
+    """Return messages of these kinds; each message's text has a different word."""
     messages: list[dict[str, Any]] = []
     for place, kind in enumerate(kinds):
         text = f"words{place}said"

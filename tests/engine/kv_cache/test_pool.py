@@ -1,4 +1,4 @@
-"""The page pool: three states, and nothing lost between them."""
+"""The page pool: pages are free, cached or referenced, and none gets lost."""
 
 from __future__ import annotations
 

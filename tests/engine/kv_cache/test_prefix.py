@@ -1,4 +1,4 @@
-"""The prefix index: the longest known prefix, for the right tenant, with a token left over."""
+"""The prefix index finds the longest cached prefix of the same tenant, and leaves a token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE_SIZE = 4
 
 
 class Cache:
-    """An index, and requests that compute and leave."""
+    """A page pool with a prefix index, in which requests compute pages and end."""
 
     def __init__(self, num_pages=8, **options):
         self.pool = PagePool(num_pages, PAGE_SIZE)
@@ -140,7 +140,7 @@ def test_strict_mode_gives_a_request_no_page_for_what_it_generated():
 
 
 class WindowCache:
-    """An index over groups, and one sequence whose pages are all computed; any may be evicted."""
+    """A prefix index with cache groups, and a sequence whose pages are all indexed."""
 
     def __init__(self, windows, tokens):
         num_pages = len(tokens) // PAGE_SIZE
@@ -155,7 +155,7 @@ class WindowCache:
                 self.index.insert(group, [key], [page])
 
     def evict(self, pages):
-        """Evict pages, whatever the order of their last use."""
+        """Evict pages in any order, whatever their last use."""
         for page in pages:
             self.pool.release_out_of_window(page)
             self.pool.allocate(1)

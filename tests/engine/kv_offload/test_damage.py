@@ -1,4 +1,4 @@
-"""A campaign of damaged pages, in short, and that it can be interrupted."""
+"""A short campaign of damaged KV pages, which can be interrupted and continued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages in a folder: what is written is read, and nothing else ever is."""
+"""KV pages in a folder: pages that were written are read, and damaged pages never are."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_other_kinds_find_nothing(tmp_path: Path) -> None:
 def test_damaged_pages_are_missed(
     tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`make long SUITE=kv-offload` does 10,000."""
+    """A short form of `make long SUITE=kv-offload`, which damages 10,000 pages."""
     rng, tier, of = random.Random(seed), tier_of(tmp_path), kind()
     for number in range(4):
         put(tier, of, number)

@@ -1,4 +1,4 @@
-"""Which stored pages go first: as a slow, plain twin decides, and never those that others need."""
+"""Pages are evicted from disk as a slow, plain twin decides, and never before pages after them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def name_of(number: int) -> bytes:
 
 
 def plain_surplus(ledger: DiskIndex, now_s: float, room: int) -> list[bytes]:
-    """Remove one page after another, each the worst of those that are left."""
+    """Choose the pages to evict one by one, each the worst of the remaining pages."""
     left = dict(ledger.entries)
     kept: set[bytes] = set()
 
     def family(name: bytes) -> list[Entry]:
-        """The page and all that continue it."""
+        """Return the entries of a page and of all pages that continue it."""
         after = [n for n, entry in ledger.entries.items() if entry.previous == name[:PREFIX_BYTES]]
         return [ledger.entries[name], *(one for n in after for one in family(n))]
 

@@ -1,4 +1,4 @@
-"""Pages that stay: found by a later engine, waited for only while that pays, written once used."""
+"""KV offload: pages are found by a later engine, waited for only while that pays, and written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def engine(
     url: str | None = None,
     **changes: Any,
 ) -> Iterator[tuple[Client, OffloadManager]]:
-    """Yield an engine that takes `token_s` for each token; its pages stay in a folder, or a store.
+    """Yield an engine with predicted `token_s` for each token, and pages on disk or in Redis.
 
     `tiers` are used instead of the folder.
     """
@@ -226,7 +226,7 @@ def test_other_engines_are_asked_for_what_the_tiers_lack(tmp_path: Path) -> None
 
 
 class Faulty:
-    """A tier that claims to have every page, and does with each of them as it is told."""
+    """A tier that claims to have every page, and fails to read it in a chosen way."""
 
     title, is_writable = "faulty", True
 
@@ -282,7 +282,7 @@ def test_a_tier_that_fails_or_is_slow_costs_no_request(tmp_path: Path, fault: st
 
 
 class Throttled(DiskTier):
-    """A disk that becomes slow: its pages take `page_s` once `num_fast` were read."""
+    """A disk that becomes slow: reading a page takes `page_s` after the first `num_fast` pages."""
 
     page_s, num_fast = 0.0, 0
 

@@ -1,4 +1,4 @@
-"""Pages in a store: nobody without the secret reads, finds or changes them; a fault is a miss."""
+"""KV pages in Redis cannot be read, found or changed without the secret; faults are misses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accounts of what guesses have saved: a proposer that loses rests, longer each time."""
+"""A proposer whose drafts lose time is not asked for some rounds, more of them each time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from twostroke.engine.speculation.payoff import ProposerGain
 
 
 def rounds_until(account: ProposerGain, wanted: bool, won: float = 0.0, spent: float = 0.0) -> int:
-    """Play rounds until it may ask, or may not; return how many there were."""
+    """Run rounds until the proposer may be asked (`wanted`), or may not; return their number."""
     for count in range(5000):
         if account.may_ask() is wanted:
             return count

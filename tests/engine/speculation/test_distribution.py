@@ -1,9 +1,4 @@
-"""Sampled answers have the distribution that they would have without drafts, whatever is guessed.
-
-The model is a table: the logits after a token depend on that token alone. So the chance of each
-answer of three tokens is known exactly, and counts over thousands of seeds are compared with it:
-not token by token but jointly, since a wrong draft shows in the tokens after it.
-"""
+"""Sampled answers have the distribution that they have without drafts, whatever the drafts."""
 
 from __future__ import annotations
 
@@ -66,7 +61,7 @@ GUESSES = (*CHAINS, *TREES)
 
 @dataclass(slots=True)
 class Table:
-    """Runs steps of the table with the native sampler."""
+    """A model whose logits are a table of the previous token, with the native sampler."""
 
     library: ctypes.CDLL
     rows: RowTable = field(default_factory=RowTable)
@@ -88,7 +83,10 @@ def table(rounds: int) -> Table:
 
 
 def answers(table: Table, params: SamplingParams, how: str) -> NDArray[np.int64]:
-    """Return many answers, each as one number; those that end early are filled up with 0."""
+    """Return the answers to many requests with random drafts, each answer as one number.
+
+    Answers that end early are padded with 0.
+    """
     params, ends = replace(params, max_tokens=LENGTH), frozenset(params.stop_token_ids)
     requests = [
         Request(f"r{seed}", list(PROMPT), len(PROMPT), params, seed, end_ids=ends)
@@ -135,7 +133,7 @@ def guesses(rng: random.Random, how: str, request: Request) -> tuple[int, ...]:
 
 
 def tree(rng: random.Random, how: str, request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Two guesses, and after each of them one or two more."""
+    """Return a draft tree: two tokens, and one or two tokens after each of them."""
     tokens: list[int] = []
     parents: list[int] = []
     for parent, count in ((ROOT, 2), (0, 2), (1, 1 + rng.randrange(2))):
@@ -154,7 +152,7 @@ def code(output: list[int]) -> int:
 
 
 def exact(params: SamplingParams) -> NDArray[np.float64]:
-    """The chance of each answer, from the definition of sampling."""
+    """Return the probability of each answer, computed by the definition of sampling."""
     chances = np.zeros((VOCAB_SIZE + 1) ** LENGTH)
     ends = frozenset(params.stop_token_ids)
 
@@ -188,7 +186,7 @@ def test_answers_are_as_likely_for_every_source_of_guesses(table, how):
 
 
 def test_drafts_of_a_similar_model_are_often_right():
-    """Or the tests above would say little."""
+    """Otherwise the other tests would hardly test accepted drafts."""
     table = Table(load_level("portable"))
     seen = []
     take = Scheduler.commit
@@ -205,23 +203,23 @@ def test_drafts_of_a_similar_model_are_often_right():
 
 
 def trusts_the_first(drafts, drawn):
-    """A draft is kept though something else was drawn."""
+    """A planted fault: the first draft is accepted although another token was drawn."""
     return max(num_accepted(drafts, drawn), min(1, len(drafts)))
 
 
 def trusts_what_is_likely(drafts, drawn):
-    """A wrong draft is kept now and then, as if the two chances had been compared wrongly."""
+    """A planted fault: a wrong draft is sometimes accepted, as if probabilities were confused."""
     right = num_accepted(drafts, drawn)
     return right + 1 if right < len(drafts) and (drafts[right] + drawn[right]) % 3 == 0 else right
 
 
 def never_trusts_the_second(drafts, drawn):
-    """Harmless: fewer drafts are kept than could be."""
+    """A harmless change: only the first draft is ever accepted."""
     return min(1, num_accepted(drafts, drawn))
 
 
 class SameNumberForAll(RowTable):
-    """The random number of the newest token's row serves its drafts' rows, too."""
+    """A planted fault: the rows of drafts use the random number of the newest token's row."""
 
     def rows(self, requests, parts=None):
         rows = super().rows(requests, parts)
@@ -230,7 +228,7 @@ class SameNumberForAll(RowTable):
 
 
 class ForgetsDrafts(RowTable):
-    """Penalties do not see the drafts before a row."""
+    """A planted fault: penalties do not count the drafts before a row."""
 
     def rows(self, requests, parts=None):
         rows = super().rows(requests, parts)
@@ -239,7 +237,7 @@ class ForgetsDrafts(RowTable):
 
 
 class SeesOtherBranches(RowTable):
-    """Penalties see what another branch has said instead of a row's own ancestors."""
+    """A planted fault: penalties count tokens of another branch instead of the row's ancestors."""
 
     def _branch(self, parts, firsts, rows, num_tokens):
         pointers = rows["tokens"].copy()
@@ -249,9 +247,9 @@ class SeesOtherBranches(RowTable):
 
 @dataclass(slots=True)
 class DrawsAgain(Table):
-    """After a wrong draft another token is drawn, so that the draft has had two chances.
+    """A planted fault: after a wrong draft another token is drawn, so the draft has two chances.
 
-    As rejection sampling would without its residual.
+    This is rejection sampling without its residual distribution.
     """
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -270,7 +268,7 @@ class DrawsAgain(Table):
 
 
 def trusts_a_sibling(drafts, branches, drawn):
-    """Of two guesses the second is kept, whatever was drawn, if the first was wrong."""
+    """A planted fault: if the first of two sibling drafts is wrong, the second is accepted."""
     right = [*accepted_drafts(drafts, branches, drawn)]
     return right or [branches[-1].first] if branches else right
 

@@ -1,4 +1,4 @@
-"""A request's text in the tokens of a draft, and its guesses in those of the target."""
+"""A request's text in a draft model's tokens, and its drafts in the target model's tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_text_is_followed_in_the_drafts_own_tokens() -> None:
     "text", ["hello world abc hello world abc\n" * 3, f"{START}user\nhello{END}" * 3, "é" * 40, ""]
 )
 def test_a_long_prompt_is_followed_in_pieces(text: str, stride: int) -> None:
-    """So that no step waits for all of it, and with the tokens that it would have at once."""
+    """No step translates the whole prompt, and the tokens are the same as translated at once."""
     at_once, request = transcript_of(), request_of(text + " abc")
     at_once.follow(request)
     transcript = transcript_of(stride=stride)
@@ -71,7 +71,7 @@ def test_a_long_prompt_is_followed_in_pieces(text: str, stride: int) -> None:
 
 
 def test_settled_tokens_never_change() -> None:
-    """Rows of settled tokens are computed once, and shared with others from the prompt's."""
+    """The draft model computes final tokens once, and shares pages of the prompt's tokens."""
     request, transcript = request_of("hello world abc hello"), transcript_of()
     transcript.follow(request)
     settled = transcript.tokens[: transcript.num_settled]

@@ -1,4 +1,4 @@
-"""Drafts that an engine uses, leaves out or refuses, and contradictory options."""
+"""Draft models that an engine uses, drops or refuses, and contradictory options."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_contradictory_options_are_refused(given: dict[str, Any], said: str) -> 
 
 
 def test_a_request_that_reports_on_its_prompt_keeps_the_draft(path: Path, other: Path) -> None:
-    """The draft reads the prompt in several steps and reports on none of them."""
+    """The draft model prefills the prompt in several steps, without log-probabilities."""
     prompt = list(range(20, 230))
     params = SamplingParams(temperature=0, max_tokens=24, prompt_logprobs=1, ignore_eos=True)
     native_dir()

@@ -1,4 +1,4 @@
-"""Guesses of small models: odds by sureness, leaves besides the chain, and when to stop."""
+"""Draft sequences: acceptance rates by probability, leaves beside the chain, and their end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKEN_IDS = (10, 20, 30, 40)
 
 
 def guesses_of(*draws: tuple[int, dict[int, float]]) -> DraftSequence:
-    """Return guesses of which each was drawn with these chances beside it."""
+    """Return a draft sequence with these tokens, each with the probabilities of its step."""
     rate = AcceptanceRate([(kind + 0.5) / 10 for kind in range(10)], 0.6).for_request()
     found = DraftSequence(Request("r", [], 0, SamplingParams(), 0), rate, 10, TOKEN_IDS)
     for drawn, chances in draws:

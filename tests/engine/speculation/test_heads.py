@@ -1,4 +1,4 @@
-"""Heads in whole engines: their guesses do not change answers."""
+"""EAGLE and Medusa heads in whole engines: their drafts do not change answers."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_slow_first_step_does_not_count(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_preempted_requests_get_guesses_again(path: Path, heads: dict[str, str], kind: str) -> None:
-    """The pages hold a single request and not six answers to it."""
+    """The KV cache has room for one request, but not for six answers to it."""
     prompts = [f"{prompt} {index}" for index in range(2) for prompt in PROMPTS]
     params = [GREEDY, SamplingParams(max_tokens=60, ignore_eos=True, seed=5, n=6)] * 4
     cache = CacheOptions(memory_bytes=65_000, context_length=224)

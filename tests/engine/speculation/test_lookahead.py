@@ -1,4 +1,4 @@
-"""Lookahead decoding: which runs the window collects, and which of them are tried."""
+"""Lookahead decoding: the n-grams that the window collects and the n-grams that are proposed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FREE = DraftCost(0.0, 100.0, 24)
 
 
 def next_token(before: int) -> int:
-    """A model whose every token depends on the one before it alone."""
+    """Return the next token of a model that depends on the previous token only."""
     return (7 * before + 3) % 23
 
 
@@ -25,7 +25,7 @@ def make(prompt=(1, 2, 3)) -> Request:
 
 
 def step(method: Lookahead, request: Request, draw=next_token, price=FREE):
-    """Do what an engine with room for everything would; return proposal and accepted tokens."""
+    """Run a step that computes all drafts; return the proposal and the number of right drafts."""
     [proposal] = method.propose([request], price)
     if proposal is None:
         request.tokens.append(draw(request.tokens[-1]))

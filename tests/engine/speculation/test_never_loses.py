@@ -1,10 +1,4 @@
-"""Guesses do not make a batch slower: the real controller on a machine that is simulated.
-
-Texts are known beforehand, and so is how long each step takes: by its rows, about as measured on
-two cores with AVX-512, times a noise like that of shared machines, with spells in which everything
-takes twice as long. Looking for guesses takes a little, too. So all is the same in each run, and
-what is counted is the time without noise.
-"""
+"""Drafts do not slow a batch down: the real speculator on a simulated machine."""
 
 from __future__ import annotations
 
@@ -59,7 +53,7 @@ EDIT = (0.2, 40)
 
 
 class Clock:
-    """Stands for the `time` module, and for a speculator's clock."""
+    """Simulated time, in place of the module `time` and of a speculator's clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -73,7 +67,7 @@ class Clock:
 
 @dataclass
 class Noise:
-    """How many times longer each step takes than it would alone."""
+    """Random factors by which steps take longer on a shared machine."""
 
     rng: random.Random
     drift: float = 0.0
@@ -91,7 +85,7 @@ class Noise:
 
 @dataclass
 class Drafting:
-    """Guesses eight tokens each time, of which each is right with the same chance."""
+    """A proposer of eight tokens for each request, each right with the same probability."""
 
     right: float
     rng: random.Random
@@ -126,7 +120,7 @@ class Drafting:
 
 @dataclass
 class Simulation:
-    """A speculator that learns on, over all jobs."""
+    """Runs jobs with one speculator, which continues to learn from job to job."""
 
     clock: Clock
     seed: int
@@ -150,7 +144,7 @@ class Simulation:
         self.speculator = Speculator([proposer], budget_of, known, clock=clock)
 
     def speedup(self, text: tuple[float, int], num_streams: int, rounds: int = 4) -> float:
-        """Return how many times faster guesses make it; the first round is practice."""
+        """Return how many times faster drafts make the text; the first round only teaches."""
         plain_s = guessed_s = 0.0
         for number in range(rounds):
             texts = [self.text(*text) for _ in range(num_streams)]
@@ -171,7 +165,7 @@ class Simulation:
         return tokens[: PROMPT + ANSWER]
 
     def token_s(self, texts: list[list[int]], method: str) -> float:
-        """Return the seconds of a token while all streams run."""
+        """Return the seconds of a token of a job in which all streams run together."""
         job = next(self.jobs)
         line = Scheduler(SchedulerConfig(4096, 64), PagePool(4096, 16), None, Continuous())
         known = {f"{job} {i}": text for i, text in enumerate(texts)}
@@ -219,7 +213,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.seeds(1)
 def test_no_text_is_slower_at_any_load(clock, seed, rounds):
-    """In a short run each text has every second load, beginning with the first or the second."""
+    """With one round, every second load of each text is tried, from the first or the second on."""
     simulation, loads = Simulation(clock, seed), (1, 4, 16, 32)
     for number, (name, text) in enumerate(TEXTS.items()):
         for num_streams in loads if rounds > 1 else loads[number % 2 :: 2]:

@@ -1,4 +1,4 @@
-"""Guesses from the request itself, from a prediction, and from earlier answers."""
+"""N-gram drafts from the request itself, from a prediction, and from earlier answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RIGHT, WRONG, UNTRIED = (
 
 
 def ask(proposer, request, most):
-    """What is proposed for one request."""
+    """Return the drafts that are proposed for one request."""
     [proposal] = proposer.propose([request], DraftCost(0.0, 0.0, most))
     return proposal
 

@@ -34,7 +34,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model with the same vocabulary, which agrees only by chance."""
+    """Return another model with the same vocabulary; it drafts right tokens only by chance."""
     tiny = Tiny(num_layers=1, seed=5, context_length=300)
     return write_tiny_gguf(tmp_path_factory.mktemp("other") / "other.gguf", tiny)
 
@@ -169,7 +169,7 @@ def test_async_callers_can_give_hints(path: Path) -> None:
 
 
 def test_a_context_that_fills_up_ends_as_without_drafts(path: Path) -> None:
-    """The last tokens of the context leave no room for guesses."""
+    """The last tokens of the context leave no room for drafts."""
     prompt = [5 + i % 200 for i in range(490)]
     found = []
     for speculation in ({"method": "off"}, {"draft": str(path), "count": 24}):
@@ -193,7 +193,7 @@ def test_a_text_longer_than_the_drafts_context_continues_without_it(
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with other tokens: fewer words, and the bytes in another order."""
+    """Return a model with another vocabulary: fewer merges, and bytes in another order."""
     tiny = Tiny(seed=3, context_length=400)
     metadata = tiny_metadata(tiny)
     tokens = list(metadata["tokenizer.ggml.tokens"])
@@ -272,7 +272,7 @@ def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> Non
 
 @pytest.mark.parametrize(("cheap", "most"), [(1, 1), (3, 3), (24, 8)])
 def test_a_draft_guesses_no_further_than_rows_are_cheap(path: Path, cheap: int, most: int) -> None:
-    """The draft equals its target, so only the cost of rows limits it."""
+    """The draft model equals its target, so only the cost of rows limits the drafts."""
     with engine_of(path, method="draft", draft=str(path)) as llm:
         (draft,) = llm.engine.client.loop.speculator._proposers
         propose, counts = draft.propose, []

@@ -1,4 +1,4 @@
-"""The index of earlier words against a search through all of them."""
+"""The index of n-grams finds the same occurrences as a search through all tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LONGEST = 32
 
 
 def search(tokens: list[int], context: list[int], most: int = 8) -> tuple[int, list[int]] | None:
-    """Look at every place: the length of the longest match and where it ends, the latest first.
+    """Compare all positions; return the longest match's length and ends, the latest first.
 
-    Only the `most` latest places where three tokens match are compared, as in the index.
+    Only the `most` latest occurrences of three equal tokens are compared, as in the index.
     """
     found = []
     for end in range(len(tokens) - 1, 2, -1):
@@ -53,7 +53,7 @@ def test_the_index_finds_what_a_full_search_finds(seed):
 
 
 def test_a_lookup_in_a_long_text_reads_few_places():
-    """It looks at few places, however many there are: counted, not timed."""
+    """The number of compared positions stays small, however many occurrences there are."""
 
     class Counting(list):
         num_reads = 0

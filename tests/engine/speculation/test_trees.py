@@ -1,4 +1,4 @@
-"""Trees of drafts on real backends: the same tokens, and faults that would change them."""
+"""Trees of drafts on real backends give the same tokens, and planted faults change tokens."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ def run(backend: Any, setting: Setting, requests: list[Request], known: Any = No
 
 
 class KeepsItsOwnPages(drafting.DraftPages):
-    """A branch is right, and the request continues with the pages of another path."""
+    """A planted fault: after a right branch, the request continues with another branch's pages."""
 
     def settle(self, piece, last):  # type: ignore[no-untyped-def]
         super().settle(piece, min(last, piece.branches[0].first - 1) if piece.branches else ROOT)
 
 
 class DropsAStore(drafting.DraftPages):
-    """A row that branches share is stored in one page too few."""
+    """A planted fault: a row that several branches share is not stored in one of their pages."""
 
     def _branches(self, *given):  # type: ignore[no-untyped-def]
         return [replace(branch, above=branch.above[1:]) for branch in super()._branches(*given)]
 
 
 class BeginsWithNothing(drafting.DraftPages):
-    """A branch's first page does not begin as the request's."""
+    """A planted fault: a branch's first page is not a copy of the request's page."""
 
     def _branches(self, *given):  # type: ignore[no-untyped-def]
         return [replace(branch, is_copied=False) for branch in super()._branches(*given)]
@@ -112,7 +112,7 @@ def test_interpreting_backends_run_trees(name: str, windows: tuple[int | None, .
 
 
 class GuessesTrees:
-    """Proposes the right answers among wrong ones."""
+    """A proposer of trees that contain the right tokens among wrong tokens."""
 
     name = "ngram"
 
@@ -148,7 +148,7 @@ class GuessesTrees:
 
 
 def complete(client: Client, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
-    """Answer all prompts together."""
+    """Return the answers to prompts that are submitted together."""
     generations = [client.generate(prompt, params) for prompt in prompts]
     return [generation.wait()[0] for generation in generations]
 

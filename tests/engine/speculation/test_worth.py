@@ -1,4 +1,4 @@
-"""How many guesses a step takes: as many as pay, by what steps are known to cost."""
+"""The number of drafts in a step is chosen by the predicted times of steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HARDWARE = Hardware("test", 1, 1 << 30, bandwidth=1e9, peak=1e9, peak_kind="any"
 
 
 def step_time_of(fixed_s: float, row_s: float) -> StepTimeModel:
-    """Steps take `fixed_s`, and `row_s` more for each row."""
+    """Return a model of steps that take `fixed_s`, and `row_s` more for each row."""
     cost = StepCost(((once, Cost(0, round(fixed_s * 1e9))), (each_row, Cost(round(row_s * 1e9)))))
     return StepTimeModel(cost, HARDWARE, rows_together=8)
 
@@ -43,7 +43,7 @@ def chain(odds: Sequence[float]) -> Proposal:
 def best_by_search(
     step_time: StepTimeModel, batch: BatchShape, odds: list[tuple[float, ...]]
 ) -> float:
-    """The most tokens a second that any choice of counts gives."""
+    """Return the most tokens per second that any numbers of drafts can give."""
 
     def rates(who: int, expected: float, rows: int):
         if who == len(odds):
@@ -134,7 +134,7 @@ def test_step_time_learns_what_steps_of_a_size_take():
 
 
 def test_prompts_and_single_rows_tell_what_some_rows_take():
-    """Memory twice, arithmetic four times as slow as the machine's limits say."""
+    """Memory traffic takes twice, arithmetic four times as long as at the machine's limits."""
     step_time = step_time_of(0.01, 0.001)
     for _ in range(30):
         step_time.learn(BatchShape.prefill(300), 2 * 0.01 + 4 * 0.3)
@@ -224,7 +224,7 @@ def test_the_cheapest_number_of_guesses_is_probed(together: int):
 
 
 def test_one_more_guess_must_pay_for_the_rows_that_it_adds() -> None:
-    """Two rows take as long as one, behind them each takes a third of that."""
+    """Two rows take as long as one; each further row takes a third of that."""
 
     def seconds(num_guesses: int) -> float:
         return 0.03 + 0.01 * max(0, num_guesses - 1)

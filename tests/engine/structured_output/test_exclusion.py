@@ -1,4 +1,4 @@
-"""Answers are drawn without the texts that are excluded, and never run into a dead end."""
+"""Answers avoid the excluded texts, and never reach a state without an allowed token."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_all_other_texts_and_no_others_can_be_drawn(
     excluded: list[ExcludedPrefix],
     others: list[str],
 ) -> None:
-    """Go through all answers, by drafts as well, and look for places without any token."""
+    """Walks through all answers that the masks allow, with and without drafts."""
     constraint = Constraint("json_schema", json.dumps(schema), excluded=tuple(excluded))
     texts: set[str] = set()
     waiting: list[list[int]] = [[]]
@@ -82,7 +82,7 @@ def test_all_other_texts_and_no_others_can_be_drawn(
 
 
 def test_texts_with_many_spellings_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of 64 letters has more spellings in tokens than a program can look at."""
+    """A run of 64 letters can be split into tokens in more ways than a search could visit."""
     tokenizer = byte_tokenizer(more_merges=("a a", "a aa", "aa aa"))
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     run, forced = "a" * 64, "b" * 2 * MAX_FORCED_BYTES  # so much that grammars force no token

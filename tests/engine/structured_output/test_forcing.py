@@ -1,4 +1,4 @@
-"""Text that a grammar forces is followed where it is short, and nowhere else."""
+"""Text that a grammar forces is drafted if it is short, and not followed if it is long."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def grammars() -> Grammars:
 
 
 def test_long_forced_text_is_not_followed(grammars: Grammars) -> None:
-    """Followed, most of these take seconds, hours or for ever."""
+    """Following it would take seconds, hours or for ever with most of these grammars."""
     for notation, text in HOSTILE:
         try:
             matcher = grammars.matcher(Constraint(notation, text))

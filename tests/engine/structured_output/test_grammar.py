@@ -1,4 +1,4 @@
-"""Which tokens a constraint allows, compared with a slow definition."""
+"""The tokens that a constraint allows equal the tokens of a slow definition."""
 
 from __future__ import annotations
 
@@ -59,7 +59,11 @@ def allowed_after(matcher: GrammarMatcher, output: Sequence[int], size: int) -> 
 def by_definition(
     tokenizer: Tokenizer, pattern: regex.Pattern[bytes], text: bytes
 ) -> NDArray[np.bool_]:
-    """A token may follow if some text begins with it; an end if the text is whole."""
+    """Return which tokens may follow a text that must match a pattern, by trying each token.
+
+    A token may follow if some matching text begins with the longer text. An end token may follow if
+    the whole text matches.
+    """
     flags = np.zeros(tokenizer.vocab_size + UNUSED, bool)
     for token in range(tokenizer.vocab_size):
         if token in tokenizer.eos_ids:
@@ -97,7 +101,7 @@ def test_masks_are_those_of_the_definition(
 def test_masks_after_drafts_are_those_without_drafts(
     tokenizer: Tokenizer, grammars: Grammars, seed: int
 ) -> None:
-    """Trees of right and wrong drafts, ends among them; the matcher is then where it was."""
+    """Random trees of right and wrong drafts, some with end tokens; the matcher does not move."""
     chance = random.Random(seed)
     constraint = Constraint("regex", chance.choice(PATTERNS).decode())
     size = tokenizer.vocab_size + UNUSED
@@ -136,7 +140,7 @@ def on_path(drafts: Sequence[int], parents: Sequence[int], draft: int) -> list[i
 
 
 def possible(grammars: Grammars, constraint: Constraint, output: list[int], size: int) -> list[int]:
-    """What may follow; nothing if the output itself is not allowed."""
+    """Return the tokens that a constraint allows after an output; none if the output is wrong."""
     if not is_possible(grammars, constraint, [], output, size):
         return []
     flags = allowed_after(grammars.matcher(constraint), output, size)
@@ -377,7 +381,7 @@ def test_objects_are_refused_as_grammars(grammars: Grammars, notation: str, text
 
 @pytest.mark.parametrize("number", ["1..2", "-", "e", "1e999", "1e99999", "0.07"])
 def test_the_text_of_a_grammar_may_mention_multiples(grammars: Grammars, number: str) -> None:
-    """The limits of a grammar depend on `multipleOf`, wherever in it that is found."""
+    """llguidance's limits depend on `multipleOf` in a grammar, which may be part of a text."""
     mention = f'"multipleOf": {number}'
     rules = f'start: "a" // {mention}'
     for constraint in (

@@ -170,7 +170,7 @@ class _Probe(Frozen):
     def size(self) -> int:
         """Return the length in characters of a rendered test conversation with a tool call.
 
-        The variant of an empty content that renders shorter is chosen.
+        Used to choose whether a message with calls has an empty text or null as its content.
         """
         return len(self.render([_USER, self._answer(_CALL)]))
 

@@ -1,4 +1,4 @@
-"""Patterns with look-around mean the same without it."""
+"""Patterns that were rewritten without look-around match the same texts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_text_that_engines_read_in_several_ways_is_not_written(pattern: str) -
 
 
 def _compiled(text: str) -> regex.Pattern[str]:
-    """Return an expression in the notation of this module."""
+    """Compile an expression in llguidance's notation with the module `regex`."""
     return regex.compile(
         regex.sub(r"\\x\{([0-9a-f]+)\}", lambda m: f"\\U{int(m[1], 16):08x}", text)
     )

@@ -1,4 +1,4 @@
-"""What the grammar holds of each JSON Schema keyword, as docs/guide/structured-output.md lists."""
+"""Each JSON Schema keyword is enforced as docs/guide/structured-output.md lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits in docs/guide/structured-output.md hold; past them, schemas are checked or refused."""
+"""Schemas within the limits of docs/guide/structured-output.md are enforced, others refused."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _REPEATED: Final = "additionalProperties (names that repeat)"
 
 
 def members(count: int, **limits: int) -> Schema:
-    """Return the schema of an object with optional members."""
+    """Return the schema of an object with `count` optional members."""
     names = {f"m{i}": P for i in range(count)}
     return {"type": "object", "properties": names, "additionalProperties": False, **limits}
 
 
 def distinct(count: int, **limits: int) -> Schema:
-    """Return the schema of an array of distinct values from a list."""
+    """Return the schema of an array of distinct values from a list of `count` values."""
     return {**ARRAY, "items": {"enum": [*range(count)]}, "uniqueItems": True, **limits}
 
 
 def contained(count: int) -> Schema:
-    """Return the schema of an array with several `contains`."""
+    """Return the schema of an array that must contain each of `count` values."""
     return {**ARRAY, "allOf": [{"contains": {"const": i}} for i in range(count)]}
 
 
 def multiplied(count: int) -> Schema:
-    """Return a schema with several `anyOf` of two alternatives, all of which must hold."""
+    """Return a schema whose `anyOf` pairs combine to 2^`count` alternatives."""
     pairs = [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(count)]
     names = {f"{letter}{i}": P for i in range(count) for letter in "ab"}
     return {"type": "object", "properties": names, "allOf": pairs}
@@ -90,7 +90,7 @@ TAKEN: list[tuple[Callable[[int], Constraint], int, str]] = [
 
 
 def gaps(schema: Schema) -> set[str]:
-    """Return the keywords that only the check of the answer holds."""
+    """Return a schema's keywords that the grammar does not enforce, without repeated names."""
     prepared: Prepared = prepare(json.dumps(schema))
     return {gap for gap in prepared.gaps if gap != _REPEATED}
 

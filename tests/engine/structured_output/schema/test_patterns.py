@@ -1,4 +1,4 @@
-"""Patterns: sets that exclude, and look-around, of which the grammar holds the rest."""
+"""Patterns with sets and look-around: the grammar enforces the part that it can."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def allows() -> Allows:
-    """Return whether a grammar of a schema allows a text as its value."""
+    """Return a function that tells whether the grammar of a schema allows a string as its value."""
     tokenizer = byte_tokenizer()
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
 
@@ -90,7 +90,7 @@ def test_sets_may_exclude_quotes(allows: Allows) -> None:
 
 
 def _asserting(draw: random.Random, depth: int = 0) -> str:
-    """Return a random regular expression, often with look-around."""
+    """Return a random regular expression, often with look-around or word boundaries."""
     atoms = ["a", "b", r"\(", ".", r"\w", "[ab]", "[^a(]", r"[)\]b]", r"\b", r"\B", "(?<=a)"]
     atoms += ["(?<![)])"]
     if depth < 3:

@@ -1,4 +1,4 @@
-"""Finished answers are checked against the whole schema, whatever the schema or the answer is."""
+"""Finished answers are checked against the whole JSON schema, also hostile schemas."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def deep(count: int) -> str:
 
 
 def branching(limits: dict[str, int]) -> str:
-    """Return a schema that is checked twice at each level, so that the work doubles."""
+    """Return a schema whose check takes twice the time for each level of a nested answer."""
     tree = {"items": {"$ref": "#/$defs/tree"}} | limits
     alternatives = {"anyOf": [tree | {"minItems": 1}, tree | {"type": "array"}]}
     return json.dumps({"$defs": {"tree": alternatives | limits}, "$ref": "#/$defs/tree"})

@@ -1,4 +1,4 @@
-"""Random walks through the grammars of random schemas, judged by a validator that is not ours."""
+"""Answers drawn at random from grammars of random schemas are valid for another validator."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ATOMS: list[dict[str, Any]] = [
 
 
 def made(draw: random.Random, depth: int) -> dict[str, Any]:
-    """Return a random combination of atoms."""
+    """Return a random JSON schema: a combination of `ATOMS`, nested to a depth."""
     if not depth:
         return draw.choice(ATOMS)
     one, other = made(draw, depth - 1), made(draw, depth - 1)
@@ -59,7 +59,7 @@ def made(draw: random.Random, depth: int) -> dict[str, Any]:
 
 
 def walk(grammars: Grammars, tokenizer: Tokenizer, schema: str, draw: random.Random) -> str | None:
-    """Return an answer of random tokens that the grammar allows; None if it has not ended."""
+    """Return an answer of random tokens that the grammar allows; None if it does not end."""
     matcher, output = grammars.matcher(Constraint("json_schema", schema)), list[int]()
     mask = np.zeros((1, matcher.num_words), np.uint32)
     for count in range(160):

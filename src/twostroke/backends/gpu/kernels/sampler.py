@@ -117,9 +117,9 @@ def _is_in_prefix(key, ids, min_key, last):
 
 @triton.jit
 def _prefix_masses(x, ids, bounds, numbers, COUNTS: tl.constexpr):
-    """Return the mass of tokens that top-k or top-p keeps: 1 with COUNTS, else the weight.
+    """Return each token's mass in the prefix of likeliest tokens that top-k or top-p keeps.
 
-    0 for other tokens.
+    With COUNTS (top-k) the mass is 1, else the token's weight. Tokens outside the prefix have 0.
     """
     top, scale, min_weight, min_key, last = numbers
     is_kept = _is_in_prefix(_key(x), ids, min_key, last) & (ids < bounds)
