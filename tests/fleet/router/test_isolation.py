@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from twostroke.core.errors import EngineDiedError, EngineKillerError
-from twostroke.fleet.router import forward, proxied_request
+from twostroke.fleet.router import proxied_request
 from twostroke.fleet.router.engine_killers import MAX_TRIES
 from twostroke.fleet.router.forward import Forwarder
 from twostroke.fleet.router.options import RouteOptions
@@ -188,8 +188,8 @@ class Simulation:
 
 def run(coroutine: Coroutine[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     loop = VirtualLoop()
-    for module in (forward, proxied_request):  # not the clock of other threads
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=loop.time))
+    clock = SimpleNamespace(monotonic=loop.time)  # not the clock of other threads
+    monkeypatch.setattr(proxied_request, "time", clock)
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(coroutine)
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.core.errors import TwostrokeError
 from twostroke.core.json_io import encode_json
-from twostroke.core.request import DEFAULT_SERVICE_TIER, SERVICE_TIERS
 from twostroke.fleet.router.forward import Forwarder
 from twostroke.fleet.router.health_checker import (
     HealthChecker,
@@ -21,39 +20,25 @@ from twostroke.fleet.router.health_checker import (
 from twostroke.fleet.router.metrics import RouterMetrics
 from twostroke.fleet.router.paths import (
     COMPUTED_PATHS,
-    ENGINELESS_PATHS,
     FILE_PATHS,
-    FILE_REFERENCE,
-    NO_BACKGROUND,
-    NO_BATCHES,
-    NO_RECORDS,
-    PROMPT_ONLY_PATHS,
-    STORED_PATH,
-    BatchPathError,
-    is_file_path,
-    is_harmless,
 )
-from twostroke.fleet.router.proxied_request import ProxiedRequest, credentials
-from twostroke.fleet.router.replica_registry import ReplicaRegistry, hash_text
+from twostroke.fleet.router.proxied_request import credentials
+from twostroke.fleet.router.replica_registry import ReplicaRegistry
+from twostroke.fleet.router.request_reader import RequestReader
 from twostroke.fleet.router.response import LostError, ReplicaError
 from twostroke.fleet.router.state import fleet_state
-from twostroke.fleet.router.usage_meter import TokenRate, UsageMeter
-from twostroke.fleet.routing.prompt import RoutedPrompt, key_without_prompt, read_prompt
 from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.keys import KeyCheck
 from twostroke.server.auth.limits import LimitCheck
 from twostroke.server.auth.usage import UsageBook
-from twostroke.server.http.api_key import CLASSES
 from twostroke.server.http.boundary import Boundary
 from twostroke.server.http.errors import (
-    BodySizeError,
     MethodError,
     ServerStoppingError,
     UnknownPathError,
     report,
     to_response,
 )
-from twostroke.server.http.limits import read_json
 from twostroke.server.http.logs import AccessLog
 from twostroke.server.http.origins import OriginCheck, Origins, wants_page
 from twostroke.server.http.request_context import served_of
@@ -62,12 +47,11 @@ from twostroke.server.web_ui.site import Site
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import Awaitable, Callable
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from twostroke.fleet.router.options import RouteOptions
-    from twostroke.fleet.router.replica_registry import Replica
     from twostroke.server.http.request_context import Observer
     from twostroke.server.storage import Records
 
@@ -79,7 +63,6 @@ class _RouteLabel:
         self.path = path
 
 
-_FORM_OVERHEAD_BYTES: Final = 64 * 1024  # of a form, besides its file
 _OTHER_LABEL: Final = _RouteLabel("other")
 _LABELS: Final = {path: _RouteLabel(path) for path in (*COMPUTED_PATHS, *FILE_PATHS)}
 
@@ -108,9 +91,10 @@ class Router:
         self.observers: list[Observer] = [AccessLog()] if options.access_log else []
         self.observers += [usage] if records is not None else []
         self.is_draining = False
-        self._keeps_usage = records is not None
-        self._token_rate = TokenRate()
         self._forwarder = Forwarder(self.fleet)
+        self._reader = RequestReader(
+            self.fleet, self._forwarder.killers, keeps_usage=records is not None
+        )
         self._site = Site("fleet.html")
         self._handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/": self._get_home,
@@ -146,12 +130,7 @@ class Router:
             scope["route"] = _LABELS.get(path, _OTHER_LABEL)
             if self.is_draining:
                 raise ServerStoppingError("The router is stopping and takes no new requests.")
-            if self._keeps_usage:
-                _check_path(method, path)
-            if method == "POST" and path in COMPUTED_PATHS:
-                await self._forward_computed(scope, receive, send)
-            else:
-                await self._forward_stored(scope, receive, send)
+            await self._forwarder.forward(await self._reader.read(scope, receive, send))
         except TwostrokeError as error:
             context = served_of(scope)
             if context.status:
@@ -161,129 +140,6 @@ class Router:
             if isinstance(error, ReplicaError):
                 error = LostError("The server of this request was lost.")
             await to_response(error, scope)(scope, receive, send)
-
-    async def _forward_computed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read and admit a request that an engine computes, and forward it.
-
-        If it refers to a stored answer or file, the replica that stores it gets the request; else
-        the policy chooses.
-        """
-        path, salt = scope["path"], _salt(scope)
-        body = await read_json(Request(scope, receive), self.options.limits)
-        prompt = read_prompt(body, salt)
-        content = b""
-        if path not in ENGINELESS_PATHS:
-            model = self.fleet.listed_name(prompt.model)
-            content = await self._forwarder.killers.check_body(body, model)
-        request = ProxiedRequest(
-            scope,
-            receive,
-            send,
-            body=body,
-            key=prompt.key,
-            model=prompt.model,
-            meter=self._admit(prompt, scope) if self._keeps_usage else None,
-        )
-        request.content = content
-        request.stored_id = prompt.previous
-        if not prompt.previous and FILE_REFERENCE.search(body) is not None:
-            request.only_replica = self._file_replica(salt)
-        del body  # so that only `request` refers to it, which drops it early
-        await self._forwarder.forward(request)
-
-    async def _forward_stored(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward any other request, for example about stored answers, files or batches."""
-        path, method, salt = scope["path"], scope["method"], _salt(scope)
-        file_replica = self._require_file_replica(salt) if is_file_path(path) else None
-        http_request = Request(scope, receive)
-        body = await self._body(http_request)
-        key = key_without_prompt(salt)
-        meter: UsageMeter | None = None
-        if self._keeps_usage and method == "POST":
-            if isinstance(body, bytes):
-                prompt = read_prompt(body, salt)
-            else:  # a form, whose size is not known yet
-                prompt = RoutedPrompt(key, num_tokens=0)
-            meter = self._admit(prompt, scope)
-        stored = STORED_PATH.fullmatch(path)
-        _, _, model = path.partition("/v1/models/")
-        request = ProxiedRequest(
-            scope,
-            receive,
-            send,
-            body=body,
-            key=key,
-            model=model or http_request.query_params.get("model", ""),
-            meter=meter,
-        )
-        del body  # so that only `request` refers to it, which drops it early
-        request.may_resend = method in {"GET", "HEAD"}
-        request.stored_id = stored[1] if stored is not None else ""
-        request.only_replica = file_replica
-        await self._forwarder.forward(request)
-
-    def _admit(self, prompt: RoutedPrompt, scope: Scope) -> UsageMeter | None:
-        """Check a request against the limits of its key; return its meter, None if it is free.
-
-        Raises:
-            ClassError: the key does not allow the requested service tier.
-            RequestError: the request runs in the background, so its usage would stay unknown.
-            RateLimitError: the key has no tokens left.
-        """
-        context, path = served_of(scope), scope["path"]
-        if path in ENGINELESS_PATHS:
-            return None
-        if path not in COMPUTED_PATHS and not self._has_foreign:  # Twostroke computes nothing there
-            return None
-        if context.key is not None:
-            service = prompt.service if prompt.service in CLASSES else DEFAULT_SERVICE_TIER
-            priority = SERVICE_TIERS[service] if prompt.priority is None else prompt.priority
-            is_named = prompt.service not in {"", "auto"}
-            context.key.class_of(service, priority, is_named=is_named)
-        if prompt.in_background and path == "/v1/responses":
-            raise RequestError(NO_BACKGROUND, field="background")
-        num_answer = 0 if path in PROMPT_ONLY_PATHS else self._max_answer_tokens(prompt, path)
-        context.reserve(prompt.num_tokens + num_answer)
-        return UsageMeter(prompt.num_tokens, num_answer, self._token_rate)
-
-    def _max_answer_tokens(self, prompt: RoutedPrompt, path: str) -> int:
-        """Return the maximum number of output tokens of a request at any replica."""
-        length = self.fleet.context_length
-        return prompt.max_answer_tokens(path, length, is_foreign=self._has_foreign)
-
-    @property
-    def _has_foreign(self) -> bool:
-        """Whether a replica is a server other than Twostroke."""
-        return any(replica.is_foreign for replica in self.fleet.replicas.values())
-
-    def _require_file_replica(self, salt: bytes) -> Replica:
-        """Return the replica that keeps the files and batches of a tenant.
-
-        Raises:
-            BatchPathError: no replica separates tenants, which a router with records needs.
-            UnknownPathError: no replica keeps files.
-        """
-        replica = self._file_replica(salt)
-        if replica is not None:
-            return replica
-        raise BatchPathError(NO_BATCHES) if self._keeps_usage else UnknownPathError(NO_RECORDS)
-
-    def _file_replica(self, salt: bytes) -> Replica | None:
-        """Return the replica that keeps a tenant's files; None if no replica keeps files."""
-        return self.fleet.file_replica(hash_text(salt.hex()), needs_tenants=self._keeps_usage)
-
-    async def _body(self, request: Request) -> bytes | AsyncIterator[bytes]:
-        """Return the whole body, or the parts of a form, which may have a large file."""
-        length = request.headers.get("content-length", "")
-        is_form = request.headers.get("content-type", "").startswith("multipart/")
-        limits = self.options.limits
-        if is_form:
-            if length.isdecimal() and int(length) > limits.max_file_bytes + _FORM_OVERHEAD_BYTES:
-                raise BodySizeError(f"The body is larger than {limits.max_file_bytes} bytes.")
-            return _body_parts(request, limits.max_file_bytes + _FORM_OVERHEAD_BYTES)
-        if not length and "transfer-encoding" not in request.headers:
-            return b""
-        return await read_json(request, limits)
 
     async def _get_file(self, request: Request) -> Response:
         """Return a file of the web UI."""
@@ -420,41 +276,6 @@ async def _run_lifespan(router: Router, receive: Receive, send: Send) -> None:
     await router.health_checker.stop()
     await router.key_refresher.stop()
     await send({"type": "lifespan.shutdown.complete"})
-
-
-async def _body_parts(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
-            raise BodySizeError(f"The body is larger than {max_bytes} bytes.")
-        if part:
-            yield part
-
-
-def _check_path(method: str, path: str) -> None:
-    """Refuse paths by which clients could bypass the limits that a router with usage enforces.
-
-    Raises:
-        BatchPathError: the path uploads files or begins batches.
-        UnknownPathError: the request could control a server, or bypass limits.
-    """
-    if method == "POST" and is_file_path(path):
-        raise BatchPathError(NO_BATCHES)
-    if not is_harmless(method, path):
-        reason = "it could control a server, or bypass the limits of keys"
-        raise UnknownPathError(f"This router does not pass on {method} {path}: {reason}.")
-
-
-def _salt(scope: Scope) -> bytes:
-    """Return a text that separates tenants: the tenant's name, or the client's key."""
-    tenant = served_of(scope).tenant
-    if tenant:
-        return tenant.encode()
-    for name, value in scope["headers"]:
-        if name in {b"authorization", b"x-api-key"}:
-            return bytes(value)
-    return b""
 
 
 def _json(body: Any, status: int = 200) -> Response:

@@ -19,7 +19,7 @@ cause; if it is answered, it was not.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.cancellation import wait_until_set
 from twostroke.fleet.router.engine_killers import Killers
@@ -41,53 +41,72 @@ _POLL_S: Final = 0.5  # after which waiting requests look at the replicas, whate
 
 
 class Attempt:
-    """One attempt to let a replica answer a request; leaving its `with` block ends it.
+    """One attempt to let a replica answer a request.
 
     Attributes:
         replica: the replica.
-        routed: the dispatcher's record; None if the policy did not choose the replica.
+        routed: the dispatcher's record; None if the policy did not choose the replica, or if no
+            engine computes the request.
+        is_isolated: whether the replica is reserved for the request until the attempt ends.
+        turn: the lock of the request's content, which is released when the attempt ends; None if no
+            engine died with this content.
+        is_answered: whether the whole answer was sent, so the request does not kill engines.
     """
 
-    __slots__ = ("_attempts", "_content", "_is_isolated", "_number", "_turn", "replica", "routed")
+    __slots__ = (
+        *("_attempts", "_decision", "_number", "_request"),
+        *("is_answered", "is_isolated", "replica", "routed", "turn"),
+    )
 
     def __init__(
-        self, attempts: Attempts, replica: Replica, routed: RoutedRequest | None, content: bytes
+        self,
+        attempts: Attempts,
+        request: ProxiedRequest,
+        replica: Replica,
+        decision: RoutedRequest | None,
     ) -> None:
-        """Count the request at its replica."""
+        """Count the request at its replica; `decision` is the dispatcher's record."""
         self.replica = replica
-        self.routed = routed
+        self.routed = decision if request.is_computed else None
+        self.is_isolated = False
+        self.turn: asyncio.Lock | None = None
+        self.is_answered = False
         self._attempts = attempts
-        self._content = content
-        self._is_isolated = False
-        self._turn: asyncio.Lock | None = None
-        self._number = replica.computed.add(content) if content else 0
+        self._request = request
+        self._decision = decision
+        self._number = replica.computed.add(request.content) if request.content else 0
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether the replica has computed no other content since the attempt began."""
-        return self.replica.computed.was_alone(self._number)
+    def record_death(self) -> None:
+        """Record that the replica's engine died while it computed the request."""
+        request, replica = self._request, self.replica
+        request.give_up_s = 0.0  # the engine needs time to restart
+        is_alone = replica.computed.was_alone(self._number)
+        killers = self._attempts.killers
+        killers.note_death(request.content, replica.url, request.sent_s, is_alone=is_alone)
 
-    def isolate(self) -> None:
-        """Keep the reservation of the replica until the attempt ends."""
-        self._is_isolated = True
+    def record_loss(self) -> None:
+        """Record that the replica closed the connection while it computed the request."""
+        request, replica = self._request, self.replica
+        request.give_up_s = 0.0  # the replica may need time to restart
+        is_alone = replica.computed.was_alone(self._number)
+        killers = self._attempts.killers
+        killers.note_loss(request.content, replica.url, request.sent_s, is_alone=is_alone)
 
-    def keep_turn(self, turn: asyncio.Lock | None) -> None:
-        """Release this lock when the attempt ends."""
-        self._turn = turn
-
-    def __enter__(self) -> Self:
-        """Return the attempt."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the attempt: other requests may use the replica, and its turn is over."""
-        if self.routed is not None:
-            self._attempts.fleet.dispatcher.end(self.routed)
-        if self._content:
-            self.replica.computed.remove(self._content)
-            self._attempts.on_end(self.replica, is_isolated=self._is_isolated)
-        if self._turn is not None:
-            self._turn.release()
+    def end(self) -> None:
+        """Release the connection and the replica, after an answer or a failure."""
+        request, attempts = self._request, self._attempts
+        if request.connection is not None:
+            request.connection.release()
+            request.connection = None
+        if self._decision is not None:
+            attempts.fleet.dispatcher.end(self._decision)
+        if request.content:
+            if self.is_answered:
+                attempts.killers.clear(request.content)
+            self.replica.computed.remove(request.content)
+            attempts.on_end(self.replica, is_isolated=self.is_isolated)
+        if self.turn is not None:
+            self.turn.release()
 
 
 class Attempts:
@@ -155,7 +174,7 @@ class Attempts:
                 attempt = await self._begin_shared(request, failed)
         finally:
             if attempt is not None:
-                attempt.keep_turn(turn)
+                attempt.turn = turn
             elif turn is not None:
                 turn.release()
         return attempt
@@ -221,7 +240,7 @@ class Attempts:
             attempt = self._choose(request, others)
         finally:
             if attempt is not None:
-                attempt.isolate()
+                attempt.is_isolated = True
             else:
                 self.on_end(replica, is_isolated=True)
         return attempt
@@ -244,9 +263,9 @@ class Attempts:
             if replica.state is ReplicaState.DOWN:
                 raise ReplicaError(f"{replica.url}, which stores this, is down: {replica.reason}")
             is_excluded = replica.index in excluded and request.content
-            return None if is_excluded else Attempt(self, replica, None, request.content)
+            return None if is_excluded else Attempt(self, request, replica, None)
         choice = self.fleet.choose(request.key, request.model, excluded)
-        return None if choice is None else Attempt(self, *choice, request.content)
+        return None if choice is None else Attempt(self, request, *choice)
 
     async def _wait(self, request: ProxiedRequest, deadline_s: float) -> bool:
         """Wait until a reserved replica changes, at most `_POLL_S`; return False at the deadline.

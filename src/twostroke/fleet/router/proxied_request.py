@@ -1,16 +1,24 @@
-"""A client's request in the form in which the router sends it to replicas."""
+"""A client's request on its way through the router: to a replica, and the response back."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
 from typing import TYPE_CHECKING, Final
 
+from twostroke.fleet.router.event_splitter import EventSplitter
+from twostroke.fleet.router.paths import COMPUTED_PATHS, ENGINELESS_PATHS
+from twostroke.fleet.router.response import ReplicaError
 from twostroke.fleet.router.upstream import request_head
 from twostroke.fleet.router.usage_meter import ProxyLog, with_usage_option
 from twostroke.server.auth.keys import TENANT_HEADER
-from twostroke.server.auth.usage_header import USAGE_HEADER
+from twostroke.server.auth.usage_header import MARK, STREAMS, USAGE_HEADER
 from twostroke.server.http.body_limits import FREE_BYTES
+from twostroke.server.http.errors import ClientGoneError
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import until_disconnect
+from twostroke.server.http.write_coalescer import WRITE_NOW
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,6 +39,9 @@ HOP_HEADERS: Final = frozenset(
     b"transfer-encoding upgrade".split()
 )
 CREDENTIALS: Final = frozenset((b"authorization", b"x-api-key", TENANT_HEADER))
+# Comments of a stream, and spaces before JSON, that are sent before anything is computed.
+_HEARTBEATS: Final = re.compile(rb"(?::[^\r\n]*[\r\n]|\s)+")
+_MAX_ERROR_BYTES: Final = 1 << 20  # of an error to pass on
 # Headers of the client that the router drops, or replaces by its own.
 _NOT_FORWARDED: Final = (
     HOP_HEADERS
@@ -47,7 +58,7 @@ _NOT_RETURNED: Final = HOP_HEADERS | frozenset(
 
 
 class ProxiedRequest:
-    """A request to forward.
+    """A request to forward; its `async with` block watches the client, and holds the body.
 
     Attributes:
         scope, receive, send: the client's request, by ASGI.
@@ -55,7 +66,6 @@ class ProxiedRequest:
         key: the routing key.
         model: the model that the request names.
         content: the hash of its content; empty if no engine computes it.
-        stored_id: the id of a stored answer or conversation, whose replica must answer; else empty.
         only_replica: the replica that must answer; None if the policy chooses.
         meter: measures the usage; None if usage is not kept.
         log: where the request goes, for logs and usage records.
@@ -64,12 +74,14 @@ class ProxiedRequest:
         give_up_s: when it is given up if no replica is ready, on the event loop's clock; 0.0 if it
             does not wait for a replica yet.
         may_resend: whether it may be sent again after a replica has lost it.
-        was_stale: whether it has been sent again because a connection had been closed.
+        was_stale: whether it was sent to the replica twice, since a connection had been closed.
         has_begun: whether the response to the client has begun.
         has_left: whether the client has disconnected.
         connection: the connection to the replica.
+        is_foreign: whether the replica was not a server of Twostroke when the request was sent.
         media_type: the type of the response.
-        is_foreign: whether the replica is a server other than Twostroke.
+        is_streamed: whether the response is a stream of events.
+        splitter: splits the response into events.
         strips_usage: whether the body asks for usage on behalf of the router, and the client gets
             none.
     """
@@ -93,7 +105,6 @@ class ProxiedRequest:
         self.key = key
         self.model = model
         self.content = b""
-        self.stored_id = ""
         self.only_replica: Replica | None = None
         self.meter = meter
         self.log = ProxyLog(meter)
@@ -106,33 +117,169 @@ class ProxiedRequest:
         self.has_begun = False
         self.has_left = False
         self.connection: UpstreamConnection | None = None
-        self.media_type = b""
         self.is_foreign = False
+        self.media_type = b""
         self.strips_usage = False
+        self.is_streamed = False
+        self.splitter: EventSplitter  # from the beginning of the response on
         self._num_held_bytes = 0
+        self._disconnect: asyncio.Future[None] | None = None
 
-    def hold_body(self) -> None:
-        """Count the body as arriving until `free_body`, since it may have to be sent again."""
-        num_bytes = len(self.body) - FREE_BYTES if isinstance(self.body, bytes) else 0
-        if num_bytes > 0 and self.context.body_memory is not None:
-            self.context.body_memory.take(self.context.tenant, num_bytes)
-            self._num_held_bytes = num_bytes
+    @property
+    def is_computed(self) -> bool:
+        """Whether an engine computes the answer."""
+        return self.scope["path"] not in ENGINELESS_PATHS
 
-    def free_body(self) -> None:
-        """Drop the body, which will not be sent any more."""
-        if self._num_held_bytes and self.context.body_memory is not None:
-            self.context.body_memory.release(self.context.tenant, self._num_held_bytes)
-            self.body = b""
-            self._num_held_bytes = 0
+    async def __aenter__(self) -> None:
+        """Watch the client, and count the body as arriving, since it may have to be sent again."""
+        if isinstance(self.body, bytes):
+            num_bytes = len(self.body) - FREE_BYTES
+            if num_bytes > 0 and self.context.body_memory is not None:
+                self.context.body_memory.take(self.context.tenant, num_bytes)
+                self._num_held_bytes = num_bytes
+            self._disconnect = asyncio.ensure_future(until_disconnect(self.receive))
+            self._disconnect.add_done_callback(self._on_disconnect)
 
-    def message_to(
+    async def __aexit__(self, *_: object) -> None:
+        """Drop the body, and watch the client no more."""
+        self._free_body()
+        if self._disconnect is not None:
+            self._disconnect.remove_done_callback(self._on_disconnect)
+            self._disconnect.cancel()
+            await asyncio.gather(self._disconnect, return_exceptions=True)
+
+    async def send_to(self, replica: Replica, replica_key: str | None) -> Head:
+        """Send the request over a connection to a replica; return the head of the response.
+
+        If the replica closes a connection that was idle before, without an answer, the request is
+        sent once more, over a new connection. `replica_key` is the key to show to replicas in place
+        of the client's; None to show the client's.
+
+        Raises:
+            ReplicaError: the replica cannot be reached, then `connection` is None, or it has lost
+                the request.
+            ClientGoneError: the client has left.
+        """
+        message, body = self._message_to(replica, replica_key)
+        is_head = self.scope["method"] == "HEAD"
+        self.was_stale = False
+        while True:
+            connection = self.connection = await replica.pool.take()
+            if self.has_left:
+                raise ClientGoneError("The client left before its request was sent.")
+            if not isinstance(body, bytes):
+                self.may_resend = False
+            try:
+                head = await connection.request(message, body, is_head=is_head)
+                break
+            except ReplicaError:
+                is_stale = connection.num_requests > 1 and not connection.has_answered
+                if not is_stale or not self.may_resend or self.was_stale:
+                    raise
+            connection.release()
+            self.connection = None
+            replica.pool.close_idle()
+            self.was_stale = True
+            self.log.num_tries += 1
+            self.sent_s = time.monotonic()
+        if self.meter is not None:
+            is_free_if_silent = not replica.is_foreign and self.scope["path"] not in COMPUTED_PATHS
+            self.meter.begin(
+                head, is_free_if_silent=is_free_if_silent, strips_usage=self.strips_usage
+            )
+        return head
+
+    async def begin_response(self, head: Head) -> bytes:
+        """Begin the response to the client when the first byte of the replica's body has come.
+
+        Until then another replica can still answer; then the request's body is dropped. Heartbeats,
+        which a replica sends before it computes anything, are passed on.
+
+        Returns:
+            The first bytes of the body that are no heartbeat, which were not sent yet.
+
+        Raises:
+            ReplicaError: the replica has lost the request.
+        """
+        connection = self.connection
+        assert connection is not None
+        data = await connection.read()
+        await self._send_head(head)
+        while not connection.is_read and _HEARTBEATS.fullmatch(data) and MARK not in data:
+            await self.send({"type": "http.response.body", "body": data, "more_body": True})
+            data = await connection.read()
+        return data
+
+    async def send_body(self, data: bytes) -> None:
+        """Send the body of the response to the client as it comes, and determine the usage.
+
+        `data` is the beginning of the body, as `begin_response` returns it. Raises as that.
+        """
+        send, take, connection = self.send, self.splitter.take, self.connection
+        write = self.scope["extensions"].get(WRITE_NOW)
+        assert connection is not None
+
+        def write_on(data: bytes) -> bool:
+            if not write(b""):
+                return False
+            if data := take(data):
+                write(data)
+            return True
+
+        if self.is_streamed and write is not None:
+            connection.sink = write_on
+        while not connection.is_read:
+            if data := take(data):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            data = await connection.read()
+        await self._end_response(take(data, is_last=True))
+
+    async def read_error(self) -> bytes:
+        """Return the whole body of a response that refuses the request.
+
+        Raises:
+            ReplicaError: the body is larger than 1 MiB, or the connection ended.
+        """
+        assert self.connection is not None
+        body = bytearray()
+        while data := await self.connection.read():
+            body += data
+            if len(body) > _MAX_ERROR_BYTES:
+                raise ReplicaError("A replica's refusal is larger than 1 MiB.")
+        return bytes(body)
+
+    async def respond(self, head: Head, body: bytes) -> None:
+        """Send a replica's whole response to the client."""
+        await self._send_head(head)
+        await self._end_response(body)
+
+    async def _send_head(self, head: Head) -> None:
+        """Send the head of a replica's response, without headers that concern its connection."""
+        dropped = _NOT_RETURNED | set(header_tokens(head.value(b"connection")))
+        headers = [
+            (name, value)
+            for name, value in head.headers
+            if name not in dropped and not name.startswith(b"access-control-")
+        ]
+        await self.send({"type": "http.response.start", "status": head.status, "headers": headers})
+        self.has_begun = True
+        self.media_type = head.media_type
+        event_ends = STREAMS.get(head.media_type)
+        self.is_streamed = event_ends is not None
+        self.splitter = EventSplitter(event_ends, self.meter)
+        self._free_body()
+
+    async def _end_response(self, data: bytes) -> None:
+        """Send the last bytes of the response, and determine the usage of the request."""
+        self.log.num_open = 0
+        if self.meter is not None:
+            self.meter.finish(self.context)
+        await self.send({"type": "http.response.body", "body": data, "more_body": False})
+
+    def _message_to(
         self, replica: Replica, replica_key: str | None
     ) -> tuple[bytes, bytes | AsyncIterator[bytes]]:
-        """Record that the request goes to a replica; return its head and its body.
-
-        `replica_key` is the key to show to replicas in place of the client's; None to show the
-        client's.
-        """
+        """Record that the request goes to a replica; return its head and its body."""
         body = self.body
         self.sent_s = time.monotonic()
         self.log.replica = replica
@@ -179,21 +326,17 @@ class ProxiedRequest:
         target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
         return request_head(replica.address, scope["method"], target, headers, length), body
 
-    async def begin_response(self, head: Head) -> None:
-        """Send the head of a replica's response, without headers that concern its connection.
+    def _free_body(self) -> None:
+        """Drop the body, which will not be sent any more."""
+        if self._num_held_bytes and self.context.body_memory is not None:
+            self.context.body_memory.release(self.context.tenant, self._num_held_bytes)
+            self.body = b""
+            self._num_held_bytes = 0
 
-        From now on no other replica can answer, so the request's body is dropped.
-        """
-        dropped = _NOT_RETURNED | set(header_tokens(head.value(b"connection")))
-        headers = [
-            (name, value)
-            for name, value in head.headers
-            if name not in dropped and not name.startswith(b"access-control-")
-        ]
-        await self.send({"type": "http.response.start", "status": head.status, "headers": headers})
-        self.has_begun = True
-        self.media_type = head.media_type
-        self.free_body()
+    def _on_disconnect(self, _: object) -> None:
+        self.has_left = True
+        if self.connection is not None:
+            self.connection.fail(ClientGoneError("The client has left."))
 
 
 async def _chunked(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

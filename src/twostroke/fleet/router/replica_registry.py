@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import secrets
 import time
 from collections import Counter, OrderedDict
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from twostroke.fleet.router.upstream import UpstreamConnection
     from twostroke.fleet.routing.dispatch import RoutedRequest, RoutingKey
 
+_STORED_ID: Final = re.compile(rb'"id": ?"((?:resp_|chatcmpl-|conv_)[A-Za-z0-9_-]{1,80})"')
+_MAX_ID_OFFSET: Final = 4096  # within which the id of a stored answer is searched
 _MAX_STORED_IDS: Final = 100_000
 _MAX_MODEL_NAMES: Final = 1000  # whose replicas are cached, since clients can invent names
 _CHECK_TIMEOUT_S: Final = 2.5
@@ -394,6 +397,20 @@ class ReplicaRegistry:
         counts = Counter(replica.state.value for replica in having)
         states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
         return NoReplicaError(f"No replica{of_model} can answer now: of {len(having)}, {states}.")
+
+    def record_answer(
+        self, replica: Replica, data: bytes, routed: RoutedRequest | None, *, is_streamed: bool
+    ) -> None:
+        """Learn from the first bytes of a successful answer, which have come just now.
+
+        Remembers which replica stores the answer, if it has an id, and tells the dispatcher the
+        time of the first token. `routed` is the dispatcher's record; None if the policy did not
+        choose the replica, or if no engine computes the answer.
+        """
+        if match := _STORED_ID.search(data, 0, _MAX_ID_OFFSET):
+            self.set_stored_at(match[1].decode(), replica)
+        if routed is not None:
+            self.dispatcher.record_first_token(routed, is_whole_answer=not is_streamed)
 
     def set_stored_at(self, id_: str, replica: Replica) -> None:
         """Remember which replica stores the response or conversation with an id."""

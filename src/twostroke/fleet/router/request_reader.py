@@ -1,0 +1,256 @@
+"""Reads a client's request: its body, tenant, model, content and limits, and who must answer it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from starlette.requests import Request
+
+from twostroke.core.errors import RequestError
+from twostroke.core.request import DEFAULT_SERVICE_TIER, SERVICE_TIERS
+from twostroke.fleet.router.health_checker import fetch_status
+from twostroke.fleet.router.paths import (
+    COMPUTED_PATHS,
+    ENGINELESS_PATHS,
+    FILE_REFERENCE,
+    NO_BACKGROUND,
+    NO_BATCHES,
+    NO_RECORDS,
+    PROMPT_ONLY_PATHS,
+    STORED_ID,
+    STORED_PATH,
+    BatchPathError,
+    is_file_path,
+    is_harmless,
+    stored_path,
+)
+from twostroke.fleet.router.proxied_request import ProxiedRequest, credentials
+from twostroke.fleet.router.replica_registry import hash_text
+from twostroke.fleet.router.usage_meter import TokenRate, UsageMeter
+from twostroke.fleet.routing.prompt import RoutedPrompt, key_without_prompt, read_prompt
+from twostroke.server.http.api_key import CLASSES
+from twostroke.server.http.errors import BodySizeError, UnknownPathError
+from twostroke.server.http.limits import read_json
+from twostroke.server.http.request_context import served_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.types import Receive, Scope, Send
+
+    from twostroke.fleet.router.engine_killers import Killers
+    from twostroke.fleet.router.replica_registry import Replica, ReplicaRegistry
+
+_FORM_OVERHEAD_BYTES: Final = 64 * 1024  # of a form, besides its file
+
+
+class RequestReader:
+    """Reads and admits the requests that a router forwards."""
+
+    def __init__(self, fleet: ReplicaRegistry, killers: Killers, *, keeps_usage: bool) -> None:
+        """Read requests to the replicas of `fleet`; with `keeps_usage`, the limits of keys hold."""
+        self._fleet = fleet
+        self._killers = killers
+        self._keeps_usage = keeps_usage
+        self._token_rate = TokenRate()
+
+    async def read(self, scope: Scope, receive: Receive, send: Send) -> ProxiedRequest:
+        """Read a client's request, and check that the router may forward it.
+
+        Raises:
+            TwostrokeError: the body cannot be read, the request's content kills engines, or the
+                limits of its key or the router do not allow it.
+        """
+        method, path = scope["method"], scope["path"]
+        if self._keeps_usage:
+            _check_path(method, path)
+        if method == "POST" and path in COMPUTED_PATHS:
+            request, stored_id = await self._read_computed(scope, receive, send)
+        else:
+            request, stored_id = await self._read_other(scope, receive, send)
+        if stored_id:
+            request.only_replica = await self._find_stored(stored_id, scope)
+        return request
+
+    async def _read_computed(
+        self, scope: Scope, receive: Receive, send: Send
+    ) -> tuple[ProxiedRequest, str]:
+        """Read a request that an engine computes, with the id of the stored answer it continues.
+
+        If it names a stored file, the replica that stores the file must answer.
+        """
+        path, salt = scope["path"], _salt(scope)
+        body = await read_json(Request(scope, receive), self._fleet.options.limits)
+        prompt = read_prompt(body, salt)
+        content = b""
+        if path not in ENGINELESS_PATHS:
+            model = self._fleet.listed_name(prompt.model)
+            content = await self._killers.check_body(body, model)
+        request = ProxiedRequest(
+            scope,
+            receive,
+            send,
+            body=body,
+            key=prompt.key,
+            model=prompt.model,
+            meter=self._admit(prompt, scope) if self._keeps_usage else None,
+        )
+        request.content = content
+        if not prompt.previous and FILE_REFERENCE.search(body) is not None:
+            request.only_replica = self._file_replica(salt)
+        return request, prompt.previous
+
+    async def _read_other(
+        self, scope: Scope, receive: Receive, send: Send
+    ) -> tuple[ProxiedRequest, str]:
+        """Read any other request, with the id of the stored answer in its path.
+
+        Such requests are about stored answers, files or batches, for example.
+        """
+        path, method, salt = scope["path"], scope["method"], _salt(scope)
+        file_replica = self._require_file_replica(salt) if is_file_path(path) else None
+        http_request = Request(scope, receive)
+        body = await self._body(http_request)
+        key = key_without_prompt(salt)
+        meter: UsageMeter | None = None
+        if self._keeps_usage and method == "POST":
+            if isinstance(body, bytes):
+                prompt = read_prompt(body, salt)
+            else:  # a form, whose size is not known yet
+                prompt = RoutedPrompt(key, num_tokens=0)
+            meter = self._admit(prompt, scope)
+        stored = STORED_PATH.fullmatch(path)
+        _, _, model = path.partition("/v1/models/")
+        request = ProxiedRequest(
+            scope,
+            receive,
+            send,
+            body=body,
+            key=key,
+            model=model or http_request.query_params.get("model", ""),
+            meter=meter,
+        )
+        request.may_resend = method in {"GET", "HEAD"}
+        request.only_replica = file_replica
+        return request, stored[1] if stored is not None else ""
+
+    async def _find_stored(self, id_: str, scope: Scope) -> Replica:
+        """Return the replica that stores an answer or conversation; ask all if it is not known.
+
+        If no replica stores it, returns any of them, which will answer 404.
+        """
+        remembered = self._fleet.stored_at(id_)
+        if remembered is not None:
+            return remembered
+        ready = self._fleet.ready
+        if not ready:
+            raise self._fleet.no_replica_error()
+        if not STORED_ID.fullmatch(id_):  # clients can send any text
+            return ready[0]
+        headers = credentials(scope, self._fleet.options.replica_key)
+        lookups = [fetch_status(replica, stored_path(id_), headers) for replica in ready]
+        statuses = await asyncio.gather(*lookups, return_exceptions=True)
+        for replica, status in zip(ready, statuses, strict=True):
+            if status == 200:
+                self._fleet.set_stored_at(id_, replica)
+                return replica
+        return ready[0]
+
+    def _admit(self, prompt: RoutedPrompt, scope: Scope) -> UsageMeter | None:
+        """Check a request against the limits of its key; return its meter, None if it is free.
+
+        Raises:
+            ClassError: the key does not allow the requested service tier.
+            RequestError: the request runs in the background, so its usage would stay unknown.
+            RateLimitError: the key has no tokens left.
+        """
+        context, path = served_of(scope), scope["path"]
+        if path in ENGINELESS_PATHS:
+            return None
+        if path not in COMPUTED_PATHS and not self._has_foreign:  # Twostroke computes nothing there
+            return None
+        if context.key is not None:
+            service = prompt.service if prompt.service in CLASSES else DEFAULT_SERVICE_TIER
+            priority = SERVICE_TIERS[service] if prompt.priority is None else prompt.priority
+            is_named = prompt.service not in {"", "auto"}
+            context.key.class_of(service, priority, is_named=is_named)
+        if prompt.in_background and path == "/v1/responses":
+            raise RequestError(NO_BACKGROUND, field="background")
+        num_answer = 0 if path in PROMPT_ONLY_PATHS else self._max_answer_tokens(prompt, path)
+        context.reserve(prompt.num_tokens + num_answer)
+        return UsageMeter(prompt.num_tokens, num_answer, self._token_rate)
+
+    def _max_answer_tokens(self, prompt: RoutedPrompt, path: str) -> int:
+        """Return the maximum number of output tokens of a request at any replica."""
+        length = self._fleet.context_length
+        return prompt.max_answer_tokens(path, length, is_foreign=self._has_foreign)
+
+    @property
+    def _has_foreign(self) -> bool:
+        """Whether a replica is a server other than Twostroke."""
+        return any(replica.is_foreign for replica in self._fleet.replicas.values())
+
+    def _require_file_replica(self, salt: bytes) -> Replica:
+        """Return the replica that keeps the files and batches of a tenant.
+
+        Raises:
+            BatchPathError: no replica separates tenants, which a router with records needs.
+            UnknownPathError: no replica keeps files.
+        """
+        replica = self._file_replica(salt)
+        if replica is not None:
+            return replica
+        raise BatchPathError(NO_BATCHES) if self._keeps_usage else UnknownPathError(NO_RECORDS)
+
+    def _file_replica(self, salt: bytes) -> Replica | None:
+        """Return the replica that keeps a tenant's files; None if no replica keeps files."""
+        return self._fleet.file_replica(hash_text(salt.hex()), needs_tenants=self._keeps_usage)
+
+    async def _body(self, request: Request) -> bytes | AsyncIterator[bytes]:
+        """Return the whole body, or the parts of a form, which may have a large file."""
+        length = request.headers.get("content-length", "")
+        is_form = request.headers.get("content-type", "").startswith("multipart/")
+        limits = self._fleet.options.limits
+        if is_form:
+            if length.isdecimal() and int(length) > limits.max_file_bytes + _FORM_OVERHEAD_BYTES:
+                raise BodySizeError(f"The body is larger than {limits.max_file_bytes} bytes.")
+            return _body_parts(request, limits.max_file_bytes + _FORM_OVERHEAD_BYTES)
+        if not length and "transfer-encoding" not in request.headers:
+            return b""
+        return await read_json(request, limits)
+
+
+async def _body_parts(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise BodySizeError(f"The body is larger than {max_bytes} bytes.")
+        if part:
+            yield part
+
+
+def _check_path(method: str, path: str) -> None:
+    """Refuse paths by which clients could bypass the limits that a router with usage enforces.
+
+    Raises:
+        BatchPathError: the path uploads files or begins batches.
+        UnknownPathError: the request could control a server, or bypass limits.
+    """
+    if method == "POST" and is_file_path(path):
+        raise BatchPathError(NO_BATCHES)
+    if not is_harmless(method, path):
+        reason = "it could control a server, or bypass the limits of keys"
+        raise UnknownPathError(f"This router does not pass on {method} {path}: {reason}.")
+
+
+def _salt(scope: Scope) -> bytes:
+    """Return a text that separates tenants: the tenant's name, or the client's key."""
+    tenant = served_of(scope).tenant
+    if tenant:
+        return tenant.encode()
+    for name, value in scope["headers"]:
+        if name in {b"authorization", b"x-api-key"}:
+            return bytes(value)
+    return b""
