@@ -283,9 +283,7 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        began = time.monotonic()
-        ran = cli("serve", "/nowhere/model.gguf", "--port", port)
-        assert time.monotonic() - began < 5
+        ran = cli("serve", "/nowhere/model.gguf", "--port", port)  # else the code is 3
     assert ran.code == 7
     assert ran.err == (
         f"twostroke: Port {port} on 127.0.0.1 is already in use: stop its program, "

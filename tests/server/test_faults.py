@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -36,9 +35,7 @@ def test_full_queue_refuses_at_once_with_retry_after(tmp_path: Path, stream: boo
             wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
             waiting = [pool.submit(server.chat, max_tokens=1) for _ in range(2)]
             wait_for(lambda: server.num_busy == 3)
-            began = time.monotonic()
-            refused = server.chat(stream=stream)
-            assert time.monotonic() - began < 0.5
+            refused = server.chat(stream=stream)  # the engine computes nothing until it is answered
             assert refused.status_code == 429
             assert refused.headers["retry-after"] == "1"
             error = refused.json()["error"]

@@ -315,7 +315,7 @@ def test_huge_words_are_neither_searched_nor_sent_back(strict: LiveServer, unit:
     for fields in ({huge: 1}, {"model": huge}, {"messages": [{"role": huge, "content": "x"}]}):
         began = time.monotonic()
         response = strict.chat(**fields)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 60  # quadratic work takes hours
         assert response.status_code in {400, 404}
         assert len(response.content) < 10_000
 

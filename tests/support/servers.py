@@ -92,7 +92,7 @@ def live_server(
         stack.callback(api.close)
         thread = stack.enter_context(closing(ServerThread(build_app(api), api)))
         port, url = thread.port, f"http://127.0.0.1:{thread.port}"
-        http = CheckedClient(description_of(api), base_url=url, timeout=20, trust_env=False)
+        http = CheckedClient(description_of(api), base_url=url, timeout=120, trust_env=False)
         stack.enter_context(http)
         stack.callback(backend.gate.set)
         yield LiveServer(url, port, api, client, backend, http, thread)
@@ -133,7 +133,7 @@ def read_all(connection: socket.socket) -> bytes:
     return received
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     """Wait until something is so."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -144,7 +144,7 @@ def test_ranks_that_die_or_freeze_are_replaced(path, monkeypatch):
             began = time.monotonic()
             with pytest.raises(RanksLostError, match=r"Rank 1 (was ended by|has not)"):
                 backend.run(plan_of(request, 0, 3))
-            assert time.monotonic() - began < 3  # about 1 s, on a machine that does nothing else
+            assert time.monotonic() - began < 30  # about 1 s, on a machine that does nothing else
             assert [rank.state for rank in backend.states()] == ["ready", "lost"]
             assert is_over(pid)
             with on_cores(0, 2):  # as the engine's thread is

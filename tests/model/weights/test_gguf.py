@@ -19,6 +19,8 @@ from twostroke.model.weights.gguf import read_gguf
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from twostroke.model.weights.tensors import WeightFiles
+
 METADATA = {
     "u8": Typed(gguf_writer.U8, 255),
     "i8": Typed(gguf_writer.I8, -128),
@@ -133,27 +135,40 @@ def test_released_pages_read_the_same_again(tmp_path: Path) -> None:
     assert elsewhere.all()
 
 
-def test_a_large_vocabulary_is_walked_quickly(tmp_path: Path) -> None:
-    tokens = [f"token{i}" for i in range(300_000)]
-    path = tmp_path / "a.gguf"
-    path.write_bytes(gguf_bytes({"tokens": tokens}, {}))
+def _seconds_to_open(path: Path) -> tuple[float, WeightFiles]:
+    """Return the least processor time of five openings of a file, and the file."""
     seconds = []
     for _ in range(5):
         start = time.process_time()
         file = read_gguf(path)
         seconds.append(time.process_time() - start)
+    return min(seconds), file
+
+
+def _seconds_to_make_texts() -> float:
+    """Return the least processor time to make 300,000 texts: the yardstick of this machine."""
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        texts = [f"token{i}" for i in range(300_000)]
+        seconds.append(time.process_time() - start)
+    assert texts
+    return min(seconds)
+
+
+def test_a_large_vocabulary_is_walked_quickly(tmp_path: Path) -> None:
+    tokens = [f"token{i}" for i in range(300_000)]
+    path = tmp_path / "a.gguf"
+    path.write_bytes(gguf_bytes({"tokens": tokens}, {}))
+    seconds, file = _seconds_to_open(path)
     assert list(file.metadata["tokens"]) == tokens
-    assert min(seconds) < 0.5  # some 50 ms on a free core
+    assert seconds < 20 * _seconds_to_make_texts()  # 1 to 2 times on a free core
 
 
 @pytest.mark.model
 def test_the_real_file_opens_quickly(smollm2_path: Path) -> None:
-    seconds = []
-    for _ in range(5):
-        start = time.process_time()
-        file = read_gguf(smollm2_path)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.06
+    seconds, file = _seconds_to_open(smollm2_path)
+    assert seconds < 4 * _seconds_to_make_texts()
     assert len(file.tensors) == 272
     assert not file.unsupported
 

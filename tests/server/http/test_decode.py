@@ -49,7 +49,7 @@ def test_scan_is_linear_whatever_it_reads(unit: bytes) -> None:
     began = time.perf_counter()
     nesting_of(body, 10**9)
     nesting_of(body, 1)
-    assert time.perf_counter() - began < 3
+    assert time.perf_counter() - began < 60  # quadratic work takes hours
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_word_that_looks_like_a_place_is_read_in_linear_time(unit: str) -> None:
     began = time.perf_counter()
     with pytest.raises(RequestError):
         DECODER.decode(json.dumps({word: 1}).encode())
-    assert time.perf_counter() - began < 3
+    assert time.perf_counter() - began < 60  # quadratic work takes hours
 
 
 @given(st.binary(max_size=200))
