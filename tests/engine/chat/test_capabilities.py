@@ -104,7 +104,7 @@ def test_a_template_without_tools_gets_instructions_in_the_models_form() -> None
 @pytest.mark.parametrize(
     "template", [CHATML, talkers.TAGS, talkers.GLM, talkers.THINKS, "{{ 1 / 0 }}"]
 )
-def test_templates_without_a_known_form_get_text(template: str) -> None:
+def test_templates_with_an_unknown_form_get_text(template: str) -> None:
     assert Chat(tokenizer_of(template)).capabilities == TemplateCapabilities(HERMES)
 
 

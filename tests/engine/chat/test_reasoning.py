@@ -187,7 +187,7 @@ def test_reasoning_that_only_the_prompt_marks_is_closed_too() -> None:
         ),
     ],
 )
-def test_a_field_that_contradicts_a_switch_is_told(
+def test_a_field_that_contradicts_a_switch_is_an_error(
     template: str, asked: dict[str, Any], expected: ReasoningSection | None, ignored: list[str]
 ) -> None:
     asked = dict(asked)

@@ -45,7 +45,7 @@ def test_shared_page_outlives_its_first_holder():
     assert states(pool) == (2, 0, 0)
 
 
-def test_kept_page_is_cached_when_nobody_refers_to_it():
+def test_kept_page_is_cached_after_its_last_reference():
     pool = PagePool(2, 16)
     pages = pool.allocate(1)
     pool.keep(pages[:1])
@@ -127,7 +127,7 @@ def test_allocating_too_much_is_caught():
         PagePool(2, 16).allocate(3)
 
 
-def test_check_sees_a_reference_that_nobody_holds():
+def test_check_sees_a_reference_without_a_holder():
     pool = PagePool(2, 16)
     pool.allocate(1)
     with pytest.raises(AssertionError):

@@ -43,7 +43,7 @@ def cache():
     check_index(cache.index)
 
 
-def test_unknown_prefix_has_no_pages(cache):
+def test_new_prefix_has_no_cached_pages(cache):
     assert cache.match(range(20)) == []
 
 

@@ -56,7 +56,7 @@ def test_a_page_is_found_by_a_later_process_and_by_another_server(tmp_path: Path
     assert tier_of(tmp_path).size() == (1, file_of(tmp_path, name).stat().st_size)
 
 
-def test_other_kinds_find_nothing(tmp_path: Path) -> None:
+def test_other_specs_find_nothing(tmp_path: Path) -> None:
     tier = tier_of(tmp_path)
     assert put(tier, kind(), 1)
     names = {of.name(KEYS[1]) for of in (kind(), *OTHER_KINDS)}
@@ -151,7 +151,7 @@ def test_a_damaged_description_is_no_hindrance(tmp_path: Path, text: str) -> Non
     assert (found.model, found.page_size, found.num_pages) == ("?", 0, 1)
 
 
-def test_a_damaged_page_that_cannot_be_removed_is_told(
+def test_a_damaged_page_that_cannot_be_removed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tier_of(tmp_path), kind(), 1)
@@ -169,7 +169,7 @@ def test_a_damaged_page_that_cannot_be_removed_is_told(
     assert (why, path.exists()) == ("", False)
 
 
-def test_what_a_killed_server_left_is_removed_later(tmp_path: Path) -> None:
+def test_files_that_a_killed_server_left_are_removed_later(tmp_path: Path) -> None:
     tier, of = tier_of(tmp_path), kind()
     put(tier, of, 1)
     folder = file_of(tmp_path, of.name(KEYS[1])).parent

@@ -181,7 +181,7 @@ def test_answers_are_as_likely_as_without_drafts(table, params):
 
 
 @pytest.mark.parametrize("how", GUESSES[1:])  # the first one is above
-def test_answers_are_as_likely_for_every_source_of_guesses(table, how):
+def test_answers_are_as_likely_for_every_source_of_drafts(table, how):
     assert deviate(answers(table, CASES[0], how), exact(CASES[0])) < AGREES
 
 

@@ -121,7 +121,7 @@ def test_steps_of_heads_have_no_more_rows_than_there_is_memory_for(
 
 
 @pytest.mark.parametrize(("cheap", "most"), [(1, 1), (3, 3), (24, 8)])
-def test_eagle_guesses_no_further_than_rows_are_cheap(
+def test_eagle_drafts_no_further_than_rows_are_cheap(
     path: Path, heads: dict[str, str], cheap: int, most: int
 ) -> None:
     with engine_of(path, method="eagle", heads=heads["eagle"]) as llm:
@@ -169,7 +169,7 @@ def test_a_slow_first_step_does_not_count(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_preempted_requests_get_guesses_again(path: Path, heads: dict[str, str], kind: str) -> None:
+def test_preempted_requests_get_drafts_again(path: Path, heads: dict[str, str], kind: str) -> None:
     """The KV cache has room for one request, but not for six answers to it."""
     prompts = [f"{prompt} {index}" for index in range(2) for prompt in PROMPTS]
     params = [GREEDY, SamplingParams(max_tokens=60, ignore_eos=True, seed=5, n=6)] * 4
@@ -205,7 +205,7 @@ def test_ended_requests_are_forgotten(path: Path, heads: dict[str, str]) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [4, 24])
-def test_answers_up_to_the_end_of_the_context_are_guessed(
+def test_answers_up_to_the_end_of_the_context_are_drafted(
     tmp_path: Path, kind: str, count: int
 ) -> None:
     short = write_tiny_gguf(tmp_path / "short.gguf", Tiny(context_length=64))

@@ -220,7 +220,7 @@ def test_no_text_is_slower_at_any_load(clock, seed, rounds):
             assert simulation.speedup(text, num_streams) > 0.975, (name, num_streams)
 
 
-def test_guesses_for_a_step_that_was_lost_do_not_matter(clock):
+def test_drafts_for_a_step_that_was_lost_do_not_matter(clock):
     simulation = Simulation(clock, 0)
     simulation.speculator._asking_s = 5.0  # before its rank was lost
     simulation.token_s([simulation.text(*EDIT)], "auto")
@@ -245,12 +245,12 @@ def test_a_draft_is_faster_where_it_pays(clock):
     assert Simulation(clock, 0, right=0.8).speedup(TEXTS["random"], 1) > 1.5
 
 
-def test_guesses_that_ignore_their_cost_are_slower(clock):
+def test_drafts_that_ignore_their_cost_are_slower(clock):
     simulation = Simulation(clock, 0, lambda _: FixedDraftBudget(4))
     assert simulation.speedup(TEXTS["short"], 16) < 0.8
 
 
-def test_a_budget_without_a_price_is_asked_again_after_a_pause(clock):
+def test_a_budget_without_a_cost_is_asked_again_after_a_pause(clock):
     batches = []
 
     def hopeless(batch: BatchShape) -> SimpleNamespace:

@@ -40,7 +40,7 @@ def test_repeated_words_are_continued_as_before():
     assert proposal.source == "context"
 
 
-def test_nothing_is_guessed_where_nothing_matches():
+def test_nothing_is_drafted_where_nothing_matches():
     assert ask(NgramProposer(), make([1, 2, 3, 4], [5]), 8) is None
     assert ask(NgramProposer(), make([1], [2]), 8) is None
 
@@ -84,7 +84,7 @@ def test_an_answer_that_has_ended_is_remembered_for_its_tenant():
     assert ask(proposer, make([3], [20, 21, 22], salt=b"b"), 8) is None
 
 
-def test_a_guess_ends_with_the_answer_that_it_comes_from():
+def test_drafts_end_with_the_answer_that_they_come_from():
     proposer = NgramProposer()
     for _ in range(2):
         proposer.finish(make([1], [20, 21, 22, 23]))
@@ -117,7 +117,7 @@ def test_memory_is_bounded(monkeypatch):
     assert len(proposer._memory._tenants) == 3
 
 
-def test_odds_follow_the_outcomes_of_guesses():
+def test_acceptance_rates_follow_the_outcomes_of_drafts():
     proposer, request = NgramProposer(), make([1, 2, 3, 4, 5, 1, 2], [3])
     first = ask(proposer, request, 1)
     for _ in range(20):
@@ -131,7 +131,7 @@ def test_odds_follow_the_outcomes_of_guesses():
     assert first.chances < other.chances < good.chances  # others hear of it, too
 
 
-def test_rates_of_untried_guesses_recover():
+def test_rates_of_untried_drafts_recover():
     proposer, request = NgramProposer(), make([1, 2, 3, 4, 5, 1, 2], [3])
     first = ask(proposer, request, 1)
     for _ in range(50):

@@ -96,7 +96,7 @@ def test_a_draft_that_is_the_model_is_always_right(path: Path) -> None:
         assert one.usage.rejected_tokens <= 4  # behind the end
 
 
-def test_guesses_after_a_stop_string_are_not_accepted(path: Path) -> None:
+def test_drafts_after_a_stop_string_are_not_accepted(path: Path) -> None:
     with engine_of(path, method="draft", draft=str(path), count=20) as llm:
         [[answer]] = llm.generate("hello the world", LONG)
         for letter in sorted(set(answer.text)):
@@ -105,7 +105,7 @@ def test_guesses_after_a_stop_string_are_not_accepted(path: Path) -> None:
             assert one.usage.rejected_tokens >= 0
 
 
-def test_repeated_text_is_guessed(path: Path) -> None:
+def test_repeated_text_is_drafted(path: Path) -> None:
     with engine_of(path, method="ngram", count=6) as llm:
         [[answer]] = llm.generate("hello", LONG)
         [[again]] = llm.generate("hello", LONG)
@@ -271,7 +271,9 @@ def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> Non
 
 
 @pytest.mark.parametrize(("cheap", "most"), [(1, 1), (3, 3), (24, 8)])
-def test_a_draft_guesses_no_further_than_rows_are_cheap(path: Path, cheap: int, most: int) -> None:
+def test_a_draft_model_drafts_no_further_than_rows_are_cheap(
+    path: Path, cheap: int, most: int
+) -> None:
     """The draft model equals its target, so only the cost of rows limits the drafts."""
     with engine_of(path, method="draft", draft=str(path)) as llm:
         (draft,) = llm.engine.client.loop.speculator._proposers

@@ -246,7 +246,7 @@ def test_only_the_constraints_that_were_used_last_are_kept(grammars: Grammars) -
     assert not grammars.cached(constraints[1])
 
 
-def test_a_known_constraint_does_not_wait_for_others_to_compile(
+def test_a_cached_constraint_does_not_wait_for_others_to_compile(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
@@ -289,7 +289,7 @@ def test_matchers_of_new_requests_are_copied_when_they_are_first_asked(
     assert (masks[1] == masks[2]).all()
 
 
-def test_a_wrong_guess_that_exceeds_a_limit_does_not_fail_the_answer(
+def test_a_wrong_draft_that_exceeds_a_limit_does_not_fail_the_answer(
     tokenizer: Tokenizer, grammars: Grammars
 ) -> None:
     ways = [f'r{i}: "a" "b" "c{i}"' for i in range(1500)]

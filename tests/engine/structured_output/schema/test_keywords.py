@@ -348,7 +348,7 @@ def allows(grammars: Grammars, tokenizer: Tokenizer, schema: object, text: str) 
 
 
 @pytest.mark.parametrize(("keyword", "schema", "good", "bad"), KEPT, ids=str)
-def test_a_keyword_is_held_by_the_grammar(
+def test_a_keyword_is_enforced_by_the_grammar(
     grammars: Grammars,
     tokenizer: Tokenizer,
     keyword: str,
@@ -363,7 +363,7 @@ def test_a_keyword_is_held_by_the_grammar(
         assert not allows(grammars, tokenizer, schema, json.dumps(value, ensure_ascii=False)), value
 
 
-def test_gaps_name_what_the_grammar_does_not_hold(grammars: Grammars) -> None:
+def test_gaps_name_the_keywords_that_the_grammar_does_not_enforce(grammars: Grammars) -> None:
     for schema, gap in GAPS:
         for whole in (schema, {"$defs": {"p": schema}, "anyOf": [{"$ref": "#/$defs/p"}]}):
             matcher = grammars.matcher(Constraint("json_schema", json.dumps(whole)))
@@ -377,7 +377,7 @@ def test_gaps_name_what_the_grammar_does_not_hold(grammars: Grammars) -> None:
     assert not prepare(json.dumps({**AB, "required": ["a"]})).gaps
 
 
-def test_what_cannot_be_followed_is_refused(grammars: Grammars) -> None:
+def test_schemas_that_cannot_be_followed_are_refused(grammars: Grammars) -> None:
     for schema, why in REFUSED:
         for whole in (schema, {"type": "array", "items": schema, "minItems": 1}):
             with pytest.raises(RequestError, match="cannot be used") as refusal:
@@ -389,7 +389,7 @@ CONTROLS = [*map(chr, range(0x20)), "\x7f", "\u0085", "\u2028", "\u2029", "\U000
 
 
 @pytest.mark.parametrize("character", CONTROLS, ids=ascii)
-def test_each_character_can_be_held(
+def test_each_character_can_be_enforced(
     grammars: Grammars, tokenizer: Tokenizer, character: str
 ) -> None:
     written = "\\u007f" if character == "\x7f" else json.dumps(character, ensure_ascii=False)[1:-1]
@@ -464,7 +464,7 @@ MULTIPLES = [
 
 
 @pytest.mark.parametrize("multiple", MULTIPLES)
-def test_multiples_up_to_the_limit_are_held_beside_other_limits(
+def test_multiples_up_to_the_limit_are_enforced_beside_other_limits(
     grammars: Grammars, tokenizer: Tokenizer, multiple: float
 ) -> None:
     for typ in ("integer", "number"):
@@ -504,7 +504,7 @@ def test_a_name_is_written_without_escapes(grammars: Grammars, tokenizer: Tokeni
     assert not allows(grammars, tokenizer, schema, r'{"\u0072": "x"}')
 
 
-def test_members_that_nobody_asked_for_are_not_written(
+def test_members_that_the_schema_does_not_mention_are_not_written(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     assert not allows(grammars, tokenizer, AB, '{"a": 1, "c": 2}')

@@ -96,7 +96,7 @@ def gaps(schema: Schema) -> set[str]:
 
 
 @pytest.mark.parametrize(("keyword", "make", "most", "more"), HELD)
-def test_a_keyword_is_held_up_to_its_limit_and_checked_beyond(
+def test_a_keyword_is_enforced_up_to_its_limit_and_checked_beyond(
     keyword: str, make: Callable[[int], Schema], most: int, more: int
 ) -> None:
     assert not gaps(make(most))
@@ -104,7 +104,7 @@ def test_a_keyword_is_held_up_to_its_limit_and_checked_beyond(
 
 
 @pytest.mark.parametrize(("make", "most", "why"), TAKEN)
-def test_a_form_is_taken_up_to_its_limit_and_refused_beyond(
+def test_a_schema_is_compiled_up_to_its_limit_and_refused_beyond(
     make: Callable[[int], Constraint], most: int, why: str
 ) -> None:
     tokenizer = byte_tokenizer()

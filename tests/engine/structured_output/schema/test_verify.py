@@ -71,7 +71,7 @@ def test_right_answer_is_not_reported(verifier: Verifier, schema: Any, answer: s
     assert verifier.fault(json.dumps(schema), answer) is None
 
 
-def test_place_is_that_of_the_keyword(verifier: Verifier):
+def test_location_is_the_keywords(verifier: Verifier):
     schema = {"properties": {"tags": {"items": {"maxLength": 1}}}}
     found = verifier.fault(json.dumps(schema), '{"tags": ["a", "bc"]}')
     assert found == SchemaViolation("maxLength", "/properties/tags/items/maxLength", ("tags", 1))

@@ -74,7 +74,7 @@ def walk(grammars: Grammars, tokenizer: Tokenizer, schema: str, draw: random.Ran
 
 
 @pytest.mark.rounds
-def test_what_a_grammar_without_gaps_allows_is_valid(rounds: int) -> None:
+def test_answers_of_a_grammar_without_gaps_are_valid(rounds: int) -> None:
     draw, tokenizer = random.Random(4), byte_tokenizer()
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     num_judged = 0

@@ -32,7 +32,7 @@ def guesses_of(*draws: tuple[int, dict[int, float]]) -> DraftSequence:
     return found
 
 
-def test_guesses_have_the_targets_ids_and_odds_by_sureness() -> None:
+def test_drafts_have_the_targets_ids_and_rates_by_probability() -> None:
     proposal = guesses_of((1, {1: 0.97}), (3, {3: 0.91})).proposal("eagle", 8)
     assert proposal is not None
     assert proposal.tokens == (20, 40)
@@ -61,13 +61,13 @@ def test_no_more_are_proposed_than_are_wanted() -> None:
     assert len(proposal.tokens) == 3
 
 
-def test_an_undrawn_token_is_not_guessed() -> None:
+def test_a_token_that_was_not_drawn_is_not_drafted() -> None:
     found = guesses_of()
     assert not found.take(NO_TOKEN, None)
     assert found.proposal("eagle", 8) is None
 
 
-def test_a_text_that_is_guessed_wrong_is_left_alone_and_tried_again() -> None:
+def test_a_text_with_wrong_drafts_is_left_alone_and_tried_again() -> None:
     found = guesses_of((1, {1: 0.97}))
     proposal = found.proposal("eagle", 8)
     assert proposal is not None

@@ -44,7 +44,7 @@ def plain_surplus(ledger: DiskIndex, now_s: float, room: int) -> list[bytes]:
 
 
 @pytest.mark.seeds(60)
-def test_the_ledger_chooses_as_its_plain_twin(seed: int) -> None:
+def test_the_index_chooses_as_its_plain_twin(seed: int) -> None:
     rng = random.Random(seed)
     ledger = DiskIndex(rng.randint(500, 5000))
     for number in range(rng.randint(0, 60)):

@@ -22,7 +22,7 @@ def test_a_proposer_that_wins_is_always_asked() -> None:
         account.add(0.5, 0.4)
 
 
-def test_a_proposer_that_loses_rests_twice_as_long_each_time() -> None:
+def test_a_proposer_that_loses_pauses_twice_as_long_each_time() -> None:
     account = ProposerGain()
     assert rounds_until(account, False, 0.1, 0.3) == 11
     rests = [rounds_until(account, True)]

@@ -80,7 +80,7 @@ def totals(client: Client) -> TierTotals:
     return found
 
 
-def test_what_was_used_twice_is_found_after_a_restart(tmp_path: Path) -> None:
+def test_pages_used_twice_are_found_after_a_restart(tmp_path: Path) -> None:
     with engine(tmp_path) as (client, paging):
         tokens, cached = answer(client, PROMPT)
         assert cached == 0
@@ -151,7 +151,7 @@ def test_pages_of_the_first_chunk_outlast_those_that_continue_it(tmp_path: Path)
     assert gone == [5, 4, 3, 2, 1, 0]
 
 
-def test_steps_are_timed_for_a_page_cache_also_if_nothing_is_guessed(tmp_path: Path) -> None:
+def test_steps_are_timed_for_kv_offload_also_without_drafts(tmp_path: Path) -> None:
     tiers = OffloadOptions(page_cache=str(tmp_path / "pages"))
     options = EngineOptions(speculation=SpeculationOptions("off"), offload=tiers)
     with closing(build(str(write_tiny_gguf(tmp_path / "tiny.gguf")), options)) as engine:
@@ -159,7 +159,7 @@ def test_steps_are_timed_for_a_page_cache_also_if_nothing_is_guessed(tmp_path: P
         assert engine.client.loop.speculator.step_time.num_steps > 1
 
 
-def test_what_is_computed_a_second_time_is_written(tmp_path: Path) -> None:
+def test_pages_computed_a_second_time_are_written(tmp_path: Path) -> None:
     with engine(tmp_path) as (client, paging):
         answer(client, PROMPT)
         with client.loop.pages._changed:
@@ -169,7 +169,7 @@ def test_what_is_computed_a_second_time_is_written(tmp_path: Path) -> None:
         assert totals(client).pages_written == 6
 
 
-def test_other_kinds_and_other_tenants_compute(tmp_path: Path) -> None:
+def test_other_specs_and_other_tenants_compute(tmp_path: Path) -> None:
     with engine(tmp_path) as (client, paging):
         tokens, _ = answer(client, PROMPT, hints=Hints(keep_s=60.0), caller=Caller(tenant="a"))
         assert paging.flush(5.0)
@@ -363,7 +363,7 @@ def test_the_first_request_gives_pages_more_time(
     assert waits == pytest.approx([1.01 / 2, 0.1, 0.05])
 
 
-def test_what_is_offered_as_the_writer_goes_to_sleep_is_written(tmp_path: Path) -> None:
+def test_pages_offered_while_the_writer_goes_to_sleep_are_written(tmp_path: Path) -> None:
     with engine(tmp_path) as (client, paging):
         clear = paging._has_offers.clear
 

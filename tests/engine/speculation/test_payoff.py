@@ -81,13 +81,13 @@ def test_no_choice_brings_more_tokens_a_second(seed):
     assert rate == pytest.approx(best if best >= 1.08 * plain else plain)
 
 
-def test_sure_guesses_are_taken_where_rows_are_cheap():
+def test_probable_drafts_are_taken_where_rows_are_cheap():
     assert PayingDraftBudget(step_time_of(0.01, 0.0001), decode(1)).counts(
         100, [chain((0.95,) * 8)]
     ) == [8]
 
 
-def test_unlikely_guesses_are_left_where_rows_cost():
+def test_improbable_drafts_are_left_where_rows_cost():
     assert PayingDraftBudget(step_time_of(0.01, 0.005), decode(1)).counts(
         100, [chain((0.3,) * 8)]
     ) == [0]
@@ -99,7 +99,7 @@ def test_the_likelier_proposal_gets_the_rows():
     assert counts[0] > counts[1]
 
 
-def test_a_busy_batch_takes_no_guesses_and_has_no_price():
+def test_a_busy_batch_takes_no_drafts_and_has_no_cost():
     step_time = step_time_of(0.01, 0.002)
     assert PayingDraftBudget(step_time, decode(1)).cost(100) is not None
     busy = PayingDraftBudget(step_time, decode(64))
@@ -107,7 +107,7 @@ def test_a_busy_batch_takes_no_guesses_and_has_no_price():
     assert PayingDraftBudget(step_time, decode(256)).cost(100) is None
 
 
-def test_no_more_guesses_are_taken_than_the_budget_allows():
+def test_no_more_drafts_are_taken_than_the_budget_allows():
     offers = [chain((0.99,) * 8)] * 3
     assert sum(PayingDraftBudget(step_time_of(0.01, 0.0), decode(3)).counts(5, offers)) == 5
     assert FixedDraftBudget(4).counts(6, offers) == [4, 2, 0]
@@ -115,7 +115,7 @@ def test_no_more_guesses_are_taken_than_the_budget_allows():
     assert PayingDraftBudget(step_time_of(0.01, 0.0), decode(3)).cost(0) is None
 
 
-def test_a_guess_that_takes_longer_to_make_must_be_likelier():
+def test_a_draft_that_takes_longer_to_make_must_be_likelier():
     price = PayingDraftBudget(step_time_of(0.01, 0.002), decode(1)).cost(100)
     assert price is not None
     assert price.min_chance(0.0) == pytest.approx(0.002 / 0.012, rel=0.1)
@@ -182,7 +182,7 @@ def test_an_old_measurement_fades():
     assert step_time.seconds(decode(2)) < 0.2 * before
 
 
-def test_step_time_learns_without_known_limits():
+def test_step_time_learns_without_the_machines_limits():
     step_time = StepTimeModel(step_time_of(0.01, 0.001).cost, None)
     for _ in range(40):
         step_time.learn(decode(1), 0.5)
@@ -202,7 +202,7 @@ def test_of_a_tree_the_best_products_are_taken():
         assert count == most
 
 
-def test_outcomes_of_a_tree_count_only_guesses_after_right_ones():
+def test_outcomes_of_a_tree_count_only_drafts_after_right_ones():
     tree = Proposal("test", (1, 2, 3, 4, 5), (0.5,) * 5, (0,) * 5, (-1, -1, 0, 1, 2))
     outcome = DraftOutcome((0, 2, 1, 3), (1,), (2, 9, 9, 7, 9))
     assert list(outcome.trials(tree)) == [(0, False), (1, True), (3, False)]
@@ -212,7 +212,7 @@ def test_outcomes_of_a_tree_count_only_guesses_after_right_ones():
 
 
 @pytest.mark.parametrize("together", [1, 2, 4, 8])
-def test_the_cheapest_number_of_guesses_is_probed(together: int):
+def test_the_cheapest_number_of_drafts_is_probed(together: int):
     cost = step_time_of(0.001, 0.001).cost
     for num_rows in range(1, 12):
         step_time = StepTimeModel(cost, HARDWARE, together)
@@ -223,7 +223,7 @@ def test_the_cheapest_number_of_guesses_is_probed(together: int):
         assert min(each_s[n] for n in probed) == pytest.approx(min(each_s.values()))
 
 
-def test_one_more_guess_must_pay_for_the_rows_that_it_adds() -> None:
+def test_one_more_draft_must_pay_for_the_rows_that_it_adds() -> None:
     """Two rows take as long as one; each further row takes a third of that."""
 
     def seconds(num_guesses: int) -> float:

@@ -85,7 +85,7 @@ def test_the_store_learns_neither_pages_nor_names(server: Store) -> None:
     assert len({entry[:12] for entry in entries.values()}) == 2, "a nonce was used twice"
 
 
-def test_what_was_damaged_or_is_of_another_kind_is_a_miss(
+def test_damaged_pages_and_pages_of_another_spec_are_misses(
     server: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier, client, rng = RedisTier(server.url, kind()), server.client(), random.Random(1)
@@ -196,7 +196,7 @@ def test_the_password_is_checked_at_the_start_and_never_shown(
     assert "p@ss" not in caplog.text
 
 
-def test_a_password_where_none_is_wanted_is_told_in_sentences(tmp_path: Path) -> None:
+def test_a_password_for_a_server_without_one_is_reported_in_sentences(tmp_path: Path) -> None:
     with store(tmp_path) as server, pytest.raises(UsageError) as told:
         RedisTier(server.url.replace("//", "//:secret@"), kind())
     assert "without any password" in str(told.value)

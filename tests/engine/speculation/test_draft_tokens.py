@@ -92,7 +92,7 @@ def follower_of(guesses: list[int], sure: list[float]) -> DraftModelSequence:
     return found
 
 
-def test_guesses_are_translated_into_the_targets_tokens() -> None:
+def test_drafts_are_translated_into_the_targets_tokens() -> None:
     guesses = DRAFT.encode(" world abc")
     assert len(guesses) > len(TARGET.encode(" world abc"))
     proposal = follower_of(guesses, [0.9, 0.5, 0.8, 0.95, 0.6, 0.4, 0.9] * 3).proposal("draft", 24)
@@ -101,14 +101,14 @@ def test_guesses_are_translated_into_the_targets_tokens() -> None:
     assert [kind // 10 for kind in proposal.kinds] == [0] * (len(proposal.tokens) - 1) + [1]
 
 
-def test_a_token_is_as_sure_as_the_guesses_that_it_is_made_of() -> None:
+def test_a_translated_token_has_the_probability_of_its_drafts() -> None:
     proposal = follower_of(DRAFT.encode(" worldabc"), [0.9] * 9).proposal("draft", 24)
     assert proposal is not None
     num_pieces = len(DRAFT.encode(" world"))
     assert proposal.kinds[0] == min(int(0.9**num_pieces * 10), 9)
 
 
-def test_no_more_is_guessed_than_is_asked_for() -> None:
+def test_no_more_is_drafted_than_is_asked_for() -> None:
     proposal = follower_of(DRAFT.encode(" world abc world"), [0.9] * 20).proposal("draft", 2)
     assert proposal is not None
     assert list(proposal.tokens) == TARGET.encode(" world abc world")[:2]
@@ -142,7 +142,7 @@ def test_bytes_that_are_not_text_are_left_out(odd: list[int]) -> None:
     assert transcript.num_read > len(TARGET.encode("hello world")) + len(odd)
 
 
-def test_nothing_is_guessed_after_half_a_character() -> None:
+def test_nothing_is_drafted_after_half_a_character() -> None:
     request, transcript = request_of("hello"), transcript_of()
     request.tokens += [TARGET.find(char) or 0 for char in "ðŁ"]
     transcript.follow(request)
