@@ -54,10 +54,10 @@ def lower(
 ) -> CpuLowered:
     """Lower a Program to the records that the native executor runs.
 
-    `taps`: names of values that each step also returns. `activation_bits`: bits of the inputs of
-    products with quantized weights, for all products or by name of the matrix; inputs whose
-    products routers depend on stay precise. `has_routers`: whether the undivided Program has
-    routers, if `program` is a rank's part.
+    `taps`: names of intermediate values that each step also returns. `activation_bits`: bits of the
+    inputs of products with quantized weights, for all products or by name of the matrix; inputs of
+    products whose results reach routers stay precise. `has_routers`: whether the undivided Program
+    has routers, if `program` is a rank's part.
 
     Raises:
         BackendError: a shape that the kernels cannot run.

@@ -51,9 +51,10 @@ class StepArrays:
         """Prepare the arrays of steps, which grow to any number of rows.
 
         `max_pages`: the largest number of pages of a request in one cache group. `tapped_width`:
-        the width of the tapped value; 0: steps have no tap. `returns_tapped`: results have the
-        tapped value of rows that draw. `sends_best`: of rows that need only the largest logit,
-        other ranks send rank 0 only that logit.
+        the width of an intermediate value that steps also compute for their caller; 0: there is
+        none. `returns_tapped`: whether results have this value, for the rows from which tokens are
+        drawn. `sends_best`: of rows that need only the largest logit, other ranks send rank 0 only
+        that logit.
         """
         self.tables = PageTables(num_groups, page_size, max_pages)
         self._sampling = RowTable()
@@ -228,7 +229,7 @@ class StepArrays:
         record.copies, record.num_copies = self._copies.ctypes.data, len(copies)
 
     def results(self, plan: StepPlan, sampled: tuple[Slice, ...]) -> StepOutputs:
-        """Return a step's drawn tokens, log-probabilities, tapped values and prompt scores.
+        """Return a step's tokens, log-probabilities, intermediate values and prompt scores.
 
         All are in the order of the plan.
         """
@@ -272,10 +273,11 @@ class StepArrays:
         self._sampling.forget(request)
 
     def _in_order(self, plan: StepPlan) -> tuple[StepPlan, int]:
-        """Return the plan with generated rows before prompt rows, and the number of its slices.
+        """Return a step's plan with generated rows before prompt rows, as the kernels read them.
 
-        The number counts slices of generated rows. If prompt rows are computed in the same way, all
-        rows count as generated and keep their order.
+        Slices with rows of both kinds are split. Also returns the number of slices with generated
+        rows. If prompt rows are computed in the same way, all rows count as generated and keep
+        their order.
         """
         if self._one_arithmetic:
             return plan, len(plan.slices)

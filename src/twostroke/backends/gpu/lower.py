@@ -40,7 +40,9 @@ _MAX_HEAD_DIM = 512
 
 
 def lower(program: Program, taps: Collection[str] = ()) -> GpuLowered:
-    """Lower a Program to records of kernel launches; `taps`: values that each step also returns.
+    """Lower a Program to records of kernel launches.
+
+    `taps`: names of intermediate values that each step also returns.
 
     Raises:
         BackendError: there is no kernel for an operation, a shape or a tap.

@@ -171,7 +171,7 @@ class MixExperts(Frozen):
 class Combine(Frozen):
     """Launch record: the elementwise sum `a * factor + b`.
 
-    `weight` is the name of one more factor of a.
+    `weight` is the name of a weight, one number, by which a is multiplied as well.
     """
 
     a: BufferColumns
@@ -199,8 +199,9 @@ Record = (
 class GpuLowered(Frozen):
     """A Program lowered for the GPU: launch records in order, with the operations of each.
 
-    `taps`: the float32 buffers of tapped values, by name. `last`: the buffer with the last hidden
-    states, from which `logits` are computed after the step, for the rows that need logits.
+    `taps`: the float32 buffers of intermediate values that steps also return, by name. `last`: the
+    buffer with the last hidden states, from which `logits` are computed after the step, for the
+    rows that need logits.
     """
 
     records: tuple[Record, ...]

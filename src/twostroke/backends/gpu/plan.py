@@ -142,7 +142,7 @@ class GpuPlan:
         return self._attention.num_bytes + num_bytes
 
     def tap(self, value: str, num_rows: int) -> Tensor:
-        """Return a tapped intermediate value of the step's rows as float32 (rows, width)."""
+        """Return an intermediate value that the step also returns, as float32 (rows, width)."""
         return self.memory.tensor(self._lowered.taps[value], num_rows)
 
     def last_states(self, num_rows: int) -> Tensor:

@@ -50,8 +50,9 @@ class ReferenceBackend:
     ) -> None:
         """Dequantize the Program's weights and reserve memory for its KV pages.
 
-        `tapped_value`: the value that steps return for the rows that draw. `splits_sums`: whether
-        the ranks of `mesh` split sums (see `model.program.sums.split_sums`).
+        `tapped_value`: the name of an intermediate value that steps also return, for the rows from
+        which tokens are drawn; used for trained heads. `splits_sums`: whether the ranks of `mesh`
+        split sums (see `model.program.sums.split_sums`).
         """
         self._program, self._tapped_value, self._mesh = program, tapped_value, mesh
         sizes = {name: tensor.format.block_size for name, tensor in tensors.items()}

@@ -57,10 +57,11 @@ class TorchBackend:
     ) -> None:
         """Dequantize the Program's weights onto `device`, and reserve KV pages there.
 
-        `num_threads`: None leaves the choice to PyTorch. `tapped_value`: the value that steps
-        return for the rows that draw. `weight_shard`: this backend is one rank of several, which
-        holds and computes its part of the model. Ranks other than 0 only `follow`, and
-        `tapped_value` can only be the last hidden state.
+        `num_threads`: None leaves the choice to PyTorch. `tapped_value`: the name of an
+        intermediate value that steps also return, for the rows from which tokens are drawn.
+        `weight_shard`: this backend is one rank of several, which holds and computes its part of
+        the model. Ranks other than 0 only `follow`, and `tapped_value` can only be the last hidden
+        state.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)

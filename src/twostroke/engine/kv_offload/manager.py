@@ -415,7 +415,8 @@ class _Offer(Frozen):
     Attributes:
         keys: keys of the sequence up to the last page to write.
         first: index of the first page to write.
-        num_pages: pages of the sequence that `keep_s` concerns.
+        num_pages: the number of the sequence's first pages whose mean prefill time is a page's
+            value.
         used_s: time of the use, in seconds since 1970.
         keep_s: how many seconds after the use the pages must stay.
     """

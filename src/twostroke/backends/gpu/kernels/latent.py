@@ -336,7 +336,10 @@ def _stored(
     LATENT: tl.constexpr, PAGE_STRIDE: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
     ASSEMBLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Load rotated keys and latent vectors (tokens, dims) from KV pages, with any scales."""
+    """Load rotated keys and latent vectors (tokens, dims) from KV pages.
+
+    Also loads their scales if the pages have 8 bits.
+    """
     page = page.to(tl.int64)
     stored = (cache + page * PAGE_STRIDE + within * (ROTATED + LATENT))[:, None]
     dims, latent_dims = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_L)[None, :]
