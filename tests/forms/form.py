@@ -45,7 +45,7 @@ class Form:
         self._constraint = Constraint("json_schema", schema)
         self._grammars, self._tokenizer = grammars, tokenizer
         matcher = grammars.compile(self._constraint)
-        self.gaps = matcher.gaps
+        self.unenforced_keywords = matcher.unenforced_keywords
         self.num_words = matcher.num_words
 
     def matcher(self) -> GrammarMatcher:
@@ -68,7 +68,9 @@ class Form:
         """Return whether the check of a finished answer, if it has one, finds nothing."""
         verifier = self._grammars.verifier
         try:
-            return not self.gaps or verifier.fault(self._constraint.text, text) is None
+            return (
+                not self.unenforced_keywords or verifier.fault(self._constraint.text, text) is None
+            )
         except UncheckedError:
             return True
 

@@ -109,7 +109,7 @@ class Walker:
                 count["schemas refused"] += 1
                 refused[reason(error)] += 1
                 continue
-            count["schemas that are checked after"] += bool(form.gaps)
+            count["schemas that are checked after"] += bool(form.unenforced_keywords)
             shown = set[str]()
             for _ in range(_WALKS):
                 verdict, why = self._verdict(form, schema, rng)
@@ -117,8 +117,10 @@ class Walker:
                 count["walks that finished"] += verdict.startswith("finished")
                 if why and verdict not in shown:
                     shown.add(verdict)
-                    gaps = f"gaps: {form.gaps}"
-                    wrong.append(f"{verdict}: {why}\n    {json.dumps(schema)}\n    {gaps}")
+                    unenforced_keywords = f"unenforced_keywords: {form.unenforced_keywords}"
+                    wrong.append(
+                        f"{verdict}: {why}\n    {json.dumps(schema)}\n    {unenforced_keywords}"
+                    )
         return count, refused, wrong
 
     def _verdict(self, form: Form, schema: Any, rng: random.Random) -> tuple[str, str]:

@@ -97,8 +97,8 @@ class EncodedPrompt(Frozen):
         constraint = self.params.constraint
         if constraint is not None and grammar is None:
             grammar = client.grammars.compile(constraint)
-        gaps = () if grammar is None else grammar.gaps
-        return Redrawer(client, self, gaps) if gaps else None
+        unenforced_keywords = () if grammar is None else grammar.unenforced_keywords
+        return Redrawer(client, self, unenforced_keywords) if unenforced_keywords else None
 
     def settle(self, client: Client, answers: list[Completion]) -> list[Completion]:
         """Check answers against their JSON schema, and generate wrong answers again.
@@ -146,10 +146,12 @@ class _PartRule(NamedTuple):
 class Redrawer:
     """Checks the answers to one prompt against their JSON schema; generates wrong answers again."""
 
-    def __init__(self, client: Client, prompt: EncodedPrompt, gaps: tuple[str, ...]) -> None:
+    def __init__(
+        self, client: Client, prompt: EncodedPrompt, unenforced_keywords: tuple[str, ...]
+    ) -> None:
         """Check answers to `prompt`, whose parameters have a seed.
 
-        `gaps` are the rules of the JSON schema that the grammar does not enforce.
+        `unenforced_keywords` are the rules of the JSON schema that the grammar does not enforce.
         """
         form = prompt.params.constraint
         assert form is not None
@@ -169,7 +171,7 @@ class Redrawer:
         if form.notation == "json_schema":
             self._text = _PartRule(form.text, form.is_strict)
             if not prompt.functions:
-                self._held_paths = checked_paths(gaps, form.text)
+                self._held_paths = checked_paths(unenforced_keywords, form.text)
 
     def new_sent_part(self) -> SentPart:
         """Return an empty record for the outputs of one answer that a stream sends."""

@@ -441,7 +441,7 @@ class Api:
                     else:
                         await while_connected(request.receive, work)
             guard = None
-            if encoded.gaps:
+            if encoded.unenforced_keywords:
                 encoded.fix_seed()
                 guard = AnswerGuard(self._checks, info, encoded, context)
             answers = await Answers.start(
@@ -582,10 +582,12 @@ class Api:
 async def _compile_constraint(compiler: Compiler, encoded: Encoded, tenant: str) -> None:
     """Compile the grammar that constrains a request's answers, if the request has one.
 
-    `encoded.gaps` gets the rules of the JSON schema that the grammar cannot enforce.
+    `encoded.unenforced_keywords` gets the rules of the JSON schema that the grammar cannot enforce.
     """
     if (constraint := encoded.params.constraint) is not None:
-        compiled, encoded.gaps = await compiler.compile(encoded.calls or constraint, tenant)
+        compiled, encoded.unenforced_keywords = await compiler.compile(
+            encoded.calls or constraint, tenant
+        )
         encoded.params = replace(encoded.params, constraint=compiled)
 
 

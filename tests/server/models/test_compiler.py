@@ -62,7 +62,9 @@ def compiling(
 
     async def compile_(constraint: Constraint, limit_s: float) -> tuple[str, ...]:
         loop = asyncio.get_running_loop()
-        return (await loop.run_in_executor(thread, grammars.compile, constraint, limit_s)).gaps
+        return (
+            await loop.run_in_executor(thread, grammars.compile, constraint, limit_s)
+        ).unenforced_keywords
 
     return Compiler(compile_, limit_s, is_ready)
 

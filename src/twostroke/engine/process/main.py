@@ -238,11 +238,13 @@ class RequestHandler:
 
     def _compile(self, message: wire.Compile) -> None:
         try:
-            gaps = self._compile_grammar(message.id, message.constraint, message.limit_s).gaps
+            unenforced_keywords = self._compile_grammar(
+                message.id, message.constraint, message.limit_s
+            ).unenforced_keywords
         except BaseException as error:  # noqa: BLE001 the server waits for an answer, whatever fails
             self._server.send(wire.Compiled(message.id, (), _to_wire_error(error)))
         else:
-            self._server.send(wire.Compiled(message.id, gaps))
+            self._server.send(wire.Compiled(message.id, unenforced_keywords))
 
     def _compile_grammar(
         self, id_: int, constraint: Constraint, limit_s: float = math.inf

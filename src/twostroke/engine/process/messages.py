@@ -181,11 +181,11 @@ class OutputBatch(Frozen, array_like=True, tag=7):
 class Compiled(Frozen, array_like=True, tag=8):
     """The engine process reports that a constraint was compiled, or refused with `error`.
 
-    `gaps` are as in `GrammarMatcher`.
+    `unenforced_keywords` are as in `GrammarMatcher`.
     """
 
     id: int
-    gaps: tuple[str, ...] = ()
+    unenforced_keywords: tuple[str, ...] = ()
     error: TwostrokeError | None = None
 
 

@@ -229,13 +229,13 @@ class RemoteEngine:
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
         """Compile and cache a constraint in the engine process.
 
-        Returns `gaps`, the rules of its JSON schema that the grammar does not enforce.
+        Returns the rules of its JSON schema that the grammar does not enforce.
         """
         message = wire.Compile(next(self._ids), constraint, limit_s)
         self._check_no_killer(message)
-        gaps: tuple[str, ...] = await self._inquire(message)
+        unenforced_keywords: tuple[str, ...] = await self._inquire(message)
         self._pending.crash_history.clear(message)
-        return gaps
+        return unenforced_keywords
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
         """Return the engine's status, or its last known status if it does not answer in time."""
@@ -365,7 +365,7 @@ class RemoteEngine:
                 self._on_accepted(message)
             case wire.Compiled():
                 self._check_reply(message.id, wire.Compile)
-                self._reply(message.id, message.gaps, message.error)
+                self._reply(message.id, message.unenforced_keywords, message.error)
             case wire.StatusReply():
                 self._check_reply(message.id, wire.GetStatus)
                 self._reply(message.id, message.status)

@@ -110,7 +110,7 @@ class ServedEngine(Protocol):
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
         """Compile and cache a constraint for later requests.
 
-        Returns `gaps`, the rules of its JSON schema that the grammar does not enforce.
+        Returns the rules of its JSON schema that the grammar does not enforce.
 
         Raises:
             RequestError: the constraint cannot be used, or takes longer than `limit_s` to compile.
@@ -191,9 +191,9 @@ class LocalEngine:
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
         """Compile a constraint in the compiler's thread, one at a time.
 
-        Returns `gaps`, the rules of its JSON schema that the grammar does not enforce.
+        Returns the rules of its JSON schema that the grammar does not enforce.
         """
-        return (await self._matcher(constraint, limit_s)).gaps
+        return (await self._matcher(constraint, limit_s)).unenforced_keywords
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
         """Return the engine's status at this moment."""

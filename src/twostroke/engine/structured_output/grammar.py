@@ -246,11 +246,11 @@ class Grammars:
     def _compile(self, constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        text, gaps = self._to_llguidance(constraint, deadline)
+        text, unenforced_keywords = self._to_llguidance(constraint, deadline)
         if constraint.alternative is not None:
-            other_text, other_gaps = self._to_llguidance(constraint.alternative, deadline)
+            other_text, other_keywords = self._to_llguidance(constraint.alternative, deadline)
             text = union_grammar(text, other_text)
-            gaps += other_gaps
+            unenforced_keywords += other_keywords
         if constraint.preface is not None:
             text = with_reasoning_section(constraint.preface, text, self._tokenizer)
         deadline.check()
@@ -258,7 +258,7 @@ class Grammars:
         is_large = max(map(_num_remainders, multiples), default=Decimal()) > _MAX_SMALL_REMAINDERS
         limits = LLParserLimits(**(_LARGE_LIMITS if is_large else _LIMITS))
         compiled = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
-        matcher = GrammarMatcher(compiled, self, constraint, gaps)
+        matcher = GrammarMatcher(compiled, self, constraint, unenforced_keywords)
         deadline.check()
         # The first mask is the most work. llguidance caches the result.
         matcher.masks((), (), (), np.zeros((1, matcher.num_words), np.uint32))
@@ -274,13 +274,13 @@ class Grammars:
         The grammar does not enforce these keywords, so finished answers are checked against the
         schema. Raises RequestError if the schema cannot be used for that check either.
         """
-        text, gaps = _limited_grammar(constraint, deadline)
-        if gaps and constraint.notation == "json_schema":
+        text, unenforced_keywords = _limited_grammar(constraint, deadline)
+        if unenforced_keywords and constraint.notation == "json_schema":
             try:
                 self._schema_verifier.check_schema(constraint.text)
             except UncheckedError as error:
                 raise _refusal(constraint, str(error)) from None
-        return text, gaps
+        return text, unenforced_keywords
 
     @cached_property
     def token_texts(self) -> TokenTexts:
@@ -321,8 +321,8 @@ class GrammarMatcher:
     It computes masks: which tokens of the vocabulary may come next.
 
     Attributes:
-        gaps: keywords of JSON schemas that the grammar does not enforce. If there are any, the
-            finished answer must be checked.
+        unenforced_keywords: keywords of JSON schemas that the grammar does not enforce. If there
+            are any, the finished answer must be checked.
         ends: the end tokens of the model.
         num_words: 32-bit words of a mask.
     """
@@ -332,10 +332,10 @@ class GrammarMatcher:
         matcher: LLMatcher,
         grammars: Grammars,
         constraint: Constraint,
-        gaps: tuple[str, ...] = (),
+        unenforced_keywords: tuple[str, ...] = (),
     ) -> None:
         """Begin at the start of the grammar, before any output."""
-        self.gaps = gaps
+        self.unenforced_keywords = unenforced_keywords
         self._matcher = matcher
         self._is_shared = False  # whether other requests use `_matcher`, too
         self._grammars = grammars
@@ -352,7 +352,9 @@ class GrammarMatcher:
         takes half a millisecond, and one call may submit a thousand requests.
         """
         assert not self._num_consumed
-        matcher = GrammarMatcher(self._matcher, self._grammars, constraint, self.gaps)
+        matcher = GrammarMatcher(
+            self._matcher, self._grammars, constraint, self.unenforced_keywords
+        )
         matcher._is_shared = True
         if constraint.excluded:
             texts = self._grammars.token_texts
@@ -485,8 +487,8 @@ def _limited_grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, t
     from llguidance import LLMatcher
 
     if constraint.notation != "json_schema":
-        text, gaps = _grammar(constraint, deadline)
-        return (text if _may_force(constraint) else _disable_forcing(text)), gaps
+        text, unenforced_keywords = _grammar(constraint, deadline)
+        return (text if _may_force(constraint) else _disable_forcing(text)), unenforced_keywords
     try:
         prepared = prepare(constraint.text, deadline)
         deadline.check()
@@ -495,7 +497,7 @@ def _limited_grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, t
     except ValueError as error:
         raise _refusal(constraint, str(error)) from None
     is_short = forces_little(json.loads(prepared.text))
-    return (text if is_short else _disable_forcing(text)), prepared.gaps
+    return (text if is_short else _disable_forcing(text)), prepared.unenforced_keywords
 
 
 def _grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
@@ -507,7 +509,7 @@ def _grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str
 
     text = constraint.text
     notation = constraint.notation
-    gaps: tuple[str, ...] = ()
+    unenforced_keywords: tuple[str, ...] = ()
     try:
         if notation == "choice" and not _are_texts(json.loads(text)):
             reason = f"it must have 1 to {MAX_CHOICES:,} texts, none of them empty"
@@ -515,8 +517,8 @@ def _grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str
         if notation in {"grammar", "lark"} and text.lstrip().startswith("{"):
             raise _refusal(constraint, "no rule begins with '{'")  # llguidance reads it as JSON
         if notation == "lark":
-            text, gaps = with_prepared_schemas(text, deadline)
-        return grammar_from(cast("GrammarFormat", notation), text), gaps
+            text, unenforced_keywords = with_prepared_schemas(text, deadline)
+        return grammar_from(cast("GrammarFormat", notation), text), unenforced_keywords
     except ValueError as error:
         raise _refusal(constraint, str(error)) from None
 

@@ -87,7 +87,7 @@ def with_prepared_schemas(rules: str, deadline: Deadline) -> tuple[str, tuple[st
         TimeoutError: the deadline is over.
     """
     parts: list[str] = []
-    gaps: list[str] = []
+    unenforced_keywords: list[str] = []
     end = 0
     has_forcing = False
     for match in _SCHEMA_RULE.finditer(rules):
@@ -99,10 +99,10 @@ def with_prepared_schemas(rules: str, deadline: Deadline) -> tuple[str, tuple[st
         if prepared.escapes:
             json_form = {"x-guidance": dict(with_escapes(json_form.get("x-guidance", {})))}
         parts += [rules[end : match.end()], json.dumps({**text, **json_form})]
-        gaps += prepared.gaps
+        unenforced_keywords += prepared.unenforced_keywords
         end = schema_end
     forcing = [f"\n{NO_FORCING}\n"] if has_forcing else []
-    return "".join([*parts, rules[end:], *forcing]), tuple(gaps)
+    return "".join([*parts, rules[end:], *forcing]), tuple(unenforced_keywords)
 
 
 def with_reasoning_section(preface: ReasoningSection, grammar: str, tokenizer: Tokenizer) -> str:

@@ -195,7 +195,7 @@ class Encoded:
         reading: how to find reasoning and tool calls in the answers.
         ignored: the request fields that have no effect on this model.
         calls: the syntax of tool calls that constrains the answers, if tools may be called.
-        gaps: the rules of the schema that the compiled grammar does not enforce.
+        unenforced_keywords: the rules of the schema that the compiled grammar does not enforce.
     """
 
     prompts: list[list[int]]
@@ -204,7 +204,7 @@ class Encoded:
     reading: AnswerFormat = PLAIN
     ignored: tuple[Ignored, ...] = ()
     calls: ToolForm | None = None
-    gaps: tuple[str, ...] = ()
+    unenforced_keywords: tuple[str, ...] = ()
 
     def fix_seed(self) -> None:
         """Choose a random seed if the request has none, so an answer can be generated again."""

@@ -85,15 +85,17 @@ class AnswerGuard:
         self._reply = reply
         self._encoded = encoded
         self._request = request
-        job, gaps = reply.job, encoded.gaps
+        job, unenforced_keywords = reply.job, encoded.unenforced_keywords
         self._calls = {}
         for tool in job.tools.functions if job.tools is not None else ():
             schema = json.dumps(tool.schema)
-            self._calls[tool.name] = _Rule(schema, tool.is_strict, checked_paths(gaps, schema))
+            self._calls[tool.name] = _Rule(
+                schema, tool.is_strict, checked_paths(unenforced_keywords, schema)
+            )
         constraint = job.params.constraint
         self._text: _Rule | None = None
         if constraint is not None and constraint.notation == "json_schema":
-            paths = checked_paths(gaps, constraint.text)
+            paths = checked_paths(unenforced_keywords, constraint.text)
             self._text = _Rule(constraint.text, constraint.is_strict, paths)
 
     @property

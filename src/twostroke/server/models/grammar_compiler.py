@@ -76,24 +76,26 @@ class Compiler:
             EngineStoppedError: the engine no longer runs.
         """
         if not isinstance(requested, ToolForm):
-            return requested, await self._gaps(requested, tenant)
+            return requested, await self._unenforced_keywords(requested, tenant)
         requested = requested.without_refused(self._refusal)
         constraint = requested.constraint()
         try:
-            return constraint, await self._gaps(constraint, tenant)
+            return constraint, await self._unenforced_keywords(constraint, tenant)
         except RequestError:
             if constraint.alternative is not None:
-                await self._gaps(constraint.alternative, tenant)  # its own error names the field
+                await self._unenforced_keywords(
+                    constraint.alternative, tenant
+                )  # its own error names the field
             for function in requested.tools.functions:
                 with suppress(RequestError):
-                    await self._gaps(function.constraint(), tenant)
+                    await self._unenforced_keywords(function.constraint(), tenant)
             relaxed = requested.without_refused(self._refusal)
             if relaxed is requested:
                 raise
             constraint = relaxed.constraint()
-            return constraint, await self._gaps(constraint, tenant)
+            return constraint, await self._unenforced_keywords(constraint, tenant)
 
-    async def _gaps(self, constraint: Constraint, tenant: str) -> tuple[str, ...]:
+    async def _unenforced_keywords(self, constraint: Constraint, tenant: str) -> tuple[str, ...]:
         """Return the schema rules that a constraint's grammar does not enforce.
 
         The constraint is compiled, unless the result is cached.

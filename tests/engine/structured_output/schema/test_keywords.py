@@ -368,13 +368,18 @@ def test_gaps_name_the_keywords_that_the_grammar_does_not_enforce(grammars: Gram
         for whole in (schema, {"$defs": {"p": schema}, "anyOf": [{"$ref": "#/$defs/p"}]}):
             matcher = grammars.matcher(Constraint("json_schema", json.dumps(whole)))
             name = gap.partition(" ")[0]
-            assert [one for one in matcher.gaps if one.startswith(name)], (whole, matcher.gaps)
-        assert gap in prepare(json.dumps(schema)).gaps
+            assert [one for one in matcher.unenforced_keywords if one.startswith(name)], (
+                whole,
+                matcher.unenforced_keywords,
+            )
+        assert gap in prepare(json.dumps(schema)).unenforced_keywords
     lark = 'start: "x" form\nform: %json {"type": "array", "uniqueItems": true}'
-    assert "uniqueItems (#)" in grammars.matcher(Constraint("lark", lark)).gaps
+    assert "uniqueItems (#)" in grammars.matcher(Constraint("lark", lark)).unenforced_keywords
     for _, schema, *_ in KEPT:
-        assert set(prepare(json.dumps(schema)).gaps) <= {"additionalProperties (names that repeat)"}
-    assert not prepare(json.dumps({**AB, "required": ["a"]})).gaps
+        assert set(prepare(json.dumps(schema)).unenforced_keywords) <= {
+            "additionalProperties (names that repeat)"
+        }
+    assert not prepare(json.dumps({**AB, "required": ["a"]})).unenforced_keywords
 
 
 def test_schemas_that_cannot_be_followed_are_refused(grammars: Grammars) -> None:
@@ -473,7 +478,7 @@ def test_multiples_up_to_the_limit_are_enforced_beside_other_limits(
         for limits in ({}, {"minimum": 0, "maximum": 10**9}, {"exclusiveMinimum": -7}):
             number = {"type": typ, "multipleOf": multiple, **limits}
             schema = {**OBJECT, "properties": {"a": number, "b": number}, "required": ["a", "b"]}
-            assert not prepare(json.dumps(schema)).gaps
+            assert not prepare(json.dumps(schema)).unenforced_keywords
             for a, b in ((0, 1), (3, 7), (1, 5)):
                 first, second = a * Decimal(str(multiple)), b * Decimal(str(multiple))
                 text = f'{{"a": {first.normalize():f}, "b": {second.normalize():f}}}'
@@ -486,9 +491,9 @@ def test_multiples_beyond_the_limit_are_checked_and_compiled_at_once(
     grammars: Grammars, multiple: float
 ) -> None:
     schema = json.dumps({**N, "multipleOf": multiple})
-    [gap] = prepare(schema).gaps
+    [gap] = prepare(schema).unenforced_keywords
     assert gap.startswith("multipleOf (of ")
-    assert grammars.matcher(Constraint("json_schema", schema)).gaps == (gap,)
+    assert grammars.matcher(Constraint("json_schema", schema)).unenforced_keywords == (gap,)
 
 
 def test_a_name_is_written_without_escapes(grammars: Grammars, tokenizer: Tokenizer) -> None:
@@ -535,7 +540,7 @@ def test_whole_numbers_have_an_end(grammars: Grammars, tokenizer: Tokenizer) -> 
     for schema in (P, {**P, "minimum": 5}, {**P, "maximum": 2**63}, {"type": ["null", "integer"]}):
         for number in (2**60 + 1, 9 * 10**18, 10**19):
             assert allows(grammars, tokenizer, schema, str(number)) is (number < 10**19)
-        assert not prepare(json.dumps(schema)).gaps
+        assert not prepare(json.dumps(schema)).unenforced_keywords
     assert allows(grammars, tokenizer, {**P, "minimum": 10**20}, str(10**30))
     assert prepare(json.dumps({"prefixItems": [P] * 9})).text.count("maximum") == 1  # compiled once
 
@@ -579,7 +584,7 @@ def test_alternatives_that_multiply_are_bounded() -> None:
     parts = [{"required": [f"p{i}"]} for i in range(64)]
     both = [{"anyOf": parts[4 * i : 4 * i + 4]} for i in range(16)]
     prepared = prepare(json.dumps({"type": "object", "allOf": both}))
-    assert "anyOf (/allOf/3)" in prepared.gaps
+    assert "anyOf (/allOf/3)" in prepared.unenforced_keywords
     assert len(prepared.text) < 100_000
 
 

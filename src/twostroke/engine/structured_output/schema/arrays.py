@@ -37,8 +37,8 @@ def arrays(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[S
     """Yield llguidance's schemas for the arrays that a branch of a JSON schema allows.
 
     A branch is a set of keywords that a value must all fit. Keywords that the yielded schemas do
-    not enforce are added to the branch's gaps, so that finished answers are checked. `child`
-    returns the schema of an item.
+    not enforce are added to the branch's `unenforced_keywords`, so that finished answers are
+    checked. `child` returns the schema of an item.
     """
     listed = _distinct_arrays(branch, expander)
     if listed is not None:
@@ -230,7 +230,7 @@ def _values(expander: Expander, state: State) -> dict[Any, Any] | None:
     values_by_key: dict[Any, Any] = {}
     for branch in expander.branches(state):
         values = branch.allowed()
-        if values is None or branch.patterns or branch.gaps:
+        if values is None or branch.patterns or branch.unenforced_keywords:
             return None
         values_by_key |= {key(value): to_json_value(value) for value in values}
     return {

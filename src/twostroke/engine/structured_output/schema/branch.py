@@ -171,8 +171,8 @@ class SchemaBranch:
         unique: the location of `uniqueItems`, if items must be distinct.
         unevaluated: the `unevaluated*` keywords.
         choices: alternatives that are not resolved yet.
-        gaps: locations of keywords that are not enforced, and the type that each is about (""
-            for all types).
+        unenforced_keywords: locations of keywords that are not enforced, and the type that each is
+            about ("" for all types).
         seen: the schemas that were added already.
         is_touched: whether anything but choices was added.
     """
@@ -199,7 +199,7 @@ class SchemaBranch:
         self.unique: str | None = None
         self.unevaluated: list[Unevaluated] = []
         self.choices: list[Alternatives] = []
-        self.gaps: dict[str, str] = {}
+        self.unenforced_keywords: dict[str, str] = {}
         self.seen: set[tuple[SchemaItem, Scope]] = set()
         self.is_touched = False
 
@@ -217,7 +217,7 @@ class SchemaBranch:
         Finished answers are then checked against the schema. `kind_` is the type of values that the
         keyword is about; empty for all types.
         """
-        self.gaps.setdefault(location, kind_)
+        self.unenforced_keywords.setdefault(location, kind_)
 
     def exclude(self, values: Sequence[Any]) -> None:
         """Disallow these JSON values in the branch."""

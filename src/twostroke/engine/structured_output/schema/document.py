@@ -65,7 +65,7 @@ class Node:
         self.resource = resource
 
     def location(self, keyword: str) -> str:
-        """Return a keyword with its schema's JSON pointer, for errors and gaps: `minimum (/items)`.
+        """Return a keyword with its schema's JSON pointer, as in `minimum (/items)`.
 
         `#` is the root.
         """

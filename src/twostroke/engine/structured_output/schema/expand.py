@@ -171,7 +171,12 @@ class Expander:
         keywords.
         """
         branch = self._unexpanded(state)
-        if branch.is_touched or len(branch.choices) != 1 or branch.unevaluated or branch.gaps:
+        if (
+            branch.is_touched
+            or len(branch.choices) != 1
+            or branch.unevaluated
+            or branch.unenforced_keywords
+        ):
             return None
         return branch.choices[0]
 

@@ -37,8 +37,8 @@ def objects(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[
     """Yield llguidance's schemas for the objects that a branch of a JSON schema allows.
 
     A branch is a set of keywords that a value must all fit. Keywords that the yielded schemas do
-    not enforce are added to the branch's gaps, so that finished answers are checked. `child`
-    returns the schema of a member.
+    not enforce are added to the branch's `unenforced_keywords`, so that finished answers are
+    checked. `child` returns the schema of a member.
     """
     parts = branch.object_parts()
     allowed = _Names(branch, expander)
@@ -252,7 +252,7 @@ class _Names:
         name_branches = [] if state is None else expander.branches(state)
         self._branches = [inner for inner in name_branches if "string" in inner.kinds]
         for inner in self._branches:
-            for location, kind in inner.gaps.items():
+            for location, kind in inner.unenforced_keywords.items():
                 if kind in {"", "string"}:
                     branch.add_gap(location, "object")
         self.listed = tuple(self._listed())

@@ -2,7 +2,7 @@
 
 A schema is rewritten into states, which are conjunctions of its subschemas. Each state becomes a
 union of simple schemas of one type. These use only keywords that llguidance enforces exactly; other
-keywords are recorded as gaps.
+keywords are recorded as unenforced.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _MAX_TEXT_CHARS: Final = 1_000_000
 _MAX_CACHED_SCHEMAS: Final = 32
 _MAX_NESTING: Final = 24  # schemas nested deeper get names
 _MAX_REPEATED_CHARS: Final = 200  # a larger schema that is used twice gets a name
-_MAX_GAPS: Final = 20
+_MAX_UNENFORCED_KEYWORDS: Final = 20
 _MAX_NAMED_KEYWORDS: Final = 4  # in an error
 _NO_DEADLINE: Final = Deadline()
-_REPEATED_NAMES_GAP: Final = "additionalProperties (names that repeat)"
+_REPEATED_NAMES: Final = "additionalProperties (names that repeat)"
 
 
 class Prepared(Frozen):
@@ -58,14 +58,14 @@ class Prepared(Frozen):
 
     Attributes:
         text: the schema for llguidance.
-        gaps: keywords that are not enforced, each with its JSON pointer, such as `uniqueItems
-            (/properties/tags)`. If there are any, the finished answer must be checked against
-            the original schema. Without gaps, each value that the grammar allows is valid.
+        unenforced_keywords: keywords that are not enforced, each with its JSON pointer, such as
+            `uniqueItems (/properties/tags)`. If there are any, the finished answer must be checked
+            against the original schema. Otherwise each value that the grammar allows is valid.
         escapes: whether strings may have escaped control characters, such as `\u0007`.
     """
 
     text: str
-    gaps: tuple[str, ...] = ()
+    unenforced_keywords: tuple[str, ...] = ()
     escapes: bool = False
 
     @property
@@ -84,8 +84,8 @@ def with_escapes(form: Mapping[str, Any]) -> Mapping[str, Any]:
 def prepare(text: str, deadline: Deadline = _NO_DEADLINE) -> Prepared:
     """Rewrite a JSON schema in the form that llguidance compiles exactly.
 
-    llguidance supports only some keywords. The others are rewritten, or listed as gaps that only a
-    check of the finished answer covers.
+    llguidance supports only some keywords. The others are rewritten, or listed as
+    unenforced, and only a check of the finished answer covers them.
 
     Raises:
         ValueError: the text is not a schema, the schema is too complex, or no value fits it.
@@ -97,7 +97,7 @@ def prepare(text: str, deadline: Deadline = _NO_DEADLINE) -> Prepared:
         schema = rewriter.rewrite()
         escapes = needs_escapes(schema)
         if escapes and with_plain_strings(schema):
-            rewriter.gaps[_REPEATED_NAMES_GAP] = None
+            rewriter.unenforced_keywords[_REPEATED_NAMES] = None
         prepared_text = json.dumps(schema, ensure_ascii=False)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -106,7 +106,9 @@ def prepare(text: str, deadline: Deadline = _NO_DEADLINE) -> Prepared:
             f"its grammar has {len(prepared_text):,} characters, and may have {_MAX_TEXT_CHARS:,}: "
             "it has too many members, or alternatives that combine"
         )
-    return Prepared(prepared_text, tuple(rewriter.gaps)[:_MAX_GAPS], escapes)
+    return Prepared(
+        prepared_text, tuple(rewriter.unenforced_keywords)[:_MAX_UNENFORCED_KEYWORDS], escapes
+    )
 
 
 class _Rewriter:
@@ -117,7 +119,7 @@ class _Rewriter:
     """
 
     def __init__(self, document: Document, deadline: Deadline) -> None:
-        self.gaps: dict[str, None] = {}
+        self.unenforced_keywords: dict[str, None] = {}
         self._expander = Expander(document, deadline)
         self._deadline = deadline
         self._root = document.root
@@ -150,7 +152,7 @@ class _Rewriter:
         layout = _Layout(self._schemas)
         schema = layout.nested()
         if layout.has_free_names:
-            self.gaps[_REPEATED_NAMES_GAP] = None
+            self.unenforced_keywords[_REPEATED_NAMES] = None
         return schema
 
     def _states(self) -> Iterator[tuple[State, Schema | bool]]:
@@ -199,7 +201,7 @@ class _Rewriter:
         choice = self._expander.alternatives(state)
         if choice is not None:
             if not choice.is_exact:
-                self.gaps[choice.location] = None
+                self.unenforced_keywords[choice.location] = None
             own_reference = {"$ref": self._numbers[state]}
             alternatives = [self._child([inner]) for inner, _ in choice.alternatives]
             return _any_of(
@@ -216,7 +218,7 @@ class _Rewriter:
 
     def _branch(self, branch: SchemaBranch) -> Iterator[Schema]:
         if branch.kinds == frozenset(KINDS) and _is_free(branch):
-            self._add_gaps(branch)
+            self._add_unenforced_keywords(branch)
             yield {}
             return
         branch = branch.copy()
@@ -231,18 +233,18 @@ class _Rewriter:
                 for value in branch.excluded.values()
             ):
                 branch.add_gap("not (of objects or arrays)")
-        self._add_gaps(branch)
+        self._add_unenforced_keywords(branch)
 
-    def _add_gaps(self, branch: SchemaBranch) -> None:
+    def _add_unenforced_keywords(self, branch: SchemaBranch) -> None:
         """Record the keywords of a branch that the grammar does not enforce.
 
         Keywords about types of values that the branch does not allow are left out.
         """
-        for location, kind in branch.gaps.items():
+        for location, kind in branch.unenforced_keywords.items():
             # Listed values satisfy all keywords but patterns of strings.
             is_listed = branch.values is not None and kind != "string"
             if not kind or (kind in branch.kinds and not is_listed):
-                self.gaps[location] = None
+                self.unenforced_keywords[location] = None
 
     def _drop_empty(self) -> None:
         """Replace rewritten schemas that no finite value fits by False.
@@ -394,5 +396,5 @@ def _is_free(branch: SchemaBranch) -> bool:
     return all(
         value == defaults[name]
         for name, value in vars(branch).items()
-        if name not in {"gaps", "is_touched", "seen"}
+        if name not in {"unenforced_keywords", "is_touched", "seen"}
     )

@@ -32,7 +32,8 @@ def scalars(branch: SchemaBranch) -> Iterator[Schema]:
     """Yield llguidance's schemas for the scalar values that a branch of a JSON schema allows.
 
     A branch is a set of keywords that a value must all fit. Keywords that the yielded schemas do
-    not enforce are added to the branch's gaps, so that finished answers are checked.
+    not enforce are added to the branch's `unenforced_keywords`, so that finished answers are
+    checked.
     """
     values = branch.allowed()
     if values is not None:

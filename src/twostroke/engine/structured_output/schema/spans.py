@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _BLANKS: Final = re.compile(r"[ \t\n\r]*")
 # Numbers stay texts, because Python does not convert more than 4300 digits.
 _DECODER: Final = json.JSONDecoder(parse_int=str, parse_float=str)
-_GAP: Final = re.compile(r"[^ ]+ \((#|/[^…]*)\)")
+_KEYWORD_LOCATION: Final = re.compile(r"[^ ]+ \((#|/[^…]*)\)")
 _REPEATED: Final = "(names that repeat)"
 _IN_PLACE: Final = frozenset(("allOf", "anyOf", "oneOf"))  # followed by an index
 
@@ -98,18 +98,18 @@ def _skip(text: str, offset: int) -> int:
     return match.end()
 
 
-def checked_paths(gaps: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
+def checked_paths(unenforced_keywords: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
     """Return the paths of values in an answer that only the check of the finished answer covers.
 
-    The grammar does not enforce all keywords there (`gaps`), so a streamed answer is held back from
-    the first such value on. An empty path stands for the whole answer. Repeated names have no path
-    here, because `HoldBackDetector` finds them.
+    The grammar does not enforce all keywords there (`unenforced_keywords`), so a streamed answer is
+    held back from the first such value on. An empty path stands for the whole answer. Repeated
+    names have no path here, because `HoldBackDetector` finds them.
     """
     patterns: dict[PathPattern, None] = {}
-    for gap in gaps:
-        if gap.endswith(_REPEATED):
+    for keyword in unenforced_keywords:
+        if keyword.endswith(_REPEATED):
             continue
-        match = _GAP.fullmatch(gap)
+        match = _KEYWORD_LOCATION.fullmatch(keyword)
         path = _instance_path(match[1]) if match else None
         if path is None or '"$ref"' in schema or '"$dynamicRef"' in schema:
             return ((),)

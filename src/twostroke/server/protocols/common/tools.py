@@ -375,7 +375,7 @@ def _is_fully_enforced(function: Function) -> bool:
     A schema that is not valid counts as enforced, because compiling it reports the error later.
     """
     try:
-        return not prepare(json.dumps(function.schema)).gaps
+        return not prepare(json.dumps(function.schema)).unenforced_keywords
     except ValueError:
         return True
 
