@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-_MOVE_S = 0.3  # after which a move that is stuck is given up
+_MOVE_TIMEOUT_S = 0.3  # after which a move that is stuck is given up
 _names = itertools.count(1)
 
 
@@ -41,7 +41,7 @@ class Carrier:
         self._other = self
         self._ended, self._writers = threading.Event(), list[threading.Thread]()
 
-    def meet(self, address: NixlAddress, within_s: float) -> None:
+    def connect(self, address: NixlAddress, within_s: float) -> None:
         del within_s
         self._other = self.places[address.metadata]
 
@@ -89,6 +89,6 @@ def use(patch: pytest.MonkeyPatch, choose: Callable[[], str] = lambda: "") -> No
     for module in (lending, ways):
         patch.setattr(module, "NixlProcess", Carrier)
     for module in (lending, ways):
-        patch.setattr(module, "MOVE_S", _MOVE_S)
+        patch.setattr(module, "MOVE_TIMEOUT_S", _MOVE_TIMEOUT_S)
     for module in (nixl, ways):
         patch.setattr(module, "obstacle", lambda: None)

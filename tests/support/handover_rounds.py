@@ -42,7 +42,7 @@ _NUM_PROMPTS = 6
 
 def be_impatient(patch: pytest.MonkeyPatch) -> None:
     """Shorten the times after which a fault is noticed."""
-    patch.setattr(peer, "PATIENCE_S", 0.3)
+    patch.setattr(peer, "STALL_TIMEOUT_S", 0.3)
     patch.setattr(lending, "LEASE_S", 0.5)
     patch.setenv("TWOSTROKE_PEER_SECRET", SECRET)
 

@@ -30,7 +30,7 @@ class PrefillSideStats(Frozen):
     num_expired_leases: int = msgspec.field(name="num_leases_late")
 
 
-class PrefillPeerStats(Frozen):
+class PrefillEngineStats(Frozen):
     """Statistics that a decode engine has about one of its prefill engines.
 
     Rates are 0.0 until they are measured.
@@ -67,7 +67,7 @@ class DecodeSideStats(Frozen):
     """
 
     rule: str
-    peers: tuple[PrefillPeerStats, ...]
+    peers: tuple[PrefillEngineStats, ...]
     decisions: dict[str, int]
     transfers: dict[str, int]
     num_bytes: int

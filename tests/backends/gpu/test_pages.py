@@ -102,7 +102,7 @@ def test_a_prompt_that_another_engine_reads_has_the_same_tokens(
             return start(one)
 
     monkeypatch.setattr(launch, "start", start_alone)
-    monkeypatch.setattr(peer, "PATIENCE_S", 60.0)  # it is slow
+    monkeypatch.setattr(peer, "STALL_TIMEOUT_S", 60.0)  # it is slow
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
     rng = random.Random(2)
     prompts = [[rng.randrange(3, 250) for _ in range(count)] for count in (40, 90, 7)]

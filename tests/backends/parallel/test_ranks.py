@@ -215,7 +215,7 @@ def test_what_a_replaced_rank_did_is_no_fault_of_the_new_one(group):
     old.own.cut()
     wait_until(lambda: group.ranks.lost)
     assert group.ranks.restart() == [1]
-    group.ranks._listen(1, old, 0.0)  # the thread looks at it late
+    group.ranks._read_messages(1, old, 0.0)  # the thread looks at it late
     group.ranks.wait_until_ready(5)
     assert not group.ranks.lost
     assert not group.started[2].killed

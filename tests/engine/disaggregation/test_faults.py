@@ -92,7 +92,7 @@ def test_a_page_that_an_offer_names_twice_is_fetched_once(tmp_path: Path) -> Non
 def test_a_transfer_without_progress_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(peer, "STALL_TIMEOUT_S", 0.3)
     assert _outcomes(tmp_path, lambda *_: None, 10.0) == {"late": 1}
 
 
@@ -104,7 +104,7 @@ def test_a_lease_ends_though_nothing_more_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lending, "LEASE_S", 0.3)
-    monkeypatch.setattr(peer, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(peer, "STALL_TIMEOUT_S", 0.1)
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
     Network(monkeypatch, lambda kind: "lost" if kind in {"FetchPages", "Abort"} else "", Counter())
     with pair(path, "shared") as (first, second):

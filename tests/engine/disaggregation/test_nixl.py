@@ -169,7 +169,7 @@ def test_nixl_that_fails_twice_in_turn_is_replaced_by_the_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carriers.use(monkeypatch, lambda: "fails")
-    monkeypatch.setattr(peer, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(peer, "STALL_TIMEOUT_S", 0.5)
     seconds = itertools.cycle((3, 1, 2))  # the second one is that of reading
     monkeypatch.setattr(ways, "_min_seconds", lambda _: next(seconds))
     path = write_tiny_gguf(tmp_path / "m.gguf")
@@ -188,7 +188,7 @@ def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: list[tuple[int, Any]]
 ) -> None:
     carriers.use(monkeypatch)
-    monkeypatch.setattr(peer, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(peer, "STALL_TIMEOUT_S", 0.3)
     there = carriers.Carrier(pages[0][0], _COUNT, _SIZE)
     targets: list[int] = []
 
@@ -247,8 +247,8 @@ def test_nothing_is_written_once_a_carrier_is_closed(
     both = [NixlProcess(file, _COUNT, _SIZE) for file, _ in pages]
     lender, borrower = both
     try:
-        lender.meet(borrower.address, 5)
-        borrower.meet(lender.address, 5)
+        lender.connect(borrower.address, 5)
+        borrower.connect(lender.address, 5)
         mover = lender if is_write else borrower
         mover.move([3, 1], [0, 2], 5, is_write=is_write)
         target = pages[1][1]

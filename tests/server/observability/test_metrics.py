@@ -19,7 +19,7 @@ from twostroke.engine.counters import TierTotals
 from twostroke.engine.disaggregation_stats import (
     DecodeSideStats,
     DisaggregationStats,
-    PrefillPeerStats,
+    PrefillEngineStats,
     PrefillSideStats,
 )
 from twostroke.server.http.ignored import IgnoredFields
@@ -33,7 +33,7 @@ _ROOT = Path(__file__).parents[3]
 _DOCUMENT = _ROOT / "docs/operations/observability.md"
 _DASHBOARD = _ROOT / "docs/operations/grafana/twostroke.json"
 
-_PEER = PrefillPeerStats("there:7800", "up", "socket", 1, 0.0, 1e9, 1e9, 0.005)
+_PEER = PrefillEngineStats("there:7800", "up", "socket", 1, 0.0, 1e9, 1e9, 0.005)
 _HANDOVER = DisaggregationStats(
     "decode",
     PrefillSideStats(7800, 1, 0, 2, 30, 1),

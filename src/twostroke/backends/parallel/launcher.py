@@ -276,10 +276,10 @@ def serve_rank(host: str, port: int, secret: bytes, arrival: RankArrival) -> Non
     Raises:
         ConnectionLostError: rank 0 does not answer.
     """
-    rank, has_met = arrival.rank, False
+    rank, has_connected = arrival.rank, False
     while True:
         connection = connect_to_rank0(
-            (host, port), secret, RECEIVED_BY_RANKS, ARRIVAL_TIMEOUT_S, has_listened=has_met
+            (host, port), secret, RECEIVED_BY_RANKS, ARRIVAL_TIMEOUT_S, has_listened=has_connected
         )
         connection.detect_lost_host(LOST_HOST_AFTER_S)
         connection.send(arrival)
@@ -288,7 +288,7 @@ def serve_rank(host: str, port: int, secret: bytes, arrival: RankArrival) -> Non
             return
         how = signal.Signals(-code).name if code < 0 else f"code {code}"
         _print(f"Rank {rank} was lost ({how}) and starts again.")
-        has_met = True
+        has_connected = True
         time.sleep(_POLL_S)
 
 

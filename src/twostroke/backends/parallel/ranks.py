@@ -108,7 +108,7 @@ class Ranks:
                 else:
                     process.connection.send(message)
             except ConnectionLostError as error:
-                self._lose(rank, process, process.exit_reason() or _disconnect_reason(error))
+                self._mark_lost(rank, process, process.exit_reason() or _disconnect_reason(error))
                 raise self._lost_error() from None
 
     def assign(self, jobs: Mapping[int, RankJob]) -> None:
@@ -273,7 +273,7 @@ class Ranks:
             if not in_time:
                 for rank in sorted(set(self._processes) - set(answers)):
                     why = f"did not answer within {timeout_s:.0f} s"
-                    self._lose(rank, self._processes[rank], why)
+                    self._mark_lost(rank, self._processes[rank], why)
             # A rank that cannot load reports why, and ends.
             for rank, failed in self._real_failures().items():
                 raise _error_of(rank, failed)
@@ -302,15 +302,15 @@ class Ranks:
             # If this thread itself was not scheduled, the ranks are not to blame.
             passed_s, before = min(now - before, 2 * _POLL_S), now
             for rank, process in alive.items():
-                self._listen(rank, process, passed_s)
-            self._notice_stall(passed_s)
+                self._read_messages(rank, process, passed_s)
+            self._check_stall(passed_s)
             if now - beaten >= HEARTBEAT_INTERVAL_S:
                 beaten = now
                 for process in alive.values():
                     with suppress(ConnectionLostError):
                         process.connection.try_send(Rank0Heartbeat())
 
-    def _listen(self, rank: int, process: RankProcess, passed_s: float) -> None:
+    def _read_messages(self, rank: int, process: RankProcess, passed_s: float) -> None:
         """Read the waiting messages of a rank, and mark the rank as lost if its heartbeats stopped.
 
         `passed_s`: seconds since the last call.
@@ -320,15 +320,15 @@ class Ranks:
                 self._silent_s[rank] = -passed_s
                 self._take(rank, process, message)
         except BackendError as error:
-            self._lose(rank, process, process.exit_reason() or _disconnect_reason(error))
+            self._mark_lost(rank, process, process.exit_reason() or _disconnect_reason(error))
             return
         self._silent_s[rank] += passed_s
         is_loaded = rank in self.ready or rank in self._resetting
         timeout_s = _HEARTBEAT_TIMEOUT_S if is_loaded else _LOADING_HEARTBEAT_TIMEOUT_S
         if rank in self.hellos and self._silent_s[rank] > timeout_s:
-            self._lose(rank, process, f"has not responded for {self._silent_s[rank]:.1f} s")
+            self._mark_lost(rank, process, f"has not responded for {self._silent_s[rank]:.1f} s")
 
-    def _notice_stall(self, passed_s: float) -> None:
+    def _check_stall(self, passed_s: float) -> None:
         """Abort the link if it moves no bytes although all ranks wait in a collective."""
         with self._changed:
             beats = [self._beats[rank] for rank in self.ready if rank in self._beats]
@@ -356,7 +356,7 @@ class Ranks:
                     self._link.abort()
                 case RankLeaves():
                     self._left.add(rank)
-                    self._lose(rank, process, "was ended by Ctrl-C")
+                    self._mark_lost(rank, process, "was ended by Ctrl-C")
                 case RankHeartbeat():
                     self._beats[rank] = message
                     return
@@ -364,7 +364,7 @@ class Ranks:
                     return
             self._changed.notify_all()
 
-    def _lose(self, rank: int, process: RankProcess, reason: str) -> None:
+    def _mark_lost(self, rank: int, process: RankProcess, reason: str) -> None:
         """Mark a rank as lost, abort the link, and kill the rank's process."""
         with self._changed:
             if self._processes.get(rank) is not process:  # it was replaced meanwhile

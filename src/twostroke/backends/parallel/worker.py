@@ -75,10 +75,10 @@ def main() -> int:
         logging.ERROR
     )  # rank 0 warns about the same files
     connection = open_connection(socket.socket(fileno=arguments.connection))
-    return 0 if follow(connection, arguments.rank) else 1
+    return 0 if run_rank(connection, arguments.rank) else 1
 
 
-def follow(connection: RankConnection, rank: int) -> bool:
+def run_rank(connection: RankConnection, rank: int) -> bool:
     """Load a part of the model as rank 0 says, and follow its steps until rank 0 ends.
 
     Returns whether rank 0 has ended this rank; False if the connection was lost.

@@ -36,13 +36,13 @@ _ENVIRONMENT: Final = {"UCX_TLS": "^shm", "UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_
 # Messages to the NIXL process, which answers each with `Done`.
 
 
-class Meet(Frozen, array_like=True, tag=1):
+class ConnectAgents(Frozen, array_like=True, tag=1):
     """A message to a NIXL process: exchange KV pages with another engine's NIXL process."""
 
     address: NixlAddress
 
 
-class Move(Frozen, array_like=True, tag=2):
+class MovePages(Frozen, array_like=True, tag=2):
     """A message to a NIXL process: write own KV pages to another engine, or read its pages.
 
     Without pages, the memory for probes is moved.
@@ -68,7 +68,7 @@ class Done(Frozen, array_like=True, tag=2):
     fault: str | None = None
 
 
-NixlRequest = Meet | Move
+NixlRequest = ConnectAgents | MovePages
 NixlReply = AgentOpened | Done
 
 RECEIVED_BY_NIXL_PROCESS: Final[MessageFormat[NixlRequest]] = MessageFormat(NixlRequest)
@@ -128,9 +128,9 @@ class NixlProcess:
             raise NixlProcessError(f"NIXL does not work here: {reply.fault}")
         self.address = reply.address
 
-    def meet(self, address: NixlAddress, within_s: float) -> None:
+    def connect(self, address: NixlAddress, within_s: float) -> None:
         """Exchange KV pages with the NIXL process at `address` from now on; errors as `move`."""
-        self._request(Meet(address), within_s)
+        self._request(ConnectAgents(address), within_s)
 
     def move(
         self,
@@ -145,11 +145,11 @@ class NixlProcess:
         Raises:
             NixlProcessError: the move failed or took longer than `within_s`.
         """
-        self._request(Move(is_write, list(own_pages), list(peer_pages)), within_s)
+        self._request(MovePages(is_write, list(own_pages), list(peer_pages)), within_s)
 
     def probe(self, within_s: float, *, is_write: bool) -> None:
         """Move the memory for probes between the engines, to measure NIXL; errors as `move`."""
-        self._request(Move(is_write, [], []), within_s)
+        self._request(MovePages(is_write, [], []), within_s)
 
     def end(self) -> None:
         """Kill the NIXL process; a thread that waits for it gets an error.

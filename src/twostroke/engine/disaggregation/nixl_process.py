@@ -27,9 +27,9 @@ from twostroke.engine.disaggregation.nixl import (
     PROBE_BYTES,
     RECEIVED_BY_NIXL_PROCESS,
     AgentOpened,
+    ConnectAgents,
     Done,
-    Meet,
-    Move,
+    MovePages,
     NixlRequest,
 )
 
@@ -72,8 +72,8 @@ def main() -> None:
 
 def _carry_out(agent: _Agent, request: NixlRequest, connection: Connection[NixlRequest]) -> None:
     """Carry out an engine's message and answer it; exit if the engine ends meanwhile."""
-    if isinstance(request, Meet):
-        agent.meet(request.address)
+    if isinstance(request, ConnectAgents):
+        agent.connect(request.address)
         return
     transfer = agent.begin(request)
     while not agent.has_ended(transfer):
@@ -110,14 +110,14 @@ class _Agent:
         self._peer_address = self.address
         self._peer_name = ""
 
-    def meet(self, address: NixlAddress) -> None:
+    def connect(self, address: NixlAddress) -> None:
         """Connect to the NIXL agent of another engine."""
         name = self._agent.loadRemoteMD(address.metadata)
         self._peer_name = name.decode() if isinstance(name, bytes) else name
         self._peer_address = address
         self._agent.makeConnection(self._peer_name, self._backends)
 
-    def begin(self, move: Move) -> int:
+    def begin(self, move: MovePages) -> int:
         """Begin to move KV pages, or the memory for probes; return NIXL's number of the request."""
         operation = self._nixl.NIXL_WRITE if move.is_write else self._nixl.NIXL_READ
         is_probe = not move.own_pages

@@ -23,7 +23,7 @@ from twostroke.engine.disaggregation.connection import (
 )
 from twostroke.engine.disaggregation.placement import PrefillEngineState, TransferOverhead
 from twostroke.engine.disaggregation.transfer_methods import choose_transfer_method
-from twostroke.engine.disaggregation_stats import PrefillPeerStats
+from twostroke.engine.disaggregation_stats import PrefillEngineStats
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
@@ -47,7 +47,7 @@ FAULT: Final = "fault"  # the prefill engine could not compute the prompt
 OUTCOMES: Final = (DONE, PARTIAL, NO_ROOM, TIMED_OUT, LOST, CANCELLED, FAULT)
 
 # A transfer ends after this time and three times its expected duration without progress.
-PATIENCE_S = 2.0
+STALL_TIMEOUT_S = 2.0
 _POLL_S: Final = 0.05
 _MAX_SILENCE_S: Final = 3.0  # of a prefill engine, which sends its load twice a second
 _RETRY_PAUSES_S: Final = (0.1, 0.5, 1.0, 2.0, 5.0)  # between attempts to connect
@@ -78,7 +78,7 @@ class KvTransfer:
         flops: work of the missing part of the prompt.
         expected_s: expected duration.
         began_s: time at which the transfer began.
-        patience_s: maximum time without progress.
+        stall_timeout_s: maximum time without progress.
         due_s: time by which the next progress must come.
         offers: numbers of the offers received.
         requested: pages that have been asked for.
@@ -97,7 +97,7 @@ class KvTransfer:
     flops: float
     expected_s: float
     began_s: float
-    patience_s: float
+    stall_timeout_s: float
     due_s: float
     offers: set[int] = field(default_factory=set)
     requested: set[PageKey] = field(default_factory=set)
@@ -119,7 +119,7 @@ class KvTransfer:
         for group, index in keys:
             first_pages[group] = min(first_pages[group], index)
         now_s = time.monotonic()
-        patience_s = PATIENCE_S + 3 * remote_prefill.seconds
+        stall_timeout_s = STALL_TIMEOUT_S + 3 * remote_prefill.seconds
         return cls(
             id=id_,
             request=request,
@@ -129,8 +129,8 @@ class KvTransfer:
             flops=remote_prefill.flops,
             expected_s=remote_prefill.seconds,
             began_s=now_s,
-            patience_s=patience_s,
-            due_s=now_s + patience_s,
+            stall_timeout_s=stall_timeout_s,
+            due_s=now_s + stall_timeout_s,
         )
 
     def select(self, offer: messages.Offer) -> list[OfferedPage]:
@@ -227,7 +227,7 @@ class PrefillEngineConnection:
         self._num_pages = 0
         self._state = "down"
         self._load = messages.PrefillLoad(0.0, 0.0)
-        self._heard_s = 0.0
+        self._last_message_s = 0.0
         self._bytes_per_s = 0.0
         self._overhead = TransferOverhead()
         self._to_send: queue.SimpleQueue[messages.DecodeMessage] = queue.SimpleQueue()
@@ -256,10 +256,10 @@ class PrefillEngineConnection:
             for transfer in self._ended_transfers:
                 self._pages.end(transfer.transfer)
 
-    def stats(self) -> PrefillPeerStats:
+    def stats(self) -> PrefillEngineStats:
         """Return the state of the connection to the prefill engine, and measured speeds."""
         host, port = self._address
-        return PrefillPeerStats(
+        return PrefillEngineStats(
             address=f"{host}:{port}",
             state=self._state,
             link=self._method.title if self._method is not None else "",
@@ -398,7 +398,7 @@ class PrefillEngineConnection:
             nixl_memory=self._nixl_memory,
             link="socket" if avoids_nixl else self._link,
         )
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         with self._pages.lock:
             self._load = messages.PrefillLoad(0.0, 0.0)
             self._ids = itertools.count(1)
@@ -413,7 +413,7 @@ class PrefillEngineConnection:
     def _receive(self) -> messages.PrefillMessage:
         assert self._connection is not None
         message: messages.PrefillMessage = self._connection.receive()
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         return message
 
     def _disconnected(self, error: TwostrokeError, *, is_first: bool) -> None:
@@ -477,7 +477,7 @@ class PrefillEngineConnection:
                 self._to_send.put(release)
                 return
             transfer.offers.add(offer.number)
-            transfer.due_s = time.monotonic() + transfer.patience_s
+            transfer.due_s = time.monotonic() + transfer.stall_timeout_s
             selected = transfer.select(offer)
         if not all(0 <= offered.page < self._num_pages for offered in selected):
             raise ConnectionLostError("The prefill engine offered a page that does not exist.")
@@ -557,7 +557,7 @@ class PrefillEngineConnection:
             self._num_nixl_failures = 0
             self._pages.add_arrived(transfer.transfer, fetch.keys)
             now_s = time.monotonic()
-            transfer.due_s = now_s + transfer.patience_s
+            transfer.due_s = now_s + transfer.stall_timeout_s
             self._learn_speed(len(fetch.keys) * self._spec.page_bytes, now_s - fetch.began_s)
             self._end_if_done(transfer)
             if transfer.has_ended or not fetch.remaining:
@@ -581,7 +581,7 @@ class PrefillEngineConnection:
     def _receive_into(self, target: memoryview[int]) -> None:
         assert self._connection is not None
         self._connection.receive_into(target)
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
 
     def _skip(self, num_bytes: int) -> None:
         """Receive and drop the KV pages of a transfer that has ended."""
@@ -603,7 +603,7 @@ class PrefillEngineConnection:
                 if message is not None and to_send is self._to_send:
                     with suppress(ConnectionLostError):  # the receiving thread gets an error, too
                         connection.send(message)
-                if time.monotonic() - self._heard_s > _MAX_SILENCE_S:
+                if time.monotonic() - self._last_message_s > _MAX_SILENCE_S:
                     connection.cut()
             self._end_late_transfers()
 
@@ -617,7 +617,7 @@ class PrefillEngineConnection:
             ended_transfers = [
                 fetch.transfer for fetch in self._fetches.values() if fetch.transfer.has_ended
             ]
-            is_stuck = any(transfer.due_s + PATIENCE_S < now_s for transfer in ended_transfers)
+            is_stuck = any(transfer.due_s + STALL_TIMEOUT_S < now_s for transfer in ended_transfers)
         if is_stuck:
             self._cut()  # after that nothing writes to the pages
 

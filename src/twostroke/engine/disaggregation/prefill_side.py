@@ -26,7 +26,7 @@ from twostroke.engine.disaggregation import messages
 from twostroke.engine.disaggregation.connection import listen_for_decode_engines
 from twostroke.engine.disaggregation.messages import SENT, WRITTEN
 from twostroke.engine.disaggregation.nixl import PROBE_BYTES, NixlProcess, NixlProcessError
-from twostroke.engine.disaggregation.transfer_methods import MOVE_S
+from twostroke.engine.disaggregation.transfer_methods import MOVE_TIMEOUT_S
 from twostroke.engine.disaggregation_stats import PrefillSideStats
 from twostroke.engine.kv_cache import PrefixChain
 from twostroke.engine.output import Mailbox, Output
@@ -174,7 +174,7 @@ class DecodeEngineConnection:
     """
 
     def __init__(self, prefill_side: PrefillSide, connection: Connection[DecodeMessage]) -> None:
-        self.prompts: dict[int, _PeerPrompt] = {}
+        self.prompts: dict[int, _LeasedPrompt] = {}
         self._prefill_side = prefill_side
         self._connection = connection
         self._pages = prefill_side.pages
@@ -188,7 +188,7 @@ class DecodeEngineConnection:
 
     def serve(self) -> None:
         """Answer the decode engine's messages until the connection ends."""
-        sender = threading.Thread(target=self._run_sender, name="twostroke-lend", daemon=True)
+        sender = threading.Thread(target=self._run_sender, name="twostroke-send-pages", daemon=True)
         try:
             if self._welcome():
                 sender.start()
@@ -212,7 +212,7 @@ class DecodeEngineConnection:
         if (nixl_process := self._nixl_process) is not None:
             nixl_process.end()
 
-    def offer(self, prompt: _PeerPrompt, num_pages: int | None = None) -> None:
+    def offer(self, prompt: _LeasedPrompt, num_pages: int | None = None) -> None:
         """Offer a prompt's KV pages to the decode engine.
 
         These are the cached pages among the first `num_pages`, or without `num_pages` all pages
@@ -247,7 +247,7 @@ class DecodeEngineConnection:
             pages = [(key[0], index, lease.pages[key]) for index, key in leased]
             self._send(messages.Offer(prompt.id, number, pages))
 
-    def finish_if_done(self, prompt: _PeerPrompt) -> None:
+    def finish_if_done(self, prompt: _LeasedPrompt) -> None:
         """Tell the decode engine that no more pages of a prompt come, once all were offered."""
         with self._pages.lock:
             if not prompt.has_ended or self.prompts.get(prompt.id) is not prompt:
@@ -299,7 +299,7 @@ class DecodeEngineConnection:
         self._newest_id = message.id
         page_size = self._prefill_side.spec.page_size
         request = Request(
-            id=f"lent{next(_request_numbers)}",
+            id=f"prefill-{next(_request_numbers)}",
             tokens=message.tokens,
             num_prompt=len(message.tokens),
             params=_PREFILL_ONLY,
@@ -314,7 +314,7 @@ class DecodeEngineConnection:
             self._check(message)
             chain = PrefixChain(page_size, message.salt)
             chain.extend(message.tokens, num_pages)
-            prompt = _PeerPrompt(self, message.id, request, chain.keys)
+            prompt = _LeasedPrompt(self, message.id, request, chain.keys)
             for index, key in enumerate(chain.keys):
                 for group, first in enumerate(message.first_pages):
                     if index >= first:
@@ -376,7 +376,7 @@ class DecodeEngineConnection:
             return  # a duplicate
         try:
             nixl_process = self._prefill_side.open_nixl()
-            nixl_process.meet(message.address, MOVE_S)
+            nixl_process.connect(message.address, MOVE_TIMEOUT_S)
         except NixlProcessError as error:
             self._send(messages.NixlJoined(None, str(error)))
             return
@@ -467,7 +467,7 @@ class DecodeEngineConnection:
             raise ConnectionLostError("Pages cannot be written.")
         try:
             if pages or leased is None:  # a probe has no lease
-                self._nixl_process.move(pages, targets, MOVE_S, is_write=True)
+                self._nixl_process.move(pages, targets, MOVE_TIMEOUT_S, is_write=True)
         except NixlProcessError:
             if leased is not None:
                 raise
@@ -501,7 +501,7 @@ class DecodeEngineConnection:
         self._prefill_side.loop.cancel([prompt.request.id for prompt in prompts])
 
 
-class _PeerPrompt(RequestListener):
+class _LeasedPrompt(RequestListener):
     """A prompt that a prefill engine computes for a decode engine.
 
     Attributes:
@@ -556,7 +556,7 @@ class _LeasedPages:
         has_ended: whether no more replies will read the pages.
     """
 
-    prompt: _PeerPrompt
+    prompt: _LeasedPrompt
     lease: Lease
     pages: list[int]
     expires_at_s: float

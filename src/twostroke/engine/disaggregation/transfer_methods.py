@@ -45,7 +45,7 @@ _ALLOWED_MODES: Final = {
     "nixl-write": (WRITTEN,),
 }
 _TITLES: Final = {SENT: "socket", COPIED: "NIXL, read", WRITTEN: "NIXL, written"}
-MOVE_S: Final = 2.0  # maximum duration of one NIXL transfer
+MOVE_TIMEOUT_S: Final = 2.0  # maximum duration of one NIXL transfer
 _MAX_MOVE_BYTES: Final = 8 << 20  # size of one NIXL transfer
 # NIXL is used if it needs at most 80% of the socket's time, since its processes use cores, too.
 _NIXL_MAX_TIME_RATIO: Final = 0.8
@@ -98,7 +98,7 @@ class TransferMethod:
         if self._shared_pages is not None:
             self._shared_pages.copy(pages, memory, targets)
         elif self._nixl_process is not None and self.mode == COPIED and pages:
-            self._nixl_process.move(targets, pages, MOVE_S, is_write=False)
+            self._nixl_process.move(targets, pages, MOVE_TIMEOUT_S, is_write=False)
 
     def end(self) -> None:
         """Make a running copy of KV pages fail. Any thread may call this."""
@@ -172,7 +172,7 @@ def _join(connection: Connection[PrefillMessage], nixl_memory: NixlMemory) -> Ni
             raise NixlProcessError(
                 f"The prefill engine does not move pages by NIXL: {joined.reason}"
             )
-        nixl_process.meet(joined.address, MOVE_S)
+        nixl_process.connect(joined.address, MOVE_TIMEOUT_S)
     except ConnectionLostError:
         nixl_process.close()
         raise
@@ -203,7 +203,7 @@ def _fastest_method(
 
     probes = {
         SENT: lambda: probe(SENT),
-        COPIED: lambda: nixl_process.probe(MOVE_S, is_write=False),
+        COPIED: lambda: nixl_process.probe(MOVE_TIMEOUT_S, is_write=False),
         WRITTEN: lambda: probe(WRITTEN),
     }
     seconds = {mode: _min_seconds(probes[mode]) for mode in allowed_modes}
