@@ -30,10 +30,8 @@ class ReasoningSection(Frozen):
 
     Attributes:
         begin: the text that opens the reasoning, at the start of the output. An output that
-            does
-            not begin with this text has no reasoning. Empty if the prompt already ends with
-                the
-            opening text.
+            does not begin with this text has no reasoning. Empty if the prompt already ends
+            with the opening text.
         end: the text that closes the reasoning.
     """
 
@@ -53,8 +51,7 @@ class ExcludedPrefix:
         text: the excluded text.
         start: how many bytes of `text` come before the wrong value.
         is_whole: whether only an answer that equals `text` is excluded; longer answers that
-            begin
-            with `text` are allowed.
+            begin with `text` are allowed.
     """
 
     text: str

@@ -105,7 +105,7 @@ def branches_with_ends(
 
 
 def num_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
-    """Return how many drafts of a chain are accepted: the first ones, up to a wrong draft.
+    """Return how many drafts of a chain are accepted: all drafts before the first wrong draft.
 
     A draft is right if it equals the token that was sampled at its position: `sampled[i]` was
     sampled after the first i drafts. If these are right, `sampled[i]` equals the token of a run

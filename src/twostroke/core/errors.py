@@ -42,8 +42,7 @@ class TwostrokeError(Exception):
 
     Attributes:
         reason: the sentence, or the rest of the sentence after the field's name. `{name}`
-            stands
-            for a fact, and `{name!r}` for its `repr`; `{field}` stands for the field.
+            stands for a fact, and `{name!r}` for its `repr`; `{field}` stands for the field.
         field: the name of the wrong option or field in Python, or a path such as
             `messages[3].content`. None if no single field is wrong.
         facts: the values of the placeholders in the reason, by name.

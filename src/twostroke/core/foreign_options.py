@@ -146,7 +146,7 @@ _WITHOUT_OPTION: Final = {
 
 
 def names_model(option_name: str) -> bool:
-    """Return whether another inference program has this option to name the model."""
+    """Return whether other inference programs have an option of this name for the model."""
     return _bare(option_name) in _MODEL_OPTIONS
 
 

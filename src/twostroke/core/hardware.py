@@ -175,11 +175,11 @@ def processor_name() -> str:
 
 
 def memory_nodes(folder: Path = _NODES) -> tuple[MemoryNode, ...]:
-    """Return the NUMA nodes that have cores for this process; empty if they are unknown.
+    """Return the NUMA nodes whose cores this process may use; empty if they are unknown.
 
-    `folder` has the layout of Documentation/ABI/stable/sysfs-devices-node of Linux. If the files
-    list a core on no node or on two nodes, the result is empty, since a mistake in the files would
-    keep threads from that core.
+    `folder` has the layout of Documentation/ABI/stable/sysfs-devices-node of Linux. The result is
+    also empty if the files list a core on no node or on two nodes: binding threads to nodes by
+    wrong files would leave cores unused.
     """
     if not hasattr(os, "sched_getaffinity"):
         return ()

@@ -33,7 +33,10 @@ def write_json(path: Path, values: Mapping[str, object]) -> None:
 
 
 def write_checked_json(path: Path, values: Mapping[str, object]) -> None:
-    """Replace a small file by a JSON object with a checksum of the file's name and the values."""
+    """Write a small JSON file with a checksum, so that a reader notices damage and renaming.
+
+    The checksum covers the file's name and the values. An existing file is replaced atomically.
+    """
     write_json(path, {**values, _CHECKSUM_KEY: _checksum(path, values)})
 
 

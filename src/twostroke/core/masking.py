@@ -14,9 +14,9 @@ _SECRET_PARAM: Final = re.compile(
 
 
 def masked_url(text: str) -> str:
-    """Return a URL for errors and logs: its user, password and secret parameters are ***.
+    """Return a URL for errors and logs, with *** for its user, password and secret parameters.
 
-    The text need not be a valid URL: the password may have characters that end the host's name.
+    The text need not be a valid URL, so the password may contain characters that URLs must escape.
     """
     scheme, slashes, rest = text.rpartition("://")
     authority = _AUTHORITY.match(rest)
@@ -29,7 +29,7 @@ def masked_url(text: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Return a message with *** for the users and passwords of the URLs in it."""
+    """Return an error or log message with *** for the users and passwords of URLs in it."""
     if "://" not in text or "@" not in text:
         return text
     return _USER_IN_TEXT.sub(f"{_MASK}@", text)

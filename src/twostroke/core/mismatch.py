@@ -48,17 +48,13 @@ class Mismatch(Frozen):
         path: where the value is, such as `models[2].name`; for a missing or unknown field,
             where the field would be.
         problem: "missing" for a required field, "unknown" for a field that the type does not
-            have, "type" for a value of another JSON type, "word" for a text that is not one
-                of
-            the accepted words, "limits" for a number or a length out of range, and "key
-                limits"
+            have, "type" for a value of another JSON type, "word" for a text that is not one of
+            the accepted words, "limits" for a number or a length out of range, and "key limits"
             for the length of a key.
         expected: the accepted JSON types, the accepted words, or the known fields.
         actual: the wrong value itself, if it is a word, a number or the name of an unknown
-            field;
-            for other values of a wrong type, their JSON type; for "limits" of a text, list
-                or
-            object, its length. None if unknown.
+            field; for other values of a wrong type, their JSON type; for "limits" of a text,
+            list or object, its length. None if unknown.
         limits: the limits in words, such as `be from 0 to 2`.
         advice: what to write instead of a wrong word, by word; `*` is for any other word.
     """

@@ -332,13 +332,13 @@ class SpeculationOptions(OptionStruct):
     `method` is one of these:
 
     - "ngram": repeats text that followed the same words earlier in the request, in the caller's
-    predicted output, or in other answers of the tenant.
+      predicted output, or in other answers of the tenant.
     - "draft": a smaller model.
     - "lookahead": the model itself drafts several tokens at once.
     - "medusa", "eagle": heads that were trained for the model.
     - "auto": n-grams, and also the draft model and the heads if they are named. It is "off" on
-    backends that start a step before the last one's tokens are known, unless a draft model or heads
-    are named.
+      backends that start a step before the last one's tokens are known, unless a draft model or
+      heads are named.
 
     `draft` "auto" is the draft model that the catalogue names for this model, if it is in the
     cache. It is left out if heads are named, another method is chosen, or memory is short.

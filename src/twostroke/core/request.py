@@ -105,8 +105,9 @@ class Request:
         pages: a list for each of the model's cache groups, all equally long: entry i is the id
             of the KV page with the group's part of `tokens[i * page_size:]`, or `NO_PAGE` if
             the page is entirely before the group's window. Empty while the request waits.
-        num_final: how many tokens are final; None for all. Further tokens are drafts of another
-            model's request, which this request follows, and may be removed.
+        num_final: how many tokens are final; None for all. Only a draft model's request has
+            further tokens: it copies the main model's request with its drafts, which may still be
+            removed.
         num_cached: prompt tokens found in the prefix cache when the request first started.
         num_scored: prompt tokens, from the second on, whose log-probabilities were reported.
         num_drafted: draft tokens that were computed.

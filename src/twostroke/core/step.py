@@ -38,8 +38,7 @@ class Slice(Struct):  # a step makes hundreds
         samples: whether the last of the `count` rows is the request's newest token, so that a
             token is sampled from the row's logits.
         drafts: drafts of the next tokens. A token is sampled after each draft as well, as if
-            the drafts up to it were part of the request. Drafts are a chain or, after a
-                slice
+            the drafts up to it were part of the request. Drafts are a chain or, after a slice
             of one row, a tree.
         branches: the chains of a draft tree besides its first one, ordered by their first
             drafts.
@@ -99,8 +98,7 @@ class StepPlan(Frozen):
             slice.
         budget: how many draft tokens may be added to the step.
         external: (rows, width) input values for the Program's `ExternalInput` operation, None
-            if
-            it has none. Draft heads read the main model's hidden states in this way.
+            if it has none. Draft heads read the main model's hidden states in this way.
         requests: the request of each slice; collected once, because a step needs it several
             times.
         starts: `start` of each slice.
@@ -180,7 +178,8 @@ class StepResult(Frozen):
         logprobs: the log-probabilities of each token; None if the request does not want them.
         elapsed_s: seconds that the backend took for the step.
         kernel_s: seconds of the step inside kernels.
-        hidden: (tokens, width) the backend's `tapped_value` for each sampled token.
+        hidden: (tokens, width) a hidden state for each sampled token, if the backend was built to
+            return one (`tapped_value` names the Program's value). Draft heads read it.
         scores: the log-probabilities of the scored rows; None if logits are NaN.
         states: for each slice with `num_pooled` rows, (rows, width) their final hidden states,
             which depend on these rows alone.

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 def server_url(url: str, *, field: str) -> SplitResult:
-    """Return the parts of the URL of a server that this program asks, as a client.
+    """Check and split the URL of a server to which a command sends requests.
 
     Raises:
-        UsageError: `url` is not an http or https URL with a host, or has a user or password, which
+        UsageError: `url` is not an http or https URL with a host, or has a user or password,
+            which
             would be ignored; the error names the option `field`.
     """
     try:

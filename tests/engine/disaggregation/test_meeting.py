@@ -18,7 +18,7 @@ from twostroke import LLM
 from twostroke.core.distributed_options import DisaggregationOptions
 from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.core.transport.frames import ConnectionLostError
-from twostroke.core.transport.handshake import introduce, receive_exactly
+from twostroke.core.transport.handshake import handshake_as_client, receive_exactly
 from twostroke.engine.disaggregation.connection import (
     connect_to_prefill_engine,
     listen_for_decode_engines,
@@ -130,7 +130,7 @@ def test_a_listener_goes_on_after_a_connection_that_could_not_be_taken(
 
 def _proves(address: tuple[str, int]) -> bool:
     with socket.create_connection(address, 10) as sock, suppress(OSError):
-        introduce(sock, b"a", (b"decode", b"prefill"))
+        handshake_as_client(sock, b"a", (b"decode", b"prefill"))
         return True
     return False
 

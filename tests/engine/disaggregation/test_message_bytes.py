@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 
 from twostroke.core.transport.frames import MessageReader
-from twostroke.core.transport.handshake import admit
+from twostroke.core.transport.handshake import handshake_as_listener
 from twostroke.engine.disaggregation import messages
 from twostroke.engine.disaggregation.messages import (
     RECEIVED_BY_DECODE,
@@ -83,7 +83,9 @@ def test_the_handshake_is_two_nonces_and_their_signatures() -> None:
     with ours, theirs:
         ours.settimeout(10)
         theirs.settimeout(10)
-        thread = Thread(target=admit, args=(theirs, b"secret", (b"decode", b"prefill")))
+        thread = Thread(
+            target=handshake_as_listener, args=(theirs, b"secret", (b"decode", b"prefill"))
+        )
         thread.start()
         nonce, own_nonce = ours.recv(64), bytes(range(32))
         assert len(nonce) == 32

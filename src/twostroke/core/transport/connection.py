@@ -26,7 +26,7 @@ _MAX_COPIED_BYTES: Final = 1 << 16
 
 
 class Connection(Generic[T]):
-    """Sends and receives messages over a socket that is connected to another process.
+    """A message connection to another process, over a socket, for threads that may wait.
 
     Any thread may send; only one thread at a time may receive.
     """
@@ -39,10 +39,10 @@ class Connection(Generic[T]):
         send_timeout_s: int | None = None,
         spin_s: float = 0.0,
     ) -> None:
-        """Take over a connected socket; `close` closes it.
+        """Use a socket that is connected to another process; `close` closes the socket.
 
-        `send_timeout_s`: time in which the other process must read a part of the bytes sent to it.
-        `spin_s`: a thread that receives spins for this time before it sleeps.
+        `send_timeout_s`: a send fails if the other process reads nothing for this time. `spin_s`: a
+        thread that receives polls the socket for this time before it sleeps.
         """
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
@@ -60,9 +60,10 @@ class Connection(Generic[T]):
         self._is_open = True
 
     def send(self, message: object, buffers: Iterable[memoryview[Any]] | None = None) -> None:
-        """Send a message, and after it the bytes of `buffers`, which are consumed step by step.
+        """Send a message, and after it the raw bytes of `buffers`, which the receiver must expect.
 
-        Waits while the other process does not read.
+        The buffers are taken from the iterator one after the other. Waits while the other process
+        does not read.
 
         Raises:
             ConnectionLostError: the other process is gone, or has not read for too long.
@@ -70,14 +71,20 @@ class Connection(Generic[T]):
         self.send_frame(self._format.frame(message), buffers)
 
     def send_bytes(self, body: bytes) -> None:
-        """Send a body that is not MessagePack, which arrives as `bytes`; see `send`."""
+        """Send bytes as a message that is not MessagePack; the receiver gets them as `bytes`.
+
+        Waits and raises as `send`.
+        """
         if len(body) < _MAX_COPIED_BYTES:  # a copy is faster than two buffers
             self.send_frame(binary_head(body) + body)
         else:
             self.send_frame(binary_head(body), [memoryview(body)])
 
     def send_frame(self, frame: bytes, buffers: Iterable[memoryview[Any]] | None = None) -> None:
-        """Send a frame of a message, and after it the bytes of `buffers`; see `send`."""
+        """Send an encoded message (from `MessageFormat.frame`), and after it raw bytes.
+
+        Waits and raises as `send`.
+        """
         try:
             with self._lock:
                 if buffers is None:
@@ -89,9 +96,11 @@ class Connection(Generic[T]):
             raise ConnectionLostError(f"The connection ended: {error}.") from None
 
     def try_send(self, message: object) -> None:
-        """Send a message unless the other process does not read, or another thread is sending.
+        """Send a message if that is possible at once; otherwise do nothing.
 
-        It never waits for the other process to read, except for the rest of a begun message.
+        Nothing is sent if the other process does not read, or another thread is sending. This is
+        for heartbeats, which other messages replace. The call waits only to send the rest of a
+        message that the socket accepted in part.
 
         Raises:
             ConnectionLostError: the other process is gone.
@@ -136,10 +145,10 @@ class Connection(Generic[T]):
         return None
 
     def receive_arrived(self, timeout_s: float | None = None) -> Iterator[T]:
-        """Wait until bytes arrive, at most `timeout_s`; yield the messages that are now complete.
+        """Wait at most `timeout_s` until bytes arrive; yield the messages that are then complete.
 
         Raises:
-            ConnectionLostError: as `receive`.
+            ConnectionLostError: the other process is gone, or sent an invalid message.
         """
         if self._read(timeout_s):
             reader = self._reader
@@ -147,7 +156,7 @@ class Connection(Generic[T]):
                 yield message
 
     def receive_into(self, view: memoryview[Any]) -> None:
-        """Fill a buffer with the bytes that follow the last message.
+        """Fill a buffer with the raw bytes that follow the last message.
 
         Raises:
             ConnectionLostError: the other process is gone.
@@ -184,12 +193,12 @@ class Connection(Generic[T]):
             self._socket.setsockopt(level, name, value)
 
     def own_address(self) -> str:
-        """Return the network address of this process's end of the connection."""
+        """Return the network address that this process has in the connection."""
         host: str = self._socket.getsockname()[0]
         return host
 
     def fileno(self) -> int:
-        """Return the file descriptor of the socket."""
+        """Return the file descriptor of the socket, by which `select` can watch the connection."""
         return self._socket.fileno()
 
     def cut(self) -> None:
@@ -213,7 +222,7 @@ class Connection(Generic[T]):
                 buffers[0] = buffers[0][num_sent:]
 
     def _read(self, timeout_s: float | None) -> bool:
-        """Wait for bytes and give them to the reader; return False if none arrive in time."""
+        """Wait at most `timeout_s` for bytes for the message reader; return False if none come."""
         try:
             if self._spin_s:
                 data = self._spin(timeout_s)
@@ -233,7 +242,11 @@ class Connection(Generic[T]):
         return True
 
     def _spin(self, timeout_s: float | None) -> bytes | None:
-        """Return the next bytes, or None after the timeout; spin for a moment before sleeping."""
+        """Return the next bytes of the socket, or None after the timeout.
+
+        The thread polls the socket for `spin_s` seconds before it sleeps, which is faster if bytes
+        come soon.
+        """
         now_s = time.monotonic()
         spin_until_s = now_s + self._spin_s
         deadline_s = None if timeout_s is None else now_s + timeout_s

@@ -19,18 +19,22 @@ T = TypeVar("T")
 
 
 class EventLoopConnection(Connection[T]):
-    """Sends and receives messages in an event loop; before `attach`, a thread may wait for them.
+    """A message connection to another process, for an event loop, which must never wait.
 
-    After `attach`, call `post` in place of `send`, and `receive_arrived` to receive.
+    Before `attach`, a thread may use it like a `Connection`. After `attach`, call `post` in place
+    of `send`, and `receive_arrived` to receive.
     """
 
     def __init__(self, sock: socket.socket, message_format: MessageFormat[T]) -> None:
-        """Take over a connected socket; `close` closes it."""
+        """Use a socket that is connected to another process; `close` closes the socket."""
         super().__init__(sock, message_format)
         self._unsent = bytearray()
 
     def attach(self, on_readable: Callable[[], None]) -> None:
-        """Call `on_readable` in the running event loop whenever messages may have arrived."""
+        """Use the connection in the running event loop from now on.
+
+        The loop calls `on_readable` whenever messages may have arrived.
+        """
         self._socket.settimeout(0)
         asyncio.get_running_loop().add_reader(self._socket, on_readable)
 
@@ -42,9 +46,9 @@ class EventLoopConnection(Connection[T]):
         self._unsent.clear()
 
     def post(self, message: object) -> None:
-        """Send a message; bytes for which the socket has no room are sent later.
+        """Send a message without waiting; the event loop sends the rest when the socket has room.
 
-        Nothing is sent if the other process is gone, which `receive_arrived` reports.
+        Nothing is sent if the other process is gone; `receive_arrived` reports that.
         """
         frame = self._format.frame(message)
         if not self._unsent:
@@ -60,7 +64,7 @@ class EventLoopConnection(Connection[T]):
             self._unsent += frame
 
     def send_last(self, message: object, timeout_s: float) -> None:
-        """Send a last message after the event loop has ended; wait at most `timeout_s`.
+        """Send a message after the event loop has ended, and wait for it at most `timeout_s`.
 
         If the message cannot be sent, the connection is cut.
         """

@@ -37,7 +37,7 @@ class MessageFormat(Generic[T]):
     """How one end of a connection encodes messages, and which messages it accepts.
 
     Attributes:
-        encode, decode: encode and decode the body of a message.
+        encode, decode: functions that encode and decode the body of a message.
         takes_bytes: whether bodies that are not MessagePack are accepted.
     """
 
@@ -49,10 +49,10 @@ class MessageFormat(Generic[T]):
         decode_other: Callable[[type, Any], Any] | None = None,
         takes_bytes: bool = False,
     ) -> None:
-        """Accept messages of the type or union `received`.
+        """Accept messages of the type, or of the union of types, `received`.
 
-        `decode_other` decodes types that msgspec does not know. `takes_bytes` says whether bodies
-        that are not MessagePack are accepted; they arrive as `bytes`.
+        `decode_other` decodes types that msgspec does not know. With `takes_bytes`, bodies that are
+        not MessagePack are accepted, and arrive as `bytes`.
         """
         self.encode: Final = encode
         self.takes_bytes: Final = takes_bytes
@@ -60,25 +60,27 @@ class MessageFormat(Generic[T]):
         self.decode: Final[Callable[[bytes], T]] = decoder.decode
 
     def frame(self, message: object) -> bytes:
-        """Return the frame of a message, as it is sent."""
+        """Return a message as bytes that can be sent: its length and its encoded body."""
         body = self.encode(message)
         return _HEAD.pack(len(body)) + body
 
 
 def binary_head(body: bytes) -> bytes:
-    """Return the bytes that are sent before a body that is not MessagePack."""
+    """Return the four bytes to send before a body that is not MessagePack: length and a marker."""
     return _HEAD.pack(len(body) | _BINARY_BIT)
 
 
 class MessageReader(Generic[T]):
-    """Splits the bytes of a connection into messages, as they arrive.
+    """Splits the bytes of a connection into messages, as they arrive, and decodes them.
 
     Attributes:
-        received: bytes that have arrived, and were not returned as a message. Add new bytes here.
+        received: the bytes that have arrived and are not part of a returned message. The owner
+            of
+            the connection appends new bytes here.
     """
 
     def __init__(self, message_format: MessageFormat[T]) -> None:
-        """Accept the messages of a format."""
+        """Decode messages in the format `message_format`."""
         self.received = bytearray()
         self._decode = message_format.decode
         self._takes_bytes = message_format.takes_bytes
@@ -89,7 +91,7 @@ class MessageReader(Generic[T]):
         The result is None if no message is complete.
 
         Raises:
-            InvalidMessageError: the received bytes are too many for a frame, or not a message.
+            InvalidMessageError: the length is above the limit, or the bytes are not a message.
         """
         received = self.received
         if len(received) < _HEAD.size:
@@ -114,7 +116,7 @@ class MessageReader(Generic[T]):
             raise InvalidMessageError(f"A message cannot be read: {error}") from None
 
     def take_into(self, view: memoryview[Any]) -> int:
-        """Move received bytes that follow a message into `view`; return how many they are."""
+        """Move raw bytes that arrived after a message into `view`; return how many were moved."""
         count = min(len(view), len(self.received))
         view[:count] = memoryview(self.received)[:count]
         del self.received[:count]

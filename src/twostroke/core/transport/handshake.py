@@ -21,8 +21,11 @@ _NONCE_BYTES: Final = 32
 _MAC_BYTES: Final = 32
 
 
-def admit(sock: socket.socket, secret: bytes, sides: Sides) -> None:
-    """Do the handshake as the listening process: check that the other process knows the secret.
+def handshake_as_listener(sock: socket.socket, secret: bytes, sides: Sides) -> None:
+    """Do the handshake of the process that listens: check that the connecting one knows `secret`.
+
+    `sides` are the names of the two processes, see the module. `handshake_as_client` is the other
+    side.
 
     Raises:
         PermissionError: the process that connected does not know the secret.
@@ -37,8 +40,11 @@ def admit(sock: socket.socket, secret: bytes, sides: Sides) -> None:
     sock.sendall(_mac(secret, sides[1], peer_nonce, own_nonce))
 
 
-def introduce(sock: socket.socket, secret: bytes, sides: Sides) -> None:
-    """Do the handshake as the connecting process: check that the listener knows the secret.
+def handshake_as_client(sock: socket.socket, secret: bytes, sides: Sides) -> None:
+    """Do the handshake of the process that connects: check that the listening one knows `secret`.
+
+    `sides` are the names of the two processes, see the module. `handshake_as_listener` is the other
+    side.
 
     Raises:
         PermissionError: the process that listens does not know the secret.

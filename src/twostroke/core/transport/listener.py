@@ -17,7 +17,7 @@ from queue import Empty, Queue
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from twostroke.core.frozen import Frozen
-from twostroke.core.transport.handshake import admit, introduce
+from twostroke.core.transport.handshake import handshake_as_client, handshake_as_listener
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,14 +36,15 @@ _LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 
 
 class SharedSecret(Frozen):
-    """The secret of a group of processes.
+    """A secret that processes must know to connect to each other.
 
     Attributes:
         value: the secret.
         sides: the names of the process that connects and of the process that listens.
         variable: the environment variable that has the secret.
-        may_be_empty: whether an empty secret is a secret. Otherwise a process without a secret
-            refuses every connection.
+        may_be_empty: whether processes may connect with an empty secret. Otherwise a process
+            that
+            listens without a secret refuses every TCP connection.
     """
 
     value: bytes
@@ -53,27 +54,30 @@ class SharedSecret(Frozen):
 
 
 class LocalSocket(Frozen):
-    """A Unix socket for processes of the same user on the same machine.
+    """The name of a Unix socket, by which processes of one user on one machine can connect.
 
     Attributes:
-        name: the beginning of its name; the number of the TCP port follows.
-        file: an open file that each process that connects gets; None for none.
+        name: the beginning of the socket's name; the number of the TCP port follows.
+        file: an open file that the listening process sends to each process that connects; None
+            for none.
     """
 
     name: str
     file: int | None = None
 
     def address(self, port: int) -> str:
-        """Return the socket's name in the abstract name space."""
+        """Return the address of the Unix socket beside a TCP port, in the abstract name space."""
         return f"\0{self.name}-{port}"
 
 
 class AuthenticationError(PermissionError):
-    """The process that listens has not proved that it knows the secret."""
+    """The process that listens at an address did not prove that it knows the secret."""
 
 
 class Listener(Generic[T]):
-    """Accepts connections of other processes, and drops processes that prove nothing.
+    """Accepts connections of other processes, after they have proved that they know the secret.
+
+    By a Unix socket, processes of the same user need no secret.
 
     Attributes:
         is_open: whether connections are accepted.
@@ -91,11 +95,11 @@ class Listener(Generic[T]):
         local: LocalSocket | None = None,
         max_handshakes: int = MAX_HANDSHAKES,
     ) -> None:
-        """Listen at an address; port 0 takes a free port.
+        """Listen for connections at an address; port 0 takes a free port.
 
-        `serve` is called in a thread of its own for each connection; without it, `accept` returns
-        the connections. `on_refused(host, error)` is called once for each host and kind of error,
-        a `PermissionError` if a process took part in the handshake.
+        Each connection is passed to `serve`, in a thread of its own; without `serve`, `accept`
+        returns the connections. `on_refused(host, error)` is called once for each host and kind of
+        error, with a `PermissionError` if a process took part in the handshake and failed.
 
         Raises:
             OSError: the address is taken, or does not belong to this machine.
@@ -130,13 +134,13 @@ class Listener(Generic[T]):
             ).start()
 
     def accept(self, timeout_s: float) -> Connection[T] | None:
-        """Return the next connection that nothing serves, or None after the timeout."""
+        """Return the next connection, if there is no `serve` function; None after the timeout."""
         with suppress(Empty):
             return self._accepted.get(timeout=timeout_s)
         return None
 
     def close(self) -> None:
-        """Stop accepting connections, and close the ones that no `accept` has returned."""
+        """Stop listening, and close connections that `accept` has not returned yet."""
         self.is_open = False
         for sock in self._sockets:
             with suppress(OSError):  # ends `accept` in the other threads
@@ -183,7 +187,7 @@ class Listener(Generic[T]):
             elif not self._secret.value and not self._secret.may_be_empty:
                 raise PermissionError(f"this engine has no {self._secret.variable}")
             else:
-                admit(sock, self._secret.value, self._secret.sides)
+                handshake_as_listener(sock, self._secret.value, self._secret.sides)
             connection = self._open_connection(sock)
         except OSError as error:
             sock.close()
@@ -194,7 +198,7 @@ class Listener(Generic[T]):
         self._serve(connection)
 
     def _report(self, host: str, error: OSError) -> None:
-        """Report a connection that was refused, once for each host and kind of error."""
+        """Call `on_refused` for a refused connection, once for each host and kind of error."""
         stranger = host, isinstance(error, PermissionError)
         is_full = len(self._strangers) == _MAX_REPORTED_STRANGERS
         if self.is_open and not is_full and stranger not in self._strangers:
@@ -203,7 +207,7 @@ class Listener(Generic[T]):
 
 
 def connect(address: tuple[str, int], secret: SharedSecret) -> socket.socket:
-    """Connect to a process that listens by TCP, and check that it knows the secret.
+    """Connect by TCP to the `Listener` of another process, and check that it knows the secret.
 
     Raises:
         UnicodeError: the host cannot be a name.
@@ -212,7 +216,7 @@ def connect(address: tuple[str, int], secret: SharedSecret) -> socket.socket:
     """
     sock = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
     try:
-        introduce(sock, secret.value, secret.sides)
+        handshake_as_client(sock, secret.value, secret.sides)
     except OSError as error:
         sock.close()
         raise AuthenticationError(str(error)) from None
@@ -220,9 +224,10 @@ def connect(address: tuple[str, int], secret: SharedSecret) -> socket.socket:
 
 
 def connect_locally(local: LocalSocket, port: int) -> tuple[socket.socket, int | None]:
-    """Connect to a process of this user on this machine, which listens at a TCP port, too.
+    """Connect by Unix socket to the `Listener` of a process of the same user on this machine.
 
-    Returns the socket, and the open file that the process shares.
+    `port` is the TCP port of that process. Returns the socket, and the file descriptor that the
+    process shares, None if it shares none.
 
     Raises:
         OSError: no such process answers.
@@ -242,7 +247,10 @@ def connect_locally(local: LocalSocket, port: int) -> tuple[socket.socket, int |
 
 
 def is_own_address(host: str) -> bool:
-    """Whether an address belongs to this machine; of 127.0.0.0/8 only 127.0.0.1 does."""
+    """Return whether a host name or address belongs to this machine.
+
+    Of the loopback addresses 127.0.0.0/8, only 127.0.0.1 counts.
+    """
     if host in _LOCAL_HOSTS or host.startswith("127."):
         return host in _LOCAL_HOSTS
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

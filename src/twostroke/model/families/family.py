@@ -52,7 +52,8 @@ class Family(Frozen):
     that is rotated; None where transformers always rotates whole heads. `rotated` is the key for
     the rotated width itself.
 
-    `gguf_values` and `config_values` return values that replace a file's values of shared keys.
+    `gguf_values` and `config_values` return values that replace a file's values, for keys that
+    the readers of all families read.
     `may_lack_values`: GGUF layers that have keys but no values are read as `keys_give_values`.
     `may_norm_heads`: some models of the family have `norms_heads`. `extra_layers` is config.json's
     key for the number of further layers that do not compute the next token, such as layers for

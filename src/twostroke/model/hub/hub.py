@@ -32,7 +32,7 @@ _LOGIN_ADVICE: Final = "log in with 'hf auth login' or set HF_TOKEN"
 
 
 class HubUnreachableError(DownloadError):
-    """The Hugging Face hub could not be reached, so that files in its cache must do."""
+    """The Hugging Face hub could not be reached; only files in its cache can be used."""
 
 
 class Listing(Frozen):
@@ -360,7 +360,10 @@ def _repo_files(siblings: list[Any]) -> Iterator[RepoFile]:
 
 
 def _licence(info: Any) -> str | None:
-    """Return the name of a model's licence, with its address if the author wrote it; or None."""
+    """Return the licence that a hub repository names, as text for users; None if it names none.
+
+    The text includes the licence's address, if the repository gives one.
+    """
     card = info.card_data
     name = getattr(card, "license_name", None) or getattr(card, "license", None)
     link = getattr(card, "license_link", None)

@@ -28,7 +28,8 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 class LocalModel(Frozen):
     """A model on this machine that can be loaded.
 
-    `name` and `licence` are None for the user's own file or folder, which tells them itself.
+    `name` and `licence` are None for a user's own file or folder; then the loader takes them from
+    the model's metadata.
     """
 
     path: Path
@@ -178,8 +179,8 @@ def verify(name: str, watch: Watcher = ignore_progress) -> None:
 def remove(name: str) -> int:
     """Delete a model from the cache and return the freed bytes.
 
-    In the hub's cache, which other programs use, too, only files are deleted that were fetched for
-    Twostroke and that no other recorded model needs.
+    Other programs use the hub's cache, too. There, only files are deleted that Twostroke fetched
+    and that no other recorded model needs.
     """
     record = _fetched_record(name)
     record.file.unlink(missing_ok=True)

@@ -18,8 +18,8 @@ _MAX_GROUPS = 16  # each costs the scheduler a page id for every `page_size` tok
 class CacheFormat(Frozen):
     """A number format of the KV cache, such as float16 or int8.
 
-    `value_bytes` is the size of a number. `head_bytes` is the size of the scale that a token's keys
-    of one head have together; its values have another one.
+    `value_bytes` is the size of a number. `head_bytes` is the size of a scale: a token's key and
+    its value have a scale each, for each head.
     """
 
     value_bytes: float

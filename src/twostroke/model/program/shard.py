@@ -287,7 +287,7 @@ class _Stage:
         self._ops[index].setdefault(op.output, op)
 
     def _ranges(self, op: Op) -> Ranges | None:
-        """Return the range of an operation's units that each rank computes; None if all do all."""
+        """Return the range of an operation's units that each rank computes; None for all units."""
         match op.sharding:
             case Sharding.REPLICATED:
                 return None

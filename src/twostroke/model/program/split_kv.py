@@ -97,7 +97,7 @@ class SplitKvAttention(Operation):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Return the queries' name, and of keys and values unless an earlier layer stores them."""
+        """Return the names of the inputs: only the queries if an earlier layer stores the keys."""
         return (self.q,) if self.reads_shared_kv else (self.q, self.k, self.v)
 
     @property
@@ -194,7 +194,7 @@ class SplitKvAttention(Operation):
 
     @property
     def label(self) -> str:
-        """Return the name in profiles: "pieces", with the window if the layer has one."""
+        """Return the name in profiles: "pieces" (of the context), with the window if it has one."""
         return "pieces" if self.window is None else f"pieces({self.window})"
 
 

@@ -99,8 +99,9 @@ class _Translation:
     """Translates an Oniguruma pattern to `regex`'s syntax, from left to right.
 
     `has_sets` tells whether the pattern has nested or intersected character classes. Each method
-    that reads a part returns its translation, or the translation and a size: the number of
-    characters and classes after `regex` has expanded all repetitions, for which it takes memory.
+    that reads a part of the pattern returns its translation, and most also its size: the number of
+    characters and classes that `regex` keeps in memory for the part, after it has expanded all
+    repetitions. Patterns that are too large are refused.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -149,9 +150,10 @@ class _Translation:
         return size
 
     def _alternatives(self, *, extended: bool) -> tuple[str, int]:
-        """Translate a pattern's alternatives, up to the end of their group; return text and size.
+        """Translate a pattern's alternatives, up to the end of their group.
 
-        With `extended`, white space and comments in the pattern are ignored.
+        Returns the translation and its size. With `extended`, white space and comments in the
+        pattern are ignored.
         """
         self._deeper()
         parts = []
@@ -169,7 +171,7 @@ class _Translation:
         return "".join(parts), size
 
     def _repeated(self, *, extended: bool) -> tuple[str, int]:
-        """Translate the next part of the pattern and its repetitions; return text and size."""
+        """Translate the pattern's next part and its repetitions; return translation and size."""
         text, size = self._part(extended=extended)
         num_repetitions = 0
         while True:
@@ -187,9 +189,9 @@ class _Translation:
             self._deeper()
 
     def _repetition(self) -> tuple[str, int]:
-        """Translate a repetition such as `*` or `{2,3}`; return "" if none comes next.
+        """Translate a repetition such as `*` or `{2,3}`; empty if none comes next.
 
-        The second value is how often `regex` copies the repeated part.
+        The second result is how many copies of the repeated part `regex` keeps.
         """
         if self._position < len(self._pattern) and self._pattern[self._position] in "?*+":
             text = self._next()
@@ -216,7 +218,10 @@ class _Translation:
         return text + (self._next() if self._at("?") else ""), max(numbers)
 
     def _part(self, *, extended: bool) -> tuple[str, int]:
-        """Translate the pattern's next character, class or group; return text and size."""
+        """Translate the pattern's next character, class or group.
+
+        Returns the translation and its size.
+        """
         char = self._pattern[self._position]
         if char == "(":
             return self._group(extended=extended)

@@ -172,9 +172,9 @@ _INVERTED = {
 def _matches_in(compiled: regex.Pattern[str], text: str) -> Iterator[regex.Match[str]]:
     """Yield the matches of a pattern in a text as Hugging Face's `tokenizers` finds them.
 
-    It uses Oniguruma, which differs for a pattern that matches empty text: after an empty match the
-    search continues at the next character. `finditer` would first look for a longer match at the
-    same character.
+    That library uses Oniguruma, which differs for a pattern that matches empty text: after an empty
+    match the search continues at the next character. Python's `finditer` would first look for a
+    longer match at the same character.
     """
     start = 0
     last_end = -1
