@@ -84,7 +84,7 @@ def test_settled_tokens_never_change() -> None:
     assert transcript.tokens[: transcript.num_prompt] == prompt
 
 
-def follower_of(guesses: list[int], sure: list[float]) -> DraftModelSequence:
+def draft_sequence_of(guesses: list[int], sure: list[float]) -> DraftModelSequence:
     rate, ids = AcceptanceRate(PRIOR).for_request(), range(DRAFT.vocab_size)
     found = DraftModelSequence(request_of("hello"), rate, 10, ids, draft_tokens=transcript_of())
     for guess, sureness in zip(guesses, sure, strict=False):
@@ -95,21 +95,23 @@ def follower_of(guesses: list[int], sure: list[float]) -> DraftModelSequence:
 def test_drafts_are_translated_into_the_targets_tokens() -> None:
     guesses = DRAFT.encode(" world abc")
     assert len(guesses) > len(TARGET.encode(" world abc"))
-    proposal = follower_of(guesses, [0.9, 0.5, 0.8, 0.95, 0.6, 0.4, 0.9] * 3).proposal("draft", 24)
+    proposal = draft_sequence_of(guesses, [0.9, 0.5, 0.8, 0.95, 0.6, 0.4, 0.9] * 3).proposal(
+        "draft", 24
+    )
     assert proposal is not None
     assert list(proposal.tokens) == TARGET.encode(" world abc")
     assert [kind // 10 for kind in proposal.kinds] == [0] * (len(proposal.tokens) - 1) + [1]
 
 
 def test_a_translated_token_has_the_probability_of_its_drafts() -> None:
-    proposal = follower_of(DRAFT.encode(" worldabc"), [0.9] * 9).proposal("draft", 24)
+    proposal = draft_sequence_of(DRAFT.encode(" worldabc"), [0.9] * 9).proposal("draft", 24)
     assert proposal is not None
     num_pieces = len(DRAFT.encode(" world"))
     assert proposal.kinds[0] == min(int(0.9**num_pieces * 10), 9)
 
 
 def test_no_more_is_drafted_than_is_asked_for() -> None:
-    proposal = follower_of(DRAFT.encode(" world abc world"), [0.9] * 20).proposal("draft", 2)
+    proposal = draft_sequence_of(DRAFT.encode(" world abc world"), [0.9] * 20).proposal("draft", 2)
     assert proposal is not None
     assert list(proposal.tokens) == TARGET.encode(" world abc world")[:2]
 

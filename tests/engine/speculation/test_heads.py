@@ -130,7 +130,7 @@ def test_eagle_drafts_no_further_than_rows_are_cheap(
 
         def with_price(requests: Any, price: Any) -> Any:
             found = propose(requests, cheap_up_to(cheap, price))
-            counts.extend(len(eagle._followers[one].tokens) for one in requests)
+            counts.extend(len(eagle._draft_sequences[one].tokens) for one in requests)
             return found
 
         eagle.propose = with_price
@@ -200,7 +200,7 @@ def test_ended_requests_are_forgotten(path: Path, heads: dict[str, str]) -> None
             llm.generate(PROMPTS * 3, GREEDY)
             llm.generate("the", GREEDY)  # the others' ends are heard by now
             (proposer,) = llm.engine.client.loop.speculator._proposers
-            assert len(proposer._followers) <= 1
+            assert len(proposer._draft_sequences) <= 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -108,12 +108,14 @@ class DraftModel(ModelProposer["DraftModelSequence"]):
         The newest token of each request is not computed yet.
         """
         min_chance = self._sequences.min_chance(len(requests), cost)
-        followers = [self._follow(request, cost, min_chance) for request in requests]
-        drafting = [follower for follower in followers if follower is not None]
+        draft_sequences = [self._follow(request, cost, min_chance) for request in requests]
+        drafting = [
+            draft_sequence for draft_sequence in draft_sequences if draft_sequence is not None
+        ]
         self._sequences.make_drafts(drafting, len(requests), cost)
         return [
-            None if follower is None else follower.proposal(self.name, cost.max_drafts)
-            for follower in followers
+            None if draft_sequence is None else draft_sequence.proposal(self.name, cost.max_drafts)
+            for draft_sequence in draft_sequences
         ]
 
     def finish(self, request: Request) -> None:
@@ -135,12 +137,12 @@ class DraftModel(ModelProposer["DraftModelSequence"]):
         """
         if request in self._declined:
             return None
-        follower = self._followers.get(request)
-        if follower is None or follower.sequence.is_finished:
-            follower = self._followers[request] = self._new_follower(request)
-        if not follower.rate.pays(min_chance):
+        draft_sequence = self._draft_sequences.get(request)
+        if draft_sequence is None or draft_sequence.sequence.is_finished:
+            draft_sequence = self._draft_sequences[request] = self._new_draft_sequence(request)
+        if not draft_sequence.rate.pays(min_chance):
             return None
-        sequence, translated = follower.sequence, follower.draft_tokens
+        sequence, translated = draft_sequence.sequence, draft_sequence.draft_tokens
         if translated is None:
             tokens, num_final = request.tokens, len(request.tokens)
         else:
@@ -166,10 +168,10 @@ class DraftModel(ModelProposer["DraftModelSequence"]):
             for token in tokens[num_kept:]
         ]
         sequence.num_final = num_final
-        self._sequences.rewrite(follower, num_kept, new)
-        return follower
+        self._sequences.rewrite(draft_sequence, num_kept, new)
+        return draft_sequence
 
-    def _new_follower(self, request: Request) -> DraftModelSequence:
+    def _new_draft_sequence(self, request: Request) -> DraftModelSequence:
         draft_tokens = None
         end_ids, options = request.end_ids, _SAME_SAMPLING
         if self._translator is not None:

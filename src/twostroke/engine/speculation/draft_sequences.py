@@ -193,17 +193,17 @@ class ModelProposer(Generic[F]):
         self.name = name
         self._runner = runner
         self._forget = forget
-        self._followers: dict[Request, F] = {}
+        self._draft_sequences: dict[Request, F] = {}
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
         """Learn which drafts of a request's proposal were right."""
-        if follower := self._followers.get(request):
-            follower.rate.learn(proposal, outcome)
+        if draft_sequence := self._draft_sequences.get(request):
+            draft_sequence.rate.learn(proposal, outcome)
 
     def finish(self, request: Request) -> None:
         """Drop the draft sequence of a request that has ended."""
-        if follower := self._followers.pop(request, None):
-            self._forget(follower.sequence)
+        if draft_sequence := self._draft_sequences.pop(request, None):
+            self._forget(draft_sequence.sequence)
 
     def close(self) -> None:
         """Release the memory and the threads of the draft model or heads."""
@@ -222,28 +222,28 @@ class DraftSequences(Generic[F]):
         self.context_length = scheduler.config.context_length
         self._runner = runner
         self._scheduler = scheduler
-        self._followers: dict[Request, F] = {}  # by sequence
+        self._draft_sequences: dict[Request, F] = {}  # by sequence
 
     def __contains__(self, sequence: Request) -> bool:
-        return sequence in self._followers
+        return sequence in self._draft_sequences
 
-    def rewrite(self, follower: F, num_kept: int, tokens: list[int]) -> None:
+    def rewrite(self, draft_sequence: F, num_kept: int, tokens: list[int]) -> None:
         """Replace the tokens of a draft sequence after the first `num_kept`.
 
         The proposer calls this with the tokens that the target model sampled. A sequence that is
         new is added to the draft model's scheduler.
         """
-        sequence = follower.sequence
-        if sequence in self._followers:
+        sequence = draft_sequence.sequence
+        if sequence in self._draft_sequences:
             self._scheduler.replace_tokens(sequence, num_kept, tokens)
             return
         sequence.tokens[num_kept:] = tokens
         self._scheduler.add(sequence)
-        self._followers[sequence] = follower
+        self._draft_sequences[sequence] = draft_sequence
 
     def forget(self, sequence: Request) -> None:
         """Drop a draft sequence and its KV pages, if it exists."""
-        if self._followers.pop(sequence, None):
+        if self._draft_sequences.pop(sequence, None):
             self._scheduler.finish(sequence, FinishReason.CANCEL)
         self._runner.runner.forget(sequence)
 
@@ -254,37 +254,42 @@ class DraftSequences(Generic[F]):
         """
         return self._runner.min_chance(num_requests, cost, self._step_s(num_requests, 1))
 
-    def make_drafts(self, followers: Sequence[F], num_requests: int, cost: DraftCost) -> None:
+    def make_drafts(self, draft_sequences: Sequence[F], num_requests: int, cost: DraftCost) -> None:
         """Extend draft sequences by draft tokens, one token of each sequence in a step.
 
         A sequence is extended while its drafts are probable enough to pay for their time. If
-        sequences wait for KV pages, all sequences that are not in `followers` are dropped.
+        sequences wait for KV pages, all sequences that are not in `draft_sequences` are dropped.
         """
-        for follower in followers:
-            follower.clear()
+        for draft_sequence in draft_sequences:
+            draft_sequence.clear()
         if self._scheduler.stats().num_waiting:
-            for other in [f for f in self._followers.values() if f not in followers]:
+            for other in [f for f in self._draft_sequences.values() if f not in draft_sequences]:
                 self.forget(other.sequence)
         spent_s = self._step_s(num_requests, 1)
-        with_drafts = active = self._step(followers) if followers else []
+        with_drafts = active = self._step(draft_sequences) if draft_sequences else []
         for _ in range(cost.max_drafts - 1):
-            start = max((follower.sequence.num_computed for follower in active), default=0)
+            start = max(
+                (draft_sequence.sequence.num_computed for draft_sequence in active), default=0
+            )
             next_s = self._step_s(len(active), start)
-            num_drafts = sum([len(follower.tokens) for follower in with_drafts])
-            num_tokens = num_requests + sum([follower.num_expected for follower in with_drafts])
+            num_drafts = sum([len(draft_sequence.tokens) for draft_sequence in with_drafts])
+            num_tokens = num_requests + sum(
+                [draft_sequence.num_expected for draft_sequence in with_drafts]
+            )
             draft_s = next_s / max(1, len(active))
             min_chance = cost.min_next_chance(num_drafts, num_tokens, spent_s, draft_s)
             active = [
-                follower
-                for follower in active
-                if follower.chance * max(follower.rate.first, _MIN_FIRST_RATE) >= min_chance
+                draft_sequence
+                for draft_sequence in active
+                if draft_sequence.chance * max(draft_sequence.rate.first, _MIN_FIRST_RATE)
+                >= min_chance
             ]
             if not active:
                 break
             spent_s += next_s
             active = self._step(active, len(active))
-        for follower in with_drafts:
-            self._end_round(follower)
+        for draft_sequence in with_drafts:
+            self._end_round(draft_sequence)
 
     def _step(self, drafting: Sequence[F], budget: int | None = None) -> list[F]:
         """Run a step of the draft model, and add the sampled tokens to the draft sequences.
@@ -297,27 +302,34 @@ class DraftSequences(Generic[F]):
         states = [
             state
             for slice_ in plan.slices
-            for state in self._followers[slice_.request].inputs(slice_.count)
+            for state in self._draft_sequences[slice_.request].inputs(slice_.count)
         ]
         if states:
             plan = replace(plan, external=np.stack(states))
         result = self._runner.run(plan)
         with_draft = []
         for row, delta in enumerate(self._scheduler.commit(plan, result)):
-            follower = self._followers[delta.request]
+            draft_sequence = self._draft_sequences[delta.request]
             hidden = None if result.hidden is None else result.hidden[row]
-            if follower.take(delta.tokens[0], delta.logprobs[0], hidden) and follower in drafting:
-                with_draft.append(follower)
+            if (
+                draft_sequence.take(delta.tokens[0], delta.logprobs[0], hidden)
+                and draft_sequence in drafting
+            ):
+                with_draft.append(draft_sequence)
             else:
-                self._end_round(follower)
+                self._end_round(draft_sequence)
         for sequence in plan.preempted:
             self.forget(sequence)
-        return [follower for follower in with_draft if not follower.sequence.is_finished]
+        return [
+            draft_sequence
+            for draft_sequence in with_draft
+            if not draft_sequence.sequence.is_finished
+        ]
 
-    def _end_round(self, follower: F) -> None:
+    def _end_round(self, draft_sequence: F) -> None:
         """Remove a sequence's tokens that must be computed again in the next round of drafts."""
-        if not follower.sequence.is_finished:
-            self._scheduler.replace_tokens(follower.sequence, follower.end_round(), [])
+        if not draft_sequence.sequence.is_finished:
+            self._scheduler.replace_tokens(draft_sequence.sequence, draft_sequence.end_round(), [])
 
     def _step_s(self, num_requests: int, start: int) -> float:
         """Predict the seconds of a draft model's step: one token for each request, at `start`."""

@@ -142,12 +142,14 @@ class EagleHeads(ModelProposer[EagleSequence]):
         The newest token of each request is not computed yet.
         """
         min_chance = self._sequences.min_chance(len(requests), cost)
-        followers = [self._follow(request, cost, min_chance) for request in requests]
-        drafting = [follower for follower in followers if follower is not None]
+        draft_sequences = [self._follow(request, cost, min_chance) for request in requests]
+        drafting = [
+            draft_sequence for draft_sequence in draft_sequences if draft_sequence is not None
+        ]
         self._sequences.make_drafts(drafting, len(requests), cost)
         return [
-            None if follower is None else follower.proposal(self.name, cost.max_drafts)
-            for follower in followers
+            None if draft_sequence is None else draft_sequence.proposal(self.name, cost.max_drafts)
+            for draft_sequence in draft_sequences
         ]
 
     def _keep(self, request: Request, position: int, states: State) -> None:
@@ -155,49 +157,59 @@ class EagleHeads(ModelProposer[EagleSequence]):
 
         The first state is at `position` of the request.
         """
-        follower = self._followers.get(request)
-        if follower is None or follower.newest != position or follower.sequence.is_finished:
-            follower = self._begin(request, position)
-        elif len(follower.states) + len(states) > MAX_WAITING_STATES:
+        draft_sequence = self._draft_sequences.get(request)
+        if (
+            draft_sequence is None
+            or draft_sequence.newest != position
+            or draft_sequence.sequence.is_finished
+        ):
+            draft_sequence = self._begin(request, position)
+        elif len(draft_sequence.states) + len(states) > MAX_WAITING_STATES:
             position += len(states) - 1
             states = states[-1:]
-            follower = self._begin(request, position)
-        follower.text += request.tokens[position + 1 : position + 1 + len(states)]
-        follower.states += list(states)
+            draft_sequence = self._begin(request, position)
+        draft_sequence.text += request.tokens[position + 1 : position + 1 + len(states)]
+        draft_sequence.states += list(states)
 
     def _begin(self, request: Request, position: int) -> EagleSequence:
         """Start the head's sequence for a request at `position`, or start it again.
 
         The request's acceptance rate stays.
         """
-        old = self._followers.get(request)
+        old = self._draft_sequences.get(request)
         rate = old.rate if old else self._rate.for_request()
         self.finish(request)
         num_prompt = request.num_prompt - position - 1  # indices of output tokens stay the same
         params = replace(request.params, **ANY_VOCABULARY)
         sequence = Request(request.id, [], num_prompt, params, request.seed, num_final=0)
-        follower = EagleSequence(sequence, rate, rate.num_kinds, self._token_ids, base=position)
-        self._followers[request] = follower
-        return follower
+        draft_sequence = EagleSequence(
+            sequence, rate, rate.num_kinds, self._token_ids, base=position
+        )
+        self._draft_sequences[request] = draft_sequence
+        return draft_sequence
 
     def _follow(self, request: Request, cost: DraftCost, min_chance: float) -> EagleSequence | None:
         """Return a request's draft sequence, updated with the target's newest tokens.
 
         None if the request should get no drafts.
         """
-        follower, newest = self._followers.get(request), len(request.tokens) - 1
-        if follower is None or follower.sequence.is_finished or not follower.states:
+        draft_sequence, newest = self._draft_sequences.get(request), len(request.tokens) - 1
+        if (
+            draft_sequence is None
+            or draft_sequence.sequence.is_finished
+            or not draft_sequence.states
+        ):
             return None
-        if not follower.rate.pays(min_chance) or follower.newest != newest:
+        if not draft_sequence.rate.pays(min_chance) or draft_sequence.newest != newest:
             return None
-        if len(follower.text) + cost.max_drafts >= self._sequences.context_length:
-            state = follower.states[-1:]
-            follower = self._begin(request, newest - 1)
-            follower.text, follower.states = request.tokens[newest:], state
-        num_kept = follower.sequence.num_final or 0
-        follower.sequence.num_final = len(follower.text)
-        self._sequences.rewrite(follower, num_kept, follower.text[num_kept:])
-        return follower
+        if len(draft_sequence.text) + cost.max_drafts >= self._sequences.context_length:
+            state = draft_sequence.states[-1:]
+            draft_sequence = self._begin(request, newest - 1)
+            draft_sequence.text, draft_sequence.states = request.tokens[newest:], state
+        num_kept = draft_sequence.sequence.num_final or 0
+        draft_sequence.sequence.num_final = len(draft_sequence.text)
+        self._sequences.rewrite(draft_sequence, num_kept, draft_sequence.text[num_kept:])
+        return draft_sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -245,10 +257,10 @@ class MedusaHeads(ModelProposer[MedusaSequence]):
             if result.hidden is None or request.is_finished or not has_all_tokens:
                 self.finish(request)
             elif request.hints.speculate in {"auto", self.name}:
-                follower = self._followers.get(request) or self._begin(request)
-                follower.hidden = result.hidden[rows[-1]]
-                follower.num_tokens = len(request.tokens)
-                tokens = follower.sequence.tokens
+                draft_sequence = self._draft_sequences.get(request) or self._begin(request)
+                draft_sequence.hidden = result.hidden[rows[-1]]
+                draft_sequence.num_tokens = len(request.tokens)
+                tokens = draft_sequence.sequence.tokens
                 tokens += [0] * (request.num_output - len(tokens))
 
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
@@ -260,42 +272,48 @@ class MedusaHeads(ModelProposer[MedusaSequence]):
         num_rows = depth * max(1, len(requests))
         step_s = self._runner.step_time.seconds(BatchShape((0,), (num_rows,), num_rows))
         min_chance = self._runner.min_chance(len(requests), cost, step_s)
-        followers = [self._follow(request, min_chance) for request in requests]
-        drafting = [follower for follower in followers if follower is not None]
+        draft_sequences = [self._follow(request, min_chance) for request in requests]
+        drafting = [
+            draft_sequence for draft_sequence in draft_sequences if draft_sequence is not None
+        ]
         if drafting and depth:
             self._make_drafts(drafting, depth)
         return [
-            None if follower is None else follower.proposal(self.name, cost.max_drafts)
-            for follower in followers
+            None if draft_sequence is None else draft_sequence.proposal(self.name, cost.max_drafts)
+            for draft_sequence in draft_sequences
         ]
 
     def _begin(self, request: Request) -> MedusaSequence:
         params, rate = replace(request.params, **ANY_VOCABULARY), self._rate.for_request()
         sequence = Request(request.id, [], 0, params, request.seed, pages=[[0]])
-        follower = MedusaSequence(sequence, rate, rate.num_kinds, self._token_ids)
-        self._followers[request] = follower
-        return follower
+        draft_sequence = MedusaSequence(sequence, rate, rate.num_kinds, self._token_ids)
+        self._draft_sequences[request] = draft_sequence
+        return draft_sequence
 
     def _follow(self, request: Request, min_chance: float) -> MedusaSequence | None:
         """Return a request's draft sequence; None if there is none, or drafts do not pay."""
-        follower = self._followers.get(request)
-        if follower is None or follower.num_tokens != len(request.tokens):
+        draft_sequence = self._draft_sequences.get(request)
+        if draft_sequence is None or draft_sequence.num_tokens != len(request.tokens):
             return None
-        follower.clear()
-        return follower if follower.rate.pays(min_chance) else None
+        draft_sequence.clear()
+        return draft_sequence if draft_sequence.rate.pays(min_chance) else None
 
-    def _make_drafts(self, followers: Sequence[MedusaSequence], depth: int) -> None:
+    def _make_drafts(self, draft_sequences: Sequence[MedusaSequence], depth: int) -> None:
         """Make `depth` draft tokens for each sequence in one step, a row for each head."""
         later_heads = tuple(range(1, depth))
         slices = [
-            Slice(follower.sequence, 0, 1, samples=True, drafts=later_heads)
-            for follower in followers
+            Slice(draft_sequence.sequence, 0, 1, samples=True, drafts=later_heads)
+            for draft_sequence in draft_sequences
         ]
-        states = [follower.hidden for follower in followers if follower.hidden is not None]
+        states = [
+            draft_sequence.hidden
+            for draft_sequence in draft_sequences
+            if draft_sequence.hidden is not None
+        ]
         inputs = np.repeat(np.stack(states), depth, axis=0)  # (sequences * depth, width)
         result = self._runner.run(StepPlan(tuple(slices), external=inputs))
         sampled = iter(zip(result.tokens, result.logprobs, strict=True))
-        for follower in followers:
+        for draft_sequence in draft_sequences:
             can_continue = True
             for token, logprobs in islice(sampled, depth):
-                can_continue = can_continue and follower.take(token, logprobs)
+                can_continue = can_continue and draft_sequence.take(token, logprobs)

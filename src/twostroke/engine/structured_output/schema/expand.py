@@ -184,7 +184,7 @@ class Expander:
         """Return a state's limits as one branch, in which `anyOf` and the like are unresolved."""
         if state not in self._started:
             self._started[state] = SchemaBranch()
-            self._apply(self._started[state], [(item, ()) for item in state])
+            self._add_schemas(self._started[state], [(item, ()) for item in state])
         return self._started[state]
 
     def _expanded(self, state: State) -> list[SchemaBranch]:
@@ -211,7 +211,7 @@ class Expander:
             for items, scope in reversed(choice.alternatives):
                 other = branch.copy()
                 self._spend(len(other.member_names) + len(other.choices) + len(other.objects))
-                self._apply(other, [(item, scope) for item in items])
+                self._add_schemas(other, [(item, scope) for item in items])
                 waiting.append(other)
         return done
 
@@ -240,7 +240,7 @@ class Expander:
         """
         return state not in self._open and not self.branches(state)
 
-    def _apply(self, branch: SchemaBranch, items: Sequence[tuple[SchemaItem, Scope]]) -> None:
+    def _add_schemas(self, branch: SchemaBranch, items: Sequence[tuple[SchemaItem, Scope]]) -> None:
         """Add the limits of schemas, and of the schemas that they refer to, to a branch.
 
         Each item comes with its scope: the outer `unevaluated*` keywords that its keywords count
@@ -255,14 +255,14 @@ class Expander:
                 self._last_keyword = node.location(keyword)
             self._spend()
             if keyword is not None:
-                inner = self._keyword(branch, node, keyword, scope)
+                inner = self._add_keyword(branch, node, keyword, scope)
                 tasks += [(item.node, None, scope, item.holds) for item in reversed(inner)]
                 continue
             if (SchemaItem(node, holds), scope) in branch.seen:
                 continue
             branch.seen.add((SchemaItem(node, holds), scope))
             if not holds:
-                self._negate(branch, node)
+                self._add_negation(branch, node)
                 continue
             keywords = [name for name in node.schema if name in _ASSERTIONS]
             if node.resource.is_old and "$ref" in node.schema:
@@ -279,7 +279,7 @@ class Expander:
                     scope = (*scope, self._applications)
             tasks += [(node, name, scope, True) for name in reversed(keywords)]
 
-    def _keyword(
+    def _add_keyword(
         self, branch: SchemaBranch, node: Node, keyword: str, scope: Scope
     ) -> list[SchemaItem]:
         """Add one keyword of a schema to a branch.
@@ -289,7 +289,7 @@ class Expander:
         """
         value = node.schema[keyword]
         if keyword in _IN_PLACE:
-            items = self._in_place(branch, node, keyword)
+            items = self._in_place_schemas(branch, node, keyword)
             if None in items:
                 branch.kinds = frozenset()
             return [item for item in items if item is not None]
@@ -308,10 +308,12 @@ class Expander:
         elif keyword in PLACED_LIMITS:
             PLACED_LIMITS[keyword](branch, node)
         else:
-            self._parts(branch, node, keyword, scope)
+            self._add_member_or_item_keyword(branch, node, keyword, scope)
         return []
 
-    def _parts(self, branch: SchemaBranch, node: Node, keyword: str, scope: Scope) -> None:
+    def _add_member_or_item_keyword(
+        self, branch: SchemaBranch, node: Node, keyword: str, scope: Scope
+    ) -> None:
         """Add a schema's keyword about members of objects or items of arrays to a branch.
 
         Keywords that depend on each other, such as `properties` and `additionalProperties`, are
@@ -345,7 +347,9 @@ class Expander:
             elif min_count:
                 branch.kinds -= {"array"}
 
-    def _in_place(self, branch: SchemaBranch, node: Node, keyword: str) -> list[SchemaItem | None]:
+    def _in_place_schemas(
+        self, branch: SchemaBranch, node: Node, keyword: str
+    ) -> list[SchemaItem | None]:
         """Return the schemas that the same value must fit because of `allOf`, `not` or a reference.
 
         None in the list means that no value fits.
@@ -466,7 +470,7 @@ class Expander:
         others = self.state_of(schema.get(rest, True), node)
         return [ArrayPart(states, others, rest not in schema, scope)]
 
-    def _negate(self, branch: SchemaBranch, node: Node) -> None:
+    def _add_negation(self, branch: SchemaBranch, node: Node) -> None:
         """Add the alternatives of a negated schema to a branch: each way to break the schema."""
         broken = list(negations(self.document, node))
         branch.choices.append(

@@ -29,8 +29,8 @@ _ESCAPE: Final = re.compile(
 )
 _COUNT: Final = re.compile(r"\{\d{1,9}(?:,\d{0,9})?\}")
 _GROUP: Final = re.compile(r"\((?:\?:|\?<[A-Za-z_$][\w$]*>|(?!\?))")
-# A part of a pattern from which `relaxed` removes assertions. Sets that regular expression engines
-# read differently do not match.
+# A part of a pattern from which `relax_pattern` removes assertions. Sets that regular expression
+# engines read differently do not match.
 _PART: Final = re.compile(
     r"(?P<edge>\\[bB])|\\.|\[(?!\^?\])(?:\\.|[^\]\[\\])*\]|(?P<look>\(\?<?[=!])|\(|\)|[^\\\[()]+",
     re.DOTALL,
