@@ -124,7 +124,7 @@ def _mpiexec(command: Sequence[str], hosts: Hosts | None, mpiexec: str, folder: 
 def _rank(options: argparse.Namespace) -> None:
     """Be a rank: join the other one and gather; rank 0 prints the times of each size."""
     from twostroke.backends.cpu.library import choose_level
-    from twostroke.backends.parallel.division import read_launcher_env
+    from twostroke.backends.division import read_launcher_env
     from twostroke.backends.parallel.links.link_type import open_link
 
     if options.kinds == ["mpi"]:

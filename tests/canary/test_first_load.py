@@ -16,6 +16,7 @@ from support.tiny import Tiny, tiny_metadata, tiny_tensors
 from twostroke import LLM, EngineOptions
 from twostroke.backends.activation_bits import resolve as activations
 from twostroke.backends.cpu import CpuBackend
+from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import ModelFormatError, QualityError
 from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.engine.canary import REPORT_KEY, CanaryScores, FirstLoadCheck
@@ -136,6 +137,5 @@ def first_load(
     metadata = {**loaded.tokenizer_source.metadata, REPORT_KEY: text}
     with_report = replace(loaded, tokenizer_source=GgufTokenizer(metadata))
     program = build_program(loaded.spec)
-    return FirstLoadCheck.of(
-        with_report, build_tokenizer(loaded), program, options or EngineOptions()
-    )
+    recipe = EngineRecipe(with_report.name, options or EngineOptions(), with_report, program)
+    return FirstLoadCheck.of(recipe, build_tokenizer(loaded))

@@ -82,10 +82,10 @@ def test_an_answer_is_shown_with_its_figures_and_remembered(engine: Engine) -> N
 def test_a_model_that_cannot_chat_is_refused_before_its_weights_are_read(
     cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(*_: object) -> None:
+    def read(*_: object, **__: object) -> None:
         pytest.fail("the weights were read")
 
-    monkeypatch.setattr("twostroke.engine.engine.create_backend", read)
+    monkeypatch.setattr("twostroke.backends.recipe.create_backend", read)
     ran = cli("chat", str(write_base_gguf(tmp_path / "base.gguf")), stdin=None)
     assert ran.code == 2
     assert "base has no chat template: use 'twostroke generate --raw' instead." in ran.err

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from twostroke.backends.parallel.division import division_warning
+from twostroke.backends.division import division_warning
 from twostroke.cli.terminal import Bar, printable
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError, UsageError
 from twostroke.core.options import PARTNER

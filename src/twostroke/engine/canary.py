@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends.interface import Backend
+    from twostroke.backends.recipe import EngineRecipe
     from twostroke.core.options import EngineOptions
-    from twostroke.model.program import Program
     from twostroke.model.tokenizer import Tokenizer
     from twostroke.model.weights import LoadedModel
 
@@ -170,14 +170,9 @@ class FirstLoadCheck(Frozen):
     max_drift: float
 
     @classmethod
-    def of(
-        cls,
-        loaded: LoadedModel,
-        tokenizer: Tokenizer,
-        program: Program,
-        options: EngineOptions,
-    ) -> FirstLoadCheck:
-        """Return the first-load check of a model, before its weights are read."""
+    def of(cls, recipe: EngineRecipe, tokenizer: Tokenizer) -> FirstLoadCheck:
+        """Prepare the first-load check for an engine's model, before its weights are read."""
+        loaded, program, options = recipe.loaded, recipe.program, recipe.options
         size = sum(
             math.prod(shape) for key, shape in program.weight_shapes.items() if key[:4] == "blk."
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -17,9 +16,9 @@ from twostroke.backends.create import (
     memory_free,
     options_for_drafts,
     unused_bytes,
-    weight_bytes,
 )
-from twostroke.backends.kv_size import CacheSize, size_kv_cache
+from twostroke.backends.kv_size import CacheSize
+from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import MemoryLimitError, TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.options import PARTNER
@@ -39,7 +38,7 @@ from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.program.kv_layout import FORMATS as CACHE_FORMATS
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.tokenizer import Translation
-from twostroke.model.weights import load_heads, numbers_table, release_tensors, target_identity
+from twostroke.model.weights import load_heads, numbers_table, target_identity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.core.options import EngineOptions, SpeculationOptions
     from twostroke.engine.model_card import ModelCard
-    from twostroke.model.program import Program
     from twostroke.model.tokenizer import Tokenizer
     from twostroke.model.weights import LoadedHeads, LoadedModel
 
@@ -139,19 +137,10 @@ class Draft(Frozen):
         Raises:
             MemoryLimitError: the draft model does not fit into memory with its target.
         """
-        program = build_program(self.loaded.spec)
-        length = min(program.context_length, target.context_length)
+        recipe = self._recipe(options, target)
         try:
-            size = self._size(program, length, options, backend)
-            runner = create_backend(
-                self.loaded.tensors,
-                program,
-                options_for_drafts(options.compute),
-                size,
-                release=partial(release_tensors, self.loaded.mappings),
-                share_threads_with=backend,
-                max_rows=options.batch.token_budget,
-            )
+            size = _draft_cache_size(recipe, backend)
+            runner = recipe.create_backend(size, share_threads_with=backend)
         except TwostrokeError as error:
             if isinstance(error, MemoryLimitError):
                 error = MemoryLimitError(
@@ -161,40 +150,41 @@ class Draft(Frozen):
                 raise error from None
             _warn_unused(self.loaded.name, error)
             return None
-        cost = cost_model(program, self.loaded.tensors, size.kv_format, options.compute.backend)
+        cost = recipe.cost_model(size.kv_format)
         return DraftModel(
             runner,
             StepTimeModel(cost.per_step(), hardware, runner.facts.rows_together),
             vocab_size=target.cost.program.vocab_size,
-            own_vocab_size=program.vocab_size,
-            context_length=length,
-            token_budget=options.batch.token_budget,
+            own_vocab_size=recipe.program.vocab_size,
+            context_length=size.context_length,
+            token_budget=recipe.max_rows,
             translator=self.words,
         )
 
-    def _size(
-        self, program: Program, length: int, options: EngineOptions, backend: Backend
-    ) -> CacheSize:
-        """Return the size of the draft model's KV cache: as many tokens as the target's.
-
-        It is smaller if memory is short, but always has room for one request of `length` tokens.
-        """
-        size = size_kv_cache(
-            program,
-            replace(options.cache, context_length=length, memory_bytes=None),
-            options.batch.token_budget,
-            weight_bytes(self.loaded, options.compute),
-            memory_free(options.compute, program, self.loaded.tensors, options.batch.token_budget)
-            - unused_bytes(options.compute, backend),
-            max_running=options.batch.effective_max_running,
-            auto_format=auto_kv_format(options.compute),
+    def _recipe(self, options: EngineOptions, target: ModelCard) -> EngineRecipe:
+        """Return the recipe of the draft model, for an engine with these options."""
+        program = build_program(self.loaded.spec)
+        length = min(program.context_length, target.context_length)
+        draft_options = replace(
+            options,
+            compute=options_for_drafts(options.compute),
+            cache=replace(options.cache, context_length=length, memory_bytes=None),
         )
-        pages_of_one_request = -(-size.context_length // size.page_size) * len(program.cache_groups)
-        facts = backend.facts
-        num_target = facts.num_pages * facts.page_size // size.page_size
-        num_pages = min(size.num_pages, max(num_target, pages_of_one_request))
-        cache_bytes = size.cache_bytes // size.num_pages * num_pages
-        return replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
+        loaded = self.loaded.without_tokenizer()
+        return EngineRecipe(loaded.name, draft_options, loaded, program)  # each rank runs all of it
+
+
+def _draft_cache_size(recipe: EngineRecipe, target: Backend) -> CacheSize:
+    """Return the size of a draft model's KV cache: at most the tokens of its target's cache."""
+    unused = unused_bytes(recipe.options.compute, target)
+    size = recipe.size_kv_cache(recipe.free_bytes() - unused)
+    pages_of_one_request = -(-size.context_length // size.page_size)
+    pages_of_one_request *= len(recipe.program.cache_groups)
+    facts = target.facts
+    num_target = facts.num_pages * facts.page_size // size.page_size
+    num_pages = min(size.num_pages, max(num_target, pages_of_one_request))
+    cache_bytes = size.cache_bytes // size.num_pages * num_pages
+    return replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
 
 
 class DraftHeads(Frozen):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from msgspec.structs import replace
@@ -16,21 +15,15 @@ from twostroke.backends.activation_bits.resolve import (
 )
 from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.create import (
-    auto_kv_format,
     check_backend,
-    cost_model,
-    create_backend,
     gpu_device,
     is_native,
-    memory_free,
-    weight_bytes,
 )
-from twostroke.backends.kv_size import size_kv_cache
 from twostroke.backends.machine_limits import MachineLimits
-from twostroke.backends.parallel.division import mesh_for
+from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
-from twostroke.core.hardware import resolve_num_threads, scarcest_memory
+from twostroke.core.hardware import resolve_num_threads
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS, EngineOptions
 from twostroke.core.process_tuning import return_freed_memory
 from twostroke.engine.canary import FirstLoadCheck
@@ -50,11 +43,9 @@ from twostroke.engine.speculation import (
     StepTimeModel,
     budget_function,
 )
-from twostroke.model.families import build_program
 from twostroke.model.families.heads import last_hidden
-from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.program.mesh import ONE_RANK, Mesh
-from twostroke.model.weights import GgufTokenizer, LoadedModel, release_tensors, weights_identity
+from twostroke.model.weights import GgufTokenizer, weights_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,11 +59,9 @@ if TYPE_CHECKING:
         ComputeOptions,
         SpeculationOptions,
     )
-    from twostroke.core.sampling import SamplingDefaults
     from twostroke.engine.speculation import Proposer, Watcher
     from twostroke.engine.speculation.draft_model import DraftModel
     from twostroke.engine.speculation.heads import EagleHeads, MedusaHeads
-    from twostroke.model.program import Program
     from twostroke.model.program.cost import CostModel, StepCost
     from twostroke.model.tokenizer import Tokenizer
 
@@ -146,12 +135,10 @@ def build(
         model: the name or path of the model, or hf:owner/repo.
         options: all options of the engine; None for the defaults.
         progress: called as `progress(done, total)`, in bytes of weights that are ready.
-        accept: called with the model's card before the weights are read. It may raise to end
-            the
+        accept: called with the model's card before the weights are read. It may raise to end the
             build.
         watcher: sees every step, with the last hidden states of the rows that sampled a token.
-        say: called with a line of text before and after slow work that is done once for a
-            model.
+        say: called with a line of text before and after slow work that is done once for a model.
 
     Raises:
         ModelNotFoundError, ModelFormatError, DownloadError: the model does not exist, cannot be
@@ -163,37 +150,30 @@ def build(
     """
     options = options or EngineOptions()
     check_tiers(options.offload)
-    loaded = load(model)
-    program = build_program(loaded.spec)
-    check_backend(options, program, say)
-    options = _with_chosen_activation_bits(options, loaded, program, say)
-    compute = options.compute
-    mesh = mesh_for(options, program)
-    num_weight_bytes = weight_bytes(loaded, compute)
+    recipe = EngineRecipe.of(model, options)
+    check_backend(options, recipe.program, say)
+    recipe = _with_chosen_activation_bits(recipe, say)
+    options = recipe.options
     with ExitStack() as resources:
-        ranks = _start_other_ranks(model, loaded, program, mesh, options)
+        ranks = _start_other_ranks(recipe)
         resources.enter_context(ranks or nullcontext())
-        size = ranks.size() if ranks else _kv_cache_size(loaded, program, mesh, options)
-        card = _card(loaded, program, size, options)
+        size = ranks.size_kv_cache() if ranks else recipe.size_kv_cache()
+        card = _card(recipe, size)
         if accept is not None:
             accept(card)
         sources = _DraftSources(
             draft=Draft.from_options(options.speculation, model, card),
-            heads=DraftHeads.from_options(options.speculation, loaded),
+            heads=DraftHeads.from_options(options.speculation, recipe.loaded),
             watcher=watcher,
         )
-        first_load = FirstLoadCheck.of(loaded, card.tokenizer, program, options)
-        digest = weights_digest(loaded) if options.offload.is_used else ""
-        tensors = loaded.tensors
-        release = partial(release_tensors, loaded.mappings)
-        del loaded  # frees the tokenizer's tables before the weights take their memory
+        first_load = FirstLoadCheck.of(recipe, card.tokenizer)
+        digest = weights_digest(recipe.loaded) if options.offload.is_used else ""
+        recipe = recipe.without_tokenizer()  # the weights need the memory of its tables
         return_freed_memory()
-        limits = _measure_limits(compute, num_weight_bytes, say)
-        rows = options.batch.token_budget
-        create = partial(create_backend, compute=compute, embeds=True, mesh=mesh, max_rows=rows)
-        tapped = last_hidden(program) if watcher or sources.heads else None
-        backend = (ranks.backend if ranks else create)(
-            tensors, program, size=size, release=release, progress=progress, tapped_value=tapped
+        limits = _measure_limits(options.compute, recipe.weight_bytes, say)
+        tapped = last_hidden(recipe.program) if watcher or sources.heads else None
+        backend = (ranks or recipe).create_backend(
+            size, progress=progress, tapped_value=tapped, embeds=True
         )
         resources.callback(backend.close)
         first_load.check(backend)
@@ -211,7 +191,7 @@ def build(
         context_length=size.context_length,
         limits=limits,
         draft=draft_name,
-        mesh=mesh,
+        mesh=recipe.mesh,
     )
 
 
@@ -275,26 +255,30 @@ def _close_on_failure(
         resources.callback(proposer.close)
 
 
-def _with_chosen_activation_bits(
-    options: EngineOptions, loaded: LoadedModel, program: Program, say: Callable[[str], None]
-) -> EngineOptions:
-    """Choose how many bits activations have if the option is "auto"; return the new options.
+def _with_chosen_activation_bits(recipe: EngineRecipe, say: Callable[[str], None]) -> EngineRecipe:
+    """Return a recipe in which `activation_bits` is chosen, where it was "auto".
 
     The choice can take minutes, so a model that generates garbage is refused before the choice.
 
     Raises:
         QualityError: the model generates garbage.
     """
-    precise = replace(options.compute, activation_bits=DEFAULT_ACTIVATION_BITS)
+    compute = recipe.options.compute
 
     def check(backend: Backend) -> None:
-        precise_options = replace(options, compute=precise)
-        FirstLoadCheck.of(loaded, build_tokenizer(loaded), program, precise_options).check(backend)
+        precise = replace(compute, activation_bits=DEFAULT_ACTIVATION_BITS)
+        FirstLoadCheck.of(recipe.with_compute(precise), recipe.build_tokenizer()).check(backend)
 
-    compute = resolve_activation_bits(
-        options.compute, loaded, program, notify=say, max_weights=MAX_AUTO_WEIGHTS, check=check
+    return recipe.with_compute(
+        resolve_activation_bits(
+            compute,
+            recipe.loaded,
+            recipe.program,
+            notify=say,
+            max_weights=MAX_AUTO_WEIGHTS,
+            check=check,
+        )
     )
-    return replace(options, compute=compute)
 
 
 def _draws_ahead(facts: BackendFacts, options: SpeculationOptions, *proposers: object) -> bool:
@@ -335,18 +319,13 @@ def build_speculator(
     )
 
 
-def _start_other_ranks(
-    model: str, loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOptions
-) -> RankGroup | None:
-    """Start a process for each rank but this one; return None if the model has a single rank.
-
-    `shard` divides the model over the ranks of `mesh`.
-    """
-    if mesh.num_ranks == 1 or options.compute.backend == "reference":
+def _start_other_ranks(recipe: EngineRecipe) -> RankGroup | None:
+    """Start a process for each rank but this one; return None if the model has a single rank."""
+    if recipe.mesh.num_ranks == 1 or recipe.options.compute.backend == "reference":
         return None
     from twostroke.backends.parallel.rank_group import RankGroup  # not needed in one process
 
-    return RankGroup(model, loaded, program, mesh, options)
+    return RankGroup(recipe)
 
 
 def _start_kv_transfers(
@@ -367,23 +346,6 @@ def _start_kv_transfers(
     except BaseException:  # also after Ctrl-C: the loop's thread must not stay
         client.loop.close()
         raise
-
-
-def _kv_cache_size(
-    loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOptions
-) -> CacheSize:
-    rows = options.batch.token_budget
-    return size_kv_cache(
-        program,
-        options.cache,
-        rows,
-        weight_bytes(loaded, options.compute),
-        memory_free(options.compute, program, loaded.tensors, rows),
-        max_running=options.batch.effective_max_running,
-        auto_format=auto_kv_format(options.compute),
-        mesh=mesh,
-        group_limit=None if options.compute.backend == "gpu" else scarcest_memory(),
-    )
 
 
 def _measure_limits(
@@ -437,34 +399,29 @@ def build_scheduler(
     return Scheduler(config, pool, index, make_policy(batch), clock)
 
 
-def _card(
-    loaded: LoadedModel, program: Program, size: CacheSize, options: EngineOptions
-) -> ModelCard:
-    cost = cost_model(program, loaded.tensors, size.kv_format, options.compute.backend)
-    identity = weights_identity(loaded.tensors)
-    loaded.release(loaded.tensors.values())  # file pages that the identity has read
-    sampling = options.generation.defaults(loaded.sampling)
-    tokenizer = build_tokenizer(loaded, options.chat_template)
-    return make_card(
-        loaded,
-        tokenizer,
+def _card(recipe: EngineRecipe, size: CacheSize) -> ModelCard:
+    loaded = recipe.loaded
+    card = make_card(
+        recipe,
+        recipe.build_tokenizer(),
         context_length=size.context_length,
-        cost=cost,
-        identity=identity,
-        sampling=sampling,
+        cost=recipe.cost_model(size.kv_format),
+        identity=weights_identity(loaded.tensors),
     )
+    loaded.release(loaded.tensors.values())  # file pages that the identity has read
+    return card
 
 
 def make_card(
-    loaded: LoadedModel,
+    recipe: EngineRecipe,
     tokenizer: Tokenizer,
     *,
     context_length: int,
     cost: CostModel,
     identity: str,
-    sampling: SamplingDefaults,
 ) -> ModelCard:
     """Return the model card of a model whose files are mapped: facts for servers and commands."""
+    loaded = recipe.loaded
     formats = {tensor.format.name for tensor in loaded.tensors.values() if len(tensor.shape) > 1}
     return ModelCard(
         name=loaded.name,
@@ -480,5 +437,5 @@ def make_card(
         pooling=loaded.pooling,
         container="gguf" if isinstance(loaded.tokenizer_source, GgufTokenizer) else "safetensors",
         identity=identity,
-        sampling=sampling,
+        sampling=recipe.options.generation.defaults(loaded.sampling),
     )

@@ -15,6 +15,7 @@ from support.cpu import tiny_model  # noqa: E402
 from support.programs import PROGRAMS, random_tensors  # noqa: E402
 from support.schedules import Setting, fresh, random_requests, run_schedule  # noqa: E402
 from support.tiny import Tiny, write_tiny_gguf  # noqa: E402
+from twostroke.backends import recipe as recipe_module  # noqa: E402
 from twostroke.backends.gpu import step_attention  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find_device  # noqa: E402
@@ -31,7 +32,6 @@ from twostroke.core.options import (  # noqa: E402
 from twostroke.core.request import FinishReason, Request  # noqa: E402
 from twostroke.core.sampling import SamplingParams  # noqa: E402
 from twostroke.core.step import NO_TOKEN, Slice, StepPlan  # noqa: E402
-from twostroke.engine import engine as build_module  # noqa: E402
 from twostroke.engine.llm import LLM  # noqa: E402
 from twostroke.engine.scheduler.policy import Continuous  # noqa: E402
 
@@ -211,8 +211,8 @@ def answers(tiny: str, monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[li
     """Return all answers of an engine, and how many steps were started."""
     made: list[GpuBackend] = []
 
-    def make(*args: Any, size: Any, **_: Any) -> GpuBackend:
-        tensors, program = args
+    def make(*args: Any, **_: Any) -> GpuBackend:
+        tensors, program, _, size = args
         sizes = size.num_pages, size.page_size
         made.append(GpuBackend(program, tensors, *sizes, find_device(), **_EXACT))
         return made[0]
@@ -225,7 +225,7 @@ def answers(tiny: str, monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[li
         num_blind += sum(piece.is_blind for piece in plan.slices)
         find_blind(self, plan, frame)
 
-    monkeypatch.setattr(build_module, "create_backend", make)
+    monkeypatch.setattr(recipe_module, "create_backend", make)
     monkeypatch.setattr(GpuBackend, "_resolve_blind_tokens", count)
     options = EngineOptions(
         ComputeOptions("gpu"),

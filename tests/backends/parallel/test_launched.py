@@ -11,9 +11,9 @@ from contextlib import closing
 import pytest
 
 from benchmarks.common import namespaces
+from twostroke.backends.division import LauncherEnv, division_warning, read_launcher_env
 from twostroke.backends.parallel import launcher
 from twostroke.backends.parallel.connection import connect_to_rank0
-from twostroke.backends.parallel.division import LauncherEnv, division_warning, read_launcher_env
 from twostroke.backends.parallel.launcher import (
     RemoteRanks,
     assigned_rank,

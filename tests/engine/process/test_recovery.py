@@ -16,6 +16,7 @@ from support.servers import wait_for
 from support.tiny import write_tiny_gguf
 from support.unreliable import Ranks
 from twostroke import LLM, SamplingParams
+from twostroke.backends import recipe as recipe_module
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import EngineStoppedError, TwostrokeError
 from twostroke.core.options import (
@@ -26,7 +27,6 @@ from twostroke.core.options import (
     SpeculationOptions,
 )
 from twostroke.core.request import FinishReason
-from twostroke.engine import engine as build_module
 from twostroke.engine.status import Health
 
 if TYPE_CHECKING:
@@ -56,10 +56,12 @@ def engine_of(
     """Yield an engine on ranks, of which one is lost with some `chance` in each call."""
     native_dir()
     made: list[Ranks] = []
-    create_backend = build_module.create_backend
+    create_backend = recipe_module.create_backend
 
     def make(*args: Any, **kwargs: Any) -> Any:
         found = create_backend(*args, **kwargs)
+        if kwargs["share_threads_with"] is not None:
+            return found  # a draft model's backend
         made.append(Ranks(found, steps_ahead))
         return found
 
@@ -70,7 +72,7 @@ def engine_of(
         SpeculationOptions(**speculation),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_module, "create_backend", make)
+        patch.setattr(recipe_module, "create_backend", make)
         llm = LLM(str(path), options)
     with llm:
         made[0].chance = chance

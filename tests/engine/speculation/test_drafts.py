@@ -10,6 +10,7 @@ from support.guessing import engine_of
 from support.native import native_dir
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
+from twostroke.backends import recipe
 from twostroke.core.errors import MemoryLimitError, ModelFormatError, ModelNotFoundError, UsageError
 from twostroke.core.options import (
     BatchOptions,
@@ -21,6 +22,8 @@ from twostroke.core.options import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from twostroke.backends.interface import Backend
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,7 @@ def test_the_catalogues_draft_is_used_if_it_is_asked_for(
     assert drafts(draft="auto", method="ngram") == (None, ("ngram",))
     assert drafts(draft="auto", method="off") == (None, ())
     with monkeypatch.context() as poor:
-        poor.setattr("twostroke.engine.drafters.memory_free", lambda *_: 100_000_000)
+        poor.setattr("twostroke.engine.drafters.unused_bytes", lambda *_: 10**18)
         assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
         with pytest.raises(MemoryLimitError, match="The draft model does not fit into memory"):
             drafts(draft="auto", method="draft")
@@ -74,7 +77,7 @@ def test_the_catalogues_draft_is_used_if_it_is_asked_for(
 
 
 def test_a_draft_that_does_not_fit_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.engine.drafters.memory_free", lambda *_: 100_000_000)
+    monkeypatch.setattr("twostroke.engine.drafters.unused_bytes", lambda *_: 10**18)
     with pytest.raises(MemoryLimitError, match="The draft model does not fit into memory"):
         engine_of(path, draft=str(path))
 
@@ -82,10 +85,14 @@ def test_a_draft_that_does_not_fit_is_refused(path: Path, monkeypatch: pytest.Mo
 def test_the_error_names_a_draft_without_memory_for_weights(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(*_: Any, **__: Any) -> None:
-        raise MemoryLimitError("No memory for 1.1 GB of weights; use a smaller model.")
+    create_backend = recipe.create_backend
 
-    monkeypatch.setattr("twostroke.engine.drafters.create_backend", no_room)
+    def no_room(*args: Any, share_threads_with: Backend | None, **options: Any) -> Backend:
+        if share_threads_with is not None:
+            raise MemoryLimitError("No memory for 1.1 GB of weights; use a smaller model.")
+        return create_backend(*args, **options)
+
+    monkeypatch.setattr(recipe, "create_backend", no_room)
     with pytest.raises(
         MemoryLimitError, match=r"does not fit into memory with tiny\. No memory for"
     ):

@@ -9,8 +9,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from twostroke.backends.cpu.library import choose_level, load_library
+from twostroke.backends.division import read_launcher_env
 from twostroke.backends.parallel.connection import connect_to_rank0
-from twostroke.backends.parallel.division import read_launcher_env
 from twostroke.backends.parallel.launcher import (
     ARRIVAL_TIMEOUT_S,
     assigned_rank,
@@ -36,8 +36,8 @@ from twostroke.model.loader import load
 from twostroke.model.weights import weights_identity
 
 if TYPE_CHECKING:
+    from twostroke.backends.division import LauncherEnv
     from twostroke.backends.parallel.connection import RankConnection
-    from twostroke.backends.parallel.division import LauncherEnv
     from twostroke.backends.parallel.links.host_link import HostLink
 
 T = TypeVar("T")

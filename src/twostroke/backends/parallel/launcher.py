@@ -17,13 +17,13 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
+from twostroke.backends.division import LauncherEnv, read_launcher_env
 from twostroke.backends.parallel.connection import (
     LOST_HOST_AFTER_S,
     connect_to_rank0,
     listen_for_ranks,
     open_connection,
 )
-from twostroke.backends.parallel.division import LauncherEnv, read_launcher_env
 from twostroke.backends.parallel.rank_messages import RECEIVED_BY_RANKS, RankArrival, RankLeaves
 from twostroke.core import env
 from twostroke.core.distributed_options import ParallelOptions

@@ -7,7 +7,7 @@ import socket
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 from msgspec.structs import replace
 
@@ -15,13 +15,11 @@ from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.backends.cpu.shared import shared_bytes
 from twostroke.backends.create import (
     FLOAT32_BACKENDS,
-    auto_kv_format,
     create_backend,
     splits_sums,
     torch_device,
 )
 from twostroke.backends.interface import WeightShard, block_sizes
-from twostroke.backends.kv_size import size_kv_cache
 from twostroke.backends.parallel.backend import ParallelBackend
 from twostroke.backends.parallel.launcher import (
     LocalRanks,
@@ -43,19 +41,17 @@ from twostroke.model.program.shard import shard
 from twostroke.model.weights import weights_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from twostroke.backends.kv_size import CacheSize
     from twostroke.backends.parallel.backend import RankBackend
     from twostroke.backends.parallel.launcher import Launcher, RemoteRanks
     from twostroke.backends.parallel.link import Link
-    from twostroke.core.options import ComputeOptions, EngineOptions
-    from twostroke.model.program import Program
-    from twostroke.model.program.mesh import Mesh
+    from twostroke.backends.recipe import EngineRecipe
+    from twostroke.core.options import ComputeOptions
     from twostroke.model.program.shard import RankProgram
     from twostroke.model.quant import QuantTensor
-    from twostroke.model.weights import LoadedModel
 
 _EVALUATED_ROWS = 512  # rows of a step in which a sequence is evaluated
 _CAUSE_TIMEOUT_S = 2.0  # to learn why ranks did not connect
@@ -64,28 +60,21 @@ _CAUSE_TIMEOUT_S = 2.0  # to learn why ranks did not connect
 class RankGroup:
     """The ranks of an engine, from their start until they load their parts of the model."""
 
-    def __init__(
-        self,
-        model: str,
-        loaded: LoadedModel,
-        program: Program,
-        mesh: Mesh,
-        options: EngineOptions,
-    ) -> None:
-        """Divide the model over the mesh, and start the processes of the other ranks.
+    def __init__(self, recipe: EngineRecipe) -> None:
+        """Divide the recipe's model over its mesh, and start the processes of the other ranks.
 
         Raises:
             UsageError: the model cannot be divided in this way.
             BackendError: ranks cannot be started.
         """
-        compute, batch = options.compute, options.batch
-        self._model, self._model_id = model, weights_identity(loaded.tensors)
-        self._program, self._options = program, options
-        self._mesh = mesh
-        self._splits_sums = splits_sums(options.compute, options.parallel)
-        sizes = block_sizes(loaded.tensors) if self._splits_sums else None
-        self._parts = shard(program, mesh, [last_hidden(program)], sizes)
-        self._weight_bytes = [_weight_bytes(part, loaded.tensors, compute) for part in self._parts]
+        self._recipe = recipe = recipe.without_tokenizer()
+        compute, batch = recipe.options.compute, recipe.options.batch
+        program, tensors = recipe.program, recipe.loaded.tensors
+        self._model_id = weights_identity(tensors)
+        self._splits_sums = splits_sums(compute, recipe.options.parallel)
+        sizes = block_sizes(tensors) if self._splits_sums else None
+        self._parts = shard(program, recipe.mesh, [last_hidden(program)], sizes)
+        self._weight_bytes = [_weight_bytes(part, tensors, compute) for part in self._parts]
         self._max_rows = max(batch.token_budget, batch.effective_max_running, _EVALUATED_ROWS)
         self._level = choose_level(compute.level).level
         self._one_arithmetic = compute.backend in FLOAT32_BACKENDS or bool(
@@ -93,11 +82,11 @@ class RankGroup:
         )
         with ExitStack() as if_it_fails:
             self._link, launcher = self._start(if_it_fails)
-            self._ranks = Ranks(mesh.num_ranks, launcher, self._link)
+            self._ranks = Ranks(recipe.mesh.num_ranks, launcher, self._link)
             self._undo = if_it_fails.pop_all()
         self._hosts = {0: socket.gethostname()}
 
-    def size(self) -> CacheSize:
+    def size_kv_cache(self) -> CacheSize:
         """Return the KV cache size of all ranks: the largest that fits on each host.
 
         Raises:
@@ -107,40 +96,33 @@ class RankGroup:
         hellos = self._ranks.wait_for_hellos()
         for rank, hello in hellos.items():
             self._hosts[rank] = hello.host
-        options, sizes = self._options, []
+        sizes = []
         for host in set(self._hosts.values()):
             ranks_of_host = [rank for rank, other in self._hosts.items() if other == host]
             free = (
                 memory_available() if 0 in ranks_of_host else hellos[ranks_of_host[0]].memory_bytes
             )
             sizes.append(
-                size_kv_cache(
-                    self._program,
-                    options.cache,
-                    options.batch.token_budget,
+                self._recipe.size_part_of_kv_cache(
                     sum(self._weight_bytes[rank] for rank in ranks_of_host),
                     free,
-                    max_running=options.batch.effective_max_running,
-                    auto_format=auto_kv_format(options.compute),
                     parts=[self._parts[rank].program for rank in ranks_of_host],
-                    mesh=self._mesh,
                     group_limit=scarcest_memory() if 0 in ranks_of_host else None,
                 )
             )
         return min(sizes, key=lambda size: size.num_pages)
 
-    def backend(
+    def create_backend(
         self,
-        tensors: Mapping[str, QuantTensor],
-        program: Program,
         size: CacheSize,
         *,
-        tapped_value: str | None,
-        **options: Any,
+        progress: Callable[[int, int], None] | None = None,
+        tapped_value: str | None = None,
+        embeds: bool = False,
     ) -> ParallelBackend:
         """Load each rank's part of the model, and return the backend of all ranks.
 
-        The arguments are the same as for `create_backend`.
+        The arguments are documented at the function `create_backend`.
         """
         jobs = partial(self._jobs, size)
         link = self._link.renew()
@@ -149,21 +131,24 @@ class RankGroup:
             self._link.join(link)
         except RanksLostError as error:
             raise self._ranks.cause(_CAUSE_TIMEOUT_S) from error
-        compute = options_for_rank(self._options.compute, *self._host_slot(0))
+        recipe = self._recipe
+        tensors = recipe.loaded.tensors
         sizes = block_sizes(tensors) if self._splits_sums else None
+        compute = options_for_rank(recipe.options.compute, *self._host_slot(0))
         with self.own_cores():
             rank0_backend = create_backend(
                 tensors,
-                program,
+                recipe.program,
                 compute,
                 size,
+                release=recipe.loaded.release,
+                progress=progress,
                 tapped_value=tapped_value,
-                embeds=True,
-                weight_shard=WeightShard(0, self._mesh, self._max_rows, self._link.record, sizes),
-                **options,
+                embeds=embeds,
+                weight_shard=WeightShard(0, recipe.mesh, self._max_rows, self._link.record, sizes),
             )
         rank0_backend = cast("RankBackend", rank0_backend)  # true for a backend with a share
-        return ParallelBackend(rank0_backend, self._ranks, self._link, jobs, self._mesh)
+        return ParallelBackend(rank0_backend, self._ranks, self._link, jobs, recipe.mesh)
 
     def own_cores(self) -> AbstractContextManager[None]:
         """Return a context in which new threads run only on the CPU cores of rank 0."""
@@ -190,19 +175,19 @@ class RankGroup:
         If torchrun or mpirun started this process as another rank, this call runs that rank and
         then exits the process.
         """
-        count = self._mesh.num_ranks
+        count = self._recipe.mesh.num_ranks
         remote: RayRanks | RemoteRanks
-        if self._options.parallel.launcher == "ray":
+        if self._recipe.options.parallel.launcher == "ray":
             remote = RayRanks(count)
         else:
-            follow_if_launched(self._model, self._options.parallel)
+            follow_if_launched(self._recipe.model, self._recipe.options.parallel)
             launcher_env = assigned_rank(count)
             if launcher_env is None:
                 link = self._new_link(None)
                 undo.callback(link.close)
                 return link, LocalRanks(*link.files)
             remote = wait_for_ranks(
-                launcher_env, describe_command(self._model, self._options.parallel)
+                launcher_env, describe_command(self._recipe.model, self._recipe.options.parallel)
             )
         undo.callback(remote.close)
         link = self._new_link(remote.host)
@@ -214,16 +199,16 @@ class RankGroup:
 
         `host`: rank 0's address, for ranks on other machines.
         """
-        count = self._mesh.num_ranks
-        if self._options.compute.backend == "torch":
+        count = self._recipe.mesh.num_ranks
+        if self._recipe.options.compute.backend == "torch":
             from twostroke.backends.torch.link import TorchLink
 
             return TorchLink(0, count, host) if host else TorchLink(0, count)
         if host:
             return open_link(choose_link_type(env.forced_link()), 0, count, self._level, host)
         # Untouched memory costs nothing, so there is room for all values that `compare` may trace.
-        program = self._program
-        traced = shard(program, self._mesh, [*program.layer_outputs, last_hidden(program)])
+        program = self._recipe.program
+        traced = shard(program, self._recipe.mesh, [*program.layer_outputs, last_hidden(program)])
         num_bytes = [shared_bytes(parts, self._max_rows) for parts in (self._parts, traced)]
         return SharedLink.create(count, self._level, max(num_bytes))
 
@@ -236,10 +221,10 @@ class RankGroup:
         return {
             rank: RankJob(
                 rank=rank,
-                mesh=self._mesh,
-                model=self._model,
+                mesh=self._recipe.mesh,
+                model=self._recipe.model,
                 model_id=self._model_id,
-                compute=self._options.compute,
+                compute=self._recipe.options.compute,
                 host_slot=self._host_slot(rank),
                 level=self._level,
                 one_arithmetic=self._one_arithmetic,
@@ -247,12 +232,12 @@ class RankGroup:
                 page_size=size.page_size,
                 kv_format=size.kv_format,
                 max_rows=self._max_rows,
-                tapped_value=last_hidden(self._program),
+                tapped_value=last_hidden(self._recipe.program),
                 splits_sums=self._splits_sums,
                 link_kind=self._link.kind,
                 link=link,
             )
-            for rank in range(1, self._mesh.num_ranks)
+            for rank in range(1, self._recipe.mesh.num_ranks)
         }
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from msgspec.structs import replace
 
-from twostroke.backends.create import cost_model
 from twostroke.backends.machine_limits import MachineLimits
+from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import (
     EngineDiedError,
     EngineKillerError,
@@ -34,9 +34,6 @@ from twostroke.engine.process.child import EngineProcess
 from twostroke.engine.process.pending import FullQueue, PendingCalls, RemoteOutputs
 from twostroke.engine.process.supervisor import Supervisor
 from twostroke.engine.status import Health
-from twostroke.model.families import build_program
-from twostroke.model.loader import build_tokenizer
-from twostroke.model.loader import load as load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,21 +109,18 @@ class RemoteEngine:
         load = wire.LoadModel(wire.VERSION, model, options, log_level)
         process = EngineProcess(load, launched)
         try:
-            loaded = load_model(model)  # only the header; the process reads the weights meanwhile
-            tokenizer = build_tokenizer(loaded, options.chat_template)
-            program = build_program(loaded.spec)
+            # Only the header is read here; the process reads the weights meanwhile.
+            recipe = EngineRecipe.of(model, options)
+            tokenizer = recipe.build_tokenizer()
             meanwhile()
             ready = process.wait_ready(progress)
-            cost = cost_model(program, loaded.tensors, backend=options.compute.backend)
             stops_rows = ready.facts.backend.stops_rows
-            cost = replace(cost, cache=ready.card.cache, stops_rows=stops_rows)
             card = make_card(
-                loaded,
+                recipe,
                 tokenizer,
                 context_length=ready.card.context_length,
-                cost=cost,
+                cost=replace(recipe.cost_model(), cache=ready.card.cache, stops_rows=stops_rows),
                 identity=ready.card.identity,
-                sampling=options.generation.defaults(loaded.sampling),
             )
             return cls(load, card, process, ready)
         except BaseException:  # also after Ctrl-C: the engine process must not stay

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from twostroke.backends.cpu import CpuBackend
+from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import ModelFormatError, QualityError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
@@ -186,8 +187,8 @@ def check_canary(loaded: LoadedModel, backend: CpuBackend, message: str = _REMOV
     Raises:
         QualityError: the model writes garbage.
     """
-    program, tokenizer = build_program(loaded.spec), build_tokenizer(loaded)
-    first_load = FirstLoadCheck.of(loaded, tokenizer, program, EngineOptions())
+    recipe = EngineRecipe(loaded.name, EngineOptions(), loaded, build_program(loaded.spec))
+    first_load = FirstLoadCheck.of(recipe, recipe.build_tokenizer())
     canary = score_canary(backend, first_load.tokens)
     if fault := first_load.fault(canary):
         raise QualityError(message, model=loaded.name, fault=fault)

@@ -12,21 +12,13 @@ from msgspec import field
 from msgspec.structs import replace
 
 from twostroke.backends.activation_bits.resolve import resolve_activation_bits
-from twostroke.backends.create import (
-    auto_kv_format,
-    check_can_run,
-    create_backend,
-    memory_free,
-    weight_bytes,
-)
-from twostroke.backends.kv_size import size_kv_cache
-from twostroke.backends.parallel.division import mesh_for
+from twostroke.backends.create import check_can_run
+from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.options import BatchOptions, EngineOptions
 from twostroke.lab.measure.divergence import compare
-from twostroke.model.families import build_program
 from twostroke.model.loader import build_tokenizer, load
 
 if TYPE_CHECKING:
@@ -250,36 +242,22 @@ def _drift(expected: Sequence[Array], actual: Sequence[Array]) -> tuple[float, .
 
 
 def _open_backend(subject: Subject, length: int) -> tuple[Program, Backend]:
-    loaded = load(subject.model)
-    program = build_program(loaded.spec)
-    compute = resolve_activation_bits(subject.compute, loaded, program)
-    subject = replace(subject, compute=compute)
+    options = EngineOptions(
+        subject.compute,
+        replace(subject.cache, context_length=max(length, 2)),
+        BatchOptions(max_running=1),
+        parallel=subject.parallel,
+    )
+    recipe = EngineRecipe.of(subject.model, options)
+    program = recipe.program
+    recipe = recipe.with_compute(resolve_activation_bits(subject.compute, recipe.loaded, program))
     if length > program.context_length:
         message = f"Pieces of {length} tokens are longer than {program.name}'s context"
         raise UsageError(f"{message} of {program.context_length}: lower --length.")
-    cache = replace(subject.cache, context_length=max(length, 2))
-    options = EngineOptions(subject.compute, cache, BatchOptions(), parallel=subject.parallel)
-    mesh = mesh_for(options, program)
-    if mesh.num_ranks > 1 and subject.compute.backend != "reference":
-        from twostroke.backends.parallel.rank_group import (
-            RankGroup,  # one process needs nothing of it
-        )
+    if recipe.mesh.num_ranks > 1 and subject.compute.backend != "reference":
+        # Imported here: one process needs nothing of it.
+        from twostroke.backends.parallel.rank_group import RankGroup
 
-        with RankGroup(subject.model, loaded, program, mesh, options) as ranks:
-            size, tensors = ranks.size(), loaded.tensors
-            return program, ranks.backend(
-                tensors, program, size, release=loaded.release, tapped_value=None
-            )
-    size = size_kv_cache(
-        program,
-        cache,
-        length,
-        weight_bytes(loaded, subject.compute),
-        memory_free(subject.compute, program, loaded.tensors, length),
-        auto_format=auto_kv_format(subject.compute),
-        mesh=mesh,
-    )
-    release = loaded.release
-    return program, create_backend(
-        loaded.tensors, program, subject.compute, size, release=release, mesh=mesh
-    )
+        with RankGroup(recipe) as ranks:
+            return program, ranks.create_backend(ranks.size_kv_cache())
+    return program, recipe.create_backend(recipe.size_kv_cache(max_rows=length))

@@ -17,22 +17,17 @@ from twostroke.backends.create import (
     auto_kv_format,
     check_can_run,
     check_gpu,
-    cost_model,
-    create_backend,
     gpu_device,
-    memory_free,
-    weight_bytes,
 )
 from twostroke.backends.kv_size import CacheSize
 from twostroke.backends.machine_limits import machine
+from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import OtherProgramsLoad, resolve_num_threads
-from twostroke.core.options import CacheOptions, ComputeOptions
+from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
 from twostroke.lab.measure.report_text import Label, labels
 from twostroke.lab.measure.single_step import FILL_ROWS, SingleStep
-from twostroke.model.families import build_program
-from twostroke.model.loader import load
 from twostroke.model.program.cost import Cost, CostModel
 from twostroke.model.program.kv_layout import FORMATS, PageGroups
 
@@ -44,8 +39,6 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.backend import GpuBackend
     from twostroke.core.hardware import Hardware
     from twostroke.lab.measure.single_step import Shape
-    from twostroke.model.program import Program
-    from twostroke.model.weights import LoadedModel
 
     TimedBackend = CpuBackend | GpuBackend
 
@@ -210,30 +203,22 @@ def profile(
         TwostrokeError: as `load`.
     """
     check_can_run(options.compute)
-    loaded = load(model)
-    program = build_program(loaded.spec)
+    batch = BatchOptions(token_budget=options.max_rows, max_running=1)
+    recipe = EngineRecipe.of(model, EngineOptions(options.compute, options.cache, batch))
+    loaded, program = recipe.loaded, recipe.program
     if options.compute.backend == "gpu":
         check_gpu(program, options.compute)
     compute = resolve_activation_bits(options.compute, loaded, program)
+    recipe = recipe.with_compute(compute)
     kv_format = options.cache.kv_format
     if kv_format == "auto":
         kv_format = auto_kv_format(options.compute)
-    size = _size(loaded, program, options, kv_format)
-    cost = cost_model(program, loaded.tensors, kv_format, compute.backend)
+    size = _size(recipe, options.shapes, kv_format)
+    cost = recipe.cost_model(kv_format)
     notice("Measuring the machine")
     hardware = _hardware(compute, loaded.file_bytes)
     notice("Loading the model")
-    backend = cast(
-        "TimedBackend",
-        create_backend(
-            loaded.tensors,
-            program,
-            compute,
-            size,
-            release=loaded.release,
-            max_rows=options.max_rows,
-        ),
-    )
+    backend = cast("TimedBackend", recipe.create_backend(size))
     cost = replace(cost, stops_rows=backend.facts.stops_rows)
     try:
         for number, shape in product(range(options.rounds), options.shapes):
@@ -254,19 +239,16 @@ def _hardware(compute: ComputeOptions, stream_bytes: int) -> Hardware:
     return machine(level, num_threads, stream_bytes, remeasure=True)
 
 
-def _size(
-    loaded: LoadedModel, program: Program, options: ProfileOptions, kv_format: str
-) -> CacheSize:
+def _size(recipe: EngineRecipe, shapes: Sequence[Shape], kv_format: str) -> CacheSize:
     """Return the size of a KV cache with the pages that the largest shape needs."""
-    page_size = options.cache.tokens_in_page
+    program, page_size = recipe.program, recipe.options.cache.tokens_in_page
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
-    for shape in options.shapes:
+    for shape in shapes:
         shape.check(program)
-    largest = max(options.shapes, key=lambda shape: shape.num_pages(groups))
+    largest = max(shapes, key=lambda shape: shape.num_pages(groups))
     num_pages = largest.num_pages(groups)
     needed = num_pages * program.page_bytes(page_size, FORMATS[kv_format])
-    free = memory_free(options.compute, program, loaded.tensors, options.max_rows)
-    free = max(0, free - weight_bytes(loaded, options.compute) - _WORKING_BYTES)
+    free = max(0, recipe.free_bytes() - recipe.weight_bytes - _WORKING_BYTES)
     if needed > free:
         option = "--prefill" if largest.num_prompt else "--streams or --context"
         raise MemoryLimitError(

@@ -10,9 +10,7 @@ from msgspec.structs import replace
 
 from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.cpu.shared import lower_rank
-from twostroke.backends.create import cost_model
 from twostroke.backends.machine_limits import machine
-from twostroke.backends.parallel.division import mesh_for
 from twostroke.backends.parallel.predicted_speed import (
     CollectiveShares,
     divide,
@@ -21,6 +19,7 @@ from twostroke.backends.parallel.predicted_speed import (
     rates_of,
 )
 from twostroke.backends.parallel.rank_group import RankGroup
+from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available, resolve_num_threads
@@ -28,9 +27,7 @@ from twostroke.core.options import BatchOptions, EngineOptions
 from twostroke.lab.measure.profile import MAX_STEPS, MIN_STEPS, TARGET_DURATION_S, Spread
 from twostroke.lab.measure.report_text import Label, labels
 from twostroke.lab.measure.single_step import SingleStep
-from twostroke.model.families import build_program
 from twostroke.model.families.heads import last_hidden
-from twostroke.model.loader import load
 from twostroke.model.program import ops
 from twostroke.model.program.kv_layout import PageGroups
 from twostroke.model.program.shard import shard
@@ -100,38 +97,37 @@ def profile_ranks(
         BackendError: the ranks cannot be started, or one is lost.
         MemoryLimitError: the keys and values of a shape do not fit.
     """
-    loaded = load(model)
-    program = build_program(loaded.spec)
+    recipe = EngineRecipe.of(model, EngineOptions(options.compute))
+    program = recipe.program
     for shape in options.shapes:
         shape.check(program)
     longest = max(shape.num_tokens for shape in options.shapes)
     rows = max(shape.batch.num_rows for shape in options.shapes)
     cache = replace(options.cache, context_length=min(program.context_length, 2 * longest))
-    engine_options = EngineOptions(
-        options.compute,
-        cache,
-        BatchOptions(token_budget=max(rows, 1), max_running=rows),
-        parallel=parallel,
+    recipe = recipe.with_options(
+        EngineOptions(
+            options.compute,
+            cache,
+            BatchOptions(token_budget=max(rows, 1), max_running=rows),
+            parallel=parallel,
+        )
     )
-    mesh = mesh_for(engine_options, program)
     notice("Measuring the machine")
     num_threads = resolve_num_threads(options.compute.num_threads)
     level = choose_level(options.compute.level).level
-    limits = machine(level, num_threads, loaded.file_bytes, remeasure=True)
+    limits = machine(level, num_threads, recipe.loaded.file_bytes, remeasure=True)
     notice("Loading the model")
-    with RankGroup(model, loaded, program, mesh, engine_options) as group:
-        size = _with_pages_for(options.shapes, program, group.size())
-        backend = group.backend(
-            loaded.tensors, program, size, release=loaded.release, tapped_value=None
-        )
+    with RankGroup(recipe) as group:
+        size = _with_pages_for(options.shapes, program, group.size_kv_cache())
+        backend = group.create_backend(size)
     try:
-        cost = replace(cost_model(program, loaded.tensors, size.kv_format), stops_rows=True)
+        cost = replace(recipe.cost_model(size.kv_format), stops_rows=True)
         link = measure_link(backend, _LINK_MEASUREMENT_S)
         with own_cores(backend):  # this thread also computes
-            divided = divide(cost, mesh, limits, backend.facts.ranks, link)
+            divided = divide(cost, recipe.mesh, limits, backend.facts.ranks, link)
             for shape in options.shapes:
                 notice(f"Measuring {shape.name}")
-                yield _profile(shape, backend, divided, mesh, options)
+                yield _profile(shape, backend, divided, recipe.mesh, options)
     finally:
         backend.close()
 

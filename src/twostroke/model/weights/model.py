@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
 from twostroke.core.sampling import SamplingParams
@@ -58,6 +60,10 @@ class LoadedModel(Frozen):
     def file_bytes(self) -> int:
         """Return the size of the model's weight files in bytes."""
         return sum(mapping.size for mapping in self.mappings)
+
+    def without_tokenizer(self) -> Self:
+        """Return the model without its tokenizer, whose tables may take more memory than a step."""
+        return replace(self, tokenizer_source=GgufTokenizer({}))
 
     def release(self, tensors: Iterable[QuantTensor]) -> None:
         """Free the memory of weights that a backend has repacked; a later access reads the file."""

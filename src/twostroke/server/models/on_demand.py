@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final, Self
 
 from msgspec.structs import replace
 
-from twostroke.backends.create import auto_kv_format, cost_model, weight_bytes, working_bytes
 from twostroke.backends.interface import BackendFacts
-from twostroke.backends.kv_size import WORKING_BYTES, CacheSize, size_kv_cache
+from twostroke.backends.kv_size import WORKING_BYTES
+from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import (
     MemoryLimitError,
     ModelFormatError,
@@ -31,8 +31,6 @@ from twostroke.engine.scheduler import SchedulerConfig, SchedulerStats
 from twostroke.engine.scheduler.config import max_len
 from twostroke.engine.speculation import SpeculationStats
 from twostroke.engine.status import Health, RunningRequests, StepProgress
-from twostroke.model.families import build_program
-from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.program.kv_layout import PageGroups
 from twostroke.model.weights import weights_identity
 from twostroke.server.models.residency import ModelResidency, ModelUse
@@ -40,6 +38,7 @@ from twostroke.server.models.residency import ModelResidency, ModelUse
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
+    from twostroke.backends.kv_size import CacheSize
     from twostroke.backends.machine_limits import MachineLimits
     from twostroke.core.constraint import Constraint
     from twostroke.core.options import EngineOptions
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Caller
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.process.pending import RemoteOutputs
-    from twostroke.model.program.program import Program
 
 # The estimated load time before the first load is a constant and a time for each byte.
 _BASE_LOAD_S: Final = 0.5
@@ -127,55 +125,37 @@ class OnDemandEngine:
         Raises:
             MemoryLimitError: the model does not fit into `budget_bytes`.
         """
-        loaded = load(model)
-        program = build_program(loaded.spec)
-        batch = options.batch
-        num_weight_bytes = weight_bytes(loaded, options.compute)
-        num_working_bytes = WORKING_BYTES
-        if options.compute.backend == "gpu":
-            num_working_bytes += working_bytes(
-                options.compute, program, loaded.tensors, max_rows=batch.token_budget
-            )
+        recipe = EngineRecipe.of(model, options)
+        gpu_working_bytes = recipe.gpu_working_bytes
         try:
-            size = size_kv_cache(
-                program,
-                options.cache,
-                batch.token_budget,
-                num_weight_bytes,
-                budget_bytes + WORKING_BYTES - num_working_bytes,
-                max_running=batch.effective_max_running,
-                auto_format=auto_kv_format(options.compute),
-            )
+            size = recipe.size_kv_cache(budget_bytes - gpu_working_bytes)
         except MemoryLimitError as error:
             limit = f"With {format_bytes(budget_bytes)} of memory for all models (--memory), "
             raise MemoryLimitError(limit + str(error)) from None
         options = replace(options, cache=replace(options.cache, memory_bytes=size.cache_bytes))
-        cost = cost_model(program, loaded.tensors, size.kv_format, options.compute.backend)
-        identity = weights_identity(loaded.tensors)
         card = make_card(
-            loaded,
-            build_tokenizer(loaded, options.chat_template),
+            recipe,
+            recipe.build_tokenizer(),
             context_length=size.context_length,
-            cost=cost,
-            identity=identity,
-            sampling=options.generation.defaults(loaded.sampling),
+            cost=recipe.cost_model(size.kv_format),
+            identity=weights_identity(recipe.loaded.tensors),
         )
         facts = EngineFacts(
-            _backend_facts(program, size, num_weight_bytes),
-            _scheduler_config(options, size.context_length),
+            _backend_facts(recipe, size),
+            SchedulerConfig.from_options(options.batch, size.context_length),
             (),
             keeps_pages=options.offload.is_used,
         )
         engine_card = wire.EngineCard(
             context_length=size.context_length,
-            identity=identity,
-            cache=cost.cache,
+            identity=card.identity,
+            cache=card.cost.cache,
             draft=None,
             hardware=None,
             longest_step_s=0.0,
         )
         ready = wire.EngineReady(engine_card, facts, _initial_status(card, size.num_pages))
-        num_bytes = num_weight_bytes + size.cache_bytes + num_working_bytes
+        num_bytes = recipe.weight_bytes + size.cache_bytes + WORKING_BYTES + gpu_working_bytes
         message = wire.LoadModel(wire.VERSION, model, options, log_level)
         return cls(message, replace(card, name=name or card.name), ready, num_bytes, keep_s)
 
@@ -461,7 +441,7 @@ class OnDemandEngine:
         return True
 
 
-def _backend_facts(program: Program, size: CacheSize, num_weight_bytes: int) -> BackendFacts:
+def _backend_facts(recipe: EngineRecipe, size: CacheSize) -> BackendFacts:
     """Return the compute backend's facts for a model that is not loaded."""
     return BackendFacts(
         name="none",
@@ -469,16 +449,10 @@ def _backend_facts(program: Program, size: CacheSize, num_weight_bytes: int) -> 
         num_threads=0,
         num_pages=size.num_pages,
         page_size=size.page_size,
-        windows=tuple(group.window for group in program.cache_groups),
-        weight_bytes=num_weight_bytes,
+        windows=tuple(group.window for group in recipe.program.cache_groups),
+        weight_bytes=recipe.weight_bytes,
         cache_bytes=size.cache_bytes,
     )
-
-
-def _scheduler_config(options: EngineOptions, context_length: int) -> SchedulerConfig:
-    """Return the limits that a model's scheduler will have when the model is loaded."""
-    batch = options.batch
-    return SchedulerConfig.from_options(batch, context_length)
 
 
 def _initial_status(card: ModelCard, num_pages: int) -> EngineStatus:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from support.cpu import tiny_model
-from twostroke.backends.parallel.division import mesh_for
+from twostroke.backends.division import mesh_for
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions
 
