@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Mapping  # noqa: TC003 - msgspec reads it
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from twostroke.core.cancellation import wait_until_set
 from twostroke.core.errors import UsageError
 from twostroke.core.files import read_regular_file
-from twostroke.core.frozen import Frozen
 from twostroke.core.masking import masked_url
+from twostroke.core.server_load import ServerLoad
 from twostroke.fleet.router.replica_registry import ReplicaFacts, ReplicaState
 from twostroke.fleet.router.response import CutOffError, ReplicaError
 from twostroke.fleet.router.upstream import Address, is_host_name, request_head
@@ -189,8 +189,8 @@ class HealthChecker:
             version=load.version,
             numerics=load.numerics,
             context_length=load.context_length,
-            keeps_files=load.keeps_files,
-            takes_any_name=load.takes_any_name,
+            keeps_files=_known(load.keeps_files),
+            takes_any_name=_known(load.takes_any_name),
             numerics_by_model=load.numerics_by_model,
         )
         replica.num_prompt_tokens = load.prompt_tokens
@@ -263,29 +263,6 @@ class HealthChecker:
                 replica.check_now.set()
 
 
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # so that sums stay finite
-
-
-class ServerLoad(Frozen):
-    """A Twostroke server's answer to `GET /api/load`. Older versions lack the last fields."""
-
-    status: str
-    epoch: str
-    models: tuple[str, ...]
-    version: str
-    numerics: str
-    work_s: Seconds
-    prompt_tokens: int
-    cached_tokens: int
-    horizon_s: Seconds | None
-    context_length: int = 0
-    prefill_per_decode: float | None = None
-    keeps_files: bool | None = None
-    trusts_sender: bool | None = None
-    takes_any_name: bool | None = None
-    numerics_by_model: Mapping[str, str] = {}
-
-
 async def fetch(
     replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]
 ) -> tuple[int, bytes]:
@@ -351,6 +328,11 @@ def _key_hint(key: str | None) -> str:
     if key is None:
         return "It wants a key: give it and the router the same TWOSTROKE_REPLICA_KEY."
     return "It does not accept the router's TWOSTROKE_REPLICA_KEY: give it the same one."
+
+
+def _known(value: bool | UnsetType) -> bool | None:  # noqa: FBT001 - a field's value
+    """Return the value of a field of a server's load; None if an older server has not sent it."""
+    return None if value is UNSET else value
 
 
 def _decode_load(body: bytes) -> ServerLoad | None:

@@ -1,4 +1,4 @@
-"""The server's version, and the bodies of GET /, /health, /api/load and /v1/models."""
+"""The server's version, and the bodies of GET /, /health and /v1/models."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from twostroke.engine.status import Health
+from twostroke.core.server_load import SERVER_STATES
 
 if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
 
-_STATES = ["ok", "draining", *(health.value for health in Health if health is not Health.READY)]
+_STATES = list(SERVER_STATES)
 
 
 def _version() -> str:
@@ -55,45 +55,6 @@ class ProgressBody(msgspec.Struct, frozen=True):
     status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
     steps: int
     step_s: float
-
-
-class LoadBody(msgspec.Struct, frozen=True):
-    """The response to GET /api/load: a server's facts and load, for a router.
-
-    Work and tokens are totals of all models.
-
-    Attributes:
-        epoch: changes with each start of the server or its engine.
-        numerics: servers with equal numerics give equal answers; of the first model.
-        numerics_by_model: the same of each model that was loaded.
-        prompt_tokens, cached_tokens: counts since the start.
-        horizon_s: seconds since the last use of the page that was evicted last; pages used later
-            are still in the prefix cache. Unloading a model evicts its pages.
-        context_length: of the first model.
-        prefill_per_decode: the number of prefill engines that a decode engine like this can use,
-            once it has been measured.
-        keeps_files: whether the server has files and batches.
-        trusts_sender: whether the request had a router's key, whose sender may name tenants.
-        takes_any_name: whether an unknown model name means the first model.
-    """
-
-    status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
-    epoch: str
-    models: list[str]
-    version: str
-    numerics: str
-    numerics_by_model: dict[str, str]
-    running: int
-    waiting: int
-    work_s: Annotated[float, Meta(description="Seconds that the tokens in the queue take.")]
-    prompt_tokens: int
-    cached_tokens: int
-    horizon_s: float | None
-    context_length: int
-    prefill_per_decode: float | None
-    keeps_files: bool
-    trusts_sender: bool
-    takes_any_name: bool
 
 
 class Capabilities(msgspec.Struct, frozen=True):

@@ -8,11 +8,12 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.core.server_load import ServerLoad
 from twostroke.engine.status import Health
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import to_json
 from twostroke.server.http.retry_after import RETRY_AFTER_S
-from twostroke.server.models.about import VERSION, HealthBody, LoadBody, ProgressBody
+from twostroke.server.models.about import VERSION, HealthBody, ProgressBody
 from twostroke.server.models.model_pool import ModelPool
 from twostroke.server.observability.disaggregation import prefill_per_decode
 
@@ -123,10 +124,10 @@ class HealthReports:
             horizons.append(time.monotonic() - engine.unloaded_s)
         engines = engine.engines if isinstance(engine, ModelPool) else {self._name: engine}
         numerics = {name: _numerics(model_engine) for name, model_engine in engines.items()}
-        body = LoadBody(
+        body = ServerLoad(
             status="ok" if status == Health.READY.value else status,
             epoch=f"{self._start_id}-{engine.num_deaths}",
-            models=list(self._names.served_names),
+            models=tuple(self._names.served_names),
             version=VERSION,
             numerics=_numerics(engine),
             numerics_by_model={name: value for name, value in numerics.items() if value},

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Final
 
 from twostroke.core.errors import ModelNotFoundError, OverloadedError, RequestError
+from twostroke.core.server_load import ServerLoad
 from twostroke.server.http import errors
 from twostroke.server.http.error_forms import ANTHROPIC, LLAMA_SERVER
 from twostroke.server.models.about import (
     AboutBody,
     HealthBody,
-    LoadBody,
     ModelBody,
     ModelList,
     ProgressBody,
@@ -102,7 +102,7 @@ _SERVER_OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         "Whether the engine finishes steps", "Server", answer=ProgressBody, may_be_unready=True
     ),
     ("GET", "/api/load"): RouteDescription(
-        "The facts that a router needs", "Server", answer=LoadBody
+        "The facts that a router needs", "Server", answer=ServerLoad
     ),
     ("GET", "/metrics"): RouteDescription(
         "Metrics for Prometheus",
