@@ -13,7 +13,7 @@ from support.tiny import write_tiny_gguf
 from twostroke.core.cancellation import wait_until_set
 from twostroke.core.constraint import Constraint
 from twostroke.server.batch.queueing import AdaptiveLimit, BatchSlots
-from twostroke.server.generation.running import Accepting
+from twostroke.server.generation.running import Submission
 from twostroke.server.http.errors import ServerStoppingError
 from twostroke.server.http.retry_after import RetryAfter
 from twostroke.server.models.grammar_compiler import Compiler
@@ -123,7 +123,7 @@ def test_a_request_that_is_cut_off_while_its_client_leaves_is_cancelled(
         open_ = set[Any]()
 
         async def accept() -> None:
-            with Accepting("online", cast("Any", open_), RetryAfter()):
+            with Submission("online", cast("Any", open_), RetryAfter()):
                 await accepted.wait()
 
         task = asyncio.create_task(accept())

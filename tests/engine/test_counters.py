@@ -93,12 +93,12 @@ def test_gaps_of_a_step_are_counted_together() -> None:
 
 def test_each_class_of_service_is_counted_separately(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, _):
-        client.generate([5] * 20, _PARAMS, Caller(service="flex")).wait()
+        client.generate([5] * 20, _PARAMS, Caller(service_tier="flex")).wait()
         client.generate([7] * 20, _PARAMS).wait()
         wait_for(lambda: client.loop.snapshot().services["default"].answers == 1)
         services = client.loop.snapshot().services
-    for service, count in (("default", 1), ("flex", 1), ("priority", 0)):
-        totals = services[service]
+    for service_tier, count in (("default", 1), ("flex", 1), ("priority", 0)):
+        totals = services[service_tier]
         assert totals.prompt_tokens == 20 * count
         assert totals.completion_tokens == 5 * count
         assert totals.ends == ({FinishReason.LENGTH: 1} if count else {})

@@ -43,8 +43,8 @@ class Caller(Frozen):
         tenant: tenants do not share cached prefixes.
         prompt_field: the name of the prompt in errors: "prompt", "messages" for a conversation, or
             "input" for texts to embed.
-        service: the service tier under which requests are counted, one of `SERVICE_TIERS`.
-        names_class: whether the request names its service tier.
+        service_tier: the service tier under which requests are counted, one of `SERVICE_TIERS`.
+        names_service_tier: whether the request names its service tier.
         cuts_limit: whether a `max_tokens` that does not fit into the context is lowered instead of
             refused.
         weight: tenants of equal priority get computed tokens in proportion to their weights.
@@ -56,8 +56,8 @@ class Caller(Frozen):
     priority: int = 0
     tenant: str = ""
     prompt_field: str = "prompt"
-    service: str = DEFAULT_SERVICE_TIER
-    names_class: bool = False
+    service_tier: str = DEFAULT_SERVICE_TIER
+    names_service_tier: bool = False
     cuts_limit: bool = False
     weight: float = 1.0
     start_within_s: float = math.inf
@@ -204,7 +204,7 @@ class Client:
                         index=len(processors),
                         mailbox=generation.mailbox,
                         tokenizer=self.card.tokenizer,
-                        service=caller.service,
+                        service_tier=caller.service_tier,
                     )
                 )
         generation.submit(processors)
@@ -237,7 +237,7 @@ class Client:
                     index=index,
                     mailbox=generation.mailbox,
                     dimensions=params.dimensions,
-                    service=caller.service,
+                    service_tier=caller.service_tier,
                 )
             )
         generation.submit_gradually(embedders)

@@ -97,14 +97,14 @@ class Embedder(RequestListener):
         index: int,
         mailbox: Mailbox,
         dimensions: int | None = None,
-        service: str = DEFAULT_SERVICE_TIER,
+        service_tier: str = DEFAULT_SERVICE_TIER,
     ) -> None:
         """Pool the hidden states of `request`, the text `index` of a call.
 
         `mailbox` gets the output. `dimensions` truncates vectors to their first values; None keeps
         all. `service` is the service tier under which the request is counted.
         """
-        super().__init__(request, index, mailbox, service)
+        super().__init__(request, index, mailbox, service_tier)
         self._dimensions = dimensions
         self._num_added = 0  # rows of the text
         self._sum: NDArray[np.float64] | None = None

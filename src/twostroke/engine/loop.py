@@ -112,7 +112,7 @@ class EngineLoop:
             try:
                 for listener in listeners:
                     listener.request.arrival_s = time.monotonic() - waited_s
-                    listener.counter = self._counters.services[listener.service]
+                    listener.counter = self._counters.services[listener.service_tier]
                     state = self._scheduler.add(listener.request)
                     self._listeners[listener.request.id] = listener
                     added.append(listener)

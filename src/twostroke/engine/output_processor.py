@@ -25,14 +25,14 @@ class OutputProcessor(RequestListener):
         index: int,
         mailbox: Mailbox,
         tokenizer: Tokenizer,
-        service: str = DEFAULT_SERVICE_TIER,
+        service_tier: str = DEFAULT_SERVICE_TIER,
     ) -> None:
         """Turn the tokens of `request`, choice `index` of a call, into outputs for `mailbox`.
 
         `tokenizer` decodes the tokens. `service` is the service tier under which the request is
         counted.
         """
-        super().__init__(request, index, mailbox, service)
+        super().__init__(request, index, mailbox, service_tier)
         params = request.params
         self._decoder = StreamDecoder(
             tokenizer,

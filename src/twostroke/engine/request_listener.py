@@ -32,16 +32,20 @@ class RequestListener(ABC):
     counter: ServiceCounter
 
     def __init__(
-        self, request: Request, index: int, mailbox: Mailbox, service: str = DEFAULT_SERVICE_TIER
+        self,
+        request: Request,
+        index: int,
+        mailbox: Mailbox,
+        service_tier: str = DEFAULT_SERVICE_TIER,
     ) -> None:
         """Turn the results for `request`, choice `index` of a call, into outputs for `mailbox`.
 
-        `service` is the service tier under which the request is counted.
+        The request is counted under `service_tier`.
         """
         self.request = request
         self.index = index
         self.mailbox = mailbox
-        self.service = service
+        self.service_tier = service_tier
         self.num_output = 0
         self.num_unused = 0
         self.first_token_s = 0.0

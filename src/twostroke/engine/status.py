@@ -116,7 +116,7 @@ class RequestView:
     """
 
     id: str
-    service: str
+    service_tier: str
     num_prompt: int
     num_computed: int
     num_output: int
@@ -162,7 +162,7 @@ def view_running(view: SchedulerView, listeners: Mapping[str, RequestListener]) 
 def _view_request(request: Request, listener: RequestListener | None, pages: Pages) -> RequestView:
     return RequestView(
         id=request.id,
-        service=DEFAULT_SERVICE_TIER if listener is None else listener.service,
+        service_tier=DEFAULT_SERVICE_TIER if listener is None else listener.service_tier,
         num_prompt=request.num_prompt,
         num_computed=request.num_computed,
         num_output=request.num_output if listener is None else listener.num_output,

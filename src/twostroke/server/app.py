@@ -36,7 +36,7 @@ from twostroke.server.generation.protocol import ResponseInfo
 from twostroke.server.generation.redraw import AnswerGuard
 from twostroke.server.generation.response_store import Journal, ResponseStore, Tenant
 from twostroke.server.generation.responses import EventStream, respond_whole
-from twostroke.server.generation.running import Accepting, Answers, Vectors
+from twostroke.server.generation.running import Answers, Submission, Vectors
 from twostroke.server.http import errors
 from twostroke.server.http.fair_queue import Readers
 from twostroke.server.http.ignored import IgnoredFields
@@ -218,7 +218,7 @@ class Api:
     @property
     def num_running(self) -> int:
         """The number of running client requests; requests of batches are not counted."""
-        return sum(running.service != BATCH_SERVICE_TIER for running in self._open_requests)
+        return sum(running.service_tier != BATCH_SERVICE_TIER for running in self._open_requests)
 
     def drain(self) -> None:
         """Prepare to stop: refuse new requests, and stop batches.
@@ -432,7 +432,7 @@ class Api:
         """
         job = info.job
         context = served_of(request.scope)
-        with Accepting(job.caller.service, self._open_requests, self._retry_after):
+        with Submission(job.caller.service_tier, self._open_requests, self._retry_after):
             if encoded.params.constraint is not None:
                 work = _compile_constraint(model.compiler, encoded, job.caller.tenant)
                 async with in_time(context):
@@ -486,7 +486,7 @@ class Api:
             context = served_of(request.scope)
             job = with_spent_time(job, context)
             context.reserve(sum(map(len, texts)))
-            with Accepting(job.caller.service, self._open_requests, self._retry_after):
+            with Submission(job.caller.service_tier, self._open_requests, self._retry_after):
                 vectors = await Vectors.start(
                     model.engine,
                     job,
@@ -497,7 +497,7 @@ class Api:
             context.running = vectors
             context.model = name
             try:
-                is_last = context.service == BATCH_SERVICE_TIER
+                is_last = context.service_tier == BATCH_SERVICE_TIER
                 work = vectors.encoded_vectors(
                     partial(self._readers.run, context.tenant, is_last=is_last)
                 )

@@ -79,7 +79,7 @@ def build_app(api: Api) -> ASGIApp:
             return errors.to_response(
                 TwostrokeError("An unexpected error occurred in the server."), request.scope
             )
-        is_from_client = served_of(request.scope).service is None
+        is_from_client = served_of(request.scope).service_tier is None
         is_final = is_from_client or error.http_status not in RETRYABLE_STATUSES
         if error.http_status >= 500 and is_final:
             errors.report(error, request.scope)

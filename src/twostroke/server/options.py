@@ -18,12 +18,12 @@ class Objective(Frozen):
     Attributes:
         measure: the latency that is limited, from `observability.objectives.MEASURES`.
         limit_s: the limit in seconds.
-        service: the service tier; None for all tiers.
+        service_tier: the service tier; None for all tiers.
     """
 
     measure: str
     limit_s: float
-    service: str | None = None
+    service_tier: str | None = None
 
 
 class ServeOptions(HttpOptions):

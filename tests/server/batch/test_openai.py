@@ -297,7 +297,7 @@ def test_clients_go_before_lines(server: LiveServer) -> None:
     server.backend.gate.clear()
     begin(server, *(line(f"{i}") for i in range(40)))
     wait_for(lambda: server.num_busy > 0)
-    services = {one.service for one in server.api._open_requests}
+    services = {one.service_tier for one in server.api._open_requests}
     assert services == {"batch"}
     assert server.api.num_running == 0
     server.backend.gate.set()

@@ -22,7 +22,7 @@ from twostroke.server.options import Objective
 )
 def test_objectives_are_read(text: str, objective: Objective) -> None:
     read = parse_objective(text)
-    assert (read.measure, read.service) == (objective.measure, objective.service)
+    assert (read.measure, read.service_tier) == (objective.measure, objective.service_tier)
     assert read.limit_s == pytest.approx(objective.limit_s)
 
 
@@ -53,10 +53,10 @@ def test_limit_of_a_class_overrides_the_common_limit() -> None:
     }
 
 
-@pytest.mark.parametrize("service", [None, "flex"])
-def test_an_objective_may_be_said_once(service: str | None) -> None:
+@pytest.mark.parametrize("service_tier", [None, "flex"])
+def test_an_objective_may_be_said_once(service_tier: str | None) -> None:
     with pytest.raises(UsageError, match="given twice for ttft"):
-        limits_of([Objective("ttft", 1, service), Objective("ttft", 2, service)])
+        limits_of([Objective("ttft", 1, service_tier), Objective("ttft", 2, service_tier)])
 
 
 def test_an_answer_is_good_if_it_meets_all_that_is_asked() -> None:

@@ -53,7 +53,7 @@ def test_running_and_waiting_requests_are_shown_without_their_prompts(tmp_path: 
     with live_server(tmp_path, max_running=1) as server:
         server.backend.gate.clear()
         tokens = server.client.card.tokenizer.encode("hello hello the world")
-        caller = Caller(tenant="somebody", service="flex")
+        caller = Caller(tenant="somebody", service_tier="flex")
         answers = [server.client.generate(tokens, _PARAMS, caller) for _ in range(2)]
         wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
         text = server.http.get("/api/state").text

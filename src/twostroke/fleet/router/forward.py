@@ -73,8 +73,8 @@ class Forwarder:
         failed: set[int] = set()  # indices of replicas
         failure: TwostrokeError | None = None
         while True:
-            is_full = isinstance(failure, _BusyError) and failure.is_full
-            attempt = await self._attempts.begin(request, failed, may_wait=not is_full)
+            is_final = isinstance(failure, _RefusedError) and failure.is_final
+            attempt = await self._attempts.begin(request, failed, may_wait=not is_final)
             if attempt is None:
                 break
             try:
@@ -85,7 +85,7 @@ class Forwarder:
                 if not self._may_retry(request):
                     raise
                 failure = error
-            except _BusyError as error:
+            except _RefusedError as error:
                 failure = error
                 if not self._may_retry(request):
                     break
@@ -93,7 +93,7 @@ class Forwarder:
                 attempt.end()
             failed.add(attempt.replica.index)
         self.killers.check(request.content)
-        if not isinstance(failure, _BusyError):
+        if not isinstance(failure, _RefusedError):
             raise failure or self._fleet.no_replica_error(request.model)
         await request.respond(failure.head, failure.body)
 
@@ -102,7 +102,7 @@ class Forwarder:
 
         Raises:
             ReplicaError: the replica has lost the request.
-            _BusyError: the replica has refused the request.
+            _RefusedError: the replica has refused the request.
         """
         replica = attempt.replica
         replica.num_requests += 1
@@ -127,14 +127,14 @@ class Forwarder:
         """Let another replica answer a request; pass on the error of a healthy foreign server.
 
         Raises:
-            _BusyError: the replica has no room, or its engine died.
+            _RefusedError: the replica has no room, or its engine died.
             FailedReplicaError: the foreign server is not healthy.
         """
         body = await request.read_error()
         if head.status in _BUSY_STATUSES:
             if ENGINE_DIED in body:
                 self._record_death(request, attempt)
-            raise _BusyError(head, body)
+            raise _RefusedError(head, body)
         replica = attempt.replica
         if not await replica.check_is_ready():
             raise FailedReplicaError(f"{replica.url} answers with an error and is not healthy.")
@@ -197,16 +197,18 @@ class Forwarder:
         await request.send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class _BusyError(OverloadedError):
-    """A replica has refused a request; the client gets its response if no other replica answers.
+class _RefusedError(OverloadedError):
+    """A replica answered a request with an error status, so that another replica may answer it.
+
+    It has the response, which the client gets if no other replica can answer.
 
     Attributes:
         head, body: the response.
-        is_full: whether waiting for another replica is useless.
+        is_final: whether no replica is awaited, and the client gets the response at once.
     """
 
     def __init__(self, head: Head, body: bytes) -> None:
-        super().__init__("The replica has no room.")
+        super().__init__("The replica refused the request.")
         self.head = head
         self.body = body
-        self.is_full = head.status != 503
+        self.is_final = head.status != 503

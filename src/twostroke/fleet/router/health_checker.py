@@ -299,7 +299,7 @@ async def _probe(
     try:
         return await _exchange(probe, replica, path, headers)
     finally:
-        if not probe.is_over:
+        if not probe.is_reusable:
             probe.close()
 
 

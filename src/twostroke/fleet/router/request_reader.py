@@ -171,10 +171,12 @@ class RequestReader:
         if path not in COMPUTED_PATHS and not self._has_foreign:  # Twostroke computes nothing there
             return None
         if context.key is not None:
-            service = prompt.service if prompt.service in CLASSES else DEFAULT_SERVICE_TIER
-            priority = SERVICE_TIERS[service] if prompt.priority is None else prompt.priority
-            is_named = prompt.service not in {"", "auto"}
-            context.key.class_of(service, priority, is_named=is_named)
+            service_tier = (
+                prompt.service_tier if prompt.service_tier in CLASSES else DEFAULT_SERVICE_TIER
+            )
+            priority = SERVICE_TIERS[service_tier] if prompt.priority is None else prompt.priority
+            is_named = prompt.service_tier not in {"", "auto"}
+            context.key.resolve_service_tier(service_tier, priority, is_named=is_named)
         if prompt.in_background and path == "/v1/responses":
             raise RequestError(NO_BACKGROUND, field="background")
         num_answer = 0 if path in PROMPT_ONLY_PATHS else self._max_answer_tokens(prompt, path)

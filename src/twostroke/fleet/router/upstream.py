@@ -129,8 +129,8 @@ class UpstreamConnection(asyncio.Protocol):
         return self._reader.is_whole and not self._body
 
     @property
-    def is_over(self) -> bool:
-        """Whether the response was read, and the connection can carry another request."""
+    def is_reusable(self) -> bool:
+        """Whether the response was read, and the replica keeps the connection for another one."""
         return self.is_read and not self._reader.is_last
 
     async def request(
@@ -177,7 +177,7 @@ class UpstreamConnection(asyncio.Protocol):
     def release(self) -> None:
         """End the request: return the connection to the pool, or close it if it is not reusable."""
         self.sink = None
-        self._pool.take_back(self, is_reusable=self.is_over and self.is_usable)
+        self._pool.take_back(self, is_reusable=self.is_reusable and self.is_usable)
 
     def fail(self, error: Exception) -> None:
         """End the request to the replica with an error, and close the connection."""

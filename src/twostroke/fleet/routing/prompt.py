@@ -79,7 +79,7 @@ class RoutedPrompt(Frozen):
         num_tokens: estimated number of prompt tokens, from the size of the body.
         model: the model's name.
         previous: id of the stored answer or conversation that the request continues.
-        service: the service tier.
+        service_tier: the service tier.
         priority: the priority, if the request has one.
         num_prompts: number of prompts in the body.
         limits: whole numbers in fields about the length or the number of answers, by field.
@@ -90,7 +90,7 @@ class RoutedPrompt(Frozen):
     num_tokens: int
     model: str = ""
     previous: str = ""
-    service: str = ""
+    service_tier: str = ""
     priority: int | None = None
     num_prompts: int = 1
     limits: Mapping[str, int] = {}
@@ -158,7 +158,7 @@ def read_prompt(body: bytes, salt: bytes) -> RoutedPrompt:
         num_tokens=num_tokens,
         model=model,
         previous=_text(fields.previous_response_id) or _conversation_id(fields.conversation),
-        service=_text(fields.service_tier),
+        service_tier=_text(fields.service_tier),
         priority=_number(fields.priority),
         num_prompts=_num_prompts(fields.prompt),
         limits=_limits_of(fields),

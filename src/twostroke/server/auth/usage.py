@@ -72,7 +72,7 @@ def billable_usage(served_request: ServedRequest) -> Used | None:
     was cut off does not count either, since it runs again or has no answer.
     """
     used = served_request.used
-    if used is None or (served_request.is_client_gone and served_request.service is not None):
+    if used is None or (served_request.is_client_gone and served_request.service_tier is not None):
         return None
     is_timed_out = served_request.error == DeadlineError.code
     if served_request.error is not None and not (served_request.is_client_gone or is_timed_out):
@@ -108,7 +108,7 @@ class UsageBook:
         if used is None:
             return
         id_ = served_request.key.id if served_request.key is not None else ""
-        is_batch = served_request.service == BATCH_SERVICE_TIER
+        is_batch = served_request.service_tier == BATCH_SERVICE_TIER
         model = served_request.known_model or self._model
         row = self._row(Owner(self._today(), id_, served_request.tenant, model, is_batch))
         row[0] += 1

@@ -498,15 +498,17 @@ def with_sender(job: J, sender: ServedRequest, goodput: Goodput) -> J:
         ClassError: the sender's key does not allow the service tier or the priority.
     """
     caller = replace(job.caller, weight=sender.weight, timeout_s=sender.timeout_s)
-    service, priority = caller.service, caller.priority
-    if sender.service is not None:
-        service = sender.service
-        priority = SERVICE_TIERS[sender.service]
+    service_tier, priority = caller.service_tier, caller.priority
+    if sender.service_tier is not None:
+        service_tier = sender.service_tier
+        priority = SERVICE_TIERS[sender.service_tier]
     elif sender.key is not None:
-        service, priority = sender.key.class_of(service, priority, is_named=caller.names_class)
-    caller = replace(caller, service=service, priority=priority)
-    ttft_s = goodput.limits[service].get("ttft")
-    if ttft_s is not None and service != BATCH_SERVICE_TIER:
+        service_tier, priority = sender.key.resolve_service_tier(
+            service_tier, priority, is_named=caller.names_service_tier
+        )
+    caller = replace(caller, service_tier=service_tier, priority=priority)
+    ttft_s = goodput.limits[service_tier].get("ttft")
+    if ttft_s is not None and service_tier != BATCH_SERVICE_TIER:
         caller = replace(caller, start_within_s=ttft_s)
     return replace(job, caller=caller)
 

@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 _MAX_INLINE_VALUES: Final = 4096  # larger embeddings are encoded in a thread: it takes ms
 
 
-class Accepting:
-    """A context manager around the time in which the engine has not accepted a request yet.
+class Submission:
+    """A request that the engine has not accepted yet, for example while its model loads.
 
-    A request waits while its model loads, for example. `cancel` ends the block with an error.
+    It is a context manager around the call to the engine. `cancel` ends the block with an error.
     """
 
-    def __init__(self, service: str, running: set[Open], returns: RetryAfter) -> None:
+    def __init__(self, service_tier: str, running: set[Open], returns: RetryAfter) -> None:
         """Prepare a block during which this object is in the set `running`.
 
-        `service` is the request's service tier. If the engine is overloaded, `returns` chooses when
-        the client should retry.
+        The request has the service tier `service_tier`. If the engine is overloaded, `returns`
+        chooses when the client should retry.
         """
-        self.service = service
+        self.service_tier = service_tier
         self._returns = returns
         self._running = running
         self._task = asyncio.current_task()
@@ -75,7 +75,7 @@ class Accepting:
         """
         self._running.discard(self)
         if isinstance(error, OverloadedError):
-            self._returns.put_off(error, self.service)
+            self._returns.put_off(error, self.service_tier)
         if self._is_cut and self._task is not None:
             is_cancelled_elsewhere = self._task.uncancel() > self._num_cancellations
             if is_cancelled_elsewhere or kind is not asyncio.CancelledError:
@@ -113,7 +113,7 @@ class Answers:
         try:
             outputs = await engine.generate(encoded.prompts, params, job.caller, hints)
         except (OverloadedError, EngineStoppedError):
-            metrics.goodput.miss(job.caller.service, job.num_choices)
+            metrics.goodput.miss(job.caller.service_tier, job.num_choices)
             raise
         return cls(engine, job, encoded=encoded, metrics=metrics, running=running, outputs=outputs)
 
@@ -164,7 +164,7 @@ class Answers:
             self._is_over = True
             self._is_unrun = not self._num_tokens and _is_unrun(error)
             if not isinstance(error, RequestError):  # the engine failed, not the constraint
-                self._metrics.goodput.miss(self._job.caller.service, self.num_open)
+                self._metrics.goodput.miss(self._job.caller.service_tier, self.num_open)
             _count_failure(error, self._engine, self._metrics)
             raise
 
@@ -211,16 +211,16 @@ class Answers:
         if not self._is_over:
             self._is_over = True
             self._metrics.goodput.leave(
-                self._job.caller.service,
+                self._job.caller.service_tier,
                 self.num_open,
                 time.monotonic() - self._began_s,
                 has_begun=self._num_tokens > 0,
             )
 
     @property
-    def service(self) -> str:
+    def service_tier(self) -> str:
         """The service tier of the request."""
-        return self._job.caller.service
+        return self._job.caller.service_tier
 
     @property
     def num_unread(self) -> int:
@@ -274,7 +274,7 @@ class Answers:
         tpots_s = [timings.tpot_s(usage.completion_tokens) for _, usage, timings in results]
         measured_tpots_s = [tpot_s for tpot_s in tpots_s if tpot_s is not None]
         return {
-            "class": self._job.caller.service,
+            "class": self._job.caller.service_tier,
             "stream": self._job.stream,
             "choices": self._job.num_choices,
             "prompt_tokens": self._num_prompt,
@@ -306,7 +306,7 @@ class Answers:
         assert output.timings is not None
         self._results[output.index] = (reason, usage, output.timings)
         self.num_open -= 1
-        self._metrics.goodput.judge(self._job.caller.service, usage, output.timings)
+        self._metrics.goodput.judge(self._job.caller.service_tier, usage, output.timings)
 
 
 class Vectors:
@@ -393,9 +393,9 @@ class Vectors:
         self._outputs.cancel()
 
     @property
-    def service(self) -> str:
+    def service_tier(self) -> str:
         """The service tier of the request."""
-        return self._job.caller.service
+        return self._job.caller.service_tier
 
     @property
     def used(self) -> Usage | None:
@@ -405,7 +405,7 @@ class Vectors:
     def figures(self) -> dict[str, Any]:
         """Return the job's counts of texts and tokens for logs and traces."""
         return {
-            "class": self._job.caller.service,
+            "class": self._job.caller.service_tier,
             "texts": len(self._job.texts),
             "prompt_tokens": self.num_tokens,
             "cached_tokens": self._num_cached,
@@ -413,7 +413,7 @@ class Vectors:
 
 
 Running = Answers | Vectors
-Open = Running | Accepting
+Open = Running | Submission
 
 
 def _is_unrun(error: TwostrokeError) -> bool:

@@ -77,11 +77,13 @@ class Key(Frozen, kw_only=True):
                 reason = f"must be classes of {', '.join(CLASSES)}, got '{name}'"
                 raise UsageError(f"{reason}.{nearest(name, CLASSES)}", field="classes")
 
-    def class_of(self, service: str, priority: int, *, is_named: bool) -> tuple[str, int]:
+    def resolve_service_tier(
+        self, service_tier: str, priority: int, *, is_named: bool
+    ) -> tuple[str, int]:
         """Return the service tier and the priority of a request that has this API key.
 
         Args:
-            service: the service tier that the request asks for.
+            service_tier: the service tier that the request asks for.
             priority: the priority that the request asks for.
             is_named: whether the client named the service tier. If not, and the key does not
                 allow the default tier, the key's first tier replaces it.
@@ -90,19 +92,19 @@ class Key(Frozen, kw_only=True):
             ClassError: the key does not allow the tier, or such a high priority.
         """
         if self.classes is None:
-            return service, priority
+            return service_tier, priority
         named = ", ".join(self.classes)
-        if service not in self.classes:
+        if service_tier not in self.classes:
             if is_named:
-                reason = f"is '{service}', and this key may have: {named}."
+                reason = f"is '{service_tier}', and this key may have: {named}."
                 raise ClassError(reason, field="service_tier")
-            has_custom_priority = priority != SERVICE_TIERS[service]
-            service = self.classes[0]
-            priority = priority if has_custom_priority else SERVICE_TIERS[service]
+            has_custom_priority = priority != SERVICE_TIERS[service_tier]
+            service_tier = self.classes[0]
+            priority = priority if has_custom_priority else SERVICE_TIERS[service_tier]
         if priority < (min_priority := min(SERVICE_TIERS[name] for name in self.classes)):
             reason = f"must be at least {min_priority} for this key, whose classes are: {named}."
             raise ClassError(reason, field="priority")
-        return service, priority
+        return service_tier, priority
 
     @property
     def state(self) -> str:

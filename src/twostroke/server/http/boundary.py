@@ -150,7 +150,7 @@ def _begin(scope: Scope, body_memory: BodyMemory) -> ServedRequest:
     )
     if (sender := sender_of(scope)) is not None:
         request.tenant = sender.tenant
-        request.service = sender.service
+        request.service_tier = sender.service_tier
     else:
         request.body_memory = body_memory
     return request

@@ -169,7 +169,7 @@ class Readers:
             ClientGoneError: the client disconnected.
         """
         served_request = served_of(request.scope)
-        is_batch = served_request.service == BATCH_SERVICE_TIER
+        is_batch = served_request.service_tier == BATCH_SERVICE_TIER
         future = self.run(served_request.tenant, work, *arguments, is_last=is_batch)
         return await while_connected(request.receive, future)
 

@@ -22,7 +22,7 @@ class Sender(Frozen):
     """The sender of an internal request: its tenant, service tier, and API key's id."""
 
     tenant: str
-    service: str
+    service_tier: str
     key: str = ""
 
 

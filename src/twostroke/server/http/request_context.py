@@ -88,7 +88,7 @@ class ServedRequest:
         weight: the tenant's weight in fair queues.
         timeout_s: how long the request may take.
         is_from_router: whether the sender has a router's key, and may name tenants.
-        service: the service tier of an internal request; None if the request itself names one.
+        service_tier: the service tier of an internal request; None if the request itself names one.
         field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a list
             index, as in `tools[].name`.
         ignored: the names of request fields that have no effect.
@@ -118,7 +118,7 @@ class ServedRequest:
     weight: float = 1.0
     is_from_router: bool = False
     timeout_s: float = math.inf
-    service: str | None = None
+    service_tier: str | None = None
     field_names: Mapping[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     endpoint: str = "unknown"
@@ -143,7 +143,7 @@ class ServedRequest:
     @property
     def is_tried_again(self) -> bool:
         """Whether this is a batch request that the batch runner will send again."""
-        return self.service is not None and self.status in RETRYABLE_STATUSES
+        return self.service_tier is not None and self.status in RETRYABLE_STATUSES
 
     @property
     def used(self) -> Used | None:

@@ -85,7 +85,7 @@ class RetryAfter:
         self._clock = clock
         self._due_s: dict[str, float] = {}  # by service tier: when the last refused client is done
 
-    def put_off(self, error: OverloadedError, service: str) -> None:
+    def put_off(self, error: OverloadedError, service_tier: str) -> None:
         """Delay a refused request's retry time until after earlier refused requests of its tier.
 
         The retry time is the error's fact `room_s`, in seconds from now.
@@ -94,14 +94,14 @@ class RetryAfter:
         if not isinstance(room_s, float):
             return
         now_s = self._clock()
-        due_s = max(self._due_s.get(service, 0.0), now_s + room_s)
+        due_s = max(self._due_s.get(service_tier, 0.0), now_s + room_s)
         error.facts["room_s"] = due_s - now_s
         if not isinstance(turn_s, float):
             return
         if due_s + turn_s > now_s + _MAX_ROOM_S:
             due_s = now_s + _MAX_ROOM_S
             error.facts["room_s"] = random.uniform(min(room_s, _MAX_ROOM_S), _MAX_ROOM_S)
-        self._due_s[service] = due_s + turn_s
+        self._due_s[service_tier] = due_s + turn_s
 
 
 def retry_after(error: TwostrokeError) -> str:

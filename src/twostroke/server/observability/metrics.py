@@ -323,28 +323,31 @@ def _goodput_metrics(goodput: Goodput) -> Iterator[Metric]:
     Goodput is the rate in the last minute of answers that met all objectives.
     """
     limits = {
-        (service, measure): limit_s
-        for service, measures in goodput.limits.items()
+        (service_tier, measure): limit_s
+        for service_tier, measures in goodput.limits.items()
         for measure, limit_s in measures.items()
     }
     text = "The limit of an objective."
     yield _gauge("objective_limit_seconds", text, "class", "objective", samples=limits.items())
     counts = goodput.read()
     recent, seconds = goodput.recent()
-    services = [service for service, measures in goodput.limits.items() if measures]
+    services = [service_tier for service_tier, measures in goodput.limits.items() if measures]
     answers = [
         ((*key, result), counts[*key, result])
-        for key in (*limits, *((service, ALL) for service in services))
+        for key in (*limits, *((service_tier, ALL) for service_tier in services))
         for result in (MET, MISSED)
     ]
     text = "Answers that met or missed an objective, or all of them."
     yield _counter("objective_answers", text, "class", "objective", "result", samples=answers)
-    tokens = [((service,), counts[service, ALL, GOOD_TOKENS]) for service in services]
+    tokens = [
+        ((service_tier,), counts[service_tier, ALL, GOOD_TOKENS]) for service_tier in services
+    ]
     text = "Tokens of answers that met all objectives."
     yield _counter("good_tokens", text, "class", samples=tokens)
     for name, subject, result in (("requests", "Answers", MET), ("tokens", "Tokens", GOOD_TOKENS)):
         rates = [
-            ((service,), recent[service, ALL, result] / max(1, seconds)) for service in services
+            ((service_tier,), recent[service_tier, ALL, result] / max(1, seconds))
+            for service_tier in services
         ]
         text = f"{subject} that met all objectives, over the last minute."
         yield _gauge(f"goodput_{name}_per_second", text, "class", samples=rates)
@@ -352,17 +355,21 @@ def _goodput_metrics(goodput: Goodput) -> Iterator[Metric]:
 
 def _service_metrics(services: Mapping[str, ServiceTotals]) -> Iterator[Metric]:
     ends = [
-        ((service, reason.value), totals.ends.get(reason, 0))
-        for service, totals in services.items()
+        ((service_tier, reason.value), totals.ends.get(reason, 0))
+        for service_tier, totals in services.items()
         for reason in FinishReason
     ]
     text = "Answers that have ended, by finish reason."
     yield _counter("answers", text, "class", "finish_reason", samples=ends)
     for name, text in _SERVICE_COUNTERS:
-        counts = [((service,), getattr(totals, name)) for service, totals in services.items()]
+        counts = [
+            ((service_tier,), getattr(totals, name)) for service_tier, totals in services.items()
+        ]
         yield _counter(name, text, "class", samples=counts)
     for key, name, text, bounds in _LATENCIES:
-        latencies = {service: totals.latencies[key] for service, totals in services.items()}
+        latencies = {
+            service_tier: totals.latencies[key] for service_tier, totals in services.items()
+        }
         yield _histogram(f"{name}_seconds", text, "class", latencies, bounds)
 
 

@@ -39,13 +39,13 @@ def parse_objective(text: str) -> Objective:
         UsageError: the text is not an objective.
     """
     if (match := _OBJECTIVE_PATTERN.fullmatch(text.strip())) is not None:
-        service, measure, number, unit = match.groups()
+        service_tier, measure, number, unit = match.groups()
         try:
             limit_s = float(number) * (1e-3 if unit == "ms" else 1)
         except ValueError:
             limit_s = math.nan
         if 0 < limit_s < math.inf:
-            return Objective(measure, limit_s, service)
+            return Objective(measure, limit_s, service_tier)
     reason = (
         f"must be NAME=SECONDS or CLASS:NAME=SECONDS, such as ttft=0.5 or flex:tpot=50ms, with a "
         f"name of {', '.join(MEASURES)} and a class of {', '.join(SERVICE_TIERS)}, got {{value}}."
@@ -64,19 +64,21 @@ def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
     """
     limits_by_key: dict[tuple[str | None, str], float] = {}
     for objective in objectives:
-        if (objective.service, objective.measure) in limits_by_key:
-            scope = f" for {objective.service}" if objective.service else ""
+        if (objective.service_tier, objective.measure) in limits_by_key:
+            scope = f" for {objective.service_tier}" if objective.service_tier else ""
             reason = f"is given twice for {objective.measure}{scope}: leave one of them out."
             raise UsageError(reason, field="objectives")
-        limits_by_key[objective.service, objective.measure] = objective.limit_s
+        limits_by_key[objective.service_tier, objective.measure] = objective.limit_s
     return {
-        service: {
-            measure: limits_by_key.get((service, measure), limits_by_key.get((None, measure), 0.0))
+        service_tier: {
+            measure: limits_by_key.get(
+                (service_tier, measure), limits_by_key.get((None, measure), 0.0)
+            )
             for measure in MEASURES
-            if (service, measure) in limits_by_key
-            or ((None, measure) in limits_by_key and service != BATCH_SERVICE_TIER)
+            if (service_tier, measure) in limits_by_key
+            or ((None, measure) in limits_by_key and service_tier != BATCH_SERVICE_TIER)
         }
-        for service in SERVICE_TIERS
+        for service_tier in SERVICE_TIERS
     }
 
 
@@ -106,7 +108,7 @@ class Goodput:
         """Whether there are any latency objectives."""
         return any(self.limits.values())
 
-    def judge(self, service: str, usage: Usage, timings: Timings) -> None:
+    def judge(self, service_tier: str, usage: Usage, timings: Timings) -> None:
         """Count the latency objectives that a completed answer has met and missed."""
         durations_s = {
             "queue": timings.queue_s,
@@ -114,26 +116,26 @@ class Goodput:
             "tpot": timings.tpot_s(usage.completion_tokens) or 0.0,  # None: a single token
             "e2e": timings.e2e_s,
         }
-        limits = self.limits[service]
+        limits = self.limits[service_tier]
         missed = {measure for measure, limit_s in limits.items() if durations_s[measure] > limit_s}
-        self._count(service, MISSED, missed)
-        self._count(service, MET, limits.keys() - missed, is_all=not missed)
+        self._count(service_tier, MISSED, missed)
+        self._count(service_tier, MET, limits.keys() - missed, is_all=not missed)
         if limits and not missed:
-            self._counts[service, ALL, GOOD_TOKENS] += usage.completion_tokens
+            self._counts[service_tier, ALL, GOOD_TOKENS] += usage.completion_tokens
 
-    def miss(self, service: str, count: int) -> None:
+    def miss(self, service_tier: str, count: int) -> None:
         """Count failed or refused answers of a service tier, which miss all objectives."""
-        self._count(service, MISSED, self.limits[service], count)
+        self._count(service_tier, MISSED, self.limits[service_tier], count)
 
-    def leave(self, service: str, count: int, waited_s: float, *, has_begun: bool) -> None:
+    def leave(self, service_tier: str, count: int, waited_s: float, *, has_begun: bool) -> None:
         """Count the missed objectives of answers whose client disconnected after `waited_s`.
 
         `has_begun` says whether their first token had arrived.
         """
         passed_measures = ("e2e",) if has_begun else ("queue", "ttft", "e2e")
-        limits = self.limits[service]
+        limits = self.limits[service_tier]
         missed = [name for name in passed_measures if waited_s > limits.get(name, math.inf)]
-        self._count(service, MISSED, missed, count)
+        self._count(service_tier, MISSED, missed, count)
 
     def read(self) -> Counts:
         """Return the counts of met and missed objectives since the start."""
@@ -149,7 +151,7 @@ class Goodput:
 
     def _count(
         self,
-        service: str,
+        service_tier: str,
         result: str,
         measures: Iterable[str],
         count: int = 1,
@@ -165,4 +167,4 @@ class Goodput:
             return
         self._seconds.advance(self._clock())
         for name in (*names, ALL) if is_all else names:
-            self._counts[service, name, result] += count
+            self._counts[service_tier, name, result] += count

@@ -168,8 +168,8 @@ class DashboardState:
             "handover": describe_disaggregation(status, self._engine.card),
             "ranks": [_describe_rank(rank, backend.link) for rank in status.ranks],
             "objectives": [
-                {"class": service, "objective": measure, "limit_s": limit_s}
-                for service, limits in self._goodput.limits.items()
+                {"class": service_tier, "objective": measure, "limit_s": limit_s}
+                for service_tier, limits in self._goodput.limits.items()
                 for measure, limit_s in limits.items()
             ],
             "requests": _describe_requests(view, pages, now_s),
@@ -229,14 +229,14 @@ def _objective_results(goodput: Goodput, seconds: int, ago_s: int = 0) -> dict[s
         return {"objectives": {}, "goodput": None}
     recent, elapsed = goodput.recent(seconds, ago_s)
     objectives: dict[str, dict[str, Any]] = {}
-    for service, limits in goodput.limits.items():
+    for service_tier, limits in goodput.limits.items():
         for measure in (*limits, ALL):
-            counts = {result: recent[service, measure, result] for result in (MET, MISSED)}
+            counts = {result: recent[service_tier, measure, result] for result in (MET, MISSED)}
             if any(counts.values()):
-                objectives.setdefault(service, {})[measure] = counts
+                objectives.setdefault(service_tier, {})[measure] = counts
     num_good = sum(results[ALL][MET] for results in objectives.values())
     num_bad = sum(results[ALL][MISSED] for results in objectives.values())
-    tokens = sum(recent[service, ALL, GOOD_TOKENS] for service in goodput.limits)
+    tokens = sum(recent[service_tier, ALL, GOOD_TOKENS] for service_tier in goodput.limits)
     return {
         "objectives": objectives,
         "goodput": {
@@ -311,7 +311,7 @@ def _describe_request(
     elapsed_s = request.last_token_s - request.first_token_s
     return {
         "id": request.id,
-        "class": request.service,
+        "class": request.service_tier,
         "prompt_tokens": request.num_prompt,
         "computed_tokens": request.num_computed,
         "output_tokens": request.num_output,
@@ -329,7 +329,7 @@ def _describe_request(
 
 def _total_counts(services: Iterable[ServiceTotals]) -> dict[str, int]:
     return {
-        name: sum(getattr(service, name) for service in services)
+        name: sum(getattr(totals, name) for totals in services)
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "answers")
     }
 
@@ -342,7 +342,7 @@ def _rates(span: TimeSpan[Snapshot]) -> dict[str, Any]:
     last_totals = _total_counts(last.services.values())
     added = {name: last_totals[name] - first_totals[name] for name in last_totals}
     latencies = {
-        name: _latencies(first.services[name], service) for name, service in last.services.items()
+        name: _latencies(first.services[name], totals) for name, totals in last.services.items()
     }
     return {
         "seconds": span.seconds,

@@ -89,6 +89,7 @@ def _pattern(branch: SchemaBranch, node: Node) -> None:
 
 
 def _not_pattern(branch: SchemaBranch, node: Node) -> None:
+    """Add the pattern of all strings that the schema's excluded pattern does not match."""
     source = node.schema[NOT_PATTERN]
     text = opposite_pattern(source)
     assert text is not None

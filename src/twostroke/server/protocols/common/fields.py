@@ -375,15 +375,15 @@ def to_caller(request: ServiceFields, prompt_field: str, tenant: Tenant) -> Call
     The scheduler orders requests by it. The request's `priority` overrides the priority of its
     service tier. `prompt_field` is the name of the field with the prompt, for errors.
     """
-    service = TIERS[request.service_tier or "auto"]
-    priority = SERVICE_TIERS[service] if request.priority is None else request.priority
-    names_class = request.service_tier not in {None, "auto"}
+    service_tier = TIERS[request.service_tier or "auto"]
+    priority = SERVICE_TIERS[service_tier] if request.priority is None else request.priority
+    names_service_tier = request.service_tier not in {None, "auto"}
     return Caller(
         priority=priority,
         tenant=tenant.name,
         prompt_field=prompt_field,
-        service=service,
-        names_class=names_class,
+        service_tier=service_tier,
+        names_service_tier=names_service_tier,
     )
 
 

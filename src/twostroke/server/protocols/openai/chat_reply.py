@@ -171,7 +171,7 @@ class ChatEncoder:
             model=info.model,
             choices=[self._choice],
             usage=None if info.job.include_usage else UNSET,
-            service_tier=info.job.caller.service if info.job.tier else UNSET,
+            service_tier=info.job.caller.service_tier if info.job.tier else UNSET,
         )
         self._started_s = time.monotonic()
         self._usage = RunningUsage(info.job)
@@ -252,7 +252,7 @@ class ChatEncoder:
             model=info.model,
             choices=choices,
             usage=usage,
-            service_tier=info.job.caller.service if info.job.tier else UNSET,
+            service_tier=info.job.caller.service_tier if info.job.tier else UNSET,
             timings=self._timings,
             prompt_logprobs=self._prompt_logprobs(),
             prompt_token_ids=list(info.prompts[0]) if self._ids.is_reported else UNSET,

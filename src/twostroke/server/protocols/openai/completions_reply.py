@@ -88,7 +88,7 @@ class CompletionEncoder:
             model=info.model,
             choices=[self._choice],
             usage=None if info.job.include_usage else UNSET,
-            service_tier=info.job.caller.service if info.job.tier else UNSET,
+            service_tier=info.job.caller.service_tier if info.job.tier else UNSET,
         )
         self._started_s = time.monotonic()
         self._usage = RunningUsage(info.job)

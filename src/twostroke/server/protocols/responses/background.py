@@ -306,7 +306,7 @@ def check_background(job: Job, request: ServedRequest) -> None:
     Raises:
         RequestError: `background` is set in a batch request.
     """
-    if job.in_background and request.service is not None:
+    if job.in_background and request.service_tier is not None:
         reason = "cannot be set in a batch, which always runs in the background: leave it out."
         raise RequestError(reason, field="background")
 

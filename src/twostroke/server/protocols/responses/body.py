@@ -190,7 +190,7 @@ def begin_response(info: ResponseInfo) -> ResponseBody:
         model=info.model,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning={"effort": request.reasoning and request.reasoning.effort, "summary": None},
-        service_tier=info.job.caller.service,
+        service_tier=info.job.caller.service_tier,
         store=exchange.is_stored,
         temperature=params.values.temperature,
         text={"format": format_ or {"type": "text"}, "verbosity": "medium"},
