@@ -189,8 +189,8 @@ class HealthChecker:
             version=load.version,
             numerics=load.numerics,
             context_length=load.context_length,
-            keeps_files=_known(load.keeps_files),
-            takes_any_name=_known(load.takes_any_name),
+            keeps_files=_value_if_sent(load.keeps_files),
+            takes_any_name=_value_if_sent(load.takes_any_name),
             numerics_by_model=load.numerics_by_model,
         )
         replica.num_prompt_tokens = load.prompt_tokens
@@ -330,7 +330,7 @@ def _key_hint(key: str | None) -> str:
     return "It does not accept the router's TWOSTROKE_REPLICA_KEY: give it the same one."
 
 
-def _known(value: bool | UnsetType) -> bool | None:  # noqa: FBT001 - a field's value
+def _value_if_sent(value: bool | UnsetType) -> bool | None:  # noqa: FBT001 - a field's value
     """Return the value of a field of a server's load; None if an older server has not sent it."""
     return None if value is UNSET else value
 
