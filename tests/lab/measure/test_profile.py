@@ -188,7 +188,7 @@ def test_a_context_beyond_the_model_s_is_refused(path: Path) -> None:
 
 
 def test_streams_that_do_not_fit_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "memory_free", lambda *arguments: 10**9)
+    monkeypatch.setattr("twostroke.backends.recipe.memory_free", lambda *arguments: 10**9)
     with pytest.raises(MemoryLimitError, match="lower --streams or --context"):
         profiles_of(path, ProfileOptions((Shape.decode(1 << 20, 400), Shape.prefill(8))))
 
