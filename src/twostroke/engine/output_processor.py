@@ -29,7 +29,7 @@ class OutputProcessor(RequestListener):
     ) -> None:
         """Turn the tokens of `request`, choice `index` of a call, into outputs for `mailbox`.
 
-        `tokenizer` decodes the tokens. `service` is the service tier under which the request is
+        `tokenizer` decodes the tokens. `service_tier` is the service tier under which the request is
         counted.
         """
         super().__init__(request, index, mailbox, service_tier)
