@@ -29,8 +29,7 @@ class OutputProcessor(RequestListener):
     ) -> None:
         """Turn the tokens of `request`, choice `index` of a call, into outputs for `mailbox`.
 
-        `tokenizer` decodes the tokens. `service_tier` is the service tier under which the request is
-        counted.
+        `tokenizer` decodes the tokens. The request is counted under `service_tier`.
         """
         super().__init__(request, index, mailbox, service_tier)
         params = request.params
