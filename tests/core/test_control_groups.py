@@ -20,7 +20,7 @@ UNIT = "/system.slice/twostroke.service"
 
 
 def made_up(root: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
-    """Return a folder like `/`; `files` are below sys/fs/cgroup."""
+    """Return a made-up root folder with `proc` and `sys`; `files` are below sys/fs/cgroup."""
     written = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     written |= {"proc/self/cgroup": groups, "proc/self/mountinfo": mounts}
     for name, text in written.items():
@@ -193,7 +193,7 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("name", MEMORY)
-def test_the_least_limit_of_memory_holds(
+def test_the_lowest_memory_limit_applies(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, mounts, files, (limit_bytes, free_bytes, source) = MEMORY[name]
@@ -233,10 +233,10 @@ def test_without_a_limit_the_machine_is_the_limit(
     assert hardware.memory_total() > hardware.memory_available() > 10**6
 
 
-def test_the_group_that_leaves_least_need_not_have_the_least_limit(
+def test_the_scarcest_memory_need_not_have_the_lowest_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other programs in a group above take of its memory."""
+    """Other programs may use up the memory of a parent group, whose limit is higher."""
     files = {
         "a/b/memory.max": "300",
         "a/b/memory.current": "10",
@@ -254,8 +254,8 @@ def test_the_group_that_leaves_least_need_not_have_the_least_limit(
     assert (hardware.memory_total(), hardware.memory_available()) == (300, 100)
 
 
-def test_cached_files_can_still_be_taken(tmp_path: Path) -> None:
-    """But not what is in a file system in memory, which `file` counts as well."""
+def test_cached_files_count_as_free_memory(tmp_path: Path) -> None:
+    """Files in a RAM disk (`shmem`) do not, though the counter `file` includes them."""
     files = {
         "a/memory.max": "1000",
         "a/memory.current": "900",
@@ -320,7 +320,7 @@ CORES = {
 
 
 @pytest.mark.parametrize("name", CORES)
-def test_the_least_quota_bounds_the_cores(
+def test_the_lowest_quota_limits_the_cores(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, mounts, files, num_cores = CORES[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from twostroke.core.counting import counted_noun
 
 
-def test_one_thing_has_a_noun_in_the_singular() -> None:
+def test_a_count_of_one_has_a_noun_in_the_singular() -> None:
     assert counted_noun(1, "byte") == "1 byte"
     assert counted_noun(0, "byte") == "0 bytes"
     assert counted_noun(1.0, "request waits", "requests wait", form=".0f") == "1 request waits"

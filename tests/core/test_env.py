@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user without a variable and without an entry, as containers with any user id have."""
+    """A user without a home folder: no variable, no entry, as in containers with any user id."""
 
     def no_entry(user: object) -> None:
         raise KeyError(user)

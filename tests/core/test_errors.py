@@ -57,7 +57,7 @@ def test_the_nearest_word_is_named_as_it_is_known(
     ],
 )
 @pytest.mark.parametrize("facts", [{}, {"most": 3}])
-def test_what_a_reason_quotes_is_not_a_format(quoted: str, facts: dict[str, int]) -> None:
+def test_braces_in_a_quoted_value_are_no_placeholders(quoted: str, facts: dict[str, int]) -> None:
     error = UsageError(f"The path {quoted} does not exist.", field="n", **facts)
     assert str(error) == f"The path {quoted} does not exist."
 

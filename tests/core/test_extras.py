@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def installed_from(url: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the package be installed from an address, None from an index."""
+    """Pretend that the package was installed from this address, or (None) from a package index."""
     text = None if url is None else json.dumps({"url": url, "dir_info": {}})
     found = SimpleNamespace(read_text=lambda _name: text)
     monkeypatch.setattr("importlib.metadata.distribution", lambda _name: found)

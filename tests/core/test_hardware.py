@@ -35,7 +35,7 @@ def test_the_share_is_unknown_if_the_system_does_not_report_it(
 
 
 def made_up(folder: Path, online: str, **cores: str) -> Path:
-    """Return a folder that describes nodes; `cores` are their lists, by `node0` and so on."""
+    """Return a folder that describes NUMA nodes; `cores` has a list file's text for each node."""
     (folder / "online").write_text(online)
     for node, text in cores.items():
         (folder / node).mkdir()

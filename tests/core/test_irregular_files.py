@@ -75,7 +75,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=list(READERS))
 @pytest.mark.parametrize("make", IRREGULAR.values(), ids=list(IRREGULAR))
-def test_every_reader_refuses_it(
+def test_every_reader_refuses_a_path_that_is_no_regular_file(
     tmp_path: Path, reader: Callable[[Path], object], make: Callable[[Path], object]
 ) -> None:
     make(path := tmp_path / "x.csv")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Example(OptionStruct):
-    """One option of each kind."""
+    """An options struct with one option of each kind."""
 
     SECTION: ClassVar[str] = "Examples"
 
@@ -84,7 +84,7 @@ def test_a_misspelt_keyword_names_the_nearest_field() -> None:
         ("dtype", "Weights keep the format of the model's file"),
     ],
 )
-def test_a_name_of_another_engine_names_ours(name: str, hint: str) -> None:
+def test_an_option_of_another_engine_gets_a_hint_to_our_option(name: str, hint: str) -> None:
     with pytest.raises(UsageError, match=hint):
         from_mapping(EngineOptions, {name: 1})
 
@@ -138,7 +138,7 @@ def test_the_names_of_policies_are_those_of_the_routing_functions() -> None:
     assert tuple(POLICIES) == POLICY_NAMES
 
 
-def test_the_page_of_options_is_current() -> None:
+def test_the_reference_of_options_is_current() -> None:
     command = [sys.executable, ROOT / "tools" / "options_page.py", "--check"]
     run = subprocess.run(command, check=False)
     assert run.returncode == 0, "run `make tables` to write docs/reference/options.md"

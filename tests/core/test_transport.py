@@ -83,7 +83,7 @@ def test_buffers_after_a_message_are_filled_and_no_byte_is_lost(ends):
     sender.join()
 
 
-def test_a_closed_connection_is_noticed_by_who_reads_and_by_who_looks(ends):
+def test_a_closed_connection_is_noticed_by_receive_and_is_cut(ends):
     one, other = ends
     one.send(Text("last"))
     one.close()
@@ -162,7 +162,7 @@ def listen(secret, refused, **options):
     )
 
 
-def test_only_who_knows_the_secret_is_let_in():
+def test_only_a_process_that_knows_the_secret_can_connect():
     secret = SharedSecret(b"secret", SIDES, "A_SECRET")
     refused = []
     with closing(listen(secret, refused)) as listener:
@@ -186,7 +186,7 @@ def test_only_who_knows_the_secret_is_let_in():
         connect(address, secret)
 
 
-def test_a_listener_without_a_secret_lets_in_only_its_own_user():
+def test_without_a_secret_only_processes_of_the_same_user_can_connect():
     refused = []
     nothing = SharedSecret(b"", SIDES, "A_SECRET")
     with Path("/dev/null").open() as shared_file:
@@ -204,7 +204,7 @@ def test_a_listener_without_a_secret_lets_in_only_its_own_user():
     assert refused == [("127.0.0.1", True)]
 
 
-def test_a_connection_that_nobody_took_is_closed_with_its_listener():
+def test_a_connection_that_was_not_accepted_is_closed_with_its_listener():
     secret = SharedSecret(b"secret", SIDES, "A_SECRET")
     with closing(listen(secret, [])) as listener:
         connection = Connection(connect(("127.0.0.1", listener.port), secret), FORMAT)

@@ -31,7 +31,7 @@ INSTANTS = range(5)  # rounds of the event loop between the end of the wait and 
 
 
 async def cancel_at(waiting: Waiting, instant: int) -> bool:
-    """Return whether a task was cancelled, or had ended before."""
+    """Cancel a task at a certain moment; return whether it was cancelled, not ended before."""
     work, end_wait = waiting
     task = asyncio.create_task(work)
     for _ in range(5):  # it waits now
@@ -142,7 +142,7 @@ def test_a_request_that_is_cut_off_while_its_client_leaves_is_cancelled(
     assert asyncio.run(run()) is (asyncio.CancelledError if has_left else stopped)
 
 
-def test_an_event_that_comes_in_time_is_told_from_one_that_does_not() -> None:
+def test_waiting_tells_whether_the_event_was_set_in_time() -> None:
     async def wait() -> list[bool]:
         late, early = asyncio.Event(), asyncio.Event()
         early.set()

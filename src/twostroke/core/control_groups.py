@@ -55,7 +55,7 @@ class _Mount(Frozen):
     """
 
     version: int
-    controllers: frozenset[str]  # of version 1
+    controllers: frozenset[str]  # only of version 1
     root: str
     folder: str
 

@@ -13,7 +13,7 @@ from twostroke.core.masking import without_passwords
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    Naming = Callable[[str], str]  # maps the engine's name of a field to the caller's name
+    Naming = Callable[[str], str]  # maps a field's name in Python to the caller's name
     from collections.abc import Sequence
 
 _PLACEHOLDER: Final = re.compile(r"\{(\w+)(!r)?\}")

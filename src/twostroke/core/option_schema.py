@@ -301,7 +301,6 @@ class _AnnotationNames(dict[str, Any]):
     """
 
     def __init__(self, module: str) -> None:
-        """Take the names of a module and Python's builtins."""
         super().__init__()
         self._names = {**vars(builtins), **vars(sys.modules[module])}
 

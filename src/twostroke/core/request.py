@@ -20,7 +20,7 @@ DEFAULT_SERVICE_TIER: Final = "default"
 BATCH_SERVICE_TIER: Final = "batch"  # for batch requests; clients cannot ask for it
 
 
-# `Request.priority` of each class of service: lower numbers go first.
+# `Request.priority` of each service tier: lower numbers go first.
 SERVICE_TIERS: Final[dict[str, int]] = {
     DEFAULT_SERVICE_TIER: 0,
     "flex": 1,

@@ -17,8 +17,7 @@ def server_url(url: str, *, field: str) -> SplitResult:
 
     Raises:
         UsageError: `url` is not an http or https URL with a host, or has a user or password,
-            which
-            would be ignored; the error names the option `field`.
+            which would be ignored; the error names the option `field`.
     """
     try:
         parts = urlsplit(url)

@@ -199,7 +199,7 @@ def test_a_factor_of_zero_says_that_shares_have_none(tmp_path: Path) -> None:
         assert loaded.spec.experts.routing.scale == 1
 
 
-def test_keys_of_heads_are_turned_once_and_stay_exact(tmp_path: Path) -> None:
+def test_keys_of_heads_are_transposed_once_and_stay_exact(tmp_path: Path) -> None:
     for fmt, turned in (("BF16", "BF16"), ("Q8_0", "F32")):
         tiny = replace(tiny_of("deepseek-v2"), fmt=fmt)
         loaded = load_path(write_tiny_gguf(tmp_path / f"{fmt}.gguf", tiny))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_they_are_left_out_of_a_folder(tmp_path: Path) -> None:
+def test_mtp_layers_are_left_out_of_a_folder(tmp_path: Path) -> None:
     folder = write_tiny_folder(tmp_path / "tiny", tiny_of("deepseek-v3"))
     plain = load_path(folder)
     weights = folder_weights(tiny_of("deepseek-v3"), tiny_weights(tiny_of("deepseek-v3")))
@@ -48,7 +48,7 @@ def test_they_are_left_out_of_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["glm4", "deepseek-v3"])
-def test_they_are_left_out_of_a_gguf(tmp_path: Path, family: str) -> None:
+def test_mtp_layers_are_left_out_of_a_gguf_file(tmp_path: Path, family: str) -> None:
     tiny = tiny_of(family)
     plain = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny))
     tensors = tiny_tensors(tiny)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A tiny model, padded to 3.5 MB, so that it arrives in several chunks."""
+    """A tiny GGUF model, padded to 3.5 MB, so that it is downloaded in several chunks."""
     path = write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
     return path.read_bytes() + bytes(range(256)) * 12_000
 

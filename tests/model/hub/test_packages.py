@@ -77,7 +77,7 @@ def ignore(progress: DownloadProgress) -> None:
 
 
 def left_over(target: Path) -> list[str]:
-    """Return the names in the cache other than lock files."""
+    """Return the names of files in the cache, except lock files."""
     if not target.parent.exists():
         return []
     return sorted(p.name for p in target.parent.iterdir() if not p.name.endswith(".lock"))

@@ -209,7 +209,7 @@ def test_parts_of_rows_attend_to_what_the_step_attends_to() -> None:
         assert {part.whole_step.num_rows for part in parts} == {batch.num_rows}
 
 
-def test_pieces_are_those_that_each_row_sees() -> None:
+def test_kv_splits_are_counted_by_the_rows_that_attend_to_them() -> None:
     chance = random.Random(7)
     for _ in range(20):
         starts = tuple(chance.randrange(300) for _ in range(3))

@@ -46,7 +46,7 @@ def test_gemma_3_270m_has_six_groups_of_three_layers() -> None:
 @pytest.mark.parametrize(
     ("num_layers", "sizes"), [(26, [2] * 13), (34, [5] * 6 + [4]), (48, [8] * 6)]
 )
-def test_larger_gemmas_leave_few_places_empty(num_layers: int, sizes: list[int]) -> None:
+def test_larger_gemmas_leave_few_slots_empty(num_layers: int, sizes: list[int]) -> None:
     assert [len(group.layers) for group in group_layers(gemma(num_layers))] == sizes
 
 

@@ -33,7 +33,7 @@ def held_pages(groups: PageGroups, num_tokens: int, chunk: int) -> list[int]:
 
 
 @given(GROUPS, st.integers(0, 100))
-def test_first_place_that_is_seen(groups: PageGroups, num_computed: int) -> None:
+def test_the_first_page_that_a_request_reads(groups: PageGroups, num_computed: int) -> None:
     expected = [
         min(seen(groups, window, num_computed, num_computed + 1)) for window in groups.windows
     ]
@@ -64,7 +64,7 @@ def test_a_request_never_holds_more_than_it_needs(
 def test_what_one_row_a_step_needs_is_reached_and_no_more(
     groups: PageGroups, num_more: int
 ) -> None:
-    """A step first takes a page of each group, then releases pages, so both count."""
+    """Pages count at their peak: a step first takes a page of each group, then releases pages."""
     size = groups.page_size
     num_tokens = (45 // size + 1 + num_more) * size + 1  # the last row takes a page
     max_seen = sum(

@@ -78,7 +78,7 @@ def test_every_value_is_that_of_one_rank(model: Model) -> None:
 
 @pytest.mark.parametrize("model", ["mistral", "mixtral", "gemma3", "olmo2"], indirect=True)
 def test_tokens_are_those_of_one_rank(model: Model) -> None:
-    """With any schedule: chunked prefill, prefix hits, preemption, drafts."""
+    """Any schedule gives the same tokens: chunked prefill, prefix hits, drafts, preemption."""
     program, chance = model.program, random.Random(model.seed)
     plain = ReferenceBackend(program, model.tensors, NUM_PAGES, 16)
     fewest = -(-CONTEXT // 16) * len(plain.facts.windows)

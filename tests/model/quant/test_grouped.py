@@ -135,7 +135,7 @@ def test_small_floats_are_rounded_to_themselves_and_ties_to_even() -> None:
     assert E2M1[nearest_e2m1(-ties)].tolist() == [0, -1, -1, -2, -2, -4, -4, -6]
 
 
-def test_what_no_format_is_like_is_refused() -> None:
+def test_a_combination_without_a_format_is_refused() -> None:
     for wrong in ((3, 32, "f16"), (4, 40, "f16"), (4, 32, "f64")):
         with pytest.raises(ValueError, match="no format"):
             grouped(*wrong)

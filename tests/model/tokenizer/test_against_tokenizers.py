@@ -66,7 +66,7 @@ def _byte_level(*steps: dict[str, Any], **members: object) -> dict[str, Any]:
 
 
 def _pieces(**members: object) -> dict[str, Any]:
-    """A SentencePiece-style file; `bytes` is the number of its byte tokens, of 256."""
+    """Return a SentencePiece-style tokenizer.json with `bytes` byte tokens, of 256."""
     options = {name: members.pop(name) for name in ("byte_fallback", "fuse_unk") if name in members}
     byte_tokens = [f"<0x{value:02X}>" for value in range(int(str(members.pop("bytes", 256))))]
     letters = [*"abcd12\u2581.é", *(merge.replace(" ", "") for merge in MERGES)]
@@ -111,7 +111,7 @@ def _files() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _rarer_steps() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Files with steps that few language models have."""
+    """Return files with normalizers and pre-tokenizers that few language models have."""
     for kind, members in {
         "Lowercase": {},
         "StripAccents": {},
@@ -171,7 +171,7 @@ def test_ids_are_equal(pairs: dict[str, tuple[Tokenizer, Any]], name: str, text:
 def test_exact_tokens_spell_the_text(
     pairs: dict[str, tuple[Tokenizer, Any]], name: str, text: str
 ) -> None:
-    """Where tokens are characters, the text ends before the first character without a token."""
+    """Where tokens are characters, the result ends before the first character without a token."""
     tokenizer, _ = pairs[name]
     spelled = b"".join(map(tokenizer.token_bytes, tokenizer.encode_exact(text)))
     assert text.encode().startswith(spelled)
@@ -202,7 +202,7 @@ def test_special_tokens_around_a_text_are_the_same(tmp_path: Path) -> None:
 def test_ids_of_vocabularies_at_odds_with_their_merges_are_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Ids out of order, several merges to one token, unreachable tokens, missing bytes."""
+    """Such as ids out of order, several merges to one token, unreachable tokens, missing bytes."""
     rng = random.Random(seed)
     texts, pairs_of = [*"abcd"], []
     while len(pairs_of) < 14:
@@ -224,7 +224,7 @@ def test_ids_of_vocabularies_at_odds_with_their_merges_are_equal(
 
 
 def test_a_huge_word_is_merged_like_any_other(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
-    """In quadratic time, this would take minutes."""
+    """Merging in quadratic time would take minutes."""
     ours, theirs = pairs["gpt-2"]
     for text in ("a" * 100_000, "".join(random.Random(1).choices("abcd", k=100_000))):
         assert ours.encode(text) == theirs.encode(text).ids
@@ -302,7 +302,7 @@ def check_words(cut: Cut, pattern: str, texts: Iterable[str]) -> None:
 
 
 def test_a_huge_number_is_cut_into_groups() -> None:
-    """In quadratic time, this would take minutes."""
+    """Cutting in quadratic time would take minutes."""
     for pattern in (THOUSANDS, BEFORE_THOUSANDS, NUMBER_THOUSANDS):
         words = cut_at(pattern)("1" * 300_001 + ".")
         assert words[:2] == ["1", "111"]

@@ -18,7 +18,7 @@ TEXTS = {text: (text * SIZE)[:SIZE] for text in WORDS}
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_text_is_given_up_only_if_it_has_too_many_tokens(name: str, text: str) -> None:
+def test_a_text_is_refused_only_if_it_has_too_many_tokens(name: str, text: str) -> None:
     tokenizer, long = TOKENIZERS[name], TEXTS[text]
     ids = tokenizer.encode(long)
     assert tokenizer.encode(long, max_tokens=len(ids)) == ids
@@ -27,7 +27,7 @@ def test_a_text_is_given_up_only_if_it_has_too_many_tokens(name: str, text: str)
     assert 1000 < caught.value.num_tokens <= len(ids)
 
 
-def test_a_long_word_is_given_up_before_it_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_word_is_refused_before_it_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, seen = TOKENIZERS["bytes"], list[str]()
     monkeypatch.setattr(tokenizer._merges, "_symbols", lambda text: seen.append(text) or [4])
     with pytest.raises(TooManyTokensError) as caught:
@@ -48,7 +48,7 @@ def test_a_text_of_long_tokens_is_encoded_though_it_has_many_characters() -> Non
         assert len(ids) // 2 < caught.value.num_tokens <= len(ids)
 
 
-def test_many_short_words_are_given_up_before_all_are_cut(
+def test_many_short_words_are_refused_before_all_are_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runs = ["-" * size for size in (1, 2, 4, 8, 16, 32)]

@@ -61,7 +61,7 @@ def test_tokens_are_those_of_the_merges(tokenizer: Tokenizer) -> None:
 
 
 def followed(grammars: Grammars, tokenizer: Tokenizer, constraint: Constraint, seed: int) -> str:
-    """Return an answer with forced tokens where there are some, else with any allowed token."""
+    """Return an answer made of forced tokens, and of any allowed token where nothing is forced."""
     rng = random.Random(seed)
     matcher, output = grammars.matcher(constraint), list[int]()
     while len(output) < 400:

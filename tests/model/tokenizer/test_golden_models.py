@@ -21,7 +21,7 @@ _FOLDER = Path(__file__).parent / "golden"
 
 @dataclass(frozen=True)
 class Recorded:
-    """A tokenizer and its recorded results; `composes`: it composes characters."""
+    """A tokenizer and its recorded results; `composes`: whether it composes characters (NFC)."""
 
     tokenizer: Tokenizer
     golden: dict[str, Any]

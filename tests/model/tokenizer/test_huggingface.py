@@ -98,7 +98,7 @@ def _sentencepiece(**members: object) -> dict[str, Any]:
 
 
 def _without_a_space() -> dict[str, Any]:
-    """The same in Gemma's style: nothing is added before a text."""
+    """Return the SentencePiece tokenizer.json in Gemma's style: no space is added before a text."""
     normalizer = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     plain = _sentencepiece(normalizer=normalizer)
     del plain["decoder"]["decoders"][-1]
@@ -182,7 +182,7 @@ def test_sentencepiece_spells_spaces_and_bytes(folders: dict[str, Tokenizer]) ->
     assert tokenizer.decode(tokenizer.encode("é")) == "é"
 
 
-def test_only_the_first_stretch_gets_a_space_where_the_file_says_so(tmp_path: Path) -> None:
+def test_only_the_first_segment_gets_a_space_where_the_file_says_so(tmp_path: Path) -> None:
     metaspace = {
         "type": "Metaspace",
         "replacement": "\u2581",

@@ -90,7 +90,7 @@ def random_pattern(rng: random.Random, depth: int = 0) -> str:
 
 
 def theirs(pattern: str) -> tokenizers.pre_tokenizers.Split | None:
-    """Return the cut of `tokenizers`; None if the pattern is not valid there."""
+    """Return the words that `tokenizers` cuts by a pattern; None if it refuses the pattern."""
     try:
         return tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     except Exception:  # noqa: BLE001  (the binding raises Exception itself)

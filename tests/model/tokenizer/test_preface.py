@@ -15,7 +15,10 @@ ANEW, INSIDE = ReasoningSection("<think>", "</think>"), ReasoningSection("", "</
 
 
 def cut(preface: ReasoningSection, text: str, cuts: list[int]) -> tuple[str, str, str]:
-    """Return the text of the marks, between them, and after them; joined, it is the text."""
+    """Split a text; return the delimiters, the reasoning, and the text after it.
+
+    The segments, joined, must be the text.
+    """
     cutter, segments = ReasoningSplitter(preface), list[tuple[SegmentKind, str]]()
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         segments += cutter.feed(text[start:end])
@@ -48,7 +51,7 @@ def cut(preface: ReasoningSection, text: str, cuts: list[int]) -> tuple[str, str
         (ReasoningSection("◁t▷", "◁/t▷"), "◁t▷é◁/◁/t▷ö", ("◁t▷◁/t▷", "é◁/", "ö")),
     ],
 )
-def test_stretches_do_not_depend_on_the_cuts(
+def test_segments_do_not_depend_on_how_the_text_arrives(
     preface: ReasoningSection, text: str, expected: tuple[str, str, str]
 ) -> None:
     assert cut(preface, text, []) == expected
@@ -83,7 +86,9 @@ def test_hostile_text_takes_linear_time(preface: ReasoningSection, text: str) ->
         (ReasoningSection("◁t▷", "◁/t▷"), "◁t▷é◁/t▷é", "é"),
     ],
 )
-def test_tokens_of_the_preface_are_counted(preface: ReasoningSection, text: str, rest: str) -> None:
+def test_tokens_of_the_reasoning_section_are_counted(
+    preface: ReasoningSection, text: str, rest: str
+) -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text)
     expected = len(ids) - len(tokenizer.encode(rest))

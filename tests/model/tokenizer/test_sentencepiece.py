@@ -33,7 +33,7 @@ SCORES = {text: -float(index) for index, text in enumerate([*RUNS, *MADE, *LETTE
 
 @given(FEW)
 def test_the_merges_are_those_of_the_plain_twin(text: str) -> None:
-    """The twin merges the text as a whole, and searches all pairs for each merge."""
+    """The plain twin merges the text as a whole, and searches all pairs for each merge."""
     assert spelled(BARE, BARE.encode(text)) == slow_pieces(text.replace(" ", SPACE), SCORES)
 
 
@@ -46,7 +46,7 @@ def test_long_and_short_words_are_merged_alike(text: str) -> None:
 
 
 def test_a_long_text_without_spaces_is_merged_too() -> None:
-    """In quadratic time, this would take minutes."""
+    """Merging in quadratic time would take minutes."""
     ids = BARE.encode("a" * 100_000)
     assert spelled(BARE, ids) == ["aaaa"] * 25_000
     assert BARE.encode("hello" * 20_000) == BARE.encode("hello") * 20_000
@@ -98,7 +98,7 @@ def test_without_byte_tokens_a_run_of_unknown_characters_is_one_unknown() -> Non
     assert spelled(tokenizer, tokenizer.encode("a€€a")) == ["a", "<unk>", "a"]
 
 
-def test_special_text_is_special_only_where_it_is_vouched_for() -> None:
+def test_the_text_of_a_special_token_is_special_only_in_trusted_text() -> None:
     text = f"{START}hello{END}"
     assert not TOKENIZER.special_ids.intersection(TOKENIZER.encode(text))
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
@@ -110,7 +110,7 @@ def test_special_text_is_special_only_where_it_is_vouched_for() -> None:
     assert TAG in spelled(TOKENIZER, TOKENIZER.encode(f"a{TAG}a"))
 
 
-def test_a_stretch_after_a_turns_own_token_gets_no_space() -> None:
+def test_a_segment_after_a_token_of_a_turn_gets_no_space() -> None:
     metadata = piece_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)

@@ -98,7 +98,7 @@ def test_the_older_files_do_not_count_beside_the_newer_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("id_", ["-1", "x", "1.5"])
-def test_a_wrong_id_is_told(tmp_path: Path, id_: str) -> None:
+def test_a_wrong_token_id_is_refused_with_its_value(tmp_path: Path, id_: str) -> None:
     listed = {id_: {"content": "<turn>"}}
     with pytest.raises(ModelFormatError, match=f"has the id '{id_}'"):
         tokenizer_of(tmp_path, tokenizer_config={"added_tokens_decoder": listed})

@@ -50,7 +50,7 @@ def test_a_single_word_stands_alone() -> None:
     st.lists(st.text("ab<>", min_size=1, max_size=4), max_size=5, unique=True),
     st.text("ab<>", max_size=40),
 )
-def test_splitting_equals_trying_every_token_at_every_place(texts: list[str], text: str) -> None:
+def test_splitting_equals_trying_every_token_at_every_position(texts: list[str], text: str) -> None:
     expected: list[str | int] = []
     plain = ""
     offset = 0

@@ -142,7 +142,7 @@ def description(**members: object) -> dict[str, Any]:
 
 
 def used(folder: Path, content: dict[str, Any]) -> None:
-    """Read a tokenizer.json, and use it."""
+    """Read a tokenizer.json, and encode and decode a text with the tokenizer."""
     (folder / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = from_tokenizer_json(folder)
     tokenizer.decode(tokenizer.encode(TEXT, add_special=True))
@@ -151,7 +151,7 @@ def used(folder: Path, content: dict[str, Any]) -> None:
 
 
 def changed(value: Any) -> Iterator[Any]:
-    """Yield copies with one member left out or of another type, at every depth."""
+    """Yield copies of a JSON value with one member left out or of another type, at every depth."""
     members = value.items() if isinstance(value, dict) else enumerate(value)
     for name, member in list(members):
         for wrong in WRONG:
@@ -169,7 +169,7 @@ def changed(value: Any) -> Iterator[Any]:
 
 
 def refusals(folder: Path, contents: Iterator[dict[str, Any]]) -> list[str]:
-    """Use each file; return the messages of the refused files."""
+    """Read and use each file; return the messages of the refused files."""
     sentences = []
     for content in contents:
         try:

@@ -31,7 +31,7 @@ def _stream(
 
 
 def _first_to_end(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """The slow twin: grow the text by one character until it ends with a stop string."""
+    """The slow twin of `StopMatcher`: add characters until the text ends with a stop string."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if stop and text[:end].endswith(stop)]
         if ending:
@@ -176,7 +176,7 @@ def test_time_does_not_grow_with_the_text_held_back() -> None:
         (ReasoningSection("", "</t>"), "a</t>", "/t>", "a</t>"),
     ],
 )
-def test_stop_strings_are_not_looked_for_in_a_preface(
+def test_stop_strings_are_not_searched_in_the_reasoning_section(
     preface: ReasoningSection, text: str, stop: str, expected: str, *, include_stop: bool
 ) -> None:
     decoder = StreamDecoder(TOKENIZER, [stop], preface=preface, include_stop=include_stop)

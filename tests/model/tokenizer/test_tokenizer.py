@@ -69,7 +69,7 @@ def test_text_never_becomes_a_special_token(text: str) -> None:
 
 
 @given(MARKED)
-def test_vouched_text_round_trips_through_special_tokens(text: str) -> None:
+def test_trusted_text_round_trips_through_special_tokens(text: str) -> None:
     ids = TOKENIZER.encode(text, parse_special=True)
     assert TOKENIZER.decode(ids, skip_special=False) == text
     special = [id_ for id_ in ids if id_ in TOKENIZER.special_ids]

@@ -52,7 +52,7 @@ def test_half_a_character_waits_for_its_rest() -> None:
     assert FINE_TO_COARSE.end_offsets(ids)[-1] > 2
 
 
-def test_an_end_of_text_without_a_namesake_is_the_others_end() -> None:
+def test_an_end_token_without_a_namesake_becomes_the_targets_end_token() -> None:
     other = byte_tokenizer(odd=(("<stop>", 3),), eos_token_id=None)
     stop = other.find("<stop>")
     assert stop is not None
@@ -61,7 +61,7 @@ def test_an_end_of_text_without_a_namesake_is_the_others_end() -> None:
     assert Translation(ending, FINE).translate([stop]).tokens == [min(FINE.eos_ids)]
 
 
-def test_a_vocabulary_without_letters_is_not_able_to_say_a_text() -> None:
+def test_a_vocabulary_without_letters_does_not_preserve_text() -> None:
     assert COARSE_TO_FINE.preserves_text()
     assert FINE_TO_COARSE.preserves_text()
     metadata = byte_metadata()

@@ -20,7 +20,7 @@ def _random_texts(seed: int) -> list[bytes]:
 
 
 class _InFile(list[str]):
-    """Strings that offer their bytes, each followed by eight other bytes."""
+    """Strings that offer their bytes as a GGUF array does, each followed by eight other bytes."""
 
     def spans(self) -> tuple[bytes, np.ndarray, np.ndarray]:
         encoded = [text.encode("utf-8", "surrogateescape") for text in self]

@@ -59,7 +59,7 @@ def rewrite(path: Path, data: bytes) -> None:
 
 
 def survive(cases: int, step: Callable[[random.Random], None]) -> int:
-    """Run `step` on many random cases; return the number of refused cases."""
+    """Run `step` on many random inputs, which it must read or refuse; return the number refused."""
     messages = []
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in range(cases):

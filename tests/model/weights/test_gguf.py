@@ -136,7 +136,7 @@ def test_released_pages_read_the_same_again(tmp_path: Path) -> None:
 
 
 def _seconds_to_open(path: Path) -> tuple[float, WeightFiles]:
-    """Return the least processor time of five openings of a file, and the file."""
+    """Return the shortest of five processor times to open a file, and the opened file."""
     seconds = []
     for _ in range(5):
         start = time.process_time()
@@ -146,7 +146,7 @@ def _seconds_to_open(path: Path) -> tuple[float, WeightFiles]:
 
 
 def _seconds_to_make_texts() -> float:
-    """Return the least processor time to make 300,000 texts: the yardstick of this machine."""
+    """Return the processor time to make 300,000 texts, with which other times are compared."""
     seconds = []
     for _ in range(5):
         start = time.process_time()

@@ -42,7 +42,7 @@ MAX_U32 = (1 << 32) - 1
 
 @pytest.fixture(autouse=True)
 def told_again() -> None:
-    """Let each test get the notices that another test has logged."""
+    """Forget which notices were logged, so that each test sees the notices of other tests again."""
     errors.notice.cache_clear()
 
 
@@ -170,7 +170,7 @@ def test_buffers_of_old_checkpoints_are_left_out(tmp_path: Path, prefix: str) ->
 
 
 def test_buffers_of_integers_are_left_out(tmp_path: Path) -> None:
-    """Types that weights cannot have must not refuse a file, either."""
+    """Even types that weights cannot have must not lead to a refusal."""
     tensors: dict[str, Any] = dict(folder_tensors(Tiny()))
     tensors["position_ids"] = StoredArray("I64", np.arange(8))
     tensors["score.ids"] = StoredArray("I64", np.arange(8))
@@ -375,7 +375,7 @@ def test_the_only_file_of_weights_may_have_any_name(tmp_path: Path) -> None:
         load_path(folder)
 
 
-def test_a_folder_with_an_adapter_alone_is_told_as_such(tmp_path: Path) -> None:
+def test_a_folder_with_only_an_adapter_says_so(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelNotFoundError, match="is an adapter"):
         load_path(tmp_path)

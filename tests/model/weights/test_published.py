@@ -114,7 +114,7 @@ def test_every_layout_loads_bit_for_bit(
 
 
 def test_act_order_keeps_the_answer(tmp_path: Path) -> None:
-    """Rows of gate and up follow the columns of down; other matrices keep their order."""
+    """The rows of gate and up follow the column order of down; other matrices keep their order."""
     make, config = gptq(4, 32, act_order=True), gptq_config(4, 32, desc_act=True)
     values = write_published(tmp_path, make, config)
     model = load_path(tmp_path)

@@ -75,8 +75,7 @@ class MessageReader(Generic[T]):
 
     Attributes:
         received: the bytes that have arrived and are not part of a returned message. The owner
-            of
-            the connection appends new bytes here.
+            of the connection appends new bytes here.
     """
 
     def __init__(self, message_format: MessageFormat[T]) -> None:

@@ -43,8 +43,7 @@ class SharedSecret(Frozen):
         sides: the names of the process that connects and of the process that listens.
         variable: the environment variable that has the secret.
         may_be_empty: whether processes may connect with an empty secret. Otherwise a process
-            that
-            listens without a secret refuses every TCP connection.
+            that listens without a secret refuses every TCP connection.
     """
 
     value: bytes

@@ -132,7 +132,7 @@ def _part_ranges(op: Op, shares: tuple[int, ...]) -> Ranges | None:
 
 def _can_be_cut(op: Op, ranges: Ranges) -> bool:
     """Return whether ranks can compute these ranges of an operation without dividing a grain."""
-    ends = [end for columns in ranges for end in columns]  # first and end, as parts may overlap
+    ends = [end for columns in ranges for end in columns]  # both bounds, as parts may overlap
     return all(end == op.length or end % op.grain == 0 for end in ends)
 
 

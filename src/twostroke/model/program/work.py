@@ -30,7 +30,6 @@ class Cost(Frozen):
         return self.weight_bytes + self.cache_bytes
 
     def __add__(self, other: Cost) -> Cost:
-        """Return the sum of two costs."""
         return Cost(
             flops=self.flops + other.flops,
             weight_bytes=self.weight_bytes + other.weight_bytes,

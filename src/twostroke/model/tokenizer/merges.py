@@ -167,9 +167,8 @@ class Merges:
             return symbols
         unknown = [] if options.unknown is None else [options.unknown]
         symbols = []
-        pending_unknown: list[
-            int
-        ] = []  # an unknown token, written after following bytes as in `tokenizers`
+        # An unknown token is written after the bytes that follow it, as in `tokenizers`.
+        pending_unknown: list[int] = []
         for char, id_ in zip(spelled, ids, strict=True):
             if id_ is not None:
                 symbols += [*pending_unknown, id_]

@@ -17,7 +17,7 @@ MAX_BLANKS: Final = 100  # before the opening mark
 class SegmentKind(Enum):
     """The kind of a segment of an answer: a delimiter, the reasoning, or the text after it."""
 
-    MARK = "mark"  # opens or closes the preface
+    MARK = "mark"  # opens or closes the reasoning
     INSIDE = "inside"
     AFTER = "after"
 
