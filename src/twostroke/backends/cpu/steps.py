@@ -107,7 +107,7 @@ class StepArrays:
     def encode_step(self) -> bytes:
         """Return the step in `record` as a message to other ranks.
 
-        Call it once a step, in order.
+        Each step must be encoded once, in order, since a message has only changes of page tables.
         """
         return encode(self.frame, self.tables.take_changes())
 

@@ -126,7 +126,7 @@ class StepMemory:
         )
 
     def all_columns(self, buffer: int, num_rows: int) -> Parts:
-        """Return a buffer with as many partial sums as a step of `num_rows` rows has."""
+        """Return a whole buffer as the partial sums of a product in a step of `num_rows` rows."""
         device_buffer = self._buffers[buffer]
         width, stride = device_buffer.width, num_rows * device_buffer.width
         if device_buffer.kind in {BufferType.STREAM, BufferType.ELEMENT}:

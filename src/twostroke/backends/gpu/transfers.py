@@ -84,7 +84,7 @@ def _is_alive(gpu: Gpu) -> bool:
 
 
 class DeviceEvent:
-    """An event that is reached when a GPU has finished all launches so far."""
+    """An event that is reached when a GPU has finished all launches before the event's creation."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._event = torch.cuda.Event() if gpu.device.type == "cuda" else None

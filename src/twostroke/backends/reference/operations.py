@@ -276,7 +276,7 @@ class PagedCache:
         return MappedPages(memoryview(self._memory.data).cast("B"), self._num_pages)
 
     def copy_pages(self, spans: Sequence[RowSpan]) -> None:
-        """Copy the KV pages with which draft branches begin from the pages of their requests."""
+        """Copy the first KV page of each draft branch from its request's page, before a step."""
         targets, sources = self._map.copies(spans)
         self._memory[targets] = self._memory[sources]
 

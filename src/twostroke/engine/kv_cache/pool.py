@@ -130,7 +130,7 @@ class PagePool:
         """Drop a reference to a KV page that is no longer in its request's sliding window.
 
         If no references are left, the page is the next to be evicted, unless it `is_reusable`. In a
-        layer group with a sliding window, a page is useful to other requests only if their common
+        cache group with a sliding window, a page is useful to other requests only if their common
         prefix ends there, which is rare.
         """
         self.release([page])

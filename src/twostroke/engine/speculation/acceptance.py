@@ -49,7 +49,7 @@ class AcceptanceRate:
         return AcceptanceRate(self._prior, self._first_prior, self)
 
     def of(self, kind: int) -> float:
-        """Return the probability that a draft token of this kind is right."""
+        """Return the probability that a draft of this kind is right after right drafts."""
         prior = self._prior[kind] if self._shared is None else self._shared.of(kind)
         num_right = self._num_right[kind] + _PRIOR_WEIGHT * prior
         return num_right / (self._num_tried[kind] + _PRIOR_WEIGHT)

@@ -51,7 +51,8 @@ class DraftSequence:
     """A request's copy in a draft model, and the chain of draft tokens at its end.
 
     The copy has the request's tokens. In each round the draft model extends it by some tokens, the
-    drafts, which are removed when the target model has verified them.
+    drafts. When the target model has verified them, wrong drafts are replaced by the target's
+    tokens.
 
     Attributes:
         sequence: the draft model's own request.

@@ -136,9 +136,10 @@ class Exclusions:
                 row[token // 32] &= ~np.uint32(1 << (token % 32))
 
     def _partial_tokens(self, row: NDArray[np.uint32], *, is_near: bool = False) -> dict[int, None]:
-        """Return a mask's tokens after which the answer still begins an excluded text.
+        """Return a mask's tokens after which the answer can still become an excluded text.
 
-        With `is_near`, skip excluded texts whose wrong value cannot be reached by the next token.
+        Tokens that complete the text are not included. With `is_near`, skip excluded texts whose
+        wrong value cannot be reached by the next token.
         """
         tokens: dict[int, None] = {}
         for rest in self._rests:
