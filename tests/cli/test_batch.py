@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from support.commands import started
-from twostroke.server.batch.offline import Results
+from twostroke.server.batch.offline import ResultFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,7 +101,7 @@ def test_two_writers_of_one_file_are_refused(cli: Cli, tiny: str, tmp_path: Path
     kept = json.dumps({"custom_id": "a"}) + "\n"
     (tmp_path / "out.jsonl.partial").write_text(kept)
     words = ("batch", given, "-o", str(out), "--model", tiny, *SMALL)
-    with Results(out, resumes=True):
+    with ResultFile(out, resumes=True):
         ran = cli(*words)
     assert (ran.code, "is being written" in ran.err) == (2, True)
     ran = cli(*words, "--errors", str(out))
@@ -189,7 +189,7 @@ def test_line_that_changed_after_its_answer_is_refused(
     words = ("-o", str(out), "--url", busy, "-q")
     for cut in range(len(first), len(first + second)):  # of a line that was cut nothing stays
         partial.write_text((first + second)[:cut])
-        with Results(out, resumes=True) as results:
+        with ResultFile(out, resumes=True) as results:
             assert list(results.ids) == ["a"]
     for changed, other, said in (
         (line("a", prompt="other"), words, "The line 'a' has"),

@@ -16,7 +16,7 @@ from twostroke.server.batch.queueing import AdaptiveLimit, BatchSlots
 from twostroke.server.generation.running import Submission
 from twostroke.server.http.errors import ServerStoppingError
 from twostroke.server.http.retry_after import RetryAfter
-from twostroke.server.models.grammar_compiler import Compiler
+from twostroke.server.models.grammar_compiler import GrammarCompiler
 from twostroke.server.models.model_pool import ModelPool
 from twostroke.server.models.residency import ModelResidency, ModelUse
 
@@ -83,7 +83,7 @@ def compiler_of_constraints() -> Waiting:
     async def compile_(constraint: Constraint, limit_s: float) -> tuple[str, ...]:
         return await compiled
 
-    compiler = Compiler(compile_, 60.0)
+    compiler = GrammarCompiler(compile_, 60.0)
     return compiler.compile(Constraint("regex", "a")), lambda: compiled.set_result(())
 
 

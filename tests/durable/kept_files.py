@@ -54,7 +54,7 @@ from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights import load_heads, load_path
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.auth.prices import read_prices
-from twostroke.server.batch.offline import Files, Results
+from twostroke.server.batch.offline import OfflineFiles, ResultFile
 from twostroke.server.http.internal_requests import InternalResponse
 from twostroke.server.http.limits import RequestLimits
 
@@ -269,8 +269,11 @@ def make_partial(folder: Path, number: int) -> list[Path]:
         for line in range(4)
     ]
     (folder / "in.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in requests))
-    with Results(folder / "out", resumes=True) as out, Results(folder / "err", resumes=True) as err:
-        files = Files(folder / "in.jsonl", out, err, "m")
+    with (
+        ResultFile(folder / "out", resumes=True) as out,
+        ResultFile(folder / "err", resumes=True) as err,
+    ):
+        files = OfflineFiles(folder / "in.jsonl", out, err, "m")
         files.check(_LIMITS)
         for line in files.lines(_LIMITS):
             answer = InternalResponse(
@@ -282,8 +285,11 @@ def make_partial(folder: Path, number: int) -> list[Path]:
 
 def read_partial(folder: Path) -> Any:
     """Return the results that the next run takes over."""
-    with Results(folder / "out", resumes=True) as out, Results(folder / "err", resumes=True) as err:
-        Files(folder / "in.jsonl", out, err, "m").check(_LIMITS)
+    with (
+        ResultFile(folder / "out", resumes=True) as out,
+        ResultFile(folder / "err", resumes=True) as err,
+    ):
+        OfflineFiles(folder / "in.jsonl", out, err, "m").check(_LIMITS)
         out.finish(iter(sorted(out.extents)))
     path = folder / "out"
     return path.read_text().splitlines() if path.exists() else None

@@ -1,4 +1,4 @@
-"""One server for the tests that leave it as they found it."""
+"""One server that all tests share which leave it unchanged."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Start it once."""
+    """Start the server once for all tests."""
     with live_server(tmp_path_factory.mktemp("serve")) as server:
         yield server
 
 
 @pytest.fixture
 def server(shared_server: LiveServer) -> Iterator[LiveServer]:
-    """Yield a server that is idle again afterwards, whatever the test did."""
+    """Yield the shared server, and wait after the test until it is idle again."""
     yield shared_server
     shared_server.wait_idle()
 
 
 @pytest.fixture(scope="session")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Start a server that refuses fields without effect, and limits above what fits."""
+    """Start a server that refuses fields without effect, and limits above the context."""
     options = ServeOptions(drain_s=1, is_strict=True, strict_limits=True)
     with live_server(tmp_path_factory.mktemp("strict"), options) as server:
         yield server
@@ -37,6 +37,6 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def hello(shared_server: LiveServer) -> dict[str, object]:
-    """Request fields that make the random model say nothing but "hello"."""
+    """Return request fields that make the random model answer "hello"."""
     token = shared_server.client.card.tokenizer.find("hello")
     return {"logit_bias": {str(token): 100}, "temperature": 0}

@@ -1,4 +1,4 @@
-"""A router and its replica read the limit of an answer alike, however a request spells it."""
+"""A router and its replica read a request's limits of the answer alike, however spelled."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PROMPTS: tuple[Any, ...] = (
 
 
 def spellings(path: str) -> list[dict[str, Any]]:
-    """Return bodies of a path with every value in each field, and with pairs of fields."""
+    """Return bodies for a path with every value in each field, and with pairs of fields."""
     needed = {"max_tokens": 9} if path == "/v1/messages" else {}
     found: list[dict[str, Any]] = [{}, needed]
     for name, value in itertools.product(LIMITS, VALUES):
@@ -80,7 +80,7 @@ def spellings(path: str) -> list[dict[str, Any]]:
 
 
 def replicas_count(path: str, body: bytes, *, is_llama_path: bool = False) -> int | None:
-    """Return how many tokens all answers may have at a replica; None if it refuses the body.
+    """Return how many tokens a replica allows all answers; None if it refuses the body.
 
     With `is_llama_path` the request came by a path without /v1.
     """
@@ -112,7 +112,7 @@ def test_every_spelling_of_a_limit_counts_the_same(path: str) -> None:
 
 
 def escaped(body: dict[str, Any]) -> str:
-    """Return a body whose names are written with escapes, twice, the first time with 1."""
+    """Return a body whose names have JSON escapes, and occur twice, first with the value 1."""
     names = {name: "".join(f"\\u{ord(char):04x}" for char in name) for name in body}
     pairs = [f'"{name}": 1' for name in body if name in LIMITS]
     pairs += [f'"{names[name]}": {json.dumps(value)}' for name, value in body.items()]
@@ -138,7 +138,7 @@ OTHER_NUMBERS = frozenset(
 
 
 def test_every_field_with_a_whole_number_is_a_limit_or_none() -> None:
-    """A new field of any protocol fails here until it is known whether it limits answers."""
+    """A new field of any protocol fails here until the test knows whether it limits answers."""
     unknown = {
         f"{path} {name}"
         for path, dialect in GENERATION_PROTOCOLS.items()
@@ -152,7 +152,7 @@ def test_every_field_with_a_whole_number_is_a_limit_or_none() -> None:
 
 
 def _whole_numbers(kind: type[msgspec.Struct]) -> Iterator[str]:
-    """Yield the names of fields with whole numbers of a request, and of the objects in it."""
+    """Yield the names of integer fields in a request and in the objects that it contains."""
     known, waiting = set[type](), [kind]
     while waiting:
         struct = inspect.type_info(waiting.pop())
@@ -170,7 +170,7 @@ def _whole_numbers(kind: type[msgspec.Struct]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRouter]:
-    """A router that keeps usage, before a server with a context of 48 tokens."""
+    """Start a router that keeps usage, in front of a server with a context of 48 tokens."""
     folder: Path = tmp_path_factory.mktemp("limits")
     with (
         closing(Records(folder / "records")) as records,
@@ -192,7 +192,7 @@ PATHS = [
 def test_a_server_writes_no_more_than_its_router_counts(
     router: LiveRouter, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random spellings go through a router; the answer's own count of tokens is compared."""
+    """The router counts the most tokens that a request may get; random requests never get more."""
     counted: list[int] = []
     count = RoutedPrompt.max_answer_tokens
 
@@ -232,7 +232,7 @@ def random_body(path: str, draw: random.Random) -> str:
 
 
 def num_written(answer: Any) -> int:
-    """Return how many tokens an answer, or each of several, says that it has."""
+    """Return how many tokens a response says that its answers have."""
     found = re.findall(
         r'"(?:completion_tokens|output_tokens|eval_count|tokens_predicted)": ?(\d+)',
         json.dumps(answer),

@@ -1,4 +1,4 @@
-"""A model whose chat template cannot be compiled continues texts, and chats say why they fail."""
+"""A model whose chat template does not compile can continue texts, and chats say why they fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHATS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Yield a server with a template in another language (Go, as Ollama's are)."""
+    """Start a server with a template in another language (Go, as Ollama's templates are)."""
     with talker(tmp_path_factory.mktemp("broken"), "{{ .System }} {{ .Prompt }}") as started:
         yield started
 

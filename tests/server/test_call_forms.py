@@ -1,4 +1,4 @@
-"""Calls in the forms of several families, as clients see them."""
+"""Tool calls in the forms of several model families, as clients see them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def form_of(
 
 
 def written(name: str, *calls: tuple[str, str]) -> str:
-    """Calls in a form, with ids where it has some."""
+    """Return the text of tool calls in a form, with ids if the form has ids."""
     text = FORMS[name].write(calls)
     for function, _ in calls:
         if FORMS[name].id_mark:
@@ -157,7 +157,7 @@ def test_an_answer_is_calls_or_has_its_form(name: str, kind: int) -> None:
 
 
 def checker(asked: ToolForm) -> Callable[[str], bool]:
-    """Return what says whether a text is a whole answer."""
+    """Return a function that tells whether a text is a complete answer."""
     matcher = Grammars(asked.tokenizer, asked.tokenizer.vocab_size).matcher(asked.constraint())
     end = min(asked.tokenizer.eos_ids)
 

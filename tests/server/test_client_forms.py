@@ -1,4 +1,4 @@
-"""Forms of calls, texts and choices that clients send in place of the protocol's usual ones."""
+"""Forms of calls, texts and tool choices that clients send in place of the usual forms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model with more context, for tools are described at length."""
+    """Start a server whose model has more context, since descriptions of tools are long."""
     with live_server(tmp_path_factory.mktemp("forms"), tiny=Tiny(context_length=2048)) as live:
         yield live
 
@@ -50,7 +50,10 @@ def num_prompt_tokens(server: LiveServer, path: str, conversation: list[Fields])
 
 
 def called(path: str, arguments: dict[str, Any]) -> list[Fields]:
-    """A conversation with one call; `arguments` are its field with the arguments, or empty."""
+    """Return a conversation with one tool call.
+
+    `arguments` has the call's field of arguments, or is empty.
+    """
     if path == RESPONSES:
         call: Fields = {"type": "function_call", "call_id": "c", "name": "f", **arguments}
         return [USER, call, {"type": "function_call_output", "call_id": "c", "output": "x"}]
@@ -109,7 +112,7 @@ def test_listed_items_have_arguments_as_json(server: LiveServer) -> None:
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
 @pytest.mark.parametrize("role", ["user", "assistant", "system", "developer"])
 def test_texts_have_any_of_their_names(server: LiveServer, path: str, kind: str, role: str) -> None:
-    """A text that was left out for its name would lose what the user said."""
+    """If the server dropped a text part for its type, it would lose what the user said."""
     plain = num_prompt_tokens(server, path, [{"role": role, "content": "said"}, USER])
     parts = [{"type": kind, "text": "said"}]
     assert num_prompt_tokens(server, path, [{"role": role, "content": parts}, USER]) == plain
@@ -130,7 +133,10 @@ def test_reasoning_has_any_of_its_names(server: LiveServer, kind: str) -> None:
 
 
 def allowing(path: str, mode: str, names: list[str], *others: str) -> Fields:
-    """The tools f and g, and a choice that allows those with `names`, and `others` by type."""
+    """Return fields with the tools f and g, and a tool choice that allows only `names`.
+
+    `others` are the types of further allowed tools.
+    """
     functions: list[Fields] = [{"name": name, "parameters": SCHEMA} for name in ("f", "g")]
     wrapped = [{"type": kind} for kind in others]
     if path == CHAT:

@@ -1,4 +1,4 @@
-"""Overload, failures of the engine, and what clients and monitors hear of them."""
+"""Overload and failures of the engine, as clients and monitors see them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from support.servers import chat_body, events, live_server, wait_for
 from support.unreliable import Ranks
-from twostroke.server.generation.running import Answers
+from twostroke.server.generation.running import RunningAnswers
 from twostroke.server.http.model_names import ModelNames
 
 if TYPE_CHECKING:
@@ -163,20 +163,20 @@ def test_unexpected_failure_in_mid_stream_is_an_error_event(
 
 
 def break_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every answer fail at its end by what nobody foresaw."""
-    outputs = Answers.__aiter__
+    """Make every answer fail at its end with an unexpected error."""
+    outputs = RunningAnswers.__aiter__
 
-    async def breaking(answers: Answers) -> AsyncIterator[Output]:
+    async def breaking(answers: RunningAnswers) -> AsyncIterator[Output]:
         async for output in outputs(answers):
             if output.finish_reason is not None:
                 raise ZeroDivisionError("in /secret/path.py")
             yield output
 
-    monkeypatch.setattr(Answers, "__aiter__", breaking)
+    monkeypatch.setattr(RunningAnswers, "__aiter__", breaking)
 
 
 def stream_body(path: str) -> dict[str, object]:
-    """A request of any protocol for a stream of some tokens."""
+    """Return a request of any protocol for a stream of a few tokens."""
     fields: dict[str, object] = {"stream": True, "temperature": 0}
     if path == "/v1/completions":
         return {"prompt": "hello", "max_tokens": 8, **fields}
@@ -267,7 +267,7 @@ def test_abort_sends_an_error_to_every_client(tmp_path: Path) -> None:
 
 
 def failures(caplog: pytest.LogCaptureFixture, response: httpx.Response) -> list[str]:
-    """Return what the log has of the failure of one request."""
+    """Return the log lines about the failure of one request."""
     start = f"Request {response.headers['x-request-id']} failed: "
     said = [record.getMessage() for record in caplog.records]
     return [text.removeprefix(start) for text in said if text.startswith(start)]

@@ -1,4 +1,4 @@
-"""A share of `make long SUITE=floods`: no body of any path keeps others waiting."""
+"""A part of `make long SUITE=floods`: no request body of any path makes other requests wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms of an answer together with other rules about its tokens: an answer, or a clear 400."""
+"""Answer formats combined with other rules about tokens give an answer, or a clear 400."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FORMS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model that draws among the allowed tokens."""
+    """Start a server whose model samples among the allowed tokens."""
     with talker(tmp_path_factory.mktemp("rules"), talkers.HERMES) as live:
         yield live
 
 
 def rules(server: LiveServer) -> list[dict[str, Any]]:
-    """Return rules that bar the tokens which the forms need, or the end."""
+    """Return rules that forbid the tokens which the formats need, or the end token."""
     tokenizer = server.client.card.tokenizer
     [letter], end = tokenizer.encode("a"), min(tokenizer.eos_ids)
     everything = {str(token): -100 for token in range(tokenizer.vocab_size)}

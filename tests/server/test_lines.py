@@ -1,4 +1,4 @@
-"""Every event and line of a stream is one line to every client, whatever the answer says."""
+"""Each event and line of a stream is one line for every client, whatever the answer contains."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def texts_in(value: Any) -> str:
-    """Return all texts in a value, one after the other."""
+    """Return all texts inside a JSON value, joined."""
     if isinstance(value, str):
         return value
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

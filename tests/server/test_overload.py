@@ -1,4 +1,4 @@
-"""Timeouts of requests, and when those that are refused may come back."""
+"""Timeouts of requests, and when refused clients may retry."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_running_answer_ends_at_its_timeout(tmp_path: Path) -> None:
 
 
 def test_a_timeout_counts_from_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow body is part of it, and so is a constraint that is compiled, and a late start."""
+    """The timeout includes a slow body, compiling a constraint, and waiting for a start."""
     with live_server(tmp_path) as server:
         body = json.dumps(chat_body(max_tokens=3)).encode()
         headers = {"content-type": "application/json", _HEADER: "0.3"}

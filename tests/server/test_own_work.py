@@ -1,4 +1,4 @@
-"""Work that the server does itself is bounded, ends with its client, and leaves room for others."""
+"""Work in the server itself is bounded, ends when its client leaves, and lets others run."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_short_text_is_counted_although_no_context_holds_it(server: LiveServer
 def test_work_ends_with_its_client_and_another_tenant_does_not_wait(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three bodies of one long word are sent and abandoned."""
+    """Three clients send a body of one long word each, and disconnect."""
     word = WORD[:2_000_000]
     encode, ends, begun = Tokenizer.encode, list[str](), threading.Semaphore(0)
 

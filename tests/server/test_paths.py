@@ -1,4 +1,4 @@
-"""The paths of OpenAI's and Anthropic's APIs: those of text are served, others say why not."""
+"""The paths of OpenAI's and Anthropic's APIs: text paths are served, others say why not."""
 
 from __future__ import annotations
 

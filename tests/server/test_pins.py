@@ -1,4 +1,4 @@
-"""Fields that ask for a prompt to be kept: how long, and whether they have an effect."""
+"""Fields that ask to keep a prompt in the cache: for how long, and whether they have an effect."""
 
 from __future__ import annotations
 

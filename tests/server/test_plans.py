@@ -1,4 +1,4 @@
-"""/api/plan: plans of the served model, what it refuses, and who may ask."""
+"""/api/plan: plans of the served model, refused requests, and who may send them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ PATHS: list[tuple[str, dict[str, Any], str, str]] = [
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Start a server that reads no special tokens in raw prompts by default."""
+    """Start a server that does not parse special tokens in raw prompts by default."""
     options = ServeOptions(drain_s=1, parses_special=False)
     with live_server(tmp_path_factory.mktemp("plain"), options) as server:
         yield server

@@ -30,14 +30,14 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model that opens its reasoning by itself, unless it is switched off."""
+    """Start a server whose model begins with reasoning, unless a request turns it off."""
     with talker(tmp_path_factory.mktemp("thinks"), talkers.THINKS) as live:
         yield live
 
 
 @pytest.fixture(scope="module")
 def always(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model whose prompt opens its reasoning."""
+    """Start a server whose chat template always opens the reasoning."""
     with talker(tmp_path_factory.mktemp("always"), talkers.ALWAYS_THINKS) as live:
         yield live
 
@@ -49,7 +49,7 @@ def answer(server: LiveServer, **fields: Any) -> Fields:
 
 
 def streamed(server: LiveServer, **fields: Any) -> tuple[Fields, Fields]:
-    """The message and the last choice of a stream, the pieces joined; and its usage."""
+    """Return the message and the last choice of a stream, with its chunks joined, and its usage."""
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last, _ = events(server.chat(temperature=0, **options, **fields).text)
     message: Fields = {}

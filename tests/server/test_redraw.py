@@ -1,4 +1,4 @@
-"""Answers that break their schemas are drawn again, and told if that does not help."""
+"""Answers that break their schemas are generated again, and marked if that does not help."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def documents(text: str) -> list[Any]:
 
 
 def texts(path: str, text: str, *, stream: bool) -> str:
-    """Return the text of an answer."""
+    """Return the text of an answer, whole or streamed."""
     found = []
     for one in documents(text):
         match path:
@@ -315,10 +315,12 @@ def test_a_cancelled_answer_is_not_drawn_again(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(server, WRONG, RIGHT)
-    path, check_fault = "/v1/responses", AnswerChecks.fault
+    path, check_fault = "/v1/responses", AnswerChecks.find_violation
     runs = server.api._background
 
-    async def fault(checks: AnswerChecks, schema: str, text: str) -> SchemaViolation | None:
+    async def find_violation(
+        checks: AnswerChecks, schema: str, text: str
+    ) -> SchemaViolation | None:
         found = await check_fault(checks, schema, text)
         [run] = (run for run in runs._runs.values() if not run.is_over)
         cancelling.append(asyncio.create_task(run.cancel()))
@@ -326,7 +328,7 @@ def test_a_cancelled_answer_is_not_drawn_again(
         return found
 
     cancelling: list[asyncio.Task[None]] = []
-    monkeypatch.setattr(AnswerChecks, "fault", fault)
+    monkeypatch.setattr(AnswerChecks, "find_violation", find_violation)
     body, _ = PROTOCOLS[path]
     assert body is not None
     id_ = ask(server, path, {**body, "background": True}, stream=False).json()["id"]
@@ -337,7 +339,7 @@ def test_a_cancelled_answer_is_not_drawn_again(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_a_stop_token_cut_is_not_checked(server: LiveServer, stream: bool) -> None:
-    """The text before the stop token is no JSON."""
+    """The text before the stop token is not JSON."""
     say(server, WRONG)
     stop_id = server.client.card.tokenizer.encode(WRONG)[-3]
     response = ask(
@@ -351,7 +353,7 @@ def test_an_answer_that_a_stop_token_cut_is_not_checked(server: LiveServer, stre
 
 
 def test_an_answer_without_alternative_is_marked(tmp_path: Path) -> None:
-    """A model that really draws finds no token: the first answer is kept, and told."""
+    """A real sampler finds no other token, so the first answer is used and marked."""
     row = {"type": "array", "items": {"enum": ["a"]}, "minItems": 1, "maxItems": 1}
     rows = {"type": "array", "items": row, "minItems": 2, "maxItems": 2, "uniqueItems": True}
     body = {"messages": TALK, "guided_json": rows}

@@ -1,4 +1,4 @@
-"""Requests that cannot be answered: each gets one clear sentence, and the engine stays alive."""
+"""Requests that cannot be answered get one clear sentence each, and the engine stays alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server as a process: addresses, signals, exit codes."""
+"""The server as a process: addresses, signals and exit codes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_signal_lets_running_requests_finish(tmp_path: Path, number: int) -> Non
 
 
 def has_arrived(url: str) -> bool:
-    """Whether the engine has a request, running or waiting."""
+    """Whether a request has reached the engine, running or waiting."""
     metrics = httpx.get(f"{url}/metrics", trust_env=False).text
     return bool(re.search(r"^twostroke_requests_(running|waiting) [1-9]", metrics, re.MULTILINE))
 
@@ -251,7 +251,7 @@ def test_second_signal_cuts_off_what_no_engine_has_accepted(tmp_path: Path) -> N
 
 @contextmanager
 def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yield a running server process and its URL; it is gone afterwards."""
+    """Yield a running server process and its URL; the process ends afterwards."""
     process = subprocess.Popen(
         command(folder, "0", *arguments),
         env=environment(),

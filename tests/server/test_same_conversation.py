@@ -1,4 +1,4 @@
-"""One conversation has one prompt, by whichever protocol and template it comes."""
+"""One conversation gives one prompt, whichever protocol and template it comes by."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONVERSATIONS = (
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
-    """Yield a server whose model has this template."""
+    """Start a server whose model has this chat template."""
     template = strict_templates.TEMPLATES[request.param]
     with talker(tmp_path_factory.mktemp("alike"), template) as started:
         yield started

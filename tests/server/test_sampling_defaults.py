@@ -1,4 +1,4 @@
-"""Which values a request gets for the sampling fields that it leaves out, by protocol and model."""
+"""The values of sampling fields that a request leaves out, by protocol and model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recommending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServe
 
 
 def values_of(server: LiveServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with which the engine drew the answer to a request."""
+    """Return the sampling values with which the engine generated the answer to a request."""
     drawn: list[SamplingParams] = []
     submit = server.client.loop.submit
 

@@ -1,4 +1,4 @@
-"""Several models in one server, with real processes: loads, swaps, waits and faults."""
+"""Several models in one server, with real processes: loads, swaps, waits and failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def pids(server: Several) -> list[int]:
-    """Return the processes of engines, the last one started last."""
+    """Return the process ids of engines, the newest last."""
     found = []
     for entry in Path("/proc").iterdir():
         try:

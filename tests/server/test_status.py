@@ -1,4 +1,4 @@
-"""What is not generation: models, health, metrics, the root."""
+"""Endpoints that generate nothing: models, health, metrics and the root."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model with more context, for tools are described at length."""
+    """Start a server whose model has more context, since descriptions of tools are long."""
     with live_server(tmp_path_factory.mktemp("tools"), tiny=Tiny(context_length=2048)) as live:
         yield live
 
@@ -76,7 +76,7 @@ def test_a_forced_call_fits_its_schema(server: LiveServer) -> None:
 def test_a_function_is_called_with_arguments_that_it_names(
     server: LiveServer, none: Fields | None
 ) -> None:
-    """JSON Schema would allow any others, and the function would fail on them."""
+    """JSON Schema would allow any other arguments, and the function would fail on them."""
     tools = [{"type": "function", "function": {"name": "now", "parameters": none}}]
     for seed in range(3):
         answer = answer_of(server, tools=tools, tool_choice="required", seed=seed, temperature=2.0)

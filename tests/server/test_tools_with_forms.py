@@ -1,4 +1,4 @@
-"""Tools together with a form of the answer, in every protocol, whole and streamed."""
+"""Tools combined with an answer format, in every protocol, whole and streamed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ REQUESTS: dict[str, tuple[str, Fields]] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model that says what it is told to, as far as the grammar allows."""
+    """Start a server whose model answers as the test says, if the grammar allows it."""
     with talker(tmp_path_factory.mktemp("both"), talkers.HERMES) as live:
         yield live
 
@@ -80,7 +80,7 @@ def ask(server: LiveServer, protocol: str, **fields: Any) -> Any:
 
 
 def whole(server: LiveServer, protocol: str, **fields: Any) -> tuple[str, list[tuple[str, str]]]:
-    """Return the text and the calls of an answer."""
+    """Return the text and the tool calls of an answer without a stream."""
     body = ask(server, protocol, **fields).json()
     if protocol == "chat":
         message = body["choices"][0]["message"]
@@ -103,7 +103,7 @@ def whole(server: LiveServer, protocol: str, **fields: Any) -> tuple[str, list[t
 
 
 def streamed(server: LiveServer, protocol: str, **fields: Any) -> tuple[str, str]:
-    """Return the text and the arguments of a streamed answer."""
+    """Return the text and the tool arguments of a streamed answer."""
     text = arguments = ""
     lines = ask(server, protocol, stream=True, **fields).text.splitlines()
     sent = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]

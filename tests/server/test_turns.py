@@ -1,4 +1,4 @@
-"""Tenants take turns at the threads that read long bodies."""
+"""Tenants take turns at the threads that decode long bodies."""
 
 from __future__ import annotations
 

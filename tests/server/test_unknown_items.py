@@ -1,4 +1,4 @@
-"""Records of other servers in histories are left out and named; the conversation goes on."""
+"""Items of other servers in a history are left out and reported, and the conversation continues."""
 
 from __future__ import annotations
 

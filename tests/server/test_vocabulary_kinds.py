@@ -1,4 +1,4 @@
-"""Forms, calls and continued text on vocabularies of each kind, with and without prefix space."""
+"""Formats, tool calls and continued text on each kind of vocabulary, and prefix spaces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS += ["folder bytes_nfc", "folder prepend", "folder metaspace", "folder byte
 def kind_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
-    """Serve a tiny model with a vocabulary of each kind."""
+    """Start a server of a tiny model with one kind of vocabulary."""
     origin, name = request.param.split()
     folder, tokenizer = tmp_path_factory.mktemp(name), None
     if origin == "gguf":
@@ -51,7 +51,7 @@ def kind_server(
 
 
 def paris(server: LiveServer) -> Fields:
-    """Return fields that force one token, which is a word with a space before it."""
+    """Return fields that force one token: a word with a space before it."""
     (token,) = server.client.card.tokenizer.encode_exact(" Paris")
     return {"logit_bias": {str(token): 100}, "temperature": 0, "max_tokens": 1}
 

@@ -1,4 +1,4 @@
-"""What systemd is told."""
+"""The messages that a server sends to systemd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """A socket that is told, with a watchdog of 90 ms."""
+    """Yield the socket of a fake systemd, whose watchdog has an interval of 90 ms."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
         listener.settimeout(20)
@@ -36,7 +36,7 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
 
 
 def heard(listener: socket.socket) -> list[bytes]:
-    """Return what has come."""
+    """Return the messages that have arrived."""
     listener.setblocking(False)
     found = []
     try:

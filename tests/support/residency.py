@@ -6,7 +6,12 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from twostroke.server.models.residency import ModelResidency, ModelUse, decide, retention_value
+from twostroke.server.models.residency import (
+    ModelResidency,
+    ModelUse,
+    decide_residency,
+    retention_value,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -108,7 +113,7 @@ class Stage:
         model.value = retention_value(model.num_bytes, model.load_s, self._highest_unloaded_value)
 
     def _apply(self) -> None:
-        decision = decide(self.now_s, self.budget, self.views())
+        decision = decide_residency(self.now_s, self.budget, self.views())
         for name, model in self.models.items():
             model.is_closed = name in decision.close
         for name in decision.unload:

@@ -30,7 +30,7 @@ from twostroke.core.options import BatchOptions, GenerationOptions
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.server.batch.lines import Line
+    from twostroke.server.batch.lines import BatchLine
     from twostroke.server.batch.offline import BatchProgress, Send
     from twostroke.server.http.internal_requests import InternalResponse
     from twostroke.server.http.limits import RequestLimits
@@ -80,7 +80,7 @@ def command(**values: Any) -> int:
     one. If the command is interrupted, the same command continues: requests with a result are not
     run again. The exit code is 1 if some requests failed; the file of errors lists them.
     """
-    from twostroke.server.batch.offline import BatchProgress, Files, Results, run
+    from twostroke.server.batch.offline import BatchProgress, OfflineFiles, ResultFile, run
     from twostroke.server.http.limits import RequestLimits
 
     path = values.pop("file")
@@ -98,11 +98,13 @@ def command(**values: Any) -> int:
     limits = replace(RequestLimits(), max_batch_lines=sys.maxsize)
     total = _check(path, limits)
     with (
-        Results(output, resumes=True) as results,
-        Results(errors, resumes=False, replaces=results.is_resumed and not errors_path) as failures,
+        ResultFile(output, resumes=True) as results,
+        ResultFile(
+            errors, resumes=False, replaces=results.is_resumed and not errors_path
+        ) as failures,
         Bar(quiet=quiet, counts=True) as bar,
     ):
-        files = Files(path, results, failures, model)
+        files = OfflineFiles(path, results, failures, model)
         files.check(limits)
         num_before = len(results.extents)
         progress = BatchProgress(total, num_before=num_before, num_done=num_before)
@@ -170,9 +172,9 @@ def _remote_sender(url: str, max_at_once: int) -> Iterator[tuple[Send, int]]:
 
     The second value is how many requests to send at once.
     """
-    from twostroke.server.batch.remote import Remote
+    from twostroke.server.batch.remote import RemoteServer
 
-    with closing(Remote(url, env.client_api_key(), max_at_once)) as remote:
+    with closing(RemoteServer(url, env.client_api_key(), max_at_once)) as remote:
         yield remote.send, max_at_once
 
 
@@ -200,7 +202,7 @@ def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterato
             app, sender = build_app(api), Sender("", DEFAULT_SERVICE_TIER)
             tune_garbage_collector()
 
-            async def send(line: Line) -> InternalResponse:
+            async def send(line: BatchLine) -> InternalResponse:
                 answer = await post(app, line.url, line.body, sender)
                 while answer.status == _QUEUE_FULL_STATUS:
                     await asyncio.sleep(_RETRY_INTERVAL_S)

@@ -25,7 +25,7 @@ __all__ = list(_MODULES)
 def __getattr__(name: str) -> object:
     """Import a public name of this package when it is first used.
 
-    Importing all of them takes long, and most users of the package need only a part.
+    Importing all of them takes long, and most users of the package need only some.
     """
     if name not in _MODULES:
         raise AttributeError(f"module 'twostroke.server' has no attribute '{name}'")

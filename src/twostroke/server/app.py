@@ -36,7 +36,7 @@ from twostroke.server.generation.protocol import ResponseInfo
 from twostroke.server.generation.redraw import AnswerGuard
 from twostroke.server.generation.response_store import Journal, ResponseStore, Tenant
 from twostroke.server.generation.responses import EventStream, respond_whole
-from twostroke.server.generation.running import Answers, Submission, Vectors
+from twostroke.server.generation.running import RunningAnswers, RunningEmbeddings, Submission
 from twostroke.server.http import errors
 from twostroke.server.http.fair_queue import Readers
 from twostroke.server.http.ignored import IgnoredFields
@@ -45,7 +45,7 @@ from twostroke.server.http.logs import AccessLog
 from twostroke.server.http.origins import wants_page
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import JsonInChunks, to_json, while_connected
-from twostroke.server.http.retry_after import RetryAfter, in_time, timeout_of
+from twostroke.server.http.retry_after import RetryAfter, timeout_of, within_timeout
 from twostroke.server.models.about import VERSION, AboutBody
 from twostroke.server.models.endpoints import model_routes
 from twostroke.server.models.registry import ModelRegistry
@@ -80,13 +80,13 @@ if TYPE_CHECKING:
 
     from twostroke.backends.machine_limits import MachineLimits
     from twostroke.engine.process.served import ServedEngine
-    from twostroke.server.generation.job import EmbeddingJob, Encoded, Job
+    from twostroke.server.generation.job import EmbeddingJob, EncodedJob, Job
     from twostroke.server.generation.protocol import ApiProtocol, EmbeddingProtocol, UtilityEndpoint
     from twostroke.server.generation.responses import Started
     from twostroke.server.generation.running import Open
     from twostroke.server.http.ignored import Ignored
     from twostroke.server.http.request_context import Observer, ServedRequest
-    from twostroke.server.models.grammar_compiler import Compiler
+    from twostroke.server.models.grammar_compiler import GrammarCompiler
     from twostroke.server.models.registry import ServedModel
     from twostroke.server.openapi.document import Operations
     from twostroke.server.openapi.operation import RouteDescription
@@ -115,7 +115,7 @@ class Api:
         records: Records | None = None,
         extensions: Sequence[ExtensionFactory] = (),
     ) -> None:
-        """Serve the model of `engine`, or all models of a `ModelPool`.
+        """Prepare the endpoints for the model of `engine`, or for all models of a `ModelPool`.
 
         Args:
             engine: the engine, which the caller closes.
@@ -172,7 +172,7 @@ class Api:
         )
 
     def routes(self) -> list[Route]:
-        """Return the Starlette routes of all HTTP endpoints of the server."""
+        """Return the routes of all HTTP endpoints of the server."""
         gets = {
             "/": self.root,
             **self.health.routes(),
@@ -217,7 +217,7 @@ class Api:
 
     @property
     def num_running(self) -> int:
-        """The number of running client requests; requests of batches are not counted."""
+        """The number of clients' requests that are running; requests of batches do not count."""
         return sum(running.service_tier != BATCH_SERVICE_TIER for running in self._open_requests)
 
     def drain(self) -> None:
@@ -236,7 +236,7 @@ class Api:
             running.cancel()
 
     def close(self) -> None:
-        """Stop the server's threads and trace exporters. Call this after the last request."""
+        """Stop the server's threads and trace exporters, after the last request."""
         self._checks.close()
         self._readers.close()
         for extension in self._extensions:
@@ -274,7 +274,7 @@ class Api:
         return Response(self._descriptions[has_keys], media_type="application/json")
 
     def description(self) -> dict[str, Any]:
-        """Return the OpenAPI document of this server, as a dictionary."""
+        """Build the OpenAPI document of this server, as a dictionary."""
         protocols: dict[str, Any] = {
             **GENERATION_PROTOCOLS,
             **EMBEDDING_PROTOCOLS,
@@ -294,7 +294,7 @@ class Api:
 
     @property
     def operations(self) -> Operations:
-        """The descriptions of all routes for the OpenAPI document, by method and path."""
+        """The OpenAPI descriptions of all routes, by method and path."""
         operations = dict(OPERATIONS)
         for extension in self._extensions:
             operations |= extension.operations
@@ -346,12 +346,12 @@ class Api:
         return min(self.options.limits.max_choices, max_waiting)
 
     def _generation(self, protocol: ApiProtocol[Any]) -> Callable[[Request], Any]:
-        """Return the HTTP endpoint of an API protocol that generates text."""
+        """Return the HTTP handler of an API protocol that generates text."""
         decoder = BodyDecoder(protocol.request, self.options.limits.max_json_depth)
         prepare = partial(self._prepare_job, protocol, decoder)
 
         async def generate(request: Request) -> Any:
-            """Queue a request in the engine; return its response, complete or streamed."""
+            """Queue a request in the engine, and return its response, complete or streamed."""
             prepared = await self._read(request, prepare, is_long=protocol.recalls)
             context = served_of(request.scope)
             self.models.note(context, is_empty=isinstance(prepared, Response))
@@ -394,12 +394,16 @@ class Api:
         decoder: BodyDecoder[Any],
         body: bytes,
         request: Request,
-    ) -> tuple[Job, Encoded, str, ServedModel] | Response:
+    ) -> tuple[Job, EncodedJob, str, ServedModel] | Response:
         """Decode a request's body, choose its model, and tokenize its prompts.
 
         Returns the request as a protocol-independent job, the tokenized job, the model's name as
         the client spells it, and the model. Returns a response instead if the request needs no
-        generated answer, such as an Ollama request that only loads a model. Raises TwostrokeError.
+        generated answer, such as an Ollama request that only loads a model.
+
+        Raises:
+            RequestError: a field is wrong, or the model is unknown.
+            ContextLengthError: a prompt has more tokens than the context.
         """
         context = served_of(request.scope)
         fields, ignored = decoder.decode(body)
@@ -424,18 +428,24 @@ class Api:
         return job, encoded, name, model
 
     async def _start(
-        self, request: Request, info: ResponseInfo, encoded: Encoded, model: ServedModel
+        self, request: Request, info: ResponseInfo, encoded: EncodedJob, model: ServedModel
     ) -> Started:
         """Compile the grammar of a request's answer format, and queue the request in the engine.
 
-        Raises the errors of `Compiler.compile` and `Answers.start`.
+        Returns the running answers, with their event reader and the guard that checks them against
+        schemas.
+
+        Raises:
+            RequestError: the format cannot be compiled, or a prompt can never fit.
+            OverloadedError: the queue is full.
+            EngineStoppedError: the engine has stopped.
         """
         job = info.job
         context = served_of(request.scope)
         with Submission(job.caller.service_tier, self._open_requests, self._retry_after):
             if encoded.params.constraint is not None:
                 work = _compile_constraint(model.compiler, encoded, job.caller.tenant)
-                async with in_time(context):
+                async with within_timeout(context):
                     if job.stream or job.in_background:  # a stream notices a disconnect by itself
                         await work
                     else:
@@ -444,7 +454,7 @@ class Api:
             if encoded.unenforced_keywords:
                 encoded.fix_seed()
                 guard = AnswerGuard(self._checks, info, encoded, context)
-            answers = await Answers.start(
+            answers = await RunningAnswers.start(
                 model.engine,
                 with_spent_time(job, context),
                 encoded=encoded,
@@ -455,14 +465,14 @@ class Api:
         return answers, info.reader(), guard
 
     def _embedding(self, protocol: EmbeddingProtocol[Any]) -> Callable[[Request], Any]:
-        """Return the HTTP endpoint of an API protocol that computes embeddings."""
+        """Return the HTTP handler of an API protocol that computes embeddings."""
         limits = self.options.limits
         decoder = BodyDecoder(protocol.request, limits.max_json_depth)
 
         def prepare(
             body: bytes, request: Request
         ) -> tuple[EmbeddingJob, list[list[int]], str, ServedModel] | Response:
-            """Tokenize an embedding request; return a response instead if it has no text."""
+            """Decode and tokenize an embedding request; return a response if it has no text."""
             context = served_of(request.scope)
             fields, ignored = decoder.decode(body)
             self._ignored.note(ignored, context)
@@ -487,7 +497,7 @@ class Api:
             job = with_spent_time(job, context)
             context.reserve(sum(map(len, texts)))
             with Submission(job.caller.service_tier, self._open_requests, self._retry_after):
-                vectors = await Vectors.start(
+                vectors = await RunningEmbeddings.start(
                     model.engine,
                     job,
                     texts=texts,
@@ -516,7 +526,7 @@ class Api:
         return embed
 
     def _utility(self, endpoint: UtilityEndpoint[Any]) -> Callable[[Request], Any]:
-        """Return the HTTP endpoint of a request that the tokenizer answers without the engine."""
+        """Return the HTTP handler of an endpoint that the tokenizer answers without the engine."""
         decoder = BodyDecoder(endpoint.request, self.options.limits.max_json_depth)
 
         def answer(body: bytes, request: Request) -> Response:
@@ -551,7 +561,7 @@ class Api:
             raise errors.ServerStoppingError(reason, room_s=self._drained_by_s - time.monotonic())
         context = served_of(request.scope)
         context.timeout_s = timeout_of(request.scope)
-        async with in_time(context), body_of(request, self.options.limits) as body:
+        async with within_timeout(context), body_of(request, self.options.limits) as body:
             if has_files(body):
                 return await self._readers.run_for(request, self._read_files, work, body, request)
             if not is_long and len(body) <= LARGE_BODY_BYTES:
@@ -563,23 +573,23 @@ class Api:
         return work(self._with_files(body, request), request)
 
     def _with_files(self, body: bytes, request: Request) -> bytes:
-        """Return a request's body in which the text of each attached file replaces the file."""
+        """Return a request's body with the text of each attached file in place of the file."""
         read_file = self.batches.file_reader(served_of(request.scope).tenant)
         return with_file_texts(body, read_file) if has_files(body) else body
 
     def _num_free_slots(self) -> int:
         """Return how many batch requests may run in the engine beside the clients' requests.
 
-        A few more than the engine runs at once are allowed, so that the queue never runs empty.
+        A few more than the engine runs at once are allowed, so that its queue never runs empty.
         """
         return self.engine.facts.config.max_running + _NUM_QUEUED_BATCH_REQUESTS - self.num_running
 
     def _tenant(self, request: Request) -> Tenant:
-        """Return the tenant who sent a request, according to the request's API key."""
+        """Return the tenant that sent a request, according to the request's API key."""
         return Tenant(served_of(request.scope).tenant, self.response_store)
 
 
-async def _compile_constraint(compiler: Compiler, encoded: Encoded, tenant: str) -> None:
+async def _compile_constraint(compiler: GrammarCompiler, encoded: EncodedJob, tenant: str) -> None:
     """Compile the grammar that constrains a request's answers, if the request has one.
 
     `encoded.unenforced_keywords` gets the rules of the JSON schema that the grammar cannot enforce.
@@ -592,7 +602,7 @@ async def _compile_constraint(compiler: Compiler, encoded: Encoded, tenant: str)
 
 
 class Extension(Protocol):
-    """Further HTTP endpoints for a server, with their OpenAPI descriptions."""
+    """Further HTTP endpoints that a package above `server` adds, with OpenAPI descriptions."""
 
     @property
     def bodies(self) -> Mapping[str, type[msgspec.Struct]]:

@@ -49,7 +49,9 @@ def create_app(
     records: Records | None = None,
     extensions: Sequence[ExtensionFactory] = (),
 ) -> ASGIApp:
-    """Return an ASGI application that serves the model of an engine in this process.
+    """Build an ASGI application that serves the model of an engine in this process.
+
+    Programs use it to mount Twostroke's endpoints in their own ASGI server.
 
     Args:
         client: the client of the engine; the caller closes it.
@@ -66,7 +68,7 @@ def create_app(
 
 
 def build_app(api: Api) -> ASGIApp:
-    """Return the ASGI application with the endpoints of `api` and the middleware around them."""
+    """Build the ASGI application with the endpoints of `api` and the middleware around them."""
     routes = api.routes()
     paths = [route.path_format for route in routes]
 
@@ -86,7 +88,7 @@ def build_app(api: Api) -> ASGIApp:
         return errors.to_response(error, request.scope)
 
     async def unrouted(request: Request, error: Exception) -> Response:
-        """Return status 404 for an unknown path, 405 for a method that a path does not accept."""
+        """Answer 404 for an unknown path, and 405 for a method that a path does not accept."""
         assert isinstance(error, HTTPException)
         method = request.method
         path = request.url.path
@@ -122,7 +124,7 @@ def build_app(api: Api) -> ASGIApp:
 
 
 def _with_middleware(app: ASGIApp, api: Api, routes: Sequence[Route]) -> Boundary:
-    """Wrap an ASGI application in the server's middleware, and return the outermost layer.
+    """Wrap the endpoints in the server's middleware, and return the outermost layer.
 
     From the inside out: usage headers, rate limits and API keys, allowed origins, and `Boundary`,
     which handles errors and logs.
@@ -144,7 +146,7 @@ def _with_middleware(app: ASGIApp, api: Api, routes: Sequence[Route]) -> Boundar
 
 
 def _endpoint_finder(routes: Sequence[Route]) -> Callable[[Scope], str]:
-    """Return a function that finds the path template of a request's route.
+    """Return a function that finds the path template of a request's route, for metrics.
 
     The function returns "unknown" for a request without a route.
     """

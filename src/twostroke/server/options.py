@@ -27,7 +27,7 @@ class Objective(Frozen):
 
 
 class ServeOptions(HttpOptions):
-    """The options of a server of models.
+    """The options of `twostroke serve`: which models a server offers, and how.
 
     Attributes:
         model_names: the names by which clients may request the model, the default first; empty
@@ -144,7 +144,11 @@ class ServeOptions(HttpOptions):
         super().__post_init__()
 
     def check_dashboard(self) -> None:
-        """Raise UnknownPathError (status 404) if the server's dashboard is off."""
+        """Check that the server's dashboard is on.
+
+        Raises:
+            UnknownPathError: it is off; the response has the status 404.
+        """
         from twostroke.server.http.errors import UnknownPathError
 
         if not self.shows_dashboard:

@@ -1,4 +1,4 @@
-"""The protocols that the server speaks, by path, and errors for paths that it does not have."""
+"""Which API protocol answers each path, and errors for paths that the server does not have."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ _REASONS_BY_PATH: Final = {
 
 
 def explain_unknown_path(path: str, known_paths: list[str]) -> str:
-    """Return the 404 message for an HTTP path that the server does not have.
+    """Return the message of the 404 response for an HTTP path that the server does not have.
 
     The message says why an API of other servers is not served, or names the most similar path.
     """

@@ -31,9 +31,9 @@ def serve(  # noqa: PLR0913 - the parts of a server
     records: Records | None = None,
     extensions: Sequence[ExtensionFactory] = (),
 ) -> int:
-    """Serve until SIGINT or SIGTERM, and return the process's exit code.
+    """Run the HTTP server of an engine until a signal stops it; return the process's exit code.
 
-    After the first signal, the server refuses new requests with status 503, which `GET /health`
+    After SIGINT or SIGTERM, the server refuses new requests with status 503, which `GET /health`
     also returns, and running requests have `options.drain_s` seconds to finish. After that time, or
     at a second signal, they are cut off with an error. The exit code is 0 if all requests finished,
     1 if some were cut off. The caller closes the engine.

@@ -1,4 +1,4 @@
-"""Batches belong to the key that made them: its limits pause them, its usage counts them."""
+"""Batches belong to the API key that created them: its limits pause them, its usage counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of the records, as a running server takes them, and as they are kept."""
+"""API keys of the database: how a running server reads changes, and how they are stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of keys: refused with a true time to wait, and not to be cheated."""
+"""Rate limits of API keys: refusals have a true retry time, and no client can cheat."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BODY = {"prompt": "hello", "max_tokens": 4, "ignore_eos": True}
 
 @contextmanager
 def limited(folder: Path, **limits: int) -> Iterator[LiveServer]:
-    """A server whose only key has limits."""
+    """Start a server whose only API key has these limits."""
     keys = ApiKeys({})
     set_limits(keys, **limits)
     with live_server(folder, ServeOptions(drain_s=1, api_keys=keys)) as server:
@@ -174,7 +174,7 @@ def test_other_limits_hold_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_behaviour_passes_a_limit_by_more_than_one_request(seed: int) -> None:
-    """Over any span, tokens are at most the limit's, one bucket and one request."""
+    """In any time span, a key uses at most the limit's tokens, a full bucket and one request."""
     chance = random.Random(seed)
     now_s, most = 0.0, 400
     account = KeyLimiter(lambda: now_s)

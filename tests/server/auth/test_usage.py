@@ -1,4 +1,4 @@
-"""Usage in the records agrees with the usage in the answers, and survives."""
+"""Usage in the database agrees with the usage in responses, and outlives the server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = "hello " * 40
 
 @contextmanager
 def counting(tmp_path: Path, **given: Any) -> Iterator[LiveServer]:
-    """A server that keeps the usage of one key in tmp_path / "records"."""
+    """Start a server that stores the usage of one key in tmp_path / "records"."""
     folder = tmp_path / "records"
     key, text = add(folder)
     with keyed_server(folder, tmp_path, **given) as server:

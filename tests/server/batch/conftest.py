@@ -1,4 +1,4 @@
-"""A server with empty records, for two tenants; its clients are the first one's."""
+"""A server with an empty database, for two tenants; its clients belong to the first tenant."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ LIMITS = RequestLimits(
 
 @pytest.fixture
 def records(tmp_path: Path) -> Iterator[Records]:
-    """The records of `server`."""
+    """Return the database and file folder of `server`."""
     with closing(Records(tmp_path / "records")) as opened:
         yield opened
 
 
 @pytest.fixture
 def server(tmp_path: Path, records: Records) -> Iterator[LiveServer]:
-    """Start it, and wait at the end until it is idle."""
+    """Start a server, and wait at the end of the test until it is idle."""
     keys = ApiKeys({"k": "anna", "other": "ben"})
     options = ServeOptions(drain_s=1, api_keys=keys, limits=LIMITS)
     with live_server(tmp_path, options, records=records) as live:

@@ -1,4 +1,4 @@
-"""Files in the messages of requests, which are read as text."""
+"""Files attached to the messages of requests, which the model reads as text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def store(server: LiveServer, data: bytes, name: str = "notes.txt") -> str:
 
 
 def with_part(path: str, part: Fields) -> Fields:
-    """Return a request with one message, which has a part."""
+    """Return a request with one message, whose content has `part`."""
     messages = [{"role": "user", "content": [part]}]
     if path == RESPONSES:
         return {"input": messages, "max_output_tokens": 2, "temperature": 0}
@@ -51,7 +51,7 @@ def text_part(path: str, text: str) -> Fields:
 
 
 def parts_with(server: LiveServer, data: bytes) -> list[tuple[str, Fields]]:
-    """Return a part with a file, for each protocol and way to send one."""
+    """Return message parts with a file, for each protocol and each way to attach a file."""
     id_ = store(server, data)
     inline = {"filename": "notes.txt", "file_data": encoded(data)}
     raw = base64.b64encode(data).decode()
@@ -67,7 +67,7 @@ def parts_with(server: LiveServer, data: bytes) -> list[tuple[str, Fields]]:
 
 
 def said(body: Fields) -> Any:
-    """Return the answer, without what differs from one to the next."""
+    """Return the response without the fields that differ between equal requests."""
     for name in ("choices", "content"):
         if name in body:
             return body[name]

@@ -1,4 +1,4 @@
-"""Inputs and results that are damaged on the disk, while a batch runs and between two servers."""
+"""Inputs and results that the disk damages, while a batch runs and between two servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.batch_bench import App, Bench, until
 from support.servers import live_server
 from twostroke.core.errors import UsageError
 from twostroke.server.batch import files, messages, openai, stored_batches
-from twostroke.server.batch.offline import BatchProgress, Files, Results, run
+from twostroke.server.batch.offline import BatchProgress, OfflineFiles, ResultFile, run
 from twostroke.server.http.internal_requests import InternalResponse
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.storage import Records
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.server.batch.lines import Line
+    from twostroke.server.batch.lines import BatchLine
     from twostroke.server.batch.stored_batches import Batch
 
 _NUM_LINES, _NUM_DONE = 200, 16
@@ -40,7 +40,7 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 def flip(path: Path) -> None:
-    """Flip a bit of each of the last bytes."""
+    """Flip a bit of each of the last bytes of a file."""
     rewrite(path, lambda data: data[:-100] + bytes(byte ^ 4 for byte in data[-100:]))
 
 
@@ -210,14 +210,14 @@ def test_a_command_whose_input_changes_keeps_its_results(tmp_path: Path) -> None
     path.write_text("".join(json.dumps({"custom_id": f"{i}", **asked}) + "\n" for i in range(300)))
     shown = list[int]()
 
-    async def send(line: Line) -> InternalResponse:
+    async def send(line: BatchLine) -> InternalResponse:
         if line.custom_id == "9":
             flip(path)
         return InternalResponse(200, {"x-request-id": "r"}, b"{}")
 
     out, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
-    with Results(out, resumes=True) as results, Results(errors, resumes=False) as failures:
-        job = Files(path, results, failures)
+    with ResultFile(out, resumes=True) as results, ResultFile(errors, resumes=False) as failures:
+        job = OfflineFiles(path, results, failures)
         job.check(RequestLimits())
         progress = BatchProgress(300)
         with pytest.raises(UsageError, match="was changed or damaged while its lines ran"):
@@ -304,7 +304,7 @@ def test_a_result_that_is_damaged_as_its_batch_ends_is_told(records: Records) ->
 
 
 def _none_after(app: App, count: int) -> Callable[[str, int], None]:
-    """Return a function that lets all lines pass, and none any more after so many."""
+    """Return a function that lets the first `count` batch requests end, and holds the others."""
 
     def hold(_id: str, _times: int) -> None:
         if len(app.sent) >= count:
@@ -326,8 +326,11 @@ def test_a_command_runs_damaged_results_again_and_keeps_the_others(
     path.write_text("".join(json.dumps({"custom_id": f"{i}", **asked}) + "\n" for i in range(9)))
     answer = InternalResponse(200, {"x-request-id": "r"}, b'{"choices": [{"text": "some words"}]}')
     out = tmp_path / "out"
-    with Results(out, resumes=True) as output, Results(tmp_path / "e", resumes=True) as errors:
-        files_ = Files(path, output, errors)
+    with (
+        ResultFile(out, resumes=True) as output,
+        ResultFile(tmp_path / "e", resumes=True) as errors,
+    ):
+        files_ = OfflineFiles(path, output, errors)
         files_.check(RequestLimits())
         for line in files_.lines(RequestLimits()):
             output.add(line.custom_id, files_.result(line, answer))
@@ -341,12 +344,15 @@ def test_a_command_runs_damaged_results_again_and_keeps_the_others(
     output.partial.write_bytes(b"".join(lines))
     sent: list[str] = []
 
-    async def send(line: Line) -> InternalResponse:
+    async def send(line: BatchLine) -> InternalResponse:
         sent.append(line.custom_id)
         return answer
 
-    with Results(out, resumes=True) as output, Results(tmp_path / "e", resumes=True) as errors:
-        files_ = Files(path, output, errors)
+    with (
+        ResultFile(out, resumes=True) as output,
+        ResultFile(tmp_path / "e", resumes=True) as errors,
+    ):
+        files_ = OfflineFiles(path, output, errors)
         files_.check(RequestLimits())
         asyncio.run(run(files_, send, 1, RequestLimits(), BatchProgress(9), lambda _: None))
     assert sent == ["2", "4", "6"]

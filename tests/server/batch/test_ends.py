@@ -1,4 +1,4 @@
-"""How batches end where something fails that nobody foresaw."""
+"""How batches end when an unexpected error occurs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_batch_whose_results_cannot_be_written_ends(
     async def broken(*_: object) -> Batch:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("twostroke.server.batch.results.finish", broken)
+    monkeypatch.setattr("twostroke.server.batch.results.write_result_files", broken)
     bench = Bench(records, App())
 
     async def go() -> Batch:

@@ -1,4 +1,4 @@
-"""Files that are missing, or have no record; and none is read or written on the event loop."""
+"""Stored files that are missing or have no database row; no file is read on the event loop."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _num_completed(server: LiveServer, batch_id: str) -> int:
 
 
 def test_uploads_that_arrive_take_room(server: LiveServer, records: Records) -> None:
-    """250,000 bytes are the room of a tenant, and 100,000 those of a file."""
+    """A tenant may store 250,000 bytes, and a file may have 100,000."""
     head = (
         "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
         "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: {length}\r\n\r\n--b"
@@ -144,7 +144,7 @@ def test_uploads_at_the_same_time_have_one_bound(
     async def all_of_it(*_: object) -> AsyncIterator[int]:
         yield 100_000  # as if nothing else had come
 
-    monkeypatch.setattr(files.StorageQuota, "take", all_of_it)
+    monkeypatch.setattr(files.StorageQuota, "reserve_for_upload", all_of_it)
     text = line(0) * (95_000 // len(line(0)))
     codes = [upload(server, text).status_code for _ in range(3)]
     assert codes == [200, 200, 413]

@@ -1,4 +1,4 @@
-"""Anthropic's message batches, on a server with records."""
+"""Anthropic's message batches, on a server with `--records`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's files and batches, on a server with records."""
+"""OpenAI's files and batches, on a server with `--records`."""
 
 from __future__ import annotations
 

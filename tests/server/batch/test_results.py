@@ -1,4 +1,4 @@
-"""How results become files: in turns of tenants, and out of the database once they are there."""
+"""How results become files: tenants take turns, and the database's copies are deleted later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from twostroke.server.batch import files, openai, results, stored_batches
-from twostroke.server.batch.results import finish
+from twostroke.server.batch.results import write_result_files
 from twostroke.server.batch.runner import BatchRunner
 from twostroke.server.batch.stored_batches import Batch
 from twostroke.server.http.fair_queue import Readers
@@ -32,7 +32,7 @@ def records(tmp_path: Path) -> Any:
 
 
 async def add(records: Records, id_: str, tenant: str, num_lines: int, num_results: int) -> Batch:
-    """Keep a batch whose lines are over; some of them have no result."""
+    """Store a batch that sends no more requests; some of its lines have no result."""
     with records.files.begin() as file:
         for i in range(num_lines):
             line = {"custom_id": f"{i}", "method": "POST", "url": "/v1/completions", "body": {}}
@@ -82,7 +82,9 @@ def test_writing_results_leaves_the_threads_of_others_alone(
         batches = [await add(records, f"{i}", "anna", 1, 0) for i in range(40)]
         readers = Readers(1)
         ends = [
-            asyncio.create_task(finish(records, readers, one, openai.FORM, RequestLimits()))
+            asyncio.create_task(
+                write_result_files(records, readers, one, openai.FORM, RequestLimits())
+            )
             for one in batches
         ]
         await asyncio.sleep(0.1)
@@ -107,7 +109,9 @@ def test_long_results_of_a_tenant_are_written_between_those_of_others(
         readers = Readers(1)
 
         async def end(batch: Batch) -> None:
-            ended.append(await finish(records, readers, batch, openai.FORM, RequestLimits()))
+            ended.append(
+                await write_result_files(records, readers, batch, openai.FORM, RequestLimits())
+            )
 
         await asyncio.gather(*map(end, batches))
 
@@ -121,7 +125,7 @@ def test_results_are_dropped_few_at_once(records: Records) -> None:
     async def go() -> None:
         ended = await add(records, "a", "anna", 2500, 2500)
         await add(records, "open", "anna", 5, 5)
-        await finish(records, Readers(1), ended, openai.FORM, RequestLimits())
+        await write_result_files(records, Readers(1), ended, openai.FORM, RequestLimits())
         assert await records.read(count) == {"a": 2500, "open": 5}
         seen = list[int]()
         while await records.write(stored_batches.drop_results):
@@ -145,7 +149,7 @@ def test_server_that_died_before_results_were_dropped_leaves_that_to_the_next(
         batch = await add(records, "a", "anna", 5, 3)
         await add(records, "open", "anna", 2, 2)
         limits = RequestLimits()
-        return await finish(records, Readers(1), batch, openai.FORM, limits)
+        return await write_result_files(records, Readers(1), batch, openai.FORM, limits)
 
     async def second(records: Records) -> None:
         runner = BatchRunner(

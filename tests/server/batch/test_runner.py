@@ -1,4 +1,4 @@
-"""How batches run where requests are refused, engines die, keys are revoked and clocks jump."""
+"""How batches run when requests are refused, engines die, keys are revoked and clocks jump."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_line_that_waited_for_room_minds_a_pause(
 
 
 def test_fewer_lines_are_sent_while_few_are_taken(records: Records) -> None:
-    """As with a key that may have two requests at the same time."""
+    """The server refuses more than two requests at a time, as for a key with that limit."""
     running, refused = [0], [0]
 
     class Narrow(App):
@@ -199,7 +199,7 @@ def test_batch_of_a_tenant_without_a_key_is_cancelled(records: Records) -> None:
 
 
 def test_batch_that_no_runner_has_can_be_cancelled(records: Records) -> None:
-    """As while a server drains, or before it has read its batches."""
+    """This happens while a server drains, and before a server has read its batches."""
     app, next_app = App(), App()
 
     async def first() -> None:
@@ -263,7 +263,7 @@ def test_batch_whose_lines_all_run_ends_with_its_key(records: Records) -> None:
 def test_clock_that_jumps_does_not_change_what_is_left(
     records: Records, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
-    """Neither while a server runs, nor for the next one."""
+    """The time left stays the same while a server runs, and for the next server."""
     wall, boot_s = time.time, [1000.0]
     monkeypatch.setattr(queueing, "since_boot_s", lambda: boot_s[0])
     monkeypatch.setattr("twostroke.server.batch.runner._CHECK_INTERVAL_S", 0.01)

@@ -14,7 +14,7 @@ import pytest
 
 from support.servers import live_server
 from twostroke.server.batch import uploads
-from twostroke.server.batch.service import sweep
+from twostroke.server.batch.service import delete_expired
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.options import ServeOptions
 from twostroke.server.storage import Records
@@ -108,14 +108,14 @@ def test_wrong_parts_are_named_and_can_be_mended(server: LiveServer) -> None:
 def test_upload_is_completed_by_one_request_at_a_time(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join, has_begun, may_go_on = uploads.join, Event(), Event()
+    join, has_begun, may_go_on = uploads.join_parts, Event(), Event()
 
     def held(*args: Any) -> str:
         has_begun.set()
         assert may_go_on.wait(30)
         return join(*args)
 
-    monkeypatch.setattr(uploads, "join", held)
+    monkeypatch.setattr(uploads, "join_parts", held)
     id_ = begin(server)["id"]
     parts = part(server, id_, b"hello"), part(server, id_, b"world")
     with ThreadPoolExecutor() as threads:
@@ -221,13 +221,13 @@ def test_expired_files_and_uploads_are_deleted(
     whole = complete(server, done["id"], part(server, done["id"], b"hello"))["file"]
     assert whole["expires_at"] == whole["created_at"] + 7200
     now_s = time.time()
-    asyncio.run(sweep(records, now_s))
+    asyncio.run(delete_expired(records, now_s))
     assert server.http.get(f"{FILES}/{file['id']}").status_code == 200
-    asyncio.run(sweep(records, now_s + 3601))
+    asyncio.run(delete_expired(records, now_s + 3601))
     names = {path.name for path in records.files.path("x").parent.iterdir()}
     assert names == {stays["id"], whole["id"]}
     assert server.http.get(f"{FILES}/{file['id']}").status_code == 404
-    asyncio.run(sweep(records, now_s + 7300))
+    asyncio.run(delete_expired(records, now_s + 7300))
     assert server.http.get(f"{UPLOADS}/{upload['id']}").status_code == 404
     assert server.http.get(FILES).json()["data"] == [stays]
 

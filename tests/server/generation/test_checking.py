@@ -44,7 +44,7 @@ PROTOCOLS: dict[str, Fields] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model that says what it is told to, as far as the grammar allows."""
+    """Start a server whose model answers as the test says, if the grammar allows it."""
     with talker(tmp_path_factory.mktemp("checks"), talkers.HERMES) as live:
         yield live
 
@@ -58,7 +58,7 @@ def counts(server: LiveServer) -> dict[str, float]:
 def counted(
     server: LiveServer, path: str, answers: Sequence[str], body: Fields
 ) -> dict[str, float]:
-    """Return what the check of one answer, and of those in its place, added to the metrics."""
+    """Return what the metrics count for the check of an answer and of its replacements."""
     before = counts(server)
     say(server, *answers)
     response = server.http.post(path, json=body | {"temperature": 0})

@@ -1,4 +1,4 @@
-"""The events of an answer: blocks in order, each opened, filled and closed."""
+"""The events of an answer: blocks come in order, and each opens, grows and closes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ USAGE, TIMINGS = Usage(3, 0, 9), Timings(0.0, 0.0, 1.0, 2.0)
 
 
 def outputs(server: LiveServer, text: str, reason: FinishReason) -> list[Output]:
-    """Return an answer, an output for each character; each counts as a token."""
+    """Return an answer as engine outputs, one for each character, which counts as a token."""
     token = server.client.card.tokenizer.encode("a")[0]
     found = [Output(0, one, (token,), (TokenLogprobs(-1.0, (), ()),)) for one in text]
     return [*found, Output(0, "", (), finish_reason=reason, usage=USAGE, timings=TIMINGS)]
@@ -44,7 +44,7 @@ def read(server: LiveServer, reading: AnswerFormat, answer: list[Output]) -> lis
 
 
 def blocks(events: list[Event]) -> list[tuple[BlockKind, str, str, bool]]:
-    """Return the blocks that closed."""
+    """Return the content blocks that were closed."""
     closed = [event.block for event in events if isinstance(event, BlockClosed)]
     return [(block.kind, block.name, block.text, block.is_cut) for block in closed]
 

@@ -1,4 +1,4 @@
-"""Stored answers that outlive their server."""
+"""Stored responses that outlive their server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def records(tmp_path: Path) -> Iterator[Records]:
 
 
 def serve(folder: Path, records: Records, **options: Any) -> AbstractContextManager[LiveServer]:
-    """Return one of the servers that follow each other on the same records."""
+    """Start a server on `records`, after the servers that used them before."""
     return live_server(folder, ServeOptions(drain_s=1, **options), records=records)
 
 
@@ -50,7 +50,7 @@ def answer(server: LiveServer, **fields: Any) -> Any:
 
 
 def assert_not_continued(server: LiveServer, id_: str, log: str) -> None:
-    """Check that a response with a gap before it is refused in words that a client can act on."""
+    """Check that a response with a gap before it is refused with a remedy."""
     fields = {"input": "and?", "previous_response_id": id_}
     refused = server.http.post(PATH, json=fields)
     assert refused.status_code == 500

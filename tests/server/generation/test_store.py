@@ -1,4 +1,4 @@
-"""Answers that are kept for later requests."""
+"""Responses that are stored for later requests."""
 
 from __future__ import annotations
 

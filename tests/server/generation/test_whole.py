@@ -1,4 +1,4 @@
-"""Answers with many log-probabilities are written while others are served."""
+"""Answers with many log-probabilities are encoded while other clients are served."""
 
 from __future__ import annotations
 

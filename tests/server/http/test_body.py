@@ -1,4 +1,4 @@
-"""Requests that are answered before all of them has come: the client gets to read the answer."""
+"""Requests that are answered before their whole body has arrived: clients can read the answer."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_endless_rest_of_a_body_is_cut_off(brief: LiveServer) -> None:
 def test_invalid_bytes_after_a_request_are_not_logged_as_a_failure(
     server: LiveServer, wait: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whether the request is answered by then or not: somebody's bytes fill no log with traces."""
+    """This holds before and after the response, so a client cannot fill the log with tracebacks."""
     with server.connect() as connection:
         head = b"POST /v1/chat HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         connection.sendall(head if wait else head + b"no chunk\r\n")
@@ -279,7 +279,10 @@ def test_stop_at_the_time_limit_of_the_rest_is_not_an_error() -> None:
 
 
 def _asked_first(server: LiveServer, path: str, size: int, body: bytes = b"") -> socket.socket:
-    """Return a connection on which a client has asked whether to send a body, and sent some."""
+    """Return a connection on which a client has sent `Expect: 100-continue`.
+
+    The client has also sent the bytes `body` of its request body.
+    """
     connection = server.connect()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Expect: 100-continue\r\nContent-Length: {size}\r\n\r\n"
@@ -288,7 +291,7 @@ def _asked_first(server: LiveServer, path: str, size: int, body: bytes = b"") ->
 
 
 def _ask_and_then_read(server: LiveServer, *, is_chunked: bool = False) -> tuple[int, Any]:
-    """Send a large body as clients do that read no answer before they have sent it all."""
+    """Send a large body like a client that reads no response before it has sent everything."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
     try:
         body = [b" " * LARGE] if is_chunked else b" " * LARGE

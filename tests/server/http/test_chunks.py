@@ -1,4 +1,4 @@
-"""The pieces of a stream reach every kind of client whole."""
+"""The chunks of a streamed response are correct for every kind of client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Received:
-    """What `http.client` reads a response from."""
+    """The bytes of a response as a file, from which `http.client` reads."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -1,4 +1,4 @@
-"""Bodies to structs, and the depth scan that guards it."""
+"""JSON bodies become structs, after a scan that limits their nesting."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_any_values_are_decoded_or_refused(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_schema_can_be_made_of_the_structs(kind: type[msgspec.Struct]) -> None:
-    """The OpenAPI document is derived from the structs."""
+    """The OpenAPI document is derived from the structs of request bodies."""
     schema = msgspec.json.schema(kind)
     properties = schema["$defs"][kind.__name__]["properties"]
     assert properties.keys() == set(kind.__struct_fields__)

@@ -1,4 +1,4 @@
-"""Clients that leave, or stay and do not read: their work is stopped wherever it is."""
+"""Clients that disconnect or stop reading: the server stops their work wherever it is."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from support.tiny import Tiny
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.process.served import LocalEngine
-from twostroke.server.generation.job import Encoded, Job
+from twostroke.server.generation.job import EncodedJob, Job
 from twostroke.server.generation.protocol import ResponseInfo
 from twostroke.server.generation.responses import EventStream
-from twostroke.server.generation.running import Answers
+from twostroke.server.generation.running import RunningAnswers
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.middleware import create_app
 from twostroke.server.models.registry import ModelRegistry
@@ -87,7 +87,7 @@ def test_client_gone_before_its_body_is_complete_leaves_nothing(tmp_path: Path) 
 
 
 def test_disconnect_is_heard_through_any_asgi_server(tmp_path: Path) -> None:
-    """Starlette's own transport, without uvicorn: the message alone is enough."""
+    """Starlette's test transport has no uvicorn: the ASGI message alone must be enough."""
 
     async def run() -> None:
         with tiny_client(tmp_path) as (client, backend):
@@ -149,11 +149,11 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
             job = Job(None, ([5],), params, stream=True)
             tokenizer = client.card.tokenizer
             reply = ResponseInfo("x", 0, "tiny", job, [[5]], tokenizer)
-            engine, encoded = LocalEngine(client), Encoded([[5]], job.params, Hints())
+            engine, encoded = LocalEngine(client), EncodedJob([[5]], job.params, Hints())
             metrics = ServerMetrics(ModelRegistry(engine, options))
 
             async def start() -> Started:
-                answers = await Answers.start(engine, job, encoded, metrics, set())
+                answers = await RunningAnswers.start(engine, job, encoded, metrics, set())
                 return answers, reply.reader(), None
 
             stream = EventStream(start, CompletionEncoder(reply), options)
@@ -170,7 +170,7 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
 
 
 def ask(server: LiveServer, **fields: Any) -> socket.socket:
-    """Send a long request and return its connection."""
+    """Send a request for a long answer, and return its connection."""
     connection = server.connect()
     body = chat_body(ignore_eos=True, **fields)
     connection.sendall(post_bytes(PATH, body))
@@ -178,7 +178,7 @@ def ask(server: LiveServer, **fields: Any) -> socket.socket:
 
 
 def unread(server: LiveServer) -> socket.socket:
-    """Begin a stream of megabytes on a connection with small buffers."""
+    """Begin a stream of megabytes on a connection with small buffers, without reading it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(10)
@@ -189,7 +189,7 @@ def unread(server: LiveServer) -> socket.socket:
 
 
 def is_reset(connection: socket.socket) -> bool:
-    """Whether the server dropped the connection without the end of the response."""
+    """Whether the server closed the connection before the end of the response."""
     received = b""
     try:
         while data := connection.recv(65536):

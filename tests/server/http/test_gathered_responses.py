@@ -1,4 +1,4 @@
-"""Random responses are the same bytes, whether their writes are gathered or not."""
+"""Random responses have the same bytes, whether their writes are coalesced or not."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LIMITS = RequestLimits()
 
 
 class Direct(WriteCoalescer):
-    """Gathers nothing."""
+    """A transport that does not coalesce writes."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._transport.write(data)
 
 
 async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-    """Respond in a way that follows from the path; some responses fail."""
+    """Send a response that depends only on the path; some responses fail."""
     rng = random.Random(scope["path"])
     status = rng.choice((200, 200, 200, 404, 204, 304))
     sizes = [rng.choice((0, 1, 40, 3000, 70_000, 300_000)) for _ in range(rng.randrange(6))]
@@ -83,9 +83,10 @@ async def received(
     limits: RequestLimits = _LIMITS,
     pause_s: float = 0.0,
 ) -> bytes:
-    """Return what a client gets for `sent`; with `is_all` it says that nothing follows.
+    """Return the bytes that a client receives for `sent`.
 
-    It pauses now and then; with `pause_s`, for so long after each 20 KB.
+    With `is_all` the client says that it sends nothing more. It pauses now and then; with
+    `pause_s`, for this time after each 20 KB.
     """
     loop, ours = asyncio.get_running_loop(), socket.socketpair()
     ours[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # so that writers have to wait

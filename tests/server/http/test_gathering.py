@@ -1,4 +1,4 @@
-"""What a response writes at the same time is sent together, and nothing is lost."""
+"""Writes of a response at the same time are sent together, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Seen(asyncio.Transport):
-    """Keeps what is written."""
+    """A transport that records the bytes that are written to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Seen(asyncio.Transport):
 
 
 def written(act: Callable[[WriteCoalescer], Any]) -> list[bytes]:
-    """Return what is sent if `act` writes in one round of a loop."""
+    """Return the bytes that are sent if `act` writes in one round of the event loop."""
     seen = Seen()
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Memory: what was freed goes back to the system, and a body is there once."""
+"""Memory: freed memory returns to the system, and a body is held only once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_holes_in_the_heap_are_given_back() -> None:
 
 
 class Node:
-    """What may refer to itself."""
+    """An object that may refer to itself, so that only the garbage collector frees it."""
 
 
 def test_a_server_frees_cycles_and_trims_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

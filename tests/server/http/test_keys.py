@@ -1,4 +1,4 @@
-"""Keys: who may ask, from which header, and that tenants see nothing of each other."""
+"""API keys: who may send requests, in which header, and that tenants see nothing of each other."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_file_of_keys_names_tenants(tmp_path: Path) -> None:
 def test_a_secret_is_never_passed_over_for_being_empty(
     monkeypatch: pytest.MonkeyPatch, name: str, read: Callable[[], object], value: str
 ) -> None:
-    """A secret that was not filled in must not open the server."""
+    """An environment variable that was left empty must not open the server."""
     monkeypatch.delenv(name, raising=False)
     assert not read()
     monkeypatch.setenv(name, value)

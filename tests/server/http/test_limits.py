@@ -1,4 +1,4 @@
-"""Hostile requests, byte by byte: sizes, depth, slowness, and what is no HTTP at all."""
+"""Hostile requests, byte by byte: their size, nesting and slowness, and bytes that are not HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all, wait_for
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.http.limits import RequestLimits
-from twostroke.server.http.server import Faults
+from twostroke.server.http.server import LoopExceptionHandler
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def test_only_a_body_that_is_not_compressed_is_read(
 def test_body_of_a_browser_must_say_that_it_is_json(
     server: LiveServer, kind: str, sign: str | None
 ) -> None:
-    """A web page can make a browser send the others to a server on the reader's machine."""
+    """A web page can make a browser send other media types to a server on the user's machine."""
     headers = {"content-type": kind} | ({sign: "http://localhost"} if sign else {})
     response = server.http.post(PATH, json=chat_body(max_tokens=1), headers=headers)
     if sign is None and kind != "text/plain":
@@ -211,7 +211,7 @@ def test_large_prompt_does_not_block_the_event_loop(server: LiveServer) -> None:
 def test_ids_that_cannot_fit_are_neither_read_nor_copied_for_each_answer(
     server: LiveServer,
 ) -> None:
-    """A hundred copies of a body of ids would be gigabytes."""
+    """A hundred copies of a body of token ids would take gigabytes."""
     error = server.complete(prompt=[10**9] * 100_000, n=128).json()["error"]
     assert error["code"] == "context_length_exceeded"
 
@@ -248,14 +248,14 @@ def test_same_request_id_twice_cannot_collide(server: LiveServer) -> None:
 
 
 def talk(server: LiveServer, data: bytes) -> bytes:
-    """Send bytes and return all that comes back."""
+    """Send bytes, and return all bytes of the response."""
     connection = server.connect()
     connection.sendall(data)
     return read_all(connection)
 
 
 def drip(connection: socket.socket, data: bytes) -> bytes:
-    """Send a byte every 100 ms until the server answers or hangs up; return its answer."""
+    """Send a byte every 100 ms until the server answers or closes; return its answer."""
     connection.settimeout(0.1)
     try:
         for at in range(100):
@@ -289,7 +289,7 @@ def test_bodies_that_arrive_are_bounded_for_a_tenant_and_in_all(tmp_path: Path) 
             return connection
 
         def is_refused(key: str) -> bool:
-            """Whether a request is refused that has not sent any of its body."""
+            """Whether a request is refused before it has sent any of its body."""
             with half_sent(key, 0) as connection, suppress(TimeoutError):
                 return connection.recv(99).startswith((b"HTTP/1.1 429", b"HTTP/1.1 503"))
             return False
@@ -380,7 +380,7 @@ def test_log_has_one_line_about_many_connections_that_cannot_be_taken(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def run() -> None:
-        faults, loop = Faults(), asyncio.get_running_loop()
+        faults, loop = LoopExceptionHandler(), asyncio.get_running_loop()
         for _ in range(100):
             faults(loop, {"message": "accept", "exception": OSError(errno.EMFILE, "many")})
         faults(loop, {"message": "something else"})

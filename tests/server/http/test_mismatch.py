@@ -101,7 +101,7 @@ def test_every_refused_body_has_an_error_of_our_own(
 
 
 def _msgspec_error(text: bytes, kind: type[msgspec.Struct]) -> str | None:
-    """Return why msgspec refuses the values of a JSON text; none if they fit."""
+    """Return why msgspec refuses the values of a JSON text; None if they fit."""
     try:
         msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""Forms are read whatever way their bytes come."""
+"""Multipart forms are parsed correctly, however their bytes are divided."""
 
 from __future__ import annotations
 

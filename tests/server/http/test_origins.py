@@ -1,4 +1,4 @@
-"""Hosts and web origins: pages of strangers are refused, and listed ones get CORS headers."""
+"""Hosts and web origins: pages of strangers are refused, and listed origins get CORS headers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def answers(options: ServeOptions, **headers: str) -> bool:
 
 
 def test_keyless_server_is_not_reached_by_rebinding_or_foreign_pages(server: LiveServer) -> None:
-    """A page whose domain was pointed to this machine sends its own domain as the host."""
+    """A page whose domain was rebound to this machine sends its own domain as the host."""
     foreign: list[dict[str, str]] = [
         {"host": "evil.example"},
         {"host": "127.0.0.1.evil.example:8000", "origin": "http://127.0.0.1.evil.example:8000"},
@@ -226,7 +226,7 @@ def test_malformed_hosts_are_refused_at_the_start(host: str) -> None:
 
 
 def request_line(server: LiveServer, target: str, host: str = "localhost") -> tuple[int, bytes]:
-    """Send a bare GET; return the status and the body."""
+    """Send a GET request with this target; return the status and the body."""
     with server.connect() as connection:
         head = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
         connection.sendall(head.encode())

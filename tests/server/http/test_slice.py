@@ -1,4 +1,4 @@
-"""An event loop runs as soon as it wakes, where the system can do that."""
+"""The thread of an event loop has short time slices, so that it runs as soon as it wakes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHORT_NS: Final = 100_000
 
 
 def attributes(thread: int = 0) -> tuple[int, int]:
-    """Return the nice value and the slice of a thread."""
+    """Return the nice value and the time slice of a thread."""
     found = ctypes.create_string_buffer(48)
     number = _GET_ATTR[platform.machine()]
     assert ctypes.CDLL(None).syscall(number, thread, found, 48, 0) == 0

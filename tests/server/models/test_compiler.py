@@ -1,4 +1,4 @@
-"""Constraints are compiled one at a time, tenants in turn, and beside everything else."""
+"""Constraints are compiled one at a time, tenants take turns, and no other request waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from twostroke.engine.structured_output import grammar
 from twostroke.engine.structured_output.grammar import Grammars
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.models import grammar_compiler
-from twostroke.server.models.grammar_compiler import MAX_WAITING, Compiler
+from twostroke.server.models.grammar_compiler import MAX_WAITING, GrammarCompiler
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ SLOW = Constraint("regex", "slow")
 
 
 class SlowGrammars(Grammars):
-    """Compiles `SLOW` once it is let."""
+    """Grammars of an engine that compile `SLOW` only when the test allows it."""
 
     def __init__(self) -> None:
         tokenizer = byte_tokenizer()
@@ -56,8 +56,8 @@ def grammars() -> Iterator[SlowGrammars]:
 
 def compiling(
     grammars: SlowGrammars, limit_s: float, is_ready: Callable[[], bool] = lambda: True
-) -> Compiler:
-    """Return a compiler that has one thread, as an engine has."""
+) -> GrammarCompiler:
+    """Return a compiler with one thread, as an engine has."""
     thread = ThreadPoolExecutor(1)
 
     async def compile_(constraint: Constraint, limit_s: float) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def compiling(
             await loop.run_in_executor(thread, grammars.compile, constraint, limit_s)
         ).unenforced_keywords
 
-    return Compiler(compile_, limit_s, is_ready)
+    return GrammarCompiler(compile_, limit_s, is_ready)
 
 
 def test_time_without_an_engine_does_not_count(grammars: SlowGrammars) -> None:
@@ -90,7 +90,7 @@ def test_an_engine_that_started_again_is_asked_again_in_turn() -> None:
             asked.append(constraint)
             return ()
 
-        compiler = Compiler(compile_, 1.0, engine_start_of=lambda: process[0])
+        compiler = GrammarCompiler(compile_, 1.0, engine_start_of=lambda: process[0])
         for _ in range(2):
             await compiler.compile(SLOW)
         assert len(asked) == 1
@@ -102,7 +102,7 @@ def test_an_engine_that_started_again_is_asked_again_in_turn() -> None:
 
 
 def test_engines_keep_more_than_the_server_knows() -> None:
-    """What an engine has forgotten it compiles out of turn, while others wait."""
+    """A constraint that only the engine has forgotten would be compiled out of turn."""
     assert grammar_compiler._MAX_CACHED_RESULTS < grammar._MAX_CACHED_GRAMMARS
 
 
@@ -171,7 +171,7 @@ def test_turn_of_a_constraint_that_takes_too_long_ends(
 ) -> None:
     """Each definition needs the one before it, which takes ten seconds to find out.
 
-    The next one waits for the turn's end, and the turn is given up rather than done.
+    The next constraint waits until the turn ends, and the slow compilation is abandoned.
     """
     names = [f"d{i}" for i in range(2000)]
     references = [{"$ref": f"#/$defs/{name}"} for name in names]
@@ -208,7 +208,7 @@ def test_turn_of_a_constraint_that_takes_too_long_ends(
 def test_server_never_compiles_on_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even what others have pushed out of the cache meanwhile."""
+    """This also holds for a constraint that others have pushed out of the cache meanwhile."""
     with live_server(tmp_path) as server:
         grammars, threads = server.client.grammars, list[str]()
         compile_ = grammars._compile
@@ -258,7 +258,7 @@ def test_client_that_leaves_while_others_are_compiled_is_not_answered(
 def test_stream_shows_that_it_is_alive_while_its_constraint_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool
 ) -> None:
-    """As where the model must be loaded before it can compile."""
+    """An example is a model that must be loaded before it can compile."""
     with live_server(tmp_path, ServeOptions(drain_s=1, keep_alive_s=0.1)) as server:
         grammars, may_end = server.client.grammars, threading.Event()
         compile_ = grammars._compile
@@ -282,7 +282,7 @@ def test_stream_shows_that_it_is_alive_while_its_constraint_waits(
 
 
 def test_failing_constraint_is_not_counted_as_an_engine_failure(tmp_path: Path) -> None:
-    """The grammar is found to be too wide behind its first letter."""
+    """The grammar is found to be too wide after its first letter."""
     ways = [f'r{i}: "a" "b" "c{i}"' for i in range(1500)]
     names = " | ".join(f"r{i}" for i in range(1500))
     grammar = "\n".join(['start: "a" x', f"x: {names}", *ways])

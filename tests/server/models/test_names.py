@@ -1,4 +1,4 @@
-"""The names by which clients ask for the model."""
+"""The names by which clients may request a model."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[FakeProcess]:
-    """The processes that are started, which the test controls."""
+    """Return the fake engine processes that are started, which the test controls."""
     started: list[FakeProcess] = []
 
     def start(_load: object) -> FakeProcess:

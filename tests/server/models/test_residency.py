@@ -1,4 +1,4 @@
-"""Which models are in memory: loads against the fewest possible, waits, and the order of turns."""
+"""Which models are in memory: loads compared with the fewest possible, waits, and order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from twostroke.server.models.residency import (
     MAX_IDLE_LOADS,
     MIN_STAY_LOADS,
     MIN_WAIT_LOADS,
-    Decision,
     ModelResidency,
     ModelUse,
-    decide,
+    ResidencyDecision,
+    decide_residency,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ IN = ModelResidency.LOADED
 
 
 def always_absent(stage: Stage) -> list[str]:
-    """Ask for a model that is not there, as soon as the last one has answered."""
+    """Request a model that is not loaded, as soon as the last request is answered."""
     return [] if stage.num_unanswered else stage.absent[:1]
 
 
@@ -42,7 +42,7 @@ def at_random(seed: int, often: float) -> Adversary:
 
 
 def with_hits(seed: int) -> Adversary:
-    """Ask for an absent model, and often for a loaded one just before or after it."""
+    """Request an absent model, and often a loaded model just before or after it."""
     rng = random.Random(seed)
 
     def ask(stage: Stage) -> list[str]:
@@ -111,17 +111,21 @@ def test_two_busy_callers_on_memory_for_one_load_a_fifth_of_the_time() -> None:
 def test_a_busy_model_is_closed_and_goes_only_after_its_last_request() -> None:
     busy = ModelUse("a", 1, 1.0, IN, used_s=100.0, num_running=2)
     asked = ModelUse("b", 1, 1.0, waiting_since_s=100.0 - MIN_WAIT_LOADS)
-    assert decide(100.0, 1, [busy, asked]) == Decision(close=("a",))
+    assert decide_residency(100.0, 1, [busy, asked]) == ResidencyDecision(close=("a",))
     ended = ModelUse("a", 1, 1.0, IN, used_s=100.0, is_closed=True)
-    assert decide(100.0, 1, [ended, asked]) == Decision(unload=("a",), close=("a",))
-    assert decide(100.0, 1, [ended]) == Decision()  # who waited has left: it stays
+    assert decide_residency(100.0, 1, [ended, asked]) == ResidencyDecision(
+        unload=("a",), close=("a",)
+    )
+    assert decide_residency(100.0, 1, [ended]) == ResidencyDecision()
 
 
 def test_times_before_a_model_may_be_taken() -> None:
     def goes(*, waiting_since_s: float, used_s: float, loaded_s: float) -> bool:
         there = ModelUse("a", 1, 1.0, IN, used_s=used_s, loaded_s=loaded_s)
         return bool(
-            decide(0.0, 1, [there, ModelUse("b", 1, 1.0, waiting_since_s=waiting_since_s)]).close
+            decide_residency(
+                0.0, 1, [there, ModelUse("b", 1, 1.0, waiting_since_s=waiting_since_s)]
+            ).close
         )
 
     assert not goes(waiting_since_s=-0.9, used_s=-2, loaded_s=-9)  # b has not waited long enough
@@ -135,20 +139,27 @@ def test_a_later_model_does_not_take_memory_that_an_earlier_one_waits_for() -> N
     there = ModelUse("a", 2, 1.0, IN, used_s=10.0, loaded_s=9.5)
     large = ModelUse("b", 3, 1.0, waiting_since_s=10.0)
     small = ModelUse("c", 1, 1.0, waiting_since_s=10.1)
-    assert decide(10.2, 3, [there, large, small]) == Decision()
-    assert decide(10.2, 3, [there, small]) == Decision(load=("c",))
-    assert decide(10.2, 4, [there, large, small]) == Decision()
-    assert decide(10.2, 6, [there, large, small]) == Decision(load=("b", "c"))
+    assert decide_residency(10.2, 3, [there, large, small]) == ResidencyDecision()
+    assert decide_residency(10.2, 3, [there, small]) == ResidencyDecision(load=("c",))
+    assert decide_residency(10.2, 4, [there, large, small]) == ResidencyDecision()
+    assert decide_residency(10.2, 6, [there, large, small]) == ResidencyDecision(load=("b", "c"))
 
 
 def test_a_model_that_turned_out_larger_than_the_budget_loads_again_alone() -> None:
     there, asked = ModelUse("a", 4, 1.0, IN), ModelUse("b", 12, 1.0, waiting_since_s=0.0)
-    assert decide(100.0, 10, [there, asked]) == Decision(unload=("a",), close=("a",))
-    assert decide(100.0, 10, [asked]) == Decision(load=("b",))
+    assert decide_residency(100.0, 10, [there, asked]) == ResidencyDecision(
+        unload=("a",), close=("a",)
+    )
+    assert decide_residency(100.0, 10, [asked]) == ResidencyDecision(load=("b",))
     loaded = ModelUse("b", 12, 1.0, IN)
     other = ModelUse("a", 4, 1.0, waiting_since_s=99.9)
-    assert decide(100.0, 10, [loaded, other]) == Decision(unload=("b",), close=("b",))
-    assert decide(5.0, 10, [loaded, ModelUse("a", 4, 1.0, waiting_since_s=4.9)]) == Decision()
+    assert decide_residency(100.0, 10, [loaded, other]) == ResidencyDecision(
+        unload=("b",), close=("b",)
+    )
+    assert (
+        decide_residency(5.0, 10, [loaded, ModelUse("a", 4, 1.0, waiting_since_s=4.9)])
+        == ResidencyDecision()
+    )
 
 
 def test_the_least_worth_goes_first_and_an_idle_one_before_a_busy_one() -> None:
@@ -157,20 +168,20 @@ def test_the_least_worth_goes_first_and_an_idle_one_before_a_busy_one() -> None:
     cheap = ModelUse("a", used_s=50.0, value=1.0, **common)
     dear = ModelUse("b", used_s=40.0, value=2.0, **common)
     busy = ModelUse("c", used_s=100.0, value=0.5, num_running=1, **common)
-    assert decide(100.0, 3, [busy, dear, cheap, asked]).close == ("a",)
-    assert decide(100.0, 2, [busy, dear, asked]).close == ("b",)
+    assert decide_residency(100.0, 3, [busy, dear, cheap, asked]).close == ("a",)
+    assert decide_residency(100.0, 2, [busy, dear, asked]).close == ("b",)
 
 
 def test_a_model_leaves_after_its_time_without_requests() -> None:
     view = ModelUse("a", 1, 1.0, IN, used_s=10.0, keep_s=5.0)
-    assert decide(14.9, 1, [view]) == Decision()
-    assert decide(15.0, 1, [view]) == Decision(unload=("a",))
+    assert decide_residency(14.9, 1, [view]) == ResidencyDecision()
+    assert decide_residency(15.0, 1, [view]) == ResidencyDecision(unload=("a",))
     working = ModelUse("a", 1, 1.0, IN, used_s=10.0, keep_s=5.0, num_running=1)
-    assert decide(20.0, 1, [working]) == Decision()
+    assert decide_residency(20.0, 1, [working]) == ResidencyDecision()
 
 
 def test_the_fewest_loads_are_those_of_trying_everything() -> None:
-    """Compare with every choice of what to load after each request, without waiting."""
+    """The fewest loads equal those of an exhaustive search, which never waits."""
     rng = random.Random(3)
     for _ in range(30):
         names = [rng.choice("abc") for _ in range(7)]

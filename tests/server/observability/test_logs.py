@@ -1,4 +1,4 @@
-"""The log: a line for each request, in either form, and nothing of what was said."""
+"""The log: a line for each request, in either format, and no texts of prompts or answers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OPTIONS = ServeOptions(access_log=True, drain_s=1)
 
 
 class Log:
-    """What a server logs as JSON, a line an entry."""
+    """The log of a server in JSON, as a list of entries."""
 
     def __init__(self, stream: io.StringIO) -> None:
         self._stream = stream
 
     def entries(self, count: int) -> list[dict[str, Any]]:
-        """Wait for so many lines, and return them."""
+        """Wait for this number of entries, and return them."""
         wait_for(lambda: self._stream.getvalue().count("\n") >= count)
         text = self._stream.getvalue()
         assert text.count("\n") == count

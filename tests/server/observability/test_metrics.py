@@ -1,4 +1,4 @@
-"""What Prometheus is told, and what the documents and the dashboard say of it."""
+"""Prometheus's metrics, and that the documents and the dashboard describe them."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_scrape_example_names_the_right_path(server: LiveServer) -> None:
 
 
 def _ours(server: LiveServer) -> list[Any]:
-    """Return our own families, without the library's times of creation."""
+    """Return the metric families of Twostroke, without the library's creation times."""
     return [
         family
         for family in _families(server)
@@ -239,7 +239,7 @@ def _ours(server: LiveServer) -> list[Any]:
 
 
 def _families(server: LiveServer) -> list[Any]:
-    """Return every family that there can be."""
+    """Return every metric family that a server can have."""
     server.chat(max_tokens=2)
     stats = server.client.loop.speculator.stats
     stats.accepted["ngram"], stats.proposed["ngram"], stats.accepted_at[0] = 1, 2, 1
@@ -262,7 +262,7 @@ def _families(server: LiveServer) -> list[Any]:
 
 
 def _samples(text: str) -> dict[tuple[str, ...], float]:
-    """Return values by name and label values."""
+    """Return the values of samples by name and label values."""
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)

@@ -1,4 +1,4 @@
-"""Objectives: how they are written, and which answers keep them."""
+"""Latency objectives: how they are written, and which answers meet them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes of service and timings: what a request may ask for, and what its answer says."""
+"""Service tiers and timings: what requests may ask for, and what responses report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard's state: what it tells of requests, pages and the last seconds, and what not."""
+"""The dashboard's data: what it shows of requests, pages and recent seconds, and what it hides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: spans of requests, and collectors that are there, gone, or no collectors at all."""
+"""Traces: spans of requests, and collectors that answer, are gone, or are no collectors at all."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def _traced(server: LiveServer) -> Iterator[Any]:
-    """Yield a function that waits for so many spans and returns them by name."""
+    """Yield a function that waits for a number of spans, and returns them by name."""
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter = InMemorySpanExporter()
@@ -225,7 +225,7 @@ def _traced(server: LiveServer) -> Iterator[Any]:
 
 @contextmanager
 def _collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """Yield a collector's address, and what it is sent."""
+    """Yield a collector's address, and the list of requests that it receives."""
     bodies: list[tuple[str, bytes]] = []
 
     class Handler(BaseHTTPRequestHandler):

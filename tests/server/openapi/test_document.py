@@ -1,7 +1,4 @@
-"""The OpenAPI document is complete, valid, and agrees with the server and sends.
-
-`CheckedClient` compares every response of the other tests with it.
-"""
+"""The OpenAPI document is complete and valid, and agrees with what the server accepts and sends."""
 
 from __future__ import annotations
 
@@ -225,9 +222,10 @@ def test_every_component_is_used(described: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def roomy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A context long enough for tools, which take many words for a model without a tool form.
+    """Start a server whose context is long enough for tools.
 
-    The model can fill in the middle.
+    Tools take many words for a model without its own form of tool calls. The model can fill in the
+    middle.
     """
     tiny = Tiny(context_length=2048)
     folder = tmp_path_factory.mktemp("roomy")
@@ -256,7 +254,7 @@ def test_examples_are_accepted(roomy_server: LiveServer, method: str, path: str,
 
 @pytest.mark.parametrize("path", BODIES)
 def test_errors_are_as_described(server: LiveServer, path: str) -> None:
-    """`CheckedClient` compares them; failures of the engine are tested in `test_faults`."""
+    """`CheckedClient` compares errors with the document; see `test_faults` for engine failures."""
     json_ = {"content-type": "application/json"}
     for status, request in {
         400: {"content": b"{", "headers": json_},
@@ -350,6 +348,6 @@ def test_a_response_that_is_not_as_described_is_noticed(
 
 
 def _required_fields(path: str) -> dict[str, Any]:
-    """Return the fields that a body of a route must have."""
+    """Return the fields that the body of a request to a route must have."""
     (example, *_) = OPERATIONS["POST", path].examples.values()
     return dict(example)

@@ -38,7 +38,7 @@ ANSWER = "Agreed."
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
-    """Yield a server whose model has this template, and always gives the same answer."""
+    """Start a server whose model has this chat template, and always gives the same answer."""
     template = strict_templates.TEMPLATES[request.param]
     with talker(tmp_path_factory.mktemp("agents"), template) as started:
         say(started, ANSWER)
@@ -61,7 +61,7 @@ def test_every_turn_of_an_agent_is_answered(server: LiveServer, name: str) -> No
 
 
 def _text_of(stream: str) -> str:
-    """Return the text of a stream of any protocol."""
+    """Return the text of a streamed response of any protocol."""
     lines = [line.removeprefix("data: ") for line in stream.splitlines() if line[:6] == "data: "]
     return "".join(_delta_of(json.loads(line)) for line in lines if line != "[DONE]")
 

@@ -1,4 +1,4 @@
-"""A flipped bit in an id deletes nothing: the id is restored, or what may be its own stays."""
+"""A flipped bit in an id deletes nothing: the id is restored, or all files in doubt stay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BATCH = Batch(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Records with two files and a batch, and a file that a crash has left."""
+    """Create a database with two files and a batch, and a file that a crash has left."""
     with closing(Records(tmp_path)) as records:
         for id_ in (ID, OTHER_ID):
             body = files.new_file(id_, 2, "in.jsonl", "batch")
@@ -58,7 +58,7 @@ def file_names(folder: Path) -> set[str]:
 
 
 def served_ids(records: Records) -> tuple[set[str], set[str]]:
-    """Return the ids of the files that a list has, and of the files that can be read."""
+    """Return the ids of the files that a list shows, and of the files that can be read."""
     found_ids = set[str]()
     for id_ in (ID, OTHER_ID, FLIPPED_ID):
         try:
@@ -77,7 +77,7 @@ def change(folder: Path, *statements: str) -> None:
 
 
 def flip_copy(folder: Path, copy: int) -> None:
-    """Flip a bit in one copy of an id: 0 and 1 are in the files, the others in the batch."""
+    """Flip a bit in one copy of an id: copies 0 and 1 are in the files, the others in the batch."""
     data = bytearray((folder / "records.db").read_bytes())
     offsets = [at for at in range(len(data)) if data.startswith(ID.encode(), at)]
     assert len(offsets) == 5, "the file's row, its index; the batch's column, its body, its index"

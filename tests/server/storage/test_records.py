@@ -1,4 +1,4 @@
-"""The database and the folder of files."""
+"""The server's database and its folder of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that changed on the disk are noticed: each column that a client sees, in each table."""
+"""Damaged database rows are noticed: each column that a client sees, in each table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BEFORE = next(number for number, script in enumerate(MIGRATIONS) if "row_digest
 
 
 def fill(folder: Path) -> None:
-    """Write a row into each table, as the product does; the text has the word 'word'."""
+    """Write a row into each table, as the server does; the text contains 'word'."""
     with closing(Records(folder)) as records:
         store = ResponseStore(9, 1 << 20, Journal(records))
         tenant = Tenant("word", store)

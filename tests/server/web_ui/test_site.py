@@ -1,4 +1,4 @@
-"""The page's files: who gets them, with which headers, and that they are all_text and our own."""
+"""The web UI's files: who gets them, with which headers, and that they are text and our own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def named_by(page: str) -> list[str]:
 
 @pytest.fixture
 def http(server: LiveServer) -> Iterator[httpx.Client]:
-    """A client that knows nothing of the API's description, in which the page's files are not."""
+    """Yield a client without checks, as the OpenAPI document does not describe the page's files."""
     with httpx.Client(base_url=server.url, trust_env=False) as client:
         yield client
 
@@ -223,7 +223,7 @@ def test_every_file_says_its_one_job_and_is_small() -> None:
 
 
 def test_pictures_in_an_answer_are_never_fetched() -> None:
-    """A model that was led astray could send a conversation away in the address of a picture."""
+    """A manipulated model could send a conversation to a stranger in the address of a picture."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("needs node, to run JavaScript")

@@ -1,1 +1,1 @@
-"""API keys and tenants: stored keys, the check of keys and limits, usage and prices."""
+"""API keys and tenants: stored keys, checks of keys and limits, usage and prices."""

@@ -1,4 +1,4 @@
-"""Refreshes a server's keys from the records, and writes its usage to the records."""
+"""Reloads a server's API keys from its database, and writes key usage to the database."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class KeyRefresher:
-    """Reads changed API keys from the records database twice a second, and writes usage to it.
+    """Keeps a server's API keys current, and stores how much they are used.
 
-    Usage is written every two seconds. If the records cannot be read, the keys stay unchanged; if
-    the records cannot be written, usage waits for the next write. The same error is logged once.
+    Changed keys are read from the database twice a second, and usage is written every two seconds.
+    If the database cannot be read, the keys stay unchanged; if it cannot be written, usage waits
+    for the next write. The same error is logged once.
     """
 
     def __init__(self, records: Records | None, keys: ApiKeys | None, usage: UsageBook) -> None:
-        """Refresh `keys` from `records`, and write `usage` there; without records, do nothing."""
+        """Prepare to refresh `keys` from the database of `records`, and to write `usage` there.
+
+        Without `records`, all methods do nothing.
+        """
         self._records = records
         self._keys = keys
         self._usage = usage
@@ -63,15 +67,15 @@ class KeyRefresher:
             await self._refresh(records, writes=number % _REFRESHES_PER_WRITE == 0)
 
     async def _refresh(self, records: Records, *, writes: bool = False) -> None:
-        """Read changed API keys from the records; with `writes`, write usage to them as well."""
+        """Read changed API keys from the database; with `writes`, also write usage to it."""
         await self._try("Keys stay as they are", self._read(records))
         if writes:
             await self._try("Usage waits", self._write(records))
 
     async def _try(self, consequence: str, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work`, which reads or writes the records; log a failure with its `consequence`.
+        """Run `work`, which uses the database; log a failure together with its `consequence`.
 
-        An error that is the same as the last one of this consequence is not logged again.
+        An error that repeats the last error of this consequence is not logged again.
         """
         try:
             await work
@@ -103,7 +107,10 @@ class KeyRefresher:
             raise
 
     def _changed(self, db: Connection) -> tuple[int, list[Key]] | None:
-        """Return the newest change's number and all API keys; None if no key has changed."""
+        """Return all API keys of the database if any key has changed, else None.
+
+        The keys come with the number of the newest change.
+        """
         change = newest_change(db)
         return None if change == self._last_change else (change, [key for key, _ in all_keys(db)])
 

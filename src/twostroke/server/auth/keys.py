@@ -46,7 +46,7 @@ class KeyMissingError(TwostrokeError):
 
 
 class ApiKeys:
-    """The API keys of a server: fixed keys of a file, and the records' keys, which may change.
+    """The API keys of a server: fixed keys of a file, and keys of the database, which may change.
 
     Only digests are stored. The time of a lookup can reveal only how a digest begins, which does
     not help to guess a key. Call the methods only in the event loop's thread.
@@ -55,9 +55,9 @@ class ApiKeys:
     """
 
     def __init__(self, tenants: Mapping[str, str], *, asks: bool = False) -> None:
-        """Create the fixed keys from a mapping of API keys to tenants.
+        """Create the fixed keys; `tenants` maps each key to its tenant.
 
-        With `asks`, requests need a key even if none exists.
+        With `asks`, requests need a key even if there are no keys.
 
         Raises:
             UsageError: a key or a tenant's name has other than printable ASCII characters.
@@ -85,10 +85,10 @@ class ApiKeys:
         *,
         asks: bool = False,
     ) -> Self | None:
-        """Return the API keys of a file, of the environment and of a records folder.
+        """Load the API keys of a server from a file, an environment variable and a database.
 
-        None if no source is given. A folder that has had keys and has none now has lost its
-        database; then the server must not start without keys.
+        Returns None if no source is given. If the database's folder has had keys and has none now,
+        the database was lost; then the server must not start without keys.
 
         A line of the file is `KEY` or `TENANT KEY`, or a comment that begins with #. A key without
         a tenant belongs to the tenant with the empty name.
@@ -96,9 +96,9 @@ class ApiKeys:
         Args:
             path: the file with keys.
             key: the key from the environment.
-            records: the folder of the records database.
+            records: the folder of the database, `--records`.
             router: the key of a router.
-            asks: whether requests need a key even if none exists.
+            asks: whether requests need a key even if there are no keys.
 
         Raises:
             UsageError: the file cannot be read, a line is not valid, or `asks` is set without a
@@ -129,17 +129,17 @@ class ApiKeys:
 
     @property
     def are_required(self) -> bool:
-        """Whether requests need an API key, because keys exist or have existed."""
+        """Whether requests need an API key, because there are keys or have been."""
         return self._asks or bool(self._router_digest)
 
     @property
     def refuse_everybody(self) -> bool:
-        """Whether all requests are refused, because they need an API key and none exists."""
+        """Whether all requests are refused, because they need an API key and there is none."""
         return self.are_required and not self._keys_by_digest and not self._router_digest
 
     @property
     def have_tenants(self) -> bool:
-        """Whether an API key belongs to a tenant with a name."""
+        """Whether any API key belongs to a tenant with a name."""
         return any(self._by_tenant)
 
     def set_router_key(self, router: str) -> None:
@@ -152,11 +152,11 @@ class ApiKeys:
         self._router_digest = digest(router.encode())
 
     def is_router(self, text: bytes) -> bool:
-        """Return whether an API key is the router's."""
+        """Return whether the text of an API key is the router's key."""
         return bool(self._router_digest) and digest(text) == self._router_digest
 
     def replace_stored(self, keys: Iterable[Key]) -> None:
-        """Replace the API keys that come from the records database."""
+        """Replace the API keys that were read from the database."""
         self._stored_by_id = {key.id: key for key in keys}
         self._keys_by_digest = {
             key.digest: key for key in self._stored_by_id.values()
@@ -165,7 +165,7 @@ class ApiKeys:
         self._by_tenant = _by_tenant(self._keys_by_digest.values())
 
     def find(self, text: bytes) -> Key | None:
-        """Return the valid API key with this text, and record its use; None if no key matches."""
+        """Return the valid API key with this text, and note its use; None if no key matches."""
         key = self._keys_by_digest.get(digest(text))
         if key is None or key.state != "valid":
             return None
@@ -176,25 +176,28 @@ class ApiKeys:
         return key
 
     def has_valid(self, tenant: str) -> bool:
-        """Return whether a tenant has a valid API key, or needs none."""
+        """Return whether a tenant may send requests: it has a valid API key, or needs no key."""
         tenant_keys = self._by_tenant.get(tenant, ())
         needs_no_key = not self._keys_by_digest and (bool(self._router_digest) or not self._asks)
         return needs_no_key or any(key.state == "valid" for key in tenant_keys)
 
     def with_id(self, id_: str) -> Key | None:
-        """Return the records' API key with an id, valid or not; None if the id is unknown."""
+        """Return the database's API key with an id, valid or not; None if the id is unknown."""
         return self._stored_by_id.get(id_)
 
     def take_uses(self) -> dict[str, int]:
-        """Return the API keys used since the last call: the minute of the last use, by key id."""
+        """Return the API keys used since the last call, to store the times of their last use.
+
+        The result has the minute of the last use by key id.
+        """
         ids = self._ids_with_unwritten_use
         self._ids_with_unwritten_use = set()
         return {id_: self._last_used[id_] for id_ in ids}
 
     def put_back(self, uses: Iterable[str]) -> None:
-        """Let the next `take_uses` return the last uses of these key ids again.
+        """Return the last uses of these key ids from the next `take_uses` again.
 
-        They could not be written to the records.
+        They could not be written to the database.
         """
         self._ids_with_unwritten_use.update(uses)
 
@@ -202,18 +205,21 @@ class ApiKeys:
 class KeyCheck:
     """The ASGI layer that refuses requests without a valid API key.
 
-    It records the key and tenant of accepted requests. `GET /health`, the paths below it and the
-    web UI's files need no key, as load balancers and browsers have none. Internal requests have the
-    key of their sender, valid or not.
+    It notes the key and tenant of accepted requests. `GET /health`, the paths below it and the web
+    UI's files need no key, as load balancers and browsers have none. Internal requests have the key
+    of their sender, valid or not.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        """Wrap the ASGI application `app`; accept requests with a key of `keys`."""
+        """Wrap the inner ASGI layers `app`; accept requests with a key of `keys`."""
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on if it has a valid API key or needs none; refuse it otherwise."""
+        """Pass a request to the inner layers if it has a valid API key or needs none.
+
+        Other requests are answered with an error.
+        """
         if scope["type"] == "http" and (sender := sender_of(scope)) is not None:
             if (sender_key := self._keys.with_id(sender.key)) is not None:
                 served_of(scope).set_owner(sender_key)
@@ -241,7 +247,11 @@ class KeyCheck:
 
 
 def check_router(key: str) -> None:
-    """Raise UsageError if a router's key has other than printable ASCII characters."""
+    """Check that a router's key can be sent in an HTTP header.
+
+    Raises:
+        UsageError: the key has other than printable ASCII characters.
+    """
     if not WORD_PATTERN.fullmatch(key):
         raise UsageError(f"The key in TWOSTROKE_REPLICA_KEY must be {WORD_FORM}.")
 
@@ -273,7 +283,13 @@ def _key(scope: Scope) -> bytes | None:
 
 
 def _tenant_key(scope: Scope) -> Key:
-    """Return a key for the tenant that a router names in a request's header; raises UsageError."""
+    """Return a key for the tenant that a router names in a request's header.
+
+    The header also has the tenant's weight and service tiers.
+
+    Raises:
+        UsageError: the header is not valid.
+    """
     header = next((value for name, value in scope["headers"] if name == TENANT_HEADER), b"")
     words: list[str] = header.decode("latin-1").split(" ")
     try:

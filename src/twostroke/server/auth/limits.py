@@ -1,4 +1,4 @@
-"""The ASGI layer that enforces keys' limits: requests and tokens per minute, parallel requests."""
+"""The ASGI layer that enforces the rate limits of API keys, and its token buckets."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ _NOUNS: Final = {"requests": "request", "tokens": "token"}
 
 
 class RateLimitError(TwostrokeError):
-    """The API key's limit of requests, tokens or parallel requests is reached."""
+    """The API key has used up its requests or tokens per minute, or its parallel requests."""
 
     http_status = 429
     code = "rate_limit_exceeded"
 
 
 class Bucket:
-    """A token bucket for a limit per minute; its level rises evenly, and can be negative.
+    """A token bucket that enforces one limit per minute of an API key.
 
-    Times are in seconds of one monotonic clock.
+    Its level rises evenly, and can be negative. Times are in seconds of one monotonic clock.
     """
 
     def __init__(self, per_minute: int, now_s: float) -> None:
-        """Create a full token bucket with this limit per minute; `now_s` is the current time."""
+        """Create a full bucket with a limit per minute; `now_s` is the current time."""
         self.per_minute = per_minute
         self._level = float(per_minute)
         self._updated_s = now_s
 
     def level(self, now_s: float) -> float:
-        """Return the bucket's current level: how much may be used now."""
+        """Return the bucket's current level: how many requests or tokens may be used now."""
         gained = (now_s - self._updated_s) * self.per_minute / _MINUTE_S
         self._level = min(self._level + gained, self.per_minute)
         self._updated_s = now_s
@@ -107,7 +107,7 @@ class KeyLimiter:
                 bucket.resize(per_minute, now_s)
 
     def refusal(self) -> Refusal | None:
-        """Return why the API key may not start a request now; None if it may.
+        """Return why the API key may not start a request now, and when it may; None if it may now.
 
         The refusal has the reason, and the seconds after which a request may start.
         """
@@ -119,7 +119,7 @@ class KeyLimiter:
         return None
 
     def shortage(self, *names: str) -> Refusal | None:
-        """Return a refusal if one of the named buckets is empty; None if all have something left.
+        """Return a refusal if one of the named buckets is empty; None if no bucket is empty.
 
         The buckets are "requests" and "tokens", for the limits per minute.
         """
@@ -133,26 +133,26 @@ class KeyLimiter:
         return f"this key may use {limit} a minute", max(waits.values())
 
     def begin(self) -> Spending:
-        """Count the start of a request; call it only after `refusal` returned None."""
+        """Count a request that starts; call this only if `refusal` returned None."""
         self._num_open += 1
         if (requests := self.buckets.get("requests")) is not None:
             requests.take(1, self._clock())
         return Spending(self, self._clock())
 
     def take(self, num_tokens: int) -> None:
-        """Take tokens from the API key's token bucket; a negative number gives tokens back."""
+        """Take tokens from the key's tokens per minute; a negative number gives tokens back."""
         if (tokens := self.buckets.get("tokens")) is not None:
             tokens.take(num_tokens, self._clock())
 
     def end(self, began_s: float) -> None:
-        """Count the end of a request that began at the time `began_s`."""
+        """Count that a request, which began at the time `began_s`, has ended."""
         self._num_open -= 1
         self._mean_s += _NEWEST_WEIGHT * (self._clock() - began_s - self._mean_s)
 
     def headers(self, *, is_anthropic: bool) -> list[tuple[bytes, bytes]]:
         """Return the rate limit headers of a response: limits, remaining amounts and reset times.
 
-        The headers have Anthropic's names, or else OpenAI's.
+        The headers have the names of Anthropic's API, or else of OpenAI's.
         """
         now_s = self._clock()
         headers: list[tuple[str, str]] = []
@@ -174,16 +174,16 @@ class KeyLimiter:
 
 
 class Spending:
-    """The tokens that one running request takes from its API key's limit."""
+    """The tokens that one running request has taken from its API key's tokens per minute."""
 
     def __init__(self, limiter: KeyLimiter, began_s: float) -> None:
-        """Start a request at the time `began_s`, without tokens."""
+        """Begin with a request that has taken no tokens; `began_s` is its start."""
         self._limiter = limiter
         self._began_s = began_s
         self._num_tokens = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Take the maximum number of tokens that the request may use from the key's limit.
+        """Take the maximum number of tokens that the request may use, before it is computed.
 
         Raises:
             RateLimitError: other requests have emptied the bucket meanwhile.
@@ -194,7 +194,7 @@ class Spending:
         self._limiter.take(num_tokens)
 
     def end(self, num_tokens: int) -> None:
-        """End a request that has used `num_tokens`, and give its unused tokens back."""
+        """Give the unused tokens of a request back, which has used `num_tokens`."""
         self._limiter.take(num_tokens - self._num_tokens)
         self._limiter.end(self._began_s)
 
@@ -202,19 +202,22 @@ class Spending:
 class LimitCheck:
     """The ASGI layer that refuses requests over their API key's limits, before it reads bodies.
 
-    The layer needs no engine: inner layers call `ServedRequest.reserve` with the maximum number of
-    tokens of a request, and `ServedRequest.used` has their number at its end. Nothing is stored, so
-    a server starts with full buckets.
+    Inner layers call `ServedRequest.reserve` with the maximum number of tokens of a request, and
+    `ServedRequest.used` has their number at its end, so the layer needs no engine. Nothing is
+    stored, so a server starts with full buckets.
     """
 
     def __init__(self, app: ASGIApp, counts: Callable[[str], bool]) -> None:
-        """Wrap the ASGI app; limit POST requests to the paths for which `counts` returns true."""
+        """Wrap the inner ASGI layers `app`; limit POST requests to paths that `counts` accepts."""
         self._app = app
         self._counts = counts
         self._limiters: dict[str, KeyLimiter] = {}  # by the id of the key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on if its API key's limits allow it, and add rate limit headers."""
+        """Pass a request to the inner layers if its key's limits allow it.
+
+        The response gets rate limit headers. Other requests are answered with an error.
+        """
         is_counted = scope["type"] == "http" and scope["method"] == "POST"
         served_request = served_of(scope) if is_counted and self._counts(scope["path"]) else None
         if served_request is None or served_request.key is None or not served_request.key.id:
@@ -240,14 +243,14 @@ class LimitCheck:
             spending.end(_num_used(served_request))
 
     def limiter(self, key: Key) -> KeyLimiter:
-        """Return the limiter of an API key, updated to the key's current limits."""
+        """Return the limiter of an API key, after applying the key's current limits to it."""
         limiter = self._limiters.setdefault(key.id, KeyLimiter(time.monotonic))
         limiter.set(key.limits)
         return limiter
 
 
 def _num_used(served_request: ServedRequest) -> int:
-    """Return the number of prompt and answer tokens that a request has used."""
+    """Return how many prompt and answer tokens a request that has ended has used."""
     used = served_request.used
     return used.prompt_tokens + used.completion_tokens if used is not None else 0
 

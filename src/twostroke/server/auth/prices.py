@@ -1,4 +1,4 @@
-"""Price tables: what tokens cost by model, read from TOML."""
+"""Price tables in TOML files: the cost of tokens for each model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TokenPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """The prices of a million tokens of a model, in the price table's currency.
+    """One model's prices for a million tokens, in the price table's currency.
 
     Attributes:
         input: the price of prompt tokens.
@@ -33,12 +33,16 @@ class TokenPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
     batch_discount: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise UsageError if a price or the batch discount is out of range."""
+        """Check the prices of the model.
+
+        Raises:
+            UsageError: a price or the batch discount is out of range.
+        """
         check_range(self, "input", "output", "cached", low=0, high=1e9)
         check_range(self, "batch_discount", low=0, high=1)
 
     def cost(self, amount: Amount) -> float:
-        """Return the cost of an owner's usage of this model, in the price table's currency."""
+        """Return the cost of the tokens that an API key has used of this model."""
         cached = self.input if self.cached is None else self.cached
         price = (amount.input - amount.cached) * self.input + amount.cached * cached
         price = (price + amount.output * self.output) / 1e6
@@ -46,13 +50,17 @@ class TokenPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 class Prices(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """The prices of models, in one currency."""
+    """The prices of all models, in one currency."""
 
     currency: str = "USD"
     models: dict[str, TokenPrice]
 
     def cost(self, amount: Amount) -> float:
-        """Return the cost of an owner's usage; raises UsageError if its model has no price."""
+        """Return the cost of the tokens that an API key has used of a model.
+
+        Raises:
+            UsageError: the model has no price.
+        """
         model = amount.owner.model
         if model not in self.models:
             raise UsageError(
@@ -67,7 +75,7 @@ class _PriceTable(Frozen):
 
 
 def read_prices(path: Path) -> Prices:
-    """Return the price table of a TOML file.
+    """Read a price table from a TOML file.
 
     Raises:
         UsageError: the file is not TOML, or a price is missing or not valid.

@@ -1,4 +1,4 @@
-"""API keys in the records: creates, lists, changes and revokes them; keys are never deleted."""
+"""API keys in the database: creates, lists, changes and revokes keys, but never deletes them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _key_decoder: Final = msgspec.json.Decoder(Key)  # created before threads use it
 
 
 def digest(key: bytes) -> str:
-    """Return the digest of an API key; the records store the digest instead of the key."""
+    """Return the digest of an API key, which the database stores instead of the key."""
     return hashlib.sha256(key).hexdigest()
 
 
 def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]:
-    """Create an API key in the records; return it with its text, which is not stored.
+    """Create an API key in the database; return it with its text, which is not stored.
 
     `facts` are further attributes of the `Key`, such as its limits.
 
@@ -67,7 +67,7 @@ def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]
 
 
 def keys_marker(folder: Path) -> FolderMarker:
-    """Return the marker file of a records folder that has had API keys.
+    """Return the marker file that a database's folder gets when the first API key is created.
 
     The marker stays if the database is lost, so that a server does not start without keys.
     """
@@ -75,11 +75,13 @@ def keys_marker(folder: Path) -> FolderMarker:
 
 
 def find(db: Connection, word: str) -> Key:
-    """Return the API key with this id or name; a key that is not revoked takes precedence.
+    """Return the API key that a user names by id or name.
+
+    If several keys have the name, the valid key is returned.
 
     Raises:
         UsageError: no key has this id or name.
-        DamagedRowError: the key's record is damaged.
+        DamagedRowError: the key's database row is damaged.
     """
     query = (
         f"SELECT id, body, {_INTACT} FROM keys WHERE id = ? OR name = ? "  # noqa: S608 constants
@@ -93,7 +95,7 @@ def find(db: Connection, word: str) -> Key:
 
 
 def change(db: Connection, key: Key, **facts: Any) -> Key:
-    """Change attributes of an API key in the records, and return the changed key.
+    """Change attributes of an API key in the database, and return the changed key.
 
     Raises:
         UsageError: the key is revoked.
@@ -108,16 +110,19 @@ def change(db: Connection, key: Key, **facts: Any) -> Key:
 
 
 def newest_change(db: Connection) -> int:
-    """Return a number that grows with each change of the API keys; 0 without keys."""
+    """Return a number that grows with each change of the API keys, so that servers see changes.
+
+    It is 0 without keys.
+    """
     [number] = db.execute("SELECT coalesce(max(change), 0) FROM keys").fetchone()
     return int(number)
 
 
 def all_keys(db: Connection) -> list[tuple[Key, int | None]]:
-    """Return all API keys, the oldest first, each with its last use.
+    """Return all API keys of the database, the oldest first, each with its last use.
 
     The last use is a minute, as Unix time; None for a key that has not been used. A key with a
-    damaged record is logged and left out, so the server refuses it.
+    damaged row is logged and left out, so the server refuses it.
     """
     keys = []
     for *record, last_used in db.execute(
@@ -131,7 +136,7 @@ def all_keys(db: Connection) -> list[tuple[Key, int | None]]:
 
 
 def store_last_use(db: Connection, id_: str, minute: int) -> None:
-    """Store the minute in which an API key was last used."""
+    """Store the minute, as Unix time, in which an API key was last used."""
     db.execute("UPDATE keys SET last_used = ? WHERE id = ?", (minute, id_))
 
 

@@ -13,7 +13,7 @@ from twostroke.server.storage.row_digests import digest_in_sql, is_intact_in_sql
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-    from twostroke.server.http.request_context import ServedRequest, Used
+    from twostroke.server.http.request_context import ServedRequest, TokenUsage
 
     Rows = dict["Owner", list[int]]  # requests, input, cached and output tokens
 
@@ -42,7 +42,7 @@ _SELECT_USAGE: Final = f"""
 
 
 class Owner(NamedTuple):
-    """To what usage belongs: a day in UTC, a key id, a tenant, a model, and batch or not.
+    """The owner of a count of usage: a day in UTC, a key id, a tenant, a model, and batch or not.
 
     The key id is empty for requests without a key.
     """
@@ -55,7 +55,7 @@ class Owner(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """The requests and tokens of one `Owner`; `input` tokens include `cached` tokens."""
+    """How many requests and tokens an `Owner` has used; `input` tokens include `cached` tokens."""
 
     owner: Owner
     requests: int
@@ -64,7 +64,7 @@ class Amount(NamedTuple):
     output: int
 
 
-def billable_usage(served_request: ServedRequest) -> Used | None:
+def billable_usage(served_request: ServedRequest) -> TokenUsage | None:
     """Return the tokens of a request that count as usage; None if the request does not count.
 
     A request counts if it was answered, its client disconnected, or its own timeout ended it. A
@@ -81,13 +81,13 @@ def billable_usage(served_request: ServedRequest) -> Used | None:
 
 
 class UsageBook:
-    """An observer of requests that adds up their tokens until it is asked for the sums.
+    """Adds up the requests and tokens of API keys until they are written to the database.
 
-    The sums are written to the records database.
+    It observes all requests of the server that have ended.
     """
 
     def __init__(self, model: str) -> None:
-        """Start without usage.
+        """Begin without usage.
 
         Usage is counted by the server's own model names; requests that name no model count for
         `model`.
@@ -99,11 +99,11 @@ class UsageBook:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all usage has been taken to be written."""
+        """Whether no usage waits to be written."""
         return not self._rows
 
     def observe(self, served_request: ServedRequest) -> None:
-        """Count a finished request and its tokens, if they count as usage."""
+        """Add a request that has ended, and its tokens, if it counts as usage."""
         used = billable_usage(served_request)
         if used is None:
             return
@@ -120,13 +120,13 @@ class UsageBook:
         """Do nothing, since the `KeyRefresher` has already taken and written all usage."""
 
     def take(self) -> Rows:
-        """Return the usage since the last call, which the caller writes to the records."""
+        """Return the usage since the last call, which the caller writes to the database."""
         rows = self._rows
         self._rows = {}
         return rows
 
     def put_back(self, rows: Rows) -> None:
-        """Add usage again that was taken and could not be written."""
+        """Add usage again that was taken, but could not be written."""
         for owner, counts in rows.items():
             row = self._row(owner)
             row[:] = [count + added for count, added in zip(row, counts, strict=True)]
@@ -143,15 +143,15 @@ class UsageBook:
 
 
 def add(db: Connection, rows: Rows) -> None:
-    """Add usage rows to the counts in the records database."""
+    """Add usage to the counts in the database."""
     values: list[tuple[str | int, ...]] = [(*owner, *counts) for owner, counts in rows.items()]
     db.executemany(_ADD_USAGE, [(*row, row_digest(row)) for row in values])
 
 
 def amounts(db: Connection, since: str, until: str) -> list[Amount]:
-    """Return the usage of all owners from the day `since` to the day `until`, ordered by day.
+    """Return the usage from the day `since` to the day `until`, ordered by day.
 
-    Damaged records are left out; `damaged_owners` returns their owners.
+    Damaged rows are left out; `damaged_owners` returns their owners.
     """
     return [
         Amount(_owner_of(row), *row[len(_OWNER_COLUMNS) : -1])
@@ -161,7 +161,7 @@ def amounts(db: Connection, since: str, until: str) -> list[Amount]:
 
 
 def damaged_owners(db: Connection, since: str, until: str) -> list[Owner]:
-    """Return the owners of damaged usage records from the day `since` to the day `until`."""
+    """Return whose usage is damaged in the database, from the day `since` to the day `until`."""
     return [
         _owner_of(row) for row in db.execute(_SELECT_USAGE, (since, until)) if not _is_intact(row)
     ]

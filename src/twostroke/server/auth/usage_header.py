@@ -1,4 +1,4 @@
-"""Reports a request's usage to a router: in a response header, or at the end of a stream."""
+"""Reports a request's token counts to a router: in a header, or at the end of a stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from twostroke.server.http.request_context import served_of
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from twostroke.server.http.request_context import Used
+    from twostroke.server.http.request_context import TokenUsage
+
 
 USAGE_HEADER: Final = b"x-twostroke-usage"
 # The line ends of streams, by media type.
@@ -22,7 +23,10 @@ _USAGE_PATTERN: Final = re.compile(rb"([0-9]{1,15}) ([0-9]{1,15}) ([0-9]{1,15})"
 
 
 class ReportedUsage(Frozen):
-    """Token counts that a server reports to a router; `prompt_tokens` include `cached_tokens`."""
+    """Token counts of a response that a server reports to a router.
+
+    `prompt_tokens` include `cached_tokens`.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -30,19 +34,19 @@ class ReportedUsage(Frozen):
 
 
 class UsageReporter:
-    """The ASGI layer that reports token counts for requests with the header `x-twostroke-usage`.
+    """The ASGI layer that reports token counts to a router, which sends `x-twostroke-usage`.
 
-    A router sends this header. The same response header has prompt, cached and completion tokens. A
-    stream's header has the counts before its first bytes, and its last line the final counts,
-    unless the stream failed.
+    The response header of the same name has prompt, cached and completion tokens. A stream's header
+    has the counts before its first bytes, and its last line the final counts, unless the stream
+    failed.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        """Wrap the ASGI application `app`."""
+        """Wrap the inner ASGI layers `app`."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and add its token counts to the response if the client wants them."""
+        """Pass a request to the inner layers, and add token counts to its response if asked."""
         if scope["type"] != "http" or not any(name == USAGE_HEADER for name, _ in scope["headers"]):
             await self._app(scope, receive, send)
             return
@@ -69,16 +73,19 @@ class UsageReporter:
 
 
 def read_usage(text: bytes) -> ReportedUsage | None:
-    """Return the token counts in a usage header or a stream's last line; None if there are none."""
+    """Return the token counts from a response's usage header or a stream's last line.
+
+    Returns None if the text has no counts.
+    """
     match = _USAGE_PATTERN.match(text)
     return None if match is None else ReportedUsage(*map(int, match.groups()))
 
 
 def media_type(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Return a response's Content-Type in lower case without parameters; empty if it is missing."""
+    """Return a response's Content-Type in lower case and without parameters; empty if missing."""
     value = next((value for name, value in headers if name == b"content-type"), b"")
     return value.partition(b";")[0].strip().lower()
 
 
-def _encode_usage(used: Used) -> bytes:
+def _encode_usage(used: TokenUsage) -> bytes:
     return b"%d %d %d" % (used.prompt_tokens, used.cached_tokens, used.completion_tokens)

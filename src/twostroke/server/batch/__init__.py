@@ -1,1 +1,1 @@
-"""Files and batches of requests, in the protocols of OpenAI and Anthropic, on kept records."""
+"""Files, uploads and batches of requests, in OpenAI's and Anthropic's forms, kept on disk."""

@@ -1,4 +1,4 @@
-"""Files in Anthropic's form, for requests with the header `anthropic-version`."""
+"""Stored files in Anthropic's form, for requests with the header `anthropic-version`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class FileMetadata(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class FileMetadataList(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of a tenant's stored files, newest first; `next_page` is the next request's `page`."""
+    """The response of GET /v1/files: one part of a tenant's stored files, newest first.
+
+    `next_page` is the parameter `page` of the next request.
+    """
 
     data: list[FileMetadata]
     has_more: bool
@@ -45,14 +48,14 @@ class FileMetadataList(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class FileDeleted(msgspec.Struct, kw_only=True, frozen=True):
-    """Anthropic's response to the deletion of a stored file."""
+    """The response of DELETE /v1/files/{id} in Anthropic's form."""
 
     id: str
     type: Literal["file_deleted"] = "file_deleted"
 
 
 def to_metadata(file: FileBody) -> FileMetadata:
-    """Return a stored file's metadata in Anthropic's form."""
+    """Convert a stored file's metadata to Anthropic's form."""
     expires_at = file.expires_at
     return FileMetadata(
         id=file.id,
@@ -67,10 +70,12 @@ def to_metadata(file: FileBody) -> FileMetadata:
 def metadata_page(
     db: Connection, tenant: str, query: dict[str, str], ids: list[str]
 ) -> FileMetadataList:
-    """Return a page of a tenant's stored files in Anthropic's form.
+    """List one part of a tenant's stored files in Anthropic's form, as a query asks.
 
-    If `ids` is not empty, the page has only the files with these ids. Raises RequestError if the
-    query is not valid.
+    If `ids` is not empty, only the files with these ids are listed.
+
+    Raises:
+        RequestError: a query parameter is not valid.
     """
     limit = page_size(query, DEFAULT_LISTED, MAX_LISTED)
     cursors = ("after_id", "page", "before_id")

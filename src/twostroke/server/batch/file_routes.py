@@ -27,22 +27,25 @@ if TYPE_CHECKING:
 
 
 class FileRoutes:
-    """The routes below /v1/files: upload, list, return and delete stored files."""
+    """The HTTP handlers of `/v1/files`: upload, list, return and delete stored files."""
 
     def __init__(
         self, records: Callable[[], Records], quota: files.StorageQuota, limits: RequestLimits
     ) -> None:
-        """Store uploaded files in the records that `records` returns.
+        """Create the handlers.
 
-        `records` raises an error if the server keeps no records. `quota` limits each tenant's disk
-        space.
+        Args:
+            records: returns the server's database and file folder; raises an error if the
+                server was started without `--records`.
+            quota: limits each tenant's disk space.
+            limits: the limits of uploads.
         """
         self._records = records
         self._quota = quota
         self._limits = limits
 
     def routes(self) -> list[Route]:
-        """Return the Starlette routes for stored files."""
+        """Return the routes of `/v1/files` and the paths below it."""
         content = f"{FILE_PATH}/content"
         return [
             Route(PATH, self.upload, methods=["POST"], name=f"POST {PATH}"),
@@ -52,11 +55,13 @@ class FileRoutes:
         ]
 
     async def upload(self, request: Request) -> Response:
-        """Store an uploaded file, and return its metadata."""
+        """Answer POST /v1/files: store the uploaded file, and return its metadata."""
         records, tenant = self._records(), served_of(request.scope).tenant
         is_anthropic = _is_anthropic(request)
         default_purpose = anthropic_files.DEFAULT_PURPOSE if is_anthropic else ""
-        async with self._quota.take(records, request, self._limits.max_file_bytes) as max_bytes:
+        async with self._quota.reserve_for_upload(
+            records, request, self._limits.max_file_bytes
+        ) as max_bytes:
             with records.files.begin() as file:
                 timeout_s = self._limits.file_timeout_s
                 fields = await read_form(request, file.write, max_bytes, timeout_s)
@@ -74,7 +79,7 @@ class FileRoutes:
         return to_json(anthropic_files.to_metadata(body) if is_anthropic else body)
 
     async def list_files(self, request: Request) -> Response:
-        """Return a page of the metadata of the tenant's stored files."""
+        """Answer GET /v1/files: return the metadata of one part of the tenant's files."""
         records, tenant = self._records(), served_of(request.scope).tenant
         if _is_anthropic(request):
             query = read_query(request, (*anthropic_files.QUERY, "workspace_id"))
@@ -86,7 +91,7 @@ class FileRoutes:
         return to_json(await records.read(partial(files.page, tenant=tenant, query=query)))
 
     async def file(self, request: Request) -> Response:
-        """Return the metadata of a stored file, or delete the file."""
+        """Answer GET or DELETE of a file: return its metadata, or delete it."""
         records, tenant = self._records(), served_of(request.scope).tenant
         is_anthropic = _is_anthropic(request)
         read_query(request, anthropic_files.OTHER_QUERY if is_anthropic else ())
@@ -100,7 +105,7 @@ class FileRoutes:
         return to_json(deleted)
 
     async def content(self, request: Request) -> Response:
-        """Return the content of a stored file."""
+        """Answer GET of a file's content."""
         records, tenant = self._records(), served_of(request.scope).tenant
         id_ = request.path_params["file_id"]
         file = await records.read(partial(files.find, id_=id_, tenant=tenant))

@@ -1,4 +1,4 @@
-"""Stored files: their records, their contents, and the quota of disk space."""
+"""Stored files: their rows in the database, their contents, and each tenant's disk quota."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class FileBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class FileList(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of a tenant's stored files."""
+    """The response of GET /v1/files in OpenAI's form: one part of a tenant's stored files."""
 
     object: Literal["list"] = "list"
     data: list[FileBody]
@@ -87,7 +87,7 @@ class FileList(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class DeletedFile(msgspec.Struct, kw_only=True, frozen=True):
-    """OpenAI's response to the deletion of a stored file."""
+    """The response of DELETE /v1/files/{id} in OpenAI's form."""
 
     id: str
     object: Literal["file"] = "file"
@@ -95,7 +95,11 @@ class DeletedFile(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def insert(db: Connection, file: FileBody, tenant: str, digest: str = "") -> None:
-    """Store the record and the content's digest of a file, unless its id is already stored."""
+    """Add a stored file's row, with the digest of its content, to the database.
+
+    Nothing changes if a row with the file's id exists, so that the call can be repeated after a
+    crash.
+    """
     db.execute(
         f"INSERT OR IGNORE INTO files (tenant, {_COLUMNS}, digest, row_digest) "  # noqa: S608 constants
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -143,11 +147,11 @@ def find(db: Connection, id_: str, tenant: str) -> FileBody:
 
 
 async def content_of(records: Records, id_: str, media_type: str, filename: str) -> Response:
-    """Return an HTTP response with the content of a stored file.
+    """Check a stored file's content, and return it as an HTTP response.
 
     Raises:
         NoSuchFileError: the content is missing.
-        DamagedFileError: the content does not match the file's record.
+        DamagedFileError: the content does not match the size and digest in the database.
         RecordsError: the content cannot be read.
     """
     path = records.files.path(id_)
@@ -176,16 +180,16 @@ async def content_of(records: Records, id_: str, media_type: str, filename: str)
 async def store_with_record(
     records: Records, file: Temporary, id_: str, record: Callable[[], Awaitable[object]]
 ) -> None:
-    """Store an uploaded file's content and its record: both or none, also if the client leaves.
+    """Store a file's content and its database row: both or none, also if the client leaves.
 
-    After a disk error it is not known whether the record was written. The content then stays until
-    a later record is written, after which the database can tell.
+    After a disk error it is not known whether the row was written. The content then stays until a
+    later row is written, after which the database can tell.
 
     Args:
-        records: the server's records, in whose folder the content is stored.
+        records: the server's database and file folder.
         file: the temporary file with the content.
         id_: the id of the file.
-        record: writes the record to the database.
+        record: writes the row to the database.
     """
 
     async def store_both() -> None:
@@ -216,21 +220,25 @@ async def store_with_record(
 
 
 class StorageQuota:
-    """Tracks how much of each tenant's disk quota is reserved for uploads and batch results.
+    """The disk quota of each tenant, and its parts reserved for uploads and results of batches.
 
-    Call the methods only in the event loop's thread.
+    A reservation keeps requests at the same time from exceeding the quota together. Call the
+    methods only in the event loop's thread.
     """
 
     def __init__(self, limits: RequestLimits) -> None:
-        """Create the quota of each tenant, from `limits.max_files_bytes`, without reservations."""
+        """Create the quotas, of `limits.max_files_bytes` for each tenant, without reservations."""
         self._limits = limits
         self._reserved_bytes: Counter[str] = Counter()  # by tenant
 
     @asynccontextmanager
-    async def take(self, records: Records, request: Request, max_bytes: int) -> AsyncIterator[int]:
-        """Reserve up to `max_bytes` of a tenant's quota for an upload until the `with` block ends.
+    async def reserve_for_upload(
+        self, records: Records, request: Request, max_bytes: int
+    ) -> AsyncIterator[int]:
+        """Reserve quota for the body of an upload until the `with` block ends.
 
-        Yields the reserved number of bytes.
+        At most `max_bytes` are reserved, or the request's `Content-Length` if that is less. Yields
+        the number of bytes that the upload may have.
 
         Raises:
             BodySizeError: the tenant's quota is used up.
@@ -245,7 +253,7 @@ class StorageQuota:
             self._reserved_bytes[tenant] -= max_bytes
 
     async def _reserve(self, records: Records, tenant: str, min_bytes: int, max_bytes: int) -> int:
-        """Reserve from `min_bytes` to `max_bytes` of a tenant's quota; return the reserved number.
+        """Reserve from `min_bytes` to `max_bytes` of a tenant's quota; return the reserved bytes.
 
         Raises:
             BodySizeError: the tenant's quota has fewer than `min_bytes` left.
@@ -259,12 +267,14 @@ class StorageQuota:
         return num_bytes
 
     def reserve(self, tenant: str, num_bytes: int) -> QuotaReservation:
-        """Reserve `num_bytes` of a tenant's quota, which the results of a batch already use."""
+        """Reserve `num_bytes` of a tenant's quota for the results that a batch already has."""
         self._reserved_bytes[tenant] += num_bytes
         return QuotaReservation(tenant, num_bytes)
 
-    async def grow(self, records: Records, reservation: QuotaReservation, num_bytes: int) -> None:
-        """Use `num_bytes` more of a batch's reservation, which grows if it is used up.
+    async def use(self, records: Records, reservation: QuotaReservation, num_bytes: int) -> None:
+        """Use `num_bytes` of a batch's reservation for a new result.
+
+        The reservation grows if it is used up.
 
         Raises:
             BodySizeError: the tenant's quota is used up.
@@ -277,13 +287,13 @@ class StorageQuota:
             reservation.num_left += num_reserved
         reservation.num_left -= num_bytes
 
-    def end(self, reservation: QuotaReservation) -> None:
-        """Release a batch's reservation, once its results are in files, which count themselves."""
+    def release(self, reservation: QuotaReservation) -> None:
+        """Release a batch's reservation when its results are in files, which count themselves."""
         self._reserved_bytes[reservation.tenant] -= reservation.num_bytes
 
 
 class QuotaReservation:
-    """The part of a tenant's disk quota that is reserved for the results of one batch."""
+    """The part of a tenant's disk quota that one running batch has reserved for its results."""
 
     def __init__(self, tenant: str, num_bytes: int) -> None:
         """Create a reservation of `num_bytes`, which results already use."""
@@ -292,8 +302,12 @@ class QuotaReservation:
         self.num_left = 0
 
 
-def check_room(db: Connection, tenant: str, limits: RequestLimits) -> None:
-    """Raise BodySizeError if a tenant's files use the whole quota, or are too many."""
+def check_quota(db: Connection, tenant: str, limits: RequestLimits) -> None:
+    """Check that a tenant may store another file.
+
+    Raises:
+        BodySizeError: the tenant's files use the whole quota, or are too many.
+    """
     _check_count(db, tenant, limits)
     if _num_bytes(db, tenant) >= limits.max_files_bytes:
         raise _quota_error(limits)
@@ -302,7 +316,11 @@ def check_room(db: Connection, tenant: str, limits: RequestLimits) -> None:
 def insert_new(
     db: Connection, file: FileBody, tenant: str, limits: RequestLimits, digest: str = ""
 ) -> None:
-    """Store the record of a tenant's new file; raise BodySizeError if it exceeds the quota."""
+    """Add the row of a tenant's new file to the database.
+
+    Raises:
+        BodySizeError: the file exceeds the tenant's quota, or the tenant has too many files.
+    """
     _check_count(db, tenant, limits)
     if _num_bytes(db, tenant) + file.bytes > limits.max_files_bytes:
         raise _quota_error(limits)
@@ -321,9 +339,9 @@ def _quota_error(limits: RequestLimits) -> BodySizeError:
 
 
 def size_and_digest(db: Connection, id_: str) -> tuple[int | None, str]:
-    """Return the size and the digest of a stored file's content, from its record.
+    """Return a stored file's size and content digest from the database.
 
-    The size is None if the file has no record; the digest is empty if it is not known.
+    The size is None if the file has no row; the digest is empty if it is not known.
     """
     row = db.execute("SELECT bytes, digest FROM files WHERE id = ?", (id_,)).fetchone()
     return (None, "") if row is None else (int(row[0]), row[1])
@@ -334,7 +352,11 @@ def _has_record(db: Connection, id_: str) -> bool:
 
 
 def uploaded_file(fields: dict[str, str], num_bytes: int, default_purpose: str = "") -> FileBody:
-    """Return the record of an uploaded file; raise RequestError if a form field is not valid."""
+    """Return the metadata of a new file from the form fields of its upload.
+
+    Raises:
+        RequestError: a form field is not valid.
+    """
     refuse_fields(fields, ("file", "purpose", "expires_in_seconds", *_EXPIRY_FIELDS))
     purpose = fields.get("purpose", default_purpose)
     check_purpose(purpose)
@@ -357,14 +379,22 @@ def uploaded_file(fields: dict[str, str], num_bytes: int, default_purpose: str =
 
 
 def refuse_fields(fields: dict[str, str], names: tuple[str, ...]) -> None:
-    """Raise UnsupportedFieldError if an upload form has a field that is not in `names`."""
+    """Check that an upload form only has fields that are in `names`.
+
+    Raises:
+        UnsupportedFieldError: the form has another field.
+    """
     for name in fields:
         if name not in names:
             raise UnsupportedFieldError("is not supported yet: leave it out.", field=name)
 
 
 def check_purpose(purpose: str) -> None:
-    """Raise RequestError if an uploaded file's `purpose` is not known."""
+    """Check that the `purpose` of an upload is among the purposes of the API.
+
+    Raises:
+        RequestError: the purpose is unknown.
+    """
     if purpose not in PURPOSES:
         reason = (
             f"must be one of {', '.join(PURPOSES)}, got '{{value}}'.{nearest(purpose, PURPOSES)}"
@@ -387,7 +417,7 @@ def new_file(
     purpose: str = OUTPUT,
     expires_after_s: int | None = None,
 ) -> FileBody:
-    """Return the record of a new file, created now.
+    """Return the metadata of a file that the server creates now.
 
     `expires_after_s` is its lifetime in seconds; None for no limit.
     """
@@ -403,7 +433,7 @@ def new_file(
 
 
 def new_id() -> str:
-    """Return a random id for a new file."""
+    """Create a random id for a new stored file."""
     return f"file-{secrets.token_hex(12)}"
 
 
@@ -415,7 +445,7 @@ def _body(
     purpose: str,
     expires_at: int | None,
 ) -> FileBody:
-    """Return a stored file's metadata from the columns of its database row."""
+    """Build a stored file's metadata from the columns of its database row."""
     return FileBody(
         id=id_,
         bytes=num_bytes,
@@ -433,9 +463,9 @@ def _num_bytes(db: Connection, tenant: str) -> int:
 
 
 def delete_expired(db: Connection, now_s: float) -> list[str]:
-    """Delete the records of expired files, except inputs of open batches; return the files' ids.
+    """Delete the rows of expired files, and return the files' ids.
 
-    A damaged record stays, as its expiry time may be wrong.
+    Inputs of open batches stay. A damaged row stays, too, as its expiry time may be wrong.
     """
     query = f"""
         SELECT id FROM files WHERE expires_at <= ? AND {_INTACT}
@@ -447,7 +477,12 @@ def delete_expired(db: Connection, now_s: float) -> list[str]:
 
 
 def delete(db: Connection, id_: str, tenant: str) -> None:
-    """Delete a stored file's record; raise RequestError if an open batch needs the file."""
+    """Delete a stored file's row from the database.
+
+    Raises:
+        NoSuchFileError: the tenant has no file with this id.
+        RequestError: the file is the input of a batch that has not ended.
+    """
     find(db, id_, tenant)
     query = "SELECT id FROM batches WHERE is_open AND input_file = ?"
     if (using_batch := db.execute(query, (id_,)).fetchone()) is not None:
@@ -457,9 +492,10 @@ def delete(db: Connection, id_: str, tenant: str) -> None:
 
 
 def page(db: Connection, tenant: str, query: dict[str, str]) -> FileList:
-    """Return a page of a tenant's stored files in OpenAI's form.
+    """List one part of a tenant's stored files in OpenAI's form, as a query asks.
 
-    Raises RequestError if the query is not valid.
+    Raises:
+        RequestError: a query parameter is not valid.
     """
     limit = page_size(query, MAX_LISTED, MAX_LISTED)
     order = query.get("order", "desc")
@@ -496,15 +532,15 @@ def rows_of_page(
     is_older: bool,
     ids: list[str],
 ) -> list[FileBody] | None:
-    """Return up to `count` of a tenant's files next to the file with the id `cursor`, newest first.
+    """Return up to `count` of a tenant's stored files on one side of a cursor, newest first.
 
-    Without a cursor the list starts at the newest file, or at the oldest without `is_older`. None
-    if the cursor is unknown.
+    Returns None if no file has the cursor's id.
 
     Args:
-        db: the records database.
+        db: the database.
         tenant: the owner of the files.
-        cursor: the id of a file; None to start at the end of the list.
+        cursor: the id of a file. None returns the newest files, or the oldest without
+            `is_older`.
         count: the maximum number of files.
         is_older: whether to return files older than the cursor; newer files otherwise.
         ids: selects files by their ids; empty for all files.
@@ -527,7 +563,7 @@ def rows_of_page(
 
 
 def _seq(db: Connection, id_: str, tenant: str) -> int | None:
-    """Return the sequence number of a tenant's stored file; None if there is no such file.
+    """Return the sequence number of a stored file's row; None if the tenant has no such file.
 
     Numbers grow in the order in which files were stored.
     """
@@ -537,7 +573,11 @@ def _seq(db: Connection, id_: str, tenant: str) -> int | None:
 
 
 def page_size(query: dict[str, str], default: int, max_listed: int) -> int:
-    """Return the number of list entries that a URL query requests; raise RequestError if wrong."""
+    """Return how many entries the query of a list endpoint asks for.
+
+    Raises:
+        RequestError: `limit` is not a number from 1 to `max_listed`.
+    """
     limit = query.get("limit", str(default))
     if not (limit.isdecimal() and len(limit) <= 5 and 1 <= int(limit) <= max_listed):
         raise RequestError(f"must be from 1 to {max_listed}.", field="limit")

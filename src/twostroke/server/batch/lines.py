@@ -28,7 +28,7 @@ _MAX_CHUNK_BYTES: Final = 1 << 20
 
 
 class ReadOffset(Frozen):
-    """A position between two lines of a batch's input file.
+    """A position between two lines of a batch's input file, where reading can continue.
 
     Attributes:
         number: the number of lines before the position.
@@ -41,8 +41,8 @@ class ReadOffset(Frozen):
     num_requests: int = 0
 
 
-class Line(Frozen):
-    """A request of a batch, from one line of the input file; `number` is the line's, from 1."""
+class BatchLine(Frozen):
+    """One request of a batch, from line `number` (from 1) of the batch's input file."""
 
     number: int
     custom_id: str
@@ -67,17 +67,20 @@ _body: Final = msgspec.json.Decoder(_LineBody)
 
 
 class WrongLineError(Exception):
-    """A line of a batch's input file is not valid; the argument is a `LineError`."""
+    """A line of a batch's input file is not valid; the exception's argument is a `LineError`."""
 
 
 class InputChangedError(Exception):
-    """The input file of a batch has changed since its validation."""
+    """The input file of a batch has changed since it was validated."""
 
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the text of each line of a batch's input file that is not blank.
+    """Yield the number and the text of each line of a batch's input file, without blank lines.
 
-    A line longer than `max_bytes` is cut, so that it does not fill the memory. Raises OSError.
+    A line longer than `max_bytes` is cut, so that it does not fill the memory.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     for end, text in _read(path, max_bytes, ReadOffset()):
         yield end.number, text
@@ -89,8 +92,10 @@ def next_lines(
     done_lines: Container[int],
     limits: RequestLimits,
     digests: array[int] | None = None,
-) -> tuple[list[Line], ReadOffset | None]:
-    """Return the next requests of a validated input file, and where to continue; None at the end.
+) -> tuple[list[BatchLine], ReadOffset | None]:
+    """Read the next requests of a validated input file, a few at a time.
+
+    Returns the requests, and the position at which to continue; None at the end of the file.
 
     Args:
         path: the input file of a batch.
@@ -105,7 +110,7 @@ def next_lines(
         WrongLineError: a line is not valid.
         OSError: the file cannot be read.
     """
-    lines: list[Line] = []
+    lines: list[BatchLine] = []
     num_bytes = 0
     num_requests = start.num_requests
     for end, text in _read(path, limits.max_body_bytes, start):
@@ -126,9 +131,12 @@ def next_lines(
 
 
 def line_digests(path: Path, max_bytes: int, num_requests: int) -> array[int]:
-    """Return the digests of the first `num_requests` non-blank lines of a batch's input file.
+    """Return the digests of the first `num_requests` lines of a batch's input file.
 
-    Raises OSError.
+    Blank lines are left out. The digests show later whether a line has changed.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     digests = array("Q")
     if num_requests:
@@ -140,7 +148,7 @@ def line_digests(path: Path, max_bytes: int, num_requests: int) -> array[int]:
 
 
 def digest_of_all(digests: array[int]) -> str:
-    """Return one digest of a batch's input, from the digests of its lines."""
+    """Return one digest of a batch's whole input file, from the digests of its lines."""
     return blake2b(digests.tobytes(), digest_size=16).hexdigest()
 
 
@@ -149,7 +157,7 @@ def _line_digest(text: bytes) -> int:
 
 
 def _read(path: Path, max_bytes: int, start: ReadOffset) -> Iterator[tuple[ReadOffset, bytes]]:
-    """Yield each non-blank line of a batch's input file, with the position after the line."""
+    """Yield each line of a batch's input file with the position after it, without blank lines."""
     with open_regular_file(path) as file:
         file.seek(start.num_bytes)
         number = start.number
@@ -163,8 +171,12 @@ def _read(path: Path, max_bytes: int, start: ReadOffset) -> Iterator[tuple[ReadO
             is_rest = not text.endswith(b"\n")
 
 
-def parse(number: int, text: bytes, limits: RequestLimits) -> Line:
-    """Return the batch request in a line of the input file; raise WrongLineError if not valid."""
+def parse(number: int, text: bytes, limits: RequestLimits) -> BatchLine:
+    """Decode and check one line of a batch's input file, and return its request.
+
+    Raises:
+        WrongLineError: the line is not a valid request.
+    """
 
     def line_error(code: str, message: str, param: str | None = None) -> WrongLineError:
         return WrongLineError(LineError(code, message, number, param))
@@ -209,15 +221,18 @@ def parse(number: int, text: bytes, limits: RequestLimits) -> Line:
         raise line_error("invalid_value", "'body' is not a JSON object.", "body") from None
     if body.stream:
         raise line_error("invalid_value", "'stream' is not possible in a batch.", "body.stream")
-    return Line(number, id_, fields.url, raw_body)
+    return BatchLine(number, id_, fields.url, raw_body)
 
 
 def check(
     path: Path, endpoint: str | None, limits: RequestLimits
 ) -> tuple[int, list[LineError], int]:
-    """Validate a batch's input file.
+    """Validate all lines of a batch's input file, before any request is sent.
 
-    All lines must have the path `endpoint`; None for the path of the first line.
+    Args:
+        path: the input file.
+        endpoint: the URL path that all lines must have; None for the path of the first line.
+        limits: the limits of a batch and of a request.
 
     Returns:
         The number of lines, the first errors, and the number of all errors.
@@ -247,10 +262,11 @@ def check(
     return num_lines, errors, num_errors
 
 
-def _consistency_error(line: Line, endpoint: str, first_line: int) -> LineError | None:
-    """Return the error of a batch request that conflicts with earlier requests; None if it fits.
+def _consistency_error(line: BatchLine, endpoint: str, first_line: int) -> LineError | None:
+    """Return the error of a line that conflicts with earlier lines; None if it has no conflict.
 
-    `first_line` is the number of the first line with the same custom_id.
+    All lines must have the URL path `endpoint` and different custom_ids. `first_line` is the number
+    of the first line with the same custom_id.
     """
     if line.url != endpoint:
         message = f"'url' must be '{endpoint}', as in the whole batch."

@@ -1,4 +1,4 @@
-"""Anthropic's message batches: the routes below /v1/messages/batches, and the results' form."""
+"""Anthropic's message batches: the HTTP handlers of /v1/messages/batches, and the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from twostroke.server.batch import files, stored_batches
 from twostroke.server.batch.files import page_size
 from twostroke.server.batch.lines import WrongLineError, parse
 from twostroke.server.batch.openai import find
-from twostroke.server.batch.results import Form
+from twostroke.server.batch.results import ResultFormat
 from twostroke.server.batch.stored_batches import Batch
 from twostroke.server.body.decode import json_syntax_error
 from twostroke.server.body.explain import explain
@@ -54,7 +54,7 @@ _WINDOW_S: Final = 86_400
 
 
 class BatchedMessage(msgspec.Struct, frozen=True):
-    """One request of a message batch."""
+    """An entry of `requests` in a new message batch: one request to `/v1/messages`."""
 
     custom_id: Annotated[str, Meta(description="Names the request among its batch's.")]
     params: Annotated[
@@ -67,13 +67,13 @@ class BatchedMessage(msgspec.Struct, frozen=True):
 
 
 class MessageBatchRequest(msgspec.Struct, frozen=True):
-    """The body that creates a message batch: the requests to run."""
+    """The body of a request that creates a message batch: the requests to run."""
 
     requests: Annotated[list[BatchedMessage], Meta(min_length=1)]
 
 
 class MessageCounts(msgspec.Struct, frozen=True):
-    """The number of a batch's requests by outcome; the sum is the number of all requests."""
+    """How many requests of a message batch have each outcome; their sum is the number of all."""
 
     processing: int = 0
     succeeded: int = 0
@@ -83,7 +83,7 @@ class MessageCounts(msgspec.Struct, frozen=True):
 
 
 class MessageBatch(msgspec.Struct, kw_only=True, frozen=True):
-    """A batch in Anthropic's form; times are in RFC 3339's form.
+    """A message batch in Anthropic's form; times are in RFC 3339's form.
 
     `seconds_left`, the estimated time to the end, is Twostroke's extension.
     """
@@ -102,7 +102,7 @@ class MessageBatch(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class MessageBatchList(msgspec.Struct, frozen=True):
-    """A page of the tenant's message batches, the newest first."""
+    """The response of GET /v1/messages/batches: one part of the tenant's batches, newest first."""
 
     data: list[MessageBatch]
     has_more: bool
@@ -111,7 +111,7 @@ class MessageBatchList(msgspec.Struct, frozen=True):
 
 
 class DeletedMessageBatch(msgspec.Struct, kw_only=True, frozen=True):
-    """Anthropic's response to the deletion of a message batch."""
+    """The response of DELETE /v1/messages/batches/{id}."""
 
     id: str
     type: Literal["message_batch_deleted"] = "message_batch_deleted"
@@ -121,7 +121,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: MessageBatchRequest}
 
 
 class _Requests(msgspec.Struct):
-    """The body of a new message batch, whose requests stay encoded.
+    """The body of a new message batch, decoded only to a list of requests that are still JSON.
 
     Decoding all requests at once would block all threads for long.
     """
@@ -135,7 +135,7 @@ _request_decoder: Final = msgspec.json.Decoder(BatchedMessage)
 
 
 class MessageBatches:
-    """The routes of Anthropic's message batches, below /v1/messages/batches."""
+    """The HTTP handlers of `/v1/messages/batches` and the paths below it."""
 
     def __init__(
         self,
@@ -143,17 +143,20 @@ class MessageBatches:
         quota: files.StorageQuota,
         limits: RequestLimits,
     ) -> None:
-        """Store message batches in the server's records, and run them with its batch runner.
+        """Create the handlers.
 
-        `records` returns both, and raises an error if the server keeps no records. `quota` limits
-        each tenant's disk space.
+        Args:
+            records: returns the server's database and file folder, and its batch runner; raises
+                an error if the server was started without `--records`.
+            quota: limits each tenant's disk space.
+            limits: the limits of batches and requests.
         """
         self._records = records
         self._quota = quota
         self._limits = limits
 
     def routes(self) -> list[Route]:
-        """Return the Starlette routes for message batches."""
+        """Return the routes of `/v1/messages/batches` and the paths below it."""
         return [
             Route(PATH, self.create, methods=["POST"], name=f"POST {PATH}"),
             Route(PATH, self.list_batches, methods=["GET"], name=PATH),
@@ -167,11 +170,11 @@ class MessageBatches:
         ]
 
     async def create(self, request: Request) -> Response:
-        """Create a message batch from the requests in the body, and start to run it."""
+        """Answer POST /v1/messages/batches: store a batch of the body's requests, and start it."""
         db, runner = self._records()
         limits = self._limits
         served_request = served_of(request.scope)
-        async with self._quota.take(db, request, limits.max_batch_bytes) as max_bytes:
+        async with self._quota.reserve_for_upload(db, request, limits.max_batch_bytes) as max_bytes:
             with db.files.begin() as body, db.files.begin() as lines:
                 spool = Spool(body.write)
                 await receive_json(request, spool.take, max_bytes, limits.file_timeout_s)
@@ -191,7 +194,7 @@ class MessageBatches:
         return to_json(body_of(batch, None, request))
 
     async def list_batches(self, request: Request) -> Response:
-        """Return a page of the tenant's message batches."""
+        """Answer GET /v1/messages/batches: return one part of the tenant's message batches."""
         db, runner = self._records()
         query = read_query(request, ("after_id", "before_id", "limit", "beta"))
         limit = page_size(query, DEFAULT_LISTED, MAX_LISTED)
@@ -219,7 +222,7 @@ class MessageBatches:
         return to_json(page_body)
 
     async def batch(self, request: Request) -> Response:
-        """Return the state of a message batch, or delete a batch that has ended."""
+        """Answer GET or DELETE of a message batch: return its state, or delete an ended batch."""
         db, runner = self._records()
         batch = await find(db, request, PROTOCOL)
         if request.method != "DELETE":
@@ -232,7 +235,7 @@ class MessageBatches:
         return to_json(DeletedMessageBatch(id=batch.id))
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel a message batch; its running requests are cut off."""
+        """Answer POST of a message batch's `/cancel`: stop the batch and its running requests."""
         db, runner = self._records()
         batch = await runner.cancel(await find(db, request, PROTOCOL))
         if batch.status not in {"cancelling", "cancelled"}:
@@ -240,7 +243,7 @@ class MessageBatches:
         return to_json(body_of(batch, runner.pace(batch), request))
 
     async def results(self, request: Request) -> Response:
-        """Return the results of a message batch that has ended, a JSON line for each request."""
+        """Answer GET of a message batch's `/results`: return a JSON line for each request."""
         db, _ = self._records()
         batch = await find(db, request, PROTOCOL)
         if batch.output_file is None and batch.errors:
@@ -253,7 +256,10 @@ class MessageBatches:
 
 
 def body_of(batch: Batch, pace: BatchPace | None, request: Request) -> MessageBatch:
-    """Return a batch in Anthropic's form; `pace` is its progress while its requests run."""
+    """Describe a batch in Anthropic's form, as the API returns it.
+
+    `pace` is the batch's progress while its requests run, else None.
+    """
     since = {name: datetime.fromtimestamp(time_s, UTC) for name, time_s in batch.since.items()}
     status: Literal["in_progress", "canceling", "ended"] = "in_progress"
     if batch.status == "cancelling":
@@ -295,7 +301,7 @@ def _counts(batch: Batch, pace: BatchPace | None) -> MessageCounts:
 
 
 def _write_lines(body: mmap, file: Temporary, limits: RequestLimits) -> int:
-    """Write each request of a new message batch as a line of an input file; return their number.
+    """Write the requests of a new message batch to an input file, a line each; return how many.
 
     Raises:
         RequestError: the body is not a list of requests, or a request is not valid.
@@ -380,4 +386,4 @@ def _line(custom_id: str, result: dict[str, object]) -> bytes:
     return encode_json({"custom_id": custom_id, "result": result})
 
 
-FORM: Final = Form(result=_result, unrun=_unrun, has_error_file=False, purpose=files.HIDDEN)
+FORM: Final = ResultFormat(result=_result, unrun=_unrun, has_error_file=False, purpose=files.HIDDEN)

@@ -1,4 +1,4 @@
-"""Runs a file of requests without a server's records, and resumes a run that was interrupted."""
+"""Runs a file of requests for the command `batch`, and resumes a run that was interrupted."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from twostroke.server.storage.folder import sync_folder
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from twostroke.server.batch.lines import Line
+    from twostroke.server.batch.lines import BatchLine
     from twostroke.server.http.internal_requests import InternalResponse
     from twostroke.server.http.limits import RequestLimits
 
-    Send = Callable[[Line], Awaitable[InternalResponse]]
+    Send = Callable[[BatchLine], Awaitable[InternalResponse]]
 
 # A result's id has digests of the model and of the line, so that they are stored with the result,
 # and of the result itself, which reveals damage. Ids of earlier versions have 8 random digits
@@ -50,7 +50,7 @@ _SYNC_INTERVAL_S: Final = 1.0  # after a power failure, the requests of the last
 
 
 class BatchProgress(msgspec.Struct):
-    """The progress of an offline batch run.
+    """The progress of an offline batch run, which the command line shows.
 
     Attributes:
         total: the number of requests in the input file.
@@ -86,10 +86,10 @@ _ids_decoder: Final = msgspec.json.Decoder(_ResultIds)
 _answer_decoder: Final = msgspec.json.Decoder(_AnswerUsage)
 
 
-class Results:
-    """A file of batch results that grows line by line, and gets its name when it is complete.
+class ResultFile:
+    """A file of an offline batch run's results, which gets its final name when it is complete.
 
-    Until then its name is `NAME.partial`.
+    It grows line by line. Until it is complete, its name is `NAME.partial`.
 
     Attributes:
         path: the final path of the file.
@@ -100,14 +100,18 @@ class Results:
     """
 
     def __init__(self, path: Path, *, resumes: bool, replaces: bool = False) -> None:
-        """Open the partial file of results; with `resumes`, keep intact lines of an earlier run.
+        """Open `PATH.partial` for results, and read the results of an earlier run.
 
-        With `replaces`, a file that already has the final name is removed first. An interrupted run
-        can leave one: the file of errors gets its final name before the file of results does.
+        Args:
+            path: the final path of the file.
+            resumes: whether to keep the intact results of an earlier run.
+            replaces: whether to remove a file that already has the final name. An interrupted
+                run can leave one: the file of errors gets its final name before the file of
+                results does.
 
         Raises:
-            UsageError: a file with the final name exists and `replaces` is false, or the partial
-                file is no file of results or is in use.
+            UsageError: a file with the final name exists and `replaces` is false, or the
+                partial file is no file of results or is in use.
             OSError: the file cannot be written.
         """
         if replaces:
@@ -149,7 +153,11 @@ class Results:
         self._file.close()
 
     def add(self, id_: str, body: bytes) -> None:
-        """Append the result of the request with the custom_id `id_`; raises OSError."""
+        """Append the result of the request with the custom_id `id_`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         line = body + b"\n"
         unwritten = memoryview(line)
         while unwritten:
@@ -160,7 +168,7 @@ class Results:
             self._synced_s = time.monotonic()
 
     def finish(self, ids: Iterator[str]) -> None:
-        """Give the file its final name, with result lines in the order of `ids` (custom_ids).
+        """Give the file its final name, with the results in the order of `ids` (custom_ids).
 
         A file without results is removed.
         """
@@ -177,7 +185,7 @@ class Results:
         self.partial.unlink()
 
     def _read(self) -> None:
-        """Index the result lines of an earlier run.
+        """Index the results of an earlier run by custom_id.
 
         Damaged lines are left out, so their requests run again.
         """
@@ -212,8 +220,8 @@ class Results:
         self._end += len(line)
 
 
-class Files(msgspec.Struct):
-    """The files of an offline batch run: the input, and the results with and without success.
+class OfflineFiles(msgspec.Struct):
+    """The files of an offline batch run: the requests, the results, and the failures.
 
     Attributes:
         input: the input file, with a request in each line.
@@ -225,12 +233,12 @@ class Files(msgspec.Struct):
     """
 
     input: Path
-    output: Results
-    errors: Results
+    output: ResultFile
+    errors: ResultFile
     model: str | None = None
     digests: array[int] | None = None
 
-    def lines(self, limits: RequestLimits) -> Iterator[Line]:
+    def lines(self, limits: RequestLimits) -> Iterator[BatchLine]:
         """Yield the requests of the validated input file.
 
         Raises:
@@ -248,9 +256,12 @@ class Files(msgspec.Struct):
             yield from lines
 
     def check(self, limits: RequestLimits) -> None:
-        """Raise UsageError if the output has results of another input file or another model.
+        """Check that results of an earlier run belong to this input file and this model.
 
         Results of other programs have ids without digests, and are accepted.
+
+        Raises:
+            UsageError: a result belongs to another input file or to another model.
         """
         custom_ids = set[str]()
         self.digests = line_digests(self.input, limits.max_body_bytes, sys.maxsize)
@@ -274,26 +285,29 @@ class Files(msgspec.Struct):
                 f"does not have: remove it to begin again, or choose another output."
             )
 
-    def result(self, line: Line, answer: InternalResponse) -> bytes:
-        """Return the result line for a request's response, with digests in the result's id."""
+    def result(self, line: BatchLine, answer: InternalResponse) -> bytes:
+        """Return the result line of a request, whose id contains digests of request and result.
+
+        A later run checks the digests before it keeps the result.
+        """
         id_ = self._id_prefix(line) + "0" * _RESULT_LENGTH
         body = result(line.custom_id, answer, id_)
         return body.replace(id_.encode(), _with_digest(id_, body), 1)
 
-    def _id_prefix(self, line: Line) -> str:
+    def _id_prefix(self, line: BatchLine) -> str:
         model = _digest(_MODEL_LENGTH, self.model or "")
         return f"{RESULT_ID_PREFIX}{model}{_digest(_LINE_LENGTH, line.url, line.body)}"
 
 
 async def run(
-    files: Files,
+    files: OfflineFiles,
     send: Send,
     max_running: int,
     limits: RequestLimits,
     progress: BatchProgress,
     show: Callable[[BatchProgress], None],
 ) -> None:
-    """Run the requests that have no result yet, at most `max_running` at a time.
+    """Run the requests of an input file that have no result yet, and write their results.
 
     Args:
         files: the input, and the files for results.
@@ -310,7 +324,7 @@ async def run(
     slots = asyncio.Semaphore(max_running)
     show(progress)
 
-    async def run_line(line: Line) -> None:
+    async def run_line(line: BatchLine) -> None:
         try:
             answer = await send(line)
         finally:
@@ -331,7 +345,7 @@ async def run(
                     group.create_task(run_line(line))
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    for results in (files.errors, files.output):  # the output is complete when everything is
+    for results in (files.errors, files.output):  # the output last: its final name ends the run
         results.finish(line.custom_id for line in files.lines(limits))
 
 
@@ -344,7 +358,7 @@ def _digest(length: int, *parts: str | bytes) -> str:
 
 
 def _with_digest(id_: str, body: bytes) -> bytes:
-    """Return a result's id with the digest of the result line `body` as its last digits.
+    """Return a result's id that ends with the digest of the result line `body`.
 
     `body` has zeros in place of these digits.
     """
@@ -352,7 +366,10 @@ def _with_digest(id_: str, body: bytes) -> bytes:
 
 
 def _is_intact(id_: str, line: bytes) -> bool:
-    """Return whether a result line matches the digest at the end of its id."""
+    """Return whether a result line matches the digest at the end of its id.
+
+    Ids without a digest, from other programs, always match.
+    """
     if len(id_) != _ID_LENGTH:
         return True  # from an earlier version, or from another program
     id_with_zeros = id_[:-_RESULT_LENGTH] + "0" * _RESULT_LENGTH

@@ -1,4 +1,4 @@
-"""OpenAI's batches: the routes below /v1/batches, and the results' form."""
+"""OpenAI's batches: the HTTP handlers of /v1/batches, and the form of results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_io import encode_json
 from twostroke.server.batch import files, stored_batches
 from twostroke.server.batch.files import page_size
-from twostroke.server.batch.results import Form
+from twostroke.server.batch.results import ResultFormat
 from twostroke.server.batch.stored_batches import Batch, Status
 from twostroke.server.batch.uploads import ExpiresAfter
 from twostroke.server.body import field
@@ -66,7 +66,7 @@ class NoSuchBatchError(TwostrokeError):
 
 
 class BatchRequest(field.RequestObject):
-    """The body that creates a batch: names an uploaded file of requests to run."""
+    """The body of a request that creates a batch: an uploaded file, with a request in each line."""
 
     input_file_id: Annotated[str, field.doc("The id of an uploaded file.")]
     endpoint: Annotated[str, field.doc("The `url` of all lines.", enum=list(ENDPOINTS))]
@@ -85,7 +85,7 @@ class BatchRequest(field.RequestObject):
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
-    """The number of requests of a batch, and how many have succeeded and failed."""
+    """How many requests a batch has, and how many of them have succeeded and failed."""
 
     total: int
     completed: int
@@ -102,7 +102,7 @@ class LineErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorList(msgspec.Struct, kw_only=True, frozen=True):
-    """The first errors of a batch's input file."""
+    """The field `errors` of a batch: the first errors in its input file."""
 
     object: Literal["list"] = "list"
     data: list[LineErrorBody]
@@ -138,7 +138,7 @@ class BatchBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class BatchList(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of the tenant's batches, the newest first."""
+    """The response of GET /v1/batches: one part of the tenant's batches, newest first."""
 
     object: Literal["list"] = "list"
     data: list[BatchBody]
@@ -156,11 +156,11 @@ def routes(
     note: Callable[[Iterable[Ignored], ServedRequest], None],
     readers: Readers,
 ) -> list[Route]:
-    """Return the Starlette routes of OpenAI's batches.
+    """Return the routes of `/v1/batches` and the paths below it.
 
     Args:
-        records: returns the server's records and its batch runner; raises an error if the
-            server keeps no records.
+        records: returns the server's database and file folder, and its batch runner; raises an
+            error if the server was started without `--records`.
         limits: the limits of request bodies.
         note: records the ignored fields of a request.
         readers: threads that decode long bodies.
@@ -217,7 +217,7 @@ def routes(
 
 
 def _page_body(data: list[BatchBody], *, has_more: bool) -> BatchList:
-    """Return a page of a list of batches as a response body."""
+    """Build the response of GET /v1/batches from the batches of one part of the list."""
     return BatchList(
         data=data,
         first_id=data[0].id if data else None,
@@ -227,7 +227,11 @@ def _page_body(data: list[BatchBody], *, has_more: bool) -> BatchList:
 
 
 async def find(records: Records, request: Request, protocol: str) -> Batch:
-    """Return the batch whose id is in the request's path; raise NoSuchBatchError if unknown."""
+    """Return the batch whose id is in a request's URL path.
+
+    Raises:
+        NoSuchBatchError: the tenant has no batch with this id.
+    """
     id_, tenant = request.path_params["batch_id"], served_of(request.scope).tenant
     batch = await records.read(
         partial(stored_batches.find, id_=id_, tenant=tenant, protocol=protocol)
@@ -238,7 +242,10 @@ async def find(records: Records, request: Request, protocol: str) -> Batch:
 
 
 def body_of(batch: Batch, pace: BatchPace | None) -> BatchBody:
-    """Return a batch in OpenAI's form; `pace` is its progress while its requests run."""
+    """Describe a batch in OpenAI's form, as the API returns it.
+
+    `pace` is the batch's progress while its requests run, else None.
+    """
     since = {status: int(time_s) for status, time_s in batch.since.items()}
     counts = RequestCounts(batch.total, batch.completed, batch.failed)
     if pace is not None:
@@ -272,7 +279,11 @@ def body_of(batch: Batch, pace: BatchPace | None) -> BatchBody:
 
 
 def _new(fields: BatchRequest, served_request: ServedRequest) -> Batch:
-    """Return a new batch from the body of a request; raise RequestError if a field is not valid."""
+    """Create a batch from the body of a request, without storing it yet.
+
+    Raises:
+        RequestError: a field is not valid.
+    """
     if fields.endpoint not in ENDPOINTS:
         raise RequestError(f"must be one of {', '.join(ENDPOINTS)}.", field="endpoint")
     window = _WINDOW.fullmatch(fields.completion_window)
@@ -300,7 +311,7 @@ def _new(fields: BatchRequest, served_request: ServedRequest) -> Batch:
 def result(custom_id: str, answer: InternalResponse, id_: str | None = None) -> bytes:
     """Return the result line of a batch request, in OpenAI's form.
 
-    `id_` is the result's id; None for a random id.
+    `answer` is the response to the request. `id_` is the result's id; None for a random id.
     """
     body = msgspec.Raw(answer.body)
     response = {
@@ -327,4 +338,4 @@ def _line(
     return encode_json({"id": id_, "custom_id": custom_id, "response": response, "error": error})
 
 
-FORM: Final = Form(result=result, unrun=_unrun, has_error_file=True, purpose=files.OUTPUT)
+FORM: Final = ResultFormat(result=result, unrun=_unrun, has_error_file=True, purpose=files.OUTPUT)

@@ -1,4 +1,4 @@
-"""When a batch's requests are sent, how many at once, its progress, and its deadline."""
+"""When a batch's requests are sent: how many at once, how fast, and until which deadline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class AdaptiveLimit:
-    """Limits how many requests of one batch run at the same time.
+    """Adapts how many requests of one batch run at the same time to how busy the server is.
 
     A request that is refused because the server is busy halves the limit and starts a pause of the
     batch, which is logged. Refusals of requests that were sent before the pause start no further
@@ -33,7 +33,7 @@ class AdaptiveLimit:
     """
 
     def __init__(self, batch: str) -> None:
-        """Start without a limit; `batch` is the batch's id for the log."""
+        """Start without a limit; `batch` is the batch's id, for the log."""
         self._batch = batch
         self._max_requests: float = float("inf")
         self._num_sent = 0
@@ -43,13 +43,13 @@ class AdaptiveLimit:
 
     @property
     def is_open(self) -> bool:
-        """Whether the batch may send a request now: it does not pause and is below its limit."""
+        """Whether the batch may send a request now: it does not pause, and is below its limit."""
         return self._num_sent < self._max_requests and time.monotonic() >= self._pause_end_s
 
     async def wait(self) -> None:
         """Wait until the batch may send a request.
 
-        Another request of the batch may be sent first, so the caller checks `is_open` afterwards.
+        Another request of the batch may be sent first, so the caller checks `is_open` again.
         """
         while not self.is_open:
             left_s = self._pause_end_s - time.monotonic()
@@ -57,15 +57,15 @@ class AdaptiveLimit:
             await wait_until_set(self._changed, left_s if left_s > 0 else None)
 
     def send(self) -> float:
-        """Count a request that is being sent; return the monotonic time, which `leave` needs."""
+        """Count a request that is being sent, and return the time for `leave`."""
         self._num_sent += 1
         return time.monotonic()
 
     def leave(self, sent_s: float, answer: InternalResponse | None, *, is_refused: bool) -> None:
-        """Adapt the batch's limit at the end of a request.
+        """Adapt the limit when a request of the batch has ended.
 
         Args:
-            sent_s: when the request was sent.
+            sent_s: the result of `send` for this request.
             answer: the response; None if the request was cut off.
             is_refused: whether the server refused the request because it is busy.
         """
@@ -94,9 +94,9 @@ _POLL_S: Final = 0.05  # how often to check whether interactive requests leave r
 
 
 class BatchSlots:
-    """Limits how many batch requests, of all batches, are in the engine at the same time.
+    """Limits how many requests of all batches together are in the engine at the same time.
 
-    Call the methods only in the event loop's thread.
+    Tenants take turns. Call the methods only in the event loop's thread.
     """
 
     def __init__(self, size: Callable[[], int]) -> None:
@@ -107,7 +107,7 @@ class BatchSlots:
         self._queue = FairQueue()  # tenants take turns
 
     async def enter(self, tenant: str) -> None:
-        """Wait until a tenant's batch request may be in the engine, and count it."""
+        """Wait for a slot in which a tenant's batch request may be in the engine, and take it."""
         slot = await self._queue.take(tenant)
         try:
             while self._num_requests >= self._size():
@@ -118,16 +118,19 @@ class BatchSlots:
             self._queue.end(slot)
 
     def leave(self) -> None:
-        """Count the end of a batch request, so that another may enter the engine."""
+        """Free the slot of a batch request that has left the engine."""
         self._num_requests -= 1
         self._slot_freed.set()
 
 
 class BatchPace:
-    """The progress and speed of a running batch; for the event loop's thread."""
+    """The progress and speed of a running batch, which the API reports.
+
+    Use it only in the event loop's thread.
+    """
 
     def __init__(self, num_done: int, num_failed: int, total: int) -> None:
-        """Start with the results that an earlier process has stored.
+        """Start with the results that earlier server processes have stored.
 
         Args:
             num_done: the number of requests that have a result.
@@ -142,7 +145,7 @@ class BatchPace:
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated seconds to the batch's end; None before this process has a result."""
+        """The estimated seconds to the batch's end; None while this process has no result."""
         num_new = self.num_done - self._num_done_before
         if not num_new:
             return None
@@ -153,7 +156,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return the id of the machine's current boot."""
+    """Return the id of the machine's current boot, which the Linux kernel chooses."""
     return _BOOT_ID.read_text("ascii").strip()
 
 
@@ -163,17 +166,20 @@ def since_boot_s() -> float:
 
 
 def with_boot_deadline(batch: Batch) -> Batch:
-    """Return a batch whose deadline is also given in seconds since the current boot.
+    """Return a batch with its deadline also in seconds since the current boot.
 
-    Until the next boot this deadline counts, since its clock cannot be set. After a boot only the
-    wall clock knows how long the machine was off.
+    The clock that counts from the boot cannot be set, so this deadline counts until the next boot.
+    After a boot only the wall clock knows how long the machine was off.
     """
     left_s = seconds_left(batch)
     return replace(batch, boot=boot_id(), deadline_s=since_boot_s() + left_s)
 
 
 def seconds_left(batch: Batch) -> float:
-    """Return the seconds until a batch's remaining requests expire; at most its whole window."""
+    """Return the seconds until a batch's deadline, at most its whole completion window.
+
+    Requests that have not run by then expire.
+    """
     if batch.boot == boot_id():
         return batch.deadline_s - since_boot_s()
     window_s = batch.expires_at - batch.since["validating"]

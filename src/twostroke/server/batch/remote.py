@@ -1,4 +1,4 @@
-"""Sends the lines of a batch file to a remote server, and obeys its `Retry-After`."""
+"""A client of a remote server for the command `batch`; it obeys the server's `Retry-After`."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from twostroke.core.urls import server_url
 from twostroke.server.http.internal_requests import InternalResponse
 
 if TYPE_CHECKING:
-    from twostroke.server.batch.lines import Line
+    from twostroke.server.batch.lines import BatchLine
 
 _RETRY_STATUSES: Final = frozenset((408, 429, 503, 529))
 _PROXY_STATUSES: Final = frozenset((502, 504))  # the server behind a proxy is missing or slow
-_MAX_TRIES: Final = 10  # of a line without an answer from the server
+_MAX_TRIES: Final = 10  # to send a request that the server does not answer
 _MAX_PAUSE_S: Final = 60.0
 _TIMEOUT_S: Final = 3600.0  # for an answer, which takes long on a busy server
 _CONNECT_TIMEOUT_S: Final = 10.0
-_MAX_SHOWN_BYTES: Final = 1000  # of a body that is not JSON
+_MAX_SHOWN_BYTES: Final = 1000  # of a response body that is not JSON
 
 
-class Remote:
-    """A client of a remote server, to which an offline batch run sends its requests."""
+class RemoteServer:
+    """A connection to a server that runs the requests of an offline batch run."""
 
     def __init__(self, url: str, key: str | None, concurrency: int) -> None:
-        """Send batch requests to the server at `url`, which may end with `/v1`.
+        """Prepare connections to the server at `url`, which may end with `/v1`.
 
         Args:
             url: the server's URL. The first request opens a connection.
@@ -59,12 +59,12 @@ class Remote:
         self._threads = ThreadPoolExecutor(concurrency, "twostroke-remote")
         self._has_answered = False
 
-    async def send(self, line: Line) -> InternalResponse:
-        """Send a batch request and return the response; wait and retry if the server is busy.
+    async def send(self, line: BatchLine) -> InternalResponse:
+        """Send a batch request, and return the response; wait and retry while the server is busy.
 
         Raises:
             EngineStoppedError: the server cannot be reached.
-            UsageError: the server refuses the key, or does not have OpenAI's protocol.
+            UsageError: the server refuses the key, or does not have OpenAI's API.
         """
         loop = asyncio.get_running_loop()
         num_tries = 0
@@ -97,7 +97,13 @@ class Remote:
             await asyncio.sleep(min(pause_s, _MAX_PAUSE_S))
 
     def _checked(self, answer: InternalResponse) -> InternalResponse:
-        """Return a response with its body as one line of JSON, even if a proxy sent other text."""
+        """Return a response whose body is one line of JSON, as a result file needs it.
+
+        A body that is not JSON, such as a proxy's error page, becomes the message of an error.
+
+        Raises:
+            UsageError: the server refuses the key, or does not have OpenAI's API.
+        """
         if answer.status == HTTPStatus.UNAUTHORIZED:
             message = f"The server at {self._url} refuses the key: set TWOSTROKE_API_KEY."
             raise UsageError(message)
@@ -120,7 +126,7 @@ class Remote:
         for connection in self._open:
             connection.close()
 
-    def _post(self, line: Line) -> InternalResponse:
+    def _post(self, line: BatchLine) -> InternalResponse:
         connection = self._connection()
         try:
             connection.request("POST", self._path + line.url, line.body, self._headers)
@@ -153,5 +159,5 @@ class Remote:
 
 
 def _seconds(text: str) -> float:
-    """Return the seconds of a `Retry-After` header; 1 if the header has a date or is missing."""
+    """Return the seconds of a `Retry-After` header; 1 if it has a date or is missing."""
     return float(text) if text.isdecimal() and len(text) < 6 else 1.0

@@ -1,4 +1,4 @@
-"""Writes the files with a batch's results, one JSON line for each request."""
+"""Writes the result files of batches, with a JSON line for each request."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _WRITE_SLICE_S: Final = 0.02  # of one batch; then another tenant's batch may wr
 _OK, _FAILED, _UNRUN = range(3)  # outcomes of a line
 
 
-class Form(Frozen):
-    """How a protocol writes batch results, each a JSON line without its line end.
+class ResultFormat(Frozen):
+    """How a protocol writes the results of a batch, each as a JSON line without its line end.
 
     Attributes:
         result: returns the result of a request, from its custom_id and its response.
@@ -51,36 +51,41 @@ class Form(Frozen):
     purpose: str
 
 
-class Endings:
-    """Writes the result files of ended batches, one batch of each tenant at a time.
+class ResultFileWriter:
+    """Writes the result files of batches that end, one batch of each tenant at a time.
 
     Call the methods only in the event loop's thread.
     """
 
     def __init__(self, records: Records, readers: Readers, limits: RequestLimits) -> None:
-        """Write result files in the threads of `readers`, in which tenants take turns."""
+        """Prepare to write in the threads of `readers`, in which tenants take turns."""
         self._records = records
         self._readers = readers
         self._limits = limits
         self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant
         self._batch_ended = asyncio.Event()
 
-    async def finish(self, batch: Batch, form: Form) -> Batch:
-        """Write the result files of a batch, and return its final state.
+    async def finish(self, batch: Batch, form: ResultFormat) -> Batch:
+        """Write the result files of a batch that sends no more requests; return its final state.
 
-        See the function `finish`; batches of the same tenant wait for each other.
+        Batches of the same tenant wait for each other. The function `write_result_files` does the
+        work.
         """
         async with self._locks[batch.tenant]:
-            ended_batch = await finish(self._records, self._readers, batch, form, self._limits)
+            ended_batch = await write_result_files(
+                self._records, self._readers, batch, form, self._limits
+            )
         self._batch_ended.set()
         return ended_batch
 
-    async def drop(self, write: Callable[[Callable[[Connection], bool]], Awaitable[bool]]) -> None:
+    async def delete_stored_results(
+        self, write: Callable[[Callable[[Connection], bool]], Awaitable[bool]]
+    ) -> None:
         """Delete the results of ended batches from the database, where files have replaced them.
 
-        `write` runs a function that deletes some rows; between two calls, other writers have their
-        turn. The task runs until it is cancelled. Results that a stop or a crash leaves are deleted
-        by the next server.
+        This runs until it is cancelled. `write` runs a function that deletes some rows; between two
+        calls, other writers have their turn. Results that remain at a stop or a crash are deleted
+        by the next server process.
         """
         while True:
             self._batch_ended.clear()
@@ -90,13 +95,13 @@ class Endings:
             await self._batch_ended.wait()
 
 
-async def finish(
-    records: Records, readers: Readers, batch: Batch, form: Form, limits: RequestLimits
+async def write_result_files(
+    records: Records, readers: Readers, batch: Batch, form: ResultFormat, limits: RequestLimits
 ) -> Batch:
     """Write the result files of a batch that sends no more requests; return its final state.
 
     The threads of `readers` write, in which tenants take turns. After a crash it is safe to call
-    this again: the new files replace the earlier ones. The results stay in the database until
+    this again: the new files replace the earlier files. The results stay in the database until
     `stored_batches.drop_results`.
 
     Raises:
@@ -155,7 +160,10 @@ def _write(
     output: Temporary,
     failures: Temporary,
 ) -> bool:
-    """Write and count batch results for a short time; return whether more results remain."""
+    """Write batch results for a short time, and count their outcomes.
+
+    Returns whether more results remain. Between two calls, the batches of other tenants may write.
+    """
     until_s = time.monotonic() + _WRITE_SLICE_S
     for kind, body in outcomes:
         (output if kind == _OK else failures).write(body + b"\n")
@@ -166,17 +174,17 @@ def _write(
 
 
 def _outcomes(
-    records: Records, batch: Batch, form: Form, limits: RequestLimits
+    records: Records, batch: Batch, form: ResultFormat, limits: RequestLimits
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the outcome and the result of each line of a batch's input file.
+    """Yield the outcome and the result of each request of a batch, in the order of the input.
 
-    If the input file is missing or changed, only lines with results are yielded.
+    If the input file is missing or has changed, only requests with stored results are yielded.
     """
     with records.open_reader() as db:
         num_unrun = batch.total - stored_batches.num_results(db, batch.id)
         results = stored_batches.results(db, batch.id)
         next_result = next(results, None)
-        for number, body in _unrun(records, batch, form, limits) if num_unrun else ():
+        for number, body in _unrun_results(records, batch, form, limits) if num_unrun else ():
             while next_result is not None and next_result[0] < number:
                 yield _OK if next_result[1] else _FAILED, next_result[2]
                 next_result = next(results, None)
@@ -191,12 +199,12 @@ def _outcomes(
             next_result = next(results, None)
 
 
-def _unrun(
-    records: Records, batch: Batch, form: Form, limits: RequestLimits
+def _unrun_results(
+    records: Records, batch: Batch, form: ResultFormat, limits: RequestLimits
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield each input line's number, and its result for the case that it was not run.
+    """Yield the number of each input line, and the result that it gets if it was not run.
 
-    Nothing is yielded if the input file has changed, or from a line that is not valid.
+    Nothing is yielded if the input file has changed, and nothing after a line that is not valid.
     """
     path = records.files.path(batch.input_file)
     try:

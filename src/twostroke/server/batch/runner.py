@@ -30,7 +30,7 @@ from twostroke.server.batch.queueing import (
     seconds_left,
     with_boot_deadline,
 )
-from twostroke.server.batch.results import Endings
+from twostroke.server.batch.results import ResultFileWriter
 from twostroke.server.http import internal_requests
 from twostroke.server.http.errors import BodySizeError, ServerStoppingError
 from twostroke.server.http.fair_queue import Readers
@@ -46,44 +46,44 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from twostroke.server.batch.files import FileBody
-    from twostroke.server.batch.lines import Line
-    from twostroke.server.batch.results import Form
+    from twostroke.server.batch.lines import BatchLine
+    from twostroke.server.batch.results import ResultFormat
     from twostroke.server.batch.stored_batches import Batch, Status
     from twostroke.server.http.limits import RequestLimits
     from twostroke.server.storage import Records
 
 _MAX_DEATHS: Final = 3  # a request is given up after this number of engine deaths
 _CHECK_INTERVAL_S: Final = 1.0  # checks the key and the deadline, as timers stop in a suspend
-_DISK_PAUSE_S: Final = 10.0  # before another try to write records
-_START_TIMEOUT_S: Final = 1.0  # to read the records at the start
+_DISK_PAUSE_S: Final = 10.0  # before another try to use the database
+_START_TIMEOUT_S: Final = 1.0  # to read open batches before the server answers requests
 _logger = logging.getLogger("twostroke.serve")
 T = TypeVar("T")
 
 
 class _NoKeyError(Exception):
-    """The tenant of a batch has no valid key any more."""
+    """The tenant of a batch has no valid API key any more, so the batch must end."""
 
 
 class BatchRunner:
     """Runs the batches of all tenants, in the server's event loop.
 
-    Each line of a batch is sent through the server's own layers, as an internal request of its
-    tenant in the service tier `batch`. A result counts once it is on the disk; a line without a
-    result runs again after a restart.
+    Each request of a batch is sent through the server's own HTTP layers, as an internal request of
+    its tenant in the service tier `batch`. A result counts once it is on the disk; a request
+    without a result runs again after a restart.
     """
 
     def __init__(
         self,
         records: Records,
-        forms: Mapping[str, Form],
+        forms: Mapping[str, ResultFormat],
         limits: RequestLimits,
         max_running: Callable[[], int],
         may_run: Callable[[str], bool],
     ) -> None:
-        """Create a runner of batches.
+        """Create a runner, which runs nothing before `start`.
 
         Args:
-            records: stores the batches and their results.
+            records: the server's database and file folder, with the batches and their results.
             forms: how each protocol writes results, by the protocol's name.
             limits: the limits of requests and batches.
             max_running: returns how many batch requests may be in the engine now.
@@ -105,19 +105,22 @@ class BatchRunner:
         self._disk_logged_s = -_DISK_PAUSE_S
         self._dropping: asyncio.Task[None] | None = None
         self.readers = Readers(1)  # for work on whole files
-        self._finalizer = Endings(records, self.readers, limits)
+        self._finalizer = ResultFileWriter(records, self.readers, limits)
         self._starting: asyncio.Task[None] | None = None
         self._has_stopped = False
 
     async def start(self, app: ASGIApp) -> None:
-        """Continue all open batches of the records; `app` answers their requests."""
+        """Continue all batches that have not ended; `app` answers their requests."""
         self._app = app
-        self._dropping = asyncio.create_task(self._finalizer.drop(self._write))
+        self._dropping = asyncio.create_task(self._finalizer.delete_stored_results(self._write))
         self._starting = asyncio.create_task(self._resume())
         await asyncio.wait((self._starting,), timeout=_START_TIMEOUT_S)
 
     async def _resume(self) -> None:
-        """Read the open batches from the records and start them; retry if the disk fails."""
+        """Read the batches that have not ended from the database, and start them.
+
+        Retries until the disk works.
+        """
         batches: Iterable[Batch] | None = None
         while batches is None:
             try:
@@ -128,7 +131,7 @@ class BatchRunner:
             self._start_task(batch)
 
     async def stop(self) -> None:
-        """Stop running batches at once; the next server runs the requests without results."""
+        """Stop all batches at once; the next server process runs the requests without results."""
         self._has_stopped = True
         tasks = list(self._tasks.values())
         tasks += filter(None, (self._dropping, self._starting))
@@ -137,11 +140,11 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def add(self, batch: Batch, file: FileBody | None = None, digest: str = "") -> None:
-        """Store and run a new batch.
+        """Store a new batch, and start to run it.
 
         Args:
             batch: the batch.
-            file: the record of an input file that is new as well; None for an uploaded file.
+            file: the metadata of an input file that is new as well; None for an uploaded file.
             digest: the digest of the new input file.
 
         Raises:
@@ -164,9 +167,9 @@ class BatchRunner:
                 )
             if file is None:
                 files.find(db, batch.input_file, batch.tenant)
-                files.check_room(db, batch.tenant, self._limits)
+                files.check_quota(db, batch.tenant, self._limits)
                 max_ended = self._limits.max_batches - 1  # besides the new batch
-                stored_batches.forget_oldest(db, batch.tenant, batch.protocol, max_ended)
+                stored_batches.delete_oldest_ended(db, batch.tenant, batch.protocol, max_ended)
             else:
                 files.insert_new(db, file, batch.tenant, self._limits, digest)
             stored_batches.insert(db, batch)
@@ -176,7 +179,7 @@ class BatchRunner:
             self._start_task(batch)
 
     async def cancel(self, batch: Batch) -> Batch:
-        """Cancel a batch if it still validates or sends requests; return its new state."""
+        """Cancel a batch on a client's request, unless it already ends; return its new state."""
         if not batch.is_open:
             return batch
 
@@ -195,7 +198,7 @@ class BatchRunner:
         return changed
 
     def pace(self, batch: Batch) -> BatchPace | None:
-        """Return the progress of a batch; None if it sends no requests now."""
+        """Return the progress of a batch; None if none of its requests are being sent."""
         return self._paces.get(batch.id)
 
     def _start_task(self, batch: Batch) -> None:
@@ -205,10 +208,10 @@ class BatchRunner:
         self._tasks[batch.id] = asyncio.create_task(self._run(batch))
 
     async def _run(self, batch: Batch) -> None:
-        """Run a batch through its statuses, from validation to its end."""
+        """Run a batch from one status to the next, from validation to its end."""
         steps: dict[Status, Callable[[Batch], Coroutine[Any, Any, Batch]]] = {
             "validating": self._validate,
-            "in_progress": self._run_lines,
+            "in_progress": self._run_requests,
             "finalizing": self._finish,
             "cancelling": self._finish,
         }
@@ -233,7 +236,7 @@ class BatchRunner:
                 table.pop(batch.id, None)
 
     async def _fail(self, batch: Batch, reason: stored_batches.LineError) -> Batch:
-        """End a batch as failed for a reason; its results so far are written if possible."""
+        """Set a batch to end as failed; the results that it has are still written if possible."""
         changes: dict[str, Any] = {"ends_as": "failed", "errors": (reason,), "num_errors": 1}
         status: Status = "finalizing"
         if reason is stored_batches.BROKEN and batch.status in {"finalizing", "cancelling"}:
@@ -242,12 +245,12 @@ class BatchRunner:
             changes |= {"failed": total, "unrun": total, "output_file": None, "error_file": None}
         while True:
             try:
-                return await self._move(batch, status, **changes)
+                return await self._set_status(batch, status, **changes)
             except RecordsError as error:
                 await self._wait_for_disk(error)
 
     async def _validate(self, batch: Batch) -> Batch:
-        """Check a batch's input file, and return the batch as `in_progress` or `failed`."""
+        """Check a batch's input file, and set the batch to `in_progress` or `failed`."""
         path = self._records.files.path(batch.input_file)
         facts = partial(files.size_and_digest, id_=batch.input_file)
         _, digest = await self._records.read(facts)
@@ -258,15 +261,18 @@ class BatchRunner:
                 batch.tenant, check, path, batch.endpoint, self._limits
             )
         except OSError as error:
-            raise _unreadable(path, error) from None
+            raise _input_file_error(path, error) from None
         changes = {"total": total, "errors": tuple(errors), "num_errors": num_errors}
-        return await self._move(batch, "failed" if num_errors else "in_progress", **changes)
+        return await self._set_status(batch, "failed" if num_errors else "in_progress", **changes)
 
-    async def _run_lines(self, batch: Batch) -> Batch:
-        """Send a batch's requests that have no result, and return its next state at their end."""
+    async def _run_requests(self, batch: Batch) -> Batch:
+        """Send a batch's requests that have no result, until all have ended or the batch must end.
+
+        Returns the batch with its next status.
+        """
         digests = await self._digests(batch)
         anchored = with_boot_deadline(batch)
-        batch = await self._move(
+        batch = await self._set_status(
             batch,
             batch.status,
             boot=anchored.boot,
@@ -303,31 +309,34 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(running, cancelled, return_exceptions=True)
         if faults:
-            return await self._move_after_fault(batch, faults[0])
+            return await self._stop_after_fault(batch, faults[0])
         if self._cancelled[batch.id].is_set():
-            return await self._move(batch, "cancelling", ends_as="cancelled")
+            return await self._set_status(batch, "cancelling", ends_as="cancelled")
         is_complete = not running.cancelled() and running.exception() is None
         ends_as = "completed" if is_complete else "expired"
-        return await self._move(batch, "finalizing", ends_as=ends_as)
+        return await self._set_status(batch, "finalizing", ends_as=ends_as)
 
-    async def _move_after_fault(self, batch: Batch, fault: Exception) -> Batch:
-        """Return the next state of a batch after a fault that stopped its requests.
+    async def _stop_after_fault(self, batch: Batch, fault: Exception) -> Batch:
+        """Choose the next status of a batch whose requests were stopped by the exception `fault`.
 
-        Raises `fault`, or an error for it, if the input file is the reason.
+        Raises:
+            InputChangedError: the input file has changed.
+            FileNotFoundError: the input file is missing.
+            RecordsError: the input file cannot be read now.
         """
         if isinstance(fault, (InputChangedError, WrongLineError)):
             raise fault
         if isinstance(fault, OSError):
-            raise _unreadable(self._records.files.path(batch.input_file), fault) from None
+            raise _input_file_error(self._records.files.path(batch.input_file), fault) from None
         if isinstance(fault, BodySizeError):
-            return await self._move(
+            return await self._set_status(
                 batch,
                 "finalizing",
                 ends_as="failed",
                 errors=(stored_batches.NO_ROOM,),
                 num_errors=1,
             )
-        return await self._move(
+        return await self._set_status(
             batch,
             "cancelling",
             ends_as="cancelled",
@@ -336,15 +345,21 @@ class BatchRunner:
         )
 
     async def _finish(self, batch: Batch) -> Batch:
-        """Choose the ids of a batch's result files, write the files, and end the batch."""
+        """Choose the ids of a batch's result files, write the files, and end the batch.
+
+        The ids are stored first, so that a crash does not leave two sets of files.
+        """
         if batch.output_file is None:
-            batch = await self._move(batch, batch.status, output_file=files.new_id())
+            batch = await self._set_status(batch, batch.status, output_file=files.new_id())
         if batch.error_file is None and self._forms[batch.protocol].has_error_file:
-            batch = await self._move(batch, batch.status, error_file=files.new_id())
+            batch = await self._set_status(batch, batch.status, error_file=files.new_id())
         return await self._finalizer.finish(batch, self._forms[batch.protocol])
 
-    async def _move(self, batch: Batch, status: Status, **changes: Any) -> Batch:
-        """Store a batch's new status and changes; a batch that a client cancels stays cancelled."""
+    async def _set_status(self, batch: Batch, status: Status, **changes: Any) -> Batch:
+        """Store a batch's new status and other changes, and return the batch.
+
+        A batch that a client has cancelled meanwhile stays cancelled.
+        """
 
         def change(db: Any) -> Batch:
             current = stored_batches.find(db, batch.id, batch.tenant, batch.protocol)
@@ -360,10 +375,10 @@ class BatchRunner:
         return await self._records.write(change)
 
     async def _digests(self, batch: Batch) -> array[int]:
-        """Return the digests of the lines of a batch's input file.
+        """Return the digests of a batch's input lines, after checking that they have not changed.
 
         Raises:
-            InputChangedError: the lines have changed since their validation.
+            InputChangedError: the lines have changed since they were validated.
             FileNotFoundError: the input file is missing.
             RecordsError: the input file cannot be read now.
         """
@@ -374,17 +389,17 @@ class BatchRunner:
                 batch.tenant, line_digests, path, max_bytes, batch.total
             )
         except OSError as error:
-            raise _unreadable(path, error) from None
+            raise _input_file_error(path, error) from None
         is_known = batch.input_digest in {"", digest_of_all(digests)}
         if len(digests) < batch.total or not is_known:
             raise InputChangedError
         return digests
 
     async def _send_all(self, batch: Batch, done_lines: set[int], digests: array[int]) -> None:
-        """Send all requests of a batch that have no result, as the engine has room for them.
+        """Send all requests of a batch that have no result, as slots in the engine become free.
 
-        `done_lines` has the numbers of input lines with results, and `digests` reveal changed
-        lines.
+        `done_lines` has the numbers of input lines with results. `digests` show whether lines have
+        changed.
         """
         path = self._records.files.path(batch.input_file)
         start: ReadOffset | None = ReadOffset()
@@ -404,8 +419,8 @@ class BatchRunner:
                     group.create_task(self._send(batch, line, has_slot))
                     await has_slot.wait()
 
-    async def _send(self, batch: Batch, line: Line, has_slot: asyncio.Event) -> None:
-        """Retry a batch request until the engine answers, and store the result.
+    async def _send(self, batch: Batch, line: BatchLine, has_slot: asyncio.Event) -> None:
+        """Send one batch request, again until the engine answers it, and store the result.
 
         While the batch pauses, other batches use its slots. `has_slot` is set once the request has
         a slot in the engine.
@@ -426,7 +441,7 @@ class BatchRunner:
                 self._slots.leave()
 
     async def _send_once(
-        self, batch: Batch, line: Line, sent_s: float
+        self, batch: Batch, line: BatchLine, sent_s: float
     ) -> internal_requests.InternalResponse | None:
         """Send a batch request once, and return the response; None if it must be sent again.
 
@@ -456,16 +471,20 @@ class BatchRunner:
             raise _NoKeyError
 
     async def _store_result(
-        self, batch: Batch, line: Line, answer: internal_requests.InternalResponse
+        self, batch: Batch, line: BatchLine, answer: internal_requests.InternalResponse
     ) -> None:
-        """Store a batch request's result; raise BodySizeError if the tenant's quota is used up."""
+        """Store a batch request's result in the database.
+
+        Raises:
+            BodySizeError: the tenant's disk quota is used up.
+        """
         is_ok = answer.status < 400
         body = self._forms[batch.protocol].result(line.custom_id, answer)
         reservation = self._reservations[batch.id]
         is_reserved = False
         while not is_reserved:
             try:
-                await self.quota.grow(self._records, reservation, len(body) + 1)
+                await self.quota.use(self._records, reservation, len(body) + 1)
                 is_reserved = True
             except RecordsError as error:
                 await self._wait_for_disk(error)
@@ -484,10 +503,10 @@ class BatchRunner:
 
     def _release_reservation(self, id_: str) -> None:
         if (reservation := self._reservations.pop(id_, None)) is not None:
-            self.quota.end(reservation)
+            self.quota.release(reservation)
 
     async def _write(self, work: Callable[[Any], T]) -> T:
-        """Run `work` on the records database and return its result; retry until the disk works."""
+        """Run `work` in a database transaction, again until the disk works; return its result."""
         while True:
             try:
                 return await self._records.write(work)
@@ -495,7 +514,7 @@ class BatchRunner:
                 await self._wait_for_disk(error)
 
     async def _wait_for_disk(self, error: RecordsError) -> None:
-        """Pause before another try to use the disk; of all batches only one logs the error."""
+        """Pause before the next try to use the disk; log the error once for all batches."""
         now_s = time.monotonic()
         if now_s - self._disk_logged_s >= _DISK_PAUSE_S:
             self._disk_logged_s = now_s
@@ -503,8 +522,11 @@ class BatchRunner:
         await asyncio.sleep(_DISK_PAUSE_S)
 
 
-def _unreadable(path: Path, error: OSError) -> Exception:
-    """Return the error for a batch's input file that is missing, not a file, or not readable."""
+def _input_file_error(path: Path, error: OSError) -> Exception:
+    """Convert the error of reading a batch's input file to the exception that ends or delays it.
+
+    A missing or replaced file ends the batch; after another error, reading is tried again.
+    """
     if isinstance(error, FileNotFoundError):
         return error
     if isinstance(error, (IrregularFileError, NotADirectoryError)):
@@ -513,6 +535,6 @@ def _unreadable(path: Path, error: OSError) -> Exception:
 
 
 def _with_status(batch: Batch, status: Status, **changes: Any) -> Batch:
-    """Return a batch with a new status, the time at which the status began, and other changes."""
+    """Return a batch with a new status, the time when that began, and other changes."""
     since = batch.since if batch.status == status else {**batch.since, status: time.time()}
     return replace(batch, status=status, since=since, **changes)

@@ -1,4 +1,4 @@
-"""The files and batches of a server: their routes, their runner, and the cleanup."""
+"""Files and batches of a server: their HTTP routes, their runner, and the cleanup."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
 
 
 class BatchService:
-    """The stored files and batches of one server: their routes, runner and cleanup.
+    """All that a server needs for files and batches: HTTP routes, batch runner and cleanup.
 
-    Without records, the routes answer with an error that says how to start the server.
+    Without `--records`, the routes answer with an error that says how to start the server.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class BatchService:
         max_running: Callable[[], int],
         keys: ApiKeys | None = None,
     ) -> None:
-        """Store files and batches in `records`; None for a server without them.
+        """Create the service, which runs no batches before `start`.
 
         Args:
-            records: the server's records.
+            records: the server's database and file folder; None without `--records`.
             limits: the limits of files, batches and requests.
             max_running: returns how many batch requests may be in the engine.
             keys: say before each batch request whether its tenant still has a valid key; None
@@ -70,7 +70,7 @@ class BatchService:
     def routes(
         self, note: Callable[[Iterable[Ignored], ServedRequest], None], readers: Readers
     ) -> list[Route]:
-        """Return the Starlette routes of files, uploads and batches.
+        """Return the routes of files, uploads and batches, for OpenAI's and Anthropic's APIs.
 
         `note` records the ignored fields of a request; `readers` decode long bodies.
         """
@@ -90,7 +90,7 @@ class BatchService:
         ]
 
     def file_reader(self, tenant: str) -> ReadFile:
-        """Return a function that reads a tenant's stored files for one request.
+        """Return a function that reads stored files of a tenant, which a request attaches by id.
 
         The function blocks, so call it in a thread. It raises NoSuchFileError, and BodySizeError if
         the request's files are too large in total.
@@ -124,35 +124,39 @@ class BatchService:
         return read
 
     async def start(self, app: ASGIApp) -> None:
-        """Continue the open batches, and delete expired files regularly."""
+        """Continue the batches that have not ended, and start to delete expired files regularly."""
         if self._runner is not None and self._records is not None:
-            self._sweeping = asyncio.create_task(_sweep_regularly(self._records))
+            self._sweeping = asyncio.create_task(_delete_expired_regularly(self._records))
             await self._runner.start(app)
 
     def drain(self) -> None:
-        """Stop sending batch requests; the next server continues the batches."""
+        """Begin to stop all batches; the next server process continues them."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         if self._runner is not None and self._stopping is None:
             self._stopping = asyncio.create_task(self._runner.stop())
 
     async def stop(self) -> None:
-        """Stop the batches, and wait until no batch request runs."""
+        """Stop all batches, and wait until none of their requests run."""
         self.drain()
         if self._stopping is not None:
             await self._stopping
 
 
-async def _sweep_regularly(records: Records) -> None:
+async def _delete_expired_regularly(records: Records) -> None:
     """Delete expired files and uploads at once, and then every minute."""
     while True:
         with suppress(RecordsError):  # the disk may work again in a minute
-            await sweep(records, time.time())
+            await delete_expired(records, time.time())
         await asyncio.sleep(_SWEEP_INTERVAL_S)
 
 
-async def sweep(records: Records, now_s: float) -> None:
-    """Delete files and uploads that have expired at the Unix time `now_s`; raises RecordsError."""
+async def delete_expired(records: Records, now_s: float) -> None:
+    """Delete files and uploads that have expired at the Unix time `now_s`.
+
+    Raises:
+        RecordsError: the database cannot be written.
+    """
 
     def work(db: Connection) -> list[str]:
         return [*files.delete_expired(db, now_s), *uploads.delete_expired(db, now_s)]

@@ -31,7 +31,10 @@ ENDED_STATUSES: Final = frozenset(("failed", "completed", "expired", "cancelled"
 
 
 class LineError(Frozen):
-    """An error in a batch's input file; `line` counts from 1, and is None for the whole file."""
+    """An error in a batch's input file, or the reason why the batch ended early.
+
+    `line` counts from 1, and is None for an error of the whole file.
+    """
 
     code: str
     message: str
@@ -62,13 +65,13 @@ BROKEN: Final = LineError(
 
 
 class Batch(Frozen, kw_only=True):
-    """A batch: an input file of requests, and their progress. Times are Unix times in seconds.
+    """The state of a batch as the database stores it. Times are Unix times in seconds.
 
     Attributes:
         id: the batch's id.
         tenant: the owner.
-        key: the id of the API key that created the batch; empty without a key, or for a key from a
-            file.
+        key: the id of the API key that created the batch; empty without a key, or for a key
+            from a file.
         protocol: the protocol of its objects and results.
         endpoint: the path of each request.
         input_file: the id of the input file, which has a request in each line.
@@ -141,7 +144,7 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 def insert(db: Connection, batch: Batch) -> None:
-    """Store a new batch in the database."""
+    """Add a new batch to the database."""
     db.execute(
         "INSERT INTO batches (id, tenant, protocol, is_open, input_file, body, row_digest) "
         "VALUES (?, ?, ?, 1, ?, ?, ?)",
@@ -150,7 +153,7 @@ def insert(db: Connection, batch: Batch) -> None:
 
 
 def update(db: Connection, batch: Batch) -> None:
-    """Store the new state of a batch in the database."""
+    """Replace a batch's state in the database."""
     db.execute(
         "UPDATE batches SET is_open = ?, body = ?, row_digest = ? WHERE id = ?",
         (batch.is_open, _values(batch)[-1], row_digest(_values(batch)), batch.id),
@@ -158,10 +161,10 @@ def update(db: Connection, batch: Batch) -> None:
 
 
 def find(db: Connection, id_: str, tenant: str, protocol: str) -> Batch | None:
-    """Return a tenant's batch in a protocol; None if no such batch has this id.
+    """Return a tenant's batch from the database; None if it has no such batch in the protocol.
 
     Raises:
-        DamagedRowError: the batch's record is damaged.
+        DamagedRowError: the batch's database row is damaged.
     """
     row = db.execute(
         f"SELECT body, {_INTACT} FROM batches WHERE id = ? AND tenant = ? AND protocol = ?",  # noqa: S608 constants
@@ -177,7 +180,10 @@ def find(db: Connection, id_: str, tenant: str, protocol: str) -> Batch | None:
 
 
 def open_batches(db: Connection) -> list[Batch]:
-    """Return all batches that have not ended, the oldest first, without damaged records."""
+    """Return all batches that have not ended, the oldest first, for a server that starts.
+
+    Damaged rows are logged and left out.
+    """
     return _readable(db.execute(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE is_open ORDER BY seq"))  # noqa: S608 constants
 
 
@@ -197,10 +203,10 @@ def page(
     *,
     is_older: bool = True,
 ) -> list[Batch] | None:
-    """Return up to `count` of a tenant's batches next to the batch `cursor`, the newest first.
+    """Return up to `count` of a tenant's batches on one side of a cursor, newest first.
 
-    The batches are older than the cursor or, without `is_older`, newer; without a cursor the list
-    starts at the newest. None if no such batch has the cursor's id. Damaged records are left out.
+    The batches are older than the batch with the id `cursor` or, without `is_older`, newer. Without
+    a cursor they are the newest. None if no batch has the cursor's id. Damaged rows are left out.
     """
     order = "DESC" if is_older else "ASC"
     comparison = "<" if is_older else ">"
@@ -219,15 +225,15 @@ def page(
 
 
 def delete(db: Connection, batch: Batch) -> None:
-    """Delete the records of a batch, of its input file and of its output file."""
+    """Delete the database rows of a batch, of its input file and of its output file."""
     db.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
     db.execute("DELETE FROM files WHERE id IN (?, ?)", (batch.input_file, batch.output_file))
 
 
-def forget_oldest(db: Connection, tenant: str, protocol: str, max_batches: int) -> None:
-    """Delete a tenant's oldest ended batches, so that at most `max_batches` remain.
+def delete_oldest_ended(db: Connection, tenant: str, protocol: str, max_batches: int) -> None:
+    """Delete the rows of a tenant's oldest batches, so that at most `max_batches` remain.
 
-    Open batches and the files of deleted batches stay.
+    Batches that have not ended stay, and so do the files of deleted batches.
     """
     query = "SELECT count(*) FROM batches WHERE tenant = ? AND protocol = ?"
     [count] = db.execute(query, (tenant, protocol)).fetchone()
@@ -241,7 +247,7 @@ def forget_oldest(db: Connection, tenant: str, protocol: str, max_batches: int) 
 
 
 def count_results(db: Connection, id_: str) -> tuple[set[int], int, int]:
-    """Count the stored results of a batch.
+    """Count a batch's stored results, when a server continues the batch.
 
     A damaged result does not count, so its request runs again.
 
@@ -276,16 +282,17 @@ def insert_result(db: Connection, id_: str, line: int, body: bytes, *, is_ok: bo
 
 
 def count_death(db: Connection, id_: str, line: int) -> int:
-    """Count a death of the engine during a batch request; return the request's deaths so far."""
+    """Count that the engine died during a batch request; return how often it has died so far."""
     query = "INSERT INTO deaths VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET count = count + 1"
     [count] = db.execute(f"{query} RETURNING count", (id_, line)).fetchone()
     return int(count)
 
 
 def results(db: Connection, id_: str) -> Iterator[tuple[int, bool, bytes]]:
-    """Yield a batch's stored results in line order: line number, success, result.
+    """Yield a batch's stored results in the order of its input lines.
 
-    Damaged results are logged and left out.
+    Each result has its line number, whether the request succeeded, and the JSON. Damaged results
+    are logged and left out.
     """
     for line, is_ok, body, is_intact in db.execute(_RESULTS, (id_,)):
         if is_intact and isinstance(body, bytes):
@@ -304,9 +311,10 @@ def end(db: Connection, batch: Batch) -> None:
 
 
 def drop_results(db: Connection) -> bool:
-    """Delete some stored results of one ended batch; return False if there are none.
+    """Delete some stored results of a batch that has ended, since they are in its files.
 
-    Results of an ended batch are in its files. The caller repeats the call, between other writes.
+    Returns False if no results are left to delete. The caller repeats the call, so that other
+    writes come in between.
     """
     id_ = ""
     while True:  # one index lookup for each batch with results
@@ -326,7 +334,10 @@ def drop_results(db: Connection) -> bool:
 
 
 def _has_ended(db: Connection, id_: str) -> bool:
-    """Return whether a batch has certainly ended: its intact record says so, or was deleted."""
+    """Return whether a batch has certainly ended, so that its stored results can be deleted.
+
+    Its intact database row says so, or the row was deleted. A damaged row could be open.
+    """
     query = f"SELECT body, {_INTACT} FROM batches WHERE id = ? AND NOT is_open"  # noqa: S608 constants
     row = db.execute(query, (id_,)).fetchone()
     if row is None:
@@ -339,13 +350,13 @@ def _has_ended(db: Connection, id_: str) -> bool:
 
 
 def _values(batch: Batch) -> tuple[str | bytes, ...]:
-    """Return the values of a batch's database row that the row's digest covers."""
+    """Return the columns of a batch's database row that the row's digest protects."""
     body = msgspec.json.encode(batch)
     return batch.id, batch.tenant, batch.protocol, batch.input_file, body
 
 
 def _readable(rows: Iterable[tuple[str, bytes, int]]) -> list[Batch]:
-    """Return the batches of database rows; a damaged record is logged and left out."""
+    """Decode the batches of database rows; a damaged row is logged and left out."""
     batches = []
     for id_, body, is_intact in rows:
         try:

@@ -71,14 +71,14 @@ class NoSuchUploadError(TwostrokeError):
 
 
 class ExpiresAfter(field.RequestObject):
-    """How long a file is stored: a number of seconds after its creation."""
+    """The field `expires_after`: a stored file's lifetime in seconds after its creation."""
 
     seconds: Annotated[int, Meta(ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S)]
     anchor: Literal["created_at"] = "created_at"
 
 
 class UploadRequest(field.RequestObject):
-    """The body that begins an upload: a file that the client will send in parts."""
+    """The body of a request that begins an upload: a file whose parts the client sends later."""
 
     filename: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
     purpose: Annotated[str, field.doc("What the file is for.", enum=list(PURPOSES))]
@@ -90,7 +90,7 @@ class UploadRequest(field.RequestObject):
 
 
 class CompleteRequest(field.RequestObject):
-    """The body that completes an upload: the ids of the file's parts, in their order."""
+    """The body of a request that completes an upload: the ids of its parts, in their order."""
 
     part_ids: Annotated[list[str], Meta(max_length=MAX_PARTS)]
     md5: Annotated[
@@ -141,7 +141,10 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
 
 
 class Uploads:
-    """The routes below /v1/uploads. The parts of an upload count as files of its tenant."""
+    """The HTTP handlers of `/v1/uploads` and the paths below it.
+
+    The parts of an upload count as files of its tenant.
+    """
 
     def __init__(
         self,
@@ -151,10 +154,11 @@ class Uploads:
         note: Callable[[Iterable[Ignored], ServedRequest], None],
         readers: Readers,
     ) -> None:
-        """Store uploads in the records that `records` returns.
+        """Create the handlers.
 
         Args:
-            records: returns the server's records; raises an error if the server keeps none.
+            records: returns the server's database and file folder; raises an error if the
+                server was started without `--records`.
             quota: limits each tenant's disk space.
             limits: the limits of files and request bodies.
             note: records the ignored fields of a request.
@@ -171,7 +175,7 @@ class Uploads:
         }
 
     def routes(self) -> list[Route]:
-        """Return the Starlette routes for uploads."""
+        """Return the routes of `/v1/uploads` and the paths below it."""
         return [
             Route(PATH, self.create, methods=["POST"], name=PATH),
             Route(UPLOAD_PATH, self.upload, methods=["GET"], name=UPLOAD_PATH),
@@ -181,7 +185,7 @@ class Uploads:
         ]
 
     async def create(self, request: Request) -> Response:
-        """Begin an upload, whose parts follow in other requests."""
+        """Answer POST /v1/uploads: begin an upload, whose parts follow in other requests."""
         records, tenant = self._records(), served_of(request.scope).tenant
         fields = await self._decode(PATH, request)
         if fields.bytes > self._limits.max_file_bytes:
@@ -203,8 +207,8 @@ class Uploads:
         values = (upload.id, tenant, upload.expires_at, encode_json(stored))
 
         def insert(db: Connection) -> None:
-            files.check_room(db, tenant, self._limits)
-            check_count(db, tenant, self._limits)
+            files.check_quota(db, tenant, self._limits)
+            check_upload_count(db, tenant, self._limits)
             db.execute(
                 "INSERT INTO uploads (id, tenant, expires_at, body, row_digest) "
                 "VALUES (?, ?, ?, ?, ?)",
@@ -215,17 +219,17 @@ class Uploads:
         return to_json(upload)
 
     async def upload(self, request: Request) -> Response:
-        """Return the state of an upload."""
+        """Answer GET of an upload: return its state."""
         records, tenant = self._records(), served_of(request.scope).tenant
         id_ = request.path_params["upload_id"]
         return to_json((await records.read(partial(find, id_=id_, tenant=tenant))).body)
 
     async def add_part(self, request: Request) -> Response:
-        """Store a part of an upload."""
+        """Answer POST of an upload's `/parts`: store one part."""
         records, tenant = self._records(), served_of(request.scope).tenant
         id_ = request.path_params["upload_id"]
         await records.read(partial(find_pending, id_=id_, tenant=tenant))
-        async with self._quota.take(records, request, MAX_PART_BYTES) as max_bytes:
+        async with self._quota.reserve_for_upload(records, request, MAX_PART_BYTES) as max_bytes:
             with records.files.begin() as file:
                 timeout_s = self._limits.file_timeout_s
                 fields = await read_form(
@@ -244,7 +248,7 @@ class Uploads:
         return to_json(body)
 
     async def complete(self, request: Request) -> Response:
-        """Join the parts of an upload into a stored file."""
+        """Answer POST of an upload's `/complete`: join the parts into a stored file."""
         records, tenant = self._records(), served_of(request.scope).tenant
         id_ = request.path_params["upload_id"]
         fields = await self._decode(COMPLETE_PATH, request)
@@ -264,12 +268,16 @@ class Uploads:
     async def _join(
         self, records: Records, tenant: str, fields: CompleteRequest, stored: StoredUpload
     ) -> UploadBody:
-        """Join the parts that a request names into a stored file; return the completed upload."""
+        """Join the parts that a request names into a stored file; return the completed upload.
+
+        Raises:
+            RequestError: the size or the MD5 of the parts is not the one stated by the client.
+        """
         id_ = stored.body.id
         file_id, now_s = files.new_id(), int(time.time())
         expiry_s = stored.expires_after_s
         with records.files.begin() as file:
-            digest = await asyncio.to_thread(join, records, fields.part_ids, file)
+            digest = await asyncio.to_thread(join_parts, records, fields.part_ids, file)
             if file.num_bytes != stored.body.bytes:
                 reason = "were damaged on the server's disk: begin another upload."
                 raise RequestError(reason, field="part_ids")
@@ -299,7 +307,7 @@ class Uploads:
         return completed
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel an upload, and delete its parts."""
+        """Answer POST of an upload's `/cancel`: cancel it, and delete its parts."""
         records, tenant = self._records(), served_of(request.scope).tenant
         id_ = request.path_params["upload_id"]
 
@@ -324,7 +332,12 @@ class Uploads:
 
 
 def find(db: Connection, id_: str, tenant: str) -> StoredUpload:
-    """Return a tenant's upload; raise NoSuchUploadError if the id is unknown."""
+    """Return a tenant's upload from the database.
+
+    Raises:
+        NoSuchUploadError: the tenant has no upload with this id.
+        DamagedRowError: the upload's database row is damaged.
+    """
     query = f"SELECT body, {_INTACT} FROM uploads WHERE id = ? AND tenant = ?"  # noqa: S608 constants
     row = db.execute(query, (id_, tenant)).fetchone()
     if row is None:
@@ -343,7 +356,7 @@ def find(db: Connection, id_: str, tenant: str) -> StoredUpload:
 
 
 def find_pending(db: Connection, id_: str, tenant: str) -> StoredUpload:
-    """Return a tenant's upload that still takes parts.
+    """Return a tenant's upload if it still takes parts.
 
     Raises:
         NoSuchUploadError: the tenant has no upload with this id.
@@ -356,8 +369,12 @@ def find_pending(db: Connection, id_: str, tenant: str) -> StoredUpload:
     return stored
 
 
-def check_count(db: Connection, tenant: str, limits: RequestLimits) -> None:
-    """Raise BodySizeError if a tenant has as many uploads as it may have files."""
+def check_upload_count(db: Connection, tenant: str, limits: RequestLimits) -> None:
+    """Check that a tenant may begin another upload.
+
+    Raises:
+        BodySizeError: the tenant has as many uploads as it may have files.
+    """
     [count] = db.execute("SELECT count(*) FROM uploads WHERE tenant = ?", (tenant,)).fetchone()
     if count >= limits.max_files:
         raise BodySizeError(f"You began {count} uploads in the last two hours, the limit.")
@@ -370,7 +387,13 @@ def parts_of(db: Connection, id_: str, tenant: str) -> dict[str, int]:
 
 
 def check_parts(part_ids: Sequence[str], parts: dict[str, int], upload: UploadBody) -> None:
-    """Raise RequestError unless the parts in `part_ids` make up the whole uploaded file."""
+    """Check that the parts in `part_ids` make up the whole uploaded file.
+
+    `parts` has the size of each part of the upload, by its id.
+
+    Raises:
+        RequestError: a part is unknown or named twice, or their total size is wrong.
+    """
     seen_ids: set[str] = set()
     for index, part_id in enumerate(part_ids):
         if part_id not in parts:
@@ -384,8 +407,8 @@ def check_parts(part_ids: Sequence[str], parts: dict[str, int], upload: UploadBo
         raise RequestError(reason, field="part_ids")
 
 
-def join(records: Records, part_ids: Sequence[str], file: Temporary) -> str:
-    """Write the parts of an upload into a file, and return the file's MD5.
+def join_parts(records: Records, part_ids: Sequence[str], file: Temporary) -> str:
+    """Write the parts of an upload into one file, and return the file's MD5.
 
     Raises:
         DamagedFileError: the content of a part is missing, is not a file any more, or is
@@ -414,20 +437,20 @@ def join(records: Records, part_ids: Sequence[str], file: Temporary) -> str:
 
 
 def remove_parts(db: Connection, id_: str, tenant: str) -> list[str]:
-    """Delete the records of an upload's parts, and return the parts' ids."""
+    """Delete the database rows of an upload's parts, and return the parts' ids."""
     part_ids = list(parts_of(db, id_, tenant))
     db.executemany("DELETE FROM files WHERE id = ?", [(part_id,) for part_id in part_ids])
     return part_ids
 
 
 def remove_files(records: Records, ids: Iterable[str]) -> None:
-    """Delete the contents of stored files, whose records are already deleted."""
+    """Delete the contents of stored files whose database rows are already deleted."""
     for id_ in ids:
         records.files.remove(id_)
 
 
 def update(db: Connection, stored: StoredUpload) -> None:
-    """Replace the record of an upload in the database."""
+    """Replace an upload's state in the database."""
     body, id_ = encode_json(stored), stored.body.id
     [tenant] = db.execute("SELECT tenant FROM uploads WHERE id = ?", (id_,)).fetchone()
     query = "UPDATE uploads SET body = ?, row_digest = ? WHERE id = ?"
@@ -435,10 +458,10 @@ def update(db: Connection, stored: StoredUpload) -> None:
 
 
 def delete_expired(db: Connection, now_s: float) -> list[str]:
-    """Delete the parts of expired uploads, and the records of older uploads; return the parts' ids.
+    """Delete the parts of expired uploads from the database, and return the parts' ids.
 
-    An upload's record stays for `MAX_UPLOAD_S` after it expires. A damaged record stays with its
-    parts, as its expiry time may be wrong.
+    An upload's own row stays for `MAX_UPLOAD_S` seconds after it expires. A damaged row stays with
+    its parts, as its expiry time may be wrong.
     """
     query = f"SELECT id, tenant FROM uploads WHERE expires_at <= ? AND {_INTACT}"  # noqa: S608 constants
     part_ids: list[str] = []

@@ -1,8 +1,4 @@
-"""Replaces files in the messages of a request by their text, before the body is decoded.
-
-A file is a part of type `input_file` (Responses), `file` (chat) or `document` (Anthropic). The part
-has the file's content in base64, or the id of a stored file.
-"""
+"""Replaces files that are attached to a request's messages by their text."""
 
 from __future__ import annotations
 
@@ -31,14 +27,14 @@ _TEXT_ONLY: Final = "Models here read text only."
 
 
 class AttachedFile(Frozen):
-    """A file attached to a chat message: its name, which may be empty, and its content."""
+    """A file attached to a request's message: its name, which may be empty, and its content."""
 
     filename: str
     content: bytes
 
 
 def has_files(body: bytes) -> bool:
-    """Whether a request's body may have attached files.
+    """Whether a request's body may have attached files, so that they must be replaced by text.
 
     The check is a fast text search, so a body without files may pass, too.
     """
@@ -46,9 +42,10 @@ def has_files(body: bytes) -> bool:
 
 
 def with_file_texts(body: bytes, read_file: ReadFile) -> bytes:
-    """Return a request's body in which a text part replaces each attached file.
+    """Return a request's body with a text part in place of each attached file.
 
-    A body that has no files, or is not valid JSON, is returned unchanged.
+    A body that has no files, or is not valid JSON, is returned unchanged. `read_file` reads a file
+    that the client has stored on the server earlier.
 
     Raises:
         RequestError: the content of a file is not text; `field` is the path of the file.
@@ -67,7 +64,10 @@ def with_file_texts(body: bytes, read_file: ReadFile) -> bytes:
 
 
 def _replace_all(value: Any, path: str, read_file: ReadFile, depth: int = 0) -> bool:
-    """Replace the files inside a value of a body by text; return whether there were any."""
+    """Replace all attached files inside a value of the body by text, in place.
+
+    Returns whether there were any.
+    """
     if depth > _MAX_DEPTH:
         return False
     has_changed = False
@@ -84,9 +84,9 @@ def _replace_all(value: Any, path: str, read_file: ReadFile, depth: int = 0) -> 
 
 
 def _replace(part: dict[str, Any], path: str, read_file: ReadFile) -> bool:
-    """Replace a file in a part of a message by text, in place.
+    """Replace a message part by a text part, in place, if it is an attached file.
 
-    Returns whether the part was a file.
+    Returns whether it was.
     """
     match part:
         case {"type": "input_file"}:
@@ -109,9 +109,9 @@ def _replace(part: dict[str, Any], path: str, read_file: ReadFile) -> bool:
 def _replace_source(
     document: dict[str, Any], source: dict[str, Any], path: str, read_file: ReadFile
 ) -> bool:
-    """Replace the file in an Anthropic document block's source by text, in place.
+    """Replace the source of an Anthropic document block by its text, in place, if it is a file.
 
-    Returns whether the source was a file.
+    Returns whether it was.
     """
     match source:
         case {"type": "file", "file_id": str() as file_id}:
@@ -129,7 +129,7 @@ def _replace_source(
 
 
 def _text_of(file: dict[str, Any], path: str, read_file: ReadFile) -> str | None:
-    """Return a file's name and text from a part of OpenAI's protocols.
+    """Return the name and text of a file that is attached in OpenAI's form.
 
     Returns None if the part has neither content nor the id of a stored file.
     """
@@ -148,9 +148,10 @@ def _text_of(file: dict[str, Any], path: str, read_file: ReadFile) -> str | None
 
 
 def _decode_base64(data: str, path: str) -> bytes:
-    """Decode the content of a file from base64 or from a data URL with base64.
+    """Decode the content of an attached file from base64, or from a data URL with base64.
 
-    Raises a RequestError if the base64 is not valid.
+    Raises:
+        RequestError: the base64 is not valid.
     """
     if data.startswith("data:"):
         _, _, data = data.partition(",")
@@ -162,7 +163,11 @@ def _decode_base64(data: str, path: str) -> bytes:
 
 
 def decode_text(content: bytes, path: str) -> str:
-    """Decode a file's content as UTF-8 text. Raises a RequestError if the file is no text."""
+    """Decode an attached file's content as UTF-8 text.
+
+    Raises:
+        RequestError: the file is not text.
+    """
     if content.startswith(b"%PDF"):
         reason = f"is a PDF document. {_TEXT_ONLY} Extract the document's text and send that."
         raise RequestError(reason, field=path)

@@ -1,4 +1,4 @@
-"""Decodes JSON bodies into checked structs, and reports the fields that have no effect."""
+"""Decodes JSON request bodies into checked structs, and reports fields without effect."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ LARGE_BODY_BYTES: Final = 16 * 1024
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes JSON request bodies into one struct type, and checks their fields."""
+    """Decodes the JSON bodies of one endpoint's requests into a struct, and checks their fields."""
 
     def __init__(self, struct_type: type[T], max_depth: int) -> None:
-        """Decode bodies into `struct_type`.
+        """Create the decoder of bodies that become a `struct_type`.
 
         `max_depth` limits how many lists and objects may be inside each other.
         """
@@ -67,7 +67,7 @@ class BodyDecoder(Generic[T]):
         self._max_depth = max_depth
 
     def decode(self, body: bytes) -> tuple[T, list[Ignored]]:
-        """Decode a request's JSON body; return its struct and the fields that have no effect.
+        """Decode a request's JSON body; return its struct, and the fields that have no effect.
 
         Raises:
             RequestError: the body is not JSON or nested too deeply, or a field is missing, not
@@ -100,7 +100,10 @@ class BodyDecoder(Generic[T]):
 
 
 def convert(value: object, kind: Any, where: str) -> tuple[Any, list[Ignored]]:
-    """Convert a part of a JSON body to a type; return it and the fields that have no effect.
+    """Convert a decoded part of a JSON body to a struct; return it and the fields without effect.
+
+    Endpoints use it for parts that `BodyDecoder` leaves as dictionaries, such as conversation
+    items.
 
     Args:
         value: the decoded JSON. Fields that `kind` does not have are removed from it.
@@ -108,7 +111,7 @@ def convert(value: object, kind: Any, where: str) -> tuple[Any, list[Ignored]]:
         where: the path of the part in the body, for errors.
 
     Raises:
-        RequestError: as `BodyDecoder.decode`.
+        RequestError: a field is missing, not supported, out of bounds or of a wrong type.
     """
     ignored: list[Ignored] = []
     _load_type(kind)
@@ -121,7 +124,7 @@ def convert(value: object, kind: Any, where: str) -> tuple[Any, list[Ignored]]:
 
 @cache
 def _load_type(kind: Any) -> None:
-    """Make msgspec inspect a type once, under a lock.
+    """Make msgspec inspect a type before threads use it, under a lock.
 
     If two threads inspect the same type at once, the process crashes.
     """
@@ -132,9 +135,9 @@ def _load_type(kind: Any) -> None:
 def json_syntax_error(
     error: Exception, text: bytes | mmap | msgspec.Raw, noun: str = "body"
 ) -> BodySyntaxError:
-    """Return the error for text that msgspec cannot decode as JSON, with the reason.
+    """Return the error for a text that is not JSON, with the reason that the client can see.
 
-    `noun` names the text in the error's message, such as "body" or "line".
+    `error` is msgspec's. `noun` names the text in the message, such as "body" or "line".
     """
     why = str(error).removeprefix("JSON is malformed: ")
     if not _is_utf8(text):
@@ -145,7 +148,7 @@ def json_syntax_error(
 
 
 def _is_utf8(text: bytes | mmap | msgspec.Raw) -> bool:
-    """Whether a text is valid UTF-8. Large texts are decoded in chunks, to use little memory."""
+    """Whether a text is valid UTF-8. Large texts are checked in chunks, to use little memory."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with memoryview(text) as view:
@@ -158,7 +161,7 @@ def _is_utf8(text: bytes | mmap | msgspec.Raw) -> bool:
 
 
 def _is_json_without_lone_surrogates(text: bytes | mmap | msgspec.Raw) -> bool:
-    """Whether half surrogate pairs are the only fault of a JSON text.
+    """Whether a text would be valid JSON without its escaped halves of surrogate pairs.
 
     False for texts of more than 1 MiB, which are not decoded again.
     """
@@ -174,9 +177,10 @@ def _is_json_without_lone_surrogates(text: bytes | mmap | msgspec.Raw) -> bool:
 
 
 def misspelt_field_error(error: MissingFieldError, ignored: Iterable[Ignored]) -> RequestError:
-    """Return the error for an unknown field that looks like a misspelt required field.
+    """Return the error for a required field that the client has perhaps misspelt.
 
-    Returns `error`, about the missing field, if no ignored field of the body is similar.
+    If an unknown field of the body has a similar name, the error is about that field; otherwise
+    `error`, about the missing field, is returned.
     """
     parent, _, name = (error.field or "").rpartition(".")
     for field in ignored:
@@ -198,9 +202,12 @@ def _parse(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 
 def _convert_leniently(value: Any, kind: Any, where: str = "") -> tuple[Any, list[Ignored]]:
-    """Remove fields that a type does not have from a decoded body, and convert the body.
+    """Remove unknown fields from a decoded body, and convert the body to the struct `kind`.
 
-    Returns the body as `kind`, and the removed fields.
+    Returns the struct, and the removed fields.
+
+    Raises:
+        RequestError: a field is missing, out of bounds or of a wrong type.
     """
     ignored = drop_unknown(value, kind, where)
     try:
@@ -213,13 +220,14 @@ def _convert_leniently(value: Any, kind: Any, where: str = "") -> tuple[Any, lis
 
 
 def _fields_without_effect(value: object, where: str, marks: Marks) -> Iterator[Ignored]:
-    """Yield a body's fields that this server ignores, unless they have a neutral value.
+    """Yield the fields of a body that this server ignores.
 
-    A neutral value, such as false for an optional feature, means the same as no field.
+    Fields with a neutral value, such as false for an optional feature, are left out, since they
+    mean the same as no field.
 
     Raises:
         UnsupportedFieldError: the answer would mean something else without the field.
-        UnknownFieldError: this protocol has another name for the field.
+        UnknownFieldError: this API has another name for the field.
     """
     seen = set[tuple[int, str]]()
     for inner_path, extra in _find_marked_fields(value, marks):
@@ -241,10 +249,10 @@ def _unsupported(field: str, extra: dict[str, Any]) -> RequestError:
 
 
 def _find_marked_fields(value: object, marks: Marks) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the path and the mark of each marked field in a decoded body.
+    """Yield the fields of a decoded body that are marked in its struct, with path and mark.
 
-    Marks come from annotations such as `unsupported` and `ignored`. A field is left out if its
-    value is null or neutral, which means the same as no field.
+    Marks come from annotations such as `field.unsupported` and `field.ignored`. A field is left out
+    if its value is null or neutral, which means the same as no field.
     """
     if isinstance(value, list):
         for index, item in enumerate(value):
@@ -263,7 +271,7 @@ def _find_marked_fields(value: object, marks: Marks) -> Iterator[tuple[str, dict
 
 @cache
 def _marked_fields(kind: Any) -> Marks:
-    """Return the fields with marks, such as `unsupported`, of each struct in a body's type.
+    """Return the fields with marks, such as `field.unsupported`, of each struct in a body's type.
 
     Fields that contain such structs are included.
     """
@@ -273,9 +281,9 @@ def _marked_fields(kind: Any) -> Marks:
 
 
 def _collect_marked_fields(kind: inspect.Type, marks: Marks) -> bool:
-    """Add the marked fields of each struct inside a body's type to `marks`.
+    """Add the fields with marks, such as `field.unsupported`, of a body's type to `marks`.
 
-    Returns whether the type has any marked fields.
+    All structs inside the type are searched. Returns whether the type has any marked fields.
     """
     has_any = False
     for alternative in union_members([kind]):
@@ -302,12 +310,15 @@ def _is_same_json(value: object, neutral: object) -> bool:
 async def receive_fields(
     request: Request, decoder: BodyDecoder[T], limits: RequestLimits, readers: Readers
 ) -> tuple[T, list[Ignored]]:
-    """Receive and decode a request's body; return its struct and the ignored fields.
+    """Receive and decode a request's body; return its struct, and the ignored fields.
 
     Long bodies are decoded in a thread of `readers`, in fair turns between tenants.
 
     Raises:
-        TwostrokeError: as `body_of` and `BodyDecoder.decode`, or the client disconnected.
+        RequestError: the body is not JSON, or a field is wrong.
+        BodySizeError: the body is too long.
+        BodyTimeoutError: the body arrived too slowly.
+        ClientGoneError: the client disconnected.
     """
     async with body_of(request, limits) as body:
         if len(body) <= LARGE_BODY_BYTES:

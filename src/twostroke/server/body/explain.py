@@ -1,4 +1,4 @@
-"""Makes the errors about unknown fields, and about values that do not fit their fields."""
+"""Errors about unknown fields of a body, and about values that do not fit their fields."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _type_reason(mismatch: Mismatch) -> str:
 
 
 def _word_error(mismatch: Mismatch) -> RequestError:
-    """Return the error about a text that is not among the few words a body's field accepts."""
+    """Return the error about a value that is not among the few words that its field accepts."""
     word = str(mismatch.actual)
     words = mismatch.expected
     advice = mismatch.advice
@@ -85,9 +85,10 @@ def _request_error(reason: str, *, path: str, **facts: object) -> RequestError:
 
 
 def unknown_field(path: str, name: str, known_names: Iterable[str]) -> UnknownFieldError:
-    """Return the error about a field that an object of the body does not have.
+    """Return the error about a field of the body that the API does not have.
 
-    The error suggests the most similar of `known_names`. `path` is the path of the object.
+    The error suggests the most similar of `known_names`. `path` is the path of the object that has
+    the field.
     """
     shortened_name = name[:MAX_NAME_LENGTH]
     names = sorted(known_names)
@@ -100,7 +101,7 @@ def unknown_field(path: str, name: str, known_names: Iterable[str]) -> UnknownFi
 def _other_endpoint_hint(word: str, known_names: list[str]) -> str:
     """Return a hint if `messages` was sent to a completions endpoint, or `prompt` to chat.
 
-    Returns "" for other fields.
+    Returns "" for other unknown fields.
     """
     prompt_field = next((name for name in _PROMPT_FIELDS if name in known_names), None)
     if word not in _PROMPT_FIELDS or prompt_field is None:

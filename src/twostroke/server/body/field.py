@@ -1,8 +1,4 @@
-"""Annotations of request fields: their meaning, their bounds, and whether they are supported.
-
-`server/body/decode.py` checks requests by these annotations, `server/body/lenient.py` removes the
-fields that they allow to remove, and `server/openapi/document.py` publishes them.
-"""
+"""Annotations of request fields: their meaning, their bounds, and whether they have an effect."""
 
 from __future__ import annotations
 
@@ -21,11 +17,14 @@ WRONG_IS_IGNORED: Final = "x-wrong-is-ignored"
 
 
 class RequestObject(msgspec.Struct, forbid_unknown_fields=True):
-    """A JSON object in a request. Unknown fields are ignored; a strict server refuses them."""
+    """The base of structs for JSON objects in requests.
+
+    Unknown fields are ignored; a strict server refuses them.
+    """
 
 
 class TaggedObject(RequestObject, tag_field="type"):
-    """A JSON object in a request; its field `type` decides which struct it becomes.
+    """The base of structs for JSON objects whose field `type` decides which struct they become.
 
     Attributes:
         other_types: advice for clients that send an object of another type, by type; `*` is for
@@ -47,9 +46,10 @@ class Effect(StrEnum):
 
 
 class Fact(StrEnum):
-    """A placeholder in the OpenAPI document's schemas for a value of the running server.
+    """A value of the running server that the OpenAPI document's schemas mention.
 
-    Examples are model names and limits. `ServerFacts.values` replaces the placeholders.
+    Examples are model names and limits. The schemas have these placeholders, which
+    `ServerFacts.values` replaces.
     """
 
     LAST_ID = "{last token}"
@@ -61,7 +61,7 @@ class Fact(StrEnum):
 
 
 def doc(description: str, **keywords: object) -> Meta:
-    """Describe a request field in the OpenAPI document.
+    """Return the annotation that describes a request field in the OpenAPI document.
 
     `keywords` are keywords of JSON Schema, for limits that are checked elsewhere.
     """
@@ -69,10 +69,10 @@ def doc(description: str, **keywords: object) -> Meta:
 
 
 def sampling(name: str, description: str = "", **keywords: object) -> Meta:
-    """Describe a request field for a sampling parameter, with the parameter's bounds.
+    """Return the annotation of a request field that sets a sampling parameter.
 
-    `SamplingParams` checks the bounds. `name` is its parameter; `keywords` replace keywords of the
-    JSON Schema.
+    It has the parameter's bounds, which `SamplingParams` checks. `name` is the parameter;
+    `keywords` replace keywords of the JSON Schema.
     """
     bounds = BOUNDS[name]
     low = "exclusiveMinimum" if bounds.above else "minimum"
@@ -81,7 +81,7 @@ def sampling(name: str, description: str = "", **keywords: object) -> Meta:
 
 
 def limit(description: str) -> Meta:
-    """Describe a request field that limits the number of generated tokens.
+    """Return the annotation of a request field that limits the number of generated tokens.
 
     -1 means no limit; larger numbers are lowered to the context's length.
     """
@@ -89,15 +89,16 @@ def limit(description: str) -> Meta:
 
 
 def unsupported(*neutral: object) -> Meta:
-    """Mark a request field that the server refuses, since the answer depends on it.
+    """Return the annotation of a request field that the server refuses.
 
-    Null and the `neutral` values, which mean the same as no field, are accepted.
+    Without the field, the answer would mean something else. Null and the `neutral` values, which
+    mean the same as no field, are accepted.
     """
     return _mark(Effect.REFUSED, "Not supported: leave it out.", neutral, enum=[None, *neutral])
 
 
 def hint(*neutral: object) -> Meta:
-    """Mark a request field that the server ignores, and that a strict server refuses.
+    """Return the annotation of a field that the server ignores, but that a strict server refuses.
 
     Null and the `neutral` values, which mean the same as no field, are always accepted.
     """
@@ -106,7 +107,7 @@ def hint(*neutral: object) -> Meta:
 
 
 def ignored(*neutral: object) -> Meta:
-    """Mark a request field that the server ignores.
+    """Return the annotation of a request field that the server always ignores.
 
     The response's header `twostroke-ignored` names the field, unless the value is null or
     `neutral`, which means the same as no field.
@@ -115,9 +116,9 @@ def ignored(*neutral: object) -> Meta:
 
 
 def page_cache_only(value: str, *neutral: object) -> Meta:
-    """Mark a request field that only matters if the server has tiers for cached KV pages.
+    """Return the annotation of a field that only matters if KV pages are stored beyond memory.
 
-    `value` describes the field's values. The server ignores the field without such a cache.
+    `value` describes the field's values. A server without such storage ignores the field.
     """
     text = f"Keeps the prompt in a page cache: {value}. Ignored without one."
     return _mark(Effect.NONE, text, neutral)
@@ -130,7 +131,7 @@ def _mark(effect: Effect, text: str, neutral: tuple[object, ...], **keywords: ob
 
 
 def renamed(name: str) -> Meta:
-    """Mark a request field that other protocols have, and that this protocol calls `name`."""
+    """Return the annotation of a field of other APIs, which this API calls `name`."""
     return Meta(
         description=f"Not supported: send `{name}`.",
         extra={"effect": Effect.REFUSED, "neutral": (), "new_name": name},
@@ -139,7 +140,7 @@ def renamed(name: str) -> Meta:
 
 
 def unknown_left_out(*other_types: str, refused: tuple[str, ...] = ()) -> Meta:
-    """Mark a list in a request from which the server removes items of unknown types.
+    """Return the annotation of a list from which the server removes items of unknown types.
 
     The response reports the removed types. The types of the list's structs and `other_types` are
     known. An item whose type contains one of the `refused` words is not removed, so that the
@@ -149,7 +150,7 @@ def unknown_left_out(*other_types: str, refused: tuple[str, ...] = ()) -> Meta:
 
 
 def advice(values: Mapping[str, str]) -> Meta:
-    """Add advice to the error about a wrong value of a request field.
+    """Return an annotation with advice for the errors about a request field's wrong values.
 
     `values` has the advice by wrong value; `*` is for any other value.
     """
@@ -202,7 +203,7 @@ Timings = Annotated[bool | None, doc("Report how long each answer took.")]
 
 
 def inputs(max_items: Fact, *, may_be_null: bool = False) -> Meta:
-    """Describe a request field that takes one input, or a list of inputs, for embeddings.
+    """Return the annotation of a request field that takes one or several inputs for embeddings.
 
     An input is a text, or a list of token ids and texts that are joined. `max_items` limits the
     number of inputs.
@@ -223,7 +224,7 @@ def inputs(max_items: Fact, *, may_be_null: bool = False) -> Meta:
 
 
 def texts_or_ids(max_items: Fact, **of_text: int) -> Meta:
-    """Describe a request field that takes a text, a list of token ids, or a list of either.
+    """Return the annotation of a field that takes a text, token ids, or a list of either.
 
     `max_items` limits the list's length; `of_text` are JSON Schema keywords for texts.
     """

@@ -25,7 +25,7 @@ _MAX_EXACT_INTEGER = 2**53  # a float64 holds larger integers only approximately
 
 @dataclass(slots=True)
 class _StructFields:
-    """The fields of a request struct, by their names in JSON.
+    """The fields of a request struct, for the removal of unknown fields from request bodies.
 
     Attributes:
         names: the names of all fields, with the tag's.
@@ -42,7 +42,9 @@ class _StructFields:
 
 @dataclass(slots=True)
 class _Shape:
-    """The values of a request field that lenient decoding may change.
+    """Which values of a request field the removal of unknown fields may change.
+
+    It describes the field's type. The search for unknown fields skips values without a shape.
 
     Attributes:
         item: the shape of a list's items; None without a list, or if items need no change.
@@ -63,7 +65,7 @@ class _Shape:
     omission_rules: Mapping[str, Any] | None = None
 
     def is_omitted(self, item: Any) -> bool:
-        """Whether an item of a request's list has an unknown type and may be removed."""
+        """Whether an item of a request's list is removed because its type is unknown."""
         if self.omission_rules is None or type(item) is not dict:
             return False
         shape = self.item or _Shape()
@@ -73,7 +75,7 @@ class _Shape:
         return not any(word in tag for word in self.omission_rules["refused"])
 
     def fields_of(self, value: Mapping[str, Any]) -> _StructFields | None:
-        """Return the fields that a JSON object may have; None if its type tag is unknown."""
+        """Return the fields that a JSON object may have; None if its tag is unknown."""
         tag = value.get(self.tag_field) if self.tag_field is not None else None
         if tag is None and len(self.structs) == 1:
             return next(iter(self.structs.values()))
@@ -81,11 +83,12 @@ class _Shape:
 
 
 def drop_unknown(value: Any, kind: Any, where: str = "") -> list[Ignored]:
-    """Remove fields that a type does not have from a decoded body, and return them.
+    """Remove the fields that a request type does not have from a decoded body.
 
-    The body is changed in place. Fields marked as droppable are removed, too, if their value is
-    wrong, and integers written as fractions (15.0) become integers. The time is linear in the size
-    of the body. `where` is the path of `value` inside the whole body.
+    Returns reports of the removed fields. The body is changed in place. Fields marked as droppable
+    are removed, too, if their value is wrong, and integers written as fractions (15.0) become
+    integers. The time is linear in the size of the body. `where` is the path of `value` inside the
+    whole body.
 
     Raises:
         UnknownFieldError: a field without which the answer would mean something else.
@@ -97,7 +100,7 @@ def drop_unknown(value: Any, kind: Any, where: str = "") -> list[Ignored]:
 
 
 class _LenientWalk:
-    """One walk through a decoded body, which removes unknown fields.
+    """One pass through a decoded body, which removes unknown fields.
 
     `ignored` has a report for each kind of removed field; repeated fields are reported once.
     """
@@ -106,7 +109,7 @@ class _LenientWalk:
         self.ignored: dict[tuple[int, str], Ignored] = {}
 
     def fit(self, value: Any, shape: _Shape, where: str) -> Any:
-        """Return a body's value without unknown fields; lists and objects are changed in place."""
+        """Return a value of the body without unknown fields; lists and objects change in place."""
         if type(value) is dict:
             if (fields := shape.fields_of(value)) is not None:
                 self._fit_object(value, fields, where)
@@ -122,7 +125,7 @@ class _LenientWalk:
         return value
 
     def _omit_items(self, items: list[Any], shape: _Shape, where: str) -> None:
-        """Remove items of unknown types from a body's list, and report each type once."""
+        """Remove items of unknown types from a list of the body, and report each type once."""
         kept_items = [item for item in items if not shape.is_omitted(item)]
         if len(kept_items) == len(items):
             return
@@ -136,9 +139,9 @@ class _LenientWalk:
         items[:] = kept_items
 
     def _fit_object(self, value: dict[str, Any], fields: _StructFields, where: str) -> None:
-        """Remove fields from an object of the body, in place.
+        """Remove unknown fields from an object of the body, in place.
 
-        Unknown fields are removed, and droppable fields whose value is wrong.
+        Droppable fields are removed, too, if their value is wrong.
         """
         if fields.is_closed and (unknown := value.keys() - fields.names):
             for name in sorted(unknown) if len(unknown) <= MAX_IGNORED else unknown:
@@ -177,7 +180,7 @@ class _LenientWalk:
 
 
 def ignored_item(where: str, tag: str, tag_field: str = "type") -> Ignored:
-    """Return the report of an item removed from a request's list for its unknown type."""
+    """Return the report that an item was removed from a request's list for its unknown type."""
     tag = tag[:MAX_NAME_LENGTH]
 
     def refusal() -> RequestError:
@@ -197,7 +200,10 @@ def _shape_of(kind: Any) -> _Shape | None:
 
 
 def _describe(kind: inspect.Type, fields_by_struct: dict[type, _StructFields]) -> _Shape | None:
-    """Return the shape of a field's type; None if lenient decoding never changes its values."""
+    """Return the shape of a field's type, for the removal of unknown fields.
+
+    Returns None if the field's values never contain unknown fields or need another change.
+    """
     shape = _Shape()
     all_parts = list(union_members([kind]))
     for part in all_parts:
@@ -220,7 +226,7 @@ def _describe(kind: inspect.Type, fields_by_struct: dict[type, _StructFields]) -
 def _struct_fields(
     kind: inspect.StructType, fields_by_struct: dict[type, _StructFields]
 ) -> _StructFields:
-    """Return the fields of a request struct, and store them in `fields_by_struct`."""
+    """Return the fields of a request struct, from `fields_by_struct` or by inspecting the type."""
     if kind.cls in fields_by_struct:
         return fields_by_struct[kind.cls]
     names = {struct_field.encode_name for struct_field in kind.fields}

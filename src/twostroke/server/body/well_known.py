@@ -1,4 +1,4 @@
-"""Fields of other servers that clients often send: hints, and fields that must not be ignored."""
+"""Fields that clients of other servers often send: hints, and fields not to ignore."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _NAMES_ANYWHERE: Final = frozenset(_MEDIA.split())
 
 
 def has_meaning(name: str, value: object, parent: str) -> bool:
-    """Whether a request cannot be answered correctly without one of its unknown fields.
+    """Whether a request cannot be answered correctly if one of its unknown fields is ignored.
 
     True for fields such as `tools` and `images`, unless their value is empty. `parent` is the path
     of the object that has the field.

@@ -1,1 +1,1 @@
-"""One request from job to response: events, streams, checks, stored responses."""
+"""One API request from job to response: events, streams, schema checks, stored responses."""

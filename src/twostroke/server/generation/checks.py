@@ -1,4 +1,4 @@
-"""Checks finished answers against JSON schemas whose rules a grammar cannot enforce completely."""
+"""Checks finished answers against JSON schemas whose rules a grammar cannot fully enforce."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class AnswerChecks:
-    """Checks answers against JSON schemas in one thread; counts and logs violations."""
+    """Checks finished answers against JSON schemas, in one thread; counts and logs violations.
+
+    All requests of the server share one instance.
+    """
 
     def __init__(self, verifier: Verifier, metrics: ServerMetrics) -> None:
         self._verifier = verifier
@@ -27,8 +30,10 @@ class AnswerChecks:
         self._thread = ThreadPoolExecutor(1, "twostroke-check")
         self._num_waiting = 0
 
-    async def fault(self, schema: str, text: str) -> SchemaViolation | None:
-        """Return the schema rule that an answer's text breaks; None if the text is valid.
+    async def find_violation(self, schema: str, text: str) -> SchemaViolation | None:
+        """Check an answer's text against a JSON schema, and return the rule that the text breaks.
+
+        Returns None if the text is valid.
 
         Raises:
             UncheckedError: the check takes too much time or memory, or too many answers wait
@@ -47,12 +52,15 @@ class AnswerChecks:
             self._metrics.misses.labels(fault.keyword).inc()
         return fault
 
-    def count_redraw(self) -> None:
-        """Count an answer that is generated again because it breaks its JSON schema."""
+    def count_regeneration(self) -> None:
+        """Count, in the metrics, an answer that is generated again as it breaks its schema."""
         self._metrics.redraws.inc()
 
     def report(self, fault: SchemaViolation, kind: str, request_id: str) -> None:
-        """Log that an answer breaks its JSON schema, and that no further answer is generated."""
+        """Log the rule that an answer breaks, when no further attempt to generate it is made.
+
+        `kind` is the kind of the content block that breaks its schema, such as "text".
+        """
         figures = {
             "request_id": request_id,
             "part": kind,
@@ -62,7 +70,7 @@ class AnswerChecks:
         _logger.warning("An answer breaks its schema.", extra={FIGURES: figures})
 
     def report_unchecked(self, reason: str, kind: str, request_id: str) -> None:
-        """Log and count that an answer could not be checked against its JSON schema."""
+        """Log and count an answer that could not be checked against its JSON schema."""
         self._metrics.checks.labels("unchecked").inc()
         figures = {"request_id": request_id, "part": kind, "why": reason}
         _logger.warning(
@@ -70,5 +78,5 @@ class AnswerChecks:
         )
 
     def close(self) -> None:
-        """Drop the waiting schema checks, and stop the thread."""
+        """Drop the checks that wait, and stop the thread of schema checks."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The protocol-independent events of answers, and the reader that turns outputs into events.
+"""The protocol-independent events of answers, made from the engine's outputs.
 
 A choice starts, has content blocks one after the other (each opens, grows and closes), and ends.
 The encoder of a protocol writes these events as a stream, or collects them into a whole response.
@@ -34,7 +34,7 @@ SchemaMiss = Annotated[
 
 
 class BlockKind(Enum):
-    """The kinds of content blocks in an answer."""
+    """The kind of content in a block of an answer: text, reasoning or a tool call."""
 
     TEXT = "text"
     REASONING = "reasoning"
@@ -42,7 +42,7 @@ class BlockKind(Enum):
 
 
 class ContentBlock(msgspec.Struct, eq=False):
-    """A part of one answer: text, reasoning, or a tool call with its arguments as JSON.
+    """One part of an answer: text, reasoning, or a tool call with its arguments as JSON.
 
     Attributes:
         choice: the index of the answer among the request's choices.
@@ -69,15 +69,15 @@ class ContentBlock(msgspec.Struct, eq=False):
 
     @property
     def text(self) -> str:
-        """The block's content so far."""
+        """The block's content so far, as one text."""
         return "".join(self.texts)
 
 
 class ChoiceStarted(msgspec.Struct, frozen=True):
-    """Event: an answer (a choice of the request) has its first output.
+    """Event: the first output of an answer (a choice of the request) has arrived.
 
-    `usage` is None if prompt log-probabilities precede the answer. `tokens` are the ids of the
-    answer's tokens so far; the list grows with the answer, also by tokens without text.
+    `usage` is None if log-probabilities of the prompt precede the answer. `tokens` are the ids of
+    the answer's tokens so far; the list grows with the answer, also by tokens without text.
     """
 
     choice: int
@@ -86,9 +86,9 @@ class ChoiceStarted(msgspec.Struct, frozen=True):
 
 
 class PrefillAdvanced(msgspec.Struct, frozen=True):
-    """Event: prefill of an answer's prompt has reached `num_read` tokens.
+    """Event: `num_read` tokens of an answer's prompt have been prefilled.
 
-    Only jobs that show progress have such events.
+    Only jobs with `shows_progress` have such events.
     """
 
     choice: int
@@ -97,16 +97,16 @@ class PrefillAdvanced(msgspec.Struct, frozen=True):
 
 
 class BlockOpened(msgspec.Struct, frozen=True):
-    """Event: a content block of an answer begins, still empty."""
+    """Event: an answer begins a new content block, which is still empty."""
 
     block: ContentBlock
 
 
 class ContentAdded(msgspec.Struct, frozen=True):
-    """Event: a content block grew by `text`, which is empty if only log-probabilities are new.
+    """Event: a content block of an answer grew by `text`.
 
-    `scored` has the token ids and log-probabilities since the last event; they may arrive before
-    the tokens' text. The first `num_reasoning` of them belong to reasoning.
+    `scored` has the token ids and log-probabilities since the last event. They may arrive before
+    the tokens' text, so `text` can be empty. The first `num_reasoning` of them belong to reasoning.
     """
 
     block: ContentBlock
@@ -122,7 +122,7 @@ class BlockClosed(msgspec.Struct, frozen=True):
 
 
 class PromptScored(msgspec.Struct, frozen=True):
-    """Event: log-probabilities of the next tokens of an answer's prompt.
+    """Event: log-probabilities of the next tokens of an answer's prompt have arrived.
 
     The first such event starts at the prompt's second token.
     """
@@ -132,10 +132,11 @@ class PromptScored(msgspec.Struct, frozen=True):
 
 
 class ChoiceEnded(msgspec.Struct, frozen=True):
-    """Event: an answer (a choice of the request) ended; `stop` is the stop string or token id.
+    """Event: an answer (a choice of the request) has ended.
 
-    `has_calls` says that the answer calls tools and that no call was cut. `schema_miss` names the
-    rule of the schema that the answer breaks, if any.
+    `stop` is the stop string or token id that ended the answer, or None. `has_calls` says that the
+    answer calls tools and that no call was cut off. `schema_miss` names the rule of the JSON schema
+    that the answer breaks, and is empty for a valid answer.
     """
 
     choice: int
@@ -148,7 +149,7 @@ class ChoiceEnded(msgspec.Struct, frozen=True):
 
 
 class AnswerFinished(msgspec.Struct, frozen=True):
-    """Event: all answers of a job ended; `usage` is their total.
+    """Event: all answers of a job have ended; `usage` is their total.
 
     `num_reasoning` is the number of reasoning tokens in all answers.
     """
@@ -158,7 +159,7 @@ class AnswerFinished(msgspec.Struct, frozen=True):
 
 
 class StreamFailed(msgspec.Struct, frozen=True):
-    """Event: an error ends the stream of a job's answers."""
+    """Event: an error has ended the stream of a job's answers."""
 
     error: TwostrokeError
     request_id: str
@@ -178,7 +179,7 @@ Event = (
 
 
 class EventReader:
-    """Turns the engine's outputs for a job into protocol-independent events."""
+    """Turns the engine's outputs for one job into the events that protocol encoders write."""
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class EventReader:
         *,
         has_logprobs: bool,
     ) -> None:
-        """Create the reader of one job's outputs.
+        """Prepare to read the outputs of one job.
 
         Args:
             reading: how to find reasoning and tool calls in the answers.
@@ -200,7 +201,7 @@ class EventReader:
         self._answers: dict[int, _ChoiceState] = {}  # by choice
 
     def read(self, output: Output | Completion) -> list[Event]:
-        """Return the events of one engine output, or of a whole answer."""
+        """Return the events for one output of the engine, which may be a complete answer."""
         answer = self._answers.get(output.index)
         if answer is not None:
             return answer.read(output)
@@ -214,17 +215,17 @@ class EventReader:
         return AnswerFinished(usage, sum(answer.num_reasoning for answer in self._answers.values()))
 
     def read_whole(self, answers: Iterable[Completion], usage: Usage) -> Iterator[Event]:
-        """Yield all events of a job from its complete answers, in order."""
+        """Yield all events of a job whose answers are complete, answer by answer."""
         for answer in answers:
             yield from self.read(answer)
         yield self.finish(usage)
 
 
 class _ChoiceState:
-    """The state of one answer: its open content block, and the reader that finds the blocks."""
+    """One answer while its outputs are read: its open content block, and its parser."""
 
     def __init__(self, choice: int, reader: AnswerReader | None, *, has_logprobs: bool) -> None:
-        """Start an answer; without a reader the answer is one block of text."""
+        """Begin an answer. `reader` finds reasoning and calls; without it all output is text."""
         self.num_reasoning = 0  # tokens
         self.tokens: list[int] = []
         self._choice = choice
@@ -256,7 +257,10 @@ class _ChoiceState:
         return events
 
     def _progress(self, num_read: int, usage: Usage | None) -> Iterator[PrefillAdvanced]:
-        """Yield events about prefill progress; the first event has the number of cached tokens."""
+        """Yield events about the prefill of the prompt.
+
+        The first event reports the tokens that were found in the prefix cache.
+        """
         assert usage is not None
         if not self._has_progress and num_read > usage.cached_tokens:
             yield PrefillAdvanced(self._choice, usage.cached_tokens, usage)
@@ -282,9 +286,9 @@ class _ChoiceState:
         events.append(self._added(block, text) if self._scored else ContentAdded(block, text))
 
     def _added(self, block: ContentBlock, text: str) -> ContentAdded:
-        """Return a `ContentAdded` event with the log-probabilities that belong to the text.
+        """Return the event that adds `text` to a block, with the log-probabilities for the text.
 
-        Without text, the event has all log-probabilities that have not been sent.
+        If `text` is empty, the event has all log-probabilities that have not been sent.
         """
         num_reasoning = max(0, self.num_reasoning - self._num_scored)
         is_part = text and block.kind is BlockKind.REASONING
@@ -294,7 +298,7 @@ class _ChoiceState:
         return ContentAdded(block, text, scored, min(num_reasoning, len(scored)))
 
     def _open(self, kind: BlockKind, events: list[Event], name: str = "") -> ContentBlock:
-        """Close the answer's open content block, if any, and open the next block."""
+        """Open the answer's next content block, after closing the open block."""
         index = 0
         if self._block is not None:
             events.append(BlockClosed(self._block))
@@ -307,7 +311,7 @@ class _ChoiceState:
         return self._block
 
     def _score(self, output: Output | Completion, events: list[Event]) -> None:
-        """Collect the log-probabilities of the prompt and of all answer tokens but a stop token."""
+        """Collect the log-probabilities of the prompt and of the answer, without a stop token."""
         if output.prompt_logprobs:
             events.append(PromptScored(self._choice, output.prompt_logprobs))
         tokens = output.token_ids
@@ -318,7 +322,10 @@ class _ChoiceState:
                 self._scored.append((token, logprobs))
 
     def _end(self, output: Output | Completion, reason: FinishReason, events: list[Event]) -> None:
-        """End an answer: close its last content block, or an empty text block if there was none."""
+        """End the answer: close its last block, and report the finish reason and the usage.
+
+        An answer without any output gets an empty text block.
+        """
         block = self._block or self._open(BlockKind.TEXT, events)
         if self._scored:
             events.append(self._added(block, ""))

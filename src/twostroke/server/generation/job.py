@@ -1,4 +1,4 @@
-"""Jobs: requests in a form that does not depend on the protocol, and their prompts' encoding."""
+"""Jobs: requests in a form that all API protocols share, and the encoding of their prompts."""
 
 from __future__ import annotations
 
@@ -54,18 +54,20 @@ _ANSWER_CONTEXT_DIVISOR: Final = 4  # an answer without a limit gets 1/4 of the 
 
 
 class Conversation(Frozen):
-    """Messages for the model's chat template; each has `role` and `content`.
+    """The chat messages from which a model's chat template makes the prompt.
+
+    Each message has `role` and `content`.
 
     Attributes:
         messages: the messages in OpenAI's format.
         tools: the tools that the answer may call, in OpenAI's format.
         continues: whether the answer continues the last message's text.
-        has_turn: whether the prompt opens an assistant turn after the messages, if the answer does
-            not continue the last message.
+        has_turn: whether the prompt opens an assistant turn after the messages, if the answer
+            does not continue the last message.
         thinking: the request's options for the model's reasoning.
         drops_oldest: whether a conversation that is too long loses its oldest exchanges.
-        reserved_tokens: context tokens to reserve for the answer when exchanges are dropped; None
-            reserves a quarter of the context.
+        reserved_tokens: context tokens to reserve for the answer when exchanges are dropped;
+            None reserves a quarter of the context.
         ignored: message parts that the protocol does not pass to the model.
     """
 
@@ -88,15 +90,19 @@ class Conversation(Frozen):
         return encode_rendered(card, self.render(card))
 
     def render(self, card: ModelCard) -> Rendered:
-        """Render the chat template with all messages, or with the newest messages that fit.
+        """Return the prompt that the chat template makes of the messages.
 
-        Old messages are dropped only if `drops_oldest` is set. Raises the errors of `encode`.
+        If `drops_oldest` is set and the prompt is too long, only the newest messages that fit are
+        used.
+
+        Raises:
+            RequestError: the chat template is missing or refuses the messages.
         """
         full_prompt = self._render(card, self.messages)
         return self._newest_that_fit(card, full_prompt) if self.drops_oldest else full_prompt
 
     def _newest_that_fit(self, card: ModelCard, full_prompt: Rendered) -> Rendered:
-        """Return the prompt without its oldest exchanges, if the whole prompt is too long.
+        """Return `full_prompt` if it fits the context, else a prompt without the oldest exchanges.
 
         As few exchanges as possible are dropped. An exchange begins with a user message, so tool
         calls stay with their results. The instructions at the beginning and the last exchange are
@@ -141,7 +147,7 @@ class Conversation(Frozen):
         )
 
     def ignored_fields(self, card: ModelCard) -> list[Ignored]:
-        """Return the request fields that have no effect on the model.
+        """Return the request fields without effect on this model, for the response to report.
 
         They are message parts that the protocol leaves out, and reasoning options that the chat
         template ignores.
@@ -154,9 +160,12 @@ class Conversation(Frozen):
     def prepare(
         self, card: ModelCard, tools: Tools | None, constraint: Constraint | None = None
     ) -> PreparedChat:
-        """Return the chat prompt, the constraint of the answers, and how to parse the answers.
+        """Render the prompt, and decide how the answers are constrained and parsed.
 
         Answers may call `tools`; an answer without calls obeys `constraint`.
+
+        Raises:
+            RequestError: the chat template is missing or refuses the messages.
         """
         last_message = self.messages[-1]
         continued_text = last_message.get("content") or "" if self.continues else ""
@@ -170,7 +179,7 @@ class Conversation(Frozen):
 
 
 class ComposedPrompt(Protocol):
-    """A prompt that an API protocol assembles itself, for example from text and token ids."""
+    """A prompt that an API protocol assembles itself, for example from texts and token ids."""
 
     def encode(self, card: ModelCard) -> list[int]:
         """Return the token ids of the assembled prompt.
@@ -185,8 +194,8 @@ Prompt = str | list[int] | Conversation | ComposedPrompt
 
 
 @dataclass(slots=True)
-class Encoded:
-    """A job's prompts and parameters, encoded for one model.
+class EncodedJob:
+    """A job's prompts and parameters, encoded for one model and ready for its engine.
 
     Attributes:
         prompts: the token ids of each prompt.
@@ -207,14 +216,18 @@ class Encoded:
     unenforced_keywords: tuple[str, ...] = ()
 
     def fix_seed(self) -> None:
-        """Choose a random seed if the request has none, so an answer can be generated again."""
+        """Choose a random seed if the request has none, so that answers can be repeated.
+
+        An answer that breaks its JSON schema is generated again, from the same seed.
+        """
         if self.params.seed is None:
             self.params = replace(self.params, seed=secrets.randbits(_SEED_BITS))
 
     def max_total_tokens(self, context_length: int) -> int:
-        """Return the maximum number of tokens of all prompts and all answers together.
+        """Return the most tokens that all prompts and all answers can have together.
 
-        Each answer has a context of `context_length` tokens, which its prompt shares.
+        The server reserves these tokens in the limits of the API key before the job runs. Each
+        answer has a context of `context_length` tokens, which its prompt shares.
         """
         max_tokens = self.params.max_tokens
         num_answer_tokens = 0
@@ -225,7 +238,9 @@ class Encoded:
 
 
 class Job(Frozen):
-    """The prompts of one request, and how to answer them.
+    """One generation request in the form that all API protocols share: its prompts and options.
+
+    A protocol's `read` makes the job, and `encode` prepares it for a model's engine.
 
     Attributes:
         model: the model name that the client used; None for the default model.
@@ -241,8 +256,8 @@ class Job(Frozen):
         continuous_usage: whether each chunk of such a stream has the usage so far.
         echo: whether to repeat each prompt before its answer.
         suffix: the text after the answer, for a model that can fill in the middle.
-        add_special: whether to add the model's begin (or end) of sequence token to texts that lack
-            it.
+        add_special: whether to add the model's begin (or end) of sequence token to texts that
+            lack it.
         parse_special: whether special tokens that are spelled out in a text become tokens; None
             for the server's default.
         timings: whether to report durations.
@@ -297,10 +312,10 @@ class Job(Frozen):
 
     @property
     def num_choices(self) -> int:
-        """The number of answers to all prompts of the request."""
+        """The number of answers that the request asks for: `n` for each prompt."""
         return len(self.prompts) * self.params.n
 
-    def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
+    def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> EncodedJob:
         """Encode the job's prompts and parameters for a model.
 
         `splits_reasoning` is the server's default for separating reasoning from answers.
@@ -323,7 +338,7 @@ class Job(Frozen):
                 splits_reasoning = self.splits_reasoning
             if self.context:
                 tokens = [*self.context, *_without_bos(tokens, card)]
-            return Encoded(
+            return EncodedJob(
                 [tokens],
                 params=chat.constrained(params),
                 hints=hints,
@@ -333,7 +348,7 @@ class Job(Frozen):
             )
         params = with_infill_end_ids(card, params) if self.suffix else params
         prompts = [self._encode(prompt, card) for prompt in self.prompts]
-        return Encoded(prompts, params, hints, ignored=tuple(ignored))
+        return EncodedJob(prompts, params, hints, ignored=tuple(ignored))
 
     def _encode(self, prompt: Prompt, card: ModelCard) -> list[int]:
         assert not isinstance(prompt, Conversation)
@@ -347,7 +362,7 @@ class Job(Frozen):
 
 
 class EmbeddingJob(Frozen):
-    """The inputs of one embedding request.
+    """One embedding request in the form that all API protocols share.
 
     Attributes:
         model: the model name that the client used; None for the default model.
@@ -403,7 +418,7 @@ class EmbeddingJob(Frozen):
 def _with_known_ids(
     params: SamplingParams, card: ModelCard
 ) -> tuple[SamplingParams, list[Ignored]]:
-    """Remove `logit_bias` entries of unknown tokens from sampling parameters.
+    """Remove `logit_bias` entries of tokens that the vocabulary lacks from sampling parameters.
 
     Returns the parameters, and the removed entries as ignored request fields.
     """
@@ -420,9 +435,10 @@ def _with_known_ids(
 def _without_other_ends(
     params: SamplingParams, allowed_ids: tuple[int, ...] | None, card: ModelCard
 ) -> SamplingParams:
-    """Return parameters with which only an end token in `allowed_ids` can end an answer.
+    """Return parameters with which only the end tokens in `allowed_ids` can end an answer.
 
-    `allowed_ids` is None if the request's constraint does not list tokens; then nothing changes.
+    `allowed_ids` comes from the request's field `allowed_token_ids`; without the field it is None,
+    and the parameters do not change.
 
     Raises:
         RequestError: an id is not in the model's vocabulary.
@@ -442,18 +458,26 @@ def _without_other_ends(
 
 
 def _without_bos(tokens: list[int], card: ModelCard) -> list[int]:
-    """Return a prompt's tokens without a begin-of-sequence token at their start."""
+    """Remove the begin-of-sequence token at the start of a prompt that will not come first."""
     return tokens[1:] if tokens[:1] == [card.tokenizer.bos_id] else tokens
 
 
 def check_messages(count: int, field: str) -> None:
-    """Raise a RequestError if a conversation has too many messages or items."""
+    """Check that a request does not have too many messages or items.
+
+    Raises:
+        RequestError: there are more than `MAX_MESSAGES`; the error names `field`.
+    """
     if count > MAX_MESSAGES:
         raise RequestError(f"takes at most {MAX_MESSAGES} messages, got {count}.", field=field)
 
 
 def check_choices(job: Job, limit: int) -> None:
-    """Raise a RequestError if a job requests too many answers."""
+    """Check that a job does not request more than `limit` answers.
+
+    Raises:
+        RequestError: prompts times `n` exceeds the limit.
+    """
     if job.num_choices > limit:
         field = "prompt" if len(job.prompts) > 1 else "n"
         raise RequestError(
@@ -464,7 +488,11 @@ def check_choices(job: Job, limit: int) -> None:
 
 
 def check_texts(job: EmbeddingJob, limit: int) -> None:
-    """Raise a RequestError if an embedding job has too many texts."""
+    """Check that an embedding job does not have more than `limit` texts.
+
+    Raises:
+        RequestError: there are more texts.
+    """
     if (num_texts := len(job.texts)) > limit:
         reason = f"takes at most {limit:,} texts, got {num_texts:,}."
         raise RequestError(reason, field=job.caller.prompt_field)
@@ -473,7 +501,11 @@ def check_texts(job: EmbeddingJob, limit: int) -> None:
 def check_vectors(
     job: EmbeddingJob, texts: Sequence[Sequence[int]], card: ModelCard, limit: int
 ) -> None:
-    """Raise a RequestError if the vectors of all texts would have more than `limit` values."""
+    """Check that an embedding job's vectors do not have more than `limit` values in total.
+
+    Raises:
+        RequestError: the vectors would have more values.
+    """
     width = card.embedding_width
     check_total_values(
         texts,
@@ -489,10 +521,10 @@ J = TypeVar("J", "Job", "EmbeddingJob")
 
 
 def with_sender(job: J, sender: ServedRequest, goodput: Goodput) -> J:
-    """Return a job with the weight, timeout, service tier and priority of its sender.
+    """Return a copy of a job with the weight, timeout, service tier and priority of its sender.
 
-    The tier's objective for the time to first token limits how long the job may wait for its
-    start; batch requests may wait.
+    The tier's objective for the time to first token limits how long the job may wait for its start;
+    batch requests may wait.
 
     Raises:
         ClassError: the sender's key does not allow the service tier or the priority.
@@ -514,6 +546,6 @@ def with_sender(job: J, sender: ServedRequest, goodput: Goodput) -> J:
 
 
 def with_spent_time(job: J, sender: ServedRequest) -> J:
-    """Return a job that knows how many seconds of its timeout have already passed."""
+    """Return a copy of a job that knows how many seconds of its timeout have already passed."""
     spent_s = time.monotonic() - sender.began_s
     return replace(job, caller=replace(job.caller, spent_s=spent_s))

@@ -1,4 +1,4 @@
-"""The parts of an API protocol: reading its requests, and encoding its responses."""
+"""The parts of an API protocol: how to read its requests, and how to encode its responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Framing(Frozen):
-    """A protocol's form of streams: the content type, and bytes that keep a silent stream alive."""
+    """How a protocol frames streams: content type, and bytes that keep a silent stream alive."""
 
     content_type: str
     keep_alive: bytes
@@ -70,7 +70,7 @@ class ApiProtocol(Frozen, Generic[T]):
     def reader_of(self, path: str) -> Callable[[T, Tenant], Job]:
         """Return the function that translates request bodies of a URL path to jobs.
 
-        Paths without /v1 are llama-server's, and may have another function.
+        Paths without /v1 are llama-server's, and may have a function of their own.
         """
         is_llama_path = not path.startswith("/v1/")
         if is_llama_path and self.read_as_llama_server is not None:
@@ -122,7 +122,9 @@ class UtilityEndpoint(Frozen, Generic[T]):
 
 
 class ResponseInfo(Frozen):
-    """Facts about a response that do not change while its answers are generated.
+    """The facts about one response that an encoder needs: its id, model, job and prompts.
+
+    They do not change while the answers are generated.
 
     Attributes:
         id: the response id.
@@ -145,24 +147,27 @@ class ResponseInfo(Frozen):
     as_llama_server: bool = False
 
     def reader(self) -> EventReader:
-        """Return a new reader that turns the engine's outputs for the job into events."""
+        """Create the reader that turns the engine's outputs for the job into events."""
         has_logprobs = self.has_logprobs or self.job.prompt_scores
         return EventReader(self.reading, self.tokenizer, has_logprobs=has_logprobs)
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the response reports log-probabilities of answer tokens."""
+        """Whether the response reports log-probabilities of the answers' tokens."""
         return self.job.params.logprobs is not None
 
 
 class Encoder(Protocol):
-    """Encodes the response to one job in an API protocol's form, either as a stream or whole."""
+    """Encodes the response to one job in an API protocol's form, as a stream or as a whole.
+
+    Each protocol has its own class, and each response its own instance.
+    """
 
     def write(self, event: Event) -> bytes:
-        """Return the bytes of an event for the stream; empty if the protocol has no such event."""
+        """Return an event's bytes for the stream; empty if the protocol sends nothing for it."""
 
     def whole_response(self, stream: Iterable[Event]) -> Any:
-        """Return the body of a response that is not streamed, which the caller encodes as JSON.
+        """Return the body of a response without a stream, which the caller encodes as JSON.
 
         `stream` has all events of the job.
         """

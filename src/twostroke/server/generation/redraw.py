@@ -1,8 +1,4 @@
-"""Generates an answer again, without its wrong value, if it breaks its JSON schema.
-
-`engine/settling.py` has the rules, which `LLM` shares. A stream holds back events that may still
-change until the answer is final.
-"""
+"""Generates an answer again, without its wrong value, if it breaks its JSON schema."""
 
 from __future__ import annotations
 
@@ -45,9 +41,9 @@ if TYPE_CHECKING:
     from twostroke.engine.structured_output.schema.verify import SchemaViolation
     from twostroke.server.generation.checks import AnswerChecks
     from twostroke.server.generation.events import ContentBlock, Event, EventReader
-    from twostroke.server.generation.job import Encoded
+    from twostroke.server.generation.job import EncodedJob
     from twostroke.server.generation.protocol import ResponseInfo
-    from twostroke.server.generation.running import Answers
+    from twostroke.server.generation.running import RunningAnswers
     from twostroke.server.http.request_context import ServedRequest
 
 HEADER: Final = "twostroke-schema-miss"
@@ -55,14 +51,14 @@ _MAX_HEADER_LENGTH: Final = 1000  # characters
 
 
 @dataclasses.dataclass(slots=True)
-class _Rule:
-    """The JSON schema of a content block.
+class _BlockSchema:
+    """The JSON schema that a content block of an answer must fit.
 
     Attributes:
         schema: the schema as JSON.
         is_strict: whether an answer that breaks the schema is an error.
-        paths: the places in the answer whose values the grammar cannot enforce, so that only
-            the check of the finished answer can judge them.
+        paths: the paths in the answer whose values the grammar cannot enforce, so that only the
+            check of the finished answer can judge them.
     """
 
     schema: str
@@ -71,14 +67,14 @@ class _Rule:
 
 
 class AnswerGuard:
-    """Checks the answers of one job against their JSON schemas, and generates wrong ones again.
+    """Checks the answers of one job against JSON schemas, and generates wrong answers again.
 
     An answer that is still wrong after that is an error if its schema is strict; otherwise the
     response names the rule that the answer breaks.
     """
 
     def __init__(
-        self, checks: AnswerChecks, reply: ResponseInfo, encoded: Encoded, request: ServedRequest
+        self, checks: AnswerChecks, reply: ResponseInfo, encoded: EncodedJob, request: ServedRequest
     ) -> None:
         self.faults: dict[int, SchemaViolation] = {}  # rules that final answers break, by choice
         self._checks = checks
@@ -89,38 +85,45 @@ class AnswerGuard:
         self._calls = {}
         for tool in job.tools.functions if job.tools is not None else ():
             schema = json.dumps(tool.schema)
-            self._calls[tool.name] = _Rule(
+            self._calls[tool.name] = _BlockSchema(
                 schema, tool.is_strict, checked_paths(unenforced_keywords, schema)
             )
         constraint = job.params.constraint
-        self._text: _Rule | None = None
+        self._text: _BlockSchema | None = None
         if constraint is not None and constraint.notation == "json_schema":
             paths = checked_paths(unenforced_keywords, constraint.text)
-            self._text = _Rule(constraint.text, constraint.is_strict, paths)
+            self._text = _BlockSchema(constraint.text, constraint.is_strict, paths)
 
     @property
     def headers(self) -> dict[str, str]:
-        """The response header that names the schema rules that answers break; empty if none."""
+        """The response header that names the schema rules that answers break, if any."""
         faults = "; ".join(map(str, self.faults.values())).encode("ascii", "replace").decode()
         return {HEADER: faults[:_MAX_HEADER_LENGTH]} if faults else {}
 
-    async def settled(self, answers: Answers) -> list[Completion]:
-        """Return the final answers of a job, checked against their JSON schemas.
+    async def checked_completions(self, answers: RunningAnswers) -> list[Completion]:
+        """Return the job's final answers after their schema checks, for a response without stream.
 
-        Raises the errors of `settle` and `Answers.completions`.
+        Raises:
+            SchemaMissError: an answer and all new answers in its place break a strict schema.
+            EngineStoppedError: the engine or the server stopped.
         """
         return [await self.settle(answers, answer) for answer in await answers.completions()]
 
-    async def stream(self, answers: Answers, reader: EventReader) -> AsyncGenerator[list[Event]]:
-        """Yield the events of answers as they arrive, in groups.
+    async def stream(
+        self, answers: RunningAnswers, reader: EventReader
+    ) -> AsyncGenerator[list[Event]]:
+        """Yield the events of the job's answers as they arrive, in groups, for a streamed response.
 
         Events of content that the schema check may still change are held back until the check.
-        Raises as `settle` and iterating over answers do.
+
+        Raises:
+            SchemaMissError: an answer and all new answers in its place break a strict schema.
+            EngineStoppedError: the engine or the server stopped.
         """
-        sent: dict[int, _Sent] = {}
+        sent: dict[int, _StreamedAnswer] = {}
         num_reasoning = 0
         async for output in answers:
-            choice = sent.setdefault(output.index, _Sent(self))
+            choice = sent.setdefault(output.index, _StreamedAnswer(self))
             choice.outputs.append(output)
             if not choice.is_held:
                 yield choice.release(reader.read(output), is_last=output.finish_reason is not None)
@@ -132,11 +135,11 @@ class AnswerGuard:
         yield [AnswerFinished(answers.usage, num_reasoning)]
 
     async def settle(
-        self, answers: Answers, answer: Completion, sent: _Sent | None = None
+        self, answers: RunningAnswers, answer: Completion, sent: _StreamedAnswer | None = None
     ) -> Completion:
-        """Return `answer` if it matches its JSON schema, else a new answer.
+        """Return an answer if it fits its JSON schema, else generate and return a new answer.
 
-        If all new answers break the schema, too, `faults` has the rule that the last one breaks.
+        If all new answers break the schema, too, `faults` has the rule that the last answer breaks.
         `sent` is the part of the answer that the stream has sent: a new answer begins with it.
 
         Raises:
@@ -156,11 +159,11 @@ class AnswerGuard:
                 if isinstance(step, CheckPart):
                     result = await self._check(step.part)
                 else:
-                    result = await self._draw(answers, step)
+                    result = await self._generate_again(answers, step)
             except TwostrokeError as step_error:
                 error = step_error
         if settled.answer is not answer:
-            answers.accept(settled.answer)
+            answers.use_new_answer(settled.answer)
         if (miss := settled.miss) is not None:
             self._checks.report(miss.fault, miss.part.kind, self._request.request_id)
             if miss.part.is_strict:
@@ -169,7 +172,7 @@ class AnswerGuard:
         return settled.answer
 
     def marked(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yield events; an event that ends an answer gets the schema rule the answer breaks."""
+        """Yield events, and add to each `ChoiceEnded` the schema rule that its answer breaks."""
         for event in events:
             if isinstance(event, ChoiceEnded) and (fault := self.faults.get(event.choice)):
                 yield replace(event, schema_miss=str(fault))
@@ -177,17 +180,17 @@ class AnswerGuard:
                 yield event
 
     def read(self, answer: Completion) -> list[Event]:
-        """Return all events of a whole answer."""
+        """Return all events of a complete answer."""
         return self._reply.reader().read(answer)
 
-    def rule(self, block: ContentBlock) -> _Rule | None:
-        """Return the JSON schema of a content block; None for a block without a schema."""
+    def rule(self, block: ContentBlock) -> _BlockSchema | None:
+        """Return the JSON schema that a content block must fit; None if it has no schema."""
         if block.kind is BlockKind.CALL:
             return None if block.is_custom else self._calls.get(block.name)
         return self._text if block.kind is BlockKind.TEXT else None
 
     def _parts(self, answer: Completion) -> list[CheckedPart]:
-        """Return the parts of an answer that have JSON schemas: its tool calls, or its text."""
+        """Return the parts of an answer that must fit JSON schemas: its tool calls, or its text."""
         blocks = [event.block for event in self.read(answer) if isinstance(event, BlockClosed)]
         has_calls = any(block.kind is BlockKind.CALL for block in blocks)
         parts: list[CheckedPart] = []
@@ -206,24 +209,27 @@ class AnswerGuard:
         return parts
 
     async def _check(self, part: CheckedPart) -> SchemaViolation | None:
-        """Return the schema rule that an answer's part breaks; None if valid, or not checkable."""
+        """Check one part of an answer, and return the schema rule that it breaks.
+
+        Returns None if the part is valid, or could not be checked.
+        """
         try:
-            return await self._checks.fault(part.schema, part.text)
+            return await self._checks.find_violation(part.schema, part.text)
         except UncheckedError as error:
             self._checks.report_unchecked(str(error), part.kind, self._request.request_id)
             return None
 
-    async def _draw(self, answers: Answers, work: DrawAgain) -> Completion:
-        """Generate an answer again, without the texts that broke the JSON schema."""
+    async def _generate_again(self, answers: RunningAnswers, work: DrawAgain) -> Completion:
+        """Generate an answer again, without the values that broke the JSON schema."""
         params = redrawn_params(self._encoded.params, work)
-        self._checks.count_redraw()
+        self._checks.count_regeneration()
         hints = replace(self._encoded.hints, prediction=work.answer.token_ids, shows_progress=False)
         caller = with_spent_time(self._reply.job, self._request).caller
-        return await answers.draw_again(work.answer, params, caller, hints)
+        return await answers.generate_again(work.answer, params, caller, hints)
 
 
-class _Sent:
-    """The part of one answer that a stream has already sent to the client."""
+class _StreamedAnswer:
+    """One answer of a stream: the part that was sent, and the events held back for its check."""
 
     def __init__(self, guard: AnswerGuard) -> None:
         self.outputs: list[Output] = []
@@ -236,10 +242,12 @@ class _Sent:
         self._num_closed = 0
         self._num_sent: list[int] = []  # characters sent of each block
         self._readers: list[HoldBackDetector | None] = []
-        self._waiting: list[Event] = []  # the text may be a member name that occurs twice
+        self._waiting: list[
+            Event
+        ] = []  # held until a JSON member's name is complete, as it may repeat
 
     def release(self, events: list[Event], *, is_last: bool) -> list[Event]:
-        """Return the events of an answer that can be sent now.
+        """Return the events of the answer that can be sent before the schema check.
 
         After the first event whose content the schema check may change, all events are held back.
         `is_last` says that the answer has ended.
@@ -289,9 +297,9 @@ class _Sent:
             self._num_closed += 1
 
     def may_change(self, part: CheckedPart, start: int) -> bool:
-        """Return whether a new answer may differ from the offset `start` of a part on.
+        """Return whether a new answer may differ in a part's text from the offset `start` on.
 
-        A new answer may differ only in text that has not been sent to the client.
+        This is so if the client has not seen that text yet.
         """
         if part.index >= len(self._num_sent):
             return True
@@ -299,12 +307,12 @@ class _Sent:
         return is_open and start >= self._num_sent[part.index]
 
     def num_shown(self, miss: Miss) -> int:
-        """Return how many characters of the answer, as the model wrote it, have been sent."""
+        """Return how many characters of the answer, as the model wrote it, the client has seen."""
         index = miss.part.index
         return miss.num_before + (self._num_sent[index] if index < len(self._num_sent) else 0)
 
     def is_continued_by(self, answer: Completion) -> bool:
-        """Return whether a new answer begins with the text that the stream has sent."""
+        """Return whether a new answer begins with the text that the client has already seen."""
         events = self._guard.read(answer)
         blocks = [event.block for event in events if isinstance(event, BlockOpened)]
         if len(blocks) < len(self._blocks):
@@ -316,7 +324,7 @@ class _Sent:
         )
 
     def rest(self, events: list[Event], answer: Completion) -> Iterator[Event]:
-        """Yield those events of the final answer that the stream has not sent."""
+        """Yield the events of the final answer that the client has not received yet."""
         num_scored = self._num_scored
         num_closed = self._num_closed
         num_left = list(self._num_sent)  # characters of each block to skip

@@ -1,8 +1,8 @@
-"""Stores responses that later requests may continue, within bounds, separately for each tenant.
+"""Stores responses that later requests may continue, separately for each tenant.
 
-A store with a journal also writes each change to a database, which is read at the next start.
-Only a client that deletes a response waits for the disk; other changes are written in the
-background, some milliseconds later.
+A store with a journal also writes each change to a database, which is read at the next start. Only
+a client that deletes a response waits for the disk; other changes are written in the background,
+some milliseconds later.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _logger = logging.getLogger("twostroke.serve")
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    """A stored response, with its request and the response that it continues.
+    """A stored response, with its request and a link to the response that it continues.
 
-    A removed response cannot be found any more, but stays in memory while a later response
-    continues it.
+    Conversations and chat completions are stored in the same form. A removed response cannot be
+    found any more, but stays in memory while a later response continues it.
 
     Attributes:
         id: the response's id.
@@ -70,7 +70,8 @@ class StoredResponse:
             lookups name it.
         is_open: whether the response has not ended; its final form will replace it.
         is_damaged: whether the record was damaged or missing; the object is then a placeholder.
-        num_holders: the number of references: the store's entry, and responses that continue it.
+        num_holders: the number of references: the store's entry, and responses that continue
+            it.
         num_bytes: its share of the store's memory.
         total_bytes: the memory of the conversation up to and including this response.
         total_items: the items of the conversation up to and including this response.
@@ -90,7 +91,7 @@ class StoredResponse:
     total_items: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Compute the memory sizes and the number of items."""
+        """Compute the response's memory and the size of the conversation that ends with it."""
         index_bytes = len(self.item_ids) * _ITEM_BYTES + sum(map(len, self.item_ids))
         self.num_bytes = len(self.request_items) + len(self.answer) + index_bytes + _OVERHEAD_BYTES
         previous = self.previous
@@ -101,7 +102,8 @@ class StoredResponse:
         """Return the responses of the conversation, from the first to this response.
 
         Raises:
-            DamagedRowError: a response is damaged or missing, so the conversation has a gap.
+            DamagedRowError: an earlier response is damaged or missing, so the conversation has
+                a gap.
         """
         newest_first: list[StoredResponse] = []
         response: StoredResponse | None = self
@@ -119,7 +121,7 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class _TenantResponses:
-    """One tenant's stored responses by their ids, oldest first, and by the ids of their items."""
+    """One tenant's stored responses: by id, the oldest first, and by the ids of their items."""
 
     by_id: dict[str, StoredResponse] = field(default_factory=dict)
     by_item_id: dict[str, StoredResponse] = field(default_factory=dict)
@@ -129,10 +131,10 @@ class _TenantResponses:
         return next((response for response in self.by_id.values() if response is not spared), None)
 
     def hold(self, response: StoredResponse | None) -> list[StoredResponse]:
-        """Add a reference to a response; return the responses that enter memory, the newest first.
+        """Add a reference to a response, so that it stays in memory.
 
         The first reference to a response also holds its predecessors in the conversation, and
-        counts their memory.
+        counts their memory. Returns the responses that had no reference before, the newest first.
         """
         added: list[StoredResponse] = []
         while response is not None:
@@ -162,16 +164,17 @@ class _TenantResponses:
 
 
 class ResponseStore:
-    """Stores the newest responses of all tenants, within bounds of number and memory.
+    """Stores the newest responses of all tenants, up to a number and a size in memory.
 
-    Over a bound, the tenant with the most responses (or bytes) loses its oldest response. A
+    Over a limit, the tenant with the most responses (or bytes) loses its oldest response. A
     conversation that is too large is not stored. Several threads may use the store.
     """
 
     def __init__(self, max_responses: int, max_bytes: int, journal: Journal | None = None) -> None:
-        """Store at most `max_responses` responses with `max_bytes` in total; 0 stores none.
+        """Create an empty store for at most `max_responses` responses and `max_bytes` bytes.
 
-        Responses are in memory; with a journal they also outlive the process.
+        A store with `max_responses` 0 stores nothing. Responses are in memory; with a journal they
+        also outlive the process.
         """
         self.journal = journal
         self.max_responses = max_responses
@@ -189,16 +192,16 @@ class ResponseStore:
         return sum(responses.num_bytes for responses in self.responses_by_tenant.values())
 
     async def load(self, end: Callable[[bytes], bytes | None] = lambda _answer: None) -> None:
-        """Read the stored responses of an earlier process from the journal.
+        """Restore the responses that an earlier process wrote to the journal.
 
-        `end` gets the JSON of a stored response. It returns the final JSON of a response that had
-        not ended, and None for a response that needs no change.
+        `end` gets the JSON of each response. It returns the final JSON of a response that had not
+        ended when that process stopped, and None for a response that needs no change.
         """
         if self.journal is not None:
             await self.journal.load(self, end)
 
     def add(self, tenant: str, response: StoredResponse) -> list[StoredResponse]:
-        """Add a response without checking the bounds; the caller holds the lock.
+        """Add a response without checking the limits; the caller holds the lock.
 
         Returns the response and its predecessors that are newly in memory.
         """
@@ -208,7 +211,10 @@ class ResponseStore:
         return responses.hold(response)
 
     def evict(self, newest: StoredResponse | None) -> None:
-        """Remove the largest tenant's oldest response until the bounds hold, but never `newest`."""
+        """Remove the largest tenant's oldest responses until the limits hold.
+
+        `newest` is never removed.
+        """
         while (has_many := len(self) > self.max_responses) or self.num_bytes > self.max_bytes:
             sizes = {
                 (tenant, oldest.id): len(responses.by_id) if has_many else responses.num_bytes
@@ -248,13 +254,13 @@ class ResponseStore:
 
 
 class Tenant(Frozen):
-    """Access to the stored responses of one tenant."""
+    """One tenant, which sent a request, with access to its stored responses."""
 
     name: str
     store: ResponseStore
 
     def fits(self, response: StoredResponse) -> bool:
-        """Return whether a response and its conversation fit in the store's bounds."""
+        """Return whether a response, with its whole conversation, is small enough to be stored."""
         return (
             self.store.max_responses > 0
             and response.total_bytes <= min(self.store.max_bytes, MAX_CONVERSATION_BYTES)
@@ -262,7 +268,7 @@ class Tenant(Frozen):
         )
 
     def put(self, response: StoredResponse) -> bool:
-        """Store a response as the tenant's newest; return False if it does not fit."""
+        """Store a response as the tenant's newest; return False if it is too large to be stored."""
         if not self.fits(response):
             return False
         with self.store.lock:
@@ -273,20 +279,20 @@ class Tenant(Frozen):
         return True
 
     def find(self, id_: str, kind: str = RESPONSE) -> StoredResponse | None:
-        """Return the tenant's stored response with an id and a kind; None if it is not stored."""
+        """Return the tenant's stored object with an id and a kind; None if it is not stored."""
         with self.store.lock:
             response = self._responses.by_id.get(id_)
         return response if response is not None and response.kind == kind else None
 
     def all(self, kind: str) -> list[StoredResponse]:
-        """Return the tenant's stored responses of a kind, the oldest first."""
+        """Return all of the tenant's stored objects of a kind, the oldest first."""
         with self.store.lock:
             return [
                 response for response in self._responses.by_id.values() if response.kind == kind
             ]
 
     def replace(self, response: StoredResponse, answer: bytes) -> None:
-        """Replace the answer of a stored response that no other response continues."""
+        """Replace the JSON of a stored response that no later response continues."""
         new = StoredResponse(
             response.id, response.request_items, answer, response.item_ids, kind=response.kind
         )
@@ -303,7 +309,7 @@ class Tenant(Frozen):
     def supersede(self, old: StoredResponse, new: StoredResponse) -> bool:
         """Replace the stored response `old` with `new`, which has the same id, as the newest.
 
-        Returns False, and changes nothing, if `new` does not fit or `old` is not stored any more.
+        Returns False, and changes nothing, if `new` is too large or `old` is not stored any more.
         """
         if not self.fits(new):
             return False
@@ -314,7 +320,7 @@ class Tenant(Frozen):
         return True
 
     def find_item(self, id_: str) -> StoredResponse | None:
-        """Return the tenant's stored response that has an item; None if the item is not stored."""
+        """Return the tenant's stored response that has the item `id_`; None if it is not stored."""
         with self.store.lock:
             return self._responses.by_item_id.get(id_)
 
@@ -327,7 +333,7 @@ class Tenant(Frozen):
             return is_stored
 
     async def forget(self, id_: str) -> None:
-        """Remove a stored response of the tenant, in the database first.
+        """Delete a stored response on a client's request, in the database first.
 
         Raises:
             RecordsError: the database cannot be written; the response stays.
@@ -342,13 +348,13 @@ class Tenant(Frozen):
 
 
 class Journal:
-    """Writes the changes of a response store to the database, in order.
+    """Writes the changes of a response store to the database, so that it outlives the process.
 
-    Callers hold the store's lock.
+    Changes are written in the order of the calls. Callers hold the store's lock.
     """
 
     def __init__(self, records: Records) -> None:
-        """Write stored responses to the database of `records`."""
+        """Prepare to write stored responses to the database of `records`."""
         self._records = records
         self._last_logged_s = -_LOG_INTERVAL_S
 
@@ -375,29 +381,30 @@ class Journal:
         self._write(lambda db: db.executemany(_INSERT_ANSWER, rows))
 
     def change(self, tenant: str, response: StoredResponse, answer: bytes) -> None:
-        """Replace the answer of a stored response in the database."""
+        """Replace the JSON of a stored response in the database."""
         values = (answer, _digest(tenant, response, answer), response.id)
         self._write(lambda db: db.execute(_UPDATE_ANSWER, values))
 
     def hide(self, id_: str) -> Future[Any]:
-        """Make a stored response unavailable to clients.
+        """Make a stored response in the database unavailable to clients.
 
-        Its database row stays for the responses that continue it.
+        Its row stays for the responses that continue it.
         """
         return self._write(
             lambda db: db.execute("UPDATE answers SET is_found = 0 WHERE id = ?", (id_,))
         )
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Delete the database rows of responses."""
+        """Delete responses from the database."""
         rows = [(id_,) for id_ in ids]
         if rows:
             self._write(lambda db: db.executemany("DELETE FROM answers WHERE id = ?", rows))
 
     async def load(self, store: ResponseStore, end: Callable[[bytes], bytes | None]) -> None:
-        """Read the database's responses into an empty store, within its bounds; log a failure.
+        """Restore the database's responses into an empty store, within the store's limits.
 
-        `end` returns the final JSON of a response that had not ended, as in `ResponseStore.load`.
+        A failure is logged, and leaves the store empty. `end` completes responses that had not
+        ended, as in `ResponseStore.load`.
         """
         try:
             rows = await self._records.read_long(partial(_read_rows, path=self._records.path))
@@ -435,7 +442,7 @@ class Journal:
             store.evict(None)
 
     def _log_incomplete(self, responses: Iterable[StoredResponse]) -> None:
-        """Log the stored responses that cannot be continued, as their conversations have gaps."""
+        """Log which restored responses cannot be continued, since an earlier record is damaged."""
         incomplete_ids: list[str] = []
         damaged_ids: set[str] = set()
         for response in responses:  # each response comes after its predecessor
@@ -471,14 +478,14 @@ class Journal:
 
 
 def _placeholder(id_: str, kind: str) -> StoredResponse:
-    """Return a placeholder for a stored response whose record is damaged or missing."""
+    """Build the object that takes the place of a response whose database row is damaged."""
     return StoredResponse(id_, b"", b"", (), kind=kind, is_damaged=True)
 
 
 def _digest(tenant: str, response: StoredResponse, answer: bytes | None = None) -> str:
-    """Return the digest of a stored response's database row.
+    """Return the digest with which a stored response's database row is checked for damage.
 
-    `answer` replaces the response's own answer; None for the response's own.
+    `answer` is the JSON to write in place of the response's own; None for its own.
     """
     previous = response.previous
     return row_digest(

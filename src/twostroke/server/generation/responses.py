@@ -1,4 +1,4 @@
-"""Writes the response to a job: streamed as server-sent events or JSON lines, or whole."""
+"""Sends the response to a job: streamed as server-sent events or JSON lines, or whole."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from twostroke.server.generation.events import Event, EventReader
     from twostroke.server.generation.protocol import Encoder, Framing
     from twostroke.server.generation.redraw import AnswerGuard
-    from twostroke.server.generation.running import Answers
+    from twostroke.server.generation.running import RunningAnswers
     from twostroke.server.http.fair_queue import Readers
     from twostroke.server.options import ServeOptions
 
-Started: TypeAlias = "tuple[Answers, EventReader, AnswerGuard | None]"
+Started: TypeAlias = "tuple[RunningAnswers, EventReader, AnswerGuard | None]"
 _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # tells a proxy not to buffer events
@@ -43,8 +43,11 @@ _STREAM_HEADERS = [
 async def read_events(started: Started) -> AsyncGenerator[list[Event]]:
     """Yield the events of a job's answers as they arrive, in groups.
 
-    If answers are checked against schemas, events that the check may change are held back. Raises
-    SchemaMissError, and the errors of iterating over the answers.
+    If answers are checked against schemas, events that the check may change are held back.
+
+    Raises:
+        SchemaMissError: an answer breaks its strict schema.
+        EngineStoppedError: the engine or the server stopped.
     """
     answers, reader, guard = started
     if guard is None:
@@ -58,7 +61,7 @@ async def read_events(started: Started) -> AsyncGenerator[list[Event]]:
 
 
 class EventStream:
-    """An HTTP response that streams the events of a job in its protocol's framing.
+    """The HTTP response that streams a job's answers to the client.
 
     The headers are sent with the first event, so an early failure has an ordinary error status. If
     the first event takes long, they are sent with keep-alive bytes. A later failure becomes an
@@ -73,7 +76,7 @@ class EventStream:
         options: ServeOptions,
         framing: Framing = SSE,
     ) -> None:
-        """Prepare to stream the answers that `start` submits, as `encoder` writes them.
+        """Prepare the stream; the job is not submitted before `__call__`.
 
         Args:
             start: submits the job; returns the answers, their event reader, and the guard that
@@ -84,7 +87,7 @@ class EventStream:
             framing: the protocol's framing of streams.
         """
         self._start = start
-        self._answers: Answers | None = None
+        self._answers: RunningAnswers | None = None
         self._encoder = encoder
         self._options = options
         self._framing = framing
@@ -93,7 +96,10 @@ class EventStream:
         self._last_sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream the response; raises errors that happen before the first byte or while sending."""
+        """Submit the job, and send its events until its end or until the client leaves.
+
+        Raises errors that happen before the first byte, which become ordinary error responses.
+        """
         pump = asyncio.create_task(self._pump(scope, send))
         disconnect = asyncio.create_task(until_disconnect(receive))
         keep_alive: asyncio.Task[None] | None = None
@@ -123,7 +129,7 @@ class EventStream:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(self, scope: Scope, send: Send) -> None:
-        """Send the bytes of all events, then the end of the response body."""
+        """Send the bytes of all events to the client, then end the response body."""
         async with aclosing(self._events(scope)) as events:
             async for data in events:
                 await self._send(send, data)
@@ -162,7 +168,7 @@ class EventStream:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _is_stuck(self) -> bool:
-        """Return whether the client reads the stream too slowly, so that it must be aborted."""
+        """Return whether the client reads the stream so slowly that it must be aborted."""
         if self._sending_since_s is None:
             return False
         limits = self._options.limits
@@ -186,14 +192,14 @@ async def respond_whole(
     encoder: Encoder,
     readers: Readers,
 ) -> Response:
-    """Return the whole response to a job once all its answers have ended, without streaming.
+    """Wait until all answers of a job have ended, and return the response without a stream.
 
-    A guard first checks the answers against their schemas. Raises the errors of
-    `Answers.completions`.
+    If answers must fit JSON schemas, they are checked first.
 
     Raises:
         SchemaMissError: an answer breaks its strict schema.
         ClientGoneError: the client disconnected before the answers ended.
+        EngineStoppedError: the engine or the server stopped.
     """
     answers, reader, guard = started
 
@@ -204,7 +210,7 @@ async def respond_whole(
         return to_json(encoder.whole_response(guard.marked(events)), headers=guard.headers)
 
     try:
-        work = answers.completions() if guard is None else guard.settled(answers)
+        work = answers.completions() if guard is None else guard.checked_completions(answers)
         completions = await while_connected(request.receive, work)
         params = answers.params
         num_logprobs_per_token = 1 + max(params.logprobs or 0, params.prompt_logprobs or 0)

@@ -1,4 +1,4 @@
-"""Requests that run in the engine for clients: answers to a job, or embeddings of texts."""
+"""Requests that run in the engine for HTTP clients: generated answers, or embeddings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Caller
     from twostroke.engine.output import Completion, Output
     from twostroke.engine.process.served import ServedEngine, ServedOutputs
-    from twostroke.server.generation.job import EmbeddingJob, Encoded, Job
+    from twostroke.server.generation.job import EmbeddingJob, EncodedJob, Job
     from twostroke.server.http.retry_after import RetryAfter
     from twostroke.server.observability.metrics import ServerMetrics
 
@@ -38,13 +38,14 @@ _MAX_INLINE_VALUES: Final = 4096  # larger embeddings are encoded in a thread: i
 
 
 class Submission:
-    """A request that the engine has not accepted yet, for example while its model loads.
+    """A `with` block around a request that the engine has not accepted yet.
 
-    It is a context manager around the call to the engine. `cancel` ends the block with an error.
+    A request waits while its model loads, for example. A server that stops ends the block by
+    `cancel`.
     """
 
     def __init__(self, service_tier: str, running: set[Open], returns: RetryAfter) -> None:
-        """Prepare a block during which this object is in the set `running`.
+        """Prepare the block; `running` is the set of the server's open requests.
 
         The request has the service tier `service_tier`. If the engine is overloaded, `returns`
         chooses when the client should retry.
@@ -57,21 +58,22 @@ class Submission:
         self._num_cancellations = 0 if self._task is None else self._task.cancelling()
 
     def cancel(self) -> None:
-        """End the `with` block with a ServerStoppingError, since the server stops."""
+        """End the `with` block with a ServerStoppingError, because the server stops."""
         self._running.discard(self)
         if self._task is not None:
             self._is_cut = self._task.cancel()
 
     def __enter__(self) -> None:
-        """Add this object to the server's running requests."""
+        """Add this object to the server's open requests."""
         self._running.add(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        """Remove this object from the running requests.
+        """Remove this object from the server's open requests.
 
-        Raises ServerStoppingError if `cancel` ended the block.
+        Raises:
+            ServerStoppingError: `cancel` ended the block.
         """
         self._running.discard(self)
         if isinstance(error, OverloadedError):
@@ -83,8 +85,8 @@ class Submission:
             raise ServerStoppingError("The server is stopping: this request has not begun.")
 
 
-class Answers:
-    """The answers to a job that runs in the engine, as an iterator over the engine's outputs.
+class RunningAnswers:
+    """The answers to a job that runs in the engine; iterating yields the engine's outputs.
 
     The job runs until its end or `cancel`, whether its outputs are read or not.
 
@@ -98,11 +100,13 @@ class Answers:
         cls,
         engine: ServedEngine,
         job: Job,
-        encoded: Encoded,
+        encoded: EncodedJob,
         metrics: ServerMetrics,
         running: set[Open],
     ) -> Self:
-        """Submit a job to the engine, and return its answers; they are in `running` until `cancel`.
+        """Submit a job to the engine, and return its running answers.
+
+        They are in `running`, the server's open requests, until `cancel`.
 
         Raises:
             RequestError: a prompt is empty, has unknown token ids, or can never fit.
@@ -121,12 +125,12 @@ class Answers:
         self,
         engine: ServedEngine,
         job: Job,
-        encoded: Encoded,
+        encoded: EncodedJob,
         metrics: ServerMetrics,
         running: set[Open],
         outputs: ServedOutputs,
     ) -> None:
-        """Read the `outputs` of a job that the engine has accepted."""
+        """Wrap the `outputs` of a job that the engine has accepted; see `start`."""
         self.params = job.params
         self.num_open = job.num_choices
         self._prompts = encoded.prompts
@@ -169,19 +173,28 @@ class Answers:
             raise
 
     async def completions(self) -> list[Completion]:
-        """Return all complete answers, ordered by index; raises the errors of iterating."""
+        """Wait until all answers have ended, and return them, ordered by index.
+
+        Raises:
+            EngineStoppedError: the engine or the server stopped.
+            RequestError: no token can satisfy the job's constraint.
+        """
         outputs: list[list[Output]] = [[] for _ in range(self._job.num_choices)]
         async for output in self:
             outputs[output.index].append(output)
         return [join(choice_outputs) for choice_outputs in outputs]
 
-    async def draw_again(
+    async def generate_again(
         self, answer: Completion, params: SamplingParams, caller: Caller, hints: Hints
     ) -> Completion:
         """Generate another answer to the prompt of `answer`, and return it with the same index.
 
-        The timings of the new answer begin with the start of `answer`. Raises the errors of `start`
-        and of iterating, and ServerStoppingError if the job was cancelled meanwhile.
+        The timings of the new answer begin with the start of `answer`.
+
+        Raises:
+            ServerStoppingError: the job was cancelled meanwhile.
+            OverloadedError: the queue is full.
+            EngineStoppedError: the engine has stopped.
         """
         if self not in self._running:
             raise ServerStoppingError("This answer was cancelled.")
@@ -196,12 +209,12 @@ class Answers:
             raise ServerStoppingError("The server is stopping: this answer was cut off.")
         return replace_answer(answer, new_answer)
 
-    def accept(self, answer: Completion) -> None:
-        """Use an answer that was generated again in place of the answer with the same index."""
+    def use_new_answer(self, answer: Completion) -> None:
+        """Report an answer that was generated again in place of the answer with the same index."""
         self._results[answer.index] = (answer.finish_reason, answer.usage, answer.timings)
 
     def cancel(self) -> None:
-        """Stop generating the answers at once; does nothing after their end."""
+        """Stop generating the answers at once; does nothing if they have ended."""
         self._running.discard(self)
         if self._redrawn_outputs is not None:
             self._redrawn_outputs.cancel()
@@ -224,12 +237,15 @@ class Answers:
 
     @property
     def num_unread(self) -> int:
-        """The number of the engine's outputs that have not been read."""
+        """The number of the engine's outputs that have not been read, since the client is slow."""
         return self._outputs.num_unread
 
     @property
     def usage(self) -> Usage:
-        """The total usage of the ended answers; a prompt with several answers counts once."""
+        """The total usage of the answers that have ended.
+
+        A prompt with several answers counts once.
+        """
         usages = {index: usage for index, (_, usage, _) in self._results.items()}
         first_usages = [usage for index, usage in usages.items() if self._is_first(index)]
         return Usage(
@@ -242,10 +258,10 @@ class Answers:
 
     @property
     def used(self) -> Usage | None:
-        """The tokens that all answers have used so far; None if the job timed out before its start.
+        """The tokens that all answers have used so far, which the API key's limits count.
 
         While answers are generated, their whole prompts count, since prefill precedes the first
-        output.
+        output. None if the job timed out before its start.
         """
         if self._is_unrun:
             return None
@@ -255,7 +271,10 @@ class Answers:
 
     @property
     def timings(self) -> Timings | None:
-        """Times from the first answer's arrival to the last answer's end; None before any end."""
+        """Times from the first answer's arrival to the last answer's end.
+
+        None while no answer has ended.
+        """
         choice_timings = [timings for _, _, timings in self._results.values()]
         if not choice_timings:
             return None
@@ -267,7 +286,10 @@ class Answers:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return the job's token counts and times for logs and traces, with unfinished answers."""
+        """Return the job's token counts and times for logs and traces.
+
+        Answers that have not ended count, too.
+        """
         usage = self.usage
         timings = self.timings
         results = self._results.values()
@@ -290,7 +312,7 @@ class Answers:
         }
 
     def _is_first(self, index: int) -> bool:
-        """Return whether the answer with an index is the first answer to its prompt."""
+        """Return whether the answer `index` is the first answer to its prompt."""
         return index % self.params.n == 0
 
     def _note(self, output: Output, usage: Usage) -> None:
@@ -309,7 +331,7 @@ class Answers:
         self._metrics.goodput.judge(self._job.caller.service_tier, usage, output.timings)
 
 
-class Vectors:
+class RunningEmbeddings:
     """The embeddings of a job that runs in the engine.
 
     Attributes:
@@ -326,7 +348,9 @@ class Vectors:
         metrics: ServerMetrics,
         running: set[Open],
     ) -> Self:
-        """Submit texts to embed to the engine; the result is in `running` until `cancel`.
+        """Submit texts to the engine, and return their running embeddings.
+
+        They are in `running`, the server's open requests, until `cancel`.
 
         Raises:
             RequestError: a text is empty, has unknown token ids, or can never fit.
@@ -345,7 +369,7 @@ class Vectors:
         running: set[Open],
         outputs: ServedOutputs,
     ) -> None:
-        """Read the embeddings of texts that the engine has accepted."""
+        """Wrap the `outputs` of texts that the engine has accepted; see `start`."""
         self.num_open = len(texts)
         self.num_tokens = sum(map(len, texts))
         self._num_cached = 0
@@ -360,7 +384,7 @@ class Vectors:
     async def encoded_vectors(
         self, run_in_thread: Callable[..., Awaitable[Any]]
     ) -> list[msgspec.Raw]:
-        """Return the embeddings, encoded for the response, in the order of the texts.
+        """Wait for all embeddings, and return each as JSON for the response, in order of the texts.
 
         `run_in_thread` encodes large embeddings, so that they do not block the event loop.
 
@@ -388,7 +412,7 @@ class Vectors:
         return parts
 
     def cancel(self) -> None:
-        """Stop computing the embeddings at once; does nothing after their end."""
+        """Stop computing the embeddings at once; does nothing if they are ready."""
         self._running.discard(self)
         self._outputs.cancel()
 
@@ -399,11 +423,14 @@ class Vectors:
 
     @property
     def used(self) -> Usage | None:
-        """The tokens of all texts; None if the job timed out before any was computed."""
+        """The tokens of all texts, which the API key's limits count.
+
+        None if the job timed out before any text was computed.
+        """
         return None if self._is_unrun else Usage(self.num_tokens, self._num_cached, 0)
 
     def figures(self) -> dict[str, Any]:
-        """Return the job's counts of texts and tokens for logs and traces."""
+        """Return the job's counts of texts and tokens, for logs and traces."""
         return {
             "class": self._job.caller.service_tier,
             "texts": len(self._job.texts),
@@ -412,12 +439,15 @@ class Vectors:
         }
 
 
-Running = Answers | Vectors
+Running = RunningAnswers | RunningEmbeddings
 Open = Running | Submission
 
 
 def _is_unrun(error: TwostrokeError) -> bool:
-    """Return whether an error says that a request timed out before anything was computed."""
+    """Return whether an error says that a request timed out before anything was computed.
+
+    Such a request does not count against the limits of its API key.
+    """
     return bool(error.facts.get("is_unrun"))
 
 

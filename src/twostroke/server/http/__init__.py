@@ -1,1 +1,1 @@
-"""The HTTP layer: bodies and their limits, errors in each protocol's form, streams."""
+"""The HTTP layer: connections, body limits, errors in each protocol's form, streams."""

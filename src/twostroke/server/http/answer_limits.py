@@ -1,4 +1,7 @@
-"""The request fields that limit answers, for each path; used by the server and the router."""
+"""Which request fields limit the number of answers and their tokens, for each path.
+
+The server and the router use these tables.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class AnswerFields(Frozen):
     has_several_prompts: bool = False
 
     def first_limit(self, request: object) -> int | None:
-        """Return the maximum number of answer tokens that a decoded request sets.
+        """Return the most tokens that an answer may have, as a decoded request asks.
 
         The fields named in `limits` are read as attributes of `request`. If all are None, the
         result is `default`.
@@ -50,7 +53,7 @@ class AnswerFields(Frozen):
         return self._first(self.limits, lambda name: getattr(request, name))
 
     def num_tokens(self, values: Mapping[str, int], context_length: int) -> int:
-        """Return the maximum number of answer tokens, from the fields that a request sets.
+        """Return the most tokens that an answer may have, from the values of a request's fields.
 
         The result is at most `context_length`, which is also the result if the request has no
         limit.
@@ -65,7 +68,7 @@ class AnswerFields(Frozen):
         return next((value for value in values if value is not None), self.default)
 
     def num_answers(self, values: Mapping[str, int]) -> int:
-        """Return the number of answers per prompt, from the fields that a request sets."""
+        """Return how many answers per prompt a request asks for, from the values of its fields."""
         counts = (values[name] for name in self.counts if name in values)
         return max(1, next(counts, 1), values.get("best_of", 1) if self.has_best_of else 1)
 

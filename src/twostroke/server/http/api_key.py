@@ -1,4 +1,4 @@
-"""API keys: their owners, limits and service tiers; and the paths that need no key."""
+"""An API key's owner, limits and service tiers; and the paths that need no key."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ class ClassError(RequestError):
 
 
 class KeyLimits(Frozen):
-    """The rate limits of an API key; None for no limit. `parallel` limits simultaneous requests."""
+    """The rate limits of one API key; None for no limit. `parallel` limits requests at one time."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     parallel: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError if a rate limit is out of range."""
+        """Check the rate limits.
+
+        Raises:
+            UsageError: a limit is out of range.
+        """
         check_range(self, *self.__struct_fields__, low=1, high=_MAX_LIMIT)
 
 
@@ -70,7 +74,11 @@ class Key(Frozen, kw_only=True):
     revoked_at: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError if the tenant's weight is out of range, or a service tier is unknown."""
+        """Check the key's weight and service tiers.
+
+        Raises:
+            UsageError: the weight is out of range, or a service tier is unknown.
+        """
         check_range(self, "weight", low=0.01, high=1000)
         for name in self.classes or ():
             if name not in CLASSES:
@@ -80,7 +88,7 @@ class Key(Frozen, kw_only=True):
     def resolve_service_tier(
         self, service_tier: str, priority: int, *, is_named: bool
     ) -> tuple[str, int]:
-        """Return the service tier and the priority of a request that has this API key.
+        """Return the service tier and the priority that a request with this API key gets.
 
         Args:
             service_tier: the service tier that the request asks for.

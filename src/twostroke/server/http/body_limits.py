@@ -1,4 +1,4 @@
-"""Limits on request bodies: bytes in memory, for each tenant and in all, and JSON nesting."""
+"""Limits on request bodies: bytes in memory, for each tenant and in total, and JSON nesting."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _FULL_MESSAGE: Final = (
 
 
 class BodiesError(TwostrokeError):
-    """The request bodies of all clients together take too much memory."""
+    """The request bodies of all clients together would take too much memory."""
 
     http_status = 503
     code = "bodies_limit"
 
 
 class TenantBodiesError(BodiesError):
-    """The request bodies of one tenant take too much memory."""
+    """The request bodies of one tenant together would take too much memory."""
 
     http_status = 429
 
 
 class BodyMemory:
-    """Counts the bytes of request bodies in memory, for each tenant and in total.
+    """Limits the memory that arriving request bodies take, for each tenant and in total.
 
     A body counts while it arrives and until it is decoded. Call the methods only in the event
     loop's thread.
     """
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int) -> None:
-        """Create the counts of request bodies.
+        """Begin without bodies.
 
         `max_bytes` limits the bodies of all tenants together, and `max_tenant_bytes` the bodies of
         each tenant.
@@ -54,7 +54,7 @@ class BodyMemory:
 
         Raises:
             TenantBodiesError: the tenant's bodies would take too much memory.
-            BodiesError: all bodies would take too much memory.
+            BodiesError: all bodies together would take too much memory.
         """
         if self._bytes_by_tenant[tenant] + num_bytes > self._max_tenant_bytes:
             raise TenantBodiesError(
@@ -64,12 +64,17 @@ class BodyMemory:
             raise BodiesError(_FULL_MESSAGE.format(whose="All", max_bytes=self._max_bytes))
 
     def take(self, tenant: str, num_bytes: int) -> None:
-        """Count `num_bytes` more of a tenant's request bodies; raises the errors of `check`."""
+        """Count `num_bytes` more of a tenant's request bodies.
+
+        Raises:
+            TenantBodiesError: the tenant's bodies would take too much memory.
+            BodiesError: all bodies together would take too much memory.
+        """
         self.check(tenant, num_bytes)
         self.release(tenant, -num_bytes)
 
     def release(self, tenant: str, num_bytes: int) -> None:
-        """Subtract bytes of a tenant's request bodies that are no longer in memory."""
+        """Subtract `num_bytes` of a tenant's request bodies that are no longer in memory."""
         self._num_bytes -= num_bytes
         self._bytes_by_tenant[tenant] -= num_bytes
         if not self._bytes_by_tenant[tenant]:
@@ -84,14 +89,14 @@ _SCAN_CHUNK_BYTES: Final = 1 << 18
 
 
 class Nesting(NamedTuple):
-    """The nesting depth of a JSON text, and an upper bound of its number of lists and objects."""
+    """How deeply a JSON text is nested, and an upper bound of its number of lists and objects."""
 
     depth: int
     num_containers: int
 
 
 def nesting_of(body: bytes, max_depth: int) -> Nesting:
-    """Return how deeply a JSON text is nested, without decoding the text.
+    """Measure how deeply a JSON text is nested before it is decoded, since decoding recurses.
 
     The result is an upper bound if the text has at most `max_depth` brackets. The time is
     proportional to the text's length for any content, and other threads can run.

@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: request ids, response headers, counts, logs and unexpected errors."""
+"""The outermost ASGI layer: request ids, response headers, counts, logs, unexpected errors."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class Boundary:
-    """The outermost ASGI layer: adds headers, answers unexpected errors, and reports each request.
+    """The outermost ASGI layer, which begins and ends the server's work on each request.
 
-    A request keeps the client's request id if the id is safe to log, and gets a new id otherwise.
-    Ids are for people and logs only, so two requests may have the same id.
+    It adds response headers, answers unexpected errors, and reports each request to logs and
+    metrics. A request keeps the client's request id if the id is safe to log, and gets a new id
+    otherwise. Ids are for people and logs only, so two requests may have the same id.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class Boundary:
             limits: limits of headers and of request bodies in memory.
             origins: gives the CORS headers of each response.
             observers: get each request after its response has ended.
-            find_endpoint: names the endpoint of a request that is refused before it is routed.
+            find_endpoint: returns the endpoint's path, for metrics, of a request that is
+                refused before it is routed.
         """
         self._app = app
         self._responses = responses
@@ -77,7 +79,7 @@ class Boundary:
         self._find_endpoint = find_endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to the application, and report the request when the response has ended."""
+        """Pass a request to the inner layers, and report it when its response has ended."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -113,7 +115,7 @@ class Boundary:
             self._report(served_request)
 
     def _endpoint(self, scope: Scope) -> str:
-        """Return the name of a request's endpoint in metrics: the path template of its route.
+        """Return the path template of a request's route, by which metrics count the request.
 
         A request that was refused before it was routed gets the name from `find_endpoint`.
         """
@@ -129,9 +131,10 @@ class Boundary:
 
 
 def _begin(scope: Scope, body_memory: BodyMemory) -> ServedRequest:
-    """Create the `ServedRequest` for a new request, and replace an alias of its path in the scope.
+    """Create the `ServedRequest` for a new request, in which all layers note facts.
 
-    A slash at the end of the path is ignored.
+    In the scope, an alias of the path is replaced by the path itself, and a slash at its end is
+    removed.
     """
     to_origin_form(scope)
     headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
@@ -157,10 +160,10 @@ def _begin(scope: Scope, body_memory: BodyMemory) -> ServedRequest:
 
 
 def to_origin_form(scope: Scope) -> None:
-    """Replace an absolute-form target, as in `GET http://host/path`, by a path and a `Host` header.
+    """Convert an absolute URL in the request line, `GET http://host/path`, to a path and `Host`.
 
     Clients of proxies send this form, and every server must accept it (RFC 9112, section 3.2.2).
-    The target's host replaces the `Host` header.
+    The URL's host replaces the `Host` header.
     """
     match = _ABSOLUTE_FORM.fullmatch(scope.get("raw_path") or b"")
     if match is None:

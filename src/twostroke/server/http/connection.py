@@ -1,8 +1,4 @@
-"""One HTTP connection: uvicorn's protocol, with limits on time and size, and a clean end.
-
-Closing a connection with unread bytes resets it, and a client that is still sending then sees the
-reset instead of its response. So the server keeps reading, within limits, before it closes.
-"""
+"""One HTTP connection: uvicorn's protocol, with limits on time and size, and a clean end."""
 
 from __future__ import annotations
 
@@ -25,13 +21,13 @@ if TYPE_CHECKING:
 
     from twostroke.server.http.limits import RequestLimits
 
-_GRACE_S: Final = 0.5  # wait for bytes that are under way
+_GRACE_S: Final = 0.5  # the wait for bytes of a request that may be on their way
 _CLOSE_HEADER: Final = (b"connection", b"close")
 _BODY_END: Final[Message] = {"type": "http.response.body", "body": b""}
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's protocol for one HTTP connection, with limits on idle, header and reading times.
+    """One client's HTTP connection: uvicorn's protocol class, with limits on time and size.
 
     It closes the connection of a client that does not finish a request's headers in time, or that
     does not read the response.
@@ -49,11 +45,11 @@ class HttpConnection(H11Protocol):
         max_connections: int,
         idle_connections: dict[HttpConnection, None],
     ) -> None:
-        """Serve one client's connection.
+        """Prepare to serve a client's connection.
 
-        The server has at most `max_connections`; `idle_connections` has its idle connections, in
-        the order in which they became idle. While the server drains (`is_draining`), each
-        connection closes after its response.
+        `max_connections` limits the connections of the server; `idle_connections` has its idle
+        connections, in the order in which they became idle. While the server drains
+        (`is_draining`), each connection closes after its response.
         """
         super().__init__(config, server_state, app_state, _loop)
         self._max_connections = max_connections
@@ -78,7 +74,7 @@ class HttpConnection(H11Protocol):
         self.app = app
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the headers of the first request.
+        """Begin to serve the connection, and limit the time for the first request's headers.
 
         If there are too many connections, the connection that has been idle longest is closed.
         """
@@ -93,18 +89,18 @@ class HttpConnection(H11Protocol):
         self._time_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes, and limit the time for the headers of the next request."""
+        """Process bytes of the client, and limit the time for the next request's headers."""
         super().data_received(data)
         if not self.is_idle:
             self._idle_connections.pop(self, None)
         self._time_headers()
 
     def eof_received(self) -> None:
-        """Send response bytes that are still held, since the client has closed its sending side."""
+        """Send response bytes that are still held, when the client has closed its sending side."""
         self.transport.flush()
 
     def on_response_complete(self) -> None:
-        """Mark the connection as idle, unless another request has arrived on it."""
+        """Count the connection as idle when a response ends, unless another request has arrived."""
         super().on_response_complete()
         self._note_idle()
 
@@ -125,7 +121,7 @@ class HttpConnection(H11Protocol):
         return not is_ending and (self.cycle is None or self.cycle.response_complete)
 
     def shutdown(self) -> None:
-        """Close the connection after the current response, since the server stops.
+        """Close the connection after the current response, because the server stops.
 
         The connection waits only briefly for the rest of a request body, and not for a next
         request.
@@ -134,17 +130,17 @@ class HttpConnection(H11Protocol):
         self.hurry()
 
     def hurry(self) -> None:
-        """Prepare for the server's stop.
+        """Close the connection soon, because the server begins to stop.
 
-        The connection waits at most `_GRACE_S` for request bodies, and closes after the next
-        response that begins.
+        The connection waits at most `_GRACE_S` seconds for request bodies, and closes after the
+        next response that begins.
         """
         self._is_stopping = True
         if self._body is not None:
             self._body.hurry()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the header timer, and remove the connection from the idle connections."""
+        """Clean up after the connection: stop its timer, and no longer count it as idle."""
         self._stop_timer()
         self._idle_connections.pop(self, None)
         super().connection_lost(exc)
@@ -215,10 +211,11 @@ class HttpConnection(H11Protocol):
 
 
 class BodyReader:
-    """Reads a request's body for the application, and drops unread bytes after the response.
+    """Passes a request's body to the application, and drops bytes that stay unread.
 
-    A refused client that waits for `100 Continue` may still send its body, so the reader waits
-    `_GRACE_S` for the body's first bytes.
+    Unread bytes must be received before the connection can be used for another request. A refused
+    client that waits for `100 Continue` may still send its body, so the reader waits `_GRACE_S`
+    seconds for the body's first bytes.
     """
 
     def __init__(
@@ -228,7 +225,7 @@ class BodyReader:
         limits: RequestLimits,
         is_awaiting_continue: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Read a request's body from `receive`, and pass the application's response to `send`.
+        """Prepare to read one request's body from `receive`, and to send its response by `send`.
 
         If the application answers before it has read the whole body, the end of the response is
         held back until the rest has been read and dropped, within `limits`.
@@ -248,7 +245,7 @@ class BodyReader:
         self._limit: asyncio.Timeout | None = None  # of the wait for the body or its rest
 
     async def answer(self, app: ASGIApp, scope: Scope) -> bool:
-        """Run `app` on the request, and return whether the connection can be used again.
+        """Let the application answer the request; return whether the connection can be used again.
 
         The end of the response would close the connection, so it is delayed until the request's
         body has been read and dropped, within `body_timeout_s` and `max_dropped_bytes`.
@@ -261,13 +258,13 @@ class BodyReader:
         return self._is_read or not self._owes_end
 
     def hurry(self) -> None:
-        """Wait at most `_GRACE_S` from now for the request's body, since the server stops."""
+        """Wait at most `_GRACE_S` seconds longer for the request's body, as the server stops."""
         self._stops_at = asyncio.get_running_loop().time() + _GRACE_S
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(self._stops_at)
 
     async def _receive_body(self) -> Message:
-        """Return the client's next ASGI message, which has a part of the body or says that it left.
+        """Return the next ASGI message: a part of the request's body, or that the client has left.
 
         Raises:
             ServerStoppingError: the server stops before the whole body has arrived.
@@ -301,7 +298,7 @@ class BodyReader:
         await self._send(message)
 
     async def _drop_body(self, ends_at: float) -> None:
-        """Read and drop the rest of a request's body, at most `max_dropped_bytes`, until `ends_at`.
+        """Read and drop the rest of a request's body, up to `max_dropped_bytes`, until `ends_at`.
 
         `ends_at` is in the event loop's time; the deadline is sooner if the server stops.
         """
@@ -323,6 +320,6 @@ class BodyReader:
 
 
 def _closing(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return response headers with `connection: close`, which replaces another value."""
+    """Return response headers with `connection: close` in place of another value."""
     other_headers = [header for header in headers if header[0] != _CLOSE_HEADER[0]]
     return [*other_headers, _CLOSE_HEADER]

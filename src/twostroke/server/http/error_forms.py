@@ -1,4 +1,4 @@
-"""Error bodies of Anthropic, llama-server and Ollama, and which form a request's errors have."""
+"""Error bodies of Anthropic, llama-server and Ollama, and which of them a request gets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ANTHROPIC_TYPES: Final = sorted(
 
 
 class ErrorCause(msgspec.Struct, frozen=True):
-    """A code in an Anthropic error, from which clients choose how to continue."""
+    """The code of an Anthropic error, by which clients choose how to continue."""
 
     error_code: str
 
@@ -76,7 +76,8 @@ def _anthropic_body(error: TwostrokeError, request_id: str, naming: Naming) -> b
 def _anthropic_message(error: TwostrokeError, naming: Naming) -> str:
     """Return an error's message for Anthropic's clients.
 
-    For a prompt that is too long, the message has Anthropic's words, which clients parse.
+    For a prompt that is too long, the message has the words of Anthropic's API, which clients
+    parse.
     """
     facts: Any = error.facts
     if not isinstance(error, ContextLengthError) or "context_length" not in facts:
@@ -189,7 +190,7 @@ FORMS: Final = (OPENAI, *dict.fromkeys(_FORMS_BY_PATH.values()))
 
 
 def error_form(scope: Scope, client_path: str = "") -> ErrorForm:
-    """Return the form of a request's errors: OpenAI's, Anthropic's, llama-server's or Ollama's.
+    """Return the form of error responses for a request's path: OpenAI's, Anthropic's or another.
 
     The path decides, then the header `anthropic-version`; the default is OpenAI's form.
     `client_path` is the path before aliases are resolved: OpenAI's paths without `/v1` have llama-

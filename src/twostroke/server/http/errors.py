@@ -1,4 +1,4 @@
-"""Errors of HTTP requests, their messages and responses, and their form in OpenAI's protocol."""
+"""Errors of HTTP requests, their messages and responses, and their form in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BodySyntaxError(RequestError):
 
 
 class UnknownFieldError(RequestError):
-    """The request has a field that the protocol does not have."""
+    """The request has a field that the API does not have."""
 
     code = "unknown_parameter"
 
@@ -64,7 +64,7 @@ class MissingFieldError(RequestError):
 
 
 class UnsupportedFieldError(RequestError):
-    """The protocol has this request field or value, but the server does not support it."""
+    """The API has this request field or value, but the server does not support it."""
 
     code = "unsupported_parameter"
 
@@ -129,7 +129,7 @@ class ClientGoneError(TwostrokeError):
 
 
 class ServerStoppingError(EngineStoppedError):
-    """The server is stopping: it refuses new requests, and finally cuts off running ones."""
+    """The server is stopping: it refuses new requests, and later cuts off running requests."""
 
 
 class GatewayError(TwostrokeError):
@@ -161,9 +161,10 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def to_message(error: TwostrokeError, naming: Naming = str) -> str:
-    """Return an error's message for a client; `naming` gives the protocol's names of fields.
+    """Return an error's message as clients may read it.
 
-    The message of a failed engine may contain paths and addresses, so only the log has it.
+    `naming` gives the protocol's names of fields. The message of a failed engine may contain paths
+    and addresses, so clients get a general message, and only the log has the error's own.
     """
     if error.http_status < 500:
         return one_line(error.sentence(naming))
@@ -181,7 +182,7 @@ def to_message(error: TwostrokeError, naming: Naming = str) -> str:
 
 
 def to_response(error: TwostrokeError, scope: Scope) -> Response:
-    """Return the response for an error, in the form of the protocol of `scope`'s path."""
+    """Return the HTTP response for an error, in the form of the request's protocol."""
     served_request = served_of(scope)
     served_request.error = error.code or "server_error"
     form = served_request.error_form
@@ -202,7 +203,7 @@ def to_response(error: TwostrokeError, scope: Scope) -> Response:
 
 
 def _rename(field: str, names: Mapping[str, str]) -> str:
-    """Replace an engine field's name by the protocol's name for the field.
+    """Replace the engine's name of a field by the protocol's name, for an error message.
 
     `[]` in `names` stands for a list index.
     """
@@ -212,9 +213,10 @@ def _rename(field: str, names: Mapping[str, str]) -> str:
 
 
 def report(error: Exception, scope: Scope) -> TwostrokeError:
-    """Log an error, record its code in the request, and return the error that the client may read.
+    """Log an error that ends a request, and return the error that the client may read.
 
     An unexpected exception becomes an internal error. Its traceback is logged at level DEBUG only.
+    The request's access log gets the error's code.
     """
     served_request = served_of(scope)
     text = str(error)
@@ -242,7 +244,10 @@ def report(error: Exception, scope: Scope) -> TwostrokeError:
 
 
 def one_line(text: str) -> str:
-    """Return a message as one line: control characters escaped, cut to `MAX_MESSAGE_LENGTH`."""
+    """Return a message as one line for logs and clients.
+
+    Control characters are escaped, and the line is cut to `MAX_MESSAGE_LENGTH`.
+    """
     text = text[: MAX_MESSAGE_LENGTH + 1]
     if not text.isprintable():
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -263,7 +268,7 @@ def _openai_body(error: TwostrokeError, _request_id: str, naming: Naming) -> byt
 
 
 def context_counts(error: TwostrokeError) -> tuple[int | UnsetType, int | UnsetType]:
-    """Return the token counts of a prompt that is too long, and of the model's context.
+    """Return how many tokens a prompt has that is too long, and how many the context holds.
 
     Both are UNSET for other errors.
     """

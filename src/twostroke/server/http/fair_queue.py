@@ -1,8 +1,4 @@
-"""Fair queues: tenants take turns at shared resources, such as threads or the grammar compiler.
-
-The tenant that has used the least time is next (start-time fair queueing, as in
-`engine/scheduler/queue.py`), so a tenant that sends much delays only itself.
-"""
+"""Fair queues: tenants take turns at threads, the grammar compiler and other resources."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ T = TypeVar("T")
 
 
 class FairSlot(Frozen):
-    """A granted slot of a `FairQueue`.
+    """A granted turn at the resource of a `FairQueue`, which the caller must end.
 
     Attributes:
         key: whether the caller has low priority, and the tenant.
@@ -43,10 +39,10 @@ class FairSlot(Frozen):
 
 
 class FairQueue:
-    """Grants slots of a shared resource to tenants in fair order.
+    """Lets tenants take turns at a shared resource, such as a thread pool.
 
-    At most `max_slots` are taken at a time. The next slot goes to the waiting tenant that has used
-    the resource for the least time. Call the methods only in the event loop's thread.
+    At most `max_slots` calls use the resource at a time. The next slot goes to the waiting tenant
+    that has used the resource for the least time. Call the methods only in the event loop's thread.
     """
 
     def __init__(self, max_slots: int = 1, max_per_tenant: int | None = None) -> None:
@@ -67,7 +63,7 @@ class FairQueue:
         return sum(not future.cancelled() for future in self._waiting.get((False, tenant), ()))
 
     async def take(self, tenant: str, *, is_last: bool = False) -> FairSlot:
-        """Wait for a slot, and return it; the caller gives it back with `end`.
+        """Wait for a slot of the resource, and return it; the caller gives it back with `end`.
 
         With `is_last` the call has low priority: it waits until no normal call waits. A cancelled
         call does not keep a slot.
@@ -87,21 +83,21 @@ class FairQueue:
             raise
 
     def end(self, slot: FairSlot) -> None:
-        """Give a slot back to the queue, and grant it to the next waiting call."""
+        """Give a slot back, and grant it to the next waiting call."""
         self._used_s[slot.key] += time.monotonic() - slot.began_s
         self._num_slots[slot.key] -= 1
         self._free += 1
         self._next()
 
     def _may_begin(self, key: tuple[bool, str]) -> bool:
-        """Return whether the tenant in `key` may take another slot.
+        """Return whether the tenant in `key` may take another slot now.
 
         The tenant with the empty name is not limited.
         """
         return not key[1] or self._num_slots[key] < self._max_per_tenant
 
     def _next(self) -> None:
-        """Grant the free slots to waiting calls, in fair order."""
+        """Grant the free slots to the calls that wait, in fair order."""
         while self._free and (waiting_tenants := [*filter(self._may_begin, self._waiting)]):
             tenant_key = min(waiting_tenants, key=lambda key: (key[0], self._used_s[key]))
             futures = self._waiting[tenant_key]
@@ -119,7 +115,7 @@ class FairQueue:
 
 
 class Readers:
-    """Threads that do long work for tenants, such as decoding large bodies, in fair order.
+    """A thread pool for long work, such as decoding large bodies, in which tenants take turns.
 
     If there are several threads, no named tenant uses all of them. Call the methods only in the
     event loop's thread.
@@ -133,7 +129,7 @@ class Readers:
     async def run(
         self, tenant: str, work: Callable[..., T], *arguments: Any, is_last: bool = False
     ) -> T:
-        """Run `work(*arguments)` in a thread once the tenant has a slot, and return its result.
+        """Run `work(*arguments)` in a thread when it is the tenant's turn, and return its result.
 
         With `is_last` the work waits until no other tenant's work waits. If the caller is
         cancelled, work that calls `check_wanted` ends soon. The slot is given back when the work
@@ -161,7 +157,7 @@ class Readers:
             raise
 
     async def run_for(self, request: Request, work: Callable[..., T], *arguments: Any) -> T:
-        """Run `work(*arguments)` in a thread for an HTTP request, and return the result.
+        """Run `work(*arguments)` in a thread for an HTTP request, and return its result.
 
         The work of a batch request waits until no other work waits.
 

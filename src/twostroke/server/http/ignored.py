@@ -1,4 +1,4 @@
-"""Request fields without effect: names them in a response header, counts and logs them."""
+"""Request fields without effect: reported in a response header, counted and logged."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class Ignored(Frozen):
-    """A request field that has no effect on the answer.
+    """A field that a request has, but that has no effect on the answer.
 
     Attributes:
         path: the field's path in the body, such as `messages[3].name`.
-        refusal: returns the error of a strict server; None if a strict server ignores the
-            field.
-        is_known: whether the protocol has the field.
+        refusal: returns the error that a strict server raises instead; None if even a strict
+            server ignores the field.
+        is_known: whether the API has the field.
     """
 
     path: str
@@ -46,25 +46,25 @@ class Ignored(Frozen):
 
     @classmethod
     def of(cls, error: RequestError, *, is_known: bool = True) -> Ignored:
-        """Return an ignored request field for an error that only a strict server raises."""
+        """Return the ignored field that `error` names; a strict server raises the error instead."""
         return cls(error.field or "", lambda: error, is_known)
 
     @property
     def name(self) -> str:
-        """The ignored field's path without list indexes, as one ASCII word for logs and headers."""
+        """The field's path without list indexes, as one ASCII word for logs and headers."""
         path = _LIST_INDEX.sub("[]", self.path[:_MAX_PATH_LENGTH])
         return quote(path, safe="[]'")[:_MAX_PATH_LENGTH]
 
 
 class IgnoredFields:
-    """Counts and logs the ignored fields of requests; a strict server refuses such requests."""
+    """Reports the ignored fields of requests; a strict server refuses such requests."""
 
     def __init__(
         self, registry: CollectorRegistry, *, is_strict: bool, effective_names: Collection[str] = ()
     ) -> None:
-        """Register the metric for ignored request fields.
+        """Create the metric that counts ignored request fields.
 
-        Fields named in `effective_names` are not recorded, because this server uses them.
+        Fields named in `effective_names` are not reported, because this server uses them.
         """
         self._is_strict = is_strict
         self._effective_names = effective_names
@@ -77,7 +77,7 @@ class IgnoredFields:
         )
 
     def note(self, ignored_fields: Iterable[Ignored], served_request: ServedRequest) -> None:
-        """Record a request's ignored fields: in its `ServedRequest`, in a metric and in the log.
+        """Report a request's ignored fields, in a response header, in a metric and in the log.
 
         Raises:
             RequestError: the server is strict and refuses a field.
@@ -106,7 +106,7 @@ class IgnoredFields:
 
 
 def header_of(names: list[str]) -> bytes:
-    """Return the value of the response header that names a request's ignored fields.
+    """Return the value of the response header `twostroke-ignored`, which lists ignored fields.
 
     Names are separated by commas. A long list is cut and ends with `...`.
     """

@@ -1,4 +1,4 @@
-"""Internal requests: the server sends them to itself, through the same layers as a client's."""
+"""Internal requests, such as those in batches: the server sends them through its own layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INTERNAL: Final = "twostroke.inside"  # in `scope["extensions"]`, which no clie
 
 
 class Sender(Frozen):
-    """The sender of an internal request: its tenant, service tier, and API key's id."""
+    """The sender of an internal request: a tenant, with a service tier and an API key's id."""
 
     tenant: str
     service_tier: str
@@ -45,7 +45,7 @@ def sender_of(scope: Scope) -> Sender | None:
 
 
 async def post(app: ASGIApp, path: str, body: bytes, sender: Sender) -> InternalResponse:
-    """Send a JSON body to one of the server's own paths, and return the response.
+    """Send a JSON body to one of the server's own paths, and return the complete response.
 
     If the call is cancelled, the request is cancelled.
     """
@@ -86,7 +86,7 @@ async def post(app: ASGIApp, path: str, body: bytes, sender: Sender) -> Internal
 
 
 def refused(path: str, error: TwostrokeError, request_id: str) -> InternalResponse:
-    """Return the error response for an internal request that is not sent at all."""
+    """Build the error response for an internal request that is not sent at all."""
     form = error_form({"path": path, "headers": []})
     body = form.body(error, request_id, str)
     return InternalResponse(form.status(error), {"x-request-id": request_id}, body, error.code)

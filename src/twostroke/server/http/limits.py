@@ -1,4 +1,4 @@
-"""Limits for one client; checks of request headers, and readers of request bodies, within them."""
+"""Limits for each client: checks of request headers, and readers of request bodies."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class RequestLimits(Frozen):
 
 
 def check_headers(scope: Scope, limits: RequestLimits) -> None:
-    """Check the size of a request's path and headers, and that its body has only one length.
+    """Check that a request's path and headers are not too large, and its body has one length.
 
     The HTTP parser checks the size only of headers that arrive in several pieces.
 
@@ -110,13 +110,17 @@ def check_headers(scope: Scope, limits: RequestLimits) -> None:
 
 @asynccontextmanager
 async def body_of(request: Request, limits: RequestLimits) -> AsyncIterator[bytes]:
-    """Yield the request's JSON body; its bytes count as body memory until the `with` block ends.
+    """Receive a request's JSON body, and yield it to a `with` block.
 
-    The body of an internal request does not count, as it is in memory anyway.
+    The body's bytes count as body memory of the server until the block ends. The body of an
+    internal request does not count, as it is in memory anyway.
 
     Raises:
         TenantBodiesError, BodiesError: the bodies in memory are over a limit.
-        TwostrokeError: the errors of `receive_json`.
+        ContentTypeError: the body is not JSON, or is compressed.
+        BodySizeError: the body is too long.
+        BodyTimeoutError: the body arrived too slowly.
+        ClientGoneError: the client disconnected before the end of the body.
     """
     body = bytearray()
     num_counted = 0
@@ -146,21 +150,24 @@ async def body_of(request: Request, limits: RequestLimits) -> AsyncIterator[byte
 
 
 async def read_json(request: Request, limits: RequestLimits) -> bytes:
-    """Return the request's JSON body as bytes; raises the errors of `body_of`."""
+    """Receive a request's JSON body, and return its bytes; raises the errors of `body_of`."""
     async with body_of(request, limits) as body:
         return body
 
 
 class Spool:
-    """Buffers received bytes, and writes them in a thread, 64 KiB at a time; disks may be slow."""
+    """Buffers an arriving request body, and writes it to disk 64 KiB at a time in a thread.
+
+    A slow disk then does not block the event loop.
+    """
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
-        """Create a buffer whose bytes are passed to `write`, which is called in a thread."""
+        """Create an empty buffer; `write` is called in a thread with the bytes to write."""
         self._write = write
         self._buffer = bytearray()
 
     async def take(self, chunk: bytes) -> None:
-        """Buffer the next received bytes, and write the buffer if it has 64 KiB.
+        """Buffer the next bytes of the body, and write the buffer if it has 64 KiB.
 
         Raises the errors of `write`.
         """
@@ -169,7 +176,10 @@ class Spool:
             await self.end()
 
     async def end(self) -> None:
-        """Write the bytes that are still buffered; raises the errors of `write`."""
+        """Write the bytes that are still buffered.
+
+        Raises the errors of `write`.
+        """
         chunk = bytes(self._buffer)
         self._buffer = bytearray()
         await asyncio.to_thread(self._write, chunk)
@@ -178,10 +188,11 @@ class Spool:
 async def receive_json(
     request: Request, take: Callable[[bytes], Awaitable[None]], max_bytes: int, timeout_s: float
 ) -> None:
-    """Pass the request's body, whose Content-Type must be JSON, to `take`, chunk by chunk.
+    """Receive a request's body, which must be JSON, and pass it to `take` chunk by chunk.
 
-    Any web page can make a browser send a form or plain text to a server on this machine, while
-    JSON needs the server's permission first. Programs may send JSON as a form, as `curl -d` does.
+    The Content-Type must say that the body is JSON, because any web page can make a browser send a
+    form or plain text to a server on this machine, while JSON needs the server's permission first.
+    Programs may send JSON as a form, as `curl -d` does.
 
     Raises:
         ContentTypeError: the body is not JSON, or is compressed.
@@ -217,6 +228,6 @@ async def receive_json(
 
 
 def _is_program_with(media_type: str, request: Request) -> bool:
-    """Return whether a program, not a browser, sent a request with a media type used for JSON."""
+    """Return whether a program, not a browser, sent JSON under the media type of a form."""
     is_browser = any(map(request.headers.get, _BROWSER_HEADERS))
     return media_type in _PROGRAM_MEDIA_TYPES and not is_browser

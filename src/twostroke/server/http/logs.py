@@ -36,7 +36,10 @@ class AccessLog:
     """Logs a line for each request: path, status, tokens and times."""
 
     def observe(self, served_request: ServedRequest) -> None:
-        """Log a finished request; at level DEBUG if it is a successful poll, or is retried."""
+        """Log the line of a request that has ended.
+
+        A successful poll, or a request that the batch runner sends again, is logged at level DEBUG.
+        """
         is_success = (
             served_request.status < 400 or served_request.endpoint in OPEN_PATHS
         )  # health changes are logged
@@ -56,10 +59,10 @@ class AccessLog:
 
 
 class LogFormatter(logging.Formatter):
-    """Formats log records as a line of text, with figures as name=value, or as a line of JSON."""
+    """Formats log records as text lines, with figures as name=value, or as lines of JSON."""
 
     def __init__(self, log_format: str) -> None:
-        """Create a formatter for the format `log_format`: "text" or "json"."""
+        """Create a formatter; `log_format` is "text" or "json"."""
         super().__init__()
         self._is_json = log_format == "json"
 
@@ -88,9 +91,10 @@ class LogFormatter(logging.Formatter):
 
 @contextmanager
 def logging_to(stream: TextIO, log_format: str, level: str) -> Iterator[None]:
-    """Write log records of at least `level` to `stream`, as `log_format` ("text" or "json").
+    """Send the process's log to `stream` during a `with` block.
 
-    OpenTelemetry's warnings are included, for example that a collector cannot be reached.
+    Records of at least `level` are written, as `log_format` ("text" or "json"). OpenTelemetry's
+    warnings are included, for example that a collector cannot be reached.
     """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(LogFormatter(log_format))
@@ -110,7 +114,7 @@ def logging_to(stream: TextIO, log_format: str, level: str) -> Iterator[None]:
 
 
 def _format_value(value: object) -> str:
-    """Return a value for a text log line: without spaces, or in quotes."""
+    """Return a value as text for a log line, in quotes if it has spaces."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -16,7 +16,7 @@ _LATEST: Final = ":latest"  # Ollama's clients add this tag
 
 
 def bare_name(name: str) -> str:
-    """Return a model name in lower case, without owner and tag.
+    """Return a model name in lower case, without owner and tag, to compare names.
 
     Names with the same result mean the same model.
     """
@@ -24,7 +24,10 @@ def bare_name(name: str) -> str:
 
 
 def unknown_model(name: str, served_names: Sequence[str]) -> ModelNotFoundError:
-    """Return the error for a model name that the server does not know; it lists `served_names`."""
+    """Return the error for a model name that the server does not know.
+
+    The message lists `served_names`.
+    """
     shown_name = name[:_MAX_SHOWN_LENGTH]
     return ModelNotFoundError(
         "The model '{name}' does not exist.{hint} Served: {served}.",
@@ -36,7 +39,7 @@ def unknown_model(name: str, served_names: Sequence[str]) -> ModelNotFoundError:
 
 
 class ModelNames(Frozen):
-    """The names of the models that a server serves, with the default model first.
+    """The names of the models that a server serves; the first is the default model.
 
     With `takes_any`, an unknown name means the default model.
     """
@@ -45,9 +48,10 @@ class ModelNames(Frozen):
     takes_any: bool = False
 
     def find(self, name: str | None) -> str:
-        """Return the model name for the response: the client's own spelling, if it is short.
+        """Check the model name of a request, and return the name that the response repeats.
 
-        Case, an owner before the name (`openai/NAME`) and the tag `:latest` are ignored.
+        This is the client's own spelling, if it is short. Case, an owner before the name
+        (`openai/NAME`) and the tag `:latest` are ignored.
 
         Raises:
             ModelNotFoundError: no served model has this name.
@@ -62,7 +66,11 @@ class ModelNames(Frozen):
         return bare_name(name) in map(bare_name, self.served_names)
 
     def served_name(self, name: str | None) -> str:
-        """Return the served model's own name for a client's name; raises the error of `find`."""
+        """Return the name under which the server knows the model that a client names.
+
+        Raises:
+            ModelNotFoundError: no served model has this name.
+        """
         if not name:
             return self.served_names[0]
         if name in self.served_names:

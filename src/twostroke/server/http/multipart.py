@@ -41,7 +41,7 @@ async def read_form(
     *,
     file_field: str = "file",
 ) -> dict[str, str]:
-    """Return the fields of a `multipart/form-data` request with one file.
+    """Receive a `multipart/form-data` request with one file, and return its form fields.
 
     The value of `file_field` is the file's name. `write` is called in a thread with the file's
     bytes.
@@ -73,7 +73,7 @@ async def read_form(
 
 
 class _Form:
-    """Parses a multipart form as it arrives, with bounded memory.
+    """Parses a multipart form as it arrives, with a bounded amount of memory.
 
     The file's bytes are passed on at once; the values of other fields are kept and must be short.
     """
@@ -97,12 +97,17 @@ class _Form:
         next(self._parser)
 
     def feed(self, chunk: bytes) -> None:
-        """Parse the form's next bytes."""
+        """Parse the next bytes of the request's body."""
         self._buffer += chunk
         next(self._parser)
 
     def finish(self) -> dict[str, str]:
-        """Return the form's fields; raise RequestError if the form is incomplete or has no file."""
+        """Return the form's fields when the whole body has arrived.
+
+        Raises:
+            RequestError: the form is incomplete.
+            MissingFieldError: the form has no file.
+        """
         if not self._is_over:
             raise RequestError("The form is incomplete: its last boundary is missing.")
         if self._file_field not in self._fields:
@@ -110,7 +115,7 @@ class _Form:
         return self._fields
 
     def _parse(self) -> Iterator[None]:
-        """Parse the form in the buffer; yields whenever more bytes are needed."""
+        """Parse the form from the buffer; yield whenever more bytes of the body are needed."""
         buffer, delimiter = self._buffer, self._delimiter
         yield from self._skip_preamble()
         for _ in range(_MAX_PARTS):
@@ -146,7 +151,10 @@ class _Form:
         del self._buffer[: start + len(self._delimiter)]
 
     def _receiver_for(self, head: str) -> Callable[[bytes], None]:
-        """Return the function that receives the content of a form part with the headers `head`."""
+        """Return the function that takes the content of the form's next part.
+
+        `head` has the part's headers, which name its field.
+        """
         name_match = _NAME_PARAMETER.search(head)
         filename_match = _FILENAME_PARAMETER.search(head)
         name = name_match[1] if name_match is not None else ""

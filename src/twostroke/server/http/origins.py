@@ -1,10 +1,4 @@
-"""Checks of `Host` and `Origin` that protect the server from web pages, and CORS headers.
-
-Any web page can make a browser send requests to this machine and its network. Such a request has
-the page's `Origin`. If the page's domain was pointed to an address of this network (DNS rebinding),
-its `Host` is that domain. Pages can forge neither header. A server without keys checks both
-headers; a server with keys need not, since pages do not know a key.
-"""
+"""Checks of `Host` and `Origin` that protect the server from web pages, and CORS headers."""
 
 from __future__ import annotations
 
@@ -63,19 +57,19 @@ _EXPOSED: Final = ", ".join(
 
 
 class ForbiddenError(TwostrokeError):
-    """The request's `Host` or `Origin` may not use the server."""
+    """Web pages of the request's `Origin` may not use the server."""
 
     http_status = 403
     code = "forbidden_origin"
 
 
 class ForbiddenHostError(ForbiddenError):
-    """The request's `Host` header is not a name of the server."""
+    """The request's `Host` header is not a name of this server."""
 
     code = "forbidden_host"
 
 
-class Access(Protocol):
+class AccessOptions(Protocol):
     """The server options that decide which hosts, origins and clients may use the server."""
 
     @property
@@ -92,11 +86,11 @@ class Access(Protocol):
 
     @property
     def allowed_hosts(self) -> tuple[str, ...]:
-        """Host names of the server besides its address."""
+        """Host names by which clients may reach the server, besides its address."""
 
 
-def check_access(options: Access) -> None:
-    """Check a server's options about hosts and origins.
+def check_access(options: AccessOptions) -> None:
+    """Check the server's options about hosts and origins before it starts.
 
     Raises:
         UsageError: an origin or a host is malformed, or all origins are allowed without keys.
@@ -112,10 +106,13 @@ def check_access(options: Access) -> None:
 
 
 class Origins:
-    """A server's rules about `Host` and `Origin` headers, and its CORS headers."""
+    """Decides which `Host` and `Origin` headers may use the server, and makes CORS headers.
 
-    def __init__(self, options: Access) -> None:
-        """Create the rules from options that `check_access` accepts.
+    Without these rules, any web page that a user visits could use a server on the user's machine.
+    """
+
+    def __init__(self, options: AccessOptions) -> None:
+        """Create the rules from options that `check_access` has accepted.
 
         API keys that are created later do not relax the rules.
         """
@@ -133,8 +130,8 @@ class Origins:
         """Check that a request's `Host` and `Origin` may use the server.
 
         Raises:
-            ForbiddenError: the host is not a name of this server, or pages of the origin may
-                not use it.
+            ForbiddenHostError: the host is not a name of this server.
+            ForbiddenError: web pages of the origin may not use it.
         """
         host, origin = _header(scope, b"host"), _header(scope, b"origin")
         if host and self._checks_hosts and not self._is_this_server(host):
@@ -155,7 +152,10 @@ class Origins:
             )
 
     def headers(self, scope: Scope) -> Headers:
-        """Return the CORS headers of the response to a request; error responses have them, too."""
+        """Return the CORS headers of a response, with which browsers let a page read the response.
+
+        Error responses have them, too.
+        """
         vary = [(b"vary", b"Origin")] if self._listed and not self._allows_any else []
         origin = _header(scope, b"origin")
         if origin is None or not self._is_listed(origin):
@@ -174,7 +174,7 @@ class Origins:
         return self._allows_any or origin in self._listed
 
     def _is_name_of_this_server(self, host: bytes) -> bool:
-        """Return whether clients may reach the server under a host name.
+        """Return whether a host name in a request may mean this server.
 
         A server that listens beyond this machine also accepts addresses and names outside public
         DNS, since no stranger's web page has such a host.
@@ -196,12 +196,12 @@ class OriginCheck:
     """
 
     def __init__(self, app: ASGIApp, origins: Origins) -> None:
-        """Wrap the ASGI application `app` with the rules of `origins`."""
+        """Wrap the inner ASGI layers `app` with the rules of `origins`."""
         self._app = app
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, refuse it, or answer a CORS preflight.
+        """Pass a request to the inner layers, refuse it, or answer a CORS preflight.
 
         The outermost layer adds the CORS headers.
         """
@@ -223,7 +223,7 @@ class OriginCheck:
 
 
 def parse_origin(text: str) -> str:
-    """Return a web origin as browsers send it: without a slash at its end.
+    """Check a web origin in an option, and return it in the form in which browsers send it.
 
     Raises:
         UsageError: the text is not an origin.
@@ -237,7 +237,9 @@ def parse_origin(text: str) -> str:
 
 
 def parse_host(text: str) -> str:
-    """Return a host name as in the `Host` header: in lower case, with IPv6 addresses in brackets.
+    """Check a host name in an option, and return it in the form of the `Host` header.
+
+    The result is in lower case, with IPv6 addresses in brackets.
 
     Raises:
         UsageError: the text is not a name or an address.
@@ -253,7 +255,7 @@ def parse_host(text: str) -> str:
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether a host name or address always means the machine itself."""
+    """Return whether a host name or address always means the machine itself, as localhost does."""
     try:
         return ip_address(name.strip("[]")).is_loopback
     except ValueError:
@@ -261,18 +263,18 @@ def is_loopback(name: str) -> bool:
 
 
 def is_preflight(scope: Scope) -> bool:
-    """Return whether a request is a CORS preflight, in which a browser asks for permission."""
+    """Return whether a request is a CORS preflight, by which a browser asks for permission."""
     has_both = _header(scope, b"origin") is not None and _header(scope, _REQUEST_METHOD) is not None
     return scope["method"] == "OPTIONS" and has_both
 
 
 def wants_page(request: Request) -> bool:
-    """Return whether the client accepts HTML, as browsers do and programs do not."""
+    """Return whether a request accepts HTML, as requests of browsers do."""
     return "text/html" in request.headers.get("accept", "").lower()
 
 
 def _is_local_page(origin: bytes, host: bytes) -> bool:
-    """Return whether a web origin is the server itself, or a page served by the same machine.
+    """Return whether a web origin is this server itself, or a page served by the same machine.
 
     A page of this machine, for example of a development proxy, gets no CORS headers, so its scripts
     can neither read responses nor send JSON.

@@ -25,7 +25,7 @@ _CLIENT_GONE: Final = 499  # nginx's status for a client that disconnects before
 
 
 class ErrorForm(Frozen):
-    """The form of a protocol's error responses.
+    """How a protocol writes its error responses.
 
     Attributes:
         status: returns the HTTP status of an error.
@@ -40,7 +40,7 @@ class ErrorForm(Frozen):
     id_header: bytes | None = None
 
 
-class Used(Protocol):
+class TokenUsage(Protocol):
     """The numbers of tokens that a request has used; `prompt_tokens` include `cached_tokens`."""
 
     @property
@@ -57,15 +57,15 @@ class Used(Protocol):
 
 
 class RequestWork(Protocol):
-    """The progress of a request's answers, computed by an engine or by another server."""
+    """The work on a request's answers, in an engine or in another server, as logs see it."""
 
     @property
     def num_open(self) -> int:
         """The number of the request's answers that have not ended."""
 
     @property
-    def used(self) -> Used | None:
-        """How many prompt and answer tokens the request has used so far.
+    def used(self) -> TokenUsage | None:
+        """The prompt and answer tokens that the request has used so far.
 
         None for a request that runs no model, or that was refused.
         """
@@ -76,7 +76,7 @@ class RequestWork(Protocol):
 
 @dataclass(slots=True)
 class ServedRequest:
-    """The facts of one HTTP request and its response, to which each layer of the server adds some.
+    """The facts of one HTTP request and its response, which each layer of the server completes.
 
     Attributes:
         request_id: the client's id, or a new one.
@@ -99,8 +99,8 @@ class ServedRequest:
         known_model: the server's own name of the model.
         keep_s: seconds that the model stays loaded after the request, if the request says so.
         running: the work on the request, if it has started.
-        reserve: called before the request is computed, with the maximum number of tokens that it
-            may use; raises if the key's limits do not allow them now.
+        reserve: called before the request is computed, with the maximum number of tokens that
+            it may use; raises if the key's limits do not allow them now.
         is_client_gone: whether the client disconnected before the end of the response.
         trace_id: the id of the trace; empty without traces.
         body_memory: counts the bytes of clients' bodies; None for an internal request.
@@ -135,26 +135,26 @@ class ServedRequest:
     body_memory: BodyMemory | None = None
 
     def set_owner(self, key: Key) -> None:
-        """Set the request's API key, and the key's tenant and weight."""
+        """Note the request's API key, and take the tenant and its weight from the key."""
         self.key = key
         self.tenant = key.tenant
         self.weight = key.weight
 
     @property
     def is_tried_again(self) -> bool:
-        """Whether this is a batch request that the batch runner will send again."""
+        """Whether this is a batch request that was refused for now, and will be sent again."""
         return self.service_tier is not None and self.status in RETRYABLE_STATUSES
 
     @property
-    def used(self) -> Used | None:
-        """How many prompt and answer tokens the request has used so far.
+    def used(self) -> TokenUsage | None:
+        """The prompt and answer tokens that the request has used so far.
 
         None for a request that runs no model, or that was refused.
         """
         return None if self.running is None else self.running.used
 
     def end(self) -> None:
-        """Record the end of the response, and whether the client disconnected before it."""
+        """Note when the response ended, and whether the client disconnected before the end."""
         self.ended_s = time.monotonic()
         is_cut = self.running is not None and self.running.num_open > 0
         self.is_client_gone = is_cut and self.error is None
@@ -163,7 +163,7 @@ class ServedRequest:
             self.status = _CLIENT_GONE
 
     def figures(self) -> dict[str, Any]:
-        """Return the request's values for the access log, by name, without missing values."""
+        """Return the request's facts for the access log, by name, without missing values."""
         figures = {
             "request_id": self.request_id,
             "method": self.method,
@@ -182,13 +182,13 @@ class ServedRequest:
 
 
 def served_of(scope: Scope) -> ServedRequest:
-    """Return the `ServedRequest` that the outermost ASGI layer has put into the scope."""
+    """Return the facts of a request, which the outermost ASGI layer has put into its scope."""
     served_request: ServedRequest = scope["state"][STATE_KEY]
     return served_request
 
 
 class Observer(Protocol):
-    """Logs or exports finished requests, for example to the access log or to traces.
+    """Gets each request that has ended, for the access log, usage counts or traces.
 
     Its methods run on the event loop, and must not block.
     """
@@ -197,4 +197,4 @@ class Observer(Protocol):
         """Record a request whose response has ended."""
 
     def close(self) -> None:
-        """Send the records that are still buffered; no request follows."""
+        """Send all buffered reports, because the server stops and no request follows."""

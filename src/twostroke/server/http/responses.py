@@ -1,4 +1,4 @@
-"""JSON responses, server-sent events, and the end of work for clients that disconnect."""
+"""JSON responses and server-sent events, and the end of work for clients that disconnect."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class JsonInChunks(Response):
     def __init__(
         self, body: Callable[[list[msgspec.Raw]], object], parts: list[msgspec.Raw]
     ) -> None:
-        """Create a response with the JSON of `body(parts)`.
+        """Prepare a response with the JSON of `body(parts)`.
 
-        That JSON must contain the encoded `parts` as one list.
+        That JSON must contain `parts`, which are encoded already, as one list.
         """
         marker = b'"%b"' % secrets.token_hex(16).encode()
         # The list is encoded with a marker in place of the parts, so that they are not copied.
@@ -66,12 +66,12 @@ class JsonInChunks(Response):
 
 
 def sse(data: bytes) -> bytes:
-    """Return a server-sent event with this data and without an event name."""
+    """Return a server-sent event with the given data and without an event name."""
     return b"data: %b\n\n" % data
 
 
 def named_sse(data: msgspec.Struct) -> bytes:
-    """Return a server-sent event with a struct as its data and the struct's tag as its name."""
+    """Return a server-sent event with a struct as its data, and the struct's tag as its name."""
     name = data.__struct_config__.tag
     assert isinstance(name, str)
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(data))
@@ -83,7 +83,7 @@ ABORT: Final = "twostroke.abort"  # the scope extension that closes a connection
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`; cancel `work` if the request's client disconnects first.
+    """Wait for `work`, and return its result; cancel it if the request's client disconnects.
 
     Raises:
         ClientGoneError: the client disconnected.

@@ -35,7 +35,7 @@ _MAX_ROOM_S: Final = MAX_RETRY_AFTER_S / (1 + _JITTER_RATIO)
 
 
 def timeout_of(scope: Scope) -> float:
-    """Return a request's timeout in seconds, from its header; infinity without the header.
+    """Return the timeout in seconds that a request's header sets; infinity without the header.
 
     Raises:
         RequestError: the header is not a number of seconds, or too large.
@@ -53,8 +53,8 @@ def timeout_of(scope: Scope) -> float:
 
 
 @asynccontextmanager
-async def in_time(served_request: ServedRequest) -> AsyncIterator[None]:
-    """Run a `with` block within the time that is left of a request's timeout.
+async def within_timeout(served_request: ServedRequest) -> AsyncIterator[None]:
+    """Cancel a `with` block when the timeout of its request is over.
 
     The timeout began with the request.
 
@@ -73,7 +73,7 @@ async def in_time(served_request: ServedRequest) -> AsyncIterator[None]:
 
 
 class RetryAfter:
-    """Chooses when refused clients should retry, one after the other as fast as the engine serves.
+    """Spreads the times at which refused clients should retry, as fast as the engine serves.
 
     All refused clients are assumed to retry, so each gets a later time than the last. If the times
     would exceed the maximum, they are chosen at random up to the maximum. Call the methods only in
@@ -86,9 +86,9 @@ class RetryAfter:
         self._due_s: dict[str, float] = {}  # by service tier: when the last refused client is done
 
     def put_off(self, error: OverloadedError, service_tier: str) -> None:
-        """Delay a refused request's retry time until after earlier refused requests of its tier.
+        """Set the retry time of a refused request after the times of its tier's earlier requests.
 
-        The retry time is the error's fact `room_s`, in seconds from now.
+        The time is stored as the fact `room_s` of `error`, in seconds from now.
         """
         room_s, turn_s = error.facts.get("room_s"), error.facts.get("turn_s")
         if not isinstance(room_s, float):
@@ -105,10 +105,10 @@ class RetryAfter:
 
 
 def retry_after(error: TwostrokeError) -> str:
-    """Return the value of the header `Retry-After` for an error: whole seconds.
+    """Return the value of the response header `Retry-After` for an error, in whole seconds.
 
-    The error's fact `wait_s` is exact. Its fact `room_s` is an estimate, to which a random share is
-    added, so that clients do not all retry at once.
+    If the error has the fact `wait_s`, the time is exact. The fact `room_s` is an estimate, to
+    which a random share is added, so that clients do not all retry at once.
     """
     if isinstance(wait_s := error.facts.get("wait_s"), float):
         return whole_seconds(wait_s)
@@ -119,5 +119,5 @@ def retry_after(error: TwostrokeError) -> str:
 
 
 def whole_seconds(wait_s: float) -> str:
-    """Return a waiting time in seconds as text, rounded up, at least 1."""
+    """Return a waiting time as whole seconds in text, rounded up, at least 1."""
     return str(max(RETRY_AFTER_S, math.ceil(wait_s)))

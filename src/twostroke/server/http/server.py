@@ -41,8 +41,8 @@ _FLUSH_TIMEOUT_S = 1  # to send the errors of requests that were cut off
 _logger = logging.getLogger("twostroke.serve")
 
 
-class Options(Protocol):
-    """The options of an application that its HTTP server uses."""
+class AppOptions(Protocol):
+    """The options of an application that the HTTP server reads."""
 
     @property
     def limits(self) -> RequestLimits:
@@ -50,11 +50,11 @@ class Options(Protocol):
 
     @property
     def drain_s(self) -> float:
-        """Seconds that running requests may take once the server stops."""
+        """The seconds that running requests may take when the server stops."""
 
 
 class AppHealth(Protocol):
-    """Reports the health of an application to its server."""
+    """Tells the HTTP server whether its application can still answer requests."""
 
     @property
     def is_well(self) -> bool:
@@ -64,23 +64,26 @@ class AppHealth(Protocol):
         """
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Call `on_end` in the running event loop once no request can be answered any more."""
+        """Register `on_end`, which is called when no request can be answered any more.
+
+        The call comes in the running event loop.
+        """
 
 
 class Application(Protocol):
-    """An application that lets its requests finish, or aborts them, when its server stops."""
+    """The server or router that answers the requests of an HTTP server, which stops it cleanly."""
 
     @property
-    def options(self) -> Options:
+    def options(self) -> AppOptions:
         """The application's options that the HTTP server uses."""
 
     @property
     def health(self) -> AppHealth:
-        """Reports whether the application makes progress."""
+        """Tells whether the application makes progress."""
 
     @property
     def is_draining(self) -> bool:
-        """Whether the application refuses new requests because its server stops."""
+        """Whether the application refuses new requests because the HTTP server stops."""
 
     @property
     def num_running(self) -> int:
@@ -97,9 +100,10 @@ class Application(Protocol):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket; binding precedes loading, so an address in use is reported early.
+    """Return a listening socket for the server's address.
 
-    Clients that connect before `run` wait. Port 0 chooses a free port.
+    A server binds before it loads a model, so an address in use is reported early. Clients that
+    connect before `run` wait. Port 0 chooses a free port.
 
     Raises:
         UsageError: the port is out of range.
@@ -127,11 +131,11 @@ async def run(
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[int], None] | None = None,
 ) -> int:
-    """Serve HTTP requests until SIGINT, SIGTERM or SIGHUP, and return the process's exit code.
+    """Serve HTTP requests until a signal stops the server, and return the process's exit code.
 
-    After the first signal the application drains, and running requests have its `drain_s` seconds
-    to finish. Then, or at a second signal, they are cut off with an error. The exit code is 0 if
-    all requests finished, and 1 if some were cut off.
+    The signals are SIGINT, SIGTERM and SIGHUP. After the first, the application drains, and running
+    requests have its `drain_s` seconds to finish. Then, or at a second signal, they are cut off
+    with an error. The exit code is 0 if all requests finished, and 1 if some were cut off.
 
     Args:
         app: the ASGI application with all its layers.
@@ -151,7 +155,7 @@ async def run(
     server = Server(app, application, on_listening)
     shutdown = _Shutdown(server, application, watchdog, on_stop)
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(Faults())
+    loop.set_exception_handler(LoopExceptionHandler())
     is_main = threading.current_thread() is threading.main_thread()  # only this thread gets signals
     stop_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # nohup ignores SIGHUP
     signals = [
@@ -174,18 +178,18 @@ async def run(
     return 1 if shutdown.num_cut_off or shutdown.has_ended else 0
 
 
-class Faults:
-    """The event loop's exception handler: logs one line for each error.
+class LoopExceptionHandler:
+    """The event loop's exception handler, which logs one line for each error.
 
     asyncio's own handler would log a traceback for each error.
     """
 
     def __init__(self) -> None:
-        """Create the exception handler, which has not logged anything yet."""
+        """Create the handler, which has not logged anything yet."""
         self._last_logged_s = -math.inf
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error of the event loop.
+        """Log an error that asyncio reports.
 
         Frequent errors about connections that cannot be accepted are logged only now and then.
         """
@@ -198,12 +202,12 @@ class Faults:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, without signal handlers, with a callback once it accepts connections."""
+    """uvicorn's server, with a callback when it listens, and without signal handlers."""
 
     def __init__(
         self, app: ASGIApp, application: Application, on_listening: Callable[[], None]
     ) -> None:
-        """Create a server for `app`; call `on_listening` once connections are accepted."""
+        """Prepare to serve `app`; `on_listening` is called when connections are accepted."""
         super().__init__(_config(app, application))
         self._on_listening = on_listening
 
@@ -217,14 +221,15 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone, since `run` handles them; uvicorn's own method would catch them."""
+        """Do nothing, unlike uvicorn's method, because `run` handles the signals."""
         yield
 
 
 class _Shutdown:
-    """Stops the server: drains at the first signal, then cuts running requests off.
+    """Stops the server in two steps: it drains, and then cuts running requests off.
 
-    They are cut off at a second signal, or after the time limit for draining.
+    The first signal starts the drain. Requests are cut off at a second signal, or after the time
+    limit for draining.
     """
 
     def __init__(
@@ -260,12 +265,12 @@ class _Shutdown:
             self._on_stop(self._application.num_running)
 
     def on_end(self) -> None:
-        """Stop the server, since its application cannot answer any more requests."""
+        """Stop the server, because its application cannot answer any more requests."""
         self.has_ended = True
         self._cut_off()
 
     async def _stop_after(self, requests: set[asyncio.Task[None]]) -> None:
-        """Stop listening once these running requests have ended.
+        """Wait until the given running requests have ended, then stop listening.
 
         Until then the server still answers `GET /health` with "draining".
         """
@@ -296,7 +301,7 @@ def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
         HttpConnection,
         limits=limits,
         is_draining=lambda: application.is_draining,
-        # A router has another connection for each client's.
+        # Half of the open files, as a router opens a connection to a replica for each client.
         max_connections=raise_open_file_limit() // 2,
         idle_connections={},
     )

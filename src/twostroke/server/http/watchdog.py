@@ -20,23 +20,23 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class Watchdog:
-    """Notifies systemd of a server's state; does nothing if systemd did not start the server."""
+    """Tells systemd the server's state; does nothing if systemd did not start the server."""
 
     def __init__(self, is_well: Callable[[], bool]) -> None:
-        """Notify systemd's watchdog as long as `is_well` returns True."""
+        """Prepare the notifications, which go on while `is_well` returns True."""
         self._is_well = is_well
         self._address = env.notify_socket()
         self._interval_s = env.watchdog_s() if self._address else None
         self._feed_task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Tell systemd that the server is ready, and notify the watchdog from now on."""
+        """Tell systemd that the server is ready, and notify its watchdog regularly from now on."""
         self._notify("READY=1")
         if self._interval_s is not None:
             self._feed_task = asyncio.get_running_loop().create_task(self._feed(self._interval_s))
 
     def stop(self) -> None:
-        """Tell systemd that the server is stopping; the watchdog is still notified."""
+        """Tell systemd that the server is stopping; its watchdog is still notified."""
         self._notify("STOPPING=1")
 
     def end(self) -> None:

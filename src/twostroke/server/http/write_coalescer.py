@@ -1,4 +1,4 @@
-"""Combines writes of the same event loop round, such as a response's headers and first bytes."""
+"""Joins small socket writes, such as a response's headers and its first bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _READ_BYTES: Final = 64 * 1024
 
 
 def limit_read_size(transport: asyncio.BaseTransport) -> None:
-    """Let asyncio read at most 64 KiB at once from a transport.
+    """Make asyncio read at most 64 KiB at once from a transport.
 
     asyncio's usual buffer of 256 KiB would be mapped anew for each read, which takes time.
     """
@@ -21,7 +21,7 @@ def limit_read_size(transport: asyncio.BaseTransport) -> None:
 
 
 class WriteCoalescer(asyncio.Transport):
-    """An asyncio transport that joins the writes of one event loop round into one write."""
+    """An asyncio transport that joins the writes of one event loop round into one socket write."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         """Wrap `transport`, to which the joined writes go."""
@@ -32,9 +32,9 @@ class WriteCoalescer(asyncio.Transport):
         self._num_bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Hold data, and write it before the event loop's next round.
+        """Hold data until the event loop's next round, and then write all held data at once.
 
-        The data is written at once if more than 64 KiB are held.
+        Data is written at once if more than 64 KiB are held.
         """
         if not data:
             return
@@ -46,7 +46,7 @@ class WriteCoalescer(asyncio.Transport):
             self.flush()
 
     def write_now(self, data: bytes) -> None:
-        """Write data at once, for data that no other write follows.
+        """Write data at once, since no other write follows soon.
 
         If earlier data is held, this data is held as well, to keep the order.
         """
@@ -70,7 +70,7 @@ class WriteCoalescer(asyncio.Transport):
         self._transport.abort()
 
     def get_write_buffer_size(self) -> int:
-        """Return the number of bytes, held or in the transport's buffer, that are not sent yet."""
+        """Return how many bytes are not sent yet, held here or in the transport's buffer."""
         return self._num_bytes + self._transport.get_write_buffer_size()
 
     def resume_reading(self) -> None:

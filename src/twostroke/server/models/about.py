@@ -1,4 +1,4 @@
-"""The server's version, and the bodies of GET /, /health and /v1/models."""
+"""The server's version, and the responses of GET /, /health and /v1/models."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ProgressBody(msgspec.Struct, frozen=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """A model's abilities besides text completion, with the names of Mistral's API.
+    """The abilities of a model besides text completion, with the names of Mistral's API.
 
     Chat needs a chat template; filling in the middle (`suffix`) needs special tokens.
     """
@@ -68,7 +68,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class ModelMeta(msgspec.Struct, frozen=True):
-    """A model's sizes in tokens, values and bytes, with llama-server's names."""
+    """The sizes of a model in tokens, values and bytes, with llama-server's names."""
 
     n_vocab: int
     n_ctx_train: int
@@ -78,13 +78,16 @@ class ModelMeta(msgspec.Struct, frozen=True):
 
 
 class ModelStatus(msgspec.Struct, frozen=True):
-    """Whether a model is loaded, in llama-server's form; a request loads an unloaded model."""
+    """The state of a model in llama-server's form: loaded or not.
+
+    A request to a model that is not loaded loads it.
+    """
 
     value: Literal["unloaded", "loading", "loaded", "unloading"]
 
 
 class ModelBody(msgspec.Struct, frozen=True):
-    """A served model in OpenAI's form.
+    """An entry of GET /v1/models in OpenAI's form: a served model.
 
     `created` is when the server read the model's files, and `max_model_len` the context length.
     """
@@ -107,7 +110,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 def model_body(card: ModelCard, name: str, state: str) -> ModelBody:
-    """Return the description of a model for GET /v1/models.
+    """Describe a model as GET /v1/models returns it.
 
     Args:
         card: the model's facts.

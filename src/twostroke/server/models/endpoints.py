@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/NAME, in OpenAI's form, or in Anthropic's for its clients."""
+"""GET /v1/models and /v1/models/NAME, in OpenAI's form or, for its clients, in Anthropic's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATH: Final = "/v1/models"
 
 
 class AnthropicModel(msgspec.Struct, tag_field="type", tag="model", frozen=True):
-    """A served model in Anthropic's form."""
+    """An entry of GET /v1/models in Anthropic's form: a served model."""
 
     id: str
     display_name: str
@@ -39,7 +39,7 @@ class AnthropicModel(msgspec.Struct, tag_field="type", tag="model", frozen=True)
 
 
 class AnthropicModels(msgspec.Struct, frozen=True):
-    """A page of the list of served models in Anthropic's form."""
+    """The response of GET /v1/models in Anthropic's form: one part of the list of models."""
 
     data: list[AnthropicModel]
     has_more: bool
@@ -48,7 +48,7 @@ class AnthropicModels(msgspec.Struct, frozen=True):
 
 
 def model_routes(models: ModelRegistry) -> list[Route]:
-    """Return the Starlette routes that list and describe the served models."""
+    """Return the HTTP routes that list and describe the served models."""
 
     def body(name: str, model: ServedModel) -> ModelBody:
         return model_body(model.card, name, models.state(model.name))
@@ -84,7 +84,7 @@ def _anthropic_model(name: str, card: ModelCard) -> AnthropicModel:
 
 
 def _page(cards: dict[str, ModelCard], query: dict[str, Any]) -> AnthropicModels:
-    """Return a page of the list of served models in Anthropic's form.
+    """Return one part of the list of served models in Anthropic's form, as a query asks.
 
     `query` may have `limit`, and `after_id` or `before_id`.
     """

@@ -1,7 +1,4 @@
-"""Compiles the constraints of requests outside the event loop and the engine's steps.
-
-Tenants take turns; the tenant whose constraints have taken the least time is next.
-"""
+"""Compiles the constraints of answers, such as JSON schemas, before requests start."""
 
 from __future__ import annotations
 
@@ -29,10 +26,12 @@ _MAX_CACHED_RESULTS: Final = (
 )
 
 
-class Compiler:
-    """Compiles constraints such as JSON schemas, one at a time, and caches the results.
+class GrammarCompiler:
+    """Has an engine compile the constraints of answers, such as JSON schemas, one at a time.
 
-    It is used by the server; the engine keeps the compiled grammars.
+    The server compiles a constraint before its request starts, so that a slow schema delays no
+    other request. Tenants take turns. The engine keeps the compiled grammars; this object caches
+    which rules of a schema they do not enforce.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Compiler:
         self._results: OrderedDict[Constraint, tuple[str, ...] | str] = OrderedDict()
 
     async def compile(self, requested: Constraint | ToolForm, tenant: str = "") -> Compiled:
-        """Compile a constraint in the tenant's turn.
+        """Compile the constraint of a request, or of its tools, when it is the tenant's turn.
 
         A tool whose schema cannot be compiled takes any JSON object as arguments.
 
@@ -96,9 +95,9 @@ class Compiler:
             return constraint, await self._unenforced_keywords(constraint, tenant)
 
     async def _unenforced_keywords(self, constraint: Constraint, tenant: str) -> tuple[str, ...]:
-        """Return the schema rules that a constraint's grammar does not enforce.
+        """Compile a constraint; return the schema rules that its grammar does not enforce.
 
-        The constraint is compiled, unless the result is cached.
+        A cached result is returned without compiling again.
         """
         if (engine_start := self._engine_start_of()) is not self._engine_start:
             self._engine_start = engine_start
@@ -125,7 +124,7 @@ class Compiler:
     def _store_result(
         self, constraint: Constraint, slot: FairSlot, work: asyncio.Future[tuple[str, ...]]
     ) -> None:
-        """Cache the result of a compilation, and give its slot to the next constraint.
+        """Cache the result of a compilation, and let the next constraint be compiled.
 
         This also happens if the client that waits for the result has disconnected.
         """
@@ -139,6 +138,6 @@ class Compiler:
             self._results.popitem(last=False)
 
     def _refusal(self, constraint: Constraint) -> str | None:
-        """Return why a constraint was refused earlier; None if the cache does not know."""
+        """Return why a constraint could not be compiled earlier; None if it is not known."""
         result = self._results.get(constraint)
         return result if isinstance(result, str) else None

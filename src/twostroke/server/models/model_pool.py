@@ -1,4 +1,4 @@
-"""Several models that share memory: loads them on demand, and unloads them for each other."""
+"""Several models that share memory: loads them on demand, and unloads one for another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.core.cancellation import wait_until_set
 from twostroke.core.hardware import memory_used
 from twostroke.engine.status import Health, StepProgress
-from twostroke.server.models.residency import ModelResidency, decide, retention_value
+from twostroke.server.models.residency import ModelResidency, decide_residency, retention_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -28,9 +28,9 @@ _IDLE_TICK_S: Final = 0.25
 
 
 class ModelPool:
-    """Engines of several models that share memory, and are loaded and unloaded on demand.
+    """The engines of several models that share memory, loaded and unloaded on demand.
 
-    As a `ServedEngine`, the pool stands for its first engine.
+    Wherever the server needs one `ServedEngine`, the pool stands for the engine of its first model.
     """
 
     def __init__(self, engines: Mapping[str, OnDemandEngine], budget_bytes: int) -> None:
@@ -49,12 +49,12 @@ class ModelPool:
 
     @property
     def facts(self) -> EngineFacts:
-        """The facts of the first model's engine."""
+        """The facts of the first model's engine, such as its backend and limits."""
         return self._default.facts
 
     @property
     def health(self) -> Health:
-        """READY, as each request is answered once its model is loaded; STOPPED after `close`."""
+        """READY, as each request is answered when its model is loaded; STOPPED after `close`."""
         return Health.STOPPED if self._has_ended else Health.READY
 
     @property
@@ -68,12 +68,12 @@ class ModelPool:
 
     @property
     def memory_bytes(self) -> int:
-        """The known memory in bytes of the server and all engine processes."""
+        """The memory in bytes of the server and its engine processes, as they last reported it."""
         return memory_used() + sum(engine.memory_bytes for engine in self.engines.values())
 
     @property
     def num_deaths(self) -> int:
-        """How often engine processes have died, over all models."""
+        """How often engine processes of any model have died."""
         return sum(engine.num_deaths for engine in self.engines.values())
 
     async def generate(
@@ -85,11 +85,11 @@ class ModelPool:
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> ServedOutputs:
-        """Submit texts to embed to the first model's engine."""
+        """Submit texts to the first model's engine, which computes their embeddings."""
         return await self._default.embed(texts, params, caller)
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile a constraint for the first model; return the rules that are not enforced."""
+        """Compile a constraint in the first model's engine; return the rules not enforced."""
         return await self._default.compile(constraint, limit_s)
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
@@ -97,7 +97,7 @@ class ModelPool:
         return await self._default.read(spans)
 
     def flush(self) -> None:
-        """Let the engines of all models start steps that wait for more requests."""
+        """Let the engines of all models start steps that they delay to gather more requests."""
         for engine in self.engines.values():
             engine.flush()
 
@@ -117,7 +117,10 @@ class ModelPool:
             engine.close()
 
     async def _manage(self) -> None:
-        """Decide which models are loaded: regularly, and whenever an engine's state changes."""
+        """Load and unload models until the pool is closed.
+
+        Decisions are made regularly, and whenever an engine's state changes.
+        """
         while not self._has_ended:
             self._changed.clear()
             self._decide()
@@ -129,7 +132,7 @@ class ModelPool:
             await wait_until_set(self._changed, _IDLE_TICK_S if is_idle else _TICK_S)
 
     def _decide(self) -> None:
-        """Load, unload and close models as the function `decide` says."""
+        """Load, unload and close models as `decide_residency` says."""
         now_s = time.monotonic()
         model_uses = [engine.model_use(now_s) for engine in self.engines.values()]
         for model_use in model_uses:
@@ -139,7 +142,7 @@ class ModelPool:
                 engine.value = retention_value(
                     model_use.num_bytes, load_s, self._highest_unloaded_value
                 )
-        decision = decide(now_s, self.budget_bytes, model_uses)
+        decision = decide_residency(now_s, self.budget_bytes, model_uses)
         for name, engine in self.engines.items():
             engine.set_closed(is_closed=name in decision.close)
         for name in decision.unload:

@@ -56,9 +56,10 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class OnDemandEngine:
-    """A model's engine that has a process only while the model is loaded: from `wake` to `unload`.
+    """A model's engine whose process runs only while the model is loaded: from `wake` to `unload`.
 
-    It owns a `RemoteEngine`, and observes its process: the supervisor calls the `on_` methods.
+    It owns a `RemoteEngine`, and observes its process: the supervisor of the process calls the
+    `on_` methods.
 
     Attributes:
         num_bytes: the memory that the loaded model uses.
@@ -101,9 +102,8 @@ class OnDemandEngine:
         self.changed: Callable[[], None] = lambda: None
         self._pending.is_up = False
         self._began_s = self._used_s = self._loaded_s = time.monotonic()
-        self._load_requested_s: float | None = (
-            None  # since when a load is requested without a generation request
-        )
+        # The time of a request to load the model for which no prompt waits.
+        self._load_requested_s: float | None = None
         self._is_unloading = False
         self._refusal: tuple[float, ModelNotLoadedError] | None = None
 
@@ -117,13 +117,13 @@ class OnDemandEngine:
         budget_bytes: int,
         keep_s: float,
     ) -> Self:
-        """Return an engine for `model` without loading it; only the model's header is read.
+        """Create the engine of `model` without loading it; only the model's header is read.
 
-        The model is served as `name`, or under its own name if `name` is None. The memory limit is
-        `budget_bytes`. Raises the errors of `build`.
+        The model is served as `name`, or under its own name if `name` is None.
 
         Raises:
             MemoryLimitError: the model does not fit into `budget_bytes`.
+            ModelFormatError: the model's files are not valid or not supported.
         """
         recipe = EngineRecipe.of(model, options)
         gpu_working_bytes = recipe.gpu_working_bytes
@@ -161,7 +161,7 @@ class OnDemandEngine:
 
     @property
     def facts(self) -> EngineFacts:
-        """The engine's facts, as its latest process has sent them."""
+        """The facts of the engine, such as its backend, as its latest process has sent them."""
         return self._engine.facts
 
     @property
@@ -176,7 +176,7 @@ class OnDemandEngine:
 
     @property
     def progress(self) -> StepProgress:
-        """The progress of the engine's steps."""
+        """The number of the engine's steps, and the seconds of its current step."""
         return self._engine.progress
 
     @property
@@ -195,12 +195,12 @@ class OnDemandEngine:
 
     @property
     def load_s(self) -> float:
-        """The seconds that loading the model took last time, or the estimate by its size."""
+        """The seconds that the latest load of the model took; an estimate before the first load."""
         return self._supervisor.load_s or self.expected_load_s
 
     @property
     def expected_load_s(self) -> float:
-        """The estimated seconds to load the model, by its size alone."""
+        """The seconds that loading the model should take, estimated from its size."""
         return _BASE_LOAD_S + self.num_bytes / _BYTES_PER_S
 
     @property
@@ -215,11 +215,11 @@ class OnDemandEngine:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of the engine's process at its latest status; 0 if the model is not loaded."""
+        """The memory of the engine's process when it last reported; 0 without a loaded model."""
         return 0 if self._supervisor.is_resting else self._engine.process_memory_bytes
 
     def model_use(self, now_s: float) -> ModelUse:
-        """Return the model's state, size and use, from which `decide` chooses models to unload."""
+        """Return the facts by which `decide_residency` chooses models to load and unload."""
         is_compiling = self._engine.is_compiling
         state = self.residency
         is_loaded = self._supervisor.is_up
@@ -248,7 +248,7 @@ class OnDemandEngine:
         )
 
     def request_load(self) -> None:
-        """Request that the model is loaded, although no prompt waits for it."""
+        """Ask the pool to load the model, although no prompt waits for it."""
         if self._supervisor.is_resting and self._load_requested_s is None:
             self._load_requested_s = time.monotonic()
         self._used_s = time.monotonic()
@@ -260,7 +260,7 @@ class OnDemandEngine:
         self.changed()
 
     def set_closed(self, *, is_closed: bool) -> None:
-        """Let new requests wait, since another model needs the memory; or stop doing so."""
+        """Make new requests wait, because another model needs the memory; or let them run again."""
         if is_closed != self.is_closed:
             self.is_closed = is_closed
             self._pending.is_up = self._supervisor.is_up and not is_closed
@@ -284,7 +284,7 @@ class OnDemandEngine:
         return self._rest()
 
     async def _rest(self) -> None:
-        """End the model's process."""
+        """End the model's process, and wait until its memory is free."""
         began_s = time.monotonic()
         try:
             await self._supervisor.rest()
@@ -297,21 +297,31 @@ class OnDemandEngine:
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> RemoteOutputs:
-        """Submit prompts, which wait until the model is loaded."""
+        """Submit prompts, which wait until the model is loaded.
+
+        Raises:
+            ModelNotLoadedError: loading the model failed a few seconds ago.
+            RequestError: a prompt can never fit.
+        """
         message = self._engine.generate_message(prompts, params, caller, hints)
         return await self._submit(message, num_answers=len(prompts) * params.n)
 
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> RemoteOutputs:
-        """Submit texts to embed, which wait until the model is loaded."""
+        """Submit texts to embed, which wait until the model is loaded.
+
+        Raises:
+            ModelNotLoadedError: loading the model failed a few seconds ago.
+            RequestError: a text can never fit.
+        """
         message = self._engine.embed_message(texts, params, caller)
         return await self._submit(message, num_answers=len(texts))
 
     async def _submit(
         self, message: wire.Generate | wire.EmbedTexts, num_answers: int
     ) -> RemoteOutputs:
-        """Send a call to the model's process, or let it wait until the model is loaded."""
+        """Send a request to the model's process, or let it wait until the model is loaded."""
         self._used_s = time.monotonic()
         if self._supervisor.is_up and not self.is_closed:
             return await self._engine.submit(message, num_answers)
@@ -326,7 +336,12 @@ class OnDemandEngine:
         return outputs
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile a constraint once the model is loaded; return the rules that are not enforced."""
+        """Compile a constraint when the model is loaded; return the schema rules not enforced.
+
+        Raises:
+            ModelNotLoadedError: loading the model failed a few seconds ago.
+            OverloadedError: too many requests wait for the model.
+        """
         if not self._supervisor.is_up:
             self._check_may_load()
             num_inquiries = self._engine.num_inquiries
@@ -336,15 +351,18 @@ class OnDemandEngine:
         return await self._engine.compile(constraint, limit_s)
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
-        """Return the engine's status; its last known status if the model is not loaded."""
+        """Return the engine's status; if the model is not loaded, its last status."""
         return await self._engine.read(spans)
 
     def flush(self) -> None:
-        """Let the engine start a step that waits for more requests."""
+        """Let the engine start a step that it delays to gather more requests."""
         self._engine.flush()
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Start in the running event loop; call `on_end` if no process will be started any more."""
+        """Begin to work in the running event loop.
+
+        `on_end` is called if no process will be started any more.
+        """
         self._engine.attach(on_end)
 
     def close(self) -> None:
@@ -352,7 +370,7 @@ class OnDemandEngine:
         self._engine.close()
 
     def _check_fits(self, message: wire.Generate | wire.EmbedTexts) -> None:
-        """Refuse a request that can never run, instead of loading the model for it.
+        """Check that a request can ever run, before the model is loaded for it.
 
         Raises:
             RequestError: a prompt is empty.
@@ -373,7 +391,11 @@ class OnDemandEngine:
             max_len(request, context_length, max_tokens)
 
     def _check_may_load(self) -> None:
-        """Raise the error of the latest load, if it failed a few seconds ago."""
+        """Check that loading the model has not failed a few seconds ago.
+
+        Raises:
+            ModelNotLoadedError: it has.
+        """
         if self._refusal is not None and time.monotonic() < self._refusal[0]:
             raise self._refusal[1]
 
@@ -384,15 +406,15 @@ class OnDemandEngine:
         self._engine.on_message(message)
 
     def on_tick(self) -> None:
-        """Fail the calls whose timeout has passed."""
+        """Fail the requests whose timeout has passed."""
         self._engine.on_tick()
 
     def on_give_up(self, reason: str) -> None:
-        """Fail all calls, since no other process will be started."""
+        """Fail all requests, because no other process will be started for the model."""
         self._engine.on_give_up(reason)
 
     def on_restart(self, ready: wire.EngineReady) -> None:
-        """Send the waiting requests to a process that has loaded the model."""
+        """Send the waiting requests to a new process, which has loaded the model."""
         if ready.card.identity != self.card.identity:
             reason = "Its files are not those with which the server was started: start it again."
             self._supervisor.refuse(ModelFormatError(reason))
@@ -418,7 +440,7 @@ class OnDemandEngine:
         self.changed()
 
     def on_death(self) -> bool:
-        """Fail the requests that a dead process was computing.
+        """Fail the requests that the process was computing when it died.
 
         Returns whether one of them may have caused the death.
         """
@@ -427,7 +449,10 @@ class OnDemandEngine:
         return is_to_blame
 
     def on_load_failure(self, error: TwostrokeError) -> bool:
-        """Fail all waiting requests, and refuse new ones for some seconds; return True."""
+        """Fail all waiting requests, and refuse new requests for some seconds.
+
+        Returns True: the supervisor starts no other process by itself.
+        """
         name = self.card.name
         _logger.error("%s cannot be loaded: %s", name, error)
         self.num_failed_loads += 1
@@ -442,7 +467,7 @@ class OnDemandEngine:
 
 
 def _backend_facts(recipe: EngineRecipe, size: CacheSize) -> BackendFacts:
-    """Return the compute backend's facts for a model that is not loaded."""
+    """Return the facts of a compute backend for a model that is not loaded."""
     return BackendFacts(
         name="none",
         detail="not loaded",
@@ -456,7 +481,7 @@ def _backend_facts(recipe: EngineRecipe, size: CacheSize) -> BackendFacts:
 
 
 def _initial_status(card: ModelCard, num_pages: int) -> EngineStatus:
-    """Return the status of an engine that has not run yet: all KV pages are free."""
+    """Return the status of an engine that has not run yet: all its KV pages are free."""
     stats = SchedulerStats(
         num_running=0,
         num_waiting=0,

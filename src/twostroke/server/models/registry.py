@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from twostroke.engine.status import Health
 from twostroke.server.http.model_names import ModelNames
-from twostroke.server.models.grammar_compiler import Compiler
+from twostroke.server.models.grammar_compiler import GrammarCompiler
 from twostroke.server.models.model_pool import ModelPool
 from twostroke.server.models.residency import ModelResidency
 
@@ -26,7 +26,7 @@ _MAX_KEEP_S: Final = 100 * 365 * 86_400.0  # the time of a model that is never u
 
 
 class ServedModel:
-    """A served model: its name, its engine, and the compiler of its constraints."""
+    """One model of a server: its name, its engine, and the compiler of its constraints."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ServedModel:
         *,
         parses_special: bool = True,
     ) -> None:
-        """Serve the model of `engine` as `name`.
+        """Register the model of `engine` under `name`.
 
         `compile_timeout_s` limits the compilation of a constraint. With `parses_special`, special
         tokens that are spelled out in a text become tokens.
@@ -44,7 +44,7 @@ class ServedModel:
         self.name = name
         self.engine = engine
         self._parses_special = parses_special
-        self.compiler = Compiler(
+        self.compiler = GrammarCompiler(
             engine.compile, compile_timeout_s, self._is_ready, lambda: engine.facts
         )
 
@@ -62,7 +62,7 @@ class ModelRegistry:
     """All models of a server: one model with several names, or the models of a pool."""
 
     def __init__(self, engine: ServedEngine, options: ServeOptions) -> None:
-        """Serve the model of `engine`, or all models of a pool; the first model is the default."""
+        """Register the model of `engine`, or all models of a pool; the first is the default."""
         timeout_s = options.limits.compile_timeout_s
         serve = partial(ServedModel, parses_special=options.parses_special)
         self.pool = pool = engine if isinstance(engine, ModelPool) else None
@@ -86,7 +86,7 @@ class ModelRegistry:
         return self._models[self.names.served_names[0]]
 
     def find(self, requested_name: str | None) -> tuple[str, ServedModel]:
-        """Return the model that a request names, after the model name for the response.
+        """Find the model that a request names; return the name for its response, and the model.
 
         `requested_name` is None for the default model.
 
@@ -98,10 +98,14 @@ class ModelRegistry:
     def choose(
         self, requested_name: str | None, served_request: ServedRequest, keep_s: float | None
     ) -> tuple[str, ServedModel]:
-        """Return the result of `find`, and record the model in `served_request`.
+        """Find the model that a request names, and note it in `served_request`.
 
-        `keep_s` is how many seconds the model stays loaded after the request, which `note` applies;
-        None if the request does not say.
+        Returns the name for the response, and the model. `keep_s` is how many seconds the model
+        stays loaded after the request, which `note` applies later; None if the request does not
+        say.
+
+        Raises:
+            ModelNotFoundError: no model has this name.
         """
         name, model = self.find(requested_name)
         served_request.known_model = model.name
@@ -109,7 +113,7 @@ class ModelRegistry:
         return name, model
 
     def state(self, name: str) -> str:
-        """Return whether a model is loaded: a value of `ModelResidency`."""
+        """Return whether a model is loaded, as the text of a `ModelResidency`."""
         residency = self.pool.engines[name].residency if self.pool else ModelResidency.LOADED
         return residency.value
 
@@ -125,9 +129,9 @@ class ModelRegistry:
         return time.time() + min(left_s, _MAX_KEEP_S)
 
     def note(self, served_request: ServedRequest, *, is_empty: bool) -> None:
-        """Apply the time for which a request keeps its model loaded.
+        """Set how long a request's model stays loaded, if the request says so.
 
-        An empty request (`is_empty`) loads the model.
+        An empty request (`is_empty`) also loads the model, as Ollama's clients expect.
         """
         if self.pool is None or not served_request.known_model:
             return

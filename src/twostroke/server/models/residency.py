@@ -1,12 +1,4 @@
-"""Decides which of several models are loaded: a pure function of the facts of each model.
-
-A model with waiting requests may take the memory of other models once it has waited as long as it
-takes to load. It may take the memory of models that were idle for as long as they take to load, or
-that have been loaded for some times as long. So models spend a bounded share of the time loading,
-however requests alternate, and no model waits forever (ADR 0042). Models that are cheap to load for
-their size, and that were not used for long, are unloaded first, by GreedyDual-Size (Cao and Irani,
-1997), an instance of the Landlord algorithm (Young, 1998).
-"""
+"""Decides which of several models are loaded: a pure function of facts about each model."""
 
 from __future__ import annotations
 
@@ -21,13 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 # Times as multiples of the time that a model takes to load.
-MIN_WAIT_LOADS: Final = 1.0  # the wait before a model takes another's memory; the other's idle time
-MIN_STAY_LOADS: Final = 4.0  # the time for which a used model stays, although others wait
-MAX_IDLE_LOADS: Final = 16.0  # the idle time after which a model has to go at once if another waits
+# A model that waits takes the memory of another model only after this wait, and only if the other
+# has been idle for as long or has been loaded for `MIN_STAY_LOADS`.
+MIN_WAIT_LOADS: Final = 1.0
+MIN_STAY_LOADS: Final = 4.0  # a model in use stays loaded for this time, although others wait
+MAX_IDLE_LOADS: Final = 16.0  # a model that was idle for this time is unloaded at once for another
 
 
 class ModelResidency(Enum):
-    """The state of a model, which uses memory in all states but `UNLOADED`."""
+    """Whether a model is loaded; it uses memory in all states except `UNLOADED`."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
@@ -36,7 +30,7 @@ class ModelResidency(Enum):
 
 
 class ModelUse(Frozen):
-    """A model's state, size and use, from which `decide` chooses; all times are in seconds.
+    """The facts about one model by which `decide_residency` chooses; times are in seconds.
 
     Attributes:
         name: the model's name.
@@ -66,7 +60,7 @@ class ModelUse(Frozen):
     is_closed: bool = False
 
 
-class Decision(Frozen):
+class ResidencyDecision(Frozen):
     """The names of the models to load now, to unload now, and to close.
 
     A closed model gets no more requests, since it will be unloaded.
@@ -78,7 +72,7 @@ class Decision(Frozen):
 
 
 def retention_value(num_bytes: int, load_s: float, highest_unloaded_value: float) -> float:
-    """Return the value of keeping a model that is used now; the lowest value is unloaded first.
+    """Return how much keeping a model is worth that is used now; the lowest is unloaded first.
 
     The value grows with the time to load the model, per byte of its memory.
     `highest_unloaded_value` is the highest value of the models that were unloaded so far.
@@ -86,11 +80,13 @@ def retention_value(num_bytes: int, load_s: float, highest_unloaded_value: float
     return highest_unloaded_value + load_s / max(1, num_bytes)
 
 
-def decide(now_s: float, budget_bytes: int, model_uses: Sequence[ModelUse]) -> Decision:
-    """Return the models to load, to unload and to close now; all share `budget_bytes`.
+def decide_residency(
+    now_s: float, budget_bytes: int, model_uses: Sequence[ModelUse]
+) -> ResidencyDecision:
+    """Decide which models to load, to unload and to close now; all share `budget_bytes`.
 
     Models load in the order of their oldest waiting requests; a later model never takes memory for
-    which an earlier one waits. A model with requests is closed first, and unloaded when they have
+    which an earlier model waits. A model with requests is closed first, and unloaded when they have
     ended. A model larger than the budget uses all of it.
     """
     model_uses = [
@@ -125,7 +121,7 @@ def decide(now_s: float, budget_bytes: int, model_uses: Sequence[ModelUse]) -> D
     idle = [
         model.name for model in model_uses if model not in closed_models and _is_idle(model, now_s)
     ]
-    return Decision(
+    return ResidencyDecision(
         load=tuple(load),
         unload=(*leaving, *idle),
         close=tuple(model.name for model in closed_models),
@@ -133,9 +129,9 @@ def decide(now_s: float, budget_bytes: int, model_uses: Sequence[ModelUse]) -> D
 
 
 def _waiting(model_uses: Iterable[ModelUse]) -> list[tuple[float, ModelUse]]:
-    """Return the unloaded models with waiting requests, each after its oldest request's arrival.
+    """Return the unloaded models for which requests wait, in the order in which they load.
 
-    The models are ordered by these times.
+    Each comes with the arrival time of its oldest request, by which the models are ordered.
     """
     candidates = [
         (model_use.waiting_since_s, model_use)
@@ -148,9 +144,9 @@ def _waiting(model_uses: Iterable[ModelUse]) -> list[tuple[float, ModelUse]]:
 def _eviction_order(
     model_uses: Iterable[ModelUse], closed_models: Sequence[ModelUse]
 ) -> list[ModelUse]:
-    """Return the loaded models that are not in `closed_models`, in the order to unload them.
+    """Return the loaded models in the order in which to unload them for another model.
 
-    Models that the previous decision closed come first.
+    Models in `closed_models` are left out. Models that the previous decision closed come first.
     """
     candidates = [
         model_use
@@ -169,7 +165,7 @@ def _eviction_order(
 
 
 def _may_unload(victim: ModelUse, model: ModelUse, waiting_since_s: float, now_s: float) -> bool:
-    """Return whether `model` may take the memory of `victim`, another loaded model, now.
+    """Return whether the loaded model `victim` may be unloaded now to make room for `model`.
 
     `waiting_since_s` is the arrival of the oldest request that waits for `model`.
     """

@@ -1,1 +1,1 @@
-"""The operator's view of a server: metrics, its state, logs, traces."""
+"""How operators see a server: metrics, health, the dashboard's state and traces."""

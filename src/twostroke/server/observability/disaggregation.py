@@ -35,7 +35,7 @@ _PREFILL_COUNTERS: Final = (
 
 
 def describe_disaggregation(status: EngineStatus, card: ModelCard) -> dict[str, Any] | None:
-    """Return the statistics of KV transfers for /api/state.
+    """Return the statistics of KV transfers for GET /api/state, the dashboard's data.
 
     None if the engine is neither a prefill nor a decode engine.
     """
@@ -47,9 +47,9 @@ def describe_disaggregation(status: EngineStatus, card: ModelCard) -> dict[str, 
 
 
 def disaggregation_metrics(status: EngineStatus, card: ModelCard) -> Iterator[Metric]:
-    """Yield the Prometheus metrics of KV transfers.
+    """Yield the Prometheus metrics of KV transfers between prefill and decode engines.
 
-    There are none if the engine is neither a prefill nor a decode engine.
+    An engine that is neither yields none.
     """
     view = status.disaggregation
     if view is not None and view.decode_side is not None:
@@ -62,10 +62,11 @@ def disaggregation_metrics(status: EngineStatus, card: ModelCard) -> Iterator[Me
 
 
 def prefill_per_decode(status: EngineStatus, card: ModelCard) -> float | None:
-    """Return how many prefill engines one decode engine like this can use.
+    """Return how many prefill engines a decode engine like this one can keep busy.
 
-    None before a measurement. The ratio is the time to prefill all prompts so far, at the speed of
-    the fastest prefill engine, over the time of the decode steps of their answers.
+    Operators size a fleet by it. None before a measurement. The ratio is the time to prefill all
+    prompts so far, at the speed of the fastest prefill engine, over the time of the decode steps of
+    their answers.
     """
     decode_side = status.disaggregation and status.disaggregation.decode_side
     decode = status.snapshot.phases.decode

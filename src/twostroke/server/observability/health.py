@@ -33,7 +33,7 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class HealthReports:
-    """Reports the health and the load of a server and its engines over HTTP."""
+    """Answers health checks, and reports the load of the server and its engines to routers."""
 
     def __init__(
         self,
@@ -42,13 +42,14 @@ class HealthReports:
         is_draining: Callable[[], bool],
         records: Records | None,
     ) -> None:
-        """Create the reports of a server.
+        """Prepare the reports of a server.
 
         Args:
             engine: the server's engine, or the pool of its engines.
             names: the names of the served models.
             is_draining: returns whether the server refuses new requests, as it stops.
-            records: the server's records; None if it stores no files and batches.
+            records: the server's database and file folder; None if it stores no files and
+                batches.
         """
         self._engine = engine
         self._names = names
@@ -66,12 +67,15 @@ class HealthReports:
         return self._engine.health in {Health.READY, Health.RECOVERING}
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Call `on_end` in the running event loop if the engine ends by itself."""
+        """Register `on_end`, which is called if the engine ends by itself.
+
+        The call comes in the running event loop.
+        """
         self._engine.attach(on_end)
 
     @property
     def status(self) -> str:
-        """The engine's health, or "draining" while the server stops."""
+        """The engine's health as text, or "draining" while the server stops."""
         health = self._engine.health
         return "draining" if self._is_draining() and health is Health.READY else health.value
 
@@ -86,7 +90,7 @@ class HealthReports:
         }
 
     async def _ready(self, _request: Request) -> Response:
-        """Answer GET /health and /health/ready: whether the server would answer a request now."""
+        """Answer GET /health or /health/ready: whether the server would answer a request now."""
         status = self.status
         if status != self._last_status:
             self._last_status = status
@@ -97,11 +101,11 @@ class HealthReports:
         return to_json(HealthBody(status, self._name), 503, _RETRY_HEADERS)
 
     async def _live(self, _request: Request) -> Response:
-        """Answer GET /health/live: the server's process runs, whatever the state of its engine."""
+        """Answer GET /health/live with `ok`, since the process runs, whatever its engine does."""
         return to_json(HealthBody("ok", self._name))
 
     async def _progress(self, _request: Request) -> Response:
-        """Answer GET /health/progress: the number of finished steps.
+        """Answer GET /health/progress with the number of finished steps.
 
         The HTTP status is 503 while the engine cannot finish steps.
         """
@@ -114,7 +118,7 @@ class HealthReports:
         )
 
     async def _load(self, request: Request) -> Response:
-        """Answer GET /api/load: the server's facts and load for a router."""
+        """Answer GET /api/load with the facts and the load by which a router chooses a server."""
         engine = self._engine
         status = self.status
         statuses = await asyncio.gather(*(served_engine.read() for served_engine in self._engines))
@@ -147,7 +151,7 @@ class HealthReports:
 
 
 def _numerics(engine: ServedEngine) -> str:
-    """Return a text that is equal for engines with equal answers.
+    """Return a text that is equal for engines that give equal answers to equal requests.
 
     The text is empty before an engine's model is loaded for the first time.
     """
@@ -159,7 +163,7 @@ def _numerics(engine: ServedEngine) -> str:
 
 
 def _work_s(status: EngineStatus) -> float:
-    """Return the seconds that the prefill of an engine's queue takes, at its speed so far."""
+    """Return the seconds that prefill of an engine's queue takes, at the engine's speed so far."""
     stats = status.snapshot.scheduler
     prefill = status.snapshot.phases.prefill
     s_per_token = prefill.time_s / prefill.rows if prefill.rows else 0.0

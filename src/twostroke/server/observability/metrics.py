@@ -135,7 +135,7 @@ _POOL_COUNTERS: Final = (
 
 
 class ServerMetrics(Collector):
-    """The Prometheus metrics of a server: counts responses, and reads engines at each scrape."""
+    """The Prometheus metrics of a server, which counts responses and reads its engines."""
 
     def __init__(
         self,
@@ -195,9 +195,9 @@ class ServerMetrics(Collector):
         ProcessCollector(registry=self.registry)
 
     async def expose(self, accept: str) -> tuple[bytes, str]:
-        """Return the text of all metrics and its content type, in the format that `accept` prefers.
+        """Read the engines, and return the text of all metrics with its content type.
 
-        `accept` is the value of the request's `Accept` header.
+        `accept` is the value of the request's `Accept` header, which chooses the format.
         """
         engines = {model.name: model.engine for _, model in self._models}
         self._statuses = {
@@ -272,7 +272,7 @@ def _model_info(engine: ServedEngine) -> Metric:
 
 
 def _pool_metrics(pool: ModelPool) -> Iterator[Metric]:
-    """Yield metrics of a model pool: the models' states, loads and waiting requests."""
+    """Yield the metrics of a model pool: the models' states, loads and waiting requests."""
     engines = pool.engines.items()
     yield _gauge("memory_budget_bytes", "Memory for all models.", value=pool.budget_bytes)
     loaded = [((model,), engine.residency is ModelResidency.LOADED) for model, engine in engines]
@@ -288,7 +288,7 @@ def _pool_metrics(pool: ModelPool) -> Iterator[Metric]:
 def _utilization_metrics(
     limits: MachineLimits | None, span: TimeSpan[Snapshot]
 ) -> Iterator[Metric]:
-    """Yield metrics of utilization: the shares of the machine's limits used in the last seconds."""
+    """Yield which shares of the machine's compute and memory bandwidth recent steps have used."""
     seconds = WINDOWS[0]
     phases = span.last.phases - span.first.phases
     totals_by_phase = {("prefill",): phases.prefill, ("decode",): phases.decode}
@@ -320,7 +320,7 @@ def _utilization_metrics(
 def _goodput_metrics(goodput: Goodput) -> Iterator[Metric]:
     """Yield the metrics of latency objectives: limits, counts since the start, and goodput.
 
-    Goodput is the rate in the last minute of answers that met all objectives.
+    Goodput is the rate of answers that met all objectives, in the last minute.
     """
     limits = {
         (service_tier, measure): limit_s
@@ -384,7 +384,7 @@ def _phase_metrics(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def _rank_metrics(ranks: Iterable[RankState], link: str) -> Iterator[Metric]:
-    """Yield the metrics of each rank of a parallel engine; nothing for an engine in one process."""
+    """Yield the metrics of each rank of a parallel engine; an engine in one process has none."""
     states = {str(rank.facts.rank): rank for rank in ranks}
     if not states:
         return
@@ -435,7 +435,7 @@ def _counter(name: str, text: str, *labels: str, samples: Samples) -> Metric:
 def _gauge(
     name: str, text: str, *labels: str, samples: Samples = (), value: float | None = None
 ) -> Metric:
-    """Return a Prometheus gauge with one `value`, or with `samples` by `labels`."""
+    """Build a Prometheus gauge with one `value`, or with `samples` by `labels`."""
     family = GaugeMetricFamily(f"twostroke_{name}", text, value, labels or None)
     return _filled(family, samples)
 
@@ -461,7 +461,7 @@ def _histogram(
 
 
 def llama_metrics(snapshot: Snapshot) -> Iterator[Metric]:
-    """Yield an engine's metrics with llama-server's names.
+    """Yield an engine's metrics under the names that llama-server gives them.
 
     A step with prompt and answer tokens counts as a step of the tokens in the majority.
     """

@@ -1,4 +1,4 @@
-"""Latency objectives, and goodput: the answers that meet them."""
+"""Latency objectives, and goodput: how many answers meet them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_SHOWN_LENGTH: Final = 60
 
 
 def parse_objective(text: str) -> Objective:
-    """Parse an objective such as `ttft=0.5`, `tpot=50ms` or `priority:ttft=0.2`.
+    """Parse the text of a latency objective, such as `ttft=0.5` or `priority:tpot=50ms`.
 
     Raises:
         UsageError: the text is not an objective.
@@ -54,7 +54,7 @@ def parse_objective(text: str) -> Objective:
 
 
 def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
-    """Return the latency limits in seconds by service tier and measure.
+    """Return the latency limit in seconds of each measure, by service tier.
 
     An objective of a tier overrides an objective of all tiers. The batch tier has only its own
     objectives.
@@ -93,7 +93,7 @@ class Goodput:
     def __init__(
         self, objectives: Iterable[Objective], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create the counts for the latency objectives; `clock` returns monotonic seconds.
+        """Begin to count for these latency objectives; `clock` returns monotonic seconds.
 
         Raises:
             UsageError: two objectives limit the same measure of the same service tier.
@@ -109,7 +109,7 @@ class Goodput:
         return any(self.limits.values())
 
     def judge(self, service_tier: str, usage: Usage, timings: Timings) -> None:
-        """Count the latency objectives that a completed answer has met and missed."""
+        """Count which latency objectives an answer that has ended met, and which it missed."""
         durations_s = {
             "queue": timings.queue_s,
             "ttft": timings.ttft_s,
@@ -128,7 +128,7 @@ class Goodput:
         self._count(service_tier, MISSED, self.limits[service_tier], count)
 
     def leave(self, service_tier: str, count: int, waited_s: float, *, has_begun: bool) -> None:
-        """Count the missed objectives of answers whose client disconnected after `waited_s`.
+        """Count the objectives that answers missed whose client disconnected after `waited_s`.
 
         `has_begun` says whether their first token had arrived.
         """
@@ -138,7 +138,7 @@ class Goodput:
         self._count(service_tier, MISSED, missed, count)
 
     def read(self) -> Counts:
-        """Return the counts of met and missed objectives since the start."""
+        """Return the counts of met and missed objectives since the server's start."""
         return Counter(self._counts)
 
     def recent(self, seconds: int = 60, ago_s: int = 0) -> tuple[Counts, int]:
@@ -158,9 +158,9 @@ class Goodput:
         *,
         is_all: bool = True,
     ) -> None:
-        """Count a result (met or missed) for some measures of a service tier.
+        """Count a result, met or missed, for some measures of a service tier.
 
-        With `is_all` the result also counts for all objectives together.
+        With `is_all` the result also counts for all objectives of the tier together.
         """
         names = list(measures)
         if not names:

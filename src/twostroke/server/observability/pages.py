@@ -1,4 +1,4 @@
-"""The dashboard's map of KV pages: which are free, cached or held, and by which request."""
+"""The dashboard's map of KV pages: which pages are free, cached or held, and by which request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CACHED_CELL: Final = 1
 
 
 class PageUsage(Frozen):
-    """Which running requests hold each page of the KV cache.
+    """Which KV pages the running requests of an engine hold.
 
     Attributes:
         counts: the number of requests that hold each page.
@@ -42,7 +42,7 @@ class PageUsage(Frozen):
 
     @classmethod
     def of(cls, view: RunningRequests) -> PageUsage:
-        """Return which KV pages the running requests hold."""
+        """Collect the KV pages that the running requests hold."""
         lists = [
             (request_number, group, pages)
             for request_number in range(len(view.running), 0, -1)
@@ -58,7 +58,7 @@ class PageUsage(Frozen):
         return cls(_int_array(view.counts), held_pages[is_page], holders[is_page], groups[is_page])
 
     def per_request(self, num_requests: int) -> tuple[list[int], list[int]]:
-        """Return the number of KV pages of each request, and how many of them it shares."""
+        """Return how many KV pages each request holds, and how many of them it shares."""
         shared = self.holders[self.counts[self.held_pages] > 1]
         counts = [
             np.bincount(owners, minlength=num_requests + 1) for owners in (self.holders, shared)
@@ -72,7 +72,7 @@ class PageUsage(Frozen):
 
 
 def page_map(pages: PageUsage, cached: tuple[int, ...], num_groups: int) -> dict[str, Any]:
-    """Return the arrays of the dashboard's map of KV pages, in base64.
+    """Build the arrays with which the dashboard draws its map of KV pages, in base64.
 
     A cell of the map stands for one page, or for several adjacent pages.
 
@@ -105,12 +105,12 @@ def page_map(pages: PageUsage, cached: tuple[int, ...], num_groups: int) -> dict
 
 
 def _cell_rows(pages: NDArray[Any], size: int) -> NDArray[Any]:
-    """Return the values of KV pages, padded with 0, as an array (cells, pages_per_cell)."""
+    """Return a value for each KV page as an array (cells, pages_per_cell), padded with 0."""
     return np.pad(pages, (0, -len(pages) % size)).reshape(-1, size)
 
 
 def _int_array(numbers: Iterable[int]) -> NDArray[np.int32]:
-    """Return integers as an array; three times faster than `np.array`."""
+    """Convert integers to an array; three times faster than `np.array`."""
     return np.frombuffer(array("i", numbers), np.int32)
 
 

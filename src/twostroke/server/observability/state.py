@@ -1,7 +1,4 @@
-"""GET /api/state: the JSON for the dashboard.
-
-The JSON has counts, sizes and times, and nothing that a client sent: no text and no tenant.
-"""
+"""GET /api/state: the JSON from which the dashboard is drawn."""
 
 from __future__ import annotations
 
@@ -46,12 +43,12 @@ _PERCENTILES: Final = {
 
 
 class DashboardStates:
-    """The states of all models of a server, for the dashboard."""
+    """The dashboard's data for each model of a server."""
 
     def __init__(
         self, models: ModelRegistry, limits: MachineLimits | None, goodput: Goodput
     ) -> None:
-        """Prepare the dashboard state of each model.
+        """Prepare the data of each model.
 
         `limits` are the machine's measured limits; None if not measured. `goodput` has the counts
         of latency objectives.
@@ -72,7 +69,9 @@ class DashboardStates:
         }
 
     def of(self, requested_name: str | None) -> DashboardState:
-        """Return a model's dashboard state; without a name, the state of the first loaded model.
+        """Return the dashboard's data for a model.
+
+        Without a name, this is the first model that is loaded, or else the default model.
 
         Raises:
             ModelNotFoundError: no model has this name.
@@ -86,7 +85,7 @@ class DashboardStates:
 
 
 class DashboardState:
-    """The state of a server and one of its engines, as JSON for the dashboard.
+    """The dashboard's data for one model: the state of the server and of the model's engine.
 
     The JSON is cached for half a second.
     """
@@ -99,7 +98,7 @@ class DashboardState:
         goodput: Goodput,
         names: Sequence[str],
     ) -> None:
-        """Describe `engine`, which serves its model under `names`, for the dashboard."""
+        """Prepare the data of `engine`, which serves its model under `names`."""
         self._models = models
         self._engine = engine
         self._goodput = goodput
@@ -108,7 +107,7 @@ class DashboardState:
         self._bodies: dict[bool, tuple[float, bytes]] = {}  # time and JSON, by `has_past`
 
     async def body(self, health: str, *, has_past: bool = False) -> bytes:
-        """Return the dashboard's JSON; with `has_past`, also chart points of the last two minutes.
+        """Return the dashboard's JSON; with `has_past`, also the charts' last two minutes.
 
         `health` is the server's health, which the JSON includes.
         """
@@ -123,7 +122,7 @@ class DashboardState:
         return body
 
     def _past(self, spans: Iterable[TimeSpan[Snapshot]]) -> Iterator[dict[str, Any]]:
-        """Yield chart points: requests and rates at earlier times, in the form of current ones."""
+        """Yield the points of the charts at earlier times, in the form of the current point."""
         for ago_s, span in zip(CHART_OFFSETS_S, spans, strict=True):
             if not span.seconds:
                 continue
@@ -221,7 +220,7 @@ class DashboardState:
 
 
 def _objective_results(goodput: Goodput, seconds: int, ago_s: int = 0) -> dict[str, Any]:
-    """Return the latency objectives that answers met and missed in a recent time.
+    """Return how many answers met and missed each latency objective in a recent time.
 
     The time has `seconds` seconds, and ended `ago_s` seconds ago.
     """
@@ -377,9 +376,9 @@ def _window(span: TimeSpan[Snapshot], hardware: Hardware | None) -> dict[str, An
 
 
 def _latencies(first_totals: ServiceTotals, last_totals: ServiceTotals) -> dict[str, Any]:
-    """Return a service tier's latencies between two totals; empty if no answer ended.
+    """Return the latencies of a service tier's answers that ended between two readings.
 
-    Percentiles are None if there are too few samples.
+    The result is empty if no answer ended. Percentiles are None if there are too few answers.
     """
     distributions = {
         name: last_totals.latencies[name] - first_totals.latencies[name]

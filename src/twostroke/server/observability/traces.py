@@ -1,10 +1,4 @@
-"""Traces for OpenTelemetry: a span for each request, with spans of its queue, prefill and decode.
-
-Spans are created at a request's end from its recorded times, so a running request costs nothing. An
-OpenTelemetry thread sends them from a bounded queue, and drops spans that it cannot deliver.
-Attributes follow OpenTelemetry's conventions for generative AI
-(https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/), without any text.
-"""
+"""OpenTelemetry traces: a span for each request, with spans of its queue, prefill and decode."""
 
 from __future__ import annotations
 
@@ -62,7 +56,9 @@ _PARAMS: Final = (
 
 
 def check_endpoint(url: str) -> str:
-    """Return the URL of the OpenTelemetry collector; OTLP's path is added if the URL has no path.
+    """Check the URL of an OpenTelemetry collector, and return it with OTLP's path.
+
+    The path is only added if the URL has no path.
 
     Raises:
         UsageError: `url` is not a URL, or the extra `[traces]` is not installed.
@@ -88,9 +84,10 @@ def check_endpoint(url: str) -> str:
 
 
 def exporter(url: str) -> SpanExporter:
-    """Return an exporter of spans to the OpenTelemetry collector at `url`.
+    """Create the exporter that sends spans to the OpenTelemetry collector at `url`.
 
-    Raises the errors of `check_endpoint`.
+    Raises:
+        UsageError: `url` is not a URL, or the extra `[traces]` is not installed.
     """
     endpoint = check_endpoint(url)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -100,7 +97,7 @@ def exporter(url: str) -> SpanExporter:
 
 @runtime_checkable
 class AnswerWork(Protocol):
-    """The progress of a request that generates tokens, unlike embeddings."""
+    """The work on a request that generates tokens, which has more to trace than embeddings."""
 
     @property
     def params(self) -> SamplingParams:
@@ -112,10 +109,10 @@ class AnswerWork(Protocol):
 
 
 class Traces:
-    """An observer of finished requests that creates OpenTelemetry spans."""
+    """Creates OpenTelemetry spans of requests that have ended."""
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """Create the observer, which sends spans with `exporter` in another thread."""
+        """Prepare to send spans with `exporter`, in another thread."""
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -129,7 +126,7 @@ class Traces:
         self._epoch_s = time.time() - time.monotonic()
 
     def observe(self, served_request: ServedRequest) -> None:
-        """Create the spans of a finished POST request."""
+        """Create the spans of a POST request that has ended."""
         if served_request.method != "POST":
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -164,14 +161,14 @@ class Traces:
         closing.join(_CLOSE_TIMEOUT_S)
 
     def _phases(self, timings: Timings, context: Any) -> None:
-        """Create a span for a request's time in the queue, for its prefill and for its decode."""
+        """Create the spans of a request's time in the queue, of its prefill and of its decode."""
         times = (timings.arrival_s, timings.started_s, timings.first_token_s, timings.last_token_s)
         for index, name in enumerate(("queue", "prefill", "decode")):
             start_ns, end_ns = map(self._ns, times[index : index + 2])
             self._tracer.start_span(name, context=context, start_time=start_ns).end(end_ns)
 
     def _ns(self, at_s: float) -> int:
-        """Return a time of the monotonic clock as Unix time in nanoseconds."""
+        """Convert a time of the monotonic clock to Unix time in nanoseconds."""
         return int((self._epoch_s + at_s) * 1e9)
 
 

@@ -1,4 +1,4 @@
-"""The descriptions of the routes of files and batches."""
+"""The OpenAPI descriptions of the routes of files, uploads and batches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _CURSORS: Final = (
 
 
 def _limit(default: int, maximum: int) -> dict[str, Any]:
-    """Return the OpenAPI form of a list endpoint's query parameter `limit`."""
+    """Describe the query parameter `limit` of a list endpoint, for the OpenAPI document."""
     bounds = {"type": "integer", "minimum": 1, "maximum": maximum, "default": default}
     return parameter("query", "limit", "The maximum number of items to return.", **bounds)
 

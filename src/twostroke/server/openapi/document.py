@@ -115,7 +115,7 @@ class ServerFacts(Frozen):
 def document(
     routes: Iterable[Route], bodies: Bodies, facts: ServerFacts, operations: Operations = OPERATIONS
 ) -> Parts:
-    """Return the OpenAPI 3.1 document of a server.
+    """Build the OpenAPI 3.1 document of a server.
 
     Args:
         routes: the routes. Routes whose `include_in_schema` is false, such as the files of the
@@ -156,7 +156,10 @@ def document(
 def components(
     bodies: Bodies, facts: ServerFacts, operations: Operations = OPERATIONS
 ) -> dict[str, Parts]:
-    """Return the JSON Schemas of all request and response structs, by name, for OpenAPI."""
+    """Return the JSON Schemas of all request and response structs, by name.
+
+    They are the OpenAPI document's `components/schemas`.
+    """
     received = [*bodies.values(), *get_args(Item)]
     sent: list[Any] = [form.struct for form in FORMS]
     for operation in operations.values():
@@ -207,13 +210,16 @@ def _structs_without_tag(kinds: tuple[Any, ...]) -> set[type[msgspec.Struct]]:
 
 
 def schema_of(kind: Any) -> Parts:
-    """Return the JSON Schema of a type. Structs in it are references to the OpenAPI document."""
+    """Return the JSON Schema of a type.
+
+    Structs in it are references (`$ref`) to their schemas in the OpenAPI document.
+    """
     (schema,), _ = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
     return schema
 
 
 def _with_facts(schema: Any, facts: ServerFacts) -> Any:
-    """Return a copy of a JSON Schema with the running server's values for `Fact` placeholders.
+    """Return a copy of a JSON Schema with the running server's values in place of `Fact`s.
 
     If a field has `oneOf`, it replaces the `anyOf` that was derived from the field's type.
     """
@@ -241,7 +247,7 @@ def _finish_defaults(schema: Parts, *, is_sent: bool) -> None:
 
 
 def _finish_hints(schema: Parts, *, is_strict: bool) -> None:
-    """Make a struct's JSON Schema as strict as the server, in place.
+    """Make a struct's JSON Schema as strict as the server is, in place.
 
     Only strict servers refuse unknown fields, and fields that have no effect.
     """
@@ -267,7 +273,7 @@ def described_routes(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
 
 
 def _operation(method: str, path: str, operation: RouteDescription, *, has_keys: bool) -> Parts:
-    """Return a route's OpenAPI operation, without the request body.
+    """Build the OpenAPI operation of a route, without the request body.
 
     `has_keys` tells whether the server needs API keys.
     """
@@ -292,7 +298,7 @@ def _operation(method: str, path: str, operation: RouteDescription, *, has_keys:
 
 
 def _error_forms(path: str, operation: RouteDescription) -> list[ErrorForm]:
-    """Return the JSON forms that errors may have on a path.
+    """Return the forms in which a path may answer errors: OpenAI's, Anthropic's or another.
 
     If the path accepts the header `anthropic-version`, it selects Anthropic's form.
     """
@@ -310,7 +316,7 @@ def _id(method: str, path: str) -> str:
 
 
 def _body(operation: RouteDescription, kind: type[msgspec.Struct], facts: ServerFacts) -> Parts:
-    """Return the OpenAPI description of a route's JSON request body, with examples."""
+    """Build the OpenAPI description of a route's JSON request body, with examples."""
     model = facts.values[Fact.MODEL_NAMES][0]
     first = {"model": model} if "model" in kind.__struct_fields__ else {}
     examples = {name: {"value": {**first, **value}} for name, value in operation.examples.items()}
@@ -318,7 +324,7 @@ def _body(operation: RouteDescription, kind: type[msgspec.Struct], facts: Server
 
 
 def _responses(operation: RouteDescription, forms: list[ErrorForm], *, needs_key: bool) -> Parts:
-    """Return the OpenAPI descriptions of a route's responses, by HTTP status.
+    """Build the OpenAPI descriptions of a route's responses, by HTTP status.
 
     `forms` are the forms of its errors; `needs_key` tells whether it needs an API key.
     """
@@ -369,7 +375,7 @@ def _response(description: str, content: Parts, headers: Iterable[str]) -> Parts
 
 
 def _lines(operation: RouteDescription, form: ErrorForm) -> Parts:
-    """Return the JSON Schema of a stream of JSON lines, which may end with an error."""
+    """Return the JSON Schema of a line in a stream of JSON lines, which may end with an error."""
     kinds = [reference(struct) for struct in (*operation.lines, form.struct)]
     return {
         "type": "string",

@@ -1,4 +1,4 @@
-"""The descriptions of the routes of Ollama's protocol."""
+"""The OpenAPI descriptions of the routes of Ollama's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The description of a route: its texts, responses, errors and examples."""
+"""The description of a route for OpenAPI: its texts, responses, errors and examples."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class RouteDescription(Frozen):
 
 
 def parameter(location: str, name: str, description: str, **schema: object) -> dict[str, Any]:
-    """Return the OpenAPI description of a request parameter.
+    """Build the OpenAPI description of a request parameter.
 
     `location` is "path", "query" or "header"; parameters in the path are required. `schema` has the
     keywords of the parameter's JSON Schema.

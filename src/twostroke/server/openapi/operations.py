@@ -1,7 +1,4 @@
-"""The texts, responses and examples of each route's description.
-
-Paths, methods and request bodies come from the routes themselves.
-"""
+"""The OpenAPI texts, responses and examples of each route."""
 
 from __future__ import annotations
 

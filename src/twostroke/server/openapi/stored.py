@@ -1,4 +1,4 @@
-"""The descriptions of the routes of stored responses, conversations and chat completions."""
+"""The OpenAPI descriptions of routes of stored responses, conversations and completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SQLite database of a records folder: one thread writes, one reads, each write is synced."""
+"""The server's SQLite database: one thread writes, one reads, and each write is synced."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _logger = logging.getLogger("twostroke.records")
 
 
 class Records:
-    """The SQLite database and the file folder in which a server stores its records.
+    """The SQLite database and the file folder of a server, in the folder of `--records`.
 
     Only one process may open them at a time. Callers pass `work`, a function of a database
     connection, which must not keep the connection. Writes that wait at the same time share a
@@ -56,7 +56,7 @@ class Records:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the records folder `path`, and create it if necessary.
+        """Open the database in the folder `path`, and create both if necessary.
 
         Raises:
             RecordsError: another process has opened the folder, a newer version wrote it, the
@@ -85,7 +85,7 @@ class Records:
         self._readers = ThreadPoolExecutor(1, "twostroke-records-reader")
 
     async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `work` in the database's writing thread; return its result when it is on disk.
+        """Run `work` in the thread that writes; return its result when the changes are on disk.
 
         Cancelling the caller does not stop the work. Exceptions of `work` are raised here.
 
@@ -95,7 +95,7 @@ class Records:
         return await asyncio.wrap_future(self.post(work))
 
     def post(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
-        """Queue `work` for the database's writing thread, and return its future.
+        """Queue `work` for the thread that writes, and return its future.
 
         Calls are run in order. The future fails with a RecordsError if too many writes wait, for
         example because another program has locked the database.
@@ -110,7 +110,7 @@ class Records:
         return done
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `work` in the database's reading thread, and return its result.
+        """Run `work` in the thread that reads, and return its result.
 
         Raises:
             RecordsError: the database cannot be read.
@@ -120,7 +120,10 @@ class Records:
     async def read_long(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Run `work`, which may read for seconds, in its own thread and connection.
 
-        Other reads are not delayed meanwhile. Raises RecordsError as `read` does.
+        Other reads are not delayed meanwhile.
+
+        Raises:
+            RecordsError: the database cannot be read.
         """
 
         def read() -> T:
@@ -133,7 +136,8 @@ class Records:
     def open_reader(self) -> Iterator[sqlite3.Connection]:
         """Open a database connection for a thread that reads for seconds.
 
-        Raises RecordsError as `read` does.
+        Raises:
+            RecordsError: the database cannot be read.
         """
         try:
             with closing(_connect(self.path)) as connection:
@@ -155,7 +159,7 @@ class Records:
         return bool(after < before and after)
 
     def close(self) -> None:
-        """Finish the queued writes, close the database, and unlock the records folder."""
+        """Finish the queued writes, close the database, and unlock the folder."""
         self._writes.put(None)
         self._thread.join()
         self._readers.shutdown()
@@ -167,7 +171,7 @@ class Records:
     def _note_cut_off_log(self) -> None:
         """Log an error if the end of the database's write-ahead log is damaged.
 
-        A marker file notes that records may be lost, so that no stored file is deleted.
+        A marker file notes that rows may be lost, so that no stored file is deleted.
         """
         if is_log_cut_off(self._writer, self.path):
             reason = "The newest changes of %s may be lost: the end of its log is damaged."
@@ -216,7 +220,7 @@ class Records:
             self._write([write for write in batch if write is not None])
 
     def _write(self, writes: list[Write]) -> None:
-        """Run queued writes in one transaction; complete their futures when it is on the disk."""
+        """Run queued writes in one transaction; complete their futures when it is on disk."""
         db = self._writer
         results: list[tuple[Future[Any], Any]] = []
         failures: list[tuple[Future[Any], Exception]] = []
@@ -250,12 +254,12 @@ class Records:
 def open_database(
     path: Path, *, writes: bool = False, creates: bool = False
 ) -> Iterator[sqlite3.Connection]:
-    """Open the database of a records folder for one short transaction.
+    """Open the database of a `--records` folder for one short transaction, as commands do.
 
     A server may use the database meanwhile.
 
     Args:
-        path: the records folder.
+        path: the folder.
         writes: lock the database for writing. The changes are on the disk after the block, and
             rolled back if the block raises.
         creates: create the folder and the database if they do not exist.
@@ -326,11 +330,12 @@ def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
 
 
 def _migrate(db: sqlite3.Connection, path: Path) -> None:
-    """Bring a records database to the newest version.
+    """Bring the tables of a database to the newest version.
 
-    Raises a RecordsError if the database is empty while the folder has files. An empty database
-    names none of the files, so the next start would delete them, although a backup of the database
-    may name them.
+    Raises:
+        RecordsError: the database is empty while the folder has files. An empty database names
+            none of the files, so the next start would delete them, although a backup of the
+            database may name them.
     """
     [version] = db.execute("PRAGMA user_version").fetchone()
     files = path.parent / "files"
@@ -372,10 +377,12 @@ def _is_read_only(folder: Path) -> bool:
 
 
 def _lock(path: Path) -> int:
-    """Lock a records folder, so that no other process opens it; return the descriptor.
+    """Lock the folder of a database, so that no other process opens it; return the descriptor.
 
-    The lock ends when the descriptor is closed or the process ends. Raises a RecordsError if
-    another process has the lock.
+    The lock ends when the descriptor is closed or the process ends.
+
+    Raises:
+        RecordsError: another process has the lock.
     """
     try:
         descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""Stores files atomically: written under a temporary name, synced, and renamed."""
+"""Stored files, which appear whole: written under a temporary name, synced, and renamed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Folder:
-    """The stored files of a records folder, by id.
+    """The stored files of a server, by id, in the folder of `--records`.
 
     The server makes the ids; clients never choose them.
     """
 
     def __init__(self, path: Path) -> None:
-        """Use the records folder `path`, and create it if necessary, readable by its owner only.
+        """Use the folder `path`, and create it if necessary, readable by its owner only.
 
         Raises:
             RecordsError: the folder cannot be created.
@@ -45,7 +45,7 @@ class Folder:
         return self._files / id_
 
     def begin(self) -> Temporary:
-        """Create a temporary file for content that becomes a stored file when it is complete.
+        """Create a temporary file, which becomes a stored file when its content is complete.
 
         Raises:
             RecordsError: the file cannot be created.
@@ -65,7 +65,7 @@ class Folder:
         return {path.name for path in self._files.iterdir()}
 
     def remove_unfinished(self) -> None:
-        """Delete unfinished temporary files that a crash of the server has left."""
+        """Delete the temporary files that a crash of the server has left."""
         for path in self._unfinished.iterdir():
             with suppress(OSError):
                 path.unlink()
@@ -76,9 +76,12 @@ new_hash: Final = partial(hashlib.blake2b, digest_size=16)
 
 
 def has_digest(path: Path, digest: str) -> bool:
-    """Whether a stored file's content has this BLAKE2b digest, in hexadecimal digits.
+    """Check whether a stored file's content has the expected BLAKE2b digest, in hexadecimal.
 
-    An empty digest matches every file. Raises OSError.
+    An empty digest matches every file.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     if not digest:
         return True
@@ -118,7 +121,11 @@ class Temporary:
             self._path.unlink(missing_ok=True)
 
     def write(self, data: bytes) -> None:
-        """Append bytes to the temporary file. Raises RecordsError."""
+        """Append bytes to the temporary file.
+
+        Raises:
+            RecordsError: the disk fails.
+        """
         try:
             self._file.write(data)
         except OSError as error:
@@ -128,11 +135,15 @@ class Temporary:
 
     @property
     def digest(self) -> str:
-        """The BLAKE2b digest of the bytes written to the file so far, in hexadecimal digits."""
+        """The BLAKE2b digest of the bytes written so far, in hexadecimal digits."""
         return self._hash.hexdigest()
 
     def read(self) -> mmap:
-        """Map the bytes written so far, at least one, into memory. Raises RecordsError."""
+        """Map the bytes written so far, at least one, into memory.
+
+        Raises:
+            RecordsError: the file cannot be read.
+        """
         try:
             self._file.flush()
             return mmap(self._file.fileno(), 0, access=ACCESS_READ)
@@ -140,7 +151,7 @@ class Temporary:
             raise explain(error, self._path) from None
 
     def keep(self, id_: str) -> None:
-        """Sync the file to the disk and move it to its final name, `id_`.
+        """Sync the temporary file to the disk, and move it to its final name, `id_`.
 
         An older file with this id is replaced.
 
@@ -158,13 +169,13 @@ class Temporary:
 
 
 class FolderMarker:
-    """An empty file in a records folder whose existence notes a fact.
+    """An empty file in the folder of `--records`, whose existence notes a fact.
 
     Unlike a row of the database, the fact survives the loss of the database.
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Use the marker file `name` in the records folder `path`, without creating it."""
+        """Use the marker file `name` in the folder `path`, without creating it."""
         self.path = path / name
 
     @property
@@ -173,7 +184,11 @@ class FolderMarker:
         return self.path.exists()
 
     def make(self) -> None:
-        """Create the marker file if it does not exist. Raises RecordsError."""
+        """Create the marker file if it does not exist.
+
+        Raises:
+            RecordsError: the file cannot be created.
+        """
         try:
             if not self.is_there:
                 self.path.touch(mode=0o600)
@@ -190,7 +205,8 @@ class FolderMarker:
 def sync_folder(path: Path) -> None:
     """Sync a folder to the disk, so that new file names survive a power loss.
 
-    Raises OSError.
+    Raises:
+        OSError: the folder cannot be synced.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -200,7 +216,7 @@ def sync_folder(path: Path) -> None:
 
 
 def explain(error: OSError, path: Path) -> RecordsError:
-    """Return a RecordsError about a path at which an operating system call failed."""
+    """Return a RecordsError that says which path failed, and why, from an OSError."""
     return RecordsError(f"{path} cannot be used: {error.strerror or error}.")
 
 

@@ -1,8 +1,4 @@
-"""Digests of database rows, by which a row that was damaged on the disk is noticed.
-
-SQLite notices a damaged structure, but not a flipped bit in a value. So each row has the digest of
-its values in the column `row_digest`. Rows of earlier versions have an empty digest and are valid.
-"""
+"""Digests of database rows, by which a server notices a row that the disk has damaged."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ _DIGEST_BYTES: Final = 8  # against accidents, not against people who can write 
 
 
 class DamagedRowError(RecordsError):
-    """A row of the database has other values than were written; a retry does not help."""
+    """A database row has other values than were written; a retry does not help."""
 
     http_status = 500
     code = "record_damaged"
@@ -59,7 +55,7 @@ class DamagedRowError(RecordsError):
 def row_digest(values: Iterable[str | bytes | int | None]) -> str:
     """Return the BLAKE2b digest of a database row's values, in hexadecimal digits.
 
-    The values are in the order of `COLUMNS`.
+    It is stored with the row. The values are in the order of `COLUMNS`.
     """
     row_hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for value in values:
@@ -85,7 +81,7 @@ def is_intact_in_sql(table: str) -> str:
 
 
 def damaged_rows(db: Connection) -> Iterator[str]:
-    """Yield a log message about each damaged row for a file, batch, API key or upload."""
+    """Yield a log message for each damaged row of a file, batch, API key or upload."""
     for table, noun in _CHECKED_AT_START.items():
         query = f"SELECT id FROM {table} NOT INDEXED WHERE NOT {is_intact_in_sql(table)}"  # noqa: S608 constants
         for (id_,) in db.execute(query):
@@ -93,7 +89,7 @@ def damaged_rows(db: Connection) -> Iterator[str]:
 
 
 def use_row_digests(db: Connection) -> None:
-    """Give a database connection the SQL function `row_digest`.
+    """Give a database connection the SQL function `row_digest`, which queries for damage use.
 
     Text that is not UTF-8 no longer fails a query, since damaged rows may have such text.
     """

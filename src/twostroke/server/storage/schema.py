@@ -125,7 +125,7 @@ MIGRATIONS: Final = (
 
 
 def migrate(db: Connection, path: Path) -> None:
-    """Bring the tables of the records database to the newest version, in one transaction.
+    """Bring the tables of a database to the newest version, in one transaction.
 
     Raises:
         RecordsError: a newer version of Twostroke wrote the database.

@@ -1,8 +1,4 @@
-"""Checks a database for damage when it is opened: ids, indexes, and a truncated write-ahead log.
-
-SQLite stores each id twice: in the row and in the index of ids. Where the copies differ, the row's
-digest tells which copy is right, and the wrong copy is replaced, so that all queries agree.
-"""
+"""Checks a database for damage when it is opened: ids, indexes, and a cut-off log."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ NOUNS: Final = {
 
 
 def stored_ids(db: Connection, table: str) -> set[str]:
-    """Return the ids of a table's rows.
+    """Return the ids of all rows of a table, also if some of them are damaged.
 
     SQLite stores each id in the row and in an index; if damage made them differ, both are returned.
     """
@@ -35,7 +31,7 @@ def stored_ids(db: Connection, table: str) -> set[str]:
 
 
 def restore_ids(db: Connection) -> list[str]:
-    """Restore damaged ids and indexes of the database where possible.
+    """Repair damaged ids and indexes of the database where possible.
 
     Returns a log message for each fault, whether it was repaired or not.
     """
@@ -57,7 +53,7 @@ def restore_ids(db: Connection) -> list[str]:
 def _restore_table(
     db: Connection, table: str, noun: str, row_ids: dict[int, str], index_ids: dict[int, str]
 ) -> list[str]:
-    """Restore the damaged ids and indexes of a table whose rows are all there.
+    """Repair the damaged ids and indexes of a table whose rows are all there.
 
     Args:
         db: the database.
@@ -66,7 +62,8 @@ def _restore_table(
         row_ids: the ids in the rows, by row number.
         index_ids: the ids in the index, by row number.
 
-    Returns a log message for each fault.
+    Returns:
+        A log message for each fault.
     """
     true_ids: dict[int, str] = {}
     faults: list[str] = []
@@ -118,15 +115,15 @@ def _ids_in_index(db: Connection, table: str) -> dict[int, str]:
 
 
 def _structure_faults(db: Connection, table: str, check: str) -> set[str]:
-    """Return the faults that SQLite's `quick_check` or `integrity_check` finds in a table.
+    """Return the faults that SQLite's own check finds in a table.
 
-    Only `integrity_check` reads the indexes.
+    `check` is `quick_check` or `integrity_check`. Only `integrity_check` reads the indexes.
     """
     return {text for (text,) in db.execute(f"PRAGMA {check}({table})")} - {"ok"}
 
 
 def _is_intact(db: Connection, table: str, row: int, id_: str) -> bool:
-    """Whether a row's values and the id `id_` match the digest that was written with the row.
+    """Whether a row's values, with the id `id_`, match the digest that was written with the row.
 
     False for rows without a digest.
     """
@@ -149,7 +146,7 @@ _SALT: Final = slice(8, 16)  # of a frame header; equal in all frames since the 
 
 
 def is_log_cut_off(db: Connection, path: Path) -> bool:
-    """Whether the database's write-ahead log has frames that SQLite ignores.
+    """Whether the end of the database's write-ahead log is damaged, so that SQLite ignores it.
 
     SQLite stops reading at the first frame with a wrong checksum, so a flipped bit hides all later
     writes. Call this after the database at `path` is opened and before the first write.
@@ -163,7 +160,7 @@ def is_log_cut_off(db: Connection, path: Path) -> bool:
 
 
 def _frame_salts(path: Path, page_size: int) -> list[bytes]:
-    """Return the salt of each frame of a database's write-ahead log.
+    """Return the salt of each frame of a database's write-ahead log, to tell which are current.
 
     All frames since the last reset of the log have the same salt. The list is empty if the log does
     not exist.

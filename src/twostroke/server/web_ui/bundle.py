@@ -24,7 +24,8 @@ _SHEET: Final = re.compile(r'^@import "([^"]+)";$', re.MULTILINE)
 def script(modules: Mapping[str, str], entry: str) -> str:
     """Bundle the ES module `entry` and the modules that it imports into one script.
 
-    `modules` has the JavaScript sources by path. A module without imports is returned unchanged.
+    Browsers then load the web UI in one request. `modules` has the JavaScript sources by path. A
+    module without imports is returned unchanged.
 
     Raises:
         ValueError: a module is missing, imports itself indirectly, or has an import or export
@@ -37,12 +38,12 @@ def script(modules: Mapping[str, str], entry: str) -> str:
 
 
 def style(sheets: Mapping[str, str], entry: str) -> str:
-    """Return the style sheet `entry` with the contents of other sheets in place of `@import`s."""
+    """Bundle the style sheet `entry` and the sheets that it imports into one sheet."""
     return _SHEET.sub(lambda match: sheets[_resolved(entry, match[1])], sheets[entry])
 
 
 def _parts(modules: Mapping[str, str], name: str, state: dict[str, bool]) -> Iterator[str]:
-    """Yield the bundled JavaScript of a module, after the bundled modules that it imports.
+    """Yield the bundled JavaScript of the modules that a module imports, then its own.
 
     `state` tells, by module name, whether a module is complete; False means in progress.
     """

@@ -66,10 +66,10 @@ class _File(Frozen):
 
 
 class Site:
-    """Serves an HTML page of the web UI, and the scripts and styles of the page, from memory."""
+    """Serves one HTML page of the web UI, with its scripts and styles, from memory."""
 
     def __init__(self, index: str = INDEX) -> None:
-        """Load the HTML page `index`, and bundle its scripts and style sheets."""
+        """Read the HTML page `index`, and bundle its scripts and style sheets."""
         sources = dict(_read(files(__package__) / "static"))
         page = sources[index]
         self._files = {INDEX: _file(INDEX, page)}
@@ -79,15 +79,15 @@ class Site:
             self._files[name] = _file(name, text)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names of the files that the page consists of."""
+        """Yield the names of the page's files: the HTML page, its script and its style sheet."""
         return iter(self._files)
 
     async def file(self, request: Request) -> Response:
-        """Answer GET /page/NAME with a file of the web UI."""
+        """Answer GET /page/NAME with a file of the page."""
         return self.respond(request, request.path_params["name"])
 
     def respond(self, request: Request, name: str = INDEX) -> Response:
-        """Return the response with a file of the web UI, or 304 if the client's copy is current.
+        """Return the HTTP response with a file of the page, or 304 if the client's copy is current.
 
         Raises:
             HTTPException: there is no file with this name (404).

@@ -1,4 +1,4 @@
-"""Anthropic's protocol, as clients see it."""
+"""Anthropic's Messages API, as clients see it."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_metrics_name_the_routes(server: LiveServer) -> None:
 
 
 def refused(response: httpx.Response, status: int, kind: str) -> str:
-    """Check an error's form and return its message."""
+    """Check an error response's form, and return its message."""
     assert response.status_code == status, response.text
     body = response.json()
     assert list(body) == ["type", "error", "request_id"]
@@ -364,7 +364,7 @@ def refused(response: httpx.Response, status: int, kind: str) -> str:
 
 
 def _told(response: httpx.Response) -> tuple[str, str, str | None]:
-    """Return text, stop reason and stop sequence."""
+    """Return the text, the stop reason and the stop sequence of a response."""
     if response.headers["content-type"] == "application/json":
         body = response.json()
         return body["content"][0]["text"], body["stop_reason"], body["stop_sequence"]

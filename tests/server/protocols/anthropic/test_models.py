@@ -1,4 +1,4 @@
-"""Models in Anthropic's form, for its clients."""
+"""The list of models in Anthropic's form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasoning in Anthropic's protocol."""
+"""Reasoning in Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model that opens its reasoning by itself, unless it is switched off."""
+    """Start a server whose model begins with reasoning, unless a request turns it off."""
     with talker(tmp_path_factory.mktemp("thinks"), talkers.THINKS) as live:
         yield live
 
@@ -40,7 +40,7 @@ def ask(server: LiveServer, **fields: Any) -> httpx.Response:
 
 
 def streamed(server: LiveServer, **fields: Any) -> list[Fields]:
-    """The blocks of a streamed message, put together from their events."""
+    """Return the content blocks of a streamed message, joined from its events."""
     lines = ask(server, stream=True, **fields).text.splitlines()
     blocks: list[Fields] = []
     for event in (json.loads(line[6:]) for line in lines if line.startswith("data: ")):

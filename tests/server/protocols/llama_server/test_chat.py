@@ -1,4 +1,4 @@
-"""Chats by llama-server's own paths, and its further fields of chats."""
+"""Chats on llama-server's own paths, and llama-server's further fields of chats."""
 
 from __future__ import annotations
 

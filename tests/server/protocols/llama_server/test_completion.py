@@ -1,4 +1,4 @@
-"""llama-server's own completions, as its clients know them."""
+"""llama-server's own completions, as its clients see them."""
 
 from __future__ import annotations
 
@@ -415,7 +415,7 @@ def test_paths_may_lack_the_version(server: LiveServer) -> None:
 
 
 def test_chat_without_the_version_has_llama_servers_form(server: LiveServer) -> None:
-    """Its clients tell by null that the first event only has the role."""
+    """llama-server's clients expect that the first event has null content."""
     fields = chat_body(max_tokens=2, stream=True)
     firsts = [
         events(server.http.post(path, json=fields).text)[0]["choices"][0]["delta"]

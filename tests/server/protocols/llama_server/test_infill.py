@@ -1,4 +1,4 @@
-"""Text between two others, as the editor plugins of llama.cpp ask for it."""
+"""Text between a prefix and a suffix, as llama.cpp's editor plugins request it."""
 
 from __future__ import annotations
 

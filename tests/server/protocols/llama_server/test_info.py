@@ -1,4 +1,4 @@
-"""What llama-server's clients ask a server about itself, and its forms of tokens and vectors."""
+"""llama-server's endpoints about the server itself, and its forms of tokens and embeddings."""
 
 from __future__ import annotations
 

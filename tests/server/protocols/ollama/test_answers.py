@@ -39,7 +39,7 @@ NOBODY = Tenant("", ResponseStore(0, 0))
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model that opens its reasoning by itself, unless it is switched off."""
+    """Start a server whose model begins with reasoning, unless a request turns it off."""
     with talker(tmp_path_factory.mktemp("thinks"), talkers.THINKS) as live:
         yield live
 
@@ -56,7 +56,7 @@ def lines(response: httpx.Response) -> list[Fields]:
 
 
 def message(server: LiveServer, **fields: Any) -> Fields:
-    """Return the message of a whole answer, which is the sum of the streamed pieces."""
+    """Return the message of a complete answer, after comparing it with the streamed answer."""
     body = ask(server, stream=False, **fields).json()
     pieces = lines(ask(server, **fields))
     assert [line["done"] for line in pieces] == [False] * (len(pieces) - 1) + [True]

@@ -1,4 +1,4 @@
-"""Ollama's lists of models, its vectors, and what is refused."""
+"""Ollama's lists of models, its embeddings, and the requests that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses in the background, as clients see them."""
+"""Background responses, as clients see them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATH = "/v1/responses"
 
 @pytest.fixture
 def gated(server: LiveServer) -> Iterator[LiveServer]:
-    """A server whose engine waits until its gate is opened."""
+    """Start a server whose engine waits until the test opens a gate."""
     server.backend.gate.clear()
     yield server
     server.backend.gate.set()

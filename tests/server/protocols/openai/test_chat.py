@@ -172,7 +172,7 @@ def _greedy(fields: Fields) -> Fields:
 
 
 def _said(body: Fields) -> str:
-    """Return the text of an answer of any protocol."""
+    """Return the text of a response of any protocol."""
     for key in ("response", "content"):
         if isinstance(body.get(key), str):
             return str(body[key])

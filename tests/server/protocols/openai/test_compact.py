@@ -1,4 +1,4 @@
-"""Conversations that become a summary, as clients see them."""
+"""Conversations that are replaced by a summary, as clients see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom tools, whose input is a text, in the Responses protocol and in chats."""
+"""Custom tools, whose input is a text, in the Responses API and in chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses protocol, as clients see it: the response object, and the stream's events."""
+"""OpenAI's Responses API, as clients see it: the response object, and the stream's events."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def answer(server: LiveServer, **fields: Any) -> Fields:
 
 
 def stream(server: LiveServer, **fields: Any) -> list[Fields]:
-    """Return a stream's events, whose names and numbers are right."""
+    """Return a stream's events, after checking their names and numbers."""
     response = ask(server, stream=True, **fields)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"

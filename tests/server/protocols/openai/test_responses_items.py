@@ -1,4 +1,4 @@
-"""The Responses protocol's items: conversations, calls of tools, and responses that are kept."""
+"""Items of the Responses API: conversations, tool calls, and stored responses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HELLO = {"role": "user", "content": "hello"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model with more context, for tools are described at length."""
+    """Start a server whose model has more context, since descriptions of tools are long."""
     with live_server(tmp_path_factory.mktemp("items"), tiny=Tiny(context_length=2048)) as live:
         yield live
 
@@ -74,7 +74,7 @@ def text_of(body: Fields) -> str:
 
 
 def same_as_chat(server: LiveServer, messages: list[Fields], **fields: Any) -> Fields:
-    """Return the answer, which is that of the chat protocol to `messages`."""
+    """Check that a response equals the chat protocol's answer to `messages`, and return it."""
     tools = [
         {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
         for tool in fields.get("tools", ())

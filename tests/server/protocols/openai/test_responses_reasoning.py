@@ -1,4 +1,4 @@
-"""Reasoning in the Responses protocol, of answers that are put together by hand."""
+"""Reasoning in the Responses API, for answers that the tests assemble."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reply_to(server: LiveServer, **fields: Any) -> ResponseInfo:
 
 
 def outputs(server: LiveServer, text: str, reason: FinishReason) -> list[Output]:
-    """Return an answer token by token."""
+    """Return an answer as engine outputs, one for each token."""
     tokenizer = server.client.card.tokenizer
     ids = tokenizer.encode(text)
     usage, timings = Usage(3, 0, len(ids)), Timings(0.0, 0.0, 1.0, 2.0)

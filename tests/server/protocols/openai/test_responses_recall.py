@@ -1,4 +1,4 @@
-"""What the Responses protocol keeps and finds again, within bounds."""
+"""Stored responses of the Responses API, how references find their items, and their limits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ask(server: LiveServer, **fields: Any) -> httpx.Response:
 
 
 def tenant_with(items: list[RawItem]) -> Tenant:
-    """Return a tenant that has them in one answer."""
+    """Return a tenant that has these items in one stored response."""
     tenant = Tenant("", ResponseStore(10, 10**8))
     ids = tuple(item["id"] for item in items)
     assert tenant.put(StoredResponse("resp_1", encode_json(items), b'{"output": []}', ids))
@@ -46,13 +46,13 @@ def tenant_with(items: list[RawItem]) -> Tenant:
 
 
 def messages(given: list[Fields], tenant: Tenant | None = None) -> list[Fields]:
-    """Return what a request with these items has for the chat template."""
+    """Return the messages that the chat template gets for a request with these items."""
     job = read(ResponsesRequest(input=given), tenant or Tenant("", ResponseStore(10, 10**6)))
     return list(job.prompts[0].messages)  # type: ignore[union-attr]
 
 
 def counted(calls: list[str]) -> Callable[[StoredResponse], list[RawItem]]:
-    """Return a reader of answers that notes in `calls` which thread reads."""
+    """Return a reader of stored responses that notes in `calls` which thread reads."""
 
     def items_of(kept: StoredResponse) -> list[RawItem]:
         calls.append(threading.current_thread().name)

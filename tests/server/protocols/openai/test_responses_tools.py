@@ -1,4 +1,4 @@
-"""Tools in the Responses protocol."""
+"""Tools in the Responses API."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOOLS: Fields = {"tools": [WEATHER, CLOCK], "max_output_tokens": 150}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model with more context, for tools are described at length."""
+    """Start a server whose model has more context, since descriptions of tools are long."""
     with live_server(tmp_path_factory.mktemp("tools"), tiny=Tiny(context_length=2048)) as live:
         yield live
 

@@ -23,7 +23,7 @@ PATH = "/v1/chat/completions"
 
 @pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A server with nothing stored, for two tenants."""
+    """Start a server for two tenants, with no stored completions."""
     options = ServeOptions(drain_s=1, api_keys=ApiKeys({"k": "anna", "other": "ben"}))
     with live_server(tmp_path_factory.mktemp("stored"), options) as live:
         live.http.headers["authorization"] = "Bearer k"

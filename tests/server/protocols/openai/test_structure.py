@@ -1,4 +1,4 @@
-"""The fields that say what an answer has to look like."""
+"""The request fields that set the format of an answer."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_schema_that_takes_too_long_is_refused(tmp_path: Path) -> None:
 
 
 def test_long_chains_of_rules_do_no_harm(tmp_path: Path) -> None:
-    """They are followed by recursion, which must not run out of its stack."""
+    """Recursion follows the chains, and must not exceed its stack."""
     options = ServeOptions(limits=RequestLimits(compile_timeout_s=600.0))
     rules = [f'r{i}: "a" r{i + 1}' for i in range(10_000)]
     grammar = "\n".join(["start: r0", *rules, 'r10000: "x"'])

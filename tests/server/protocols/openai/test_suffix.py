@@ -1,4 +1,4 @@
-"""Completions between a prompt and a suffix."""
+"""Completions of the text between a prompt and a suffix."""
 
 from __future__ import annotations
 

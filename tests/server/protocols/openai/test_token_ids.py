@@ -1,4 +1,4 @@
-"""vLLM's fields about tokens: ids, prompts' log-probabilities, allowed tokens; the tokenizer."""
+"""vLLM's fields about tokens: ids, prompt log-probabilities, allowed tokens; the tokenizer."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_the_tokenizer_describes_itself(server: LiveServer) -> None:
 
 
 def test_conversations_may_be_sent_as_prompts_to_be_tokenized(server: LiveServer) -> None:
-    """So lm-evaluation-harness does, with its remote tokenizer and a chat template."""
+    """lm-evaluation-harness does so, with its remote tokenizer and a chat template."""
     messages = PATHS["/v1/chat/completions"]["messages"]
     fields = {"prompt": messages, "add_special_tokens": False}
     tokens = server.http.post("/tokenize", json=fields).json()["tokens"]

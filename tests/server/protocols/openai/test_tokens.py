@@ -1,4 +1,4 @@
-"""Tokenizing and back, as vLLM's clients know it."""
+"""/tokenize and /detokenize, as vLLM's clients see them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def post(server: LiveServer, path: str, **fields: Any) -> Any:
 
 
 def both(text: str) -> dict[str, str]:
-    """Return the answer that has a text as vLLM and as llama-server name it."""
+    """Return the response that has a text under vLLM's and under llama-server's name."""
     return {"prompt": text, "content": text}
 
 

@@ -162,7 +162,7 @@ class TextOffsets:
     def __init__(
         self, tokenizer: Tokenizer, start: int = 0, prompt: str = "", *, begins: bool = True
     ) -> None:
-        """Begin before the first token of a text.
+        """Prepare to compute offsets, starting with the first token of a text.
 
         Args:
             tokenizer: the model's tokenizer.

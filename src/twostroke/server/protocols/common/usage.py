@@ -139,7 +139,7 @@ def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
 def requested_timings(job: Job, event: ChoiceEnded) -> LlamaTimings | UnsetType:
     """Return a complete answer's durations in llama-server's form, if the request asks for them.
 
-    Otherwise returns UNSET, which leaves the field out; `timings_per_token` of the request asks.
+    A request asks by `timings_per_token`. Otherwise returns UNSET, which leaves the field out.
     """
     return final_timings(event.usage, event.timings) if job.llama_timings else UNSET
 

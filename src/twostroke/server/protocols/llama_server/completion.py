@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.engine.model_card import ModelCard
-    from twostroke.server.generation.job import Encoded
+    from twostroke.server.generation.job import EncodedJob
     from twostroke.server.generation.response_store import Tenant
 
 
@@ -58,7 +58,7 @@ class LlamaJob(Job, kw_only=True):
 
     request: TextFields
 
-    def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
+    def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> EncodedJob:
         """Tokenize the job's prompts, and complete the sampling parameters that need the tokenizer.
 
         These are the biases of texts in `logit_bias`, and the settings for `post_sampling_probs`.

@@ -15,7 +15,7 @@ from twostroke.server.protocols.llama_server.fields import TextFields, num_predi
 if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
     from twostroke.model.tokenizer import InfillTokens, Tokenizer
-    from twostroke.server.generation.job import Encoded, Job
+    from twostroke.server.generation.job import EncodedJob, Job
     from twostroke.server.generation.response_store import Tenant
 
 MAX_FILES: Final = 1024
@@ -56,7 +56,7 @@ class InfillJob(LlamaJob):
     Its answers also end at the special token that begins another file.
     """
 
-    def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
+    def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> EncodedJob:
         """Tokenize the job's prompt, and let its answers end where the model begins another file.
 
         Raises:

@@ -92,7 +92,8 @@ class LlamaEncoder:
         self._info = info
         self._request = info.job.request
         self._settings = generation_settings(info.job.request, info.job.params)
-        self._hides_answer = num_predict(info.job.request) == 0  # the engine generates one token
+        # For `n_predict` 0 the engine generates one token, which is not sent.
+        self._hides_answer = num_predict(info.job.request) == 0
         self._id_slot = NO_SLOT if self._request.id_slot is None else self._request.id_slot
         self._started_s = time.monotonic()
         self._answers: dict[int, _SentAnswer] = {}  # by choice

@@ -102,7 +102,7 @@ def to_response(
     """
     return EmbedBody(
         model=model,
-        embeddings=cast("list[list[float]]", parts),  # JSON of `_encode`
+        embeddings=cast("list[list[float]]", parts),  # each is JSON from `_encode`
         total_duration=nanoseconds(elapsed_s),
         prompt_eval_count=num_tokens,
     )

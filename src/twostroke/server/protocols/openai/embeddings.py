@@ -51,7 +51,10 @@ class EmbeddingRequest(ServiceFields, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True):
-    """The `usage` of an embedding response: the tokens of all inputs, under OpenAI's two names."""
+    """The `usage` of an embedding response: the number of tokens in all inputs.
+
+    OpenAI has two names for this number.
+    """
 
     prompt_tokens: int
     total_tokens: int
@@ -105,7 +108,7 @@ def to_response(
 
     `parts` has the JSON of each entry of `data`; `num_tokens` counts the tokens of all inputs.
     """
-    data = cast("list[EmbeddingBody]", parts)  # JSON of `_encode`
+    data = cast("list[EmbeddingBody]", parts)  # each is JSON from `_encode`
     return EmbeddingList(data, model, EmbeddingUsage(num_tokens, num_tokens))
 
 

@@ -136,7 +136,7 @@ class StoringEncoder:
         """Prepare to encode one response; `keep` is called with the complete completion."""
         self._inner = ChatEncoder(info)
         self._keep = keep
-        self._events: list[events.Event] = []  # from which the complete completion is made
+        self._events: list[events.Event] = []  # to build the complete chat completion
 
     def write(self, event: events.Event) -> bytes:
         """Return the chunks for one event of the answers, as server-sent events.

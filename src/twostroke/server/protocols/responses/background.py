@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from twostroke.server.generation.job import Job
     from twostroke.server.generation.response_store import StoredResponse
     from twostroke.server.generation.responses import Started
-    from twostroke.server.generation.running import Answers
+    from twostroke.server.generation.running import RunningAnswers
     from twostroke.server.http.request_context import ServedRequest
     from twostroke.server.options import ServeOptions
     from twostroke.server.protocols.responses.reply import ResponsesEncoder
@@ -64,7 +64,7 @@ class BackgroundRun:
         self._events: list[bytes] = []
         self._news_event = asyncio.Event()  # set when events come, and then replaced
         self._end_event = asyncio.Event()
-        self._answers: Answers | None = None
+        self._answers: RunningAnswers | None = None
 
     async def compute(self, started: Started, scope: Scope, runs: BackgroundRuns) -> None:
         """Generate a background response to its end, and store it.

@@ -229,7 +229,7 @@ class ResponsesEncoder:
         yield sent.OutputItemDone(output_index, item)
 
     def _complete(self, block: events.ContentBlock, *, is_cut: bool) -> OutputItem:
-        """Set the content and the status of a block's output item, and return the item.
+        """Set the content and the status of the output item for a block of the answer; return it.
 
         `is_cut` tells whether the block is incomplete.
         """
