@@ -1,4 +1,4 @@
-"""Constraints on the text of an answer, and the interface of their matchers.
+"""Constraints on the text of an answer; a `Matcher` tells which tokens follow a constraint.
 
 A `ReasoningSection` may precede the constrained text.
 """

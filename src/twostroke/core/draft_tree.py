@@ -1,4 +1,4 @@
-"""Trees of drafts: the token that each draft follows, and the path of right drafts."""
+"""Trees of draft tokens: which draft each draft follows, and which drafts are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that other inference programs have for options, and what to use in Twostroke instead."""
+"""Options of other inference programs, and the options of Twostroke that do the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Frozen`: data with named, typed fields that never change, and checks of their ranges."""
+"""`Frozen`, the base class of immutable data with typed fields, and range checks of numbers."""
 
 from __future__ import annotations
 

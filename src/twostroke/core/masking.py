@@ -1,4 +1,4 @@
-"""The masking of passwords in URLs, for errors and logs."""
+"""Masks passwords and other secrets in URLs, for errors and logs."""
 
 from __future__ import annotations
 

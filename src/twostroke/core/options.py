@@ -1,4 +1,4 @@
-"""Options of an engine, in small frozen parts; None lets the engine choose.
+"""Options of an engine, in immutable structs; None lets the engine choose a value.
 
 Each field is declared with its flag, range, default and help (`core/option_schema.py`).
 """

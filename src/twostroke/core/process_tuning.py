@@ -1,4 +1,4 @@
-"""Tune this process for many streams: garbage collection, the heap, time slices, open files."""
+"""Tunes a process for many streams: garbage collection, the heap, time slices, open files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The URLs of servers that this program asks as a client."""
+"""Checks the URLs of servers to which commands send requests."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Messages over sockets between processes of Twostroke: one room for framing, encoding and trust.
+"""Messages over sockets between processes of Twostroke: framing, encoding, and handshakes.
 
 A `MessageFormat` (frames.py) says how messages are encoded and which are accepted. A `Connection`
 sends and receives them in threads, with timeouts and large buffers; an `EventLoopConnection` does
 so in an event loop. A `Listener` accepts connections and `connect` makes them (listener.py), after
 a handshake that proves a secret. Errors are a `ConnectionLostError`.
 
-Three packages use this room, and keep their messages and their policy: `engine/process` (a server
+Three packages use this one, and keep their own messages and policies: `engine/process` (a server
 and its engine process), `backends/parallel` (rank 0 and other ranks) and `engine/disaggregation`
 (prefill and decode engines, and an engine and its NIXL process). The first message of each has the
-version, because only it can say what differs: a number between engines, the installed package and
-its kernels between ranks.
+version: a number between engines; the installed package and its kernels between ranks. Only the
+packages know which differences matter.
 
 Not here: bytes that no Python code reads. Ranks exchange values in memory that they share, or by
 UCX or Gloo (`backends/parallel/links`), and engines copy KV pages in shared memory or by NIXL

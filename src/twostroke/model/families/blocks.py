@@ -1,4 +1,4 @@
-"""Building blocks of a decoder's Program: each returns operations from one value to another."""
+"""Building blocks of a decoder's Program: each function returns the operations of a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typed reading of a model file's metadata, with limits for each value."""
+"""Reads a model file's metadata, and checks the type and the limits of each value."""
 
 from __future__ import annotations
 

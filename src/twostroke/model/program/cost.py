@@ -83,7 +83,7 @@ class CostModel(Frozen):
         return StepCost(tuple(terms), self.row_part, self.num_row_parts)
 
 
-class StoredAs(Frozen):
+class WeightStorage(Frozen):
     """A way to store a model's layer matrices: bits for each weight, and arithmetic of products.
 
     `twostroke plan` compares these ways (`WEIGHTS`). Weights outside of layer matrices have 16
@@ -96,9 +96,9 @@ class StoredAs(Frozen):
 
 _GROUP: Final = 128  # weights that share a float16 scale
 WEIGHTS: Final = {
-    "bf16": StoredAs(16, "bf16"),
-    "fp8": StoredAs(8, "fp8"),
-    "int8": StoredAs(8, "int8"),
-    "w4a16": StoredAs(4 + 16 / _GROUP, "bf16"),
-    "nvfp4": StoredAs(4.5, "fp4"),  # a scale of 8 bits for 16 weights
+    "bf16": WeightStorage(16, "bf16"),
+    "fp8": WeightStorage(8, "fp8"),
+    "int8": WeightStorage(8, "int8"),
+    "w4a16": WeightStorage(4 + 16 / _GROUP, "bf16"),
+    "nvfp4": WeightStorage(4.5, "fp4"),  # a scale of 8 bits for 16 weights
 }

@@ -1,4 +1,4 @@
-"""How ranks share a Program: stages of layers, parts of rows, parts of columns."""
+"""How ranks share a Program: pipeline stages, parts of rows, and parts of columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of all operations: the questions that backends, ranks and the cost model ask of them."""
+"""`Operation`, the base class of operations, which answers backends, ranks and the cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats of published quantized folders: integers or table entries in groups of a row."""
+"""Number formats of quantized folders (GPTQ, AWQ, ...): groups of codes that share a scale."""
 
 from __future__ import annotations
 

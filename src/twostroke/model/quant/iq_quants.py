@@ -179,8 +179,8 @@ def _group_factors(nibbles: NDArray[Any]) -> Bytes:
 def _iq2_xxs(blocks: Bytes) -> Parts:
     """Read IQ2_XXS blocks of 66 bytes; return their scales, groups' factors and codes.
 
-    A block has the scale, and for each 32 values four codebook indices, then four signs and a
-    factor.
+    A block has the scale, and for each 32 values four codebook indices, then four signs and a step.
+    A group's factor is 2 * step + 1.
     """
     words = _view_words(blocks[:, 2:], np.uint32)
     signs = _EVEN_SIGNS[_bit_fields(words[:, 1::2], (0, 7, 14, 21), 127)]
@@ -191,8 +191,8 @@ def _iq2_xxs(blocks: Bytes) -> Parts:
 def _iq2_xs(blocks: Bytes) -> Parts:
     """Read IQ2_XS blocks of 74 bytes; return their scales, groups' factors and codes.
 
-    A block has the scale, for each 8 values a codebook index and signs, and the factors in 4 bits
-    each.
+    A block has the scale, for each 8 values a codebook index and signs, and the steps in 4 bits
+    each. A group's factor is 2 * step + 1.
     """
     words = _view_words(blocks[:, 2:66], np.uint16)
     codes = _entries("IQ2_XS")[words & 511] | _sign_bytes(2)[_EVEN_SIGNS[words >> 9]]
@@ -202,8 +202,8 @@ def _iq2_xs(blocks: Bytes) -> Parts:
 def _iq2_s(blocks: Bytes) -> Parts:
     """Read IQ2_S blocks of 82 bytes; return their scales, groups' factors and codes.
 
-    A block has the scale, 32 codebook indices, 32 signs, the indices' high bits, and the factors in
-    4 bits each.
+    A block has the scale, 32 codebook indices, 32 signs, the indices' high bits, and the steps in 4
+    bits each. A group's factor is 2 * step + 1.
     """
     high = unpack_planes(blocks[:, 66:74], 2, run=1).astype(np.uint32)
     entries = _entries("IQ2_S")[blocks[:, 2:34] | high << 8]
@@ -214,7 +214,8 @@ def _iq2_s(blocks: Bytes) -> Parts:
 def _iq3_xxs(blocks: Bytes) -> Parts:
     """Read IQ3_XXS blocks of 98 bytes; return their scales, groups' factors and codes.
 
-    A block has the scale, 64 codebook indices, and for each 32 values four signs and a factor.
+    A block has the scale, 64 codebook indices, and for each 32 values four signs and a step. A
+    group's factor is 2 * step + 1.
     """
     words = _view_words(blocks[:, 66:], np.uint32)
     signs = _EVEN_SIGNS[_bit_fields(words, (0, 7, 14, 21), 127)]
@@ -225,8 +226,8 @@ def _iq3_xxs(blocks: Bytes) -> Parts:
 def _iq3_s(blocks: Bytes) -> Parts:
     """Read IQ3_S blocks of 110 bytes; return their scales, groups' factors and codes.
 
-    A block has the scale, 64 codebook indices, their high bits, 32 signs, and the factors in 4 bits
-    each.
+    A block has the scale, 64 codebook indices, their high bits, 32 signs, and the steps in 4 bits
+    each. A group's factor is 2 * step + 1.
     """
     high = unpack_planes(blocks[:, 66:74], 1, run=1).astype(np.uint32)
     entries = _entries("IQ3_S")[blocks[:, 2:66] | high << 8].view(np.uint64)
@@ -237,8 +238,8 @@ def _iq3_s(blocks: Bytes) -> Parts:
 def _iq1_s(blocks: Bytes) -> Parts:
     """Read IQ1_S blocks of 50 bytes; return their scales, groups' factors and codes.
 
-    A block has the scale, 32 codebook indices, and for each 32 values their high bits, a factor and
-    a sign.
+    A block has the scale, 32 codebook indices, and for each 32 values their high bits, a step and a
+    sign. A group's factor is 2 * step + 1.
     """
     words = _view_words(blocks[:, 34:], np.uint16)
     entries = _entries("IQ1_S")[blocks[:, 2:34] | _bit_fields(words, (0, 3, 6, 9), 7) << 8]
@@ -250,7 +251,7 @@ def _iq1_m(blocks: Bytes) -> Parts:
     """Read IQ1_M blocks of 56 bytes; return their scales, groups' factors and codes.
 
     A block has 32 codebook indices, their high bits and signs in 4 bits each, and four words of
-    factors. The scale is in the upper 4 bits of these words.
+    steps. The scale is in the upper 4 bits of these words. A group's factor is 2 * step + 1.
     """
     nibbles = unpack_planes(blocks[:, 32:48], 4, run=1).astype(np.uint32)
     entries = _entries("IQ1_S")[blocks[:, :32] | (nibbles & 7) << 8]

@@ -1,4 +1,4 @@
-"""Checks the fields of a tokenizer.json's steps before any step is used."""
+"""Checks a tokenizer.json: the fields of its normalizers, pre-tokenizers and decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalizes text and cuts it into words, by patterns as `tokenizers` does."""
+"""Normalizes text and cuts it into words, as Hugging Face's `tokenizers` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Maps a file's tensor names to canonical names and back, and sorts out tensors not needed."""
+"""Maps a file's tensor names to canonical names and back; tells which tensors are needed."""
 
 from __future__ import annotations
 

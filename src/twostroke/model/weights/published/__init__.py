@@ -1,4 +1,4 @@
-"""Assembles published quantized folders: the tensors of each quantized module become one weight.
+"""Reads quantized folders (GPTQ, AWQ, ...): a module's tensors become one weight.
 
 `quant_method` in config.json's `quantization_config` names the layout. A module is quantized if it
 has the tensors of the layout. Scales and zero points of activations, keys and values are left out:

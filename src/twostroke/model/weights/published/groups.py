@@ -50,7 +50,7 @@ class Scales(Frozen, eq=False):
 
 
 class CodedMatrix(Frozen, eq=False):
-    """A matrix (outputs, inputs) as published quantized folders have it: codes with scales.
+    """A matrix (outputs, inputs) as a quantized folder stores it: codes, scales and zero points.
 
     A weight is (code - zero point) * scale. Without `zeros` uint8 (outputs, groups), zero points
     are in the middle of the codes' range. `scales` and `zeros` may have one row for all outputs.
@@ -77,7 +77,7 @@ class AssembledMatrix(Frozen, eq=False):
 
 
 def assemble_groups(coded: CodedMatrix) -> AssembledMatrix:
-    """Convert a published matrix to a format that the kernels multiply, with the same values.
+    """Convert a quantized folder's matrix to a number format of the kernels, with the same values.
 
     Inputs are sorted by their groups, if they are not sorted yet. Matrices that no such format can
     express become floats: groups that are not multiples of 32 inputs, and zero points of 8 bits.

@@ -1,4 +1,4 @@
-"""A quantized module of a published folder: tensors under one name that make one matrix.
+"""A quantized module (one linear layer) of a folder: the tensors that make one matrix.
 
 Also unpacks codes of a few bits from the 32-bit words of such tensors.
 """
