@@ -50,18 +50,18 @@ def _text(visit: Any, selector: str) -> str:
 
 def test_figures_follow_the_load(visit: Visiting, server: Any) -> None:
     visit = visit(server, "#dashboard")
-    running = VALUE.format("Running")
+    running = VALUE.format("Running requests")
     visit.page.wait_for_selector(f"{running}:has-text('0')")
-    assert "Nothing is running" in _text(visit, "section[aria-label='Running requests']")
+    assert "No running requests" in _text(visit, "section[aria-label='Running requests']")
     with _load(server):
         visit.page.wait_for_selector(f"{running}:has-text('3')", timeout=30_000)
         visit.page.wait_for_selector(f"{VALUE.format('TTFT')}:has-text('s')", timeout=30_000)
         visit.page.wait_for_selector("tr[data-place] >> nth=2")
         assert visit.page.locator("tr[data-place]").count() == 3
-        rate = _text(visit, VALUE.format("Tokens out"))
+        rate = _text(visit, VALUE.format("Output tokens"))
         assert float(rate.removesuffix("/s")) > 0
         assert "running: now 3" in visit.page.get_attribute("svg.chart >> nth=0", "aria-label")
-        assert "of the roof" in visit.page.get_attribute(".roofline", "aria-label")
+        assert "of the roofline" in visit.page.get_attribute(".roofline", "aria-label")
         visit.page.wait_for_selector(".roofline .point.warm")  # drawn after the first decode step
         visit.page.click("label:has-text('60 s')")
         assert "ITL" in _text(visit, "section[aria-label=Latency]")

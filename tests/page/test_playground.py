@@ -64,7 +64,7 @@ def test_answer_comes_in_pieces_with_its_figures(visit: Visiting, server: Any) -
     assert "TTFT" in figures
     assert "tokens/s" in figures
     visit.page.click(".figures summary")
-    assert "of that in the queue" in visit.page.inner_text(".figures table")
+    assert "of that queue time" in visit.page.inner_text(".figures table")
 
 
 def test_speed_is_not_that_of_pieces_which_were_held_back(visit: Visiting, server: Any) -> None:
@@ -103,7 +103,7 @@ def test_answers_are_made_again_and_turned_through(visit: Visiting, server: Any)
     visit.send("Invent a name for a boat.")
     [first] = visit.answers()
     visit.set(seed=2)
-    visit.page.click("[aria-label='Answer again']")
+    visit.page.click("[aria-label='Regenerate']")
     visit.wait_answered()
     [second] = visit.answers()
     assert first != second
@@ -193,7 +193,7 @@ def test_refusals_are_sentences(visit: Visiting, server: Any) -> None:
     visit.send("Hello.")
     assert visit.page.inner_text(".reply .trouble") == "Temperature must be at most 2."
     visit.set(temperature=1, extra='{"seed": "one"}')
-    visit.page.click("[aria-label='Answer again']")
+    visit.page.click("[aria-label='Regenerate']")
     visit.page.wait_for_selector(".reply .trouble:has-text('seed')")
 
 
@@ -429,7 +429,7 @@ def test_a_chat_is_renamed_and_found_by_its_name_and_its_words(
     ):
         visit.page.fill("[aria-label='Search conversations']", words)
         assert titles.all_inner_texts() == found
-    assert visit.page.inner_text(".conversations .none") == "Nothing is found."
+    assert visit.page.inner_text(".conversations .none") == "No matches."
     visit.page.reload()
     visit.page.wait_for_selector("#lamp[data-state=ok]")
     assert titles.all_inner_texts() == ["Tell me of rockets.", "Sea animals"]

@@ -63,7 +63,7 @@ def test_continuations_are_made_again_and_taken_back(visit: Visiting, server: An
     visit.continue_text()
     first = _text(visit)
     visit.set(seed=2)
-    visit.page.click("[aria-label='Continue differently']")
+    visit.page.click("[aria-label='Regenerate']")
     visit.wait_continued()
     second = _text(visit)
     assert first != second
@@ -126,7 +126,7 @@ def test_marks_move_with_edits(visit: Visiting, server: Any) -> None:
     visit.page.keyboard.type("So: ")
     assert _text(visit) == f"So: {BEGIN}{written}"
     assert visit.page.evaluate(WRITTEN) == written
-    assert visit.page.locator("[aria-label='Continue differently']").is_visible()
+    assert visit.page.locator("[aria-label='Regenerate']").is_visible()
     visit.page.keyboard.press("Control+End")
     visit.page.keyboard.press("ArrowLeft")
     visit.page.keyboard.press("Backspace")

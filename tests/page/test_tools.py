@@ -112,7 +112,7 @@ def test_other_results_are_another_way_on(visit: Visiting, server: Any) -> None:
         visit.page.press(FIRST, "Enter")
     _wait_for_step(visit, "Cold.")
     assert _messages(sent)[-1]["content"] == "-5"
-    visit.page.click(".next [aria-label='Answer again']")
+    visit.page.click(".next [aria-label='Regenerate']")
     _wait_for_step(visit, "Very cold.")
     visit.page.click("[aria-label='Previous answer'] >> nth=0")  # that of the first step
     assert "30" in visit.page.inner_text(".call")
@@ -143,7 +143,7 @@ def test_whole_turns_are_kept_and_begin_anew_where_wanted(visit: Visiting, serve
     assert "id-population" in visit.page.inner_text("dialog")
     visit.page.keyboard.press("Escape")
     with visit.page.expect_request("**/v1/chat/completions") as sent:
-        visit.page.click("[aria-label='Answer again'] >> nth=0")
+        visit.page.click("[aria-label='Regenerate'] >> nth=0")
     visit.page.wait_for_selector(FIRST)
     assert len(_messages(sent)) == 1
     assert visit.page.locator(".next .reply").count() == 0

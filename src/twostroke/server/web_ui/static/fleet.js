@@ -11,23 +11,23 @@ const COLUMNS = [
   ["Replica", "", (one) => one.url],
   ["State", "", (one) => h("span.state", {}, h("span.lamp", { "data-state": one.state === "ready" ? "ok" : "gone" }), one.state)],
   ["Models", "", (one) => one.models.join(", ")],
-  ["Running", "Requests that have not ended", (one) => count(one.running)],
-  ["Work", "How long a new request would wait there", (one) => duration(Math.max(one.work_s, 0))],
-  ["Pace", "Time for 1,000 bytes of a prompt", (one) => duration(one.pace_s_per_kb)],
-  ["Cached", "Share of prompt tokens that its cache held", (one) => percent(one.prompt_tokens ? one.cached_tokens / one.prompt_tokens : null)],
-  ["Horizon", "How long ago the page was used that its cache evicted last", (one) => duration(one.horizon_s)],
-  ["Requests", "Sent there since the router's start", (one) => count(one.requests)],
-  ["Lost before", "Lost there before their first byte, and sent to another", (one) => count(one.lost_before_first_byte)],
-  ["Lost after", "Lost there after their first byte", (one) => count(one.lost_after_first_byte)],
+  ["Running", "Requests in progress", (one) => count(one.running)],
+  ["Queue time", "Estimated queue time of a new request", (one) => duration(Math.max(one.work_s, 0))],
+  ["Prefill time", "Prefill time of 1,000 bytes of a prompt", (one) => duration(one.pace_s_per_kb)],
+  ["Cache hit rate", "Prompt tokens found in the prefix cache, of all prompt tokens", (one) => percent(one.prompt_tokens ? one.cached_tokens / one.prompt_tokens : null)],
+  ["Eviction age", "Time since the last use of the KV cache page that was evicted last", (one) => duration(one.horizon_s)],
+  ["Requests", "Sent to the replica since the router's start", (one) => count(one.requests)],
+  ["Retried", "Lost before the first byte of the response, and sent to another replica", (one) => count(one.lost_before_first_byte)],
+  ["Lost", "Lost after the first byte of the response", (one) => count(one.lost_after_first_byte)],
 ];
 
 const tiles = {
-  ready: new Tile("Ready"),
-  running: new Tile("Running", "Requests that have not ended"),
-  work: new Tile("Work", "How long a new request would wait, on average over the replicas"),
-  hits: new Tile("Cache hits", "Share of the prompts' bytes that their replica should hold, since the router's start"),
-  lost: new Tile("Lost", "Requests that a replica lost after their first byte"),
-  wanted: new Tile("Wanted", "Replicas that the present work asks for"),
+  ready: new Tile("Ready replicas"),
+  running: new Tile("Running requests", "Requests in progress"),
+  work: new Tile("Queue time", "Estimated queue time of a new request, averaged over the replicas"),
+  hits: new Tile("Cache hit rate", "Bytes of prompts whose replica should have them in its prefix cache, of all since the router's start"),
+  lost: new Tile("Lost requests", "Requests that a replica lost after the first byte of the response"),
+  wanted: new Tile("Desired replicas", "Replicas that the present load needs"),
 };
 const samples = []; // {at_s, values}, the oldest first
 const about = h("p.about");

@@ -20,7 +20,7 @@ export class Drafts {
       return h("li", {}, h("span", {}, source), bar, h("span.share", {}, `${count(accepted)} of ${count(proposed)} accepted, ${percent(share)}`));
     });
     this.#list.replaceChildren(...items);
-    const who = engine.speculation?.length ? `Drafts by ${engine.speculation.join(", ")}${engine.draft ? ` (draft model: ${engine.draft})` : ""}.` : "Speculation is off on this server.";
-    this.#note.textContent = items.length ? who : `No drafts in this time. ${who}`;
+    const who = engine.speculation?.length ? `Draft tokens from ${engine.speculation.join(", ")}${engine.draft ? ` (draft model: ${engine.draft})` : ""}.` : "Speculation is off on this server.";
+    this.#note.textContent = items.length ? who : `No draft tokens in this time range. ${who}`;
   }
 }

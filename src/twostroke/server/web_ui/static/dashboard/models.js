@@ -6,10 +6,10 @@ import { count, duration, quantity } from "../shared/format.js";
 const HEADS = [
   ["Model"],
   ["State"],
-  ["Memory", "What it takes while it is loaded"],
-  ["Waiting", "Requests that wait until it is loaded"],
+  ["Memory", "Memory that the model uses while it is loaded"],
+  ["Queued", "Requests that wait until the model is loaded"],
   ["Loads"],
-  ["Load time", "How long its last load took"],
+  ["Load time", "Duration of the last load"],
 ];
 
 export class Models {
@@ -26,7 +26,7 @@ export class Models {
       { "aria-label": "Models", hidden: true },
       h("header", {}, h("h3", {}, "Models")),
       h("div.wide", { tabindex: "0", role: "group", "aria-label": "Models" }, table),
-      h("p.summary", {}, "The figures on this page are those of the marked model."),
+      h("p.summary", {}, "The dashboard shows the marked model."),
     );
   }
 

@@ -9,8 +9,8 @@ const CELL = { least: 3, most: 14 };
 const KINDS = [
   ["free", "free"],
   ["cached", "cached"],
-  ["held", "held by one"],
-  ["shared", "shared by several"],
+  ["held", "used by one request"],
+  ["shared", "shared"],
 ];
 
 export class PageMap {
@@ -28,7 +28,7 @@ export class PageMap {
 
   constructor() {
     const keys = KINDS.map(([kind, name], index) => h("li", {}, h(`span.key.page-${kind}`, { "aria-hidden": "true" }), `${name} `, this.#counts[index]));
-    this.element = h("section.card", { "aria-label": "Key-value pages" }, h("header", {}, h("h3", {}, "Key-value pages"), h("ul.keys", {}, keys)), this.#canvas, this.#readout, this.#summary);
+    this.element = h("section.card", { "aria-label": "KV cache pages" }, h("header", {}, h("h3", {}, "KV cache pages"), h("ul.keys", {}, keys)), this.#canvas, this.#readout, this.#summary);
     this.#canvas.addEventListener("pointermove", (event) => this.#choose(this.#at(event)));
     this.#canvas.addEventListener("pointerleave", () => this.#choose(-1));
     this.#canvas.addEventListener("blur", () => this.#choose(-1));
@@ -47,7 +47,7 @@ export class PageMap {
     });
     this.#summary.textContent =
       `${counted(pages.total, "page")} of ${counted(pages.tokens_per_page, "token")} (${quantity(pages.bytes_per_page, "B")} each): ${count(free)} free, ` +
-      `${count(cached)} kept for prefixes that may come again, ${count(held)} held by requests, ${count(shared)} of these by several at once.`;
+      `${count(cached)} cached for later prompts, ${count(held)} used by running requests, ${count(shared)} of these shared by several.`;
     this.draw();
   }
 
@@ -88,7 +88,7 @@ export class PageMap {
   #tell() {
     const cell = this.#chosen;
     if (cell < 0) {
-      this.#readout.textContent = "Point at a page to see which request holds it.";
+      this.#readout.textContent = "Point at a page to see which request uses it.";
       return;
     }
     const per = this.#pages.pages_per_cell;
@@ -96,8 +96,8 @@ export class PageMap {
     const holders = this.#cells[cell] - 1;
     const owner = this.#running[this.#owners[cell] - 1]?.id;
     const window = this.#windowOf(cell);
-    const held = owner ? `held by ${holders > 1 ? `${counted(holders, "request")}, first by ${owner}` : owner}` : `held by ${counted(holders, "request")}`;
-    this.#readout.textContent = `${which}: ${holders < 0 ? "free" : holders === 0 ? "cached, held by no request" : held}${window}.`;
+    const held = owner ? `used by ${holders > 1 ? `${counted(holders, "request")}, first by ${owner}` : owner}` : `used by ${counted(holders, "request")}`;
+    this.#readout.textContent = `${which}: ${holders < 0 ? "free" : holders === 0 ? "cached, not used by a request" : held}${window}.`;
   }
 
   #windowOf(cell) {
@@ -105,7 +105,7 @@ export class PageMap {
     if (!groups) return "";
     const group = this.#pages.groups[fromBase64(groups)[cell] - 1];
     if (!group) return "";
-    return group.window ? `, for layers that see ${counted(group.window, "token")}` : ", for layers that see everything";
+    return group.window ? `, for layers with a window of ${counted(group.window, "token")}` : ", for layers with full attention";
   }
 
   #at(event) {

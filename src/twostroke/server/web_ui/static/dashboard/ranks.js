@@ -9,8 +9,8 @@ const HEADS = [
   ["Host"],
   ["Part", "Which of the stages, the parts of rows and the parts of columns it has"],
   ["Weights"],
-  ["KV", "Memory for keys and values"],
-  ["Collectives", "Time in which it exchanged values with other ranks, or waited for them"],
+  ["KV", "KV cache"],
+  ["Collectives", "Time spent in communication with other ranks, waiting included"],
   ["Restarts"],
 ];
 const PARTS = [["stage", "stage"], ["row_part", "rows"], ["column_part", "columns"]];
@@ -36,7 +36,7 @@ export class Ranks {
     this.element.hidden = !ranks.length;
     if (!ranks.length) return;
     const link = ranks[0].link === "shared" ? "shared memory" : ranks[0].link;
-    this.#note.textContent = `Connected by ${link}. Lost ranks were replaced ${count(totals.recoveries)} times.`;
+    this.#note.textContent = `Connected by ${link}. Lost ranks replaced: ${count(totals.recoveries)}.`;
     const divided = PARTS.filter(([key]) => ranks.some((rank) => rank[key] !== ranks[0][key]));
     this.#body.replaceChildren(...ranks.map((rank) => row(rank, divided)));
   }

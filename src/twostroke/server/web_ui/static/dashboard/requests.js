@@ -7,16 +7,16 @@ const MOST = 50; // rows that are shown
 
 const COLUMNS = [
   ["Request", (one) => one.id],
-  ["class", (one) => one.class],
-  ["prompt", (one) => count(one.prompt_tokens)],
+  ["tier", (one) => one.class],
+  ["prompt tokens", (one) => count(one.prompt_tokens)],
   ["cached", (one) => percent(one.prompt_tokens ? one.cached_tokens / one.prompt_tokens : 0)],
-  ["written", (one) => count(one.output_tokens)],
+  ["output tokens", (one) => count(one.output_tokens)],
   ["TTFT", (one) => duration(one.ttft_s)],
   ["tokens/s", (one) => rate(one.tokens_per_s)],
   ["drafts accepted", (one) => (one.drafted_tokens ? `${count(one.accepted_tokens)} of ${count(one.drafted_tokens)}` : "–")],
-  ["pages", (one) => count(one.pages)],
-  ["of these shared", (one) => count(one.shared_pages)],
-  ["preempted", (one) => count(one.preemptions)],
+  ["KV pages", (one) => count(one.pages)],
+  ["shared pages", (one) => count(one.shared_pages)],
+  ["preemptions", (one) => count(one.preemptions)],
   ["age", (one) => duration(one.age_s)],
 ];
 
@@ -44,8 +44,8 @@ export class Requests {
   show({ running, num_running: number, num_waiting: waiting, waiting_tokens: tokens, oldest_waiting_s: oldest }) {
     const rows = running.slice(0, MOST).map((one, place) =>
       h("tr", { "data-place": place }, COLUMNS.map(([, read], index) => h(index ? "td" : "th", index ? {} : { scope: "row" }, read(one)))));
-    this.#body.replaceChildren(...(rows.length ? rows : [h("tr", {}, h("td.none", { colspan: COLUMNS.length }, "Nothing is running."))]));
+    this.#body.replaceChildren(...(rows.length ? rows : [h("tr", {}, h("td.none", { colspan: COLUMNS.length }, "No running requests."))]));
     const more = number > rows.length ? `${count(number - rows.length)} more are running. ` : "";
-    this.#note.textContent = more + (waiting ? `${count(waiting)} waiting with ${count(tokens)} tokens, the longest for ${duration(oldest)}.` : "Nobody waits.");
+    this.#note.textContent = more + (waiting ? `Queued: ${count(waiting)} with ${count(tokens)} tokens; the oldest has waited ${duration(oldest)}.` : "The queue is empty.");
   }
 }

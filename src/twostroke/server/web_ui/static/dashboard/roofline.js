@@ -18,8 +18,8 @@ export class Roofline {
   #trail = { prefill: [], decode: [] };
 
   constructor() {
-    const heads = ["Stroke", "busy", "FLOP/B", "arithmetic", "traffic", "MFU", "MBU", "of the roof"];
-    const titles = { MFU: "Model FLOP utilization: the share of this machine's arithmetic", MBU: "Memory bandwidth utilization: the share of this machine's bandwidth", busy: "Share of the time spent in such steps" };
+    const heads = ["Phase", "busy", "FLOP/B", "compute", "bandwidth", "MFU", "MBU", "of roofline"];
+    const titles = { MFU: "Model FLOP utilization: share of this machine's peak compute", MBU: "Memory bandwidth utilization: share of this machine's memory bandwidth", busy: "Share of the time that the engine spends in this phase" };
     const head = h("tr", {}, heads.map((name) => h("th", { scope: "col" }, titles[name] ? h("abbr", { title: titles[name] }, name) : name)));
     const keys = h("ul.keys", {}, STROKES.map(([name, kind]) => h("li", {}, h(`span.key.${kind}`, { "aria-hidden": "true" }), name)));
     this.element = h(
@@ -27,7 +27,7 @@ export class Roofline {
       { "aria-label": "Roofline" },
       h("header", {}, h("h3", {}, "Roofline of this machine"), keys),
       this.#plot,
-      h("div.wide", { tabindex: "0", role: "group", "aria-label": "The two strokes" }, h("table.data", {}, h("thead", {}, head), this.#rows)),
+      h("div.wide", { tabindex: "0", role: "group", "aria-label": "Prefill and decode" }, h("table.data", {}, h("thead", {}, head), this.#rows)),
       this.#note,
     );
   }
@@ -35,7 +35,7 @@ export class Roofline {
   show(hardware, strokes) {
     this.#showRows(hardware, strokes);
     if (!hardware) {
-      this.#note.textContent = "The limits of this machine are not known, so there is no roof to draw.";
+      this.#note.textContent = "The peak compute and bandwidth of this machine are not known, so no roofline can be drawn.";
       this.#plot.setAttribute("hidden", "");
       return;
     }
@@ -73,7 +73,7 @@ export class Roofline {
       ...grid(axes, { x: "FLOP per byte", y: "FLOP/s" }),
       svg("path", { class: "roof", d: roof, fill: "none" }),
       label(`bandwidth ${quantity(hardware.bandwidth, "B/s")}`, along, { class: "roof-label", "text-anchor": "middle", transform: `rotate(${slope} ${along[0]} ${along[1]})` }),
-      label(`arithmetic ${quantity(hardware.peak, "op/s")}`, [SIZE.width - SIZE.right, y(hardware.peak) - 7], { class: "roof-label", "text-anchor": "end" }),
+      label(`peak ${quantity(hardware.peak, "op/s")}`, [SIZE.width - SIZE.right, y(hardware.peak) - 7], { class: "roof-label", "text-anchor": "end" }),
     ];
     for (const [name, kind] of STROKES) {
       for (const [intensity, flops] of this.#trail[name]) parts.push(svg("circle", { class: `past ${kind}`, cx: x(intensity), cy: y(flops), r: 2 }));
@@ -98,7 +98,7 @@ function told(hardware, strokes) {
   const said = STROKES.map(([name]) => {
     const { intensity, flops_per_s: flops } = strokes[name];
     if (!isKnown(flops)) return `${name}: no steps`;
-    return `${name}: ${rate(intensity)} FLOP a byte, ${quantity(flops, "FLOP/s")}, ${percent(ofRoof(hardware, strokes[name]))} of the roof`;
+    return `${name}: ${rate(intensity)} FLOP per byte, ${quantity(flops, "FLOP/s")}, ${percent(ofRoof(hardware, strokes[name]))} of the roofline`;
   });
   return `Roofline on logarithmic axes. ${said.join(". ")}.`;
 }

@@ -1,4 +1,4 @@
-// The last steps of the engine as bars: how many rows each computed, of prompts and of answers.
+// The last steps of the engine as bars: the prefill and decode tokens that each computed.
 
 import { h } from "../shared/dom.js";
 import { count, counted, duration } from "../shared/format.js";
@@ -16,8 +16,8 @@ export class Steps {
   #pointed = null;
 
   constructor() {
-    const keys = h("ul.keys", {}, h("li", {}, h("span.key.cool", { "aria-hidden": "true" }), "prompt rows"), h("li", {}, h("span.key.warm", { "aria-hidden": "true" }), "rows of answers"));
-    this.element = h("section.card", { "aria-label": "Steps" }, h("header", {}, h("h3", {}, "Steps"), keys), h("div.plot", {}, this.#top, this.#canvas), this.#readout);
+    const keys = h("ul.keys", {}, h("li", {}, h("span.key.cool", { "aria-hidden": "true" }), "prefill tokens"), h("li", {}, h("span.key.warm", { "aria-hidden": "true" }), "decode tokens"));
+    this.element = h("section.card", { "aria-label": "Steps" }, h("header", {}, h("h3", {}, "Engine steps"), keys), h("div.plot", {}, this.#top, this.#canvas), this.#readout);
     this.#canvas.addEventListener("pointermove", (event) => {
       this.#pointed = event.offsetX / this.#canvas.clientWidth;
       this.#draw();
@@ -40,7 +40,7 @@ export class Steps {
     const [warm, cool, line, ink] = colours("--accent", "--cool", "--line", "--ink");
     const context = prepare(this.#canvas, width, HEIGHT);
     const top = roundUp(Math.max(4, ...this.#steps.map(([rows]) => rows)));
-    this.#top.textContent = `${count(top)} rows`;
+    this.#top.textContent = `${count(top)} tokens`;
     context.fillStyle = line;
     for (const share of [0, 0.5, 1]) context.fillRect(0, Math.min(share * HEIGHT, HEIGHT - 1), width, 1);
     const room = width / MOST;
@@ -68,10 +68,10 @@ export class Steps {
     const last = this.#steps.at(-1);
     if (step) this.#readout.replaceChildren(h("span", {}, sentence(step)));
     else this.#readout.replaceChildren(h("span", {}, `the last ${this.#steps.length} steps`), h("span", {}, last ? `latest ${duration(last[3])}` : ""));
-    this.#canvas.setAttribute("aria-label", last ? `Rows of the last ${this.#steps.length} steps. The latest: ${sentence(last)}.` : "No steps yet.");
+    this.#canvas.setAttribute("aria-label", last ? `Tokens of the last ${this.#steps.length} steps. The latest: ${sentence(last)}.` : "No steps yet.");
   }
 }
 
 function sentence([rows, promptRows, requests, seconds]) {
-  return `${counted(rows, "row")} (${count(promptRows)} of prompts) of ${counted(requests, "request")} in ${duration(seconds)}`;
+  return `${counted(rows, "token")} (${count(promptRows)} prefill) of ${counted(requests, "request")} in ${duration(seconds)}`;
 }

@@ -24,16 +24,16 @@ export class Dashboard {
   #trouble = h("p.trouble", { role: "status", hidden: true });
   #about = h("p.about");
   #tiles = {
-    running: new Tile("Running"),
-    out: new Tile("Tokens out"),
-    in: new Tile("Tokens in"),
+    running: new Tile("Running requests"),
+    out: new Tile("Output tokens"),
+    in: new Tile("Prompt tokens"),
     ttft: new Tile("TTFT p50", "Median time to first token"),
     itl: new Tile("ITL p50", "Median inter-token latency"),
-    cache: new Tile("Cache hits", "Share of prompt tokens that were found in the prefix cache"),
-    goodput: new Tile("Goodput", "Answers per second that met all objectives"),
+    cache: new Tile("Prefix cache hit rate", "Prompt tokens found in the prefix cache, of all prompt tokens"),
+    goodput: new Tile("Goodput", "Requests per second that met all latency objectives"),
   };
-  #batch = new Chart("Batch and queue", [{ name: "running", kind: "warm" }, { name: "waiting", kind: "cool" }], this.#history, count);
-  #flow = new Chart("Tokens a second", [{ name: "out", kind: "warm" }, { name: "in", kind: "cool" }], this.#history, rate);
+  #batch = new Chart("Requests", [{ name: "running", kind: "warm" }, { name: "queued", kind: "cool" }], this.#history, count);
+  #flow = new Chart("Tokens per second", [{ name: "output", kind: "warm" }, { name: "prompt", kind: "cool" }], this.#history, rate);
   #steps = new Steps();
   #map = new PageMap();
   #roofline = new Roofline();
@@ -91,7 +91,7 @@ export class Dashboard {
     const parts = [
       `${model.name}: ${model.architecture}, ${quantity(model.parameters, "")} parameters, ${model.format}`,
       `${engine.backend}${hardware ? ` on ${hardware.name}` : ""}`,
-      `${quantity(memory.used_bytes, "B")} of memory used, ${quantity(memory.kv_bytes, "B")} reserved for keys and values`,
+      `${quantity(memory.used_bytes, "B")} of memory used, ${quantity(memory.kv_bytes, "B")} reserved for the KV cache`,
       `up ${duration(uptime)}`,
       `Twostroke ${version}`,
     ];
@@ -102,16 +102,16 @@ export class Dashboard {
     const tiles = this.#tiles;
     const past = (name) => this.#history.line(name);
     const { ttft, itl } = overall(window.latency);
-    tiles.running.show(count(requests.num_running), requests.num_waiting ? `${count(requests.num_waiting)} waiting` : `at most ${count(engine.max_running)}, nobody waits`, past("running"));
-    tiles.out.show(`${rate(window.completion_tokens_per_s)}/s`, `${rate(window.answers_per_s)} answers/s`, past("out"));
-    tiles.in.show(`${rate(window.prompt_tokens_per_s)}/s`, `${rate(window.cached_tokens_per_s)}/s of them cached${elsewhere(handover)}`, past("in"));
+    tiles.running.show(count(requests.num_running), requests.num_waiting ? `${count(requests.num_waiting)} queued` : `at most ${count(engine.max_running)}; none queued`, past("running"));
+    tiles.out.show(`${rate(window.completion_tokens_per_s)}/s`, `${rate(window.answers_per_s)} requests/s`, past("output"));
+    tiles.in.show(`${rate(window.prompt_tokens_per_s)}/s`, `${rate(window.cached_tokens_per_s)}/s cached${elsewhere(handover)}`, past("prompt"));
     tiles.ttft.show(duration(ttft?.p50), tail(ttft), past("ttft"));
     tiles.itl.show(duration(itl?.p50), tail(itl), past("itl"));
     tiles.cache.show(percent(window.cache_hit_rate), ofPrompts(tiers), past("cache"));
     if (window.goodput) {
-      tiles.goodput.show(`${rate(window.goodput.requests_per_s)}/s`, `${percent(window.goodput.share)} met every objective`, past("goodput"));
+      tiles.goodput.show(`${rate(window.goodput.requests_per_s)}/s`, `${percent(window.goodput.share)} met all objectives`, past("goodput"));
     } else {
-      tiles.goodput.show("–", "no objectives are set", []);
+      tiles.goodput.show("–", "no objectives set", []);
     }
   }
 
@@ -124,24 +124,24 @@ export class Dashboard {
       const box = h("input", { type: "radio", name: "window", value: name, id: `window-${name}`, checked: name === this.#window, onchange: () => choose(name) });
       return [box, h("label", { for: box.id }, `${name} s`)];
     });
-    return h("fieldset.windows", {}, h("legend", {}, "Figures of the last"), h("div", {}, boxes.flat()));
+    return h("fieldset.windows", {}, h("legend", {}, "Time range"), h("div", {}, boxes.flat()));
   }
 
   #complain(error) {
-    this.#trouble.textContent = error.status === 404 ? error.message : `${error.message} What is shown is the last that was known.`;
+    this.#trouble.textContent = error.status === 404 ? error.message : `${error.message} The values shown are the last known ones.`;
     this.#trouble.hidden = false;
     this.#place.classList.add("stale");
   }
 }
 
-/** What the charts show of a moment. */
+/** Return the values of the charts at one moment. */
 function valuesOf({ requests, window }) {
   const latency = overall(window.latency);
   return {
     running: requests.num_running,
-    waiting: requests.num_waiting,
-    out: window.completion_tokens_per_s,
-    in: window.prompt_tokens_per_s,
+    queued: requests.num_waiting,
+    output: window.completion_tokens_per_s,
+    prompt: window.prompt_tokens_per_s,
     ttft: latency.ttft?.p50,
     itl: latency.itl?.p50,
     cache: window.cache_hit_rate,
@@ -149,7 +149,7 @@ function valuesOf({ requests, window }) {
   };
 }
 
-/** The latency of all classes: that of the one with the most samples stands for them. */
+/** Return the latency of the service tier with the most samples, for the tiles. */
 function overall(latency) {
   const classes = Object.values(latency);
   return Object.fromEntries(["ttft", "itl"].map((key) => [key, classes.map((one) => one[key]).filter(Boolean).sort((a, b) => b.count - a.count)[0]]));

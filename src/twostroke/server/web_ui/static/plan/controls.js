@@ -24,11 +24,11 @@ export class Controls {
     const most = tokens.at(-1);
     this.element = h(
       "form.panel.plan-controls",
-      { "aria-label": "What is planned", novalidate: true },
+      { "aria-label": "Scenario", novalidate: true },
       this.#group("Load",
         this.#slider("prompt", "Prompt", tokens, Math.min(1024, most / 2), (value) => `${count(value)} tokens`),
-        this.#slider("output", "Answer", tokens, Math.min(256, most / 4), (value) => `${count(value)} tokens`),
-        this.#slider("cached", "Cached share of the prompt", shares(), 0, percent),
+        this.#slider("output", "Output", tokens, Math.min(256, most / 4), (value) => `${count(value)} tokens`),
+        this.#slider("cached", "Prefix cache hit rate", shares(), 0, percent),
         this.#slider("streams", "Streams", [AUTO, ...scale(1, MOST_STREAMS)], AUTO, (value) => (value === AUTO ? "as many as useful" : count(value))),
       ),
       this.#group("Device",
@@ -37,7 +37,7 @@ export class Controls {
       ),
       this.#group("Formats",
         this.#list("weights", "Weights", [...own, ...names(choices.weights)]),
-        this.#list("kv_format", "Keys and values", names(choices.kv_formats), choices.kv_format),
+        this.#list("kv_format", "KV cache", names(choices.kv_formats), choices.kv_format),
       ),
       this.#group("Objectives, in ms",
         this.#number("ttft_s", "TTFT"),

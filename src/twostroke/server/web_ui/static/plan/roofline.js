@@ -16,7 +16,7 @@ export class RooflinePlot {
 
   constructor() {
     const keys = ["prefill", "decode"].map((name) => h("li", {}, h(`span.key.${name === "prefill" ? "cool" : "warm"}`, { "aria-hidden": "true" }), name));
-    this.element = h("section.card", { "aria-label": "Roofline" }, h("header", {}, h("h3", {}, "Both strokes under the roofline"), h("ul.keys", {}, keys)), this.#plot, this.#note);
+    this.element = h("section.card", { "aria-label": "Roofline" }, h("header", {}, h("h3", {}, "Prefill and decode under the roofline"), h("ul.keys", {}, keys)), this.#plot, this.#note);
   }
 
   show(plan) {

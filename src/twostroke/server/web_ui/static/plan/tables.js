@@ -4,7 +4,7 @@ import { h } from "../shared/dom.js";
 import { count, counted, duration, percent, rate } from "../shared/format.js";
 
 const STREAMS = [["streams"], ["step", "A decode step, without prefill"], ["MBU", "Share of the bandwidth in that step"], ["MFU", "Share of the arithmetic in that step"], ["TTFT", "Among the other streams, without a queue"], ["TPOT", "With the prompts of the other streams"], ["tokens/s", "Of all streams, with prefill"], ["requests/s", "With prefill on the same devices"], ["$/1M", "Of output tokens, prefill included"], ["most time", "In that step"]];
-const LOADS = [["load", "Share of the requests a second that the streams carry"], ["requests/s"], ["at work", "Requests in progress"], ["TTFT", "Waiting included"], ["TPOT", "With the prompts of others"]];
+const LOADS = [["load", "Request rate, as a share of the highest that the streams can serve"], ["requests/s"], ["at work", "Requests in progress"], ["TTFT", "Waiting included"], ["TPOT", "With the prompts of others"]];
 const WHAT_IF = [["what if"], ["TTFT"], ["TPOT"], ["fit", "Requests that fit into memory"], ["$/1M", "Of output tokens, prefill included"]];
 
 export function streamsTable(plan) {

@@ -138,11 +138,11 @@ function tilesOf(plan) {
   const usd = row.usd_per_million;
   return [
     tile("TTFT", "Time to first token among the other streams, without a queue", duration(row.ttft_s), plan.prefill_bottleneck),
-    tile("TPOT", "Time per output token, while as many streams are always at work", duration(row.tpot_s), row.bottleneck),
-    tile("Throughput", "Tokens a second of all streams, with prefill", `${rate(row.tokens_per_s)}/s`, `${rate(row.requests_per_s)} requests/s`),
+    tile("TPOT", "Time per output token with this number of streams", duration(row.tpot_s), row.bottleneck),
+    tile("Throughput", "Tokens per second of all streams, with prefill", `${rate(row.tokens_per_s)}/s`, `${rate(row.requests_per_s)} requests/s`),
     tile("Streams", "Requests that decode together", count(row.streams), memory.most_streams === null ? "memory is not known" : `${count(memory.most_streams)} fit`),
-    tile("Memory", "Weights, keys and values", quantity(memory.weights + memory.kv_per_request * row.streams, "B"), memory.usable === null ? "the device's is not known" : `of ${quantity(memory.usable, "B")} usable`),
-    tile("Cost", "Of a million output tokens, prefill included", usd === null ? "–" : `$${usd.toPrecision(3)}`, usd === null ? "no price is known" : `for 1M tokens, at $${roof.usd_per_hour.toPrecision(3)}/h`),
+    tile("Memory", "Weights and KV cache", quantity(memory.weights + memory.kv_per_request * row.streams, "B"), memory.usable === null ? "the device's is not known" : `of ${quantity(memory.usable, "B")} usable`),
+    tile("Cost", "Cost of a million output tokens, prefill included", usd === null ? "–" : `$${usd.toPrecision(3)}`, usd === null ? "no price is known" : `for 1M tokens, at $${roof.usd_per_hour.toPrecision(3)}/h`),
   ];
 }
 

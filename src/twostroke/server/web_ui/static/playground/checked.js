@@ -31,7 +31,7 @@ export function checkedField(field, { put, read, toTry, tidy = null }) {
   const check = async () => {
     try {
       read();
-      say("Asking the server …", "");
+      say("Checking …", "");
       const { path, body } = toTry();
       await ask(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), isForUser: true });
       say("The server accepts this.", "right");
@@ -50,6 +50,6 @@ export function checkedField(field, { put, read, toTry, tidy = null }) {
   };
   area.addEventListener("input", () => typed(area.value));
   const button = (word, onclick) => h("button.small", { type: "button", onclick }, word);
-  const buttons = [button("Check", check), button("Example", () => typed(field.example)), tidy && button("Tidy", tidied)].filter(Boolean);
+  const buttons = [button("Check", check), button("Example", () => typed(field.example)), tidy && button("Format", tidied)].filter(Boolean);
   return [h("label", { for: area.id }, field.label), area, h("div.row", {}, buttons), verdict];
 }

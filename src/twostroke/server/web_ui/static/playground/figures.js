@@ -37,13 +37,13 @@ function table(figures) {
   const server = figures.server ?? {};
   const rows = [
     ["Time to first token", duration(figures.ttft_s), duration(server.ttft_s)],
-    ["of that in the queue", "", duration(server.queue_s)],
+    ["of that queue time", "", duration(server.queue_s)],
     ["Time to last token", duration(figures.total_s), duration(server.e2e_s)],
     ["Tokens per second after the first", rate(figures.tokens_per_s), rate(server.decode_tokens_per_s)],
     ["Prompt tokens", "", count(figures.prompt_tokens)],
-    ["of these from the cache", "", shareOf(figures.cached_tokens, figures.prompt_tokens)],
-    ["Tokens of the answer", "", count(figures.completion_tokens)],
-    ["Guessed tokens that were right", "", shareOf(figures.accepted, figures.accepted + figures.rejected)],
+    ["of these from the prefix cache", "", shareOf(figures.cached_tokens, figures.prompt_tokens)],
+    ["Output tokens", "", count(figures.completion_tokens)],
+    ["Accepted draft tokens", "", shareOf(figures.accepted, figures.accepted + figures.rejected)],
   ];
   const head = h("tr", {}, h("th", { scope: "col" }, h("span.unseen", {}, "Figure")), h("th", { scope: "col" }, "here"), h("th", { scope: "col" }, "server"));
   const body = rows.map(([name, here, there]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, here), h("td", {}, there)));

@@ -25,7 +25,7 @@ export class Frame {
     this.#place = place;
     this.#parts = parts;
     this.#split = h("button.with-words", { type: "button", "aria-pressed": "false", title: "Send the same messages with two settings", onclick: () => act.split(this.#split.getAttribute("aria-pressed") !== "true") }, icon("columns"), h("span", {}, "Side by side"));
-    this.#columns = h("div.tabs.columns", { role: "tablist", "aria-label": "Whose settings", hidden: true }, ["A", "B"].map((name, column) =>
+    this.#columns = h("div.tabs.columns", { role: "tablist", "aria-label": "Settings of", hidden: true }, ["A", "B"].map((name, column) =>
       h("button", { type: "button", role: "tab", id: `column-${name}`, "aria-controls": "column-settings", "aria-selected": String(column === 0), tabindex: column ? "-1" : "0" }, name)));
     makeTabs(this.#columns, (tab) => act.column(tab.id === "column-A" ? 0 : 1));
     const settings = h("div", { id: "column-settings", role: "tabpanel", "aria-label": "Settings of the column" }, parts.panel.element);

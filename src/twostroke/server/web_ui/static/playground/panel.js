@@ -9,7 +9,7 @@ const GROUPS = [
   { fields: ["system"], isOfChats: true },
   { title: "Sampling", fields: ["temperature", "max_tokens", "top_p", "top_k", "min_p", "seed"] },
   { fields: ["logprobs"] },
-  { title: "Form of the answer", fields: ["form"] },
+  { title: "Response format", fields: ["form"] },
   { title: "Tools", isFolded: true, isOfChats: true, fields: ["tools", "tool_choice", "parallel_tool_calls"] },
   { title: "More", isFolded: true, fields: ["presence_penalty", "frequency_penalty", "repetition_penalty", "n", "speculate", "service_tier", "stop", "extra"] },
 ];

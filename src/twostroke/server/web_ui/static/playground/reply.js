@@ -136,7 +136,7 @@ export class ReplyView {
     }
     if (this.#isRaw && choice?.text) buttons.push(h("button.small", { type: "button", title: "Add this to the text and continue from it", onclick: () => this.#act.take() }, "Take"));
     if (choice?.text) buttons.push(iconButton("copy", "Copy the answer", () => copy(choice.text, "Answer copied.")));
-    buttons.push(iconButton("again", choice ? "Answer again" : "Answer", () => this.#act.again()));
+    buttons.push(iconButton("again", choice ? "Regenerate" : "Answer", () => this.#act.again()));
     if (choice?.text) buttons.push(iconButton("edit", "Edit the answer", () => this.#edit()));
     if (["length", "stopped"].includes(choice?.finish) && choice.text && !choice.calls.length) {
       buttons.push(iconButton("onward", "Continue the answer", () => this.#act.goOn()));

@@ -9,31 +9,31 @@ import { whereBroken } from "../shared/json.js";
 export const FIELDS = [
   { name: "system", label: "System prompt", kind: "text", start: "", rows: 3, hint: "Instructions for the model" },
 
-  { name: "temperature", label: "Temperature", kind: "number", start: "", min: 0, max: 2, step: 0.1, hint: "the model’s" },
-  { name: "max_tokens", label: "Max tokens", kind: "integer", start: "1024", min: 1, step: 64, hint: "all there is" },
-  { name: "top_p", label: "Top p", kind: "number", start: "", min: 0, max: 1, step: 0.05, hint: "the model’s" },
-  { name: "top_k", label: "Top k", kind: "integer", start: "", min: 0, step: 10, hint: "the model’s" },
-  { name: "min_p", label: "Min p", kind: "number", start: "", min: 0, max: 1, step: 0.05, hint: "the model’s" },
-  { name: "seed", label: "Seed", kind: "integer", start: "", step: 1, hint: "by chance" },
+  { name: "temperature", label: "Temperature", kind: "number", start: "", min: 0, max: 2, step: 0.1, hint: "model default" },
+  { name: "max_tokens", label: "Max tokens", kind: "integer", start: "1024", min: 1, step: 64, hint: "no limit" },
+  { name: "top_p", label: "Top p", kind: "number", start: "", min: 0, max: 1, step: 0.05, hint: "model default" },
+  { name: "top_k", label: "Top k", kind: "integer", start: "", min: 0, step: 10, hint: "model default" },
+  { name: "min_p", label: "Min p", kind: "number", start: "", min: 0, max: 1, step: 0.05, hint: "model default" },
+  { name: "seed", label: "Seed", kind: "integer", start: "", step: 1, hint: "random" },
 
   { name: "presence_penalty", label: "Presence penalty", kind: "number", start: "", min: -2, max: 2, step: 0.1, hint: "0" },
   { name: "frequency_penalty", label: "Frequency penalty", kind: "number", start: "", min: -2, max: 2, step: 0.1, hint: "0" },
-  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", start: "", min: 0, step: 0.05, hint: "the model’s" },
-  { name: "n", label: "Answers (n)", kind: "integer", start: "", min: 1, max: 8, step: 1, hint: "1" },
+  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", start: "", min: 0, step: 0.05, hint: "model default" },
+  { name: "n", label: "Completions (n)", kind: "integer", start: "", min: 1, max: 8, step: 1, hint: "1" },
   {
-    name: "speculate", label: "Guess ahead", kind: "choice", start: "",
+    name: "speculate", label: "Speculative decoding", kind: "choice", start: "",
     options: [["", "default"], ["off", "off"], ["auto", "auto"], ["ngram", "ngram"], ["lookahead", "lookahead"], ["draft", "draft"], ["eagle", "eagle"], ["medusa", "medusa"]],
   },
   {
-    name: "service_tier", label: "Class of service", kind: "choice", start: "",
+    name: "service_tier", label: "Service tier", kind: "choice", start: "",
     options: [["", "default"], ["priority", "priority"], ["flex", "flex"]],
   },
   { name: "stop", label: "Stop strings, one per line", kind: "text", start: "", rows: 2, hint: "" },
-  { name: "logprobs", label: "Log-probabilities of tokens", kind: "switch", start: false },
+  { name: "logprobs", label: "Log probabilities", kind: "switch", start: false },
 
   {
-    name: "form", label: "Form of the answer", kind: "choice", start: "",
-    options: [["", "any text"], ["json_object", "a JSON object"], ["json_schema", "JSON by a schema"], ["regex", "a regular expression"], ["choice", "one of some texts"], ["grammar", "a grammar"]],
+    name: "form", label: "Response format", kind: "choice", start: "",
+    options: [["", "any text"], ["json_object", "JSON object"], ["json_schema", "JSON schema"], ["regex", "regular expression"], ["choice", "one of several texts"], ["grammar", "grammar"]],
   },
   { name: "form_json_schema", kind: "form", start: "" },
   { name: "form_regex", kind: "form", start: "" },
@@ -42,12 +42,12 @@ export const FIELDS = [
 
   { name: "tools", label: "Tools", kind: "tools", start: "", rows: 9 },
   {
-    name: "tool_choice", label: "Calls", kind: "choice", start: "", isWide: true,
-    options: [["", "if the model likes"], ["required", "at least one, until results are sent"], ["none", "none"]],
+    name: "tool_choice", label: "Tool choice", kind: "choice", start: "", isWide: true,
+    options: [["", "auto"], ["required", "required, until results are sent"], ["none", "none"]],
   },
-  { name: "parallel_tool_calls", label: "Several calls at once", kind: "switch", start: true },
+  { name: "parallel_tool_calls", label: "Parallel tool calls", kind: "switch", start: true },
 
-  { name: "extra", label: "More fields of the request", kind: "text", start: "", rows: 3, isCode: true, hint: '{"logit_bias": {"42": -100}}' },
+  { name: "extra", label: "Additional request fields", kind: "text", start: "", rows: 3, isCode: true, hint: '{"logit_bias": {"42": -100}}' },
 ];
 
 const OF_THEIR_OWN = new Set(["form", "tool_choice"]); // what they mean depends on other settings
@@ -104,7 +104,7 @@ export function formFields(settings) {
   const typed = settings[`form_${settings.form}`]?.trim() ?? "";
   if (settings.form === "") return {};
   if (settings.form === "json_object") return { response_format: { type: "json_object" } };
-  if (typed === "") throw new Error("Describe the form of the answer in the settings, or choose “any text”.");
+  if (typed === "") throw new Error("Enter the response format in the settings, or choose “any text”.");
   if (settings.form === "json_schema") {
     const schema = readObject(typed, "The schema");
     return { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } };

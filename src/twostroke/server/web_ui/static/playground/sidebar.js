@@ -31,13 +31,13 @@ export class Sidebar {
     this.#new.textContent = isText ? "New text" : "New chat";
     const items = this.#store.find(this.#search.value).map((conversation) => {
       const isHere = conversation.id === current.id;
-      const title = conversation.title || "Without words";
+      const title = conversation.title || "Untitled";
       const open = h("button.open", { type: "button", "aria-current": isHere ? "true" : null, onclick: () => this.#act.open(conversation) }, conversation.kind === "text" ? icon("text") : null, h("span", {}, title));
       const remove = h("button.icon", { type: "button", "aria-label": `Delete “${title}”`, title: "Delete", onclick: () => this.#act.remove(conversation) }, icon("trash"));
       const item = h("li", {}, open, h("div.acts", {}, h("button.icon", { type: "button", "aria-label": `Rename “${title}”`, title: "Rename", onclick: () => this.#rename(item, conversation) }, icon("edit")), remove));
       return item;
     });
-    const none = this.#search.value.trim() ? "Nothing is found." : isText ? "No texts yet." : "No chats yet.";
+    const none = this.#search.value.trim() ? "No matches." : isText ? "No texts yet." : "No chats yet.";
     this.#list.replaceChildren(...(items.length ? items : [h("li.none", {}, none)]));
   }
 

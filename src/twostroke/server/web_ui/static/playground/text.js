@@ -239,11 +239,11 @@ export class TextView {
         iconButton("right", "Next continuation", () => this.#turnTo(1), { disabled: reply.shown === reply.choices.length - 1 }),
       );
     }
-    if (choice) buttons.push(iconButton("again", "Continue differently", () => this.#act.again(goal)));
+    if (choice) buttons.push(iconButton("again", "Regenerate", () => this.#act.again(goal)));
     if (this.area.value) buttons.push(iconButton("copy", "Copy the text", () => copy(this.area.value, "Text copied.")));
     if (choice) buttons.push(iconButton("trash", "Delete the continuation", () => this.#act.remove(goal)));
     else if (prompt && marks.at(-1)?.end === prompt.length) {
-      buttons.push(iconButton("trash", "Remove the model’s last text", () => this.#act.undoable("Taken back.", () => takeBack(this.#turn))));
+      buttons.push(iconButton("trash", "Remove the model’s last text", () => this.#act.undoable("Removed.", () => takeBack(this.#turn))));
     }
     return buttons;
   }

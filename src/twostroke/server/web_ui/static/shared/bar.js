@@ -1,4 +1,4 @@
-// The buttons of the bar at the top: the colours, and another key.
+// The buttons of the bar at the top: the theme, and another API key.
 
 import { icon } from "./dom.js";
 import { askAnew, hasKey } from "./key.js";
@@ -7,10 +7,10 @@ import { askAnew, hasKey } from "./key.js";
 export function startTheme() {
   const button = document.getElementById("theme");
   const drawings = { system: "system", light: "sun", dark: "moon" };
-  const words = { system: "as the system has them", light: "light", dark: "dark" };
+  const words = { system: "system", light: "light", dark: "dark" };
   const show = (theme) => {
     button.replaceChildren(icon(drawings[theme]));
-    button.setAttribute("aria-label", `Colours: ${words[theme]}`);
+    button.setAttribute("aria-label", `Theme: ${words[theme]}`);
     button.title = button.getAttribute("aria-label");
   };
   button.addEventListener("click", () => show(window.twostrokeTheme.next()));

@@ -49,7 +49,7 @@ function open(why, resolve) {
       event.preventDefault();
       const key = field.value.trim();
       if (!/^[!-~]+$/.test(key)) {
-        note.textContent = "A key is letters, digits and signs without spaces.";
+        note.textContent = "An API key has letters, digits and punctuation, without spaces.";
         return;
       }
       store(key);
@@ -58,10 +58,10 @@ function open(why, resolve) {
   },
     h("label", { for: "key-field" }, "Key"),
     field,
-    h("p.hint", { id: "key-hint" }, "The page sends it with each request to this server, and keeps it until this tab is closed."),
-    h("footer", {}, h("button.primary", { type: "submit" }, "Use it")));
+    h("p.hint", { id: "key-hint" }, "The page sends the key with each request to this server, and forgets it when this tab is closed."),
+    h("footer", {}, h("button.primary", { type: "submit" }, "Use key")));
   const dialog = h("dialog.wanted", { "aria-labelledby": "key-title" },
-    h("header", {}, h("h2", { id: "key-title" }, "This server asks for a key"), close), note, form);
+    h("header", {}, h("h2", { id: "key-title" }, "This server requires an API key"), close), note, form);
   dialog.addEventListener("close", () => {
     const isGiven = dialog.returnValue === "given";
     dialog.remove();
