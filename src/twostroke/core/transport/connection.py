@@ -51,7 +51,7 @@ class Connection(Generic[T]):
             timeout = struct.pack("ll", send_timeout_s, 0)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self._socket = sock
-        self._format = message_format
+        self._frame = message_format.frame
         self._spin_s = spin_s
         self._lock = threading.Lock()
         self._reader = MessageReader(message_format)
@@ -68,7 +68,7 @@ class Connection(Generic[T]):
         Raises:
             ConnectionLostError: the other process is gone, or has not read for too long.
         """
-        self.send_frame(self._format.frame(message), buffers)
+        self.send_frame(self._frame(message), buffers)
 
     def send_bytes(self, body: bytes) -> None:
         """Send bytes as a message that is not MessagePack; the receiver gets them as `bytes`.
@@ -108,7 +108,7 @@ class Connection(Generic[T]):
         if not self._lock.acquire(blocking=False):
             return
         try:
-            frame = self._format.frame(message)
+            frame = self._frame(message)
             num_sent = self._socket.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             if num_sent < len(frame):
                 self._socket.sendall(frame[num_sent:], socket.MSG_NOSIGNAL)

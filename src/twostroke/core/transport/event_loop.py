@@ -50,7 +50,7 @@ class EventLoopConnection(Connection[T]):
 
         Nothing is sent if the other process is gone; `receive_arrived` reports that.
         """
-        frame = self._format.frame(message)
+        frame = self._frame(message)
         if not self._unsent:
             try:
                 frame = frame[self._socket.send(frame) :]

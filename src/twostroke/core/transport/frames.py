@@ -96,12 +96,10 @@ class MessageReader(Generic[T]):
         if len(received) < _HEAD.size:
             return None
         (size,) = _HEAD.unpack_from(received)
-        is_binary = size >= _BINARY_BIT and self._takes_bytes
-        if is_binary:
-            size -= _BINARY_BIT
+        is_binary = False
         if size > MAX_BODY_BYTES:
-            reason = f"A frame of {size} bytes arrived; at most {MAX_BODY_BYTES} may."
-            raise InvalidMessageError(reason)
+            size = self._binary_size(size)
+            is_binary = True
         end = _HEAD.size + size
         if len(received) < end:
             return None
@@ -113,6 +111,14 @@ class MessageReader(Generic[T]):
             return self._decode(body)
         except (msgspec.MsgspecError, TwostrokeError, KeyError, ValueError, TypeError) as error:
             raise InvalidMessageError(f"A message cannot be read: {error}") from None
+
+    def _binary_size(self, size: int) -> int:
+        """Return the size of a body that is not MessagePack, from the length in its head."""
+        is_binary = self._takes_bytes and size >= _BINARY_BIT
+        if not is_binary or size - _BINARY_BIT > MAX_BODY_BYTES:
+            reason = f"A frame of {size} bytes arrived; at most {MAX_BODY_BYTES} may."
+            raise InvalidMessageError(reason)
+        return size - _BINARY_BIT
 
     def take_into(self, view: memoryview[Any]) -> int:
         """Move raw bytes that arrived after a message into `view`; return how many were moved."""
