@@ -101,6 +101,7 @@ def test_version_is_printed(cli: Cli) -> None:
         (["serve", "x", "--enable-lora"], "no option '--enable-lora'. Adapters (LoRA) are not"),
         (["serve", "x", "--lora-modules", "a=b"], "'--lora-modules'. Adapters (LoRA) are not"),
         (["generate", "x", "--lora", "a.gguf"], "no option '--lora'. Adapters (LoRA) are not"),
+        (["compare", "x", "y"], "to compare with by --against: Got unexpected extra argument (y)."),
         (["generate", "x", "-p"], "requires an argument"),
         (["generate", "x", "Why", "is", "it"], "words in quotes: Got unexpected extra arg"),
         (["generate", "x", "-p", "Why", "is", "it"], "words in quotes: Got unexpected ext"),

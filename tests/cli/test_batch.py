@@ -134,7 +134,6 @@ def test_interrupted_run_says_how_to_go_on(cli: Cli, endless: str, tmp_path: Pat
     ("lines", "said"),
     [
         ((), "has no request: each line must be one"),
-        (("", "  "), "has no request: each line must be one"),
         ((line("a"), line("a"), line(7)), "has 2 wrong lines; none was run."),
         ((line("a", stream=True),), "has a wrong line; none was run."),
         (({**line("a"), "url": "/v1/messages"},), "'url' must be one of /v1/chat/completions"),

@@ -233,6 +233,8 @@ def _sentence(error: click.ClickException, arguments: Sequence[str]) -> str:
     if isinstance(error, click.MissingParameter) and _is_model(error.param):
         return f"Which model? Give a path, or a name that 'twostroke models' lists.{see_help}"
     message = error.format_message()
+    if "unexpected extra argument" in message and "against" in context.params:
+        return f"Name the model to compare with by --against: {message}.{see_help}"
     if "unexpected extra argument" in message and "text" in context.params:
         return f"Put a prompt of several words in quotes: {message}.{see_help}"
     return message + ("" if message.endswith((".", "?")) else ".") + see_help
