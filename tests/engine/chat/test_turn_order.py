@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from support import strict_templates
 from support.byte_tokenizer import byte_metadata
@@ -100,6 +101,26 @@ def test_every_template_shows_all_texts_of_every_conversation(name: str, kinds: 
     text = CHATS[name].render(messages).text
     missing = [one["content"] for one in messages if one["content"] and one["content"] not in text]
     assert not missing, text
+
+
+@given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=9), st.booleans(), st.booleans())
+@example(kinds=["system", "unanswered call", "user"], with_calls=False, with_empty=True)
+@example(kinds=["system", "call", "empty", "user"], with_calls=True, with_empty=False)
+def test_a_system_message_stays_only_before_a_last_user_message(
+    kinds: list[str], with_calls: bool, with_empty: bool
+) -> None:
+    """The text would be lost: the template adds the system message to the last user message."""
+    order = replace(
+        ANY_ORDER,
+        lone_system=False,
+        answered_system=False,
+        late_system=False,
+        user_after_result=False,
+        unanswered_call=with_calls,
+        empty_answer=with_empty,
+    )
+    turns = arrange_turns(conversation(*kinds), order)
+    assert turns[0]["role"] != "system" or turns[-1]["role"] == "user"
 
 
 @given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=9))

@@ -250,12 +250,18 @@ def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Messag
 def _ends_with_user(turns: list[Message], order: TurnOrder) -> bool:
     """Whether the rearranged conversation will end with a user message.
 
-    It will not if a template joins the user's text to the tool result before it.
+    It will not if the user's text is joined to the tool result before it. That result may be an
+    empty one, which an unanswered call gets.
     """
-    roles = [turn["role"] for turn in turns]
+    roles = [
+        "tool" if turn.get("tool_calls") and not order.unanswered_call else turn["role"]
+        for index, turn in enumerate(turns)
+        if order.empty_answer or index == len(turns) - 1 or not _is_empty(turn)
+    ]
+    num_roles = len(roles)
     while roles and roles[-1] in {"user", "system"}:
         roles.pop()
-    has_ending = len(roles) < len(turns)
+    has_ending = len(roles) < num_roles
     return has_ending and (order.user_after_result or roles[-1:] != ["tool"])
 
 
