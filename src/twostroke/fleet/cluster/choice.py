@@ -37,7 +37,7 @@ class ReplicaView(Frozen):
 
 
 class Actions(Frozen):
-    """The actions for a pool: how many replicas to start, and the names of replicas to drain."""
+    """The next actions in a pool: how many replicas to start, and which to drain, by name."""
 
     num_starts: int = 0
     drains: tuple[str, ...] = ()

@@ -295,7 +295,7 @@ class Manager:
 
 
 def _num_prefill_wanted(replicas: Sequence[ReplicaStatus], view: RouterView | None) -> float | None:
-    """Return how many prefill replicas some decode replicas can use; None if not known."""
+    """Return how many prefill replicas a pool's decode replicas can use; None if not known."""
     if view is None:
         return None
     values = [view.prefill_per_decode.get(replica.state.url) for replica in replicas]

@@ -31,7 +31,7 @@ _logger = logging.getLogger("twostroke.fleet")
 
 
 class _ClusterRecord(Frozen):
-    """The file about the Ray cluster that runs on this machine.
+    """The contents of the file by which processes find the Ray cluster on this machine.
 
     Attributes:
         address, token: by which processes connect.

@@ -146,7 +146,10 @@ class ServerProcess:
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _run_once(self, num_starts: int) -> tuple[int, str]:
-        """Start the server and monitor it until it ends; return its exit code and last error."""
+        """Start the server's process and monitor it until it ends.
+
+        Returns its exit code and the last error in its output.
+        """
         port = _free_port(self._host) if self._fixed_port is None else self._fixed_port
         host = f"[{self._host}]" if ":" in self._host else self._host
         url = f"http://{host}:{port}"
@@ -243,9 +246,10 @@ def _is_free(url: str) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Send this process SIGTERM when its parent ends, and SIGKILL after `_DRAIN_S`.
+    """End this server when the process that started it ends, however that process ended.
 
-    Standard input is a pipe whose other end the parent holds: it closes however the parent ended.
+    Sends this process SIGTERM, and SIGKILL after `_DRAIN_S`. Standard input is a pipe whose other
+    end the parent holds: it closes when the parent has ended.
     """
     while os.read(0, 1024):
         pass

@@ -59,7 +59,7 @@ class _ServerActor:
 
 
 class _ManagerActor:
-    """The Ray actor that manages a fleet."""
+    """The Ray actor that calls a fleet's manager again and again, and answers `fleet status`."""
 
     def __init__(self, spec: FleetSpec, key: str) -> None:
         self._link = RouterLink(spec.name, spec.router, key)
@@ -312,7 +312,7 @@ def down(name: str) -> None:
 
 
 def _wait(calls: Iterable[Any], within_s: float) -> bool:
-    """Wait until calls of Ray actors return or fail; return whether all have ended in time."""
+    """Wait until calls of Ray actors have returned or failed; return whether all did in time."""
     pending = list(calls)
     if pending:
         _, pending = ray.wait(pending, num_returns=len(pending), timeout=within_s)
@@ -324,7 +324,7 @@ def _manager(name: str) -> Any:
 
 
 def _create_actor(kind: type, name: str, **options: Any) -> Any:
-    """Return a Ray actor class whose actor has a name.
+    """Return a Ray actor class with a name and further options, which the caller starts.
 
     The actor outlives this process, and Ray restarts it.
     """

@@ -74,7 +74,7 @@ class RouterLink:
         self.listing.unlink(missing_ok=True)
 
     def _state(self) -> dict[str, Any]:
-        """Return the router's `/api/state`; empty if it does not answer."""
+        """Return the router's `/api/state` as an object; empty if the router does not answer."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
         try:
             headers = {"authorization": f"Bearer {self._key}"}

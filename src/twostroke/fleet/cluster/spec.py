@@ -230,7 +230,10 @@ def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
 
 
 def flags(options: Options) -> tuple[str, ...]:
-    """Return options of a spec as command-line arguments; `false` omits one, a list repeats it."""
+    """Return options of a fleet's YAML file as command-line arguments.
+
+    `false` omits an option; a list repeats it.
+    """
     words: list[str] = []
     for name, option in options.items():
         for value in option if isinstance(option, list) else [option]:

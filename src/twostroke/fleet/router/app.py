@@ -57,7 +57,10 @@ if TYPE_CHECKING:
 
 
 class _RouteLabel:
-    """The name of a path in the counts of responses, in the place of a Starlette route."""
+    """The label of a request's path in the router's metrics of responses.
+
+    It has the attribute `path` of a Starlette route, which the metrics of the server read.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -68,20 +71,24 @@ _LABELS: Final = {path: _RouteLabel(path) for path in (*COMPUTED_PATHS, *FILE_PA
 
 
 class Router:
-    """Answers requests with the replicas of a fleet.
+    """A router as an ASGI application: answers its own paths, and forwards others to replicas.
 
     Attributes:
         options: the router's options.
         fleet: the replicas.
         health_checker: checks the replicas.
-        key_refresher: keeps keys and usage up to date in the records.
+        key_refresher: keeps API keys and usage in step with the records.
         metrics: the metrics of `/metrics`.
         observers: observe requests and responses, for logs and usage.
-        is_draining: whether new requests are refused.
+        is_draining: whether new requests are refused, since the router stops.
     """
 
     def __init__(self, options: RouteOptions, records: Records | None = None) -> None:
-        """Use the replicas that the options name; `records` keep keys and usage."""
+        """Create a router for the replicas that the options name.
+
+        With `records`, it accepts the API keys that they store, and writes the usage of each key
+        there.
+        """
         usage = UsageBook("unknown")
         self.options = options
         self.fleet = ReplicaRegistry(options)
@@ -111,12 +118,18 @@ class Router:
         self._handler_labels = {path: _RouteLabel(path) for path in self._handlers}
 
     def find_endpoint(self, scope: Scope) -> str:
-        """Return the label of a request in metrics; "other" for most forwarded paths."""
+        """Return the label of a request's path in the metrics of responses.
+
+        It is "other" for most forwarded paths, so that clients cannot create labels without limit.
+        """
         path = scope["path"]
         return self._handler_labels.get(path, _LABELS.get(path, _OTHER_LABEL)).path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; errors have the form of the client's protocol."""
+        """Answer a client's request, or forward it to a replica (an ASGI application).
+
+        An error is answered in the form of the protocol to which the path belongs.
+        """
         path, method = scope["path"], scope["method"]
         try:
             handler = self._handlers.get(path)
@@ -160,7 +173,7 @@ class Router:
         return _json({"status": "ok"})
 
     async def _get_ready(self, _request: Request) -> Response:
-        """Return whether a request would be answered now."""
+        """Return the router's readiness: status 200 if at least one replica is ready, else 503."""
         num_ready = len(self.fleet.ready)
         status = "draining" if self.is_draining else "ok" if num_ready else "no replica"
         body = {"status": status, "ready": num_ready, "replicas": len(self.fleet.replicas)}
@@ -179,11 +192,15 @@ class Router:
         return _json(fleet_state(self.fleet))
 
     async def _get_load(self, _request: Request) -> Response:
-        """Refuse with the router's id, by which this router recognizes itself as a replica."""
+        """Answer 404 with the router's id on the path on which servers report their load.
+
+        If the router is listed as a replica of itself, its health check finds the id, and refuses
+        it.
+        """
         raise UnknownPathError(f"A router has no load of its own ({self.fleet.router_id}).")
 
     async def _get_models(self, request: Request) -> Response:
-        """Return the models of all replicas, each as the first replica describes it."""
+        """Return the list of all replicas' models; replicas of one model count once."""
         headers = credentials(request.scope, self.options.replica_key)
         headers += [pair for pair in request.scope["headers"] if pair[0] == b"anthropic-version"]
         ready = self.fleet.ready
@@ -210,12 +227,12 @@ class Router:
 
     @property
     def num_running(self) -> int:
-        """The number of requests that have not ended."""
+        """The number of forwarded requests that run; a stopping router waits for them."""
         return len(self._forwarder.running)
 
     @property
     def health(self) -> Router:
-        """The object with the health of the process: the router itself."""
+        """The object that the HTTP server asks whether the process is healthy: the router."""
         return self
 
     @property
@@ -224,27 +241,29 @@ class Router:
         return True
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Do nothing: a router does not end by itself."""
+        """Do nothing. The HTTP server passes a function to call if its engine ends; a router has
+        none.
+        """
 
     def drain(self) -> None:
-        """Refuse new requests."""
+        """Refuse new requests; running requests continue."""
         self.is_draining = True
 
     def abort(self) -> None:
-        """Cut off all requests."""
+        """Cut off all forwarded requests, when the time for draining is over."""
         self.fleet.stop_waiting()
         for request in list(self._forwarder.running):
             if request.connection is not None:
                 request.connection.fail(ServerStoppingError("The router is stopping."))
 
     def close(self) -> None:
-        """Close logs and usage records."""
+        """Close the access log and the usage records."""
         for observer in self.observers:
             observer.close()
 
 
 def build_app(router: Router) -> ASGIApp:
-    """Return the ASGI application of a router, with the middleware of a server."""
+    """Return a router's ASGI application, with the checks of keys, limits and origins around it."""
     options = router.options
     keys, origins = options.api_keys, Origins(options)
     limit_check = LimitCheck(router, lambda _path: True)

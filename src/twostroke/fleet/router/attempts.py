@@ -1,9 +1,9 @@
 """Chooses a replica for each attempt of a request, and isolates requests that may kill engines.
 
 Most requests share a replica with others. A request that saw two engines die (`engine_killers.py`)
-is isolated: the router reserves a replica for it, sends no other request there, waits until those
-that the replica computes have ended, and only then sends the request. If it dies again, it was the
-cause; if it is answered, it was not.
+is isolated: the router reserves a replica for the request, sends no other request there, waits
+until the replica's running requests have ended, and only then sends the request. If this engine
+dies, too, the request was the cause; if the request is answered, it was not.
 
 - Only requests that an engine computes count; requests for stored answers or files do not.
 - At most half of the replicas that have the model are reserved at a time, but always one may be.
@@ -36,19 +36,20 @@ if TYPE_CHECKING:
 
 _MAX_TURN_S: Final = 600.0  # that a request waits for others that may kill engines
 _MAX_DRAIN_S: Final = 60.0  # in which the requests at a reserved replica must end
-_MAX_WAIT_FOR_RESERVED_S: Final = 90.0
+_MAX_WAIT_FOR_RESERVED_S: Final = 90.0  # before a request shares a reserved replica
 _POLL_S: Final = 0.5  # after which waiting requests look at the replicas, whatever happens
 
 
 class Attempt:
-    """One attempt to let a replica answer a request.
+    """One attempt to let a replica answer a request, from `Attempts.begin` until `end`.
 
     Attributes:
         replica: the replica.
-        routed: the dispatcher's record; None if the policy did not choose the replica, or if no
-            engine computes the request.
+        routed: the dispatcher's record of the request; None if the policy did not choose the
+            replica, or if no engine computes the request.
         is_isolated: whether the replica is reserved for the request until the attempt ends.
-        turn: the lock of the request's content, which is released when the attempt ends; None if no
+        turn: the lock of the request's content, which is released when the attempt ends; None
+            if no
             engine died with this content.
         is_answered: whether the whole answer was sent, so the request does not kill engines.
     """
@@ -65,7 +66,10 @@ class Attempt:
         replica: Replica,
         decision: RoutedRequest | None,
     ) -> None:
-        """Count the request at its replica; `decision` is the dispatcher's record."""
+        """Count the request as computed by its replica.
+
+        `decision` is the dispatcher's record of the request; None if the policy did not choose.
+        """
         self.replica = replica
         self.routed = decision if request.is_computed else None
         self.is_isolated = False
@@ -77,7 +81,7 @@ class Attempt:
         self._number = replica.computed.add(request.content) if request.content else 0
 
     def record_death(self) -> None:
-        """Record that the replica's engine died while it computed the request."""
+        """Count the death of the replica's engine against the content of the request."""
         request, replica = self._request, self.replica
         request.give_up_s = 0.0  # the engine needs time to restart
         is_alone = replica.computed.was_alone(self._number)
@@ -85,7 +89,7 @@ class Attempt:
         killers.note_death(request.content, replica.url, request.sent_s, is_alone=is_alone)
 
     def record_loss(self) -> None:
-        """Record that the replica closed the connection while it computed the request."""
+        """Count the lost connection to the replica against the content of the request."""
         request, replica = self._request, self.replica
         request.give_up_s = 0.0  # the replica may need time to restart
         is_alone = replica.computed.was_alone(self._number)
@@ -93,7 +97,10 @@ class Attempt:
         killers.note_loss(request.content, replica.url, request.sent_s, is_alone=is_alone)
 
     def end(self) -> None:
-        """Release the connection and the replica, after an answer or a failure."""
+        """End the attempt, after an answer or a failure: release the connection and the replica.
+
+        If the request was answered, the engine deaths that its content has seen are forgotten.
+        """
         request, attempts = self._request, self._attempts
         if request.connection is not None:
             request.connection.release()
@@ -110,7 +117,7 @@ class Attempt:
 
 
 class Attempts:
-    """Begins the attempts of all requests of a router.
+    """Chooses the replica for each attempt of all requests of a router.
 
     Attributes:
         fleet: the replicas.
@@ -159,7 +166,11 @@ class Attempts:
     async def _begin_in_turn(
         self, request: ProxiedRequest, failed: AbstractSet[int]
     ) -> Attempt | None:
-        """Begin an attempt of a request that may kill engines, when its turn has come."""
+        """Begin an attempt of a request whose content has seen engine deaths.
+
+        Waits until no other request with the same content runs. Returns None if no replica can
+        answer now; raises as `begin`.
+        """
         try:
             async with asyncio.timeout(_MAX_TURN_S):
                 turn = await self.killers.take_turn(request.content)
@@ -180,7 +191,11 @@ class Attempts:
         return attempt
 
     def on_end(self, replica: Replica, *, is_isolated: bool) -> None:
-        """Let waiting requests continue after an attempt, if its replica was reserved."""
+        """Wake the requests that wait for a reserved replica, after an attempt at this replica.
+
+        With `is_isolated`, the attempt was the one for which the replica was reserved, and the
+        reservation ends.
+        """
         if is_isolated or replica.index in self._reserved:
             if is_isolated:
                 self._reserved.discard(replica.index)
@@ -190,7 +205,11 @@ class Attempts:
     async def _begin_shared(
         self, request: ProxiedRequest, failed: AbstractSet[int]
     ) -> Attempt | None:
-        """Begin an attempt at a replica that may compute other requests."""
+        """Begin an attempt at a replica that may compute other requests.
+
+        If all suitable replicas are reserved for other requests, waits for one of them. Returns
+        None if no replica can answer now.
+        """
         if not self._reserved or not request.content:
             return self._choose(request, failed)
         attempt = self._choose(request, failed | self._reserved)
@@ -209,7 +228,10 @@ class Attempts:
     async def _begin_isolated(
         self, request: ProxiedRequest, failed: AbstractSet[int]
     ) -> Attempt | None:
-        """Begin an attempt at a replica that computes no other request until the attempt ends."""
+        """Begin an attempt at a replica that computes no other request until the attempt ends.
+
+        Waits while too many replicas are reserved. Returns None if no replica can answer now.
+        """
         deadline_s = asyncio.get_running_loop().time() + _MAX_TURN_S
         while candidates := self._candidates(request, failed):
             free = [replica for replica in candidates if replica.index not in self._reserved]
@@ -225,9 +247,10 @@ class Attempts:
         return None
 
     async def _begin_at_reserved(self, request: ProxiedRequest, replica: Replica) -> Attempt | None:
-        """Reserve a replica, and begin an attempt there when its other requests have ended.
+        """Reserve a replica, wait until its running requests have ended, and begin an attempt
+        there.
 
-        None if the replica stops being ready before.
+        Returns None if the replica stops being ready before.
         """
         self._reserved.add(replica.index)
         attempt: Attempt | None = None
@@ -246,7 +269,11 @@ class Attempts:
         return attempt
 
     def _candidates(self, request: ProxiedRequest, failed: AbstractSet[int]) -> list[Replica]:
-        """Return the replicas that could answer a request now, reserved or not."""
+        """Return the ready replicas that have a request's model and are not in `failed`.
+
+        They include reserved replicas. If only one replica can answer the request, returns this
+        one.
+        """
         if request.only_replica is not None:
             return [request.only_replica]
         has_model = self.fleet.having_model(request.model)
@@ -257,7 +284,10 @@ class Attempts:
         ]
 
     def _choose(self, request: ProxiedRequest, excluded: AbstractSet[int]) -> Attempt | None:
-        """Begin an attempt at the replica that the policy chooses; None if all are excluded."""
+        """Begin an attempt at the replica that the policy chooses, without waiting.
+
+        `excluded` are the indices of replicas that it may not choose; None if no replica is left.
+        """
         replica = request.only_replica
         if replica is not None:
             if replica.state is ReplicaState.DOWN:
@@ -268,7 +298,9 @@ class Attempts:
         return None if choice is None else Attempt(self, request, *choice)
 
     async def _wait(self, request: ProxiedRequest, deadline_s: float) -> bool:
-        """Wait until a reserved replica changes, at most `_POLL_S`; return False at the deadline.
+        """Wait until the requests at a reserved replica change, at most `_POLL_S`.
+
+        Returns whether the time is before `deadline_s`, so that the caller may wait again.
 
         Raises:
             ClientGoneError: the client has left.
@@ -284,7 +316,7 @@ class Attempts:
 
 
 def _running_requests(replica: Replica) -> tuple[int, float]:
-    """Return the number of a replica's requests, and the queued work that it reports."""
+    """Return the sort key by which the idlest replica is reserved: requests, then queued work."""
     return replica.computed.num_requests, replica.work_s or 0.0
 
 

@@ -33,14 +33,14 @@ _DEATHS_TO_ISOLATE: Final = 2
 
 
 class _DeathRecord:
-    """The deaths of engines that computed requests with the same content.
+    """The engine deaths that requests with the same content have seen.
 
     Attributes:
         num_deaths, num_losses: deaths that replicas have reported, and lost connections.
-        died_s, lost_s: when the last of them happened.
-        ended_at_s: the last death or loss, by the replica's URL.
+        died_s, lost_s: when the last death and the last loss happened.
+        ended_at_s: when the last death or loss happened at a replica, by the replica's URL.
         was_alone: whether the replica computed no other content at the last death or loss.
-        turn: held by the request with this content that is sent now.
+        turn: the lock that a request with this content holds while it runs.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,10 @@ class Killers:
             record.died_s = self._clock()
 
     def note_loss(self, content: bytes, url: str, sent_s: float, *, is_alone: bool) -> None:
-        """Count that a replica closed a connection while it computed a request; as `note_death`."""
+        """Count that a replica closed the connection of a request while it computed the request.
+
+        The arguments are as for `note_death`. Such a loss is forgotten sooner than a death.
+        """
         record = self._record_end(content, url, sent_s, is_alone=is_alone)
         if record is not None:
             record.num_losses += 1
@@ -86,7 +89,13 @@ class Killers:
             self._records.pop(content, None)
 
     async def check_body(self, body: bytes, model: str) -> bytes:
-        """Return the content of a request to a model, by its listed name; raise as `check`."""
+        """Return the content hash of a request's body; raise if the content kills engines.
+
+        `model` is the name under which replicas list the request's model.
+
+        Raises:
+            EngineKillerError: the router refuses requests with this content.
+        """
         if len(body) <= _LARGE_BODY_BYTES:
             content = content_hash(body, model)
         else:  # other requests continue meanwhile
@@ -107,7 +116,10 @@ class Killers:
         return self.count(content) >= MAX_TRIES and self._records[content].was_alone
 
     def must_isolate(self, content: bytes) -> bool:
-        """Return whether a request needs a replica that computes nothing else."""
+        """Return whether a request with this content needs a replica that computes nothing else.
+
+        This is so after two deaths: the request may be the cause, or may have run beside the cause.
+        """
         return self.count(content) >= _DEATHS_TO_ISOLATE
 
     def count(self, content: bytes) -> int:
@@ -128,8 +140,12 @@ class Killers:
     async def take_turn(self, content: bytes) -> asyncio.Lock | None:
         """Wait until no other request with this content runs, if an engine died of the content.
 
+        So copies of a request that kills engines end one engine after another, and are refused in
+        time.
+
         Returns:
-            A lock, which the caller releases when its attempt has ended; None if no engine died, or
+            A lock, which the caller releases when its attempt has ended; None if no engine
+                died, or
             if another request with this content was answered meanwhile.
         """
         while self.count(content):
@@ -143,7 +159,11 @@ class Killers:
     def _record_end(
         self, content: bytes, url: str, sent_s: float, *, is_alone: bool
     ) -> _DeathRecord | None:
-        """Return the record of a content at a death or loss; None if it was counted before."""
+        """Return the record of a content, to which the caller adds a death or a loss.
+
+        None if the content is empty, or if a copy of the request has reported the same death
+        before.
+        """
         if not content:
             return None
         record = self._records.setdefault(content, _DeathRecord())
@@ -159,6 +179,8 @@ class Killers:
 
 class ComputedContents:
     """The contents of the requests that one replica computes for this router.
+
+    They show whether a request had the replica for itself when the engine died.
 
     Attributes:
         num_requests: requests that the replica computes now.
@@ -189,9 +211,9 @@ class ComputedContents:
             del self._counts[content]
 
     def was_alone(self, number: int) -> bool:
-        """Return whether the replica had only requests with its content since a request was added.
+        """Return whether a request has shared the replica with no other content since it was added.
 
-        `number` is the result of `add`.
+        `number` is the request's number, which `add` has returned.
         """
         return number > self._last_shared
 

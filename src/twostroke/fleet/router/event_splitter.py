@@ -17,7 +17,10 @@ _MAX_HELD_BYTES: Final = 1 << 20  # of an incomplete event
 
 
 class EventSplitter:
-    """Splits a stream after whole events, so that an error event can follow at any time.
+    """Splits a replica's stream after whole events, before they are sent to the client.
+
+    If the replica is lost in the middle of an event, the client gets only whole events, and the
+    router can add an event with the error.
 
     Attributes:
         event_ends: the byte strings that end an event; None if the response is no stream.
@@ -32,9 +35,10 @@ class EventSplitter:
         self._held_data = b""
 
     def take(self, data: bytes, *, is_last: bool = False) -> bytes:
-        """Return the data that may be sent after `data` has come; the rest is held back.
+        """Return the part of a stream that may be sent to the client now; hold back a broken event.
 
-        Spaces, the heartbeats of a response that is no stream, are never held back.
+        `data` are the bytes that have come now; with `is_last` nothing is held back. Spaces, the
+        heartbeats of a response that is no stream, are never held back.
         """
         ends = self.event_ends
         if self._held_data:
@@ -50,9 +54,9 @@ class EventSplitter:
 
 
 def _reports_death(line: bytes) -> bool:
-    """Return whether a line of a stream is an error about the death of the engine.
+    """Return whether a line of a stream is the error that the replica's engine has died.
 
-    The same words in the text of an answer do not count.
+    An answer whose text quotes this error does not count.
     """
     if ENGINE_DIED not in line:
         return False

@@ -69,7 +69,10 @@ class Forwarder:
             self.running.discard(request)
 
     async def _try_replicas(self, request: ProxiedRequest) -> None:
-        """Let a replica answer a request; if that fails before the first byte, another replica."""
+        """Let a replica answer a request; if it fails before the first byte, try another replica.
+
+        If no replica can answer, sends the last refusal to the client, or raises as `forward`.
+        """
         failed: set[int] = set()  # indices of replicas
         failure: TwostrokeError | None = None
         while True:
@@ -124,7 +127,10 @@ class Forwarder:
             attempt.is_answered = is_success
 
     async def _handle_refusal(self, request: ProxiedRequest, attempt: Attempt, head: Head) -> None:
-        """Let another replica answer a request; pass on the error of a healthy foreign server.
+        """Raise the error for a refusal by a replica, so that another replica is tried.
+
+        A server other than Twostroke may answer 500 because of the request: if the server is
+        healthy, its response is passed on to the client.
 
         Raises:
             _RefusedError: the replica has no room, or its engine died.
@@ -152,7 +158,10 @@ class Forwarder:
         )
 
     def _record_loss(self, request: ProxiedRequest, attempt: Attempt, error: ReplicaError) -> None:
-        """Record that a replica could not be reached, or has lost a request."""
+        """Record that a replica could not be reached, or that it has lost a request.
+
+        A replica that cannot be reached gets no more requests until a health check succeeds.
+        """
         replica = attempt.replica
         if request.connection is None:
             self._fleet.set_state(replica, ReplicaState.DOWN, str(error))
@@ -176,7 +185,10 @@ class Forwarder:
         attempt.replica.check_now.set()
 
     async def _end_with_error(self, request: ProxiedRequest, error: TwostrokeError) -> None:
-        """End a response that has begun, by an event if the protocol has one, else by a cut."""
+        """End a response that has begun by an error.
+
+        The error is an event if the protocol streams events; else the client's connection is cut.
+        """
         report(error, request.scope)
         if isinstance(error, ReplicaError):
             error = LostError("The server that wrote this answer was lost.")

@@ -85,7 +85,10 @@ class HealthChecker:
             replica.close()
 
     async def _keep_checking(self, replica: Replica) -> None:
-        """Check a replica regularly, until it is not listed any more and has no requests."""
+        """Check a replica's health regularly, until the replica is removed.
+
+        It is removed when it is not listed any more and has no requests.
+        """
         fleet = self._fleet
         replica.pool.has_heard()
         while True:
@@ -150,9 +153,9 @@ class HealthChecker:
     async def _ask_foreign(
         self, replica: Replica, headers: list[tuple[bytes, bytes]]
     ) -> tuple[ReplicaState, str, ReplicaFacts | None]:
-        """Ask a server other than Twostroke for its health, as it has no `/api/load`.
+        """Ask a server other than Twostroke for its health, on `/health` and `/v1/models`.
 
-        The result is as for `_ask`.
+        Returns its state, the reason if it is not ready, and its facts; None for unknown facts.
         """
         status, body = await _probe(replica, "/health", headers)
         reported_state = _status(body)
@@ -289,9 +292,10 @@ async def fetch_status(replica: Replica, path: str, headers: Sequence[tuple[byte
 async def _probe(
     replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]
 ) -> tuple[int, bytes]:
-    """Send a GET request on a replica's connection for health checks; return status and body.
+    """Send a GET request on the connection that a replica has for health checks only.
 
-    This connection shows soonest that a host is cut off from the network.
+    Returns the status and the body. The connection is never idle for long, so it shows soonest that
+    the replica's machine is cut off from the network.
     """
     probe = replica.probe
     if probe is None or not probe.is_usable:
@@ -412,12 +416,12 @@ def _read_listing(path: Path) -> set[str]:
 
 
 def _url_host(address: str | int) -> str:
-    """Return an IP address as it is written in a URL: IPv6 in brackets."""
+    """Return an IP address in the form that URLs use, in which IPv6 addresses have brackets."""
     return f"[{address}]" if ":" in str(address) else str(address)
 
 
 def _split_name(text: str) -> tuple[str, int]:
-    """Return the DNS name and the port of the option for discovering replicas.
+    """Return the DNS name and the port in the value of the option `--discover`.
 
     Raises:
         UsageError: the text is not a name and a port.

@@ -15,11 +15,12 @@ _MAX_WAIT_S: Final = 3600
 
 
 class RouteOptions(HttpOptions):
-    """A router's address and behaviour.
+    """The options of `twostroke route`: the router's address, replicas, policy and waiting times.
 
     Attributes:
-        replica_key: the key that the router shows to its replicas, also for its clients, and that
-            may ask for its state; without it, clients' keys are passed on.
+        replica_key: the key that the router shows to its replicas, also for its clients, and
+            with
+            which a client may read `/api/state`; without it, clients' keys are passed on.
     """
 
     port: Annotated[int, PORT] = 8080

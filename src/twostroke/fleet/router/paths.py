@@ -63,12 +63,15 @@ def stored_path(id_: str) -> str:
 
 
 def is_file_path(path: str) -> bool:
-    """Whether a path is about files or batches."""
+    """Return whether a path is about files or batches, which one replica keeps for each tenant."""
     return any(path == start or path.startswith(f"{start}/") for start in FILE_PATHS)
 
 
 def is_harmless(method: str, path: str) -> bool:
-    """Whether a request can neither control a replica nor bypass the limits of keys."""
+    """Return whether a router that enforces the limits of keys may forward a request.
+
+    It may not if the request could control a replica, or would be computed without being counted.
+    """
     if method == "POST" and path in COMPUTED_PATHS:
         return path != "/api/pull"  # Ollama fetches models
     harmless = _HARMLESS.get("GET" if method == "HEAD" else method)
@@ -76,7 +79,7 @@ def is_harmless(method: str, path: str) -> bool:
 
 
 class BatchPathError(TwostrokeError):
-    """The router accepts no files and batches."""
+    """The error for requests about files and batches, which this router does not accept."""
 
     http_status = 400
     code = "no_batches_here"

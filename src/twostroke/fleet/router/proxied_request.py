@@ -97,7 +97,17 @@ class ProxiedRequest:
         model: str = "",
         meter: UsageMeter | None = None,
     ) -> None:
-        """Take over the request of a scope."""
+        """Create the request to forward from a client's request.
+
+        Args:
+            scope: the client's request, by ASGI.
+            receive: returns the next ASGI message from the client.
+            send: sends an ASGI message to the client.
+            body: the whole body, or its parts as they come.
+            key: the routing key, from which the policy chooses a replica.
+            model: the model that the request names; empty if it names none.
+            meter: measures the usage; None if usage is not kept.
+        """
         self.scope = scope
         self.receive = receive
         self.send = send
@@ -131,7 +141,10 @@ class ProxiedRequest:
         return self.scope["path"] not in ENGINELESS_PATHS
 
     async def __aenter__(self) -> None:
-        """Watch the client, and count the body as arriving, since it may have to be sent again."""
+        """Start to watch whether the client leaves, and count the body in the memory of bodies.
+
+        The body stays in memory until the response begins, since it may have to be sent again.
+        """
         if isinstance(self.body, bytes):
             num_bytes = len(self.body) - FREE_BYTES
             if num_bytes > 0 and self.context.body_memory is not None:
@@ -141,7 +154,7 @@ class ProxiedRequest:
             self._disconnect.add_done_callback(self._on_disconnect)
 
     async def __aexit__(self, *_: object) -> None:
-        """Drop the body, and watch the client no more."""
+        """Release the body, and stop to watch the client."""
         self._free_body()
         if self._disconnect is not None:
             self._disconnect.remove_done_callback(self._on_disconnect)
@@ -211,9 +224,12 @@ class ProxiedRequest:
         return data
 
     async def send_body(self, data: bytes) -> None:
-        """Send the body of the response to the client as it comes, and determine the usage.
+        """Send the body of the replica's response to the client as it comes, and count its usage.
 
-        `data` is the beginning of the body, as `begin_response` returns it. Raises as that.
+        `data` is the beginning of the body, as `begin_response` returns it.
+
+        Raises:
+            ReplicaError: the replica has lost the request.
         """
         send, take, connection = self.send, self.splitter.take, self.connection
         write = self.scope["extensions"].get(WRITE_NOW)
@@ -249,7 +265,7 @@ class ProxiedRequest:
         return bytes(body)
 
     async def respond(self, head: Head, body: bytes) -> None:
-        """Send a replica's whole response to the client."""
+        """Send a replica's response, such as a refusal, to the client; `body` is the whole body."""
         await self._send_head(head)
         await self._end_response(body)
 
@@ -279,7 +295,11 @@ class ProxiedRequest:
     def _message_to(
         self, replica: Replica, replica_key: str | None
     ) -> tuple[bytes, bytes | AsyncIterator[bytes]]:
-        """Record that the request goes to a replica; return its head and its body."""
+        """Return the head and the body of the message that carries the request to a replica.
+
+        Credentials and headers of the connection are replaced by the router's own. Also records
+        that the replica gets the request.
+        """
         body = self.body
         self.sent_s = time.monotonic()
         self.log.replica = replica
@@ -327,7 +347,7 @@ class ProxiedRequest:
         return request_head(replica.address, scope["method"], target, headers, length), body
 
     def _free_body(self) -> None:
-        """Drop the body, which will not be sent any more."""
+        """Release the memory of the request's body, which will not be sent any more."""
         if self._num_held_bytes and self.context.body_memory is not None:
             self.context.body_memory.release(self.context.tenant, self._num_held_bytes)
             self.body = b""
@@ -347,12 +367,12 @@ async def _chunked(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def header_tokens(value: bytes) -> list[bytes]:
-    """Return the comma-separated words of a header in lower case."""
+    """Return the comma-separated words of a header's value in lower case."""
     return [part.strip().lower() for part in value.split(b",") if part.strip()]
 
 
 def credentials(scope: Scope, replica_key: str | None) -> Headers:
-    """Return the headers by which a replica knows the client.
+    """Return the headers that tell a replica who the client is.
 
     These are the client's own credentials or, with a `replica_key`, this key and the client's
     tenant with its weight and service tiers.

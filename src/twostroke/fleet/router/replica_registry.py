@@ -89,9 +89,10 @@ class ReplicaFacts(Frozen):
     numerics_by_model: Mapping[str, str] = {}
 
     def shared_fact(self, name: str, model: str) -> str:
-        """Return a fact in which the replicas of a model must agree: `version` or `numerics`.
+        """Return a fact in which all replicas of a model must agree: `version` or `numerics`.
 
-        The numerics are the model's if the replica reports them for each model.
+        `name` is the name of the fact. If the replica reports numerics for each model, returns the
+        numerics of `model`.
         """
         if name == "numerics" and self.numerics_by_model:
             return self.numerics_by_model.get(model, "")
@@ -101,7 +102,7 @@ class ReplicaFacts(Frozen):
     def find_model(self, model: str) -> str:
         """Return the name under which the replica lists a model; empty if it does not list it.
 
-        The owner, the tag and upper case in `model` are ignored if no name is equal.
+        If no listed name equals `model`, the owner, the tag and upper case are ignored.
         """
         if model in self.models:
             return model
@@ -163,7 +164,10 @@ class Replica:
         return self.address.url
 
     def model_name(self, model: str) -> str:
-        """Return the name under which the replica lists a model, or else its first model's name."""
+        """Return the name under which the replica lists a model; else the name of its first model.
+
+        Logs and usage records name the model in this way.
+        """
         names = self.facts.models or (model,)
         return self.facts.find_model(model) or names[0]
 
@@ -208,7 +212,10 @@ class ReplicaRegistry:
         self._masks: dict[str, npt.NDArray[np.bool_] | None] = {}  # by name of a model
 
     def add(self, address: Address) -> Replica:
-        """Add a server as a replica, or mark it as listed again; return its replica."""
+        """Add a server to the router's replicas, and return the replica.
+
+        A replica that is known already, but was not listed any more, is marked as listed.
+        """
         present = self.replicas.get(address.url)
         if present is not None:
             present.is_listed = True
@@ -226,7 +233,7 @@ class ReplicaRegistry:
         return replica
 
     def remove(self, replica: Replica) -> None:
-        """Remove a replica that has no requests."""
+        """Remove a replica without requests, which is not listed any more, from the router."""
         self.dispatcher.set_open(replica.index, is_open=False)
         replica.close()
         del self.replicas[replica.url]
@@ -245,7 +252,7 @@ class ReplicaRegistry:
         ]
 
     def set_state(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
-        """Set a replica's state, log changes, and let the replica get requests or not."""
+        """Set a replica's state and log the change; only a ready replica gets requests."""
         if state is ReplicaState.READY and not replica.is_listed:
             state, reason = ReplicaState.DRAINING, "It is not listed any more."
         replica.reason = reason
@@ -263,7 +270,10 @@ class ReplicaRegistry:
             self._became_ready = asyncio.Event()
 
     def set_facts(self, replica: Replica, facts: ReplicaFacts) -> None:
-        """Set the facts that a replica reports; if they show a restart, its cache is empty."""
+        """Set the facts that a replica reports about itself.
+
+        If they show that the replica was restarted, its prefix cache counts as empty.
+        """
         if facts.epoch != replica.facts.epoch or (
             not facts.epoch and replica.state is ReplicaState.DOWN
         ):
@@ -277,7 +287,10 @@ class ReplicaRegistry:
             self.context_length = longest or _DEFAULT_CONTEXT_LENGTH
 
     def set_trust(self, replica: Replica, *, trusts_router: bool) -> None:
-        """Set whether a replica accepts the tenants that the router names; warn once if not."""
+        """Set whether a replica accepts the tenants that the router names in its requests.
+
+        Logs a warning when a replica turns out not to.
+        """
         keys = self.options.api_keys
         trusts_router = trusts_router or keys is None or not keys.have_tenants
         if replica.trusts_router and not trusts_router:
@@ -313,7 +326,11 @@ class ReplicaRegistry:
         return ""
 
     def listed_name(self, model: str) -> str:
-        """Return the first replica's name of a model, equal for all its names; empty if unknown."""
+        """Return the name by which a replica lists a model, for any spelling of the name.
+
+        All spellings of a model give the name of the first replica that has the model. Empty if no
+        replica lists it.
+        """
         names = (replica.facts.find_model(model) for replica in self.replicas.values())
         return next((name for name in names if name), "")
 
@@ -333,10 +350,10 @@ class ReplicaRegistry:
         return (self._by_index[routed.index], routed) if routed is not None else None
 
     def having_model(self, model: str) -> npt.NDArray[np.bool_] | None:
-        """Return which replicas have a model, shape (replicas,); None if all or none have it.
+        """Return which replicas a request for a model may use: shape (replicas,), by index.
 
-        Replicas that list exactly this name are preferred to replicas that list a similar name. If
-        no replica lists the model, replicas that may accept any name count.
+        None if all may be used. Replicas that list exactly this name are preferred to replicas that
+        list a similar name. If no replica lists the model, replicas that may accept any name count.
 
         Raises:
             ModelNotFoundError: no replica has the model or accepts any name.
@@ -367,9 +384,9 @@ class ReplicaRegistry:
         return self._masks[model]
 
     async def wait_for_ready(self, deadline_s: float) -> bool:
-        """Wait until a replica becomes ready; return False at the deadline or when stopping.
+        """Wait until a health check finds a replica ready; return False at the deadline.
 
-        `deadline_s` is a time of the event loop's clock.
+        `deadline_s` is a time of the event loop's clock. Returns False, too, when the router stops.
         """
         try:
             async with asyncio.timeout_at(deadline_s):
@@ -379,12 +396,15 @@ class ReplicaRegistry:
         return not self.is_stopping
 
     def stop_waiting(self) -> None:
-        """Let no request wait for a ready replica any more, since the router stops."""
+        """End the waiting of all requests for a ready replica, since the router stops."""
         self.is_stopping = True
         self._became_ready.set()
 
     def no_replica_error(self, model: str = "") -> NoReplicaError:
-        """Return the error for a request that no replica can answer now; it names their states."""
+        """Return the error for a request that no replica can answer now.
+
+        It names how many replicas are in which state; if replicas list `model`, only these count.
+        """
         if not self.replicas:
             listing, name = self.options.listing, self.options.discover
             reason = f"{name} has no address" if listing is None else f"{listing} names none"
@@ -413,7 +433,10 @@ class ReplicaRegistry:
             self.dispatcher.record_first_token(routed, is_whole_answer=not is_streamed)
 
     def set_stored_at(self, id_: str, replica: Replica) -> None:
-        """Remember which replica stores the response or conversation with an id."""
+        """Remember which replica stores the response or conversation with this id.
+
+        Later requests that name the id go to this replica.
+        """
         self._url_by_stored_id[id_] = replica.url
         self._url_by_stored_id.move_to_end(id_)
         if len(self._url_by_stored_id) > _MAX_STORED_IDS:

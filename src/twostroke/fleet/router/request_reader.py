@@ -49,7 +49,11 @@ class RequestReader:
     """Reads and admits the requests that a router forwards."""
 
     def __init__(self, fleet: ReplicaRegistry, killers: Killers, *, keeps_usage: bool) -> None:
-        """Read requests to the replicas of `fleet`; with `keeps_usage`, the limits of keys hold."""
+        """Create a reader for requests to the replicas of `fleet`.
+
+        `killers` knows the contents that are refused. With `keeps_usage`, the router enforces the
+        limits of API keys, and measures the usage of each request.
+        """
         self._fleet = fleet
         self._killers = killers
         self._keeps_usage = keeps_usage
@@ -76,9 +80,12 @@ class RequestReader:
     async def _read_computed(
         self, scope: Scope, receive: Receive, send: Send
     ) -> tuple[ProxiedRequest, str]:
-        """Read a request that an engine computes, with the id of the stored answer it continues.
+        """Read a request that a model answers, such as a chat request.
 
-        If it names a stored file, the replica that stores the file must answer.
+        Returns:
+            The request, and the id of the stored answer that it continues; empty if it
+                continues none.
+            If it names a stored file, its `only_replica` is the replica that stores the file.
         """
         path, salt = scope["path"], _salt(scope)
         body = await read_json(Request(scope, receive), self._fleet.options.limits)
@@ -104,9 +111,10 @@ class RequestReader:
     async def _read_other(
         self, scope: Scope, receive: Receive, send: Send
     ) -> tuple[ProxiedRequest, str]:
-        """Read any other request, with the id of the stored answer in its path.
+        """Read a request that no model answers, for example about stored answers, files or batches.
 
-        Such requests are about stored answers, files or batches, for example.
+        Returns:
+            The request, and the id of the stored answer in its path; empty if there is none.
         """
         path, method, salt = scope["path"], scope["method"], _salt(scope)
         file_replica = self._require_file_replica(salt) if is_file_path(path) else None
@@ -136,9 +144,13 @@ class RequestReader:
         return request, stored[1] if stored is not None else ""
 
     async def _find_stored(self, id_: str, scope: Scope) -> Replica:
-        """Return the replica that stores an answer or conversation; ask all if it is not known.
+        """Return the replica that stores the answer or conversation with this id.
 
-        If no replica stores it, returns any of them, which will answer 404.
+        Asks all ready replicas if the router does not know it. If no replica stores it, returns any
+        replica, which will answer 404.
+
+        Raises:
+            NoReplicaError: no replica is ready.
         """
         remembered = self._fleet.stored_at(id_)
         if remembered is not None:
@@ -210,7 +222,13 @@ class RequestReader:
         return self._fleet.file_replica(hash_text(salt.hex()), needs_tenants=self._keeps_usage)
 
     async def _body(self, request: Request) -> bytes | AsyncIterator[bytes]:
-        """Return the whole body, or the parts of a form, which may have a large file."""
+        """Return the body of a request that no model answers.
+
+        It is whole, or comes in parts if it is a form, which may have a large file.
+
+        Raises:
+            BodySizeError: the body is too large.
+        """
         length = request.headers.get("content-length", "")
         is_form = request.headers.get("content-type", "").startswith("multipart/")
         limits = self._fleet.options.limits
@@ -234,7 +252,7 @@ async def _body_parts(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
 
 
 def _check_path(method: str, path: str) -> None:
-    """Refuse paths by which clients could bypass the limits that a router with usage enforces.
+    """Check that a request cannot bypass the limits of keys, which a router with usage enforces.
 
     Raises:
         BatchPathError: the path uploads files or begins batches.
@@ -248,7 +266,10 @@ def _check_path(method: str, path: str) -> None:
 
 
 def _salt(scope: Scope) -> bytes:
-    """Return a text that separates tenants: the tenant's name, or the client's key."""
+    """Return the bytes that separate a tenant's prompts and files from other tenants.
+
+    They are the tenant's name, or else the key that the client shows; empty without a key.
+    """
     tenant = served_of(scope).tenant
     if tenant:
         return tenant.encode()

@@ -24,7 +24,7 @@ _UNTIL_CLOSED: Final = -1  # the length of a body that lasts until the end of it
 
 
 class ReplicaError(TwostrokeError):
-    """A replica did not answer, or not in HTTP. The message is for the log."""
+    """A replica cannot be reached, or did not answer in HTTP. The message is for the log."""
 
 
 class CutOffError(ReplicaError):
@@ -32,11 +32,14 @@ class CutOffError(ReplicaError):
 
 
 class FailedReplicaError(ReplicaError):
-    """A replica failed or closed the connection of a request, perhaps because of the request."""
+    """A replica failed, or closed a connection, while it computed a request.
+
+    The request may be the cause, so the failure counts against its content.
+    """
 
 
 class LostError(GatewayError):
-    """The client's error for a request that a replica has lost."""
+    """The error that a client gets for a request that replicas have lost; names no address."""
 
     http_status = 502
     code = "replica_failed"
@@ -110,13 +113,16 @@ class ResponseReader:
         return body
 
     def close(self) -> bool:
-        """Record that the connection has ended; return whether the response is complete."""
+        """Record that the connection has ended; return whether the whole response has come."""
         if self.head is not None and self._num_left == _UNTIL_CLOSED and not self._is_chunked:
             self.is_whole = True
         return self.is_whole
 
     def _chunks(self, data: bytes) -> bytes:
-        """Return the data of a chunked body; an incomplete size or line break stays buffered."""
+        """Return the data in received bytes of a chunked body.
+
+        An incomplete size or line break at the end is kept for the next bytes.
+        """
         parts: list[bytes] = []
         position, end = 0, len(data)
         while position < end and not self.is_whole:

@@ -12,7 +12,7 @@ _STREAMS_PER_REPLICA: Final = 8
 
 
 def fleet_state(fleet: ReplicaRegistry) -> dict[str, Any]:
-    """Return the router's replicas with their queued work, and the prefix cache hit rate.
+    """Return the body of `GET /api/state`: the replicas, their queued work, and cache hit rates.
 
     The work is in seconds. Rates are fractions of the prompts' bytes; beside the hit rate is the
     best possible rate, which counts all bytes that any replica has in its prefix cache.
@@ -57,10 +57,10 @@ def fleet_state(fleet: ReplicaRegistry) -> dict[str, Any]:
 def wanted_replicas(fleet: ReplicaRegistry, model: str | None = None) -> int:
     """Return how many replicas, of one model or of all, would bring the mean wait to `busy_s`.
 
-    The number is smaller than the present one only if half of the present replicas would be enough,
-    and if each replica then has at most `_STREAMS_PER_REPLICA` running requests: work counts
-    prompts, not answers. It is at least one. If a replica reports its work, the report is used,
-    because a request without streaming looks like work until its end.
+    Autoscalers read this number. It is smaller than the present number only if half of the present
+    replicas would be enough, and if each replica then has at most `_STREAMS_PER_REPLICA` running
+    requests: work counts prompts, not answers. It is at least one. If a replica reports its work,
+    the report is used, because a request without streaming looks like work until its end.
     """
     dispatcher = fleet.dispatcher
     ready = [replica for replica in fleet.ready if model is None or model in replica.facts.models]

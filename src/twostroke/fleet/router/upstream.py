@@ -119,7 +119,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the connection is open, so that another request may be sent."""
+        """Whether the connection to the replica is open and has not failed."""
         transport = self._transport
         return transport is not None and not transport.is_closing() and self._error is None
 
@@ -160,7 +160,11 @@ class UpstreamConnection(asyncio.Protocol):
         return self._reader.head
 
     async def read(self) -> bytes:
-        """Return the next part of the response's body; empty at its end. Raises as `request`."""
+        """Return the next part of the response's body; empty at its end.
+
+        Raises:
+            ReplicaError: the connection ended before, or the response is not HTTP.
+        """
         while not self._body:
             if self._reader.is_whole:
                 return b""
@@ -180,7 +184,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.take_back(self, is_reusable=self.is_reusable and self.is_usable)
 
     def fail(self, error: Exception) -> None:
-        """End the request to the replica with an error, and close the connection."""
+        """Close the connection, and raise `error` in the task that waits for the response."""
         if self._error is None:
             self._error = error
         self.close()
@@ -192,7 +196,10 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Limit the buffer and the time for unacknowledged packets of the new connection."""
+        """Set up the new connection: a small buffer, and a short time for lost packets.
+
+        By the time limit Linux closes the connection to a machine that acknowledges nothing.
+        """
         self._transport = cast("asyncio.Transport", transport)
         limit_read_size(transport)
         option = getattr(socket, "TCP_USER_TIMEOUT", None)  # only Linux has it
@@ -343,11 +350,14 @@ class ConnectionPool:
             self._idle.remove(connection)
 
     def has_heard(self) -> None:
-        """Record that the replica has sent bytes now."""
+        """Set `heard_s` to the present time, since bytes have come from the replica."""
         self.heard_s = time.monotonic()  # the event loop's clock
 
     def fail(self, error: Exception) -> None:
-        """End all requests to the replica with an error, and close all connections."""
+        """End all requests to the replica with `error`, and close all connections.
+
+        The health checker calls this for a replica that is silent or cut off.
+        """
         for connection in list(self._busy):
             connection.fail(error)
         self.close_idle()

@@ -48,7 +48,7 @@ _MAX_REPORTED_TOKENS: Final = 10**12
 
 
 class ProxyLog:
-    """A request's way through the router, for logs and usage records.
+    """The progress of a forwarded request, which the access log and the usage records read.
 
     Attributes:
         num_open: answers that have not ended.
@@ -80,7 +80,9 @@ class ProxyLog:
 
 
 class TokenRate:
-    """The average number of output tokens per second of a request, its waiting time included.
+    """The average number of output tokens per second of recent requests, with their waiting time.
+
+    From this rate and the time, the router estimates the usage of an answer before it comes.
 
     Attributes:
         per_s: the average; 0.0 without measurements.
@@ -144,7 +146,7 @@ class UsageMeter:
         return ReportedUsage(used.prompt_tokens, used.cached_tokens, num_output)
 
     def restart(self) -> None:
-        """Forget the answer of a replica that refused the request, before the next attempt."""
+        """Prepare for another attempt, after a replica has refused or lost the request."""
         self._used = self._estimate
         self._is_streaming = False
 
@@ -189,7 +191,7 @@ class UsageMeter:
             self._token_rate.record(used.completion_tokens, time.monotonic() - self._began_s)
 
     def _settle(self, context: ServedRequest) -> None:
-        """Determine the request's final usage; estimate it if the answer does not report it."""
+        """Determine the request's final usage; estimate it if the answer did not report it."""
         if self._is_final or self._used is None:
             return
         if self._has_usage_header:  # the line with the usage is missing
@@ -254,9 +256,10 @@ class UsageMeter:
         return data
 
     def _add(self, part: _Part) -> None:
-        """Add the usage that an event of the stream reports.
+        """Add the usage that an event of a stream reports to the usage of the request.
 
-        An event has the usage so far. An event of llama-server has the usage of one of the answers.
+        Usually an event reports the usage of the whole stream so far. An event of llama-server
+        reports the usage of one of several answers.
         """
         usage, previous = _usage_of(part), self._used
         if usage is None or previous is None:
@@ -273,9 +276,9 @@ class UsageMeter:
 
 
 def with_usage_option(body: bytes, path: str) -> bytes | None:
-    """Return a request body with the option for usage at the end of the stream.
+    """Return a request's body with the option by which its stream ends with the usage.
 
-    None if the body needs no change.
+    The router sends this body to servers other than Twostroke. None if the body needs no change.
     """
     if path not in _PATHS_WITH_USAGE_OPTION:
         return None
@@ -309,7 +312,10 @@ class _UsageFields(msgspec.Struct):
     total_tokens: int | None = None  # the only field, if there is no output
 
     def total(self) -> ReportedUsage:
-        """Return the token counts; Anthropic's prompt tokens do not include cached tokens."""
+        """Return the token counts of a usage object in either protocol.
+
+        Anthropic's prompt tokens do not include cached tokens, so these are added.
+        """
         details = self.prompt_tokens_details or self.input_tokens_details
         cache_tokens = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
         output = self.completion_tokens or self.output_tokens or 0
@@ -320,13 +326,13 @@ class _UsageFields(msgspec.Struct):
 
 
 class _UsageHolder(msgspec.Struct):
-    """The object inside a stream's event that has the usage."""
+    """The object inside an event of a stream that may have a field `usage`."""
 
     usage: _UsageFields | None = None
 
 
 class _Part(msgspec.Struct):
-    """A response body or a stream's event, with its usage.
+    """A response body or an event of a stream, with the fields that report usage.
 
     llama-server and Ollama have the token counts as fields of the body itself.
     """

@@ -31,12 +31,12 @@ _MAX_OVERDUE_WORK_RATIO: Final = 0.5  # of pending work that counts though it sh
 
 
 class RoutingKey(Frozen):
-    """The part of a request from which the router chooses a replica.
+    """The facts about a request from which a dispatcher chooses the replica.
 
     A unit of the prompt is a byte of its text.
 
     Attributes:
-        block_keys: the keys of the prompt's blocks.
+        block_keys: the keys of the prompt's blocks, by which the prefix tree finds it.
         num_units: the length of the prompt.
         affinity: a 64-bit hash, by which requests that no replica has in its cache are spread.
     """
@@ -47,7 +47,7 @@ class RoutingKey(Frozen):
 
 
 class RoutedRequest:
-    """A request that the router has sent to a replica.
+    """A dispatcher's record of a request that was sent to a replica.
 
     A unit of the prompt is a byte of its text.
 
@@ -173,7 +173,7 @@ class Dispatcher:
         return index
 
     def reset(self, index: int) -> None:
-        """Record that a replica was restarted: its cache is empty, and it has no pending work."""
+        """Forget the cached prompts and the pending work of a replica, since it was restarted."""
         self.prefix_tree.reset(index)
         self._free_at_s[index] = 0.0
         self._set_pending(index, 0.0)
@@ -208,10 +208,12 @@ class Dispatcher:
         allowed: npt.NDArray[np.bool_] | None = None,
         excluded: Collection[int] = (),
     ) -> RoutedRequest | None:
-        """Choose a replica for a request and add the request's work; None if no replica is open.
+        """Choose a replica for a request by the policy, and count the request's work there.
 
-        `allowed`, shape (replicas,), says which replicas suit the request; None for all. `excluded`
-        are the indices of replicas that have failed.
+        Returns the record of the request, for which the caller calls `record_first_token` and
+        `end`; None if no replica is open. `allowed`, shape (replicas,), says which replicas suit
+        the request; None for all. `excluded` are the indices of replicas that may not be chosen,
+        for example because they have failed.
         """
         now_s = self._clock()
         wait_s = self._waits_s(now_s)
@@ -254,11 +256,11 @@ class Dispatcher:
     def _candidates(
         self, path: Path, affinity: int, wait_s: npt.NDArray[np.float64], nearest: int
     ) -> tuple[int, dict[int, int]]:
-        """Return the length of the longest cached prefix, and the cached blocks of each candidate.
+        """Return a prompt's longest cached prefix, and the cached blocks of each candidate.
 
-        Candidates are the replicas with the longest prefix, the preferred replicas of the hash
-        ring, and the `nearest` replica. Lengths are in blocks. Of candidates with equal cost, the
-        policy takes the first.
+        The candidates, from which the policy chooses, are the replicas with the longest prefix, the
+        preferred replicas of the hash ring, and the `nearest` replica. Lengths are in blocks. Of
+        candidates with equal cost, the policy takes the first.
         """
         longest, holders = self.prefix_tree.longest_prefix(path)
         cached_blocks = {index: longest for index in holders if wait_s.item(index) != math.inf}
@@ -328,7 +330,7 @@ class Dispatcher:
         self.unit_s = [seconds if num_units else mean_unit_s for seconds, num_units in self._sums]
 
     def end(self, routed: RoutedRequest) -> None:
-        """Record the end of a request, whether it was answered or not."""
+        """Record that a request has ended, answered or not: its replica has one request less."""
         if routed.has_ended:
             return
         if not routed.has_first_token:
@@ -353,7 +355,10 @@ class Dispatcher:
         self._min_wait_s[index] = min_wait_s if self._is_open[index] else math.inf
 
     def _overdue_s(self, index: int) -> float:
-        """Return the seconds for which pending work counts, even if it should be done by now."""
+        """Return the seconds for which a replica's pending work counts at least.
+
+        They count even if all work should be done by now, since no first token has come yet.
+        """
         return _MAX_OVERDUE_WORK_RATIO * self._pending_units[index] * self.unit_s[index]
 
     def _waits_s(self, now_s: float) -> npt.NDArray[np.float64]:
@@ -365,5 +370,5 @@ class Dispatcher:
 def _decayed_sum(
     total: tuple[float, float], seconds: float, num_units: float
 ) -> tuple[float, float]:
-    """Add new seconds and units to their sums, in which older values lose weight."""
+    """Add a measured time and its units to their sums, in which older values lose weight."""
     return total[0] * _SUM_DECAY + seconds, total[1] * _SUM_DECAY + num_units

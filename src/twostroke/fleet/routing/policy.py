@@ -84,7 +84,7 @@ def two_choices(state: RoutingState) -> int:
 
 
 def round_robin(state: RoutingState) -> int:
-    """Return the open replicas in turn, one for each request."""
+    """Return the next open replica, so that requests go to all open replicas in turn."""
     open_replicas = np.flatnonzero(np.isfinite(state.wait_s))
     return int(open_replicas[state.request_number % len(open_replicas)])
 
@@ -99,7 +99,10 @@ PREFIX_POLICIES: Final = frozenset({"prefix"})  # policies that need `RoutingSta
 
 
 def mix(number: int) -> int:
-    """Return 64 pseudo-random bits that depend on a number (the finalizer of SplitMix64)."""
+    """Return 64 pseudo-random bits that depend on a number (the finalizer of SplitMix64).
+
+    Hashes of texts and points of the hash ring are made from it.
+    """
     mixed = (number + 1) * _GOLDEN_GAMMA & _MASK_64
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK_64

@@ -184,7 +184,7 @@ class PrefixTree:
         (self._young if is_young else self._old)[tail.keys[0]] = tail
 
     def _use(self, edge: TreeEdge) -> None:
-        """Move an edge of the tree to the present generation, since a prompt uses it."""
+        """Mark an edge of the tree as used by a prompt, so that it is not dropped as old."""
         if edge.generation != self._generation:
             edge.generation = self._generation
             self._young[edge.keys[0]] = edge
@@ -213,9 +213,10 @@ class PrefixTree:
 
 
 def _num_equal(edge_keys: tuple[int, ...], keys: Sequence[int], position: int) -> int:
-    """Return how many of an edge's keys follow in `keys` from `position` on; at least the first.
+    """Return how many keys of a tree's edge are equal to a prompt's keys from `position` on.
 
-    A key stands for all keys before it, so a bisection finds the last equal key.
+    The first key of the edge is known to be equal. A key stands for all keys before it, so a
+    bisection finds the last equal key.
     """
     low, high = 1, min(len(edge_keys), len(keys) - position)
     if edge_keys[high - 1] == keys[position + high - 1]:

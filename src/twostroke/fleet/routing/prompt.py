@@ -41,9 +41,9 @@ FALSE_VALUES: Final = frozenset(
 
 
 class _PromptBody(msgspec.Struct):
-    """The fields of request bodies that routing reads.
+    """The fields of a request's JSON body that the router reads, for all protocols.
 
-    They stay undecoded, so that no value of a field is an error here.
+    They stay undecoded, so that no value of a field is an error here: the replica checks them.
     """
 
     model: Raw = _NONE
@@ -167,7 +167,10 @@ def read_prompt(body: bytes, salt: bytes) -> RoutedPrompt:
 
 
 def key_without_prompt(salt: bytes) -> RoutingKey:
-    """Return the routing key of a request without a prompt, by which only tenants are spread."""
+    """Return the routing key of a request without a prompt, such as a request for a stored answer.
+
+    It spreads requests over the replicas by tenant only.
+    """
     return RoutingKey(block_keys=(), num_units=0, affinity=_hash(salt))
 
 
@@ -205,7 +208,7 @@ def _hash(text: bytes) -> int:
 
 
 def _text(raw: Raw) -> str:
-    """Return a string from its JSON; an empty string for any other value."""
+    """Return the string that an undecoded JSON value is; an empty string for any other value."""
     try:
         return msgspec.json.decode(raw, type=str) if bytes(raw)[:1] == b'"' else ""
     except JSON_ERRORS:
@@ -213,7 +216,7 @@ def _text(raw: Raw) -> str:
 
 
 def _number(raw: Raw) -> int | None:
-    """Return a JSON number as an integer; None for any other value.
+    """Return the number that an undecoded JSON value is, as an integer; None for any other value.
 
     Numbers in strings are read, too, since some servers accept them.
     """
@@ -224,10 +227,10 @@ def _number(raw: Raw) -> int | None:
 
 
 def _limits_of(body: _PromptBody) -> dict[str, int]:
-    """Return the fields that limit a request's answers, if their values are whole numbers.
+    """Return the fields of a body that limit the length or number of answers, by name.
 
-    Servers refuse other values. Numbers of answers may also be strings, since some servers accept
-    these.
+    Only whole numbers count, since servers refuse other values. Numbers of answers may also be
+    strings, since some servers accept these.
     """
     limits = {name: _whole_number(getattr(body, name)) for name in _LIMIT_FIELDS}
     if bytes(body.options)[:1] == b"{":
