@@ -211,7 +211,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("template", "name", "controls"), CASES)
-def test_calls_are_told_in_openais_words(
+def test_calls_are_sent_in_openais_form(
     tmp_path: Path, template: str, name: str, controls: tuple[str, ...]
 ) -> None:
     with talker(tmp_path, getattr(talkers, template), controls) as server:

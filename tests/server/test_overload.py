@@ -62,7 +62,7 @@ def test_a_wrong_timeout_is_refused_with_a_sentence(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_expires_in_the_queue_never_runs(tmp_path: Path, stream: bool) -> None:
+def test_a_request_that_expires_in_the_queue_never_runs(tmp_path: Path, stream: bool) -> None:
     with live_server(tmp_path, max_running=1) as server:
         server.backend.gate.clear()
         with ThreadPoolExecutor(4) as pool:
@@ -145,7 +145,7 @@ def test_a_job_says_how_much_of_its_timeout_is_over_when_it_is_begun() -> None:
     assert 30 <= job.caller.spent_s < 60
 
 
-def test_a_class_is_refused_by_its_objective_as_soon_as_a_pace_is_known(tmp_path: Path) -> None:
+def test_a_service_tier_is_refused_by_its_objective_once_a_rate_is_measured(tmp_path: Path) -> None:
     options = ServeOptions(objectives=(Objective("ttft", 0.5, "flex"),))
     with live_server(tmp_path, options, max_running=1, token_budget=8) as server:
         with ThreadPoolExecutor(12) as pool:

@@ -51,7 +51,7 @@ FLOODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_what_no_context_can_hold_is_refused_with_the_limit(
+def test_prompts_beyond_any_context_are_refused_with_the_limit(
     server: LiveServer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     merged = list[int]()
@@ -69,7 +69,7 @@ def test_what_no_context_can_hold_is_refused_with_the_limit(
     assert sum(merged) <= 3 * MAX_SHORT_LENGTH  # and not the millions that were sent
 
 
-def test_more_may_be_asked_for(server: LiveServer) -> None:
+def test_a_higher_limit_may_be_requested(server: LiveServer) -> None:
     text = "z" * 100_000
     refused = server.http.post("/tokenize", json={"prompt": text})
     assert refused.status_code == 400

@@ -69,7 +69,7 @@ def test_every_path_of_the_protocols_is_served(server: LiveServer) -> None:
         ("/v1/complete", "/v1/messages"),
     ],
 )
-def test_other_paths_of_the_providers_say_why_and_what_is_served(
+def test_other_paths_of_the_providers_say_why_they_are_not_served(
     server: LiveServer, path: str, reason: str
 ) -> None:
     response = server.http.post(path, json={})

@@ -106,7 +106,7 @@ def test_wrong_fields_are_named(
     assert words in answer.json()["error"]["message"]
 
 
-def test_a_refused_method_is_told_of_both(server: LiveServer) -> None:
+def test_a_wrong_method_gets_the_allowed_methods(server: LiveServer) -> None:
     answer = server.http.request("DELETE", plans.PATH)
     assert answer.status_code == 405
     assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD", "POST"}
@@ -161,7 +161,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("body", "reason"), IMPOSSIBLE)
-def test_what_cannot_be_has_a_reason_and_no_price(
+def test_an_impossible_plan_has_a_reason_and_no_cost(
     server: LiveServer, body: dict[str, Any], reason: str
 ) -> None:
     plan = server.http.post(plans.PATH, json={"device": "T4", **body}).json()

@@ -68,7 +68,7 @@ def streamed(server: LiveServer, **fields: Any) -> tuple[Fields, Fields]:
     return message, {"finish_reason": chunks[-1]["choices"][0]["finish_reason"], **last}
 
 
-def test_reasoning_is_told_from_the_answer(thinking: LiveServer, always: LiveServer) -> None:
+def test_reasoning_is_separated_from_the_answer(thinking: LiveServer, always: LiveServer) -> None:
     for server, text in ((thinking, SAID), (always, SAID.removeprefix("<think>"))):
         tokens = say(server, text)
         body = answer(server)
@@ -110,7 +110,9 @@ def test_answers_without_reasoning_are_answers(thinking: LiveServer) -> None:
         assert last["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
-def test_reasoning_that_is_cut_is_what_there_is(thinking: LiveServer, always: LiveServer) -> None:
+def test_cut_off_reasoning_is_sent_without_an_answer(
+    thinking: LiveServer, always: LiveServer
+) -> None:
     for server, text, num_tokens in ((thinking, SAID, 12), (always, THOUGHT, 10)):
         say(server, text)
         [choice] = answer(server, max_tokens=num_tokens)["choices"]
@@ -177,7 +179,7 @@ def test_switches_of_the_template_are_obeyed(thinking: LiveServer) -> None:
         ),
     ],
 )
-def test_what_cannot_be_asked_of_reasoning_is_refused(
+def test_invalid_reasoning_options_are_refused(
     thinking: LiveServer, fields: Fields, param: str | None, word: str
 ) -> None:
     param = param or f"chat_template_kwargs.{next(iter(fields['chat_template_kwargs']))}"
@@ -203,7 +205,7 @@ def test_reasoning_that_the_prompt_opens_can_be_switched_off(
     assert "reasoning_content" not in message
 
 
-def test_what_the_template_cannot_follow_is_named(thinking: LiveServer) -> None:
+def test_reasoning_options_that_the_template_ignores_are_named(thinking: LiveServer) -> None:
     for fields in (
         {"reasoning_effort": "much"},
         {"chat_template_kwargs": {"enable_thinkin": 1}},
@@ -233,7 +235,7 @@ def test_a_form_of_the_answer_begins_behind_the_reasoning(
     assert message["content"] == '{"a": 1}'
 
 
-def test_a_form_is_kept_to_by_what_is_drawn(thinking: LiveServer, always: LiveServer) -> None:
+def test_a_sampled_answer_keeps_to_its_format(thinking: LiveServer, always: LiveServer) -> None:
     for server in (thinking, always):
         server.backend.script = ()
         for seed in range(4):

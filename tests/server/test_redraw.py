@@ -134,7 +134,7 @@ def texts(path: str, text: str, *, stream: bool) -> str:
 
 
 @pytest.mark.parametrize(("path", "body"), FREE + STRICT)
-def test_a_wrong_answer_is_drawn_again_from_its_first_wrong_value_on(
+def test_a_wrong_answer_is_generated_again_from_its_first_wrong_value_on(
     server: LiveServer, path: str, body: Fields
 ) -> None:
     say(server, WRONG, AGAIN, RIGHT)
@@ -178,7 +178,7 @@ def test_a_strict_answer_that_stays_wrong_is_an_error(
     assert '"stop"' not in streamed.text
 
 
-def test_arguments_of_calls_are_drawn_again_or_told(server: LiveServer) -> None:
+def test_wrong_arguments_of_calls_are_generated_again_or_reported(server: LiveServer) -> None:
     for is_strict, stream, is_mended in product((False, True), (False, True), (False, True)):
         function = {"name": "note", "parameters": TAGS, "strict": is_strict}
         tools = [{"type": "function", "function": function}]
@@ -231,7 +231,7 @@ def test_names_are_streamed_unless_they_repeat(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_scores_and_usage_are_those_of_the_answer_that_is_shown(
+def test_scores_and_usage_belong_to_the_answer_that_is_sent(
     server: LiveServer, stream: bool
 ) -> None:
     say(server, WRONG, RIGHT)
@@ -263,7 +263,7 @@ def test_each_of_several_answers_is_settled(server: LiveServer) -> None:
         assert answers == [RIGHT] * 3
 
 
-def test_an_answer_that_was_cut_is_not_drawn_again(server: LiveServer) -> None:
+def test_a_cut_off_answer_is_not_generated_again(server: LiveServer) -> None:
     say(server, WRONG, RIGHT)
     for stream in (False, True):
         body = STRICT[0][1] | {"max_tokens": len(WRONG) - 2}
@@ -311,7 +311,7 @@ def test_a_complete_call_before_the_cut_is_checked(server: LiveServer, stream: b
     assert MISS not in response.text
 
 
-def test_a_cancelled_answer_is_not_drawn_again(
+def test_a_cancelled_answer_is_not_generated_again(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(server, WRONG, RIGHT)

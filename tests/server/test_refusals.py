@@ -55,7 +55,7 @@ def test_wrong_value_is_a_400_that_names_the_field(
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 5000])
-def test_what_is_no_number_is_a_400(server: LiveServer, number: str) -> None:
+def test_a_value_that_is_not_a_number_is_a_400(server: LiveServer, number: str) -> None:
     body = json.dumps(chat_body())[:-1] + f', "temperature": {number}}}'
     response = server.http.post(
         "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
@@ -96,7 +96,7 @@ def test_wrong_chat_field_is_named(
         ({"use_beam_search": 0}, "use_beam_search"),
     ],
 )
-def test_what_is_not_there_yet_is_refused_not_ignored(
+def test_features_that_do_not_exist_yet_are_refused_not_ignored(
     server: LiveServer, fields: Fields, param: str
 ) -> None:
     message = refused(server.chat(**fields), 400, param, "unsupported_parameter")
@@ -244,7 +244,7 @@ def test_anthropic_clients_hear_of_such_a_prompt_in_their_words(server: LiveServ
     assert 511 < int(found[1]) < len(LONG)
 
 
-def test_counts_of_tokens_go_to_the_end_of_a_long_text_if_asked(server: LiveServer) -> None:
+def test_tokens_of_a_long_text_are_counted_to_its_end_on_request(server: LiveServer) -> None:
     found = server.http.post("/tokenize", json={"prompt": LONG, "max_tokens": len(LONG)})
     assert found.json()["count"] == len(LONG)
     body = {"messages": [{"role": "user", "content": LONG}]}
@@ -267,7 +267,7 @@ def test_a_prompt_of_plain_text_is_called_a_prompt(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "n_predict"])
-def test_limit_above_what_fits_is_cut_or_refused_at_once(
+def test_limit_above_the_context_is_lowered_or_refused_at_once(
     server: LiveServer, strict: LiveServer, field: str
 ) -> None:
     limit = {field: 500, "ignore_eos": True}

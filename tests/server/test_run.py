@@ -185,7 +185,7 @@ def test_nothing_listens_after_the_end(tmp_path: Path) -> None:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_server_of_a_test_that_does_not_stop_says_what_it_waits_for() -> None:
+def test_server_of_a_test_that_does_not_stop_says_why_it_waits() -> None:
     end = asyncio.Event()
 
     async def app(_scope: Scope, receive: Receive, send: Send) -> None:
@@ -235,7 +235,7 @@ def test_crowd_of_new_connections_is_taken_a_few_at_a_time() -> None:
     assert max(steps) <= 8
 
 
-def test_second_signal_cuts_off_what_no_engine_has_accepted(tmp_path: Path) -> None:
+def test_second_signal_cuts_off_requests_that_no_engine_has_accepted(tmp_path: Path) -> None:
     with served(tmp_path, "60", "away") as (process, url), ThreadPoolExecutor(1) as pool:
         body = chat_body(stream=True)
         answer = pool.submit(httpx.post, url + PATH, json=body, timeout=60, trust_env=False)

@@ -91,7 +91,7 @@ def test_a_request_s_values_precede_all_defaults(path: str, recommending: LiveSe
     assert values_of(recommending, path, body) == {**usual(rest), **own}
 
 
-def test_what_a_server_says_of_its_defaults_is_what_it_uses(recommending: LiveServer) -> None:
+def test_a_server_uses_the_defaults_that_it_reports(recommending: LiveServer) -> None:
     shown = recommending.http.get("/props").json()["default_generation_settings"]["params"]
     assert (shown["temperature"], shown["top_k"], shown["top_p"]) == (0.25, 3, 0.95)
     body, _ = PROTOCOLS["/v1/responses"]

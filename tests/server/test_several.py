@@ -47,7 +47,7 @@ def pids(server: Several) -> list[int]:
     return sorted(found)
 
 
-def test_a_model_loads_when_asked_for_and_another_makes_room(server: Several) -> None:
+def test_a_model_loads_on_request_and_another_makes_room(server: Several) -> None:
     assert server.http.get("/health/ready").status_code == 200
     assert server.loaded == []
     assert server.http.get("/api/load").json()["numerics"] == "", "which nobody can know yet"
@@ -91,7 +91,7 @@ def test_hostile_requests_all_succeed_with_the_same_answers(server: Several) -> 
     assert sum(server.count("model_loads_total").values()) - before <= 6
 
 
-def test_what_needs_no_engine_loads_none(server: Several) -> None:
+def test_requests_without_an_engine_load_no_model(server: Several) -> None:
     before = server.count("model_loads_total")
     body = {"model": "a", "prompt": "hello"}
     assert server.http.post("/tokenize", json=body).status_code == 200
@@ -103,7 +103,7 @@ def test_what_needs_no_engine_loads_none(server: Several) -> None:
     assert server.count("model_loads_total") == before
 
 
-def test_what_can_never_run_loads_nothing(server: Several) -> None:
+def test_requests_that_can_never_run_load_no_model(server: Several) -> None:
     loads = server.count("model_loads_total")
     [asleep] = [name for name, state in server.states().items() if state == "unloaded"]
     prompt = server.complete(asleep, prompt="a" * 9000)

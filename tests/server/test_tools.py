@@ -213,7 +213,7 @@ def test_calls_and_results_can_be_sent_back(server: LiveServer) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_requests_are_refused(
     server: LiveServer, fields: Fields, param: str, word: str
 ) -> None:
     assert word in refused(server.chat(**fields), 400, param)
@@ -238,7 +238,7 @@ def test_the_beginning_of_a_forced_call_is_no_text(server: LiveServer, num_token
     assert '"content":"' not in text
 
 
-def test_a_strict_function_needs_a_schema_that_is_kept_to(server: LiveServer) -> None:
+def test_a_strict_function_needs_an_enforceable_schema(server: LiveServer) -> None:
     for parameters, why in (
         ({"type": "string"}, "its type must be object."),
         ({"type": "object", "not": {}}, "no value fits it: type (#), not (#) exclude every value."),

@@ -140,7 +140,7 @@ def test_the_answer_may_have_the_form(server: LiveServer, protocol: str) -> None
 
 
 @pytest.mark.parametrize("protocol", REQUESTS)
-def test_a_choice_of_tools_decides_what_the_answer_is(server: LiveServer, protocol: str) -> None:
+def test_the_tool_choice_decides_between_text_and_calls(server: LiveServer, protocol: str) -> None:
     say(server, MARKED)
     assert whole(server, protocol, tool_choice=REQUIRED[protocol]) == ("", [("weather", ARGUMENTS)])
     none = {"type": "none"} if protocol == "messages" else "none"

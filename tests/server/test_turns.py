@@ -80,7 +80,7 @@ def test_last_work_waits_for_all_other_and_cancelled_work_keeps_its_turn() -> No
     asyncio.run(ask())
 
 
-def test_newcomer_owes_what_others_have_used_also_after_a_turn_of_the_last(
+def test_new_tenant_gets_no_credit_for_time_before_it_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def ask() -> None:
@@ -111,7 +111,7 @@ def test_newcomer_owes_what_others_have_used_also_after_a_turn_of_the_last(
     asyncio.run(ask())
 
 
-def test_those_who_left_do_not_count_as_waiting() -> None:
+def test_cancelled_calls_do_not_count_as_waiting() -> None:
     async def ask() -> None:
         held = FairQueue()
         turn = await held.take("a")

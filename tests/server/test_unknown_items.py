@@ -244,7 +244,7 @@ def test_pictures_sound_and_files_are_refused(server: LiveServer, path: str, par
     assert "Models here read text only." in response.json()["error"]["message"]
 
 
-def test_a_strict_server_refuses_what_it_would_leave_out(strict: LiveServer) -> None:
+def test_a_strict_server_refuses_items_that_others_leave_out(strict: LiveServer) -> None:
     item = {"type": "web_search_call", "id": "x"}
     refused(ask(strict, RESPONSES, input=[USER, item]), 400, "input[1].type")
     tools = [CHAT_TOOL, {"type": "web_search"}]

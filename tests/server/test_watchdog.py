@@ -90,7 +90,7 @@ def test_a_socket_that_is_gone_is_said_and_does_no_harm(
     assert "systemd cannot be told READY=1: No such file" in caplog.text
 
 
-def test_nothing_is_told_to_nobody(
+def test_a_watchdog_without_systemd_sends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)

@@ -100,7 +100,7 @@ def test_stream_of_a_revoked_key_finishes(tmp_path: Path) -> None:
         assert found[-2:] == ["data: [DONE]", ""]
 
 
-def test_keys_of_a_file_go_on_beside_those_of_the_records(tmp_path: Path) -> None:
+def test_keys_of_a_file_stay_valid_beside_keys_of_the_database(tmp_path: Path) -> None:
     folder, file = tmp_path / "records", tmp_path / "keys"
     file.write_text("ben sk-file\n")
     _, text = add(folder)
@@ -119,7 +119,7 @@ def test_expired_key_is_refused(tmp_path: Path) -> None:
     assert keys.are_required
 
 
-def test_last_use_is_kept_by_the_minute(tmp_path: Path) -> None:
+def test_last_use_is_stored_by_the_minute(tmp_path: Path) -> None:
     folder = tmp_path / "records"
     _, text = add(folder)
     with keyed_server(folder, tmp_path) as server:
@@ -322,7 +322,7 @@ def test_lost_database_opens_no_server(tmp_path: Path) -> None:
     assert not found.are_required
 
 
-def test_key_that_cannot_be_printed_is_not_kept(tmp_path: Path) -> None:
+def test_key_that_cannot_be_printed_is_not_stored(tmp_path: Path) -> None:
     folder = _new(tmp_path / "records")
     (folder / "has-keys").symlink_to(tmp_path / "lost" / "mark")  # which cannot be made
     with pytest.raises(RecordsError, match="has-keys cannot be used: No such file"):

@@ -240,7 +240,7 @@ def test_request_that_lost_a_race_for_tokens_is_refused_with_its_own_wait() -> N
     assert refusal[1] == pytest.approx(1)
 
 
-def test_refusals_count_under_the_endpoint_that_was_asked(tmp_path: Path) -> None:
+def test_refusals_count_under_the_requested_endpoint(tmp_path: Path) -> None:
     wrong = {"x-api-key": "wrong"}
     with limited(tmp_path, requests_per_minute=1) as server:
         assert [post(server).status_code for _ in range(2)] == [200, 429]

@@ -105,7 +105,7 @@ def test_embeddings_and_streams_count(tmp_path: Path) -> None:
     assert amount.input > told["prompt_tokens"]
 
 
-def test_request_that_its_client_left_counts_and_one_that_failed_does_not(tmp_path: Path) -> None:
+def test_a_request_whose_client_left_counts_and_a_failed_request_does_not(tmp_path: Path) -> None:
     with counting(tmp_path) as server:
         server.backend.gate.clear()
         headers = f"x-api-key: {server.http.headers['x-api-key']}\r\n"

@@ -89,7 +89,7 @@ def input_of(records: Records) -> Path:
 @pytest.mark.parametrize("protocol", [openai.PROTOCOL, messages.PROTOCOL])
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize(("name", "damage", "code"), DAMAGES, ids=[one[0] for one in DAMAGES])
-def test_results_are_kept_whatever_becomes_of_the_input(
+def test_results_survive_any_damage_of_the_input(
     records: Records,
     protocol: str,
     name: str,
@@ -176,7 +176,7 @@ def test_a_cancelled_batch_with_a_damaged_input_has_its_results(records: Records
         (lambda path: path.unlink(), 404, "is missing"),
     ],
 )
-def test_damaged_content_is_told(
+def test_damaged_content_is_reported(
     tmp_path: Path, damage: Callable[[Path], object], status: int, words: str
 ) -> None:
     with (
@@ -281,7 +281,7 @@ def test_a_line_whose_result_is_damaged_runs_again(records: Records, protocol: s
     assert "2" in again
 
 
-def test_a_result_that_is_damaged_as_its_batch_ends_is_told(records: Records) -> None:
+def test_a_result_that_is_damaged_as_its_batch_ends_is_reported(records: Records) -> None:
     app = App()
 
     async def go() -> tuple[Batch, Bench]:

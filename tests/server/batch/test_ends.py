@@ -30,7 +30,9 @@ def records(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("protocol", [openai.PROTOCOL, messages.PROTOCOL])
-def test_unforeseen_error_ends_a_batch_with_what_it_has(records: Records, protocol: str) -> None:
+def test_unexpected_error_ends_a_batch_with_its_results_so_far(
+    records: Records, protocol: str
+) -> None:
     app = App()
     bench = Bench(records, app, num_together=1)
     bench.protocol = protocol

@@ -165,7 +165,7 @@ def test_files_of_a_tenant_are_bounded_in_number(tmp_path: Path) -> None:
         assert upload(server, "").status_code == 200
 
 
-def test_batch_whose_results_do_not_fit_fails_and_keeps_those_that_do(tmp_path: Path) -> None:
+def test_batch_whose_results_do_not_fit_fails_with_the_results_that_fit(tmp_path: Path) -> None:
     text, room = "".join(map(line, range(8))), 1500
     options = ServeOptions(drain_s=1, limits=RequestLimits(max_files_bytes=len(text) + room))
     with (
@@ -240,7 +240,7 @@ def test_ended_batches_are_bounded_and_their_files_stay(tmp_path: Path) -> None:
         assert len(server.http.get(MESSAGES).json()["data"]) == 1
 
 
-def test_file_whose_record_failed_goes_with_the_next_that_is_kept(
+def test_file_whose_row_failed_is_deleted_after_the_next_stored_file(
     server: LiveServer, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*_: object) -> None:

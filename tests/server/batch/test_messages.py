@@ -108,7 +108,7 @@ def test_pretty_printed_request_is_one_line(server: LiveServer) -> None:
     assert list(results(server, ended(server, made.json()))) == ["a", "b"]
 
 
-def test_cancelled_batch_keeps_what_is_done(server: LiveServer) -> None:
+def test_cancelled_batch_keeps_its_results(server: LiveServer) -> None:
     server.backend.gate.clear()
     batch = begin(server, one("a"), one("b"))
     wait_for(lambda: server.num_busy == 2)

@@ -141,7 +141,7 @@ def test_all_odd_lines_are_named_and_none_is_run(server: LiveServer) -> None:
         (b'{"custom_id":"a","method":"POST","url":"/","body":"x"}', "'body' is not a JSON object."),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said(text: bytes, said: str) -> None:
+def test_errors_of_lines_are_named(text: bytes, said: str) -> None:
     with pytest.raises(WrongLineError, match=re.escape(said)):
         parse(1, text, RequestLimits())
 
@@ -155,7 +155,7 @@ def test_empty_and_too_long_inputs_fail(server: LiveServer) -> None:
         assert batch["errors"]["data"][0]["code"] == code
 
 
-def test_cancelled_batch_keeps_what_is_done(server: LiveServer) -> None:
+def test_cancelled_batch_keeps_its_results(server: LiveServer) -> None:
     server.backend.gate.clear()
     batch = begin(server, line("a"), line("b"))
     wait_for(lambda: server.num_busy == 2)

@@ -98,7 +98,7 @@ def test_writing_results_leaves_the_threads_of_others_alone(
     asyncio.run(go())
 
 
-def test_long_results_of_a_tenant_are_written_between_those_of_others(
+def test_long_results_of_a_tenant_are_written_between_other_tenants_results(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "_WRITE_SLICE_S", 0)

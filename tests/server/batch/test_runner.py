@@ -33,7 +33,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("protocol", [openai.PROTOCOL, messages.PROTOCOL])
-def test_line_that_kills_engines_is_given_up(records: Records, protocol: str) -> None:
+def test_request_that_kills_engines_is_given_up(records: Records, protocol: str) -> None:
     app = App(lambda id_, _: EngineDiedError("It died.") if id_ == "3" else None)
     bench = Bench(records, app)
     bench.protocol = protocol
@@ -260,7 +260,7 @@ def test_batch_whose_lines_all_run_ends_with_its_key(records: Records) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-40 * DAY_S, 40 * DAY_S])
-def test_clock_that_jumps_does_not_change_what_is_left(
+def test_clock_that_jumps_does_not_change_the_time_left(
     records: Records, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
     """The time left stays the same while a server runs, and for the next server."""

@@ -157,7 +157,9 @@ def test_uploads_are_as_many_as_files_may_be(tmp_path: Path) -> None:
         assert len(server.http.get(FILES).json()["data"]) == 2
 
 
-def test_damaged_part_is_told_and_no_file_is_made(server: LiveServer, records: Records) -> None:
+def test_damaged_part_is_reported_and_no_file_is_created(
+    server: LiveServer, records: Records
+) -> None:
     for damage in ("cut", "removed"):
         id_ = begin(server)["id"]
         first, last = part(server, id_, b"hello"), part(server, id_, b"world")
@@ -246,7 +248,7 @@ def test_wrong_field_of_a_file_is_named(server: LiveServer, fields: Fields, para
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_results_of_batches_expire_where_that_is_asked(server: LiveServer) -> None:
+def test_results_of_batches_expire_on_request(server: LiveServer) -> None:
     file = store(server, b"", name="in.jsonl", purpose="batch").json()
     asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "1h"}
     wrong = {**asked, "output_expires_after": {"anchor": "created_at", "seconds": 1}}

@@ -162,7 +162,7 @@ def test_full_disk_costs_no_answer_and_delays_a_deletion(
         assert_not_continued(server, continued, caplog.text)
 
 
-def test_what_is_read_is_what_was_stored_after_any_operations(records: Records) -> None:
+def test_restart_restores_all_stored_responses_after_any_operations(records: Records) -> None:
     def shown(store: ResponseStore) -> Any:
         return {
             tenant: [

@@ -78,7 +78,7 @@ def test_too_large_response_evicts_nothing() -> None:
     assert store.num_bytes == before
 
 
-def test_a_conversation_is_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_is_stored_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     one = kept("a")
     monkeypatch.setattr(store_module, "MAX_CONVERSATION_ITEMS", 2)
     monkeypatch.setattr(store_module, "MAX_CONVERSATION_BYTES", 3 * one.num_bytes)

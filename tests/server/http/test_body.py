@@ -92,7 +92,7 @@ def test_rest_of_a_body_is_awaited_for_a_limited_time(
 
 
 @pytest.mark.parametrize(("path", "status"), [(PATH, 413), ("/v1/chat", 404)])
-def test_refused_client_that_expects_100_is_told_to_close(
+def test_refused_client_that_expects_100_must_close(
     patient: LiveServer, path: str, status: int
 ) -> None:
     answers = read_all(_asked_first(patient, path, 9_999_999))

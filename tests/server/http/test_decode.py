@@ -117,7 +117,7 @@ def test_schema_can_be_made_of_the_structs(kind: type[msgspec.Struct]) -> None:
         ({"tool_choice": "x" * 1_000_000}, f"auto, none, required, got '{'x' * 100}'."),
     ],
 )
-def test_unknown_word_is_refused_with_the_known_ones(fields: dict[str, Any], why: str) -> None:
+def test_unknown_word_is_refused_with_the_known_words(fields: dict[str, Any], why: str) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     with pytest.raises(RequestError) as refused:
         DECODER.decode(json.dumps(body).encode())

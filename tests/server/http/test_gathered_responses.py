@@ -111,7 +111,9 @@ async def received(
     return got
 
 
-def test_gathered_responses_are_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coalesced_responses_equal_responses_written_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def both(seed: int) -> list[bytes]:
         found = []
         for kind in (WriteCoalescer, Direct):

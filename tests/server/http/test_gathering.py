@@ -52,7 +52,7 @@ def test_the_writes_of_a_round_are_one() -> None:
     assert written(lambda transport: transport.write_now(b"piece")) == [b"piece"]
 
 
-def test_what_is_held_goes_before_the_end() -> None:
+def test_held_bytes_are_sent_before_the_end() -> None:
     for end in ("close", "abort"):
 
         def act(transport: WriteCoalescer, end: str = end) -> None:
@@ -71,7 +71,7 @@ def test_much_is_not_held() -> None:
     assert [len(one) for one in written(act)] == [80_000, 80_000]
 
 
-def test_asyncio_can_be_told_to_read_less() -> None:
+def test_asyncio_reads_at_most_the_limited_size() -> None:
     sizes: list[int] = []
 
     class Reader(asyncio.Protocol):

@@ -27,7 +27,7 @@ def _own_bytes() -> int:
     return sum(int(one) << 10 for one in re.findall(r"^Private_\w+: +(\d+) kB", text, re.MULTILINE))
 
 
-def test_holes_in_the_heap_are_given_back() -> None:
+def test_freed_heap_memory_returns_to_the_system() -> None:
     if not process_tuning.return_freed_memory():
         pytest.skip("this C library has no malloc_trim")
     blocks = [b"x" * (100_000 + i) for i in range(400)]

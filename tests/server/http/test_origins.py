@@ -71,7 +71,7 @@ def test_keyless_server_is_not_reached_by_rebinding_or_foreign_pages(server: Liv
         assert (told.status_code, told.json()["error"]["type"]) == (403, "permission_error")
 
 
-def test_refusals_say_what_to_start_the_server_with(server: LiveServer) -> None:
+def test_refusals_name_the_option_that_allows_the_request(server: LiveServer) -> None:
     for header, value, code, option in (
         ("host", "rebind.example:8000", "forbidden_host", "--allowed-host rebind.example if"),
         ("origin", "https://x.example", "forbidden_origin", "--cors-origin https://x.example to"),
@@ -123,7 +123,7 @@ def test_names_of_a_keyless_server(names: list[str], *, private: bool, open_: bo
     assert answers(ServeOptions())  # HTTP 1.0, which no browser speaks
 
 
-def test_keys_replace_the_check_of_names_unless_names_are_given() -> None:
+def test_keys_replace_the_host_check_unless_hosts_are_configured() -> None:
     keyed = ServeOptions(api_keys=KEYS)
     assert answers(keyed, host="any.example", origin="https://evil.example")
     named = ServeOptions(api_keys=KEYS, allowed_hosts=("any.example",))
@@ -131,7 +131,7 @@ def test_keys_replace_the_check_of_names_unless_names_are_given() -> None:
     assert not answers(named, host="other.example")
 
 
-def test_preflight_needs_no_key_and_allows_what_it_asks_for(listed: LiveServer) -> None:
+def test_preflight_needs_no_key_and_allows_the_requested_headers(listed: LiveServer) -> None:
     told = listed.http.options(CHAT, headers=PREFLIGHT)
     assert (told.status_code, told.content) == (204, b"")
     found = told.headers

@@ -82,7 +82,7 @@ def test_time_without_an_engine_does_not_count(grammars: SlowGrammars) -> None:
     asyncio.run(ask())
 
 
-def test_an_engine_that_started_again_is_asked_again_in_turn() -> None:
+def test_a_restarted_engine_compiles_again_in_turn() -> None:
     async def ask() -> None:
         asked, process = list[Constraint](), [object()]
 

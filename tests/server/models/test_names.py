@@ -24,7 +24,7 @@ NAMES = ModelNames(("Tiny-1", "org/other"))
     "asked",
     ["Tiny-1", "tiny-1", "TINY-1:latest", "openai/tiny-1", "hf.co/me/Tiny-1:latest", "other"],
 )
-def test_name_is_known_without_case_owner_and_latest(asked: str) -> None:
+def test_name_matches_without_case_owner_and_latest(asked: str) -> None:
     assert NAMES.find(asked) == asked
 
 
@@ -49,7 +49,7 @@ def test_any_name_is_answered_and_repeated_if_it_is_harmless(tmp_path: Path) -> 
         assert response.json()["model"] == "e"
 
 
-def test_responses_have_the_name_that_was_asked_for(server: LiveServer) -> None:
+def test_responses_repeat_the_requested_model_name(server: LiveServer) -> None:
     assert server.chat(model="openai/TINY", max_tokens=1).json()["model"] == "openai/TINY"
     assert server.http.get("/v1/models/Tiny:latest").json()["id"] == "Tiny:latest"
     refused(server.chat(model="tiny:q4"), 404, "model", "model_not_found")

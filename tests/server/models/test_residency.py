@@ -180,7 +180,7 @@ def test_a_model_leaves_after_its_time_without_requests() -> None:
     assert decide_residency(20.0, 1, [working]) == ResidencyDecision()
 
 
-def test_the_fewest_loads_are_those_of_trying_everything() -> None:
+def test_the_fewest_loads_equal_an_exhaustive_search() -> None:
     """The fewest loads equal those of an exhaustive search, which never waits."""
     rng = random.Random(3)
     for _ in range(30):

@@ -134,7 +134,7 @@ def test_log_has_no_text_of_requests(tmp_path: Path, log: Log) -> None:
         assert word not in text
 
 
-def test_ids_of_clients_are_kept_where_they_are_harmless(tmp_path: Path, log: Log) -> None:
+def test_request_ids_of_clients_are_used_if_they_are_harmless(tmp_path: Path, log: Log) -> None:
     with live_server(tmp_path, _OPTIONS) as server:
         server.http.get("/v1/models", headers={"x-request-id": "mine-1"})
         server.http.get("/v1/models", headers={"x-request-id": "bad id"})

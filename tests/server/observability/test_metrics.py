@@ -44,7 +44,7 @@ _HANDOVER = DisaggregationStats(
 _EVERYTHING = (Objective("ttft", 0.5), Objective("tpot", 0.05, "priority"))
 
 
-def test_metrics_count_what_happened(tmp_path: Path) -> None:
+def test_metrics_count_requests_and_tokens(tmp_path: Path) -> None:
     with live_server(tmp_path) as server:
         server.chat(max_tokens=5, n=2, ignore_eos=True)
         server.chat(max_tokens=0)
@@ -93,14 +93,14 @@ def test_embeddings_are_counted_apart_from_answers(tmp_path: Path) -> None:
         assert found[f"twostroke_{name}_seconds_count", "flex"] == 0
 
 
-def test_openmetrics_is_spoken_where_asked_for(server: LiveServer) -> None:
+def test_openmetrics_is_sent_on_request(server: LiveServer) -> None:
     accept = {"accept": "application/openmetrics-text; version=1.0.0"}
     response = server.http.get("/metrics", headers=accept)
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
 
 
-def test_utilization_is_shown_where_the_limits_are_known(server: LiveServer) -> None:
+def test_utilization_is_shown_if_the_limits_are_measured(server: LiveServer) -> None:
     server.chat(max_tokens=2)
     body, _ = asyncio.run(
         ServerMetrics(server.api.models, MachineLimits("portable", 1, 10**6)).expose("")
@@ -109,9 +109,7 @@ def test_utilization_is_shown_where_the_limits_are_known(server: LiveServer) -> 
     assert "twostroke_mbu" not in server.http.get("/metrics").text
 
 
-def test_llama_servers_metrics_are_there_if_they_are_asked_for(
-    server: LiveServer, tmp_path: Path
-) -> None:
+def test_llama_servers_metrics_exist_with_their_option(server: LiveServer, tmp_path: Path) -> None:
     assert "llamacpp" not in server.http.get("/metrics").text
     with live_server(tmp_path, ServeOptions(drain_s=1, llama_metrics=True)) as other:
         other.chat(max_tokens=3, ignore_eos=True)

@@ -59,7 +59,7 @@ def test_an_objective_may_be_said_once(service_tier: str | None) -> None:
         limits_of([Objective("ttft", 1, service_tier), Objective("ttft", 2, service_tier)])
 
 
-def test_an_answer_is_good_if_it_meets_all_that_is_asked() -> None:
+def test_an_answer_is_good_if_it_meets_all_objectives() -> None:
     goodput = Goodput([Objective("ttft", 0.5), Objective("tpot", 0.1)])
     goodput.judge("default", _usage(11), _timings(first=0.4, last=1.4))
     goodput.judge("default", _usage(11), _timings(first=0.4, last=2.4))

@@ -98,7 +98,7 @@ def test_explicit_priority_overrides_the_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_messages_tell_timings_when_asked(server: LiveServer, stream: bool) -> None:
+def test_messages_report_timings_on_request(server: LiveServer, stream: bool) -> None:
     body = {
         "max_tokens": 4,
         "messages": [{"role": "user", "content": "hello"}],
@@ -118,7 +118,7 @@ def test_messages_tell_timings_when_asked(server: LiveServer, stream: bool) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_completions_tell_timings_when_asked(server: LiveServer, stream: bool) -> None:
+def test_completions_report_timings_on_request(server: LiveServer, stream: bool) -> None:
     fields = {"max_tokens": 1, "stream": stream}
     text = server.complete(return_timings=True, **fields).text
     last = events(text)[-2] if stream else json.loads(text)

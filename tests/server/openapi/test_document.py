@@ -129,7 +129,7 @@ def test_unsupported_fields_list_their_neutral_values(schemas: dict[str, Any]) -
     assert "enum" not in fields["length_penalty"]
 
 
-def test_document_of_a_strict_server_has_what_it_refuses(strict: LiveServer) -> None:
+def test_document_of_a_strict_server_forbids_refused_fields(strict: LiveServer) -> None:
     schemas = components(BODIES, strict.api.facts())
     chat_request = schemas["ChatRequest"]
     assert chat_request["additionalProperties"] is False
@@ -183,7 +183,7 @@ def test_header_for_anthropics_form_is_described_with_its_errors(described: dict
             assert kinds == {"AnthropicErrorBody"} | ({"ErrorBody"} if is_shared else set()), name
 
 
-def test_form_of_timeouts_allows_what_the_server_takes(described: dict[str, Any]) -> None:
+def test_pattern_of_timeouts_allows_what_the_server_accepts(described: dict[str, Any]) -> None:
     parameters = described["paths"]["/v1/completions"]["post"]["parameters"]
     [header] = [parameter for parameter in parameters if parameter["name"] == "x-request-timeout"]
     seconds = ("0.5", "0.000000001", "1", "9999.25", "79999", "85999.9", "86399.9", "86400.0")
@@ -288,7 +288,7 @@ def test_errors_are_as_described(server: LiveServer, path: str) -> None:
         ("guided_choice", [""]),
     ],
 )
-def test_server_refuses_what_the_schema_refuses(
+def test_server_refuses_bodies_that_the_schema_refuses(
     server: LiveServer, description: Description, name: str, value: object
 ) -> None:
     schema = {"$ref": "#/components/schemas/ChatRequest"}
@@ -314,7 +314,7 @@ def test_server_refuses_what_the_schema_refuses(
         ("priority", -1000),
     ],
 )
-def test_server_accepts_what_the_schema_allows(
+def test_server_accepts_bodies_that_the_schema_allows(
     server: LiveServer, description: Description, name: str, value: object
 ) -> None:
     schema = {"$ref": "#/components/schemas/ChatRequest"}

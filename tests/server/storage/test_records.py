@@ -270,7 +270,7 @@ def test_empty_database_without_files_has_nothing(tmp_path: Path) -> None:
         assert db.execute("SELECT * FROM files").fetchall() == []
 
 
-def test_space_of_what_was_deleted_is_given_back(tmp_path: Path) -> None:
+def test_space_of_deleted_rows_returns_to_the_file_system(tmp_path: Path) -> None:
     async def work(records: Records) -> None:
         rows = [("a", i, bytes(1 << 20)) for i in range(20)]
         await records.write(lambda db: db.executemany(_INSERT, rows))
@@ -288,7 +288,7 @@ def test_space_of_what_was_deleted_is_given_back(tmp_path: Path) -> None:
         assert (tmp_path / "records.db-wal").stat().st_size <= 16 << 20
 
 
-def test_old_database_keeps_its_space_and_is_not_asked_for_ever(tmp_path: Path) -> None:
+def test_old_database_keeps_its_space_and_shrinking_ends(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "records.db")) as old:
         old.execute("CREATE TABLE before (body)")
         old.execute("INSERT INTO before VALUES (?)", (bytes(1 << 20),))

@@ -172,7 +172,7 @@ def test_imported_names_are_exported() -> None:
                 assert re.search(exported, exporting, re.MULTILINE), f"{path.name}: {name}"
 
 
-def test_joined_modules_run_once_each_after_what_they_import() -> None:
+def test_bundled_modules_run_once_each_after_their_imports() -> None:
     modules = {
         "app.js": 'import { b } from "./x/b.js";\nimport { log } from "./log.js";\nlog(b);\n',
         "x/b.js": 'import { log } from "../log.js";\nexport const b = "app1";\nlog("b");\n',

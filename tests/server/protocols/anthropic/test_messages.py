@@ -202,7 +202,7 @@ REFUSED: list[tuple[Fields, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "said"), REFUSED)
-def test_what_cannot_be_is_refused_in_anthropics_form(
+def test_invalid_requests_are_refused_in_anthropics_form(
     server: LiveServer, fields: Fields, said: str
 ) -> None:
     response = ask(server, **fields)
@@ -230,7 +230,7 @@ def test_clients_that_want_a_thread_learn_how_to_go_on(server: LiveServer) -> No
     }
 
 
-def test_too_long_a_prompt_is_told_in_anthropics_words(
+def test_too_long_a_prompt_is_refused_in_anthropics_words(
     server: LiveServer, strict: LiveServer
 ) -> None:
     long = [{"role": "user", "content": "x" * 600}]
@@ -285,7 +285,7 @@ def test_full_queue_is_529_with_retry_after(tmp_path: Path) -> None:
             assert first.result().status_code == second.result().status_code == 200
 
 
-def test_failures_are_told_before_and_in_mid_stream(tmp_path: Path) -> None:
+def test_failures_are_reported_before_and_in_mid_stream(tmp_path: Path) -> None:
     with live_server(tmp_path) as server:
         first = server.client.card.tokenizer.encode("hello")[0]
         server.backend.poison = first
@@ -375,7 +375,7 @@ def _told(response: httpx.Response) -> tuple[str, str, str | None]:
     return text, end["stop_reason"], end["stop_sequence"]
 
 
-def test_marks_of_what_to_cache_change_nothing(server: LiveServer) -> None:
+def test_cache_control_does_not_change_the_answer(server: LiveServer) -> None:
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     text = {"type": "text", "text": "Be brief."}
     plain = {"system": [text], "messages": [{"role": "user", "content": [text]}]}

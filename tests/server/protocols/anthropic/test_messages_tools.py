@@ -196,7 +196,7 @@ def test_no_tools_are_shown_where_none_may_be_called(server: LiveServer) -> None
         ),
     ],
 )
-def test_what_cannot_be_is_refused(server: LiveServer, fields: Fields, said: str) -> None:
+def test_invalid_requests_are_refused(server: LiveServer, fields: Fields, said: str) -> None:
     response = ask(server, **fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]

@@ -151,7 +151,7 @@ def test_earlier_reasoning_reaches_the_template(server: LiveServer) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(server: LiveServer, fields: Fields, said: str) -> None:
+def test_invalid_requests_are_refused(server: LiveServer, fields: Fields, said: str) -> None:
     response = ask(server, **fields)
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]

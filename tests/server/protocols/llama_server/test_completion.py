@@ -228,7 +228,7 @@ def test_limits_have_three_names(server: LiveServer) -> None:
     assert refused(server, n_predict=-2)["message"] == "n_predict must be at least -1, got -2."
 
 
-def test_only_the_fields_that_are_asked_for_come_back(server: LiveServer) -> None:
+def test_only_the_requested_fields_are_returned(server: LiveServer) -> None:
     names = [
         "content",
         "timings/predicted_n",
@@ -296,7 +296,7 @@ def test_streams_with_probabilities_have_one_token_each(server: LiveServer) -> N
     assert "".join(part["content"] for part in parts) == whole["content"]
 
 
-def test_probabilities_after_sampling_are_those_of_the_draw(server: LiveServer) -> None:
+def test_probabilities_after_sampling_match_the_sampler(server: LiveServer) -> None:
     fields = {"prompt": "hello", "n_predict": 4, "post_sampling_probs": True}
     greedy = post(server, **fields, n_probs=3, temperature=0, repeat_penalty=1.5)
     assert greedy["generation_settings"]["post_sampling_probs"]
@@ -325,7 +325,9 @@ def test_probabilities_after_sampling_are_those_of_the_draw(server: LiveServer) 
 @pytest.mark.parametrize(
     "fields", [{"top_k": 40}, {"top_k": 0}, {"repeat_penalty": 1.1}, {"grammar": 'root ::= "a"'}]
 )
-def test_probabilities_that_are_not_known_are_refused(server: LiveServer, fields: Fields) -> None:
+def test_probabilities_that_need_more_tokens_are_refused(
+    server: LiveServer, fields: Fields
+) -> None:
     more = {"temperature": 1, "top_k": 4, "n_probs": 2, "post_sampling_probs": True}
     assert "needs temperature 0, or top_k" in refused(server, **(more | fields))["message"]
 

@@ -90,7 +90,7 @@ def test_the_file_mark_in_a_text_stays_text(server: LiveServer) -> None:
     assert found["tokens_evaluated"] > count
 
 
-def test_what_exceeds_the_context_is_cut(server: LiveServer) -> None:
+def test_text_beyond_the_context_is_cut(server: LiveServer) -> None:
     size = server.client.card.context_length
     long = "a b " * 2000
     file = {"filename": "old", "text": "x " * 50}

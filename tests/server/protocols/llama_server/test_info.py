@@ -25,7 +25,7 @@ def post(server: LiveServer, path: str, **fields: Any) -> Any:
     return response.json()
 
 
-def test_props_are_those_of_the_server(server: LiveServer) -> None:
+def test_props_describe_the_server(server: LiveServer) -> None:
     props = server.http.get("/props").json()
     card = server.client.card
     assert props["total_slots"] == server.client.loop.config.max_running
@@ -71,7 +71,7 @@ def test_slots_are_shown_where_the_dashboard_is(tmp_path: Path) -> None:
         assert server.http.get("/props").json()["endpoint_slots"] is False
 
 
-def test_keys_are_asked_for_except_by_health(tmp_path: Path) -> None:
+def test_every_path_except_health_needs_a_key(tmp_path: Path) -> None:
     options = ServeOptions(api_keys=ApiKeys({"sk": ""}))
     with live_server(tmp_path, options) as server:
         for path in ("/props", "/slots", "/lora-adapters"):
@@ -114,7 +114,7 @@ def test_templates_are_applied(server: LiveServer) -> None:
     assert body["prompt"].endswith("I am<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_embeddings_without_pooling_are_those_of_each_token(server: LiveServer) -> None:
+def test_embeddings_without_pooling_have_a_vector_for_each_token(server: LiveServer) -> None:
     ids = server.http.post("/tokenize", json={"content": "hello world"}).json()["tokens"]
     texts = [[*ids], [*ids, *ids]]
     for path in ("/embedding", "/embeddings"):

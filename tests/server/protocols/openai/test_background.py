@@ -154,7 +154,7 @@ def test_response_joins_its_conversation_when_it_has_ended(gated: LiveServer) ->
     assert gated.http.post(PATH, json=body).status_code == 200
 
 
-def test_response_that_is_too_large_with_its_conversation_is_kept_without_it(
+def test_response_that_is_too_large_with_its_conversation_is_stored_alone(
     gated: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gated.backend.gate.set()
@@ -232,7 +232,7 @@ def test_events_are_bounded_and_the_oldest_are_missed_first(
     assert sum(run.num_bytes for run in runs._runs.values()) <= 8000
 
 
-def test_client_that_reads_too_slowly_is_told_where_to_go_on(gated: LiveServer) -> None:
+def test_client_that_reads_too_slowly_learns_where_to_continue(gated: LiveServer) -> None:
     id_ = ask(gated, max_output_tokens=40)["id"]
     run = gated.api._background.find(id_)
     assert run is not None

@@ -82,7 +82,7 @@ def test_usage_comes_once_in_a_chunk_of_its_own(server: LiveServer, hello: Field
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(
+def test_each_chunk_has_the_usage_so_far_on_request(
     server: LiveServer, hello: Fields, path: str
 ) -> None:
     prompt = {"prompt": "hello"} if path == "/v1/completions" else chat_body()
@@ -350,7 +350,7 @@ def test_both_names_of_the_length_limit_work(server: LiveServer, hello: Fields, 
     assert body["usage"]["completion_tokens"] == 3
 
 
-def test_a_length_limit_is_none_or_positive_and_cut_to_what_fits(
+def test_a_token_limit_is_none_or_positive_and_lowered_to_the_context(
     server: LiveServer, hello: Fields
 ) -> None:
     asked = {"stop": ["e"], **hello}
@@ -382,7 +382,7 @@ def test_parts_and_roles_reach_the_template(server: LiveServer, hello: Fields) -
     assert usages[0] == usages[1]
 
 
-def test_last_message_is_continued_where_asked_for(server: LiveServer) -> None:
+def test_last_message_is_continued_on_request(server: LiveServer) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the world"}]
     asked = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     ids = server.http.post("/tokenize", json=asked).json()["tokens"]
@@ -429,7 +429,7 @@ def test_harmless_fields_are_accepted(server: LiveServer, hello: Fields) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_timings_come_when_asked_for(server: LiveServer, hello: Fields, stream: bool) -> None:
+def test_timings_are_sent_on_request(server: LiveServer, hello: Fields, stream: bool) -> None:
     fields = hello | {"max_tokens": 4, "stream": stream}
     timed = server.chat(return_timings=True, **fields).text
     last = events(timed)[-2] if stream else json.loads(timed)

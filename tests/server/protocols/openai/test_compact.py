@@ -48,7 +48,7 @@ def test_compacted_conversation_takes_the_place_of_its_items(server: LiveServer)
     assert [one["type"] for one in listed] == ["message", "compaction"]
 
 
-def test_stored_answers_are_compacted_with_what_they_continue(server: LiveServer) -> None:
+def test_stored_answers_are_compacted_with_their_conversation(server: LiveServer) -> None:
     first = server.http.post(PATH, json={"input": "hello", "max_output_tokens": 2}).json()
     short = compact(server, previous_response_id=first["id"])
     long = compact(server, previous_response_id=first["id"], input="and the world")

@@ -212,7 +212,7 @@ def _inner(form: Fields) -> Fields:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_requests_are_refused(
     server: LiveServer, fields: Fields, param: str, word: str
 ) -> None:
     body = {"input": "hello", "tools": TOOLS} | fields

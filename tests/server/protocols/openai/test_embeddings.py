@@ -149,7 +149,7 @@ def test_ids_and_texts_may_follow_each_other(server: LiveServer, path: str) -> N
         ({"model": "nobody"}, "model", "model_not_found", "does not exist"),
     ],
 )
-def test_what_cannot_be_is_one_clear_error(
+def test_an_invalid_request_gets_one_clear_error(
     server: LiveServer, fields: dict[str, Any], param: str, code: str, said: str
 ) -> None:
     response = embed(server, **fields)

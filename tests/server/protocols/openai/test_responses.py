@@ -205,7 +205,7 @@ def test_answers_keep_to_a_form(server: LiveServer, form: Fields) -> None:
         assert body["text"]["format"] == FORM["format"] | {"description": None}
 
 
-def test_what_was_asked_is_sent_back(server: LiveServer) -> None:
+def test_responses_repeat_the_request_options(server: LiveServer) -> None:
     fields: Fields = {
         "instructions": "Be brief.",
         "metadata": {"a": "b"},
@@ -265,7 +265,7 @@ def test_a_prediction_is_used_and_counted(tmp_path: Path) -> None:
         assert guessed["usage"]["output_tokens_details"]["accepted_prediction_tokens"] > 0
 
 
-def test_cached_tokens_are_told(server: LiveServer) -> None:
+def test_cached_tokens_are_reported(server: LiveServer) -> None:
     details = [
         answer(server, input="world of responses " * 4)["usage"]["input_tokens_details"]
         for _ in range(2)
@@ -295,7 +295,7 @@ def test_cached_tokens_are_told(server: LiveServer) -> None:
         ({"text": FORM, "guided_regex": "a"}, "cannot be combined", "guided_regex"),
     ],
 )
-def test_what_is_wrong_or_not_there_is_refused(
+def test_invalid_and_unknown_ids_are_refused(
     server: LiveServer, fields: Fields, said: str, param: str
 ) -> None:
     response = ask(server, **fields)

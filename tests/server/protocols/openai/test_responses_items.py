@@ -154,7 +154,7 @@ def test_a_conversation_goes_on_from_a_response(server: LiveServer) -> None:
     same_as_chat(server, third, instructions="b", input="c", previous_response_id=second["id"])
 
 
-def test_what_is_streamed_is_kept_as_it_was_sent(server: LiveServer) -> None:
+def test_a_streamed_response_is_stored_as_it_was_sent(server: LiveServer) -> None:
     last = stream(server)[-1]["response"]
     assert server.http.get(f"{PATH}/{last['id']}").json() == last
     whole = answer(server)
@@ -226,7 +226,7 @@ def test_neutral_queries_about_a_response_are_accepted(server: LiveServer) -> No
     assert response.json()["id"] == id_
 
 
-def test_what_is_not_kept_is_not_found(server: LiveServer) -> None:
+def test_a_response_that_is_not_stored_is_not_found(server: LiveServer) -> None:
     gone = answer(server)["id"]
     deleted = server.http.delete(f"{PATH}/{gone}").json()
     assert deleted == {"id": gone, "object": "response", "deleted": True}
@@ -248,7 +248,7 @@ def test_what_is_not_kept_is_not_found(server: LiveServer) -> None:
         }
 
 
-def test_other_methods_are_told_which_there_are(server: LiveServer) -> None:
+def test_a_wrong_method_gets_the_allowed_methods(server: LiveServer) -> None:
     response = server.http.put(f"{PATH}/resp_1")
     assert response.status_code == 405
     assert set(response.headers["allow"].split(", ")) == {"DELETE", "GET", "HEAD"}

@@ -112,7 +112,7 @@ def test_reasoning_that_is_cut_is_all_there_is(shared_server: LiveServer) -> Non
 
 
 @pytest.mark.parametrize("thought", ["", f"<think>{THOUGHT}</think>"])
-def test_log_probabilities_are_those_of_the_text(shared_server: LiveServer, thought: str) -> None:
+def test_log_probabilities_belong_to_the_text(shared_server: LiveServer, thought: str) -> None:
     answer = outputs(shared_server, thought + TEXT, FinishReason.STOP)
     fields: Fields = {"include": [LOGPROBS]}
     expected = ["hello", " world"]

@@ -123,7 +123,7 @@ def test_items_are_not_read_where_streams_are_written(
     assert [name.split("_")[0] for name in calls] == ["asyncio"]
 
 
-def test_too_long_a_conversation_is_answered_and_not_kept(
+def test_too_long_a_conversation_is_answered_and_not_stored(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "MAX_CONVERSATION_ITEMS", 3)
@@ -140,7 +140,7 @@ def test_too_long_a_conversation_is_answered_and_not_kept(
     assert server.http.get(f"{PATH}/{first['id']}").json() == first
 
 
-def test_an_answer_that_is_too_large_says_that_it_is_not_kept(tmp_path: Path) -> None:
+def test_an_answer_that_is_too_large_says_that_it_is_not_stored(tmp_path: Path) -> None:
     with live_server(tmp_path, ServeOptions(drain_s=1, max_stored_bytes=6000)) as server:
         small = ask(server).json()
         large = ask(server, instructions="x" * 20, metadata={str(n): "x" * 512 for n in range(9)})
@@ -148,7 +148,7 @@ def test_an_answer_that_is_too_large_says_that_it_is_not_kept(tmp_path: Path) ->
         assert server.http.get(f"{PATH}/{small['id']}").json() == small
 
 
-def test_what_is_just_within_bounds_is_sent_back(server: LiveServer) -> None:
+def test_options_just_within_the_limits_are_returned(server: LiveServer) -> None:
     labels = dict.fromkeys(("user", "prompt_cache_key", "safety_identifier"), "u" * 512)
     body = ask(server, max_tool_calls=1, **labels).json()
     assert {name: body[name] for name in labels} == labels

@@ -38,7 +38,7 @@ def ids(server: LiveServer, **query: Any) -> list[str]:
     return [one["id"] for one in server.http.get(PATH, params=query).json()["data"]]
 
 
-def test_only_what_is_to_be_stored_can_be_read_again(server: LiveServer) -> None:
+def test_only_completions_with_store_can_be_read_again(server: LiveServer) -> None:
     assert "choices" in server.chat(max_tokens=1, metadata={"a": "b"}).json()
     assert ids(server) == []
     completion = store(server, metadata={"a": "b"})
@@ -109,7 +109,7 @@ def test_tenants_do_not_see_each_others(server: LiveServer) -> None:
     assert ids(server) == []
 
 
-def test_lists_of_one_tenant_wait_for_those_of_others(
+def test_long_lists_of_one_tenant_wait_for_other_tenants(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(server)

@@ -110,7 +110,7 @@ def test_streams_completions_and_several_answers_keep_to_it(server: LiveServer) 
         ({"guided_json": {"not": {"title": "x"}}}, "guided_json", "no value fits"),
     ],
 )
-def test_what_cannot_be_kept_to_is_refused(
+def test_formats_that_cannot_be_enforced_are_refused(
     server: LiveServer, fields: Fields, param: str, word: str
 ) -> None:
     assert word in refused(server.chat(**fields), 400, param)

@@ -84,7 +84,7 @@ def test_the_marks_of_the_model_take_no_place_among_the_clients_stop_ids(
     assert error["param"] == "stop_token_ids"
 
 
-def test_log_probabilities_are_those_of_the_answer(server: LiveServer) -> None:
+def test_log_probabilities_belong_to_the_answer(server: LiveServer) -> None:
     fields = {**GAP, "logprobs": 1, "temperature": 0, "ignore_eos": True}
     found = server.complete(**fields).json()["choices"][0]["logprobs"]
     prompt = {"prompt": _ids(server, "hello", " world"), "suffix": None}

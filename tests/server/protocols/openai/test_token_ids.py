@@ -87,7 +87,7 @@ def test_prompts_are_scored_in_vllms_form(server: LiveServer, path: str) -> None
     ]
 
 
-def test_scores_of_prompts_are_those_of_an_echo(server: LiveServer) -> None:
+def test_prompt_scores_equal_the_scores_of_an_echo(server: LiveServer) -> None:
     path = "/v1/completions"
     [choice] = answer(server, path, prompt_logprobs=0)["choices"]
     [echo] = answer(server, path, echo=True, logprobs=0)["choices"]
