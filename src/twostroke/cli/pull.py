@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from twostroke.backends.division import division_warning
 from twostroke.cli.terminal import Bar, printable
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError, UsageError
 from twostroke.core.options import PARTNER
@@ -155,6 +154,8 @@ def _fetch_all(model: str, options: EngineOptions, *, quiet: bool = False) -> st
 
     Return the label of the progress bar for loading.
     """
+    from twostroke.backends.division import division_warning  # imports the model's operations
+
     if (warning := division_warning(options.parallel.num_ranks)) is not None:
         _logger.warning(warning)
     label = f"Loading {fetch(model, quiet=quiet).name}"
