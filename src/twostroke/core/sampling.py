@@ -328,7 +328,7 @@ BOUNDS: Final = _bounds()
 
 
 class SamplingValues(Frozen):
-    """A request's temperature, top-k, top-p, min-p and repetition penalty, none of them None.
+    """A request's temperature, top-k, top-p, min-p and repetition penalty, all as numbers.
 
     The defaults of this class have no effect on sampling.
     """
@@ -374,7 +374,7 @@ OPENAI_DEFAULTS: Final = SamplingParams(
 
 
 class SamplingDefaults(Frozen):
-    """Values for the sampling parameters that a request leaves out: a model's own, or usual ones.
+    """Values for the sampling parameters that a request leaves out.
 
     The parameters are temperature, top-k, top-p, min-p and repetition penalty
     (`MODEL_DEFAULT_FIELDS`).

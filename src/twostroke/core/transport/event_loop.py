@@ -64,7 +64,7 @@ class EventLoopConnection(Connection[T]):
             self._unsent += frame
 
     def send_last(self, message: object, timeout_s: float) -> None:
-        """Send a message after the event loop has ended, and wait for it at most `timeout_s`.
+        """Send a message after the event loop has ended, waiting at most `timeout_s`.
 
         If the message cannot be sent, the connection is cut.
         """

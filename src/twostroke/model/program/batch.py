@@ -177,7 +177,7 @@ class BatchShape(Frozen, dict=True):
 
 
 class DecodeRun(BatchShape):
-    """The shapes of many decode steps in a row of the same requests.
+    """The shapes of consecutive decode steps of the same requests, with one row for each request.
 
     The planner and the simulator compute the costs of all these steps at once. The first step
     begins after `starts` tokens. Counts that grow with the context are arrays with a value for each

@@ -68,7 +68,7 @@ class CacheLayer(Frozen):
 
 
 class CacheGroup(Frozen):
-    """Attention layers that share KV pages: a page holds some tokens' keys and values of them all.
+    """Attention layers that share KV pages: a page has the keys and values of each layer.
 
     `layers[i]` is the cache layer that has slot i of the group's pages. Rows of these layers read
     the last `window` positions, their own included, or all positions if it is None.

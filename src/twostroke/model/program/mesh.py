@@ -95,7 +95,7 @@ ONE_RANK = Mesh()
 
 
 def stores_twice(mesh: Mesh, program: Program) -> bool:
-    """Return whether dividing keys and values by heads would store many of them twice.
+    """Return whether dividing keys and values by heads would store many heads twice.
 
     Ranks with different query heads of one key-value head each need a copy of that head. True if
     the copies add over 5%. Dividing by tokens is chosen then.

@@ -129,12 +129,12 @@ class EachKvSplit(Frozen):
 
 
 class OfWholeStep(Frozen):
-    """Applies another count to the whole step, even if this rank computes only some rows."""
+    """Applies `count` to the whole step, even if this rank computes only some of its rows."""
 
     count: Count
 
     def __call__(self, batch: BatchShape) -> float:
-        """Return the other count of the whole step."""
+        """Return `count` of the whole step that the batch belongs to."""
         return self.count(batch.whole_step)
 
 
@@ -153,12 +153,12 @@ class ShareOfExperts(Frozen):
 
 
 class OfLogitsRows(Frozen):
-    """Applies another count only to the rows of a batch that get logits."""
+    """Applies `count` only to the rows of a batch that get logits."""
 
     count: Count
 
     def __call__(self, batch: BatchShape) -> float:
-        """Return the other count of the batch's rows with logits, 0 if there are none."""
+        """Return `count` of the batch's rows with logits; 0 if there are none."""
         return self.count(batch.logits_rows) if batch.num_sampled else 0
 
 

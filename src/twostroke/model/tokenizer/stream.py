@@ -154,7 +154,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Search for these stop strings; empty ones are ignored."""
+        """Search for the stop strings `stops`; empty strings are ignored."""
         self._partial_by_stop = {
             stop: "" for stop in stops if stop
         }  # the beginning of each that the text ends with
