@@ -569,7 +569,7 @@ class Api:
             return await self._readers.run_for(request, work, body, request)
 
     def _read_files(self, work: Callable[[bytes, Request], T], body: bytes, request: Request) -> T:
-        """Replace the files attached to a request's body by their text; return `work`'s result."""
+        """Replace attached files in a body by their text, and return the result of `work` on it."""
         return work(self._with_files(body, request), request)
 
     def _with_files(self, body: bytes, request: Request) -> bytes:

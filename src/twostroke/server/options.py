@@ -131,11 +131,11 @@ class ServeOptions(HttpOptions):
     ] = None
 
     def __post_init__(self) -> None:
-        """Check that each option is valid and that model names are printable.
+        """Check that each option is valid, and that model names can be printed.
 
         Raises:
-            UsageError: a value is wrong, as for `HttpOptions`, or a name is empty or not
-                printable.
+            UsageError: a value is out of range, an origin or a host name is malformed, all
+                origins are allowed without keys, or a model name is empty or not printable.
         """
         for name in self.model_names:
             if not name.strip() or not name.isprintable():

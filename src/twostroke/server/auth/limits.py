@@ -90,7 +90,7 @@ class KeyLimiter:
         self._mean_s = 1.0  # moving average of request times
 
     def set(self, limits: KeyLimits) -> None:
-        """Apply the API key's current limits, which may have changed."""
+        """Set the limits of the API key, which may have changed since the last request."""
         self._parallel = limits.parallel
         limits_per_minute = {
             "requests": limits.requests_per_minute,

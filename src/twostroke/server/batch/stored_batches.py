@@ -265,7 +265,7 @@ def count_results(db: Connection, id_: str) -> tuple[set[int], int, int]:
 
 
 def num_results(db: Connection, id_: str) -> int:
-    """Return the number of a batch's stored results, without damaged results."""
+    """Count a batch's stored results that are not damaged."""
     query = f"SELECT count(*) FROM results WHERE batch = ? AND {_RESULT_INTACT}"  # noqa: S608 constants
     [count] = db.execute(query, (id_,)).fetchone()
     return int(count)

@@ -59,7 +59,7 @@ class FairQueue:
         self._num_slots: Counter[tuple[bool, str]] = Counter()
 
     def num_waiting(self, tenant: str) -> int:
-        """Count a tenant's calls that wait for a slot, without low-priority and cancelled calls."""
+        """Count a tenant's calls in the queue, without low-priority and cancelled calls."""
         return sum(not future.cancelled() for future in self._waiting.get((False, tenant), ()))
 
     async def take(self, tenant: str, *, is_last: bool = False) -> FairSlot:

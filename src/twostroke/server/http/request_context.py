@@ -194,7 +194,7 @@ class Observer(Protocol):
     """
 
     def observe(self, served_request: ServedRequest) -> None:
-        """Record a request whose response has ended."""
+        """Log, count or export a request whose response has ended."""
 
     def close(self) -> None:
         """Send all buffered reports, because the server stops and no request follows."""

@@ -233,7 +233,7 @@ class ServerMetrics(Collector):
             yield from _goodput_metrics(self.goodput)
 
     def _engine_metrics(self, engine: ServedEngine, status: EngineStatus) -> Iterator[Metric]:
-        """Yield the Prometheus metrics of one engine."""
+        """Yield the Prometheus metrics of one engine, from its status."""
         facts = engine.facts.backend
         snapshot = status.snapshot
         deaths = [((), engine.num_deaths)]

@@ -51,7 +51,7 @@ _WRONG_BLOCKS: Final[dict[str, tuple[type, ...]]] = {
 
 
 class AnthropicMessage(field.RequestObject):
-    """A message of the conversation: its role, and a text or content blocks."""
+    """An entry of a request's `messages`: a role, and a text or content blocks."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Blocks

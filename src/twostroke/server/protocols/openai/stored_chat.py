@@ -52,7 +52,7 @@ class CompletionNotFoundError(TwostrokeError):
 
 
 class StoredCompletion(ChatCompletion, kw_only=True):
-    """A stored chat completion, with the metadata of its request."""
+    """A chat completion as clients read it after it was stored, with its request's metadata."""
 
     metadata: dict[str, str]
 

@@ -176,7 +176,7 @@ class Conversations:
         return to_json(await self._in_thread(request, work))
 
     async def list_items(self, request: Request) -> Response:
-        """Answer GET of a conversation's items: return a part of the list.
+        """Answer GET of a conversation's items: return one part of the list.
 
         By default, the newest item is the first.
         """

@@ -102,7 +102,7 @@ class StoredResponses:
         return Response(stored.answer, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
-        """Answer GET of a stored response's input items: return a part of the list."""
+        """Answer GET of `/v1/responses/{id}/input_items`: return one part of the list."""
         stored = self._find(request)
         query = read_query(request, ("after", "limit", "order"))
         # In a thread, since decoding a long conversation would delay streams.
