@@ -14,7 +14,7 @@ from benchmarks.gpu.models import made_up, program_of, stored_bytes
 from benchmarks.gpu.predict import LAUNCH_S, seconds_of
 from benchmarks.gpu.rows import PAGE, Room
 from twostroke.core.errors import MemoryLimitError
-from twostroke.lab.measure.report_text import labels
+from twostroke.lab.measure.report_text import operation_labels
 from twostroke.lab.measure.single_step import SingleStep
 from twostroke.model.program.cost import CostModel
 from twostroke.model.program.kv_layout import FORMATS as KV_FORMATS
@@ -166,7 +166,7 @@ def _in_flight(backend: Any, plan: StepPlan) -> tuple[float, int]:
 def places_of(program: Program, fused: Any) -> dict[str, list[int]]:
     """Return which of `fused` have each name, in all layers."""
     places = defaultdict(list)
-    for place, label in enumerate(labels(program, fused)):
+    for place, label in enumerate(operation_labels(program, fused)):
         places[label.name].append(place)
     return dict(places)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.frozen import Frozen
-from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.measure.single_step import StepShape
 from twostroke.model.program import BatchShape
 from twostroke.model.program.kv_layout import PageGroups
 
@@ -32,7 +32,7 @@ class Row(Frozen):
 
     model: str
     fmt: str
-    step: Shape
+    step: StepShape
     kv: str = "f16"
     same_tokens: bool = False
     has_graphs: bool = True
@@ -93,11 +93,11 @@ class Room(Frozen):
 
 
 def _decode(model: str, fmt: str, streams: int = 1, context: int = 256, **more: Any) -> Row:
-    return Row(model, fmt, Shape.decode(streams, context), **more)
+    return Row(model, fmt, StepShape.decode(streams, context), **more)
 
 
 def _prefill(model: str, fmt: str, tokens: int = 4096, **more: Any) -> Row:
-    return Row(model, fmt, Shape.prefill(tokens), **more)
+    return Row(model, fmt, StepShape.prefill(tokens), **more)
 
 
 def _of_8b(fmt: str, *, rows: Iterable[int] = (8, 64, 128, 256, 512)) -> dict[str, Row]:

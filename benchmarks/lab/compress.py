@@ -30,14 +30,14 @@ from benchmarks.lab import twin
 from benchmarks.peers.llama_tokens import agreement, library_path
 from twostroke.backends.activation_bits.choice import choosing_text
 from twostroke.core.options import CacheOptions, ComputeOptions
-from twostroke.lab.compress.allocate import Goal
+from twostroke.lab.compress.allocate import QuantizationGoal
 from twostroke.lab.compress.calibrate import generated_pieces
 from twostroke.lab.compress.mixes import MIXES, formats_of, is_rounded
 from twostroke.lab.compress.quantize import quantize
 from twostroke.lab.compress.report import bits_per_value
 from twostroke.lab.compress.threads import own_threads
-from twostroke.lab.compress.walk import Stream
-from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.lab.compress.walk import CalibrationStream
+from twostroke.lab.measure.compare import ComparedModel, compare_models, held_out_text, pieces_of
 from twostroke.model.families import build_program
 from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.program import ops
@@ -97,7 +97,7 @@ def _measure(model: str, given: argparse.Namespace) -> list[tuple[str, ...]]:
             if not seconds.exists():
                 note(f"Making {out.name}")
                 if maker in {"twostroke", "tuned"}:
-                    wanted = Goal(bits=float(name)) if is_goal else name
+                    wanted = QuantizationGoal(bits=float(name)) if is_goal else name
                     minutes = given.tune if maker == "tuned" else 0.0
                     quantize(
                         *(str(source), wanted, out, None, num_tokens, note), tuning_minutes=minutes
@@ -202,7 +202,7 @@ def _mean_squares(source: Path, pieces: list[list[int]]) -> dict[str, Floats]:
     loaded = load(str(source))
     program, found = build_program(loaded.spec), dict[str, "Floats"]()
     with own_threads() as pool:
-        streams = [Stream(program, pieces[i::4]) for i in range(4)]
+        streams = [CalibrationStream(program, pieces[i::4]) for i in range(4)]
         for op in program.ops:
             if isinstance(op, ops.Logits):
                 break
@@ -210,7 +210,7 @@ def _mean_squares(source: Path, pieces: list[list[int]]) -> dict[str, Floats]:
                 rows = np.concatenate([stream.values[op.x] for stream in streams])
                 found[op.weight] = np.square(rows).mean(axis=0)
             weights = {w.name: loaded.tensors[w.name].dequantize() for w in op.weights}
-            list(pool.map(partial(Stream.run, op=op, weights=weights), streams))
+            list(pool.map(partial(CalibrationStream.run, op=op, weights=weights), streams))
     return found
 
 
@@ -220,12 +220,12 @@ def _scored(source: Path, made: dict[Path, float]) -> Iterator[tuple[str, ...]]:
     missing = [path for path, row in rows.items() if not row.exists()]
     note(f"Scoring {len(missing)} files")
     right, *others = (
-        Subject(str(path), ComputeOptions(backend="cpu", activation_bits=15), CacheOptions())
+        ComparedModel(str(path), ComputeOptions(backend="cpu", activation_bits=15), CacheOptions())
         for path in (source, *missing)
     )
     pieces = pieces_of(held_out_text(), [str(source)])
     products = [op.weight for op in _products(source)]
-    found = compare_subjects(right, others, pieces, lambda _: None)
+    found = compare_models(right, others, pieces, lambda _: None)
     reports = (report for report in found if not report.generated)
     for path, report in zip(missing, reports, strict=True):
         tensors = read_gguf(path).tensors

@@ -25,7 +25,7 @@ from twostroke.lab.compress.folder import published_names, undo_rope_order
 from twostroke.lab.compress.hf_files import config_of, write_tokenizer
 from twostroke.lab.compress.quantize import quantize
 from twostroke.lab.compress.report import bits_per_value
-from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.lab.measure.compare import ComparedModel, compare_models, held_out_text, pieces_of
 from twostroke.model.loader import load
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights.safetensors import write_safetensors
@@ -84,8 +84,8 @@ def _measure(model: str, makers: list[str], num_tokens: int) -> Iterator[tuple[s
             seconds.write_text(str(time.perf_counter() - began))
         made[out] = float(seconds.read_text())
     compute = ComputeOptions(backend="cpu", activation_bits=15)
-    right, *others = (Subject(str(path), compute, CacheOptions()) for path in (source, *made))
-    found = compare_subjects(right, others, pieces_of(held_out_text(), [str(source)]), note)
+    right, *others = (ComparedModel(str(path), compute, CacheOptions()) for path in (source, *made))
+    found = compare_models(right, others, pieces_of(held_out_text(), [str(source)]), note)
     reports = (report for report in found if not report.generated)
     for (path, taken), report in zip(made.items(), reports, strict=True):
         layers = {

@@ -23,7 +23,7 @@ from benchmarks.common.footprint import OFTEN_S, generate_command, live
 from benchmarks.common.report import caption, machine_facts, save, table
 from benchmarks.lab.published import answer_times, fleet_time, published_points
 from twostroke.core.hardware import resolve_num_threads
-from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.measure.single_step import StepShape
 from twostroke.lab.planner import (
     Calibration,
     Question,
@@ -40,12 +40,12 @@ from twostroke.model.loader import build_tokenizer, load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.lab.planner.calibration import Point
+    from twostroke.lab.planner.calibration import MeasuredStep
 
 MODELS = ("smollm2", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 OTHERS = (
-    *(Shape.decode(count, size) for size in (256, 2048) for count in (2, 8, 24)),
-    *map(Shape.prefill, (128, 512)),
+    *(StepShape.decode(count, size) for size in (256, 2048) for count in (2, 8, 24)),
+    *map(StepShape.prefill, (128, 512)),
 )
 PARTS = ("steps", "memory", "published", "answers", "fleet")
 MEMORY_TOKENS = (512, 1024, 2048, 4096)  # that a process holds; the first tells its runtime
@@ -123,7 +123,7 @@ def _memory(model: str) -> tuple[str, list[tuple[int, int, float]]]:
     return text, found
 
 
-def _measured(model: str, num_steps: int | None) -> tuple[str, Sequence[Point]]:
+def _measured(model: str, num_steps: int | None) -> tuple[str, Sequence[MeasuredStep]]:
     """Return the table of one model with its errors, and what was measured."""
     planned, question = load_planned_model(model), Question()
     calibrating = calibration_shapes(planned.program.context_length)

@@ -35,12 +35,12 @@ from benchmarks.common.texts import FreshPrompts, heldout_tokens
 from twostroke.core.options import CacheOptions
 from twostroke.engine.output import Timings
 from twostroke.lab.measure.requests import Objectives, RequestLog, make_report
-from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.measure.single_step import StepShape
 from twostroke.lab.planner import Calibration, find_device, load_planned_model, this_machine
 from twostroke.lab.planner.calibration import measured_points
 from twostroke.lab.planner.question import Question
 from twostroke.lab.planner.served import group_steps, read_steps
-from twostroke.lab.simulator import RequestArrival, Setup, Workload, read_trace, simulate
+from twostroke.lab.simulator import RequestArrival, SimulationSetup, Workload, read_trace, simulate
 from twostroke.model.loader import load as load_model
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ _LIMITS = {"p50": 0.15, "p99": 0.25}
 _REQUESTS = 550  # of which some 20 have a single token, and so no TPOT
 _SPEED_REQUESTS, _SPEED_REPLICAS = 4000, 8
 STEPS = (
-    *(Shape.decode(count, context) for context in (64, 384) for count in (1, 4, 16)),
-    *map(Shape.prefill, (16, 64, 256)),
+    *(StepShape.decode(count, context) for context in (64, 384) for count in (1, 4, 16)),
+    *map(StepShape.prefill, (16, 64, 256)),
 )
 _BLOCKS = 8  # of a load
 _WATCHED = 2  # requests of a block for each one that is watched before it
@@ -110,7 +110,7 @@ class _Pair:
         planned = load_planned_model(given.model)
         note("Measuring steps")
         points = measured_points(given.model, STEPS, note, num_threads=given.threads)
-        self.setup = Setup(
+        self.setup = SimulationSetup(
             planned,
             this_machine(given.threads),
             Question(),
@@ -321,7 +321,7 @@ def _speed(given: argparse.Namespace, result: dict[str, Any]) -> str:
     """Measure how many requests are simulated in a second of processor time."""
     note("Speed")
     load = read_trace(given.trace).first(_SPEED_REQUESTS)
-    setup = Setup(
+    setup = SimulationSetup(
         load_planned_model(given.model).with_weights("bf16"),
         find_device("A100-80GB"),
         Question(mfu=0.02, mbu=0.03),

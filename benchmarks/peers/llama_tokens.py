@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.peers import environments
-from twostroke.lab.compress.walk import Stream
+from twostroke.lab.compress.walk import CalibrationStream
 from twostroke.lab.measure.compare import held_out_text, pieces_of
 from twostroke.model.families import build_program
 from twostroke.model.loader import load
@@ -47,7 +47,7 @@ def agreement(model: Path) -> float:
     pieces = pieces_of(held_out_text(), [str(model)], _PIECE, _NUM_TOKENS)
     loaded = load(str(model))
     program = build_program(loaded.spec)
-    stream = Stream(program, pieces)
+    stream = CalibrationStream(program, pieces)
     for op in program.ops:
         stream.run(op, {w.name: loaded.tensors[w.name].dequantize() for w in op.weights})
     ours = stream.values[program.ops[-1].output].argmax(axis=1)

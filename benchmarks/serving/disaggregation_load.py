@@ -30,7 +30,7 @@ from twostroke.core.distributed_options import DISAGGREGATE
 from twostroke.core.options import CacheOptions
 from twostroke.lab.planner import load_planned_model, this_machine
 from twostroke.lab.planner.question import Question
-from twostroke.lab.simulator import RequestArrival, Setup, Workload, simulate
+from twostroke.lab.simulator import RequestArrival, SimulationSetup, Workload, simulate
 
 if TYPE_CHECKING:
     import argparse
@@ -216,7 +216,7 @@ def virtual(given: argparse.Namespace) -> list[dict[str, Any]]:
     operations need at shares of this machine's speed that a thread reaches (`_SHARES`).
     """
     model = load_planned_model(given.model)
-    setup = Setup(
+    setup = SimulationSetup(
         model,
         this_machine(),
         Question(mfu=_SHARES[0], mbu=_SHARES[1]),
@@ -245,7 +245,7 @@ def virtual(given: argparse.Namespace) -> list[dict[str, Any]]:
     return lines
 
 
-def _times(setup: Setup, load: Workload) -> list[float]:
+def _times(setup: SimulationSetup, load: Workload) -> list[float]:
     return [one.timings.last_token_s - one.sent_s for one in simulate(setup, load).logs]
 
 

@@ -34,7 +34,7 @@ from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.fleet.routing.policy import COMPUTE_WEIGHT, POLICIES, prefix
 from twostroke.lab.planner import find_device, load_planned_model, this_machine
 from twostroke.lab.planner.question import Question
-from twostroke.lab.simulator import Setup, Workload, read_trace, simulate
+from twostroke.lab.simulator import SimulationSetup, Workload, read_trace, simulate
 
 Job = tuple[str, int, str, int, float]  # a trace, replicas, a policy, requests, the weight
 
@@ -99,7 +99,7 @@ def simulated(job: Job) -> dict[str, Any]:
     """Return what becomes of a trace before so many replicas, by a policy."""
     trace, replicas, policy, count, weight = job
     POLICIES["prefix"] = partial(prefix, compute_weight=weight)
-    setup = Setup(
+    setup = SimulationSetup(
         big_model(),
         find_device("H100-SXM"),
         Question(mfu=0.5, mbu=0.8),
@@ -146,7 +146,7 @@ def real(given: argparse.Namespace) -> dict[str, float]:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/state", timeout=10) as answer:
             rows = json.load(answer)["replicas"]
     hit = sum(r["cached_tokens"] for r in rows) / sum(r["prompt_tokens"] for r in rows)
-    setup = Setup(
+    setup = SimulationSetup(
         load_planned_model(given.model),
         this_machine(),
         Question(),

@@ -15,7 +15,7 @@ import pytest
 
 from support.configs import write_config
 from support.native import native_dir
-from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.measure.single_step import StepShape
 from twostroke.lab.planner import load_planned_model
 from twostroke.lab.planner.calibration import measure
 
@@ -243,7 +243,7 @@ def test_a_full_disk_leaves_the_old_file(cli, config, tmp_path, monkeypatch):
 def test_steps_count_for_as_many_threads_as_they_were_measured_on(cli, tiny, monkeypatch):
     native_dir()
     identity = load_planned_model(str(tiny)).identity
-    shapes = (Shape.decode(1, 20), Shape.prefill(30))
+    shapes = (StepShape.decode(1, 20), StepShape.prefill(30))
     measure(str(tiny), identity, shapes, lambda _: None, num_steps=2, num_threads=1)
     given = ("plan", tiny, "--prompt", "16", "--output", "8", "--threads")
     ran = cli(*given, "1")

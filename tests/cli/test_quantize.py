@@ -18,7 +18,7 @@ from twostroke.core.files import atomic_output
 from twostroke.lab.compress import choose
 from twostroke.lab.compress import quantize as module
 from twostroke.lab.compress.calibrate import generated_pieces
-from twostroke.lab.compress.saved_work import Matrices
+from twostroke.lab.compress.saved_work import SavedMatrices
 from twostroke.lab.measure.compare import held_out_text
 from twostroke.model.loader import load
 from twostroke.model.weights.gguf import read_gguf
@@ -247,7 +247,7 @@ def test_what_was_rounded_before_an_interruption_is_not_rounded_again(
 ) -> None:
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
     # A folder's channels are made even by what some outputs lose, so what is kept is counted.
-    where, name = (choose, "round_matrix") if target == "q4_0" else (Matrices, "add")
+    where, name = (choose, "round_matrix") if target == "q4_0" else (SavedMatrices, "add")
     rounding, calls = getattr(where, name), list[int]()
 
     def counted(*given: object) -> object:

@@ -8,7 +8,7 @@ import pytest
 
 from twostroke.cli.simulate import command
 from twostroke.lab.planner import find_device, load_planned_model
-from twostroke.lab.simulator import Setup
+from twostroke.lab.simulator import SimulationSetup
 
 SMALL = ("--on", "h100-sxm", "--rate", "4", "--requests", "40", "--output", "20")
 
@@ -42,7 +42,7 @@ def test_a_load_of_which_nothing_ends_in_time_is_reported(cli, config):
 
 def test_python_and_the_command_have_the_same_defaults(config):
     options = {one.name: one.default for one in command.params}
-    setup = Setup(load_planned_model(config), find_device("L4"))
+    setup = SimulationSetup(load_planned_model(config), find_device("L4"))
     for name in ("replicas", "routing", "prefill_replicas", "disaggregate", "draft_cost"):
         assert options[name] == getattr(setup, name)
 

@@ -40,14 +40,14 @@ from twostroke.fleet.cluster.own_ray import OwnRay
 from twostroke.fleet.cluster.spec import read_spec
 from twostroke.fleet.router import health_checker as watch
 from twostroke.lab.compress import sensitivity
-from twostroke.lab.compress.saved_work import Matrices, SavedWork
+from twostroke.lab.compress.saved_work import SavedMatrices, SavedWork
 from twostroke.lab.compress.sensitivity import Sensitivity
 from twostroke.lab.planner import calibration, devices
 from twostroke.lab.planner.fleet_file import read_fleet
 from twostroke.lab.planner.prices import load_prices
 from twostroke.lab.simulator.traces import read_trace
 from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from twostroke.lab.train.record import RecordedAnswer, SampleStore, load_answers
+from twostroke.lab.train.record import AnswerStore, RecordedAnswer, load_answers
 from twostroke.model.hub.records import ModelRecord, StoredFile, stored_records
 from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -99,7 +99,8 @@ def cached(path: str) -> Callable[[Path], Path]:
 def make_calibration(folder: Path, number: int) -> list[Path]:
     os.environ["TWOSTROKE_CACHE"] = str(folder)
     points = tuple(
-        calibration.Point(1, 512, rows, 1e-3, 2e-3, 3e-4 + number) for rows in (1, 2 + number)
+        calibration.MeasuredStep(1, 512, rows, 1e-3, 2e-3, 3e-4 + number)
+        for rows in (1, 2 + number)
     )
     found = calibration.Calibration(points, "2026-01-01", 1)
     calibration._store(f"model{number}", found)
@@ -164,12 +165,12 @@ def read_pieces(folder: Path) -> Any:
 def make_matrices(folder: Path, number: int) -> list[Path]:
     values = np.arange(512, dtype=np.float32).reshape(2, 256) + number
     name = f"blk.{number}.weight"
-    Matrices(folder).add(name, QuantTensor.from_floats(values, FORMATS["Q8_0"]))
+    SavedMatrices(folder).add(name, QuantTensor.from_floats(values, FORMATS["Q8_0"]))
     return [folder / f"{name}.codes"]
 
 
 def read_matrices(folder: Path) -> Any:
-    found = Matrices(folder).get("blk.0.weight", (2, 256), FORMATS["Q8_0"])
+    found = SavedMatrices(folder).get("blk.0.weight", (2, 256), FORMATS["Q8_0"])
     return None if found is None else found.data.tolist()
 
 
@@ -188,7 +189,7 @@ def read_checkpoint(folder: Path) -> Any:
 
 
 def make_answers(folder: Path, number: int) -> list[Path]:
-    store = SampleStore(folder, 0)
+    store = AnswerStore(folder, 0)
     for first in range(2):
         tokens = np.arange(5, dtype=np.int32) + first + number
         store.add(RecordedAnswer(tokens, np.full((4, 8), first + number, np.float16), (1, 2)))

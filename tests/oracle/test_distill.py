@@ -174,9 +174,9 @@ def stopping_after(*counts: int, steps: list[int] | None = None) -> Callable[...
     from twostroke.lab.train import imitate
 
     taken = [] if steps is None else steps
-    step = imitate.Imitator._step
+    step = imitate.StudentTrainer._step
 
-    def stop_soon(imitator: imitate.Imitator, batch: object) -> None:
+    def stop_soon(imitator: imitate.StudentTrainer, batch: object) -> None:
         step(imitator, batch)  # type: ignore[arg-type]
         taken.append(imitator.descent.num_steps)
         if len(taken) in counts:
@@ -192,7 +192,7 @@ def test_it_goes_on_where_it_was_stopped(
     from twostroke.lab.train import imitate
 
     steps: list[int] = []
-    monkeypatch.setattr(imitate.Imitator, "_step", stopping_after(3, 6, steps=steps))
+    monkeypatch.setattr(imitate.StudentTrainer, "_step", stopping_after(3, 6, steps=steps))
     lines: list[str] = []
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt, match=r"student so far is in .*student\.gguf"):
@@ -216,7 +216,7 @@ def test_a_student_is_not_named_while_it_writes_garbage(
     def ask() -> Path:
         return distill(str(teacher), StudentShape(3), tmp_path, replace(SHORT, minutes=9.0), print)
 
-    monkeypatch.setattr(imitate.Imitator, "_step", stopping_after(3))
+    monkeypatch.setattr(imitate.StudentTrainer, "_step", stopping_after(3))
     with monkeypatch.context() as patch:
         fault = lambda first, _: None if first.name == "teacher" else "it stammers"  # noqa: E731
         patch.setattr(FirstLoadCheck, "fault", fault)
@@ -298,7 +298,7 @@ def test_tuning_brings_a_rounded_model_nearer(
     lines: list[str] = []
     (stopped := tmp_path / "stopped").mkdir()
     with monkeypatch.context() as patch:  # once, after some steps
-        patch.setattr(imitate.Imitator, "_step", stopping_after(4))
+        patch.setattr(imitate.StudentTrainer, "_step", stopping_after(4))
         with pytest.raises(KeyboardInterrupt, match="the tuning so far was kept"):
             tune(source, rounded, answers, 0.3, stopped, lines.append)
     assert load_checkpoint(stopped, {"kind": "tuning"}).num_steps == 4  # type: ignore[union-attr]

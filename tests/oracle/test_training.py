@@ -65,15 +65,15 @@ def test_training_goes_on_where_it_was_stopped(
     from twostroke.lab.train import learn, run
 
     steps: list[int] = []
-    step = learn.Learner._step
+    step = learn.HeadTrainer._step
 
-    def stop_soon(learner: learn.Learner, rows: object) -> None:
+    def stop_soon(learner: learn.HeadTrainer, rows: object) -> None:
         step(learner, rows)  # type: ignore[arg-type]
         steps.append(learner.descent.num_steps)
         if len(steps) in {5, 10}:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(learn.Learner, "_step", stop_soon)
+    monkeypatch.setattr(learn.HeadTrainer, "_step", stop_soon)
     options = replace(SHORT, minutes=10.0)
     message = r"heads so far are in .* Run the same command to continue"
     with pytest.raises(KeyboardInterrupt, match=message):

@@ -17,7 +17,7 @@ from twostroke.core.errors import OverloadedError
 from twostroke.core.hardware import Hardware
 from twostroke.lab import planner
 from twostroke.lab.planner import endpoint as plans
-from twostroke.lab.planner.calibration import Calibration, Point
+from twostroke.lab.planner.calibration import Calibration, MeasuredStep
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from support.servers import LiveServer
 
 MACHINE = Hardware("a machine", 2, 8 << 30, 20e9, 1e12, "int8", "measured")
-POINTS = (Point(1, 16, 0, 2e-5, 1e-4, 1e-5), Point(0, 0, 16, 2e-5, 4e-4, 1e-5))
+POINTS = (MeasuredStep(1, 16, 0, 2e-5, 1e-4, 1e-5), MeasuredStep(0, 0, 16, 2e-5, 4e-4, 1e-5))
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from twostroke.core.options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.lab.measure.compare import ComparisonReport, Subject
+    from twostroke.lab.measure.compare import ComparedModel, ComparisonReport
 
 _READERS: Final = tuple(name for name in BACKENDS if name != "auto")
 _LAYERS_SHOWN: Final = 6
@@ -113,7 +113,7 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **values: Any)
     against = model if values["against"] is None else values["against"]
     subjects = _subjects(model, values)
     precise = replace(_compute(values["right"], values), activation_bits=DEFAULT_ACTIVATION_BITS)
-    right = measured.Subject(against, precise, CacheOptions())
+    right = measured.ComparedModel(against, precise, CacheOptions())
     text = measured.held_out_text() if values["text"] is None else values["text"]
     models = [model] if against == model else [model, against]
     pieces = measured.pieces_of(text, models, values["length"], values["tokens"])
@@ -121,7 +121,7 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **values: Any)
     def notice(name: str) -> None:
         click.echo(f"Reading with {name}", err=True)
 
-    reports = list(measured.compare_subjects(right, subjects, pieces, notice))
+    reports = list(measured.compare_models(right, subjects, pieces, notice))
     num_tokens = sum(map(len, pieces))
     if as_json:
         result = {"model": model, "against": against, "right": values["right"]}
@@ -145,9 +145,9 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **values: Any)
         raise click.ClickException(f"Beyond the limits ({limits}): {'; '.join(failing_names)}.")
 
 
-def _subjects(model: str, values: dict[str, Any]) -> list[Subject]:
+def _subjects(model: str, values: dict[str, Any]) -> list[ComparedModel]:
     """Return the subjects to compare: each combination of cpu settings, and each other backend."""
-    from twostroke.lab.measure.compare import Subject
+    from twostroke.lab.measure.compare import ComparedModel
 
     readers, parallel = values["readers"], take(ParallelOptions, values)
     for name, reader, used in (
@@ -164,7 +164,7 @@ def _subjects(model: str, values: dict[str, Any]) -> list[Subject]:
         values["kv_formats"] or ["auto"],
     )
     on_cpu = [
-        Subject(
+        ComparedModel(
             model,
             ComputeOptions(
                 "cpu",
@@ -177,9 +177,9 @@ def _subjects(model: str, values: dict[str, Any]) -> list[Subject]:
         )
         for bits, level, kv_format in settings
     ]
-    subjects: list[Subject] = []
+    subjects: list[ComparedModel] = []
     for reader in readers:
-        other = Subject(model, _compute(reader, values), CacheOptions(), parallel)
+        other = ComparedModel(model, _compute(reader, values), CacheOptions(), parallel)
         subjects += on_cpu if reader == "cpu" else [other]
     return subjects
 

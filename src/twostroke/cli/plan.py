@@ -335,23 +335,23 @@ def _show_ranking(plans: list[Plan], *, as_json: bool) -> None:
 def _show(plan: Plan, simulation: str, *, explained: bool) -> None:
     from twostroke.lab.planner import words
 
-    first, *details = words.answer(plan)
+    first, *details = words.answer_sentences(plan)
     click.echo(printable(first if plan.chosen_row is not None else f"No: {first}"))
-    for line in words.facts(plan):
+    for line in words.plan_facts(plan):
         click.echo(printable(line))
     click.echo()
-    show_table([words.HEADINGS, *map(words.cells, plan.rows)], range(10))
+    show_table([words.HEADINGS, *map(words.row_cells, plan.rows)], range(10))
     click.echo()
     if plan.chosen_row is not None:
         for line in details:
             click.echo(printable(line))
         if details:
             click.echo()
-        show_table([words.LOAD_HEADINGS, *words.loads(plan)], range(5))
+        show_table([words.LOAD_HEADINGS, *words.load_rows(plan)], range(5))
         click.echo()
         click.echo(printable(f"{words.ABOUT_LOADS}\n  {simulation}"))
         click.echo()
-    show_table([words.WHAT_IF_HEADINGS, *words.what_ifs(plan)])
+    show_table([words.WHAT_IF_HEADINGS, *words.what_if_rows(plan)])
     if explained:
         click.echo()
         for line in plan.steps:

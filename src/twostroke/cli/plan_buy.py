@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from twostroke.lab.planner.buy import Buy, Case, CostComparison
+    from twostroke.lab.planner.buy import CostComparison, CostInputs, HostingComparison
 
 
 class _Hours(click.ParamType):  # type: ignore[type-arg]
@@ -123,7 +123,7 @@ def command(
     saving most.
     """
     from twostroke.lab import planner
-    from twostroke.lab.planner.buy import Case, Hosting, Traffic, compare_costs
+    from twostroke.lab.planner.buy import CostInputs, Hosting, Traffic, compare_costs
     from twostroke.lab.planner.prices import find_price, load_prices
 
     check_effect("api_ttft", "api_tpot", has_effect=api_tpot is not None)
@@ -131,7 +131,7 @@ def command(
     known_prices = load_prices(prices)
     api_prices = [find_price(name, known_prices) for name in apis] or list(known_prices.values())
     planned = planner.load_planned_model(model)
-    case = Case(
+    case = CostInputs(
         planned.with_weights(weights) if weights else planned,
         planner.find_device(device),
         planner.Question(**_take(values, planner.Question)),
@@ -162,8 +162,8 @@ def _take(values: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {name: values[name] for name in kind.__struct_fields__ if name in values}
 
 
-def _costs(result: Buy, case: Case) -> Iterator[str]:
-    from twostroke.lab.planner.words import left_out
+def _costs(result: HostingComparison, case: CostInputs) -> Iterator[str]:
+    from twostroke.lab.planner.words import describe_missing_fields
 
     costs, replica, count = result.costs, result.replica, case.question.count
     devices = f"{count} x {result.device}" if count > 1 else result.device
@@ -178,7 +178,7 @@ def _costs(result: Buy, case: Case) -> Iterator[str]:
         f"(limited by {replica.bound}); devices are busy {costs.busy_share:.0%} of the time."
     )
     if result.assumed:
-        yield left_out(result.assumed, result.model)
+        yield describe_missing_fields(result.assumed, result.model)
 
 
 def _api(comparison: CostComparison, today: str) -> tuple[str, ...]:
@@ -198,12 +198,12 @@ def _api(comparison: CostComparison, today: str) -> tuple[str, ...]:
     )
 
 
-def _swings(result: Buy) -> Iterator[tuple[str, ...]]:
+def _swings(result: HostingComparison) -> Iterator[tuple[str, ...]]:
     for swing in result.swings:
         yield swing.name, f"{swing.low_usd:+,.0f}", f"{swing.high_usd:+,.0f}"
 
 
-def _stale(result: Buy) -> Iterator[str]:
+def _stale(result: HostingComparison) -> Iterator[str]:
     for comparison in result.comparisons:
         if comparison.is_stale:
             yield (
@@ -213,7 +213,9 @@ def _stale(result: Buy) -> Iterator[str]:
 
 
 def _signals(
-    result: Buy, case: Case, measured: tuple[float | None, float | None, float | None]
+    result: HostingComparison,
+    case: CostInputs,
+    measured: tuple[float | None, float | None, float | None],
 ) -> Iterator[str]:
     """Yield a sentence each about cost, latency and reliability of hosting and of the API.
 

@@ -34,7 +34,7 @@ def command(file: Path, as_json: bool) -> None:
     from twostroke.core.errors import TwostrokeError, UnreachableError
     from twostroke.lab.planner.fleet import make_fleet
     from twostroke.lab.planner.fleet_file import at_line, read_fleet_with_lines
-    from twostroke.lab.planner.words import left_out
+    from twostroke.lab.planner.words import describe_missing_fields
 
     question, source = read_fleet_with_lines(file)
     try:
@@ -49,7 +49,7 @@ def command(file: Path, as_json: bool) -> None:
         return
     click.echo(printable(_price(fleet)))
     for name, keys in fleet.assumed.items():
-        click.echo(printable(left_out(keys, name)))
+        click.echo(printable(describe_missing_fields(keys, name)))
     click.echo()
     show_table([_HEADINGS, *_groups(fleet)], {3, 4, 5, 6, 7, 8, 9})
     click.echo()

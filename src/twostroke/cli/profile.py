@@ -80,14 +80,14 @@ def command(model: str, as_json: bool, plot: Path | None, **values: Any) -> None
     waiting for other ranks, and compares the time in collectives with the engine's prediction.
     """
     from twostroke.lab.measure.profile import ProfileOptions, profile
-    from twostroke.lab.measure.single_step import Shape
+    from twostroke.lab.measure.single_step import StepShape
 
     check_file(plot, "plot", PLOT_SUFFIXES)
     streams, prompts = values["streams"], values["prefill"]
     if streams is None and prompts is None:
         streams, prompts = (1, 16), (512,)
-    shapes = [Shape.decode(count, values["context_tokens"]) for count in streams or ()]
-    shapes += map(Shape.prefill, prompts or ())
+    shapes = [StepShape.decode(count, values["context_tokens"]) for count in streams or ()]
+    shapes += map(StepShape.prefill, prompts or ())
     options = engine_options(values, model)
     if plot is not None and options.parallel.num_ranks > 1:
         raise UsageError("--plot draws the operations of one process: leave it out, or the ranks.")

@@ -79,12 +79,12 @@ def command(
     its scores: twostroke report FILE.
     """
     from twostroke.cli.report import show_report
-    from twostroke.lab.compress.allocate import Goal
+    from twostroke.lab.compress.allocate import QuantizationGoal
     from twostroke.lab.compress.quantize import quantize
 
     if sum(values is not None for values in (target, bits, size, kl)) != 1:
         raise UsageError("Give one of --to, --bits, --size and --kl.")
-    goal = Goal(bits, size, kl) if target is None else _target(target)
+    goal = QuantizationGoal(bits, size, kl) if target is None else _target(target)
     if tuning_minutes:
         with requires_torch("--tune"):
             import twostroke.lab.train.tune  # noqa: F401

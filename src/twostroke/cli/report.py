@@ -66,8 +66,8 @@ def show_report(report: FileReport) -> None:
         for kind in report.kinds
     ]
     show_table([("MATRICES", "FORMAT", "BITS", "SIZE"), *rows], right=(2, 3))
-    if report.doubt:
-        click.echo(f"\n{printable(report.doubt)}")
+    if report.source_warning:
+        click.echo(f"\n{printable(report.source_warning)}")
 
 
 def _flips(flips: Flips | None) -> str:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from twostroke.lab.measure.requests import Objectives
     from twostroke.lab.planner import Calibration, Device, PlannedModel
     from twostroke.lab.planner.reference_calibration import ReferenceCalibration
-    from twostroke.lab.simulator import LoadProbe, Setup, Simulation, Workload
+    from twostroke.lab.simulator import LoadProbe, Simulation, SimulationSetup, Workload
 
 _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "shared")
 
@@ -218,7 +218,7 @@ def _check_effects(values: dict[str, Any]) -> None:
 
 def _load(values: dict[str, Any]) -> Workload:
     """Remove the options about the load from `values`, and return the simulated workload."""
-    from twostroke.lab.simulator import Synthetic, read_trace
+    from twostroke.lab.simulator import SyntheticWorkload, read_trace
 
     trace = values.pop("trace")
     rate = values.pop("rate")
@@ -232,16 +232,16 @@ def _load(values: dict[str, Any]) -> Workload:
         raise UsageError("Give either --trace or --rate.")
     if trace is None:
         shape |= {} if count is None else {"count": count}
-        return Synthetic(rate, **shape).load(seed).changed(speed=speed, scale=scale)
+        return SyntheticWorkload(rate, **shape).load(seed).changed(speed=speed, scale=scale)
     for name in shape:
         raise UsageError("needs {other}: a trace has its own.", field=name, other=Field("rate"))
     return read_trace(trace).first(count).changed(speed=speed, scale=scale)
 
 
-def _setup(model: str, values: dict[str, Any]) -> Setup:
+def _setup(model: str, values: dict[str, Any]) -> SimulationSetup:
     """Return the simulated replicas and their devices, from the options of `simulate`."""
     from twostroke.lab import planner
-    from twostroke.lab.simulator import Setup
+    from twostroke.lab.simulator import SimulationSetup
 
     device = values.pop("device")
     weights = values.pop("weights")
@@ -256,7 +256,7 @@ def _setup(model: str, values: dict[str, Any]) -> Setup:
     is_ideal = not is_here or is_given("mfu") or is_given("mbu")
     target = planner.this_machine(threads) if is_here else planner.find_device(device)
     planned = planner.load_planned_model(model)
-    return Setup(
+    return SimulationSetup(
         model=planned.with_weights(weights) if weights else planned,
         device=target,
         question=question,
@@ -283,10 +283,10 @@ def _progress(probe: LoadProbe) -> None:
     click.echo(f"{probe.rate:.3g} requests/s: {share:.1%} are good{queue}", err=True)
 
 
-def _facts(setup: Setup, load: Workload) -> Iterator[str]:
+def _facts(setup: SimulationSetup, load: Workload) -> Iterator[str]:
     from twostroke.lab.planner.reference_calibration import REFERENCE, ReferenceCalibration
     from twostroke.lab.planner.served import on_threads
-    from twostroke.lab.planner.words import about_usual, left_out
+    from twostroke.lab.planner.words import describe_missing_fields, describe_reference
 
     question, count = setup.question, len(load.arrivals)
     devices = setup.device.name
@@ -304,9 +304,9 @@ def _facts(setup: Setup, load: Workload) -> Iterator[str]:
         f"{mean_prompt:,.0f} prompt tokens and {mean_output:,.0f} output tokens on average"
     )
     if setup.model.assumed:
-        yield left_out(setup.model.assumed, setup.model.name)
+        yield describe_missing_fields(setup.model.assumed, setup.model.name)
     if isinstance(setup.calibration, ReferenceCalibration):
-        yield about_usual(REFERENCE)
+        yield describe_reference(REFERENCE)
     elif setup.calibration is not None:
         calibration = setup.calibration
         yield (

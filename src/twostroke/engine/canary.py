@@ -66,8 +66,7 @@ class CanaryScores(Frozen):
 
     Attributes:
         nats: the negative log-probability of each token of the text but the first; empty if a
-            logit
-            was not finite.
+            logit was not finite.
         likeliest: the model's likeliest token at each of these positions.
         version: the version of the text.
     """

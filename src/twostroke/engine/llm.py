@@ -106,8 +106,7 @@ class LLM(AbstractContextManager["LLM"]):
                 suffix.
             speculate: the speculation method. It changes the speed and never the answers.
             prediction: the text of the expected answer, from which tokens are drafted. It
-                changes
-                the speed and never the answers.
+                changes the speed and never the answers.
             parse_special: whether the text of a special token in a prompt becomes that token.
                 With a `suffix` it never does.
             progress: whether to show a bar. None shows it for several prompts, on a terminal or

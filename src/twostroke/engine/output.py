@@ -223,11 +223,9 @@ class Mailbox(Frozen):
     Attributes:
         put: called with each output.
         schedule: `schedule(put_all, outputs)` arranges that `put_all(outputs)` is called in the
-            reader's thread, as the `call_soon_threadsafe` of an event loop does. It is
-                called once
-            a step for all mailboxes with an equal `schedule`. Without it, `put` is called
-                in the
-            engine's thread.
+            reader's thread, as the `call_soon_threadsafe` of an event loop does. It is called
+            once a step for all mailboxes with an equal `schedule`. Without it, `put` is called
+            in the engine's thread.
     """
 
     put: Callable[[Output], None]

@@ -40,18 +40,15 @@ class PoolAccess:
         memory: the memory of the pages; None if pages cannot be transferred. No method may be
             called then.
         on_submit: functions that are called under the lock with each waiting request. They must
-            return quickly. A function that starts a transfer returns True, and the
-                functions after
-            it are not called. It calls `on_request_queued` later to offer them the
-                remaining pages.
+            return quickly. A function that starts a transfer returns True, and the functions
+            after it are not called. It calls `on_request_queued` later to offer them the
+            remaining pages.
         on_end: functions that are called under the lock with each request that ends.
         count: returns the counts of the KV offload tiers.
         flush: waits up to a number of seconds until used pages are written to the tiers; False
-            if
-            some are not written by then.
+            if some are not written by then.
         on_close: functions that are called before the pages are freed, and end all transfers.
-            They
-            return False if a transfer cannot be ended.
+            They return False if a transfer cannot be ended.
         lock: the engine loop's lock. No step begins or ends while a thread holds it.
     """
 

@@ -55,8 +55,7 @@ class LoopHeartbeat:
     Attributes:
         num_steps: finished steps.
         busy_since_s: time since which the loop waits for the oldest step in flight; None
-            without a
-            step.
+            without a step.
         is_recovering: whether lost ranks are being replaced.
         interval_s: time between the ends of the last two steps; 0.0 if the loop paused between.
     """

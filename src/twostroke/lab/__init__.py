@@ -13,7 +13,7 @@ TYPE_CHECKING = False  # as in `twostroke/__init__.py`: `typing` takes long to i
 if TYPE_CHECKING:
     from twostroke.lab.compress.distill import distill as distill
     from twostroke.lab.compress.quantize import quantize as quantize
-    from twostroke.lab.measure.compare import compare_subjects as compare
+    from twostroke.lab.measure.compare import compare_models as compare
     from twostroke.lab.measure.profile import profile as profile
     from twostroke.lab.planner.plan import make_plan as plan
     from twostroke.lab.simulator.simulation import simulate as simulate
@@ -27,7 +27,7 @@ _FUNCTIONS = {
     "plan": ("twostroke.lab.planner.plan", "make_plan"),
     "simulate": ("twostroke.lab.simulator.simulation", "simulate"),
     "profile": ("twostroke.lab.measure.profile", "profile"),
-    "compare": ("twostroke.lab.measure.compare", "compare_subjects"),
+    "compare": ("twostroke.lab.measure.compare", "compare_models"),
     "quantize": ("twostroke.lab.compress.quantize", "quantize"),
     "distill": ("twostroke.lab.compress.distill", "distill"),
     "train_heads": ("twostroke.lab.train.run", "train_heads"),
@@ -37,7 +37,10 @@ if not TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name at its first use: its module may need NumPy, PyTorch or a server."""
+    """Import a public function of the laboratory when it is first used.
+
+    Its module may need NumPy, PyTorch or a server, which take long to import.
+    """
     if name not in _FUNCTIONS:
         raise AttributeError(f"module 'twostroke.lab' has no attribute '{name}'")
     import importlib
@@ -47,5 +50,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names of the package, imported or not."""
+    """Return all public names of this package, whether they are imported yet or not."""
     return sorted(__all__)

@@ -20,18 +20,18 @@ from benchmarks.gpu import rows as gpu_rows  # noqa: E402
 from benchmarks.gpu.rows import Row  # noqa: E402
 from twostroke.backends.gpu import backend as module  # noqa: E402
 from twostroke.core.errors import DeviceLostError, MemoryLimitError  # noqa: E402
-from twostroke.lab.measure.single_step import Shape  # noqa: E402
+from twostroke.lab.measure.single_step import StepShape  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FEW, MANY = Shape.decode(1, 20), Shape.decode(3, 20)
+FEW, MANY = StepShape.decode(1, 20), StepShape.decode(3, 20)
 ROWS = {
     "few": Row("tiny", "F16", FEW),
     "eager": Row("tiny", "F16", FEW, has_graphs=False),
     "drafts": Row("tiny", "F16", FEW, drafts=2, accepted=0.5),
     "attention": Row("tiny", "F16", MANY, less="few"),
-    "other": Row("tiny", "F16", Shape.prefill(24), kv="bf16"),
+    "other": Row("tiny", "F16", StepShape.prefill(24), kv="bf16"),
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from twostroke.core.errors import UsageError
-from twostroke.lab.compress.allocate import Goal, within_kl, within_size
+from twostroke.lab.compress.allocate import QuantizationGoal, formats_within_kl, formats_within_size
 from twostroke.model.quant import FORMATS
 
 MENU = ("IQ4_NL", "Q4_1", "Q5_1", "Q8_0")
@@ -36,13 +36,16 @@ def test_no_other_mix_within_the_limit_is_better() -> None:
         kl = measured(seed)
         mixes = [dict(zip(SIZES, each, strict=True)) for each in product(MENU, repeat=len(SIZES))]
         limit = 5.3 * sum(SIZES.values()) / 8
-        for goal, other in ((Goal(bits=5.3), 0), (Goal(num_bytes=int(limit) + 77), 77)):
-            best_mix = within_size(kl, SIZES, goal, other)
+        for goal, other in (
+            (QuantizationGoal(bits=5.3), 0),
+            (QuantizationGoal(num_bytes=int(limit) + 77), 77),
+        ):
+            best_mix = formats_within_size(kl, SIZES, goal, other)
             assert num_bytes(best_mix) <= limit
             best = min(total(kl, mix) for mix in mixes if num_bytes(mix) <= limit)
             assert total(kl, best_mix) <= best * 1.01
         limit = total(kl, dict.fromkeys(SIZES, "Q4_1"))
-        best_mix = within_kl(kl, SIZES, limit)
+        best_mix = formats_within_kl(kl, SIZES, limit)
         assert total(kl, best_mix) <= limit
         assert num_bytes(best_mix) <= 1.01 * min(
             num_bytes(mix) for mix in mixes if total(kl, mix) <= limit
@@ -52,8 +55,8 @@ def test_no_other_mix_within_the_limit_is_better() -> None:
 def test_a_goal_that_no_mix_reaches_names_the_nearest() -> None:
     kl = measured(0)
     with pytest.raises(UsageError, match=r"is less .* the smallest has 4\.50"):
-        within_size(kl, SIZES, Goal(bits=4), 0)
+        formats_within_size(kl, SIZES, QuantizationGoal(bits=4), 0)
     with pytest.raises(UsageError, match="the smallest takes 2 MB"):
-        within_size(kl, SIZES, Goal(num_bytes=1_000_000), 2_000_000)
+        formats_within_size(kl, SIZES, QuantizationGoal(num_bytes=1_000_000), 2_000_000)
     with pytest.raises(UsageError, match="the nearest has some"):
-        within_kl(kl, SIZES, 1e-9)
+        formats_within_kl(kl, SIZES, 1e-9)

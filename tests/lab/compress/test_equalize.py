@@ -12,7 +12,7 @@ from twostroke.backends.reference import ReferenceBackend
 from twostroke.lab.compress.equalize import ChannelEqualizer, divided_moments
 from twostroke.lab.compress.grids import group_grid
 from twostroke.lab.compress.round import damped_moments, outer_products, round_to
-from twostroke.lab.compress.saved_work import Matrices
+from twostroke.lab.compress.saved_work import SavedMatrices
 from twostroke.lab.compress.twin import twin_of
 from twostroke.lab.compress.walk import round_products
 from twostroke.model.families import build_program
@@ -47,7 +47,7 @@ def test_factors_that_move_change_no_answer(family: str, tmp_path: Path) -> None
         return round_to(weight, moments, grid, fmt)
 
     names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
-    equalizer = ChannelEqualizer(program, in_bytes, Matrices(tmp_path / "kept"))
+    equalizer = ChannelEqualizer(program, in_bytes, SavedMatrices(tmp_path / "kept"))
     products = dict(round_products(program, tensors, names, PIECES, in_bytes, equalizer=equalizer))
     kinds = {name.split(".")[2] for name in equalizer.changed}
     assert {"attn_norm", "ffn_norm", "ffn_up", "attn_v"} <= kinds
@@ -74,7 +74,9 @@ def test_uneven_channels_are_rounded_with_less_error(tmp_path: Path) -> None:
     expected = ReferenceBackend(program, tensors, 5, 16).score(PIECES[0])
     errors = []
     for folder in (None, tmp_path / "kept"):
-        equalizer = None if folder is None else ChannelEqualizer(program, rounded, Matrices(folder))
+        equalizer = (
+            None if folder is None else ChannelEqualizer(program, rounded, SavedMatrices(folder))
+        )
         products = dict(
             round_products(program, tensors, names, PIECES, rounded, equalizer=equalizer)
         )
@@ -90,7 +92,7 @@ def test_what_was_interrupted_goes_on_with_the_same_factors(tmp_path: Path) -> N
     names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
 
     def run(folder: str, count: int | None = None) -> dict[str, QuantTensor]:
-        store = Matrices(tmp_path / folder)
+        store = SavedMatrices(tmp_path / folder)
         equalizer = ChannelEqualizer(program, rounded, store)
 
         def load_rounded(name: str) -> QuantTensor | None:
@@ -129,7 +131,7 @@ def test_matrices_of_zeros_leave_all_else_finite(part: str, tmp_path: Path) -> N
     zeros = np.zeros(loaded.tensors[name].shape, np.float32)
     tensors = loaded.tensors | {name: QuantTensor.from_floats(zeros, FORMATS["F32"])}
     names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
-    equalizer = ChannelEqualizer(program, rounded, Matrices(tmp_path / "kept"))
+    equalizer = ChannelEqualizer(program, rounded, SavedMatrices(tmp_path / "kept"))
     products = dict(round_products(program, tensors, names, PIECES, rounded, equalizer=equalizer))
     for tensor in (products | equalizer.changed).values():
         assert np.isfinite(tensor.dequantize()).all()
@@ -138,7 +140,7 @@ def test_matrices_of_zeros_leave_all_else_finite(part: str, tmp_path: Path) -> N
 def test_kept_factors_that_are_no_numbers_are_chosen_again(tmp_path: Path) -> None:
     loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny_of("llama")))
     for number, value in enumerate((np.nan, np.inf, 0.0, -1.0, 2.0)):
-        store = Matrices(tmp_path / str(number))
+        store = SavedMatrices(tmp_path / str(number))
         factors = np.array([[1.0, value]], np.float32)
         store.add("x.factors", QuantTensor.from_floats(factors, FORMATS["F32"]))
         loaded_factors = ChannelEqualizer(build_program(loaded.spec), rounded, store).load("x", 2)

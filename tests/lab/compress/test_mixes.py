@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.json_io import read_json
-from twostroke.lab.compress.allocate import Goal
+from twostroke.lab.compress.allocate import QuantizationGoal
 from twostroke.lab.compress.grids import GRIDS
 from twostroke.lab.compress.mixes import FLOATS, MIXES, float_format, format_for_width, formats_of
 from twostroke.lab.compress.quantize import quantize
@@ -90,9 +90,9 @@ def test_values_beyond_float16_stay_as_they_are() -> None:
     assert float_format(QuantTensor.from_floats(large / 2, FORMATS["F32"])) == "F16"
 
 
-@pytest.mark.parametrize("target", ["q4_k_m", Goal(bits=5.0)])
+@pytest.mark.parametrize("target", ["q4_k_m", QuantizationGoal(bits=5.0)])
 def test_a_file_with_an_odd_matrix_is_written_and_names_it(
-    target: str | Goal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str | QuantizationGoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
     notices: list[str] = []

@@ -12,7 +12,7 @@ from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.options import CacheOptions, ComputeOptions
-from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.lab.measure.compare import ComparedModel, compare_models, held_out_text, pieces_of
 from twostroke.model.loader import build_tokenizer, load
 
 
@@ -27,8 +27,8 @@ def tiny(tmp_path: Path) -> str:
     return str(write_tiny_gguf(tmp_path / "tiny.gguf", Tiny()))
 
 
-def subject(model: str, backend: str = "reference") -> Subject:
-    return Subject(model, ComputeOptions(backend), CacheOptions())
+def subject(model: str, backend: str = "reference") -> ComparedModel:
+    return ComparedModel(model, ComputeOptions(backend), CacheOptions())
 
 
 def silent(name: str) -> None:
@@ -62,7 +62,7 @@ def test_a_full_disk_is_said_with_what_is_needed(
     monkeypatch.setattr("tempfile.TemporaryFile", full)
     pieces = pieces_of(held_out_text(), [tiny], 100, 100)
     with pytest.raises(TwostrokeError, match=r"need \d+ MB in .* Set TMPDIR"):
-        list(compare_subjects(subject(tiny), [subject(tiny)], pieces, silent))
+        list(compare_models(subject(tiny), [subject(tiny)], pieces, silent))
 
 
 def test_logits_that_are_no_numbers_are_said_and_not_compared(tiny: str, tmp_path: Path) -> None:
@@ -72,12 +72,12 @@ def test_logits_that_are_no_numbers_are_said_and_not_compared(tiny: str, tmp_pat
     pieces = pieces_of(held_out_text(), [tiny], 20, 20)
     for right, other in ((str(damaged), tiny), (tiny, str(damaged))):
         with pytest.raises(TwostrokeError, match="not finite"):
-            list(compare_subjects(subject(right), [subject(other)], pieces, silent))
+            list(compare_models(subject(right), [subject(other)], pieces, silent))
 
 
 def test_a_reader_beside_itself_differs_in_nothing(tiny: str) -> None:
     pieces = pieces_of(held_out_text(), [tiny], 64, 150)
-    (report,) = compare_subjects(subject(tiny), [subject(tiny)], pieces, silent)
+    (report,) = compare_models(subject(tiny), [subject(tiny)], pieces, silent)
     assert report.comparison.mean_kl == 0
     assert report.comparison.top1_agreement == 1
     assert report.comparison.num_rows == 150
@@ -91,7 +91,7 @@ def test_another_format_of_the_same_weights_drifts_and_is_beyond_the_limits(
     coarse = str(write_tiny_gguf(tmp_path / "coarse.gguf", Tiny(fmt="Q4_0")))
     pieces = pieces_of(held_out_text(), [coarse, tiny], 64, 192)
     subjects = [subject(coarse), subject(coarse, "cpu")]
-    reports = list(compare_subjects(subject(tiny), subjects, pieces, silent))
+    reports = list(compare_models(subject(tiny), subjects, pieces, silent))
     for report in reports:
         assert report.comparison.mean_kl > 1e-3
         assert not report.is_within_limits
@@ -104,7 +104,7 @@ def test_another_format_of_the_same_weights_drifts_and_is_beyond_the_limits(
 def test_layers_that_are_not_alike_have_no_drift(tiny: str, tmp_path: Path) -> None:
     deeper = str(write_tiny_gguf(tmp_path / "deeper.gguf", Tiny(num_layers=3)))
     pieces = pieces_of(held_out_text(), [deeper, tiny], 64, 64)
-    (report,) = compare_subjects(subject(tiny), [subject(deeper)], pieces, silent)
+    (report,) = compare_models(subject(tiny), [subject(deeper)], pieces, silent)
     assert report.drift == ()
 
 
@@ -117,15 +117,15 @@ def test_pieces_longer_than_the_context_are_refused(tmp_path: Path) -> None:
     short = str(write_tiny_gguf(tmp_path / "short.gguf", Tiny(context_length=32)))
     pieces = pieces_of(held_out_text(), [short], 64, 64)
     with pytest.raises(UsageError, match=r"Pieces of 64 tokens .* of 32: lower --length"):
-        list(compare_subjects(subject(short), [subject(short)], pieces, silent))
+        list(compare_models(subject(short), [subject(short)], pieces, silent))
 
 
 def test_several_ranks_differ_from_the_reference_as_one_process_does(tiny: str) -> None:
     pieces = pieces_of(held_out_text(), [tiny], 40, 80)
     compute = ComputeOptions("cpu", num_threads=2)
     meshes = [ParallelOptions(), ParallelOptions(tensor=2), ParallelOptions(pipeline=2, context=2)]
-    subjects = [Subject(tiny, compute, CacheOptions(), mesh) for mesh in meshes]
-    alone, *divided = compare_subjects(subject(tiny), subjects, pieces, silent)
+    subjects = [ComparedModel(tiny, compute, CacheOptions(), mesh) for mesh in meshes]
+    alone, *divided = compare_models(subject(tiny), subjects, pieces, silent)
     assert "4 ranks" in divided[1].name
     for report in divided:
         assert report.comparison == alone.comparison

@@ -16,8 +16,8 @@ from twostroke.core.request import NO_PAGE
 from twostroke.lab.measure import profile as module
 from twostroke.lab.measure import single_step
 from twostroke.lab.measure.profile import ProfileOptions, StepProfile, profile
-from twostroke.lab.measure.report_text import labels
-from twostroke.lab.measure.single_step import Shape, SingleStep
+from twostroke.lab.measure.report_text import operation_labels
+from twostroke.lab.measure.single_step import SingleStep, StepShape
 from twostroke.model.families import build_program
 from twostroke.model.program import BatchShape
 from twostroke.model.program.cost import Cost, CostModel
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FAMILIES = ("llama", "gemma3", "qwen3-moe")
-SHAPES = (Shape.decode(1, 20), Shape.decode(5, 40), Shape.prefill(70))
+SHAPES = (StepShape.decode(1, 20), StepShape.decode(5, 40), StepShape.prefill(70))
 LIMITS = Hardware("test", 2, 10**9, bandwidth=1e9, peak=2e9, peak_kind="x", source="measured")
 
 
@@ -50,7 +50,7 @@ def profiles_of(path: Path, options: ProfileOptions) -> list[StepProfile]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_a_step_draws_what_its_requests_draw_alone(path: Path, shape: Shape) -> None:
+def test_a_step_draws_what_its_requests_draw_alone(path: Path, shape: StepShape) -> None:
     """Whatever was copied and repeated, it is a real step behind real contexts."""
     loaded = load_path(path)
     program = build_program(loaded.spec)
@@ -82,7 +82,7 @@ def test_the_beginning_of_a_long_context_stands_for_the_rest(
         backend, "copy_page", lambda source, target: (copied.add(target), copy(source, target))
     )
     try:
-        step = SingleStep(backend, program, Shape.decode(2, 90))
+        step = SingleStep(backend, program, StepShape.decode(2, 90))
         assert computed == [32]
         for number, part in enumerate(step.plan.slices):
             for pages in part.request.pages:
@@ -139,10 +139,10 @@ def test_what_to_mend_is_farthest_above_its_floor(path: Path) -> None:
 
 
 def test_shapes_are_the_batches_that_cost_is_counted_from() -> None:
-    assert Shape.decode(3, 7).batch == BatchShape.decode((7, 7, 7))
-    assert Shape.prefill(9).batch == BatchShape.prefill(9)
-    assert Shape.decode(1, 2000).name == "decode, 1 stream after 2,000 tokens"
-    assert Shape.decode(2, 8).name == "decode, 2 streams after 8 tokens"
+    assert StepShape.decode(3, 7).batch == BatchShape.decode((7, 7, 7))
+    assert StepShape.prefill(9).batch == BatchShape.prefill(9)
+    assert StepShape.decode(1, 2000).name == "decode, 1 stream after 2,000 tokens"
+    assert StepShape.decode(2, 8).name == "decode, 2 streams after 8 tokens"
 
 
 def test_fused_operations_are_called_by_what_they_do(tmp_path: Path) -> None:
@@ -152,7 +152,9 @@ def test_fused_operations_are_called_by_what_they_do(tmp_path: Path) -> None:
         loaded = load_path(path)
         program = build_program(loaded.spec)
         backend = CpuBackend(program, loaded.tensors, 20, 16, 1, level="portable")
-        names[family] = list(dict.fromkeys(label.name for label in labels(program, backend.fused)))
+        names[family] = list(
+            dict.fromkeys(label.name for label in operation_labels(program, backend.fused))
+        )
         backend.close()
     assert names["llama"] == [
         "embed",
@@ -180,8 +182,8 @@ def test_fused_operations_are_called_by_what_they_do(tmp_path: Path) -> None:
 def test_a_context_beyond_the_model_s_is_refused(path: Path) -> None:
     length = load_path(path).spec.context_length
     for shape, knob in (
-        (Shape.decode(1, length), "--context"),
-        (Shape.prefill(length), "--prefill"),
+        (StepShape.decode(1, length), "--context"),
+        (StepShape.prefill(length), "--prefill"),
     ):
         with pytest.raises(UsageError, match=f"{knob} may be up to {length - shape.num_written}"):
             profiles_of(path, ProfileOptions((shape,)))
@@ -190,7 +192,7 @@ def test_a_context_beyond_the_model_s_is_refused(path: Path) -> None:
 def test_streams_that_do_not_fit_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostroke.backends.recipe.memory_free", lambda *arguments: 10**9)
     with pytest.raises(MemoryLimitError, match="lower --streams or --context"):
-        profiles_of(path, ProfileOptions((Shape.decode(1 << 20, 400), Shape.prefill(8))))
+        profiles_of(path, ProfileOptions((StepShape.decode(1 << 20, 400), StepShape.prefill(8))))
 
 
 def test_an_unknown_level_is_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from twostroke.lab.measure.questions import Flips, choices, questions
+from twostroke.lab.measure.questions import Flips, likeliest_answers, questions
 
 
 def test_each_question_has_four_different_answers():
@@ -37,7 +37,7 @@ def model(preferred: int, margin: float = 3.0) -> Any:
 
 def test_the_likeliest_answer_is_chosen_and_changes_are_counted():
     tokenizer: Any = SimpleNamespace(encode=lambda text, add_special: list(text.encode()))
-    right, other = (choices(model(number), tokenizer) for number in (0, 2))
+    right, other = (likeliest_answers(model(number), tokenizer) for number in (0, 2))
     assert (set(right), set(other)) == ({0}, {2})
     assert Flips.between(right, other) == Flips(len(right), len(right), 0, len(right))
     assert Flips.between([0, 1, 2, 0], [1, 0, 2, 0]) == Flips(4, 2, 2, 2)

@@ -11,7 +11,7 @@ from twostroke.lab.planner import Question, find_device, load_planned_model
 from twostroke.lab.planner.buy import (
     DAYS_PER_MONTH,
     HOUR_WEIGHTS,
-    Case,
+    CostInputs,
     Hosting,
     Traffic,
     compare_costs,
@@ -29,7 +29,7 @@ def case(tmp_path):
     path = write_config(tmp_path / "8b.json", "8B")
     question = Question(prompt=1000, output=100, mfu=0.5, mbu=0.7)
     device = find_device("H100-SXM")
-    return Case(load_planned_model(path), device, question, Traffic(1e5), Hosting())
+    return CostInputs(load_planned_model(path), device, question, Traffic(1e5), Hosting())
 
 
 def test_a_request_costs_what_its_tokens_do():

@@ -8,7 +8,7 @@ from support.native import native_dir
 from support.tiny import write_tiny_gguf
 from twostroke.backends import machine_limits as limits
 from twostroke.core.errors import UsageError
-from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.measure.single_step import StepShape
 from twostroke.lab.planner import (
     Calibration,
     Question,
@@ -19,10 +19,15 @@ from twostroke.lab.planner import (
     make_plan,
     this_machine,
 )
-from twostroke.lab.planner.calibration import Point, measure
+from twostroke.lab.planner.calibration import MeasuredStep, measure
 from twostroke.lab.planner.roofline import Roofline
 
-SHAPES = (Shape.decode(1, 30), Shape.decode(4, 30), Shape.decode(4, 60), Shape.prefill(40))
+SHAPES = (
+    StepShape.decode(1, 30),
+    StepShape.decode(4, 30),
+    StepShape.decode(4, 60),
+    StepShape.prefill(40),
+)
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def model(tmp_path, monkeypatch):
 
 def slower(roofline, shape, attention, products, rest_s):
     limits = roofline.min_step(shape.batch)
-    return Point(
+    return MeasuredStep(
         streams=shape.num_streams,
         context=shape.context,
         prompt=shape.num_prompt,
@@ -51,7 +56,7 @@ def test_steps_take_what_was_measured_of_steps_like_them(model):
         "2026-01-01",
         1,
     )
-    batch = Shape.decode(2, 50).batch  # not among them
+    batch = StepShape.decode(2, 50).batch  # not among them
     limits = roofline.min_step(batch)
     expected = 3 * limits.attention_s + 2 * limits.products_s + 0.1
     assert calibration.seconds(roofline, batch) == pytest.approx(expected)
@@ -70,12 +75,12 @@ def test_contexts_tell_nothing_about_products(model):
     """Products take as long as in measured steps with as many rows, whatever their context."""
     planned, device = load_planned_model(model), find_device("L4")
     roofline = Roofline(planned, device, Question())
-    shapes = (Shape.decode(2, 20), Shape.decode(2, 900), Shape.decode(8, 900))
+    shapes = (StepShape.decode(2, 20), StepShape.decode(2, 900), StepShape.decode(8, 900))
     times = zip(shapes, (2, 8, 50), strict=True)
     calibration = Calibration(
         tuple(slower(roofline, shape, 3, p, 0.1) for shape, p in times), "2026-01-01", 1
     )
-    factors = calibration.factors(roofline, Shape.decode(2, 900).batch)
+    factors = calibration.factors(roofline, StepShape.decode(2, 900).batch)
     assert factors.products == pytest.approx(4, rel=1e-3)  # the geometric mean of both
     assert factors.nearest == shapes[1].name
 
@@ -86,7 +91,7 @@ def test_other_choices_change_corrected_times_as_limits(model):
     calibration = Calibration(
         tuple(slower(roofline, shape, 3, 2, 0.1) for shape in SHAPES), "2026-01-01", 1
     )
-    batch = Shape.decode(2, 50).batch
+    batch = StepShape.decode(2, 50).batch
     for weights, question in (
         ("bf16", Question()),
         ("w4a16", Question(kv_format="int8")),

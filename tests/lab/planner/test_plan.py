@@ -20,7 +20,7 @@ from twostroke.lab.planner import (
 from twostroke.lab.planner.planner import Planner
 from twostroke.lab.planner.queueing import loads, user_load
 from twostroke.lab.planner.roofline import kv_bytes
-from twostroke.lab.planner.words import answer, facts
+from twostroke.lab.planner.words import answer_sentences, plan_facts
 from twostroke.model.program.batch import BatchShape
 
 
@@ -76,7 +76,7 @@ def test_what_does_not_fit_says_what_would(model):
     two = make_plan(model("70B"), find_device("H100-SXM"), Question(count=2))
     assert two.chosen_row is not None
     assert two.chosen_row.streams == two.memory.most_streams == 6
-    assert next(answer(two)).startswith("Yes: 6 streams (limited by memory) ")
+    assert next(answer_sentences(two)).startswith("Yes: 6 streams (limited by memory) ")
 
 
 def test_objectives_choose_the_streams(model):
@@ -142,7 +142,7 @@ def test_a_long_prompt_is_read_in_chunks(model):
         assert plan.ttft_s == planner.prefill().seconds
         assert plan.prefill.bytes > len(starts) * 0.9 * large.all_bytes
         assert any(f" in {len(starts)} steps of at most {budget}: " in line for line in plan.steps)
-        assert f"computed in {len(starts)} steps of {budget:,}: " in "".join(facts(plan))
+        assert f"computed in {len(starts)} steps of {budget:,}: " in "".join(plan_facts(plan))
         others = planner.decode(9).seconds
         left = budget - 9
         extra = 0.0
@@ -168,8 +168,8 @@ def test_steps_are_full_with_streams_and_their_prompts(model):
     question = Question(prompt=1000, output=250, token_budget=500)
     plan = make_plan(small, device, question)
     assert question.max_decoding_streams == plan.chosen_row.streams == plan.rows[-1].streams == 100
-    assert "(limited by prompts)" in "".join(answer(plan))
-    assert "fill steps of 500 tokens" in "".join(answer(plan))
+    assert "(limited by prompts)" in "".join(answer_sentences(plan))
+    assert "fill steps of 500 tokens" in "".join(answer_sentences(plan))
     refused = make_plan(small, device, replace(question, streams=101))
     assert refused.chosen_row is None
     assert refused.verdict.endswith("steps of at least 505 tokens (--token-budget).")
@@ -322,7 +322,7 @@ def test_a_request_beyond_the_context_has_no_plan_and_the_longest_that_fits_is_n
     device, question = find_device("L4"), Question(prompt=9000)
     short, wide = (model("8B", max_position_embeddings=size) for size in (8192, 131072))
     refused = make_plan(short, device, question)
-    assert "or one request of 8,192 tokens, the whole context." in "".join(facts(refused))
+    assert "or one request of 8,192 tokens, the whole context." in "".join(plan_facts(refused))
     assert (refused.chosen_row, refused.fits) == (None, False)
     assert "9,256 tokens together, and its context ends at 8,192." in refused.verdict
     assert make_plan(short, device, Question(prompt=7936)).chosen_row is not None
@@ -339,7 +339,7 @@ def test_a_thousand_requests_cost_what_their_tokens_do(model):
     row = plan.chosen_row
     assert row.usd_per_1k == pytest.approx(row.usd_per_million * 200 * 1000 / 1e6)
     assert row.usd_per_1k == pytest.approx(0.44 / 3600 / row.requests_per_s * 1000)
-    assert f"; 1,000 requests cost {row.usd_per_1k:.3g} $." in next(answer(plan))
+    assert f"; 1,000 requests cost {row.usd_per_1k:.3g} $." in next(answer_sentences(plan))
 
 
 def test_what_ifs_go_the_right_way(model):
@@ -368,7 +368,7 @@ def test_efficiency_and_price_scale(model):
     device, small = find_device("L4"), model("8B")
     base = make_plan(small, device, Question(streams=1)).rows[0]
     plan = make_plan(small, device, Question(streams=1, mfu=0.5, mbu=0.5))
-    assert "50% of the arithmetic and 50% of the bandwidth." in list(facts(plan))[-1]
+    assert "50% of the arithmetic and 50% of the bandwidth." in list(plan_facts(plan))[-1]
     half = plan.rows[0]
     assert half.tpot_s == pytest.approx(2 * base.tpot_s)
     assert half.mbu == pytest.approx(base.mbu / 2)
@@ -402,7 +402,7 @@ def test_devices_come_from_the_table_or_a_file(tmp_path):
         find_device(str(path)),
         Question(),
     )
-    assert "Price: 0.8 $ an hour." in facts(plan)
+    assert "Price: 0.8 $ an hour." in plan_facts(plan)
     for text, words in (
         (head.replace("mine", " "), "mine.toml, line 1: name must not be empty"),
         (f'{head}"memory_gb" = 0\n', "mine.toml, line 4: memory_gb must be greater"),
@@ -423,7 +423,7 @@ def test_sizes_that_a_configuration_leaves_out_are_named(tmp_path):
         plan = make_plan(
             load_planned_model(str(path)).with_weights("fp8"), find_device("L4"), Question()
         )
-        assert any(words in line for line in facts(plan))
+        assert any(words in line for line in plan_facts(plan))
     complete = load_planned_model(write_config(tmp_path / "8b.json", "8B"))
     assert make_plan(complete, find_device("L4"), Question()).assumed == ()
 

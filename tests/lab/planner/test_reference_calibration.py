@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.configs import write_config
-from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.measure.single_step import StepShape
 from twostroke.lab.planner import (
     Question,
     find_device,
@@ -17,7 +17,7 @@ from twostroke.lab.planner import (
     reference_steps,
 )
 from twostroke.lab.planner.roofline import Roofline
-from twostroke.lab.planner.words import facts
+from twostroke.lab.planner.words import plan_facts
 
 DEVICE = replace(find_device("L4"), peaks={"int8 VNNI": 9e11}, bandwidth=4e10)
 
@@ -28,7 +28,7 @@ def test_kernels_of_a_known_kind_take_what_they_took_of_another_model(tmp_path):
     limits, corrected = (
         Roofline(model, DEVICE, Question(), calibration) for calibration in (None, reference)
     )
-    for shape in (Shape.decode(1, 1024), Shape.decode(16, 128), Shape.prefill(256)):
+    for shape in (StepShape.decode(1, 1024), StepShape.decode(16, 128), StepShape.prefill(256)):
         floor, step = limits.step(shape.batch), corrected.step(shape.batch)
         assert step.nearest == shape.name
         for part in ("attention_s", "products_s"):
@@ -37,7 +37,9 @@ def test_kernels_of_a_known_kind_take_what_they_took_of_another_model(tmp_path):
     question = Question(prompt=64, output=8, streams=4, token_budget=256)
     plan = make_plan(model, DEVICE, question, reference)
     assert plan.calibrated is None
-    assert any(f"limits as much as the times of {plan.usual} do." in line for line in facts(plan))
+    assert any(
+        f"limits as much as the times of {plan.usual} do." in line for line in plan_facts(plan)
+    )
     plain = make_plan(model, DEVICE, question)
     assert plan.ttft_s > 2 * plain.ttft_s
     # Formulas say how limits become these times.

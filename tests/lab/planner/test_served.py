@@ -10,7 +10,7 @@ import pytest
 from support.servers import live_server, wait_for
 from support.tiny import write_tiny_gguf
 from twostroke.core.errors import EngineStoppedError, UsageError
-from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.measure.single_step import StepShape
 from twostroke.lab.planner import (
     Calibration,
     Question,
@@ -20,7 +20,7 @@ from twostroke.lab.planner import (
     load_planned_model,
     make_plan,
 )
-from twostroke.lab.planner.calibration import Point, calibrate_from_server
+from twostroke.lab.planner.calibration import MeasuredStep, calibrate_from_server
 from twostroke.lab.planner.models import PlannedModel
 from twostroke.lab.planner.roofline import Roofline
 from twostroke.lab.planner.served import (
@@ -31,7 +31,7 @@ from twostroke.lab.planner.served import (
     read_steps,
     server_threads,
 )
-from twostroke.lab.planner.words import facts
+from twostroke.lab.planner.words import plan_facts
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_the_median_of_steps_of_like_shapes_counts():
 def test_plans_take_what_the_server_takes(tmp_path):
     planned = load_planned_model(str(write_tiny_gguf(tmp_path / "tiny.gguf")))
     roofline = Roofline(planned, find_device("L4"), Question())
-    shapes = (Shape.decode(1, 30), Shape.decode(4, 30))
+    shapes = (StepShape.decode(1, 30), StepShape.decode(4, 30))
     points = []
     for step in shapes:
         limits = roofline.min_step(step.batch)
         points.append(
-            Point(
+            MeasuredStep(
                 streams=step.num_streams,
                 context=step.context,
                 prompt=step.num_prompt,
@@ -85,7 +85,7 @@ def test_plans_take_what_the_server_takes(tmp_path):
     for step in served_steps:  # each decides alone where it was measured
         assert both.seconds(roofline, step.batch) == pytest.approx(step.seconds, rel=1e-3)
         assert both.factors(roofline, step.batch).nearest == step.name
-    between = Shape.decode(6, 40).batch
+    between = StepShape.decode(6, 40).batch
     longer = both.seconds(roofline, between) / alone.seconds(roofline, between)
     assert 1.5 < longer < 3.0
     assert both.errors(roofline) == pytest.approx([1.0, 0.5])  # each by the other
@@ -100,7 +100,7 @@ def test_plans_take_what_the_server_takes(tmp_path):
     single = Calibration((), "2026-01-01", 1, served_steps=tuple(served_steps[:1]))
     plan = make_plan(planned, find_device("L4"), Question(prompt=30, output=10), single)
     assert (plan.calibrated.num_steps, plan.calibrated.error) == (1, None)
-    assert any(f"Nearest step: {single.served_steps[0].name}." in line for line in facts(plan))
+    assert any(f"Nearest step: {single.served_steps[0].name}." in line for line in plan_facts(plan))
 
 
 def test_a_step_that_is_seen_often_counts_once():
@@ -153,7 +153,7 @@ def test_steps_of_a_running_server_are_kept(tmp_path, monkeypatch):
         assert load_calibration(model.identity, count + 1) is None
         assert calibrated_threads(model.identity) == [count]
         plan = make_plan(model, find_device("L4"), Question(prompt=30, output=10), calibration)
-        assert any(f"measured {on_threads(count)} on" in line for line in facts(plan))
+        assert any(f"measured {on_threads(count)} on" in line for line in plan_facts(plan))
         other = PlannedModel(
             name="other",
             program=model.program,

@@ -13,7 +13,7 @@ from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.engine.engine import build_scheduler
 from twostroke.fleet.routing.policy import POLICIES
 from twostroke.lab.planner.roofline import Totals
-from twostroke.lab.simulator.disaggregation import Prefill
+from twostroke.lab.simulator.disaggregation import PrefillSettings
 from twostroke.lab.simulator.fleet import START_S, SimulatedFleet
 from twostroke.lab.simulator.load import RequestArrival, Workload
 from twostroke.lab.simulator.replica import Clock, SimulatedReplica
@@ -68,7 +68,7 @@ def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> SimulatedFleet
     prefill = None
     if count > 1 and cache.prefix_cache and chance.random() < 0.5:
         rule = chance.choice(("always", "auto"))
-        prefill = Prefill(1, rule, StepCost(((each_row, Cost(1)),)), size, 4.0)
+        prefill = PrefillSettings(1, rule, StepCost(((each_row, Cost(1)),)), size, 4.0)
     replicas = []
     for number in range(count):
         sizes = CacheSize(CONTEXT, num_pages, size, 0)

@@ -19,9 +19,16 @@ from twostroke.engine.engine import build_scheduler
 from twostroke.fleet.routing.policy import POLICIES
 from twostroke.lab.measure.requests import Objectives
 from twostroke.lab.planner import Question, find_device, load_planned_model, make_plan
-from twostroke.lab.planner.calibration import Calibration, Point
+from twostroke.lab.planner.calibration import Calibration, MeasuredStep
 from twostroke.lab.planner.roofline import Roofline, Totals
-from twostroke.lab.simulator import RequestArrival, Setup, Synthetic, Workload, simulate, sweep
+from twostroke.lab.simulator import (
+    RequestArrival,
+    SimulationSetup,
+    SyntheticWorkload,
+    Workload,
+    simulate,
+    sweep,
+)
 from twostroke.lab.simulator.fleet import START_S, SimulatedFleet
 from twostroke.lab.simulator.replica import Clock, SimulatedReplica
 from twostroke.model.program.batch import BatchShape, DecodeRun
@@ -33,8 +40,12 @@ LLAMA = {
 }  # fmt: skip
 
 
-DECODE = Point(streams=1, context=128, prompt=0, attention_s=1e-3, products_s=5e-3, rest_s=1e-3)
-PREFILL = Point(streams=0, context=0, prompt=256, attention_s=1e-3, products_s=8e-3, rest_s=2e-3)
+DECODE = MeasuredStep(
+    streams=1, context=128, prompt=0, attention_s=1e-3, products_s=5e-3, rest_s=1e-3
+)
+PREFILL = MeasuredStep(
+    streams=0, context=0, prompt=256, attention_s=1e-3, products_s=8e-3, rest_s=2e-3
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +53,7 @@ def setup(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "llama.json"
     path.write_text(json.dumps(LLAMA))
     batch = BatchOptions(token_budget=2048)
-    return Setup(load_planned_model(str(path)), find_device("H100-SXM"), batch=batch)
+    return SimulationSetup(load_planned_model(str(path)), find_device("H100-SXM"), batch=batch)
 
 
 def serve(load, totals):
@@ -78,7 +89,7 @@ def test_the_first_step_after_a_pause_has_none_before_it():
 
 def test_a_queue_waits_as_theory_says():
     # One request at a time, each a step of a second: M/D/1, whose mean wait is rho / (2 (1 - rho)).
-    load = Synthetic(0.7, count=10_000, prompt=4, output=1).load(seed=3)
+    load = SyntheticWorkload(0.7, count=10_000, prompt=4, output=1).load(seed=3)
     replica, logs = serve(load, Totals(1.0, 1, 1))
     waits = [log.latencies["ttft"] - 1 for log in logs.values()]
     assert sum(waits) / len(waits) == pytest.approx(0.7 / (2 * 0.3), rel=0.1)
@@ -147,7 +158,7 @@ def test_times_of_a_run_are_those_of_its_steps(setup, sliding, seed):
 
 
 def test_the_same_seed_gives_the_same_report(setup):
-    load = Synthetic(40.0, "gamma", count=100, prompt=700, output=60, spread=1.0)
+    load = SyntheticWorkload(40.0, "gamma", count=100, prompt=700, output=60, spread=1.0)
     busy = replace(setup, replicas=3, routing="two-choices", acceptance=0.7, draft_cost=0.05)
     simulation = simulate(busy, load.load(5))
     assert simulation == simulate(busy, load.load(5))
@@ -184,7 +195,7 @@ def test_routing_by_prefix_finds_more_hits(setup):
 
 
 def test_replicas_share_the_load_and_its_price(setup):
-    load = Synthetic(30.0, count=400, prompt=512, output=64).load(0)
+    load = SyntheticWorkload(30.0, count=400, prompt=512, output=64).load(0)
     single, four = simulate(setup, load), simulate(replace(setup, replicas=4), load)
     assert len(four.busy) == 4
     assert sum(four.busy) / 4 < sum(single.busy)
@@ -231,7 +242,7 @@ def test_a_full_queue_refuses(setup):
 
 
 def test_time_outside_the_engine_is_added_to_the_first_token(setup):
-    load = Synthetic(5.0, count=30, prompt=512, output=16).load(0)
+    load = SyntheticWorkload(5.0, count=30, prompt=512, output=16).load(0)
     plain, delayed = (simulate(replace(setup, overhead_s=s), load).report for s in (0.0, 0.02))
     for name, added_s in (("ttft", 0.02), ("e2e", 0.02), ("queue", 0.02), ("tpot", 0.0)):
         means_s = [report.latencies[name].mean for report in (plain, delayed)]
@@ -257,7 +268,9 @@ def test_prompts_can_be_read_apart(setup):
     ("prompt", "output", "rate"), [(1024, 64, 30), (1024, 64, 70), (100, 200, 60)]
 )
 def test_the_rule_auto_is_as_good_as_the_better_of_always_and_never(setup, prompt, output, rate):
-    load = Synthetic(float(rate), count=200, prompt=prompt, output=output, spread=0.5).load(0)
+    load = SyntheticWorkload(float(rate), count=200, prompt=prompt, output=output, spread=0.5).load(
+        0
+    )
     split_setup = replace(setup, replicas=2, prefill_replicas=1, link=10e9)
     simulations = {
         rule: simulate(replace(split_setup, disaggregate=rule), load) for rule in DISAGGREGATE
@@ -321,7 +334,7 @@ def test_setups_out_of_range(setup, changes, message):
 
 
 def test_a_sweep_finds_the_capacity(setup):
-    load = Synthetic(1.0, count=150, prompt=1024, output=32).load(0)
+    load = SyntheticWorkload(1.0, count=150, prompt=1024, output=32).load(0)
     probes = []
     result = sweep(setup, load, Objectives(ttft_s=0.2), watch=probes.append)
     assert len(probes) == len(result.probes)
@@ -334,7 +347,7 @@ def test_a_sweep_finds_the_capacity(setup):
 
 
 def test_sweeps_that_cannot_be(setup):
-    load = Synthetic(1.0, count=3, prompt=1024, output=32).load(0)
+    load = SyntheticWorkload(1.0, count=3, prompt=1024, output=32).load(0)
     with pytest.raises(UsageError, match="needs an objective"):
         sweep(setup, load, Objectives())
     probes = []

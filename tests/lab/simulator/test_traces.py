@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from twostroke.core.errors import DownloadError, UsageError
-from twostroke.lab.simulator import PUBLISHED_TRACES, RequestArrival, Synthetic, read_trace
+from twostroke.lab.simulator import PUBLISHED_TRACES, RequestArrival, SyntheticWorkload, read_trace
 from twostroke.lab.simulator import traces as module
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -134,7 +134,9 @@ def test_an_unreachable_trace_says_what_to_do(tmp_path, monkeypatch):
 
 def test_synthetic_loads():
     for arrivals, variation in (("poisson", 1.0), ("constant", 0.0), ("gamma", 2.0)):
-        synthetic = Synthetic(4.0, arrivals, burstiness=2.0, count=20_000, spread=0.5, shared=100)
+        synthetic = SyntheticWorkload(
+            4.0, arrivals, burstiness=2.0, count=20_000, spread=0.5, shared=100
+        )
         load = synthetic.load(seed=1)
         assert load == synthetic.load(seed=1)
         times = [arrival.at_s for arrival in load.arrivals]
@@ -158,7 +160,7 @@ def test_synthetic_loads():
 )  # fmt: skip
 def test_loads_out_of_range(changes, field):
     with pytest.raises(UsageError, match=f"{field} must be"):
-        Synthetic(**{"rate": 1.0, **changes})
+        SyntheticWorkload(**{"rate": 1.0, **changes})
 
 
 def test_a_recorded_run_can_be_repeated(tmp_path):

@@ -18,7 +18,7 @@ from twostroke.engine.engine import build
 from twostroke.lab.train import TrainOptions
 from twostroke.lab.train.answers import collect
 from twostroke.lab.train.prompts import prompts
-from twostroke.lab.train.record import RecordedAnswer, Recorder, SampleStore, load_answers
+from twostroke.lab.train.record import AnswerStore, RecordedAnswer, Recorder, load_answers
 from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def test_answers_are_kept_and_added_to(model: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_answers_are_refused(tmp_path: Path) -> None:
-    store = SampleStore(tmp_path, 0)
+    store = AnswerStore(tmp_path, 0)
     store.add(RecordedAnswer(np.arange(4, dtype=np.int32), np.ones((3, 8), np.float16)))
     store.flush()
     [answer] = load_answers(tmp_path, 8)
@@ -100,7 +100,7 @@ def test_damaged_answers_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    store = SampleStore(tmp_path / "file", 0)
+    store = AnswerStore(tmp_path / "file", 0)
     store.add(RecordedAnswer(np.arange(4, dtype=np.int32), np.ones((3, 8), np.float16)))
     with pytest.raises(TwostrokeError, match=r"Answers cannot be written to"):
         store.flush()
@@ -110,7 +110,7 @@ def test_a_disk_that_is_full_ends_the_collecting(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native_dir()
-    monkeypatch.setitem(SampleStore.add.__globals__, "_PART_ROWS", 100)  # which `collect` uses
+    monkeypatch.setitem(AnswerStore.add.__globals__, "_PART_ROWS", 100)  # which `collect` uses
     (tmp_path / "file").write_text("")
     spec, lines = load_path(model).spec, list[str]()
 

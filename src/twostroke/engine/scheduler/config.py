@@ -131,9 +131,8 @@ class SchedulerStats(Frozen):
         num_recoveries: how often all KV pages were lost, for instance with a rank that died.
         num_uncomputed: tokens of running requests that are not computed yet.
         horizon_s: seconds between the last use and the eviction of the page that was evicted
-            last;
-            None if no page was evicted. A cached prefix survives about this long without
-                use.
+            last; None if no page was evicted. A cached prefix survives about this long without
+            use.
     """
 
     num_running: int
@@ -180,9 +179,8 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
     Raises:
         RequestError: the prompt is empty.
         ContextLengthError: the prompt, or prompt and `max_tokens`, exceed the context length or
-            the
-            page pool. The message about the context length is OpenAI's, for which clients
-                search.
+            the page pool. The message about the context length is OpenAI's, for which clients
+            search.
     """
     max_output, num_prompt = request.max_output, len(request.tokens)
     prompt_field = request.prompt_field

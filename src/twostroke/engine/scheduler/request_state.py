@@ -18,13 +18,11 @@ class PriorityKey(NamedTuple):
     Attributes:
         position: `turn`, shifted by the request's priority level.
         turn: the request's own arrival number or, if it overtakes requests of the same
-            priority,
-            the arrival number of the first of them.
+            priority, the arrival number of the first of them.
         virtual_start: start on the virtual clock of fair queueing, in tokens per unit of
             weight.
         has_siblings: whether the request's tenant had other unfinished requests of this
-            priority.
-            With equal virtual starts, tenants with a single request go first.
+            priority. With equal virtual starts, tenants with a single request go first.
         arrival: the request's own arrival number.
     """
 
@@ -41,21 +39,18 @@ class RequestState:
 
     Attributes:
         priority_key: set when the request is added. It changes only if a later request of the
-            same
-            tenant has an earlier deadline: then the two requests exchange keys.
+            same tenant has an earlier deadline: then the two requests exchange keys.
         num_times_overtaken: how many later requests have taken this request's key.
         charged_tokens: tokens that the tenant has been charged for this request so far.
         max_len: number of tokens, prompt included, at which the request ends.
         chain: hash keys of the request's full pages; None without a prefix cache.
         num_published: how many of the request's first pages are in the prefix index.
         num_indexed: how many of the first pages the index had when the request started, in
-            cache
-            groups with full attention. Groups with a window may have had fewer.
+            cache groups with full attention. Groups with a window may have had fewer.
         publish_at: value of `num_computed` from which the next page is full.
         update_at: value of `num_computed` from which the next page is full or out of a window.
         awaited_key: key of the page for which this request waits, because another request or a
-            KV
-            transfer brings it; None if the request waits for no page.
+            KV transfer brings it; None if the request waits for no page.
         has_started: whether the request has ever held pages.
         is_running: whether the request holds pages now; otherwise it waits.
         may_sample_ahead: whether a step may compute a token that an earlier step in flight

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NUM_BINS: Final = 20_000  # of a budget; rounding up of hundreds of matrices loses at most 1%
 
 
-class Goal(Frozen):
+class QuantizationGoal(Frozen):
     """The goal of a quantized file: a number of bits, a size, or a divergence; one field is set.
 
     `bits` is the average number of bits per weight of the layers, `num_bytes` the size of the file,
@@ -42,12 +42,16 @@ class Goal(Frozen):
         return format_bytes(self.num_bytes or 0)
 
 
-def within_size(
-    kl: Measure, num_values: Mapping[str, int], goal: Goal, other_bytes: int
+def formats_within_size(
+    kl: Measure, num_values: Mapping[str, int], goal: QuantizationGoal, other_bytes: int
 ) -> dict[str, str]:
-    """Return the format of each matrix, so that the file has the goal's size and least divergence.
+    """Choose the format of each matrix so that a file of the goal's size diverges least.
 
-    `other_bytes` is the size of everything in the file except matrices.
+    Args:
+        kl: by matrix and format, the KL divergence that the format adds.
+        num_values: number of values of each matrix.
+        goal: the average number of bits, or the size of the file.
+        other_bytes: the size of the file without its matrices.
 
     Raises:
         UsageError: no choice of formats is small enough.
@@ -59,13 +63,13 @@ def within_size(
 def size_limit(
     formats: Mapping[str, Iterable[str]],
     num_values: Mapping[str, int],
-    goal: Goal,
+    goal: QuantizationGoal,
     other_bytes: int,
 ) -> float:
-    """Return how many bytes all matrices of a file together may have to reach a goal.
+    """Return the number of bytes that all matrices of a file may have together to reach a goal.
 
-    `formats` are the allowed formats of each matrix; `other_bytes` is the size of everything else
-    in the file.
+    `formats` are the allowed formats of each matrix; `other_bytes` is the size of the file without
+    its matrices.
 
     Raises:
         UsageError: no choice of formats is small enough.
@@ -84,10 +88,10 @@ def size_limit(
     return limit
 
 
-def within_kl(kl: Measure, num_values: Mapping[str, int], limit: float) -> dict[str, str]:
-    """Return the format of each matrix, so that the file is smallest within a divergence.
+def formats_within_kl(kl: Measure, num_values: Mapping[str, int], limit: float) -> dict[str, str]:
+    """Choose the format of each matrix so that the file is smallest within a KL divergence.
 
-    The divergences that the formats add sum to at most `limit`.
+    The divergences that the formats add (`kl`, by matrix and format) sum to at most `limit`.
 
     Raises:
         UsageError: no choice of formats has so low a divergence.
@@ -107,9 +111,10 @@ def _sizes(formats: Mapping[str, Iterable[str]], num_values: Mapping[str, int]) 
 
 
 def _solve(minimized: Measure, limited: Measure, limit: float) -> dict[str, str]:
-    """Return the format of each matrix that minimizes the sum of one measure.
+    """Choose the format of each matrix so that one measure sums to a minimum.
 
-    The other measure, such as bytes, sums to at most `limit`.
+    The other measure sums to at most `limit`. The measures are bytes and divergences, by matrix and
+    format.
     """
     items: list[list[KnapsackItem]] = []
     floors = 0.0

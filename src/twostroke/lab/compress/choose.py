@@ -7,12 +7,17 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.lab.compress.allocate import Goal, size_limit, within_kl, within_size
+from twostroke.lab.compress.allocate import (
+    QuantizationGoal,
+    formats_within_kl,
+    formats_within_size,
+    size_limit,
+)
 from twostroke.lab.compress.calibrate import generated_pieces, text_pieces
 from twostroke.lab.compress.report import TextFacts
 from twostroke.lab.compress.round import round_matrix
 from twostroke.lab.compress.saved_work import SavedWork
-from twostroke.lab.compress.sensitivity import Trials, formats_for, sensitivity_of
+from twostroke.lab.compress.sensitivity import DivergenceTrials, formats_for, sensitivity_of
 from twostroke.lab.compress.walk import round_products, with_progress
 from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import FORMATS
@@ -32,15 +37,19 @@ _TARGET_KL_RATIO: Final = 0.9  # ratio to the requested divergence that the next
 
 
 class CalibrationText:
-    """The text on which a quantized model is calibrated: a user's text, or the model's answers.
+    """The text with which quantization measures the inputs of matrices.
 
-    The text is made when it is first needed. `saved_work` has the results of earlier commands.
+    It is a user's text, or the model's own answers. It is made when it is first needed.
+    `saved_work` has the results of an interrupted command.
     """
 
     def __init__(
         self, source: LoadedModel, text: str | None, num_tokens: int, notice: Notice
     ) -> None:
-        """Use a user's `text`; without one, use `num_tokens` tokens of the model's own answers."""
+        """Calibrate the model `source` with a user's `text`, or with its own answers without one.
+
+        `num_tokens` is the number of tokens to use.
+        """
         self._source = source
         self._text = text
         self._num_tokens = num_tokens
@@ -74,7 +83,7 @@ def round_matrices(
 ) -> dict[str, QuantTensor]:
     """Round a model's matrices to `formats`, and return the rounded matrices by name.
 
-    Matrices that an interrupted command has rounded are loaded.
+    Matrices that an interrupted command has rounded and saved are loaded instead.
     """
     pieces = calibration.pieces
     store = calibration.saved_work.matrices(tensors, sorted(formats.items()), pieces)
@@ -89,10 +98,15 @@ def round_matrices(
     return store.all_of(with_progress(matrices, len(formats), notice))
 
 
-def check_size(
-    tensors: Mapping[str, QuantTensor], names: Iterable[str], goal: Goal, other_bytes: int
+def max_matrix_bytes(
+    tensors: Mapping[str, QuantTensor],
+    names: Iterable[str],
+    goal: QuantizationGoal,
+    other_bytes: int,
 ) -> float:
-    """Return an upper bound for the bytes of the matrices `names`, before hours of work.
+    """Return an upper bound for the size of the matrices `names` in a file that reaches a goal.
+
+    `quantize` checks the free disk space with it before hours of work.
 
     Raises:
         UsageError: no mix of formats is small enough for the goal.
@@ -131,7 +145,7 @@ class FormatChooser:
         self._tensors = tensors
         self._calibration = calibration
         self._notice = notice
-        self._trials = Trials(program, source.tensors, str(source.path))
+        self._trials = DivergenceTrials(program, source.tensors, str(source.path))
         sensitivity = sensitivity_of(
             program,
             source.tensors,
@@ -143,7 +157,7 @@ class FormatChooser:
         self._kl = sensitivity.kl
         self._sizes = {name: tensors[name].num_values for name in names}
 
-    def reach(self, goal: Goal, other_bytes: int) -> dict[str, QuantTensor]:
+    def reach(self, goal: QuantizationGoal, other_bytes: int) -> dict[str, QuantTensor]:
         """Round the matrices to formats with which the file reaches `goal`; return them by name.
 
         `other_bytes` is the size of the file without these matrices.
@@ -153,7 +167,7 @@ class FormatChooser:
             TwostrokeError: all attempts missed the requested divergence.
         """
         if goal.kl is None:
-            return self._rounded(within_size(self._kl, self._sizes, goal, other_bytes))
+            return self._rounded(formats_within_size(self._kl, self._sizes, goal, other_bytes))
         fixed_kl = self._trials.kl(self._tensors)  # of embeddings and logits
         available_kl = goal.kl - fixed_kl
         budget = available_kl
@@ -163,7 +177,7 @@ class FormatChooser:
         best: tuple[float, dict[str, QuantTensor]] | None = None
         lowest_kl = float("inf")
         for _ in range(_NUM_ATTEMPTS):
-            matrices = self._rounded(within_kl(self._kl, self._sizes, budget))
+            matrices = self._rounded(formats_within_kl(self._kl, self._sizes, budget))
             kl = self._trials.kl({**self._tensors, **matrices})
             self._notice(f"KL on the validation text: {kl:.3g}; requested: {goal.kl:g}")
             lowest_kl = min(lowest_kl, kl)

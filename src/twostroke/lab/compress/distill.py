@@ -19,11 +19,11 @@ from twostroke.lab.compress.report import check_canary, scoring_backend
 from twostroke.lab.train.answers import collect
 from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from twostroke.lab.train.descent import Descent, train
-from twostroke.lab.train.imitate import Imitator, training_examples
+from twostroke.lab.train.imitate import StudentTrainer, training_examples
 from twostroke.lab.train.narrow import Widths, choose_widths
 from twostroke.lab.train.options import StudentShape
 from twostroke.lab.train.shorten import choose_layers, names_in_full_model, shortened
-from twostroke.lab.train.teach import Teacher, other_tokens, same_tokens
+from twostroke.lab.train.teach import Teacher, translated_examples, untranslated_examples
 from twostroke.model.families import build_program
 from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.lab.train.descent import Report
-    from twostroke.lab.train.imitate import Likeness
+    from twostroke.lab.train.imitate import StudentScore
     from twostroke.lab.train.options import DistillOptions
-    from twostroke.lab.train.teach import Example
+    from twostroke.lab.train.teach import TrainingExample
     from twostroke.model.families import ModelSpec
     from twostroke.model.weights import LoadedModel
     from twostroke.model.weights.write_gguf import Value
@@ -57,9 +57,9 @@ class _KeptLayers(msgspec.Struct, frozen=True):
 
 
 class Student(Frozen):
-    """A model to be trained by distillation.
+    """A smaller model before its training by distillation, with its first weights.
 
-    It has the metadata and the fixed tensors of its file, and its first weights.
+    `metadata` and the `fixed` tensors are written to its GGUF file unchanged.
     """
 
     metadata: dict[str, Value]
@@ -110,9 +110,9 @@ def distill(
         saved = load_checkpoint(folder, about)
         answers = collect(teacher, loaded.spec, folder / "answers", options, report)
         examples = list(
-            other_tokens(answers, translation, options.length)
+            translated_examples(answers, translation, options.length)
             if translation
-            else same_tokens(answers, options.length)
+            else untranslated_examples(answers, options.length)
         )
         del answers
         first = Student(metadata, fixed, base.spec, base.tensors)
@@ -142,12 +142,12 @@ def distill(
 
 
 class _DistillRun(Frozen):
-    """One distillation: a student in training, and the folder of its files."""
+    """One distillation: a student in training, and the folder with its files and checkpoints."""
 
     student: Student
     folder: Path
     about: dict[str, Any]
-    imitator: Imitator
+    imitator: StudentTrainer
 
     @classmethod
     def begin(
@@ -156,15 +156,18 @@ class _DistillRun(Frozen):
         folder: Path,
         about: dict[str, Any],
         teacher: Teacher | None,
-        examples: list[Example],
+        examples: list[TrainingExample],
         options: DistillOptions,
     ) -> _DistillRun:
-        """Prepare a student's weights and optimizer for distillation."""
+        """Prepare the training of a student: its weights, their optimizer and its batches.
+
+        `about` identifies the training in its folder.
+        """
         model = TorchModel(build_program(student.spec), student.tensors)
         for weight in model.weights.values():
             weight.requires_grad_()
         descent = Descent(model.weights, options.learning_rate, 60 * options.minutes)
-        imitator = Imitator(
+        imitator = StudentTrainer(
             model,
             lambda: model.weights,
             descent=descent,
@@ -180,9 +183,9 @@ class _DistillRun(Frozen):
         return self.folder / FILE_NAME
 
     def save(self) -> str:
-        """Write a checkpoint, and the student's file if the student writes no garbage.
+        """Write a checkpoint, and the student's GGUF file if the student writes no garbage.
 
-        Return a line of progress.
+        Returns a line of progress.
         """
         imitator, descent = self.imitator, self.imitator.descent
         text = _describe(imitator.test(), is_same=imitator.teacher is not None)
@@ -197,7 +200,11 @@ class _DistillRun(Frozen):
         return f"{text}; the student so far is in {self.path}"
 
     def write(self) -> None:
-        """Write the student's file; raise QualityError, and write no file, if it writes garbage."""
+        """Write the student's GGUF file.
+
+        Raises:
+            QualityError: the student writes garbage; then no file is written.
+        """
         student = self.student
         tensors = dict(student.fixed)
         for name, weight in self.imitator.model.weights.items():
@@ -233,7 +240,7 @@ def _locked_folder(folder: Path, about: dict[str, Any]) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(exclusive_output(lock, folder))
             has_work = path.is_file() and any(file not in {path, lock} for file in folder.iterdir())
-            if has_work and _read(path, dict, folder) != about:
+            if has_work and _read_selection(path, dict, folder) != about:
                 raise UsageError(
                     f"{folder} holds training for another model or with other options: use the "
                     "same options, or another --output."
@@ -245,7 +252,13 @@ def _locked_folder(folder: Path, about: dict[str, Any]) -> Iterator[None]:
 
 
 def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | None:
-    """Return the translation of a teacher's tokens to its student's; None if they are equal."""
+    """Return a translation from a teacher's tokens to its student's tokens.
+
+    Returns None if both have the same vocabulary.
+
+    Raises:
+        UsageError: the student's vocabulary cannot express the teacher's text.
+    """
     teacher_tokenizer, student_tokenizer = build_tokenizer(teacher), build_tokenizer(student)
     if has_same_tokens(student_tokenizer, teacher_tokenizer):
         return None
@@ -259,11 +272,15 @@ def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | No
 
 
 def _cut_student(
-    student: Student, shape: StudentShape, examples: list[Example], folder: Path, report: Report
+    student: Student,
+    shape: StudentShape,
+    examples: list[TrainingExample],
+    folder: Path,
+    report: Report,
 ) -> Student:
-    """Return a student that is a part of its teacher with the requested shape.
+    """Cut a student out of its teacher: some of its layers, heads and channels.
 
-    The selection of layers, heads and channels is saved in `folder`.
+    `shape` says how many, and `examples` decide which. The selection is saved in `folder`.
     """
     texts = [
         [int(token) for token in example.tokens[-_SELECTION_TOKENS:]]
@@ -273,7 +290,7 @@ def _cut_student(
     if shape.layers is not None and shape.layers < spec.num_layers:
         path = folder / _LAYERS_FILE
         if path.is_file():
-            layers = _read(path, _KeptLayers, folder).layers
+            layers = _read_selection(path, _KeptLayers, folder).layers
         else:
             layers = choose_layers(spec, student.tensors, texts, shape.layers, report)
             write_checked_json(path, {"kept": layers})
@@ -282,7 +299,7 @@ def _cut_student(
         return student
     path = folder / _WIDTHS_FILE
     if path.is_file():
-        widths = _read(path, Widths, folder)
+        widths = _read_selection(path, Widths, folder)
     else:
         kv_heads = shape.kv_heads or spec.num_kv_heads
         feed_forward = shape.feed_forward or spec.ffn_size
@@ -295,8 +312,14 @@ def _cut_student(
     return _with_widths(student, widths)
 
 
-def _read(path: Path, kind: type[T], folder: Path) -> T:
-    """Return the saved selection of the teacher's parts; UsageError if its file is damaged."""
+def _read_selection(path: Path, kind: type[T], folder: Path) -> T:
+    """Read which layers, or which heads and channels, of the teacher a student keeps.
+
+    An earlier run has saved the selection.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
     try:
         return msgspec.convert(read_checked_json(path), kind)
     except (ModelFormatError, msgspec.ValidationError) as error:
@@ -332,7 +355,7 @@ def _with_widths(student: Student, widths: Widths) -> Student:
     return Student(student.metadata | changed, student.fixed, spec, tensors)
 
 
-def _describe(likeness: Likeness, *, is_same: bool) -> str:
+def _describe(likeness: StudentScore, *, is_same: bool) -> str:
     figure = "KL from the teacher" if is_same else "loss"
     share = "same top token" if is_same else "right tokens"
     return f"held out: {figure} {likeness.loss:.3f}, {share} {likeness.right:.1%}"

@@ -17,7 +17,7 @@ from twostroke.model.quant.grouped import scale_rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from twostroke.lab.compress.saved_work import Matrices
+    from twostroke.lab.compress.saved_work import SavedMatrices
     from twostroke.model.program import Op, Program
     from twostroke.model.quant import Floats
 
@@ -33,14 +33,15 @@ _UNIT: Final = np.float32(1)
 
 
 class ChannelEqualizer:
-    """Divides inputs of matrix products by factors per channel, so that rounding changes less.
+    """Moves factors per channel between neighbouring matrices, so that rounding changes less.
 
-    The factors are multiplied into the matrices, and taken out of the operation that computes the
-    inputs, so that the model computes the same. `round_weight` rounds the matrices to measure the
-    error. Factors are saved in `store`. `changed` has the weights that factors were moved out of.
+    The inputs of a matrix product are divided by the factors, in the operation that computes these
+    inputs, and the product's matrix is multiplied by them. So the model computes the same. Before
+    and after, `round_weight` rounds the matrix to measure the error. The factors are saved in
+    `store`. `changed` has the weights that factors were moved out of.
     """
 
-    def __init__(self, program: Program, round_weight: Rounder, store: Matrices) -> None:
+    def __init__(self, program: Program, round_weight: Rounder, store: SavedMatrices) -> None:
         """Index a Program's operations by the value they compute and the values they read."""
         self._op_by_output = {op.output: op for op in program.ops}
         self._readers: dict[str, list[Op]] = {}
@@ -63,9 +64,10 @@ class ChannelEqualizer:
         return factors if is_valid else None
 
     def choose(self, x: str, moments: Moments, tensors: Tensors) -> Floats:
-        """Choose and save the factors that divide the value `x` so that its products change least.
+        """Choose the factors by which the value `x` is divided so that rounding changes least.
 
-        Return the factors: (width,).
+        `x` is the input of some matrix products, `moments` are its second moments. The factors,
+        (width,), are saved and returned. They are 1 if no factors can be moved.
         """
         source, unit_factors = self._source(x), np.ones(len(moments.damped), np.float32)
         if source is None:
@@ -81,7 +83,7 @@ class ChannelEqualizer:
             log_factors = share * _log_sizes(inputs) - (1 - share) * _log_sizes(sizes)
             log_factors = log_factors - log_factors.mean()
             log_factors = np.clip(log_factors, -_MAX_LOG_FACTOR, _MAX_LOG_FACTOR)
-            candidates.append(self._possible(source, log_factors, tensors))
+            candidates.append(self._movable_factors(source, log_factors, tensors))
 
         def loss(factors: Floats) -> float:
             scaled, total = divided_moments(moments, factors), 0.0
@@ -101,26 +103,26 @@ class ChannelEqualizer:
         return best
 
     def move(self, x: str, factors: Floats, tensors: Tensors) -> dict[str, QuantTensor]:
-        """Return the weights, by name, that change when the value `x` is divided by factors."""
+        """Divide the value `x` by factors; return all weights that change by this, by name."""
         source = self._source(x)
         if source is None or (factors == 1).all():
             return {}
         if isinstance(source, ops.RMSNorm):
             changed = {_norm_weight(source): self._norm(source, factors, tensors)}
         elif isinstance(source, ops.GatedActivation):
-            changed = self._divided(source.up, factors, tensors)
+            changed = self._divide_outputs(source.up, factors, tensors)
         else:
             heads = factors.reshape(source.num_kv_heads, source.group_size, source.head_dim)
-            changed = self._divided(source.v, heads[:, 0].reshape(-1), tensors)
+            changed = self._divide_outputs(source.v, heads[:, 0].reshape(-1), tensors)
         self.changed |= changed
         scaled = {name: tensors[name].dequantize() * factors for name in self.products(x)}
         floats = {name: QuantTensor.from_floats(w, FORMATS["F32"]) for name, w in scaled.items()}
         return {**changed, **floats}
 
     def _source(self, x: str) -> Source | None:
-        """Return the operation that computes the value `x`, if factors can be moved into it.
+        """Return the operation that computes the value `x`, to divide its outputs by factors.
 
-        Otherwise return None.
+        Returns None if the operation cannot be changed this way.
         """
         op = self._op_by_output[x]
         if not all(isinstance(reader, ops.Linear) for reader in self._readers[x]):
@@ -134,8 +136,8 @@ class ChannelEqualizer:
                 return op
         return None
 
-    def _possible(self, source: Source, log_factors: Floats, tensors: Tensors) -> Floats:
-        """Return the factors nearest to exp(`log_factors`) that can be moved into `source`.
+    def _movable_factors(self, source: Source, log_factors: Floats, tensors: Tensors) -> Floats:
+        """Return the factors nearest to exp(`log_factors`) by which `source` can be divided.
 
         An already rounded matrix can be divided by powers of two. The weight of a norm is rounded
         to its format after the division.
@@ -158,8 +160,10 @@ class ChannelEqualizer:
         norm, offset = tensors[_norm_weight(source)], np.float32(source.offset)
         return QuantTensor.from_floats((norm.dequantize() + offset) / factors - offset, norm.format)
 
-    def _divided(self, name: str, factors: Floats, tensors: Tensors) -> dict[str, QuantTensor]:
-        """Return the changed weights, by name, of a matrix product whose outputs are divided."""
+    def _divide_outputs(
+        self, name: str, factors: Floats, tensors: Tensors
+    ) -> dict[str, QuantTensor]:
+        """Divide the outputs of a matrix product by factors; return its changed weights by name."""
         op = self._op_by_output[name]
         assert isinstance(op, ops.Linear)
         weight = tensors[op.weight]
@@ -175,7 +179,7 @@ class ChannelEqualizer:
 
 
 def divided_moments(moments: Moments, factors: Floats) -> Moments:
-    """Return the second moments of a product's inputs after the inputs are divided by factors."""
+    """Return the second moments of a matrix product's inputs after a division by factors."""
     damped = moments.damped / factors / factors[:, None]
     return Moments(damped, moments.factor * factors[:, None])
 
@@ -191,9 +195,9 @@ def _norm_weight(norm: ops.RMSNorm) -> str:
 
 
 def has_own_values(op: ops.Attention, operations: Collection[Op]) -> bool:
-    """Whether an attention layer's values come from a matrix product that only this layer reads.
+    """Whether an attention layer gets its values from a matrix product that only it reads.
 
-    Then factors can be moved into the product's matrix.
+    If so, the outputs of this product can be scaled without changing other layers.
     """
     readers = [op for op in operations if isinstance(op, ops.Attention)]
     is_only_reader = [reader.layer for reader in readers].count(op.layer) == 1

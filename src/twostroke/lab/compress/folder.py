@@ -18,7 +18,7 @@ from twostroke.engine.canary import REPORT_FILE
 from twostroke.lab.compress.equalize import ChannelEqualizer
 from twostroke.lab.compress.grids import group_grid
 from twostroke.lab.compress.hf_files import config_of, write_tokenizer
-from twostroke.lab.compress.mixes import report_left_in_floats
+from twostroke.lab.compress.mixes import report_float_matrices
 from twostroke.lab.compress.report import make_report
 from twostroke.lab.compress.round import round_to
 from twostroke.lab.compress.walk import round_products, with_progress
@@ -52,9 +52,10 @@ _CODES_PER_WORD: Final = 8  # of 4 bits
 def write_folder(
     source: LoadedModel, target: str, part: Path, calibration: CalibrationText, notice: Notice
 ) -> FileReport:
-    """Write a model as a quantized compressed-tensors folder.
+    """Quantize a model, and write it as a folder in the compressed-tensors format.
 
-    The folder is `part`, and `target` is one of FOLDER_TARGETS.
+    The folder is `part`, and `target` is one of FOLDER_TARGETS. Returns the quality report, which
+    is written to the folder.
 
     Raises:
         TwostrokeError: the model's family cannot be written.
@@ -67,7 +68,7 @@ def write_folder(
     products = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
     widths = {key: source.tensors[key].shape[-1] for key in products}
     floats = {key: width for key, width in widths.items() if width % _GROUP_SIZES[-1]}
-    report_left_in_floats(floats, len(products), f"{_GROUP_SIZES[-1]} values", notice)
+    report_float_matrices(floats, len(products), f"{_GROUP_SIZES[-1]} values", notice)
     products = [key for key in products if key not in floats]
     group = next(size for size in _GROUP_SIZES if not any(widths[key] % size for key in products))
     dtype = "F16" if config.get("torch_dtype", config.get("dtype")) == "float16" else "BF16"
@@ -132,7 +133,10 @@ def published_names(source: LoadedModel) -> dict[str, str]:
 
 
 def undo_rope_order(source: LoadedModel, key: str, tensor: QuantTensor) -> QuantTensor:
-    """Undo the row order that GGUF files give queries and keys for RoPE in adjacent pairs."""
+    """Undo the row order that GGUF files give the matrices of queries and keys.
+
+    GGUF files order rows so that RoPE rotates adjacent rows; Hugging Face folders do not.
+    """
     kind = key.split(".")[-2]
     if not source.spec.rope.interleaved or kind not in {"attn_q", "attn_k"}:
         return tensor
@@ -190,7 +194,7 @@ def _quantization(bits: int, group: int, float_weights: list[str]) -> dict[str, 
 
 
 def _check(folder: Path, tensors: Mapping[str, QuantTensor]) -> None:
-    """Check that the written folder loads as the same tensors, bit for bit."""
+    """Check that the tensors read from the written folder equal `tensors`, bit for bit."""
     read = load(str(folder)).tensors
     for key, tensor in tensors.items():
         if key not in read or not np.array_equal(read[key].dequantize(), tensor.dequantize()):

@@ -44,13 +44,19 @@ class RoundedGroups(Frozen, eq=False):
     bottoms: Floats
 
     @property
-    def shares(self) -> Floats:
-        """The groups' scales as whole multiples of `tops`: (super-blocks, groups)."""
+    def scale_multiples(self) -> Floats:
+        """The groups' scales as whole multiples of `tops`.
+
+        Shaped (super-blocks, groups of a super-block).
+        """
         return _shares(self.scales, self.tops)
 
     @property
-    def depths(self) -> Floats:
-        """Groups' negated smallest values as multiples of `bottoms`: (super-blocks, groups)."""
+    def minimum_multiples(self) -> Floats:
+        """The groups' negated smallest values as whole multiples of `bottoms`.
+
+        Shaped (super-blocks, groups of a super-block).
+        """
         return _shares(-self.smallest, self.bottoms)
 
 
@@ -111,18 +117,20 @@ def _pack_nl(rounded: RoundedGroups) -> Bytes:
 
 
 def _pack_xs(rounded: RoundedGroups) -> Bytes:
-    return pack_iq4_xs(rounded.tops, rounded.shares, rounded.levels.view(np.uint8).reshape(-1, 256))
+    return pack_iq4_xs(
+        rounded.tops, rounded.scale_multiples, rounded.levels.view(np.uint8).reshape(-1, 256)
+    )
 
 
 def _pack_k(rounded: RoundedGroups, bits: int) -> Bytes:
-    shares = rounded.shares.astype(np.uint8), rounded.depths.astype(np.uint8)
+    shares = rounded.scale_multiples.astype(np.uint8), rounded.minimum_multiples.astype(np.uint8)
     codes = rounded.levels.view(np.uint8).reshape(-1, 256)
     return pack_super_blocks((rounded.tops, rounded.bottoms), shares, codes, bits)
 
 
 def _pack_groups_of_16(rounded: RoundedGroups, half: int, pack: Packer) -> Bytes:
     codes = (rounded.levels + np.int8(half)).view(np.uint8).reshape(-1, 256)
-    return pack(rounded.tops, rounded.shares, codes)
+    return pack(rounded.tops, rounded.scale_multiples, codes)
 
 
 def _groups_of_16(half: int, pack: Packer, peaks: tuple[float, ...], max_share: int) -> BlockGrid:
@@ -132,7 +140,7 @@ def _groups_of_16(half: int, pack: Packer, peaks: tuple[float, ...], max_share: 
 
 
 def group_grid(bits: int, group: int, dtype: str) -> BlockGrid:
-    """Return the grid of the groups in compressed-tensors folders, with scales in F16 or BF16.
+    """Return the values to which compressed-tensors folders round: groups with F16 or BF16 scales.
 
     Groups of 4 bits have zero points, groups of 8 bits have none.
     """

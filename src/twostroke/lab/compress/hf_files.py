@@ -40,7 +40,9 @@ _BYTE_LEVEL: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offs
 
 
 def config_of(source: LoadedModel) -> dict[str, Any]:
-    """Return the config.json of a model; it is made from the metadata of a GGUF file.
+    """Return the contents of a model's config.json for a Hugging Face folder.
+
+    They are made from the metadata if the model is a GGUF file.
 
     Raises:
         TwostrokeError: the model's family is not supported.

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class FormatMix(Frozen):
-    """The formats of a GGUF file's matrices, by kind of matrix (such as Q4_K_M).
+    """The number formats of a GGUF file's matrices under a name such as Q4_K_M.
 
     Attributes:
         file_type: number of the mix in GGUF files.
         layers: format of the matrices of layers.
         tables: format of embeddings and logits.
-        finer: formats of some kinds of matrices in layers for which `is_finer(layer,
-            num_layers)` is true.
+        finer: formats with more bits for some kinds of matrices, in the layers for which
+            `is_finer(layer, num_layers)` is true.
         is_finer: chooses these layers.
     """
 
@@ -43,7 +43,7 @@ def _first_eighth(layer: int, count: int) -> bool:
 
 
 def _ends_and_each_third(layer: int, count: int) -> bool:
-    """Whether a layer gets the finer format in mixes that use it for some layers.
+    """Whether a layer gets more bits in a mix such as Q4_K_M, which gives them to some layers.
 
     These are the first and last eighth of the layers, and every third layer between.
     """
@@ -85,11 +85,11 @@ FALLBACKS = {"Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1
 def formats_of(
     program: Program, tensors: Mapping[str, QuantTensor], mix: FormatMix
 ) -> dict[str, str]:
-    """Return the format of each matrix in a mix.
+    """Return the number format of each matrix of a model under a mix such as Q4_K_M.
 
-    A matrix whose rows do not fill whole blocks gets a float format.
+    A matrix whose rows do not fill whole blocks of the format gets a float format.
     """
-    num_layers = 1 + max((layer_of(key) for key in tensors if key.startswith("blk.")), default=0)
+    num_layers = 1 + max((layer_index(key) for key in tensors if key.startswith("blk.")), default=0)
     formats: dict[str, str] = {}
     for op in program.ops:
         is_table = isinstance(op, ops.Embed | ops.Logits)
@@ -98,7 +98,7 @@ def formats_of(
                 continue
             name, width = mix.tables if is_table else mix.layers, weight.shape[-1]
             kind = weight.name.split(".")[-2]
-            if kind in mix.finer and mix.is_finer(layer_of(weight.name), num_layers):
+            if kind in mix.finer and mix.is_finer(layer_index(weight.name), num_layers):
                 name = mix.finer[kind]
             name = format_for_width(name, width)
             if width % FORMATS[name].block_size:
@@ -108,7 +108,7 @@ def formats_of(
 
 
 def float_format(tensor: QuantTensor) -> str:
-    """Return the float format of a matrix that is not rounded.
+    """Return the float format in which a matrix is stored that is not rounded.
 
     It has 16 bits, or 32 if values overflow.
     """
@@ -117,19 +117,21 @@ def float_format(tensor: QuantTensor) -> str:
     return "F16" if np.abs(tensor.dequantize()).max() <= np.finfo(np.float16).max else "F32"
 
 
-def left_in_floats(
+def float_matrix_widths(
     formats: Mapping[str, str], tensors: Mapping[str, QuantTensor], mix: FormatMix
 ) -> dict[str, int]:
-    """Return the row widths of the matrices that get a float format instead of the mix's."""
+    """Return the matrices that stay in floats although the mix rounds, with their row widths."""
     if mix.layers in FLOATS:
         return {}
     return {key: tensors[key].shape[-1] for key, name in formats.items() if name in FLOATS}
 
 
-def report_left_in_floats(
+def report_float_matrices(
     widths: Mapping[str, int], num_matrices: int, name: str, notice: Callable[[str], None]
 ) -> None:
-    """Report which matrices keep 16 or more bits because blocks do not fill their rows.
+    """Tell the user which matrices keep 16 or more bits because blocks do not fill their rows.
+
+    `widths` has the row widths of these matrices, of `num_matrices` in all.
 
     Raises:
         TwostrokeError: no matrix can be rounded.
@@ -150,21 +152,24 @@ def format_for_width(name: str, width: int) -> str:
     return FALLBACKS.get(name, name) if width % FORMATS[name].block_size else name
 
 
-def layer_of(key: str) -> int:
+def layer_index(key: str) -> int:
     """Return the number of the layer to which a matrix belongs, by the matrix's name."""
     return int(key.split(".")[1])
 
 
 def is_rounded(key: str, name: str) -> bool:
-    """Whether a matrix is rounded with calibration.
+    """Whether `quantize` rounds a matrix with calibration.
 
-    It must belong to a layer, and its format must be one of GRIDS.
+    The matrix must belong to a layer, and its format `name` must be one of GRIDS.
     """
     return key.startswith("blk.") and name in GRIDS
 
 
 def file_type_of(tensors: Iterable[QuantTensor]) -> int:
-    """Return the GGUF file type that is named after the format with the most values."""
+    """Return the GGUF file type of a file with mixed formats, by its most common format.
+
+    The most common format is the format with the most values.
+    """
     counts: dict[str, int] = {}
     for tensor in tensors:
         counts[tensor.format.name] = counts.get(tensor.format.name, 0) + tensor.num_values

@@ -15,15 +15,20 @@ from twostroke.core.files import (
 )
 from twostroke.core.options import ComputeOptions
 from twostroke.engine.canary import REPORT_KEY
-from twostroke.lab.compress.choose import CalibrationText, FormatChooser, check_size, round_matrices
+from twostroke.lab.compress.choose import (
+    CalibrationText,
+    FormatChooser,
+    max_matrix_bytes,
+    round_matrices,
+)
 from twostroke.lab.compress.folder import FOLDER_TARGETS, write_folder
 from twostroke.lab.compress.mixes import (
     MIXES,
     file_type_of,
+    float_matrix_widths,
     formats_of,
     is_rounded,
-    left_in_floats,
-    report_left_in_floats,
+    report_float_matrices,
 )
 from twostroke.lab.compress.report import (
     FileReport,
@@ -48,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
-    from twostroke.lab.compress.allocate import Goal
+    from twostroke.lab.compress.allocate import QuantizationGoal
     from twostroke.model.weights import LoadedModel
     from twostroke.model.weights.write_gguf import Value
 
@@ -66,7 +71,7 @@ _DROPPED_KEYS = ("split.", "quantize.", "twostroke.", "general.alignment")
 
 def quantize(
     model: str,
-    target: str | Goal,
+    target: str | QuantizationGoal,
     out: Path,
     text: str | None,
     num_tokens: int,
@@ -130,25 +135,28 @@ def quantize(
 
 def _write(
     source: LoadedModel,
-    target: str | Goal,
+    target: str | QuantizationGoal,
     *,
     part: Path,
     calibration: CalibrationText,
     notice: Notice,
     tuning_minutes: float,
 ) -> FileReport:
-    """Quantize a model and write its GGUF file `part`, first without and then with its report."""
+    """Quantize a model to a GGUF file, and score the file for its quality report.
+
+    The file `part` is written twice, first without and then with its report.
+    """
     metadata, fixed = gguf_contents(source)
     program = build_program(source.spec)
     mix = MIXES[target if isinstance(target, str) else _DEFAULT_MIX]
     formats = formats_of(program, source.tensors, mix)
     tensors = dict(source.tensors)
-    floats = left_in_floats(formats, source.tensors, mix)
-    report_left_in_floats(floats, len(formats), mix.layers, notice)
+    floats = float_matrix_widths(formats, source.tensors, mix)
+    report_float_matrices(floats, len(formats), mix.layers, notice)
     rounded = {key: name for key, name in formats.items() if is_rounded(key, name)}
     for key in formats.keys() - rounded.keys():
         tensors[key] = QuantTensor.from_floats(tensors[key].dequantize(), FORMATS[formats[key]])
-    other_bytes = _bytes_of_others(source, tensors, fixed, rounded)
+    other_bytes = _max_other_bytes(source, tensors, fixed, rounded)
     if isinstance(target, str):
         _warn_if_not_fewer_bits(source.tensors, formats, notice)
         _warn_if_larger(source, other_bytes + _size_in_formats(source.tensors, rounded), notice)
@@ -159,7 +167,7 @@ def _write(
     else:
         if target.kl is None:
             require_disk_space(
-                part, other_bytes + check_size(tensors, rounded, target, other_bytes)
+                part, other_bytes + max_matrix_bytes(tensors, rounded, target, other_bytes)
             )
         chooser = FormatChooser(
             program,
@@ -198,10 +206,13 @@ def _tuned_tensors(
     folder: Path,
     notice: Notice,
 ) -> dict[str, QuantTensor]:
-    """Train the scales and norms of quantized tensors for `minutes`; return the changed tensors.
+    """Train the scales and norms of a quantized model for `minutes`; return the changed tensors.
 
-    They are trained on answers of `source`. Work that an interrupted call saved in `folder` is
-    used. Needs PyTorch; raises as `tune` does.
+    The training text is answers of `source`. Work that an interrupted call saved in `folder` is
+    used. Needs PyTorch.
+
+    Raises:
+        MemoryLimitError: several float32 copies of the weights do not fit into memory.
     """
     from twostroke.lab.train.tune import tune
 
@@ -224,13 +235,13 @@ def _size_in_formats(tensors: Mapping[str, QuantTensor], formats: Mapping[str, s
     return sum(FORMATS[name].num_bytes(tensors[key].num_values) for key, name in formats.items())
 
 
-def _bytes_of_others(
+def _max_other_bytes(
     source: LoadedModel,
     tensors: Mapping[str, QuantTensor],
     fixed: Mapping[str, QuantTensor],
     rounded: Collection[str],
 ) -> int:
-    """Return an upper bound for the bytes of a quantized file without its rounded matrices."""
+    """Return an upper bound for the size of a quantized file without its rounded matrices."""
     all_tensors = (*source.tensors.values(), *fixed.values())
     header_bytes = source.file_bytes - sum(tensor.num_bytes for tensor in all_tensors)
     others = [tensors[key] for key in tensors.keys() - set(rounded)] + list(fixed.values())
@@ -240,7 +251,7 @@ def _bytes_of_others(
 
 
 def gguf_contents(source: LoadedModel) -> tuple[dict[str, Value], dict[str, QuantTensor]]:
-    """Return the metadata of a model's GGUF file, and its tensors that quantizing does not change.
+    """Return the metadata and the tensors that a quantized file copies from its source file.
 
     Raises:
         TwostrokeError: the model is not a GGUF file, or has stacked weights.

@@ -22,10 +22,10 @@ from twostroke.core.options import (
     EngineOptions,
 )
 from twostroke.engine.canary import CanaryScores, FirstLoadCheck, read_report, score_canary
-from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.lab.measure.compare import ComparedModel, compare_models, held_out_text, pieces_of
 from twostroke.lab.measure.divergence import LogitsComparison  # noqa: TC001 - msgspec needs it
-from twostroke.lab.measure.questions import Flips, choices
-from twostroke.lab.measure.single_step import NUM_CYCLES, Shape, SingleStep
+from twostroke.lab.measure.questions import Flips, likeliest_answers
+from twostroke.lab.measure.single_step import NUM_CYCLES, SingleStep, StepShape
 from twostroke.model.families import build_program
 from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS, PageGroups
@@ -46,7 +46,7 @@ _STORED_TOKENS = 1024  # whose keys and values count as memory
 
 
 class TextFacts(Frozen):
-    """A text used for a report: its SHA-256 in UTF-8, and how many of its tokens were used."""
+    """Facts about a text in a quality report: its SHA-256, and how many tokens were used."""
 
     sha256: str
     num_tokens: int
@@ -58,7 +58,7 @@ class TextFacts(Frozen):
 
 
 class MatrixReport(Frozen):
-    """A report's line about all matrices of one kind, such as `ffn_down`.
+    """A line of a quality report about all matrices of one kind, such as `ffn_down`.
 
     It has their formats, bits per value, and bytes.
     """
@@ -99,8 +99,8 @@ class FileReport(Frozen):
         rows_per_s: prefill speed.
         tokens_per_s: decode speed of one stream.
         machine: the machine of both speeds.
-        canary: answers that later loads must reproduce.
-        flips: questions that the file answers differently.
+        canary: scores of the canary text, which later loads of the file must reproduce.
+        flips: multiple-choice questions that the file answers differently from its source.
         version: version of the report.
     """
 
@@ -123,10 +123,10 @@ class FileReport(Frozen):
     version: int = 1
 
     @property
-    def doubt(self) -> str | None:
-        """A sentence that says why the comparison tells nothing about the original model.
+    def source_warning(self) -> str | None:
+        """A warning if the source had as few bits as this file; else None.
 
-        It is None if the comparison does.
+        Then the divergence from the source says nothing about the original model.
         """
         if self.source_bits > self.bits:
             return None
@@ -143,7 +143,7 @@ class FileReport(Frozen):
 def make_report(
     source: LoadedModel, path: Path, target: str, calibration: TextFacts | None
 ) -> FileReport:
-    """Load a quantized model's file, and return the report of how it differs from its source.
+    """Load a quantized model's file, compare it with its source, and return the quality report.
 
     Raises:
         QualityError: the file writes garbage.
@@ -154,18 +154,19 @@ def make_report(
     pieces = pieces_of(text, [str(source.path)])
     compute = ComputeOptions(backend="cpu", activation_bits=DEFAULT_ACTIVATION_BITS)
     expected, actual = (
-        Subject(str(model_path), compute, CacheOptions()) for model_path in (source.path, path)
+        ComparedModel(str(model_path), compute, CacheOptions())
+        for model_path in (source.path, path)
     )
-    (scored, *_) = compare_subjects(expected, [actual], pieces, lambda _: None)
+    (scored, *_) = compare_models(expected, [actual], pieces, lambda _: None)
     with closing(scoring_backend(source)) as backend:
-        source_choices = choices(backend, build_tokenizer(source))
+        source_choices = likeliest_answers(backend, build_tokenizer(source))
     return FileReport(
         source=source.name,
         source_sha256=_files_sha256(source),
-        source_bits=bits_per_value(_layers(source.tensors)),
+        source_bits=bits_per_value(_layer_matrices(source.tensors)),
         target=target,
-        bits=bits_per_value(_layers(written.tensors)),
-        kinds=_kinds(written.tensors),
+        bits=bits_per_value(_layer_matrices(written.tensors)),
+        kinds=_matrix_reports(written.tensors),
         num_bytes=sum(tensor.num_bytes for tensor in written.tensors.values()),
         memory_bytes=measured.memory_bytes,
         comparison=scored.comparison,
@@ -180,7 +181,7 @@ def make_report(
 
 
 def check_canary(loaded: LoadedModel, backend: CpuBackend, message: str = _REMOVED) -> CanaryScores:
-    """Check by a canary prompt that a model writes no garbage; return the result.
+    """Check that a model writes no garbage, by its scores of the canary text; return them.
 
     `message` is the text of the error, with fields `model` and `fault`.
 
@@ -226,7 +227,7 @@ def _measure(loaded: LoadedModel) -> _FileMeasurement:
             backend.facts.weight_bytes + _stored_bytes(program),
             1 / _step_s(backend, program, _shape(program)),
             backend.facts.full_detail,
-            choices(backend, tokenizer),
+            likeliest_answers(backend, tokenizer),
         )
 
 
@@ -241,9 +242,9 @@ def scoring_backend(loaded: LoadedModel) -> CpuBackend:
     )
 
 
-def _shape(program: Program) -> Shape:
+def _shape(program: Program) -> StepShape:
     """Return the shape of the decode step that is timed for a report."""
-    return Shape.decode(1, min(_CONTEXT_TOKENS, program.context_length - NUM_CYCLES - 2))
+    return StepShape.decode(1, min(_CONTEXT_TOKENS, program.context_length - NUM_CYCLES - 2))
 
 
 def _stored_bytes(program: Program) -> int:
@@ -251,7 +252,7 @@ def _stored_bytes(program: Program) -> int:
     return page_bytes * len(program.cache_groups)
 
 
-def _step_s(backend: CpuBackend, program: Program, shape: Shape) -> float:
+def _step_s(backend: CpuBackend, program: Program, shape: StepShape) -> float:
     single = SingleStep(backend, program, shape)
     try:
         single.run()  # fills caches
@@ -260,8 +261,8 @@ def _step_s(backend: CpuBackend, program: Program, shape: Shape) -> float:
         single.close()
 
 
-def _kinds(tensors: Mapping[str, QuantTensor]) -> tuple[MatrixReport, ...]:
-    """Return a report's line for each kind of matrix, in the order of `tensors`."""
+def _matrix_reports(tensors: Mapping[str, QuantTensor]) -> tuple[MatrixReport, ...]:
+    """Return a quality report's lines about matrices, one for each kind of matrix."""
     groups: dict[str, dict[str, QuantTensor]] = {}
     for key, tensor in tensors.items():
         if len(tensor.shape) == 2:
@@ -278,8 +279,8 @@ def _kinds(tensors: Mapping[str, QuantTensor]) -> tuple[MatrixReport, ...]:
     )
 
 
-def _layers(tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
-    """Return the tensors that are matrices of layers, by name."""
+def _layer_matrices(tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
+    """Return the matrices of layers among some tensors, by name."""
     return {k: t for k, t in tensors.items() if k.startswith("blk.") and len(t.shape) == 2}
 
 

@@ -34,9 +34,10 @@ _FLOATS = ctypes.POINTER(c_float)
 
 
 class Moments(Frozen, eq=False):
-    """The damped second moments of a matrix product's inputs, (width, width).
+    """Second moments of a matrix product's inputs, as GPTQ uses them (its Hessian).
 
-    `inverse_factors` are the triangular factors of their inverse, of the same shape.
+    `damped` is (width, width), with a damped diagonal. `factor` is the triangular factor of its
+    inverse, of the same shape.
     """
 
     damped: Floats
@@ -44,7 +45,7 @@ class Moments(Frozen, eq=False):
 
 
 def outer_products(inputs: Floats) -> Floats:
-    """Return the sum of the outer products of a product's input rows: (width, width).
+    """Return the sum of the outer products of a matrix product's input rows: (width, width).
 
     `inputs` is (rows, width).
     """
@@ -52,10 +53,11 @@ def outer_products(inputs: Floats) -> Floats:
 
 
 def damped_moments(parts: Iterable[Floats], run: Run = map) -> Moments:
-    """Return the moments of a product's inputs, from sums of outer products of parts of the text.
+    """Return the second moments of a matrix product's inputs on a calibration text.
 
-    Each sum is (width, width). Moments are shrunk towards their diagonal and damped, so that
-    rounding does not rely on correlations that only these few rows have. `run` may use threads.
+    `parts` are sums of outer products (width, width), one for each part of the text. Moments are
+    shrunk towards their diagonal and damped, so that rounding does not rely on correlations that
+    only these few rows have. `run` may use threads.
     """
     rest = iter(parts)
     damped = next(rest).copy()
@@ -125,7 +127,8 @@ def round_matrix(
 ) -> QuantTensor:
     """Return a matrix (outputs, inputs) rounded to the block format `name`, one of GRIDS.
 
-    Rows must fill whole blocks. The result does not depend on the number of threads.
+    `moments` are the second moments of its inputs. Rows must fill whole blocks. The result does not
+    depend on the number of threads.
     """
     return round_to(weight, moments, GRIDS[name], FORMATS[name], num_threads)
 
@@ -133,7 +136,7 @@ def round_matrix(
 def round_to(
     weight: Floats, moments: Moments, grid: BlockGrid, fmt: Format, num_threads: int | None = None
 ) -> QuantTensor:
-    """Return a matrix (outputs, inputs) rounded to a format with the levels of `grid`."""
+    """Return a matrix (outputs, inputs) rounded to the values of `grid`, in the format `fmt`."""
     data = grid.pack(round_groups(weight, moments, grid, num_threads))
     return QuantTensor(fmt, weight.shape, data.reshape(len(weight), -1))
 
@@ -141,7 +144,7 @@ def round_to(
 def round_groups(
     weight: Floats, moments: Moments, grid: BlockGrid, num_threads: int | None = None
 ) -> RoundedGroups:
-    """Return a matrix (outputs, inputs) rounded to a grid, as groups in the order of its rows."""
+    """Round a matrix (outputs, inputs) to a grid; return its groups in the order of its rows."""
     num_outputs, num_inputs = weight.shape
     num_groups = num_inputs // grid.group
     blocks = moments.damped.reshape(num_groups, grid.group, num_groups, grid.group)

@@ -36,10 +36,10 @@ _MAX_AGE_S: Final = 7 * 24 * 3600  # older work of interrupted commands is remov
 
 
 class SavedWork:
-    """Saved results of quantizing one model, by which an interrupted command continues."""
+    """Saved results of quantizing one model, with which an interrupted command continues."""
 
     def __init__(self, source: LoadedModel) -> None:
-        """Find the folder of saved results for `source`; remove interrupted commands' old work."""
+        """Use the saved results for the model `source`; remove results that are too old."""
         self._identity = weights_identity(source.tensors)[:24]
         self._root = env.cache_dir() / "quantize"
         self._used: set[Path] = set()
@@ -49,7 +49,10 @@ class SavedWork:
                     shutil.rmtree(folder)
 
     def pieces(self, num_tokens: int, make: Callable[[], list[list[int]]]) -> list[list[int]]:
-        """Return the model's saved calibration text; if there is none, save and return `make()`."""
+        """Return the model's saved calibration text; without one, save and return `make()`.
+
+        The text is a list of token sequences of `num_tokens` in all.
+        """
         path = (
             env.cache_dir()
             / "calibration"
@@ -65,29 +68,30 @@ class SavedWork:
 
     def matrices(
         self, tensors: Mapping[str, QuantTensor], formats: object, pieces: Pieces
-    ) -> Matrices:
-        """Return the saved matrices that are rounded to `formats` on the calibration text `pieces`.
+    ) -> SavedMatrices:
+        """Return the saved matrices that were rounded to `formats` on a calibration text.
 
-        `tensors` are all tensors of the model; tensors that are not rounded have final formats.
+        `pieces` are the text's token sequences. `tensors` are all tensors of the model; tensors
+        that are not rounded have final formats.
         """
         tensor_formats = sorted((name, tensor.format.name) for name, tensor in tensors.items())
         folder = self.folder(tensor_formats, formats, [list(piece) for piece in pieces])
-        return Matrices(folder)
+        return SavedMatrices(folder)
 
     def folder(self, *description: object) -> Path:
-        """Return the folder for saved work that the values of `description` determine."""
+        """Return the folder of the saved work that these values describe."""
         digest = hashlib.sha256(repr((_METHOD_VERSION, *description)).encode()).hexdigest()
         folder = self._root / f"{self._identity}-{digest[:16]}"
         self._used.add(folder)
         return folder
 
     def drop(self) -> None:
-        """Remove all folders of saved work that this command used, because the command is done."""
+        """Remove all saved work that this command used, because the command is done."""
         for folder in self._used:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class Matrices:
+class SavedMatrices:
     """Saved rounded matrices, each in its own file of a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -107,7 +111,7 @@ class Matrices:
         return QuantTensor(fmt, shape, np.frombuffer(codes, np.uint8).reshape(shape[0], -1))
 
     def all_of(self, matrices: Iterable[tuple[str, QuantTensor]]) -> dict[str, QuantTensor]:
-        """Save each rounded matrix when it arrives, and return all matrices by name."""
+        """Save each rounded matrix when it arrives, and return all matrices by name at the end."""
         tensors = {}
         for name, tensor in matrices:
             tensors[name] = tensor
@@ -130,7 +134,7 @@ class Matrices:
 
 
 def _digest(name: str, codes: bytes, shape: tuple[int, ...], fmt: Format) -> bytes:
-    """Return the digest that follows a rounded matrix in its file, to detect damage."""
+    """Return a digest of a rounded matrix, which is saved after it to detect damage."""
     hashed = hashlib.blake2b(codes, digest_size=_DIGEST_BYTES)
     hashed.update(repr((name, shape, fmt.name)).encode())
     return hashed.digest()

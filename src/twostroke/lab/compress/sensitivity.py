@@ -22,10 +22,10 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.lab.compress.grids import GRIDS
-from twostroke.lab.compress.mixes import format_for_width, layer_of
+from twostroke.lab.compress.mixes import format_for_width, layer_index
 from twostroke.lab.compress.round import round_matrix
 from twostroke.lab.compress.threads import own_threads
-from twostroke.lab.compress.walk import Stream, round_products, with_progress
+from twostroke.lab.compress.walk import CalibrationStream, round_products, with_progress
 from twostroke.lab.measure.compare import pieces_of
 from twostroke.model.program import ops
 from twostroke.model.quant import FORMATS
@@ -56,8 +56,8 @@ class Sensitivity(Frozen):
     Attributes:
         identity: identifies weights and calibration text.
         kl: by matrix and format, the KL divergence that this format of the matrix adds.
-        trials: the measured divergence of each part of the model; a part's key has its first
-            matrix and its number of matrices.
+        trials: measured divergence when a part of the model is rounded; a part's key has its
+            first matrix and its number of matrices.
         method: version of the measuring method.
     """
 
@@ -72,7 +72,7 @@ def sensitivity_of(
     tensors: Mapping[str, QuantTensor],
     names: Sequence[str],
     pieces: Sequence[Sequence[int]],
-    trials: Trials,
+    trials: DivergenceTrials,
     notice: Notice,
 ) -> Sensitivity:
     """Return how sensitive a model's output is to errors of the matrices `names`.
@@ -112,7 +112,7 @@ def sensitivity_of(
         return measured[key]
 
     kl: dict[str, dict[str, float]] = {}
-    for part, divergence in _tree(names, measure):
+    for part, divergence in _divergence_by_part(names, measure):
         total_loss = sum(losses[name][_TRIAL_FORMAT] for name in part) or 1.0
         for name in part:
             kl[name] = {fmt: divergence * loss / total_loss for fmt, loss in losses[name].items()}
@@ -121,23 +121,26 @@ def sensitivity_of(
     return sensitivity
 
 
-class Trials:
-    """Measures how much changed weights change a model's logits on the validation text."""
+class DivergenceTrials:
+    """Measures how far a model's logits diverge if some of its weights are changed.
+
+    The logits are those on a validation text.
+    """
 
     def __init__(self, program: Program, tensors: Mapping[str, QuantTensor], path: str) -> None:
-        """Compute the expected logits of the model at `path`, with unchanged weights."""
+        """Compute the logits of the unchanged model at `path`, with which trials are compared."""
         self._program, self._tensors = program, tensors
         self._pieces = pieces_of(choosing_text(), [path], _PIECE_TOKENS, _NUM_TOKENS)
         self._expected = ExpectedLogits(self._logits({}))
 
     def kl(self, changed: Mapping[str, QuantTensor]) -> float:
-        """Return the mean KL divergence in nats when the weights `changed` are replaced."""
+        """Return the mean KL divergence in nats of the model with its `changed` weights."""
         return self._expected.divergence(self._logits(changed))
 
     def _logits(self, changed: Mapping[str, QuantTensor]) -> Floats:
         tensors = {**self._tensors, **changed}
         with own_threads() as pool:
-            streams = [Stream(self._program, [piece]) for piece in self._pieces]
+            streams = [CalibrationStream(self._program, [piece]) for piece in self._pieces]
             for op in self._program.ops:
                 weights = {w.name: tensors[w.name].dequantize() for w in op.weights}
                 list(pool.map(lambda s, op=op, w=weights: s.run(op, w), streams))
@@ -147,9 +150,9 @@ class Trials:
 
 
 def _losses_by_format(weight: Floats, moments: Moments) -> dict[str, float]:
-    """Return the squared error of a matrix's outputs in each possible format.
+    """Estimate the squared error of a matrix product's outputs in each possible format.
 
-    The error is estimated from some of the rows.
+    The error is computed for some of the matrix's rows.
     """
     count = min(_NUM_SAMPLED_OUTPUTS, len(weight))
     rows = np.linspace(0, len(weight) - 1, count).astype(np.int64)
@@ -174,16 +177,16 @@ def formats_for(width: int) -> list[str]:
     ]
 
 
-def _tree(
+def _divergence_by_part(
     names: Collection[str], measure: Callable[[Sequence[str]], float]
 ) -> list[tuple[list[str], float]]:
-    """Divide a model's matrices into parts; return the matrices and the divergence of each part.
+    """Divide a model's matrices into parts, and measure the divergence when a part is rounded.
 
     Each step divides the part with the largest divergence. `measure` returns the divergence when
-    all matrices of a part are rounded.
+    all matrices of a part are rounded. Returns the matrices and the divergence of each part.
     """
     kinds: dict[str, list[str]] = {}
-    for name in sorted(names, key=layer_of):
+    for name in sorted(names, key=layer_index):
         kinds.setdefault(name.split(".", 2)[2], []).append(name)
     parts = [(members, measure(members)) for members in kinds.values()]
     for _ in range(_NUM_SPLITS):

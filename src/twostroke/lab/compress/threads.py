@@ -56,7 +56,7 @@ def _library_paths() -> list[str]:
 def _thread_functions(path: str) -> tuple[Any, Any] | None:
     """Return the functions of an OpenBLAS library that get and set its number of threads.
 
-    The result is None if the library has no such functions.
+    Returns None if the library has no such functions.
     """
     library = ctypes.CDLL(path)
     for name in _FUNCTION_NAMES:

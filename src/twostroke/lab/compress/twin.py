@@ -22,9 +22,10 @@ _MAX_FACTOR = 2.0  # the smallest factor is its inverse
 def twin_of(
     program: Program, tensors: Mapping[str, QuantTensor], seed: int = 0
 ) -> dict[str, QuantTensor]:
-    """Return the weights of a model's off-grid twin in float32, by name.
+    """Return the float32 weights, by name, of a model that computes the same as another model.
 
-    The twin computes the same function, with random factors moved between its matrices.
+    Random factors are moved between its matrices, so that no weight lies on the quantization grid
+    of a file. The twin of a model that was already quantized is a fair test for quantization.
     """
     rng = np.random.default_rng(seed)
     weights = {name: tensors[name].dequantize() for name in program.weight_shapes}
@@ -44,7 +45,7 @@ def _move(
     weights: dict[str, Floats],
     rng: np.random.Generator,
 ) -> None:
-    """Move random factors from the matrices of `products` into the operation `op` before them."""
+    """Multiply the outputs of `op` by random factors, and divide its readers' matrices by them."""
     match op:
         case ops.RMSNorm(num_groups=1, weight=str(weight)):
             factors = moved = _factors(op.width, rng)

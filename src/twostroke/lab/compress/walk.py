@@ -43,7 +43,11 @@ def round_products(
     *,
     equalizer: ChannelEqualizer | None = None,
 ) -> Iterator[tuple[str, QuantTensor]]:
-    """Yield the rounded weight of each matrix product in `names`, in the order of the Program.
+    """Round the matrices `names` in the order of the Program, on the inputs that they really get.
+
+    Each matrix is rounded for its inputs in the model with all earlier matrices rounded. Only the
+    inputs of one operation for all `pieces` are in memory at a time. The result does not depend on
+    the number of threads.
 
     Args:
         program: the model.
@@ -54,8 +58,8 @@ def round_products(
         load_rounded: returns a weight that was rounded before, or None.
         equalizer: moves factors between matrices before they are rounded.
 
-    Only the inputs of one operation for all `pieces` are in memory at a time. The result does not
-    depend on the number of threads.
+    Yields:
+        The name and the rounded weight of each matrix.
     """
     current = dict(tensors)
     products: dict[str, list[str]] = {}  # weights by their input
@@ -65,7 +69,8 @@ def round_products(
     moments: Moments | None = None
     with own_threads() as pool:
         streams = [
-            Stream(program, pieces[i::_NUM_PARTS]) for i in range(min(_NUM_PARTS, len(pieces)))
+            CalibrationStream(program, pieces[i::_NUM_PARTS])
+            for i in range(min(_NUM_PARTS, len(pieces)))
         ]
         for op in program.ops:
             if isinstance(op, ops.Logits):
@@ -93,7 +98,7 @@ def round_products(
                 yield op.weight, tensor
                 current[op.weight] = tensor
             weights = {weight.name: current[weight.name].dequantize() for weight in op.weights}
-            list(pool.map(partial(Stream.run, op=op, weights=weights), streams))
+            list(pool.map(partial(CalibrationStream.run, op=op, weights=weights), streams))
 
 
 def with_progress(
@@ -108,8 +113,11 @@ def with_progress(
             notice(f"Rounded {count} of {total} matrices, {left_s:.0f} s left")
 
 
-class Stream:
-    """Calibration sequences on their way through the model; each has its own KV page."""
+class CalibrationStream:
+    """Calibration sequences that run through a model, one operation at a time.
+
+    `values` has the values that later operations read. Each sequence has its own KV page.
+    """
 
     def __init__(self, program: Program, pieces: Sequence[Sequence[int]]) -> None:
         num_groups, length = len(program.cache_groups), max(map(len, pieces))
@@ -126,7 +134,10 @@ class Stream:
         self.values: dict[str, Floats] = {}
 
     def run(self, op: Op, weights: Mapping[str, Floats]) -> None:
-        """Compute the operation `op` for all sequences; drop values that are no longer read."""
+        """Compute the operation `op` for all sequences.
+
+        Values that no later operation reads are dropped.
+        """
         sampled = np.arange(len(self._tokens))
         step = ReferenceStepState(
             tokens=self._tokens,

@@ -42,8 +42,8 @@ MAX_PERPLEXITY_CHANGE: Final = 0.005
 _MAX_PIECE_TOKENS = 1024
 
 
-class Subject(Frozen):
-    """A model to compare, and the options with which it is loaded."""
+class ComparedModel(Frozen):
+    """A model to compare with others, and the options with which it is loaded."""
 
     model: str
     compute: ComputeOptions
@@ -52,7 +52,7 @@ class Subject(Frozen):
 
 
 class ComparisonReport(Frozen):
-    """The difference of one subject's logits from the expected logits.
+    """The difference of one model's logits from the expected logits on a text.
 
     `drift[i]` is the root mean square difference of the hidden states after layer i, divided by the
     root mean square of the expected states; () if layers have other shapes. `rows_per_s` is the
@@ -68,7 +68,10 @@ class ComparisonReport(Frozen):
 
     @property
     def is_within_limits(self) -> bool:
-        """Whether KL divergence, agreement and perplexity are within the limits of this module."""
+        """Whether the differences are so small that the model counts as equally good.
+
+        KL divergence, agreement and perplexity each have a limit, a constant of this module.
+        """
         comparison = self.comparison
         return (
             comparison.mean_kl < MAX_MEAN_KL
@@ -87,7 +90,7 @@ def held_out_text() -> str:
 def pieces_of(
     text: str, models: Sequence[str], length: int | None = None, max_tokens: int | None = None
 ) -> list[list[int]]:
-    """Return the first `max_tokens` tokens of a text as sequences of `length` tokens.
+    """Return the first `max_tokens` tokens of a text, divided into sequences of `length` tokens.
 
     Without a `length`, sequences are as long as the models' contexts allow, up to 1,024 tokens.
     Each sequence begins with the first model's prefix (such as <bos>), as prompts do.
@@ -115,17 +118,25 @@ def pieces_of(
     return pieces
 
 
-def compare_subjects(
-    expected: Subject, others: Sequence[Subject], pieces: Sequence[list[int]], notice: Notice
+def compare_models(
+    expected: ComparedModel,
+    others: Sequence[ComparedModel],
+    pieces: Sequence[list[int]],
+    notice: Notice,
 ) -> Iterator[ComparisonReport]:
-    """Yield a report on each of the `others`, compared with the `expected` subject.
+    """Compare the logits of other models or settings with the `expected` logits on a text.
 
-    Two reports if a backend computes prompt rows and generated rows differently. Only one model at
-    a time is in memory; the expected logits are in a temporary file. `notice` gets a name before
-    each report. All subjects are checked before the first is loaded.
+    `pieces` is the text as token sequences. Only one model at a time is in memory; the expected
+    logits are in a temporary file. `notice` gets a name before each report. All models are checked
+    before the first is loaded.
+
+    Yields:
+        A report on each of the `others`; two if a backend computes prompt rows and generated
+            rows
+        differently.
 
     Raises:
-        BackendError: a subject cannot run here.
+        BackendError: a model cannot run here.
         TwostrokeError: the disk is too small, or logits are not finite.
     """
     for subject in (expected, *others):
@@ -137,14 +148,17 @@ def compare_subjects(
 
 
 class _ExpectedResults(Frozen):
-    """Expected logits of each token sequence, and hidden states of the first sequence by layer."""
+    """Results of the expected model: logits of each sequence, hidden states of the first.
+
+    `hidden` has the states after each layer.
+    """
 
     logits: list[Array]
     hidden: list[Array]
 
 
 def _score_expected(
-    subject: Subject, pieces: Sequence[list[int]], file: Any, notice: Notice
+    subject: ComparedModel, pieces: Sequence[list[int]], file: Any, notice: Notice
 ) -> _ExpectedResults:
     program, backend = _open_backend(subject, max(map(len, pieces)))
     notice(backend.facts.name)
@@ -167,7 +181,7 @@ def _score_expected(
         backend.close()
 
 
-def _check_finite(logits: Array, subject: Subject) -> Array:
+def _check_finite(logits: Array, subject: ComparedModel) -> Array:
     if np.isfinite(logits).all():
         return logits
     raise TwostrokeError(
@@ -177,7 +191,7 @@ def _check_finite(logits: Array, subject: Subject) -> Array:
 
 
 def _score_other(
-    subject: Subject, expected: _ExpectedResults, pieces: Sequence[list[int]], notice: Notice
+    subject: ComparedModel, expected: _ExpectedResults, pieces: Sequence[list[int]], notice: Notice
 ) -> Iterator[ComparisonReport]:
     program, backend = _open_backend(subject, max(map(len, pieces)))
     try:
@@ -204,13 +218,16 @@ def _score_other(
 
 def _compare_pieces(
     backend: Backend,
-    subject: Subject,
+    subject: ComparedModel,
     expected: _ExpectedResults,
     pieces: Sequence[list[int]],
     *,
     generated: bool,
 ) -> tuple[LogitsComparison, float]:
-    """Score all token sequences with a backend; return the comparison and the seconds it took."""
+    """Score all token sequences with one model, and compare its logits with the expected logits.
+
+    With `generated`, rows are computed as decode steps. Also returns the seconds that scoring took.
+    """
     seconds = 0.0
 
     def score(piece: list[int]) -> Array:
@@ -241,7 +258,7 @@ def _drift(expected: Sequence[Array], actual: Sequence[Array]) -> tuple[float, .
     )
 
 
-def _open_backend(subject: Subject, length: int) -> tuple[Program, Backend]:
+def _open_backend(subject: ComparedModel, length: int) -> tuple[Program, Backend]:
     options = EngineOptions(
         subject.compute,
         replace(subject.cache, context_length=max(length, 2)),

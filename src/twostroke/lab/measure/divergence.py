@@ -28,7 +28,8 @@ class LogitsComparison(Frozen):
         mean_kl, max_kl: Kullback-Leibler divergence KL(right || other) of the next-token
             distributions, in nats.
         top1_agreement: share of rows with the same most likely token.
-        perplexity, right_perplexity: perplexity of the text by both sets of logits.
+        perplexity, right_perplexity: perplexity of the text by the model's logits, and by the
+            expected logits.
         high_kl: divergence that one row in a thousand exceeds.
         mean_logprob_change, max_logprob_change: absolute difference of the log-probabilities of
             the text's tokens, in nats.
@@ -46,11 +47,11 @@ class LogitsComparison(Frozen):
 
     @property
     def perplexity_change(self) -> float:
-        """Relative difference of the perplexity from the expected perplexity."""
+        """The model's perplexity divided by the expected perplexity, minus 1."""
         return abs(self.perplexity / self.right_perplexity - 1)
 
     def cells(self) -> tuple[str, ...]:
-        """Return the comparison's figures as table cells.
+        """Return the comparison's figures as the cells of a table row.
 
         They are mean and largest KL divergence, agreement, perplexity, and the perplexity's change.
         """

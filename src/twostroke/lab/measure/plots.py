@@ -114,9 +114,9 @@ def roofline(title: str, profiles: Sequence[StepProfile]) -> Figure:
 
 
 def _points(profile: StepProfile) -> list[Point]:
-    """Return a roofline's points: label, FLOPs per byte, FLOPs per second and share of the step.
+    """Return a roofline plot's points: label, FLOPs per byte, FLOPs per second, share of step.
 
-    Only operations that compute are included.
+    Only operations that compute have a point.
     """
     points = []
     for operation in profile.operations:

@@ -26,7 +26,7 @@ from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import OtherProgramsLoad, resolve_num_threads
 from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
-from twostroke.lab.measure.report_text import Label, labels
+from twostroke.lab.measure.report_text import OperationLabel, operation_labels
 from twostroke.lab.measure.single_step import FILL_ROWS, SingleStep
 from twostroke.model.program.cost import Cost, CostModel
 from twostroke.model.program.kv_layout import FORMATS, PageGroups
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from twostroke.backends.cpu.plan import MeasuredOpTime
     from twostroke.backends.gpu.backend import GpuBackend
     from twostroke.core.hardware import Hardware
-    from twostroke.lab.measure.single_step import Shape
+    from twostroke.lab.measure.single_step import StepShape
 
     TimedBackend = CpuBackend | GpuBackend
 
@@ -59,7 +59,7 @@ class ProfileOptions(Frozen):
         rounds: passes over all shapes; each pass measures its part of the steps.
     """
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[StepShape, ...]
     num_steps: int | None = None
     by_layer: bool = False
     compute: ComputeOptions = field(default_factory=ComputeOptions)
@@ -67,18 +67,18 @@ class ProfileOptions(Frozen):
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        """Raise UsageError for backends that do not time their operations."""
+        """Raise UsageError for a backend that cannot time its operations."""
         if self.compute.backend in FLOAT32_BACKENDS:
             raise UsageError("must be cpu or gpu, which time their operations.", field="backend")
 
     @property
     def max_rows(self) -> int:
-        """The most rows of a measured step, including the steps that fill the contexts."""
+        """The maximum number of rows in a measured step, or in a step that fills its context."""
         return max(FILL_ROWS, *(shape.batch.num_rows for shape in self.shapes))
 
 
 class Spread(Frozen):
-    """Median, minimum and maximum of several measurements of the same time."""
+    """The median, minimum and maximum of several measurements of one time, in seconds."""
 
     median: float
     low: float
@@ -86,13 +86,13 @@ class Spread(Frozen):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """Return median, minimum and maximum of `values`."""
+        """Return the median, minimum and maximum of measured values."""
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1])
 
 
 class OperationProfile(Frozen):
-    """The measured times of all fused operations with one label in a step.
+    """The measured times, in one step, of all fused operations with the same label.
 
     Attributes:
         label: name of the operations, and their layer if layers are measured separately.
@@ -104,7 +104,7 @@ class OperationProfile(Frozen):
             at the measured bandwidth and its arithmetic at the measured peak.
     """
 
-    label: Label
+    label: OperationLabel
     calls: int
     time_s: Spread
     waiting_s: float
@@ -130,12 +130,13 @@ class StepProfile(Frozen):
         num_steps: number of measured steps.
         operations: times by label.
         run_s: time of the backend's whole call.
-        set_up_s: part of it outside operations: arrays, threads, sampling on a GPU, results.
+        set_up_s: part of `run_s` outside operations: arrays, threads, sampling on a GPU,
+            results.
         scheduler_s: time of the scheduler, in addition to `run_s`.
         others_share: share of all processors that other programs used; None if unknown.
     """
 
-    shape: Shape
+    shape: StepShape
     detail: str
     hardware: Hardware
     num_steps: int
@@ -162,11 +163,11 @@ class StepProfile(Frozen):
 
     @property
     def worst(self) -> OperationProfile:
-        """The operation with the most time above the machine's minimum time."""
+        """The operation that exceeds the machine's minimum time by the most seconds."""
         return max(self.operations, key=lambda operation: operation.above_s)
 
     def figures(self, operation: OperationProfile | None = None) -> dict[str, float | None]:
-        """Return the times and rates of an operation, or of the whole step by default.
+        """Return the times and rates of one operation, or of the whole step if it is None.
 
         A rate is None if its divisor is 0. The minimum time of the step is the sum over its
         operations.
@@ -230,7 +231,7 @@ def profile(
 
 
 def _hardware(compute: ComputeOptions, stream_bytes: int) -> Hardware:
-    """Measure the limits of the machine or GPU on which the profile runs."""
+    """Measure the memory bandwidth and arithmetic peak of the machine or GPU to be profiled."""
     if compute.backend == "gpu":
         from twostroke.backends.gpu.limits import measure
 
@@ -259,7 +260,7 @@ def _size(recipe: EngineRecipe, shapes: Sequence[Shape], kv_format: str) -> Cach
 
 
 def _profile(
-    shape: Shape,
+    shape: StepShape,
     backend: TimedBackend,
     cost: CostModel,
     hardware: Hardware,
@@ -273,17 +274,17 @@ def _profile(
         scheduler_s = statistics.median(single.scheduler_times())
     finally:
         single.close()
-    indices_by_label: dict[Label, list[int]] = {}
-    for index, label in enumerate(labels(cost.program, backend.fused)):
-        key = label if options.by_layer else Label(label.name)
+    indices_by_label: dict[OperationLabel, list[int]] = {}
+    for index, label in enumerate(operation_labels(cost.program, backend.fused)):
+        key = label if options.by_layer else OperationLabel(label.name)
         indices_by_label.setdefault(key, []).append(index)
     costs = [
         sum((cost.operation(op, shape.batch) for op in parts), Cost(0, 0, 0))
         for parts in backend.fused
     ]
 
-    def operation(label: Label, indices: Sequence[int]) -> OperationProfile:
-        """Return the profile of the operations with these indices, as one entry."""
+    def operation(label: OperationLabel, indices: Sequence[int]) -> OperationProfile:
+        """Return the profile of the operations with these indices in the Program, as one entry."""
         op_costs = [costs[index] for index in indices]
         return OperationProfile(
             label=label,
@@ -317,7 +318,7 @@ def _measure(
 ) -> tuple[list[float], list[list[MeasuredOpTime]]]:
     """Compute a step once to warm up, then as often as the options say.
 
-    Return, for each step, the seconds of the whole call and the times of its operations.
+    Returns, for each step, the seconds of the whole call and the times of its operations.
     """
     single.run()
     backend.times()

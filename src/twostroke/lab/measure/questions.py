@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Flips(Frozen):
-    """How often a model's multiple-choice answers differ from its source's answers.
+    """How many multiple-choice answers of a quantized model differ from its source's answers.
 
     It also has how many answers are right. A model with as many right answers as its source can
     still answer many questions differently.
@@ -30,7 +30,10 @@ class Flips(Frozen):
 
     @classmethod
     def between(cls, source: Sequence[int], other: Sequence[int]) -> Flips:
-        """Compare the answers of two models to the same questions; answer 0 is right."""
+        """Compare two models' answers to the same multiple-choice questions.
+
+        Answers are indices; 0 is right.
+        """
         num_flipped = sum(a != b for a, b in zip(source, other, strict=True))
         return cls(len(source), num_flipped, num_right=other.count(0), source_right=source.count(0))
 
@@ -42,7 +45,7 @@ def questions() -> list[tuple[str, list[str]]]:
     return [(question, answers) for question, *answers in split]
 
 
-def choices(backend: Backend, tokenizer: Tokenizer) -> list[int]:
+def likeliest_answers(backend: Backend, tokenizer: Tokenizer) -> list[int]:
     """Return, for each multiple-choice question, the index of the model's likeliest answer."""
     preferred = []
     for question, answers in questions():

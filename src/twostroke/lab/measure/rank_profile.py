@@ -25,7 +25,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.core.options import BatchOptions, EngineOptions
 from twostroke.lab.measure.profile import MAX_STEPS, MIN_STEPS, TARGET_DURATION_S, Spread
-from twostroke.lab.measure.report_text import Label, labels
+from twostroke.lab.measure.report_text import OperationLabel, operation_labels
 from twostroke.lab.measure.single_step import SingleStep
 from twostroke.model.families.heads import last_hidden
 from twostroke.model.program import ops
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from twostroke.backends.parallel.predicted_speed import Divided, LinkSpeed
     from twostroke.core.distributed_options import ParallelOptions
     from twostroke.lab.measure.profile import ProfileOptions
-    from twostroke.lab.measure.single_step import Shape
+    from twostroke.lab.measure.single_step import StepShape
     from twostroke.model.program import Op, Program
     from twostroke.model.program.mesh import Mesh
 
@@ -50,7 +50,7 @@ _LINK_MEASUREMENT_S: Final = 0.5
 
 
 class RankTime(Frozen):
-    """A rank's mean time in a step for all operations with one label.
+    """The mean time that one rank spends, in a step, on all operations with one label.
 
     `waiting_s` is the part spent waiting for other ranks, and for other threads of the rank.
     """
@@ -76,11 +76,11 @@ class RanksProfile(Frozen):
         predicted: the shares that the engine predicts from `link` and the speed of rank 0.
     """
 
-    shape: Shape
+    shape: StepShape
     detail: str
     num_ranks: int
     num_steps: int
-    operations: dict[Label, dict[int, RankTime]]
+    operations: dict[OperationLabel, dict[int, RankTime]]
     run_s: Spread
     start_s: float
     link: LinkSpeed
@@ -91,7 +91,9 @@ class RanksProfile(Frozen):
 def profile_ranks(
     model: str, options: ProfileOptions, parallel: ParallelOptions, notice: Callable[[str], None]
 ) -> Iterator[RanksProfile]:
-    """Yield a profile of each shape of step on several ranks; arguments and errors as `profile`.
+    """Yield a profile of each shape of step on several ranks.
+
+    `profile` describes the arguments and further errors.
 
     Raises:
         BackendError: the ranks cannot be started, or one is lost.
@@ -132,8 +134,14 @@ def profile_ranks(
         backend.close()
 
 
-def _with_pages_for(shapes: Sequence[Shape], program: Program, size: CacheSize) -> CacheSize:
-    """Return a KV cache size with pages for the largest shape, even beyond the model's context."""
+def _with_pages_for(shapes: Sequence[StepShape], program: Program, size: CacheSize) -> CacheSize:
+    """Enlarge a KV cache so that it has pages for the largest measured step.
+
+    The step may be longer than the model's context.
+
+    Raises:
+        MemoryLimitError: the pages do not fit into memory.
+    """
     groups = PageGroups(size.page_size, tuple(group.window for group in program.cache_groups))
     largest = max(shapes, key=lambda shape: shape.num_pages(groups))
     num_pages = max(size.num_pages, largest.num_pages(groups))
@@ -148,11 +156,11 @@ def _with_pages_for(shapes: Sequence[Shape], program: Program, size: CacheSize) 
     return replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
 
 
-def with_rates(divided: Divided, backend: ParallelBackend, mesh: Mesh, shape: Shape) -> Divided:
-    """Return a prediction of times on several ranks, with the measured speed of rank 0.
+def with_rates(divided: Divided, backend: ParallelBackend, mesh: Mesh, shape: StepShape) -> Divided:
+    """Measure the speed of rank 0, and return a prediction of step times that is based on it.
 
-    The operations of a step of this shape are timed. The steps use the backend's first pages, whose
-    contents are lost.
+    `divided` predicts the time of a step on the ranks of `mesh`. A step of the given shape is
+    timed. It uses the backend's first pages, whose contents are lost.
     """
     fused_by_rank = _fused(divided.cost.program, mesh)
     single = SingleStep(backend, divided.cost.program, shape)
@@ -165,9 +173,12 @@ def with_rates(divided: Divided, backend: ParallelBackend, mesh: Mesh, shape: Sh
 
 
 def _with_measured_rates(
-    divided: Divided, fused: Sequence[tuple[Op, ...]], steps: Sequence[OpTimes], shape: Shape
+    divided: Divided, fused: Sequence[tuple[Op, ...]], steps: Sequence[OpTimes], shape: StepShape
 ) -> Divided:
-    """Return a prediction with the median times of rank 0's operations, except for collectives."""
+    """Return the prediction `divided` with the measured speeds of rank 0's operations.
+
+    The speeds are medians over the measured `steps`. Collectives are left out.
+    """
     medians = [
         statistics.median(step[index][0] - step[index][1] for step in steps)
         for index in range(len(fused))
@@ -185,7 +196,11 @@ _COLLECTIVES = (ops.AllGather, ops.AllReduce, ops.Send, ops.Receive)
 
 
 def _profile(
-    shape: Shape, backend: ParallelBackend, divided: Divided, mesh: Mesh, options: ProfileOptions
+    shape: StepShape,
+    backend: ParallelBackend,
+    divided: Divided,
+    mesh: Mesh,
+    options: ProfileOptions,
 ) -> RanksProfile:
     program = divided.cost.program
     fused_by_rank = _fused(program, mesh)
@@ -196,14 +211,16 @@ def _profile(
         single.close()
     divided = _with_measured_rates(divided, fused_by_rank[0], [step[0] for step in times], shape)
     moving_by_step = [_moving_s(fused_by_rank, step) for step in times]
-    operations: dict[Label, dict[int, RankTime]] = {}
+    operations: dict[OperationLabel, dict[int, RankTime]] = {}
     for rank, fused in enumerate(fused_by_rank):
-        rank_labels = iter(labels(divided.parts[rank].program, [parts for parts in fused if parts]))
+        rank_labels = iter(
+            operation_labels(divided.parts[rank].program, [parts for parts in fused if parts])
+        )
         for index, parts in enumerate(fused):
             if not parts:
                 continue
             label = next(rank_labels)
-            label = label if options.by_layer else Label(label.name)
+            label = label if options.by_layer else OperationLabel(label.name)
             time_s = statistics.fmean(step[rank][index][0] for step in times)
             waiting_s = statistics.fmean(
                 step[rank][index][0] - moving[rank, index]
@@ -237,7 +254,7 @@ def _profile(
 
 
 def _fused(program: Program, mesh: Mesh) -> list[list[tuple[Op, ...]]]:
-    """Return the fused operations that the kernels of each rank run."""
+    """Return, for each rank, the fused operations that its kernels run."""
     taps = [last_hidden(program)]  # the value that rank 0 keeps of each step
     parts = shard(program, mesh, taps)
     return [list(lower_rank(parts, rank, taps).parts) for rank in range(len(parts))]
@@ -246,7 +263,7 @@ def _fused(program: Program, mesh: Mesh) -> list[list[tuple[Op, ...]]]:
 def _moving_s(
     fused_by_rank: Sequence[Sequence[tuple[Op, ...]]], step: Sequence[OpTimes]
 ) -> Mapping[tuple[int, int], float]:
-    """Return the transfer seconds of each collective, by rank and index of the operation.
+    """Return how long each collective moves data, by rank and index of the operation.
 
     The last rank to arrive at a collective does not wait, so its time is the time of the transfer.
     """
@@ -268,7 +285,7 @@ def _measure(
 ) -> tuple[list[float], list[list[OpTimes]], list[float]]:
     """Run a step repeatedly on all ranks, and time it.
 
-    Return for each step: seconds of the call, times by rank, and seconds in collectives.
+    Returns for each step: seconds of the call, times by rank, and seconds in collectives.
     """
     single.run()
     backend.times()

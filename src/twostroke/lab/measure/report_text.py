@@ -25,7 +25,7 @@ def format_ms(seconds: float) -> str:
     return format_number(seconds * 1e3)
 
 
-class Label(Frozen):
+class OperationLabel(Frozen):
     """The name and the layer of a fused operation, such as "norm attn_q,k,v rope" and 0.
 
     `layer` counts from 0. It is None for operations outside layers, and for sums over all layers.
@@ -39,7 +39,9 @@ class Label(Frozen):
         return self.name if self.layer is None else f"{self.name} [{self.layer}]"
 
 
-def labels(program: Program, fused_ops: Sequence[tuple[Op, ...]]) -> Iterator[Label]:
+def operation_labels(
+    program: Program, fused_ops: Sequence[tuple[Op, ...]]
+) -> Iterator[OperationLabel]:
     """Yield a label for each fused operation of a Program, in order."""
     layer_by_output: dict[str, int] = {}
     layer = 0
@@ -49,13 +51,13 @@ def labels(program: Program, fused_ops: Sequence[tuple[Op, ...]]) -> Iterator[La
     for ops in fused_ops:
         layer = layer_by_output[ops[0].output]
         is_outside = layer == len(program.layer_outputs) or not ops[0].inputs
-        yield Label(_joined_name(ops), None if is_outside else layer)
+        yield OperationLabel(_joined_name(ops), None if is_outside else layer)
 
 
 def _joined_name(ops: Sequence[Op]) -> str:
-    """Return the name of fused operations; names of matrices are grouped by their prefix.
+    """Return one name for fused operations, such as "attn_q,k,v" for attn_q, attn_k and attn_v.
 
-    The prefix of `attn_q` is `attn`: attn_q, attn_k and attn_v become "attn_q,k,v".
+    Names of matrices with the same prefix (`attn`) are grouped.
     """
     matrix_indices = [
         index for index, op in enumerate(ops) if any(weight.is_divided for weight in op.weights)

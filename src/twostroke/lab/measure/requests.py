@@ -57,7 +57,7 @@ class RequestLog(Frozen):
 
 
 class Objectives(Frozen):
-    """The latency objectives of requests, in seconds; None for no limit."""
+    """Latency objectives, in seconds, that each request of a run should meet; None for no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -88,8 +88,8 @@ class Percentile(Frozen):
     high: float
 
 
-class Latency(Frozen):
-    """Statistics of one latency over all requests, in seconds.
+class LatencyStatistics(Frozen):
+    """Statistics of one latency, such as the TTFT, over all requests of a run, in seconds.
 
     Percentiles are by name; p99 is included only with at least 500 samples.
     """
@@ -111,7 +111,8 @@ class RunReport(Frozen):
         requests_per_s: requests per second that end.
         input_per_s, output_per_s: prompt and output tokens per second.
         concurrency: mean number of requests in progress.
-        is_growing: the load is too high: requests in progress grow, and fewer end than arrive.
+        is_growing: whether the load is too high: the number of requests in progress grows, and
+            fewer requests end than arrive.
         hit_rate: share of prompt tokens from the prefix cache.
         lateness_p99_s: 99th percentile of the client's delay in sending requests.
         latencies: statistics by name.
@@ -132,13 +133,13 @@ class RunReport(Frozen):
     is_growing: bool
     hit_rate: float
     lateness_p99_s: float
-    latencies: dict[str, Latency]
+    latencies: dict[str, LatencyStatistics]
     good_share: float | None = None
     good_per_s: float | None = None
 
     @property
     def output_per_user(self) -> float:
-        """Output tokens per second of each request in progress, on average."""
+        """Output tokens per second that each request in progress gets, on average."""
         return self.output_per_s / self.concurrency if self.concurrency else 0.0
 
 
@@ -188,7 +189,7 @@ def latency_rows(report: RunReport) -> list[tuple[str, ...]]:
 
 
 class _Window:
-    """Counts tokens and ends of requests between two times of a run.
+    """Counts the tokens and the ended requests of a run between two times.
 
     Tokens after a request's first are assumed to be spread evenly over time.
     """
@@ -215,13 +216,13 @@ class _Window:
 
     @property
     def is_growing(self) -> bool:
-        """Whether many more requests are in progress in the last third than in the first."""
+        """Whether the window's last third has many more requests in progress than its first."""
         return self.concurrency(2 / 3, 1.0) > _MIN_GROWTH_RATIO * self.concurrency(0.0, 1 / 3)
 
     def concurrency(self, first: float = 0.0, last: float = 1.0) -> float:
         """Return the mean number of requests in progress in a part of the window.
 
-        `first` and `last` are the begin and end of the part, as shares of the window.
+        The part lasts from `first` to `last`, which are shares of the window.
         """
         begin_s = self.begin_s + first * self.seconds
         end_s = self.begin_s + last * self.seconds
@@ -238,7 +239,7 @@ def _overlap_s(first: np.ndarray, last: np.ndarray, begin_s: float, end_s: float
     return seconds.clip(0.0)
 
 
-def _latencies(logs: Sequence[RequestLog]) -> dict[str, Latency]:
+def _latencies(logs: Sequence[RequestLog]) -> dict[str, LatencyStatistics]:
     columns: dict[str, list[float]] = {name: [] for name in LATENCIES}
     for log in logs:
         for name, value in log.latencies.items():
@@ -247,12 +248,12 @@ def _latencies(logs: Sequence[RequestLog]) -> dict[str, Latency]:
     return {name: _latency(np.sort(values)) for name, values in columns.items() if values}
 
 
-def _latency(ordered: np.ndarray) -> Latency:
+def _latency(ordered: np.ndarray) -> LatencyStatistics:
     percentiles = {}
     for number in PERCENTILES:
         if number < 99 or len(ordered) >= _MIN_P99_SAMPLES:
             percentiles[f"p{number}"] = _percentile(ordered, number / 100)
-    return Latency(len(ordered), float(ordered.mean()), percentiles)
+    return LatencyStatistics(len(ordered), float(ordered.mean()), percentiles)
 
 
 def _percentile(ordered: np.ndarray, share: float) -> Percentile:

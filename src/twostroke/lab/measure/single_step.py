@@ -31,8 +31,8 @@ FILL_ROWS: Final = 256  # rows per step while contexts are filled
 _MAX_COMPUTED_CONTEXT: Final = 512  # tokens of a context that are computed
 
 
-class Shape(Frozen):
-    """The shape of a measured step: its streams and context, or its prompt.
+class StepShape(Frozen):
+    """The shape of a step to be measured: a decode step of several streams, or a prefill step.
 
     In a decode step, `num_streams` requests each compute a row after `context` tokens. With a
     `num_prompt` above 0, the step computes the first `num_prompt` tokens of one request.
@@ -43,13 +43,13 @@ class Shape(Frozen):
     num_prompt: int = 0
 
     @classmethod
-    def decode(cls, num_streams: int, context: int) -> Shape:
-        """Return the shape of a decode step of several streams."""
+    def decode(cls, num_streams: int, context: int) -> StepShape:
+        """Return the shape of a decode step of several streams, each after `context` tokens."""
         return cls(num_streams, context)
 
     @classmethod
-    def prefill(cls, num_tokens: int) -> Shape:
-        """Return the shape of a step that computes one whole prompt."""
+    def prefill(cls, num_tokens: int) -> StepShape:
+        """Return the shape of a step that computes one whole prompt of `num_tokens`."""
         return cls(num_prompt=num_tokens)
 
     @property
@@ -84,32 +84,39 @@ class Shape(Frozen):
     def num_pages(self, groups: PageGroups) -> int:
         """Return how many KV pages the step's requests need, including the scheduler's reserve.
 
-        A sliding window frees no page before the end of the step that fills the contexts.
+        Pages before a sliding window are counted, too, since they are not freed while the context
+        is filled.
         """
         pages_per_request = -(-self.num_tokens // groups.page_size) + 1
         return self.num_streams * len(groups.windows) * pages_per_request
 
     @property
     def num_written(self) -> int:
-        """The number of tokens that each request generates: the first token, and one per step."""
+        """The number of tokens that each request of the step generates while the step is measured.
+
+        These are the first token, and a token in each further step.
+        """
         return 1 if self.num_prompt else 2 + NUM_CYCLES
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of each request at its end."""
+        """The number of tokens of each request when the measurement ends."""
         return (self.num_prompt or self.context) + self.num_written
 
 
 class SingleStep:
-    """Runs a step of a chosen shape on a backend, which serves nothing else until `close`.
+    """Runs a step of a chosen shape on a backend again and again, to time it.
 
-    The beginning of the context is computed for one stream. Its KV pages are copied for the rest of
-    the context and for other streams, because times do not depend on these values. New tokens
-    differ, so that steps use different experts.
+    The backend serves nothing else until `close`. The beginning of the context is computed for one
+    stream. Its KV pages are copied for the rest of the context and for other streams, because times
+    do not depend on these values. New tokens differ, so that steps use different experts.
     """
 
-    def __init__(self, backend: PagedBackend, program: Program, shape: Shape) -> None:
-        """Fill the requests' contexts and plan the step; the backend must have enough KV pages."""
+    def __init__(self, backend: PagedBackend, program: Program, shape: StepShape) -> None:
+        """Fill the contexts of the step's requests, and plan the step with the real scheduler.
+
+        The backend must have enough KV pages.
+        """
         facts = backend.facts
         pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
         num_tokens = shape.num_prompt or shape.context
@@ -142,9 +149,10 @@ class SingleStep:
         return self._backend.run(self.plan)
 
     def scheduler_times(self) -> list[float]:
-        """Commit the step, and return the seconds that the scheduler takes for each of a few more.
+        """Measure the scheduler: return the seconds that it takes for each of a few further steps.
 
-        The further steps are also computed, so that processor caches are as during serving.
+        The further steps are also computed, so that processor caches are as during serving. The
+        first step is committed before.
         """
         self._scheduler.commit(self.plan, self._result(self._shape.num_streams))
         times_s = []
@@ -180,7 +188,10 @@ class SingleStep:
         return plan
 
     def _fill(self, plan: StepPlan) -> None:
-        """Fill the contexts: compute the beginning of the first request, and copy its KV pages."""
+        """Fill the contexts of the step's requests with KV pages.
+
+        The beginning of the first request is computed, and its pages are copied.
+        """
         first, page_size = plan.slices[0], self._backend.facts.page_size
         num_rows = min(first.count, max(_MAX_COMPUTED_CONTEXT, page_size))
         for start in range(first.start, num_rows, FILL_ROWS):

@@ -10,7 +10,7 @@ from twostroke.lab.planner.calibration import (
 from twostroke.lab.planner.devices import Device, find_device, known_devices, this_machine
 from twostroke.lab.planner.models import PlannedModel, load_planned_model
 from twostroke.lab.planner.plan import Plan, WhatIf, make_plan
-from twostroke.lab.planner.planner import MemoryPlan, Row
+from twostroke.lab.planner.planner import MemoryPlan, PlanRow
 from twostroke.lab.planner.question import Question, default_kv_format, default_token_budget
 from twostroke.lab.planner.reference_calibration import reference_steps
 from twostroke.model.program.cost import WEIGHTS
@@ -21,9 +21,9 @@ __all__ = [
     "Device",
     "MemoryPlan",
     "Plan",
+    "PlanRow",
     "PlannedModel",
     "Question",
-    "Row",
     "WhatIf",
     "calibrate",
     "calibrate_from_server",

@@ -34,7 +34,7 @@ _MAX_MONTHS: Final = 120
 
 
 class Traffic(Frozen):
-    """The requests of a day that hosting or an API must serve.
+    """The daily requests that a hosted model or an API must serve.
 
     Attributes:
         requests_per_day: mean number of requests.
@@ -63,7 +63,7 @@ class Traffic(Frozen):
 
 
 class Hosting(Frozen):
-    """How a model is hosted: the use of replicas, and costs besides devices.
+    """How a model is hosted: how busy replicas are, how many are spare, and costs besides devices.
 
     Attributes:
         utilization: share of the time that a replica may be busy, from 0 to 1.
@@ -89,7 +89,7 @@ class Hosting(Frozen):
 
 
 class Costs(Frozen):
-    """The costs of hosting a model per month, in $.
+    """The monthly costs of hosting a model, in $, and the replicas that they pay for.
 
     `replicas` is the number of replicas in each hour, with spare replicas. `busy_share` is the
     share of the replicas' time in which they have work.
@@ -107,7 +107,7 @@ class Costs(Frozen):
 
 
 class CostComparison(Frozen):
-    """The cost of an API compared with hosting, in $ per month.
+    """The monthly cost of one API, in $, compared with the cost of hosting the model.
 
     Attributes:
         api: name of the API's model.
@@ -130,8 +130,8 @@ class CostComparison(Frozen):
     months: int | None
 
 
-class Swing(Frozen):
-    """How one input of a cost comparison changes the saving per month.
+class InputSensitivity(Frozen):
+    """How much one input of a cost comparison, such as the load, changes the monthly saving.
 
     `low_usd` is the saving if the input is a fifth lower, `high_usd` if it is a fifth higher.
     """
@@ -142,12 +142,15 @@ class Swing(Frozen):
 
     @property
     def spread(self) -> float:
-        """The difference between the savings with the lower and with the higher input, in $."""
+        """The difference, in $, between the savings with the lower and with the higher input."""
         return abs(self.high_usd - self.low_usd)
 
 
-class Case(Frozen):
-    """All inputs of a comparison between hosting and APIs; `api_factor` multiplies API prices."""
+class CostInputs(Frozen):
+    """All inputs of a comparison between hosting a model and using an API.
+
+    `api_factor` multiplies the prices of APIs.
+    """
 
     model: PlannedModel
     device: Device
@@ -157,7 +160,7 @@ class Case(Frozen):
     api_factor: float = 1.0
 
 
-class Buy(Frozen):
+class HostingComparison(Frozen):
     """The result of comparing the cost of hosting a model with the prices of APIs.
 
     Attributes:
@@ -177,12 +180,12 @@ class Buy(Frozen):
     costs: Costs
     comparisons: tuple[CostComparison, ...]
     against: str
-    swings: tuple[Swing, ...]
+    swings: tuple[InputSensitivity, ...]
     peak_availability: float
     assumed: tuple[str, ...] = ()
 
 
-def compare_costs(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
+def compare_costs(case: CostInputs, prices: Sequence[ApiPrice], today: str) -> HostingComparison:
     """Compare the cost of hosting a model with the price of each API.
 
     `today` is a date such as 2026-07.
@@ -200,7 +203,7 @@ def compare_costs(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
     comparisons = [_compare_api(case, replica, price, today) for price in prices]
     comparisons.sort(key=lambda comparison: comparison.usd)
     cheapest = next(price for price in prices if price.model == comparisons[0].api)
-    return Buy(
+    return HostingComparison(
         model=case.model.name,
         device=case.device.name,
         replica=replica,
@@ -215,8 +218,14 @@ def compare_costs(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
     )
 
 
-def _hosted_replica(case: Case) -> PlannedReplica:
-    """Return the fastest replica of the model on its own devices; raises as `compare_costs`."""
+def _hosted_replica(case: CostInputs) -> PlannedReplica:
+    """Return the fastest replica of the model on devices that only this replica uses.
+
+    Raises:
+        UsageError: the device has no price, or its memory is unknown.
+        UnreachableError: the model cannot run on the device within its objectives, or its
+            context is too short for the requests.
+    """
     device, question = case.device, case.question
     usd = question.price_of(device)
     if usd is None:
@@ -250,8 +259,8 @@ def _hosted_replica(case: Case) -> PlannedReplica:
     return max(candidates, key=lambda replica: replica.requests_per_s)
 
 
-def _hosting_costs(case: Case, replica: PlannedReplica) -> Costs:
-    """Return the costs of hosting per month.
+def _hosting_costs(case: CostInputs, replica: PlannedReplica) -> Costs:
+    """Return the monthly costs of hosting the model on replicas like `replica`.
 
     Batch requests fill hours in which replicas have free capacity.
     """
@@ -280,7 +289,7 @@ def _hosting_costs(case: Case, replica: PlannedReplica) -> Costs:
     )
 
 
-def _api_usd(case: Case, price: ApiPrice) -> float:
+def _api_usd(case: CostInputs, price: ApiPrice) -> float:
     """Return the cost of serving the traffic by an API, in $ per month."""
     question, batch = case.question, case.traffic.batch
     daily_usd = sum(
@@ -298,7 +307,7 @@ def _api_usd(case: Case, price: ApiPrice) -> float:
 
 
 def _compare_api(
-    case: Case, replica: PlannedReplica, price: ApiPrice, today: str
+    case: CostInputs, replica: PlannedReplica, price: ApiPrice, today: str
 ) -> CostComparison:
     usd = _api_usd(case, price)
     return CostComparison(
@@ -313,8 +322,13 @@ def _compare_api(
     )
 
 
-def _saving(case: Case, replica: PlannedReplica, price: ApiPrice, requests_per_day: float) -> float:
-    """Return how much hosting saves per month, in $, if the day has `requests_per_day`."""
+def _saving(
+    case: CostInputs, replica: PlannedReplica, price: ApiPrice, requests_per_day: float
+) -> float:
+    """Return how much hosting saves per month compared with an API, in $.
+
+    `requests_per_day` replaces the load of the case.
+    """
     other = replace(case, traffic=replace(case.traffic, requests_per_day=requests_per_day))
     return _api_usd(other, price) - _hosting_costs(other, replica).usd
 
@@ -340,10 +354,11 @@ def _break_even(saving: Callable[[float], float]) -> float | None:
     return high
 
 
-def _months_to_pay_off(case: Case, replica: PlannedReplica, price: ApiPrice) -> int | None:
+def _months_to_pay_off(case: CostInputs, replica: PlannedReplica, price: ApiPrice) -> int | None:
     """Return the month in which the savings of hosting have paid for its setup; None if never.
 
-    The load grows from month to month. In months without a saving, the API is used.
+    The load grows from month to month. In months without a saving, the API is used, which saves
+    nothing.
     """
     balance, load = -case.hosting.setup_usd, case.traffic.requests_per_day
     for month in range(1, _MAX_MONTHS + 1):
@@ -355,10 +370,10 @@ def _months_to_pay_off(case: Case, replica: PlannedReplica, price: ApiPrice) -> 
     return None
 
 
-def _swings(case: Case, price: ApiPrice) -> Iterator[Swing]:
-    """Yield the saving per month with each input of the comparison lowered and raised."""
+def _swings(case: CostInputs, price: ApiPrice) -> Iterator[InputSensitivity]:
+    """Yield how the monthly saving changes if each input is a fifth lower, and a fifth higher."""
 
-    def saving(other: Case) -> float:
+    def saving(other: CostInputs) -> float:
         return _api_usd(other, price) - _hosting_costs(other, _hosted_replica(other)).usd
 
     for name, changed in _CHANGES.items():
@@ -369,16 +384,16 @@ def _swings(case: Case, price: ApiPrice) -> Iterator[Swing]:
             except TwostrokeError:  # such as an objective that cannot be met
                 break
         if len(savings) == 2:
-            yield Swing(name, savings[0], savings[1])
+            yield InputSensitivity(name, savings[0], savings[1])
 
 
-def _scale_question(field: str) -> Callable[[Case, float], Case]:
-    """Return a function that multiplies a field of the question in a cost comparison.
+def _scale_question(field: str) -> Callable[[CostInputs, float], CostInputs]:
+    """Return a function that multiplies a field of the inputs' planning question by a factor.
 
     Counts stay whole numbers, and shares stay at most 0.99.
     """
 
-    def change(case: Case, factor: float) -> Case:
+    def change(case: CostInputs, factor: float) -> CostInputs:
         value = getattr(case.question, field)
         new = max(1, round(value * factor)) if isinstance(value, int) else min(value * factor, 0.99)
         return replace(case, question=replace(case.question, **{field: new}))
@@ -386,26 +401,26 @@ def _scale_question(field: str) -> Callable[[Case, float], Case]:
     return change
 
 
-def _scale_device_price(case: Case, factor: float) -> Case:
+def _scale_device_price(case: CostInputs, factor: float) -> CostInputs:
     usd = (case.question.price_of(case.device) or 0.0) * factor
     return replace(case, question=replace(case.question, usd_per_hour=usd))
 
 
-def _scale_engine(case: Case, factor: float) -> Case:
+def _scale_engine(case: CostInputs, factor: float) -> CostInputs:
     mfu = min(1.0, case.question.mfu * factor)
     mbu = min(1.0, case.question.mbu * factor)
     return replace(case, question=replace(case.question, mfu=mfu, mbu=mbu))
 
 
-def _scale_traffic(case: Case, factor: float) -> Case:
+def _scale_traffic(case: CostInputs, factor: float) -> CostInputs:
     load = min(case.traffic.requests_per_day * factor, _MAX_REQUESTS_PER_DAY)
     return replace(case, traffic=replace(case.traffic, requests_per_day=load))
 
 
-def _scale_hosting(field: str) -> Callable[[Case, float], Case]:
-    """Return a function that multiplies a field of `Hosting` in a cost comparison."""
+def _scale_hosting(field: str) -> Callable[[CostInputs, float], CostInputs]:
+    """Return a function that multiplies a field of the inputs' `Hosting` by a factor."""
 
-    def change(case: Case, factor: float) -> Case:
+    def change(case: CostInputs, factor: float) -> CostInputs:
         value = getattr(case.hosting, field) * factor
         value = min(value, 1.0) if field == "utilization" else value
         return replace(case, hosting=replace(case.hosting, **{field: value}))
@@ -413,7 +428,7 @@ def _scale_hosting(field: str) -> Callable[[Case, float], Case]:
     return change
 
 
-_CHANGES: Final[dict[str, Callable[[Case, float], Case]]] = {
+_CHANGES: Final[dict[str, Callable[[CostInputs, float], CostInputs]]] = {
     "requests": _scale_traffic,
     "price of the API": lambda case, factor: replace(case, api_factor=factor),
     "price of devices": _scale_device_price,

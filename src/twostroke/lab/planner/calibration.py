@@ -19,7 +19,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import num_cores, processor_name, resolve_num_threads
 from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.core.options import ComputeOptions
-from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.measure.single_step import StepShape
 from twostroke.lab.planner.overhead import (
     OverheadRatio,
     cell_center,
@@ -55,8 +55,12 @@ _NUM_ROUNDS: Final = 3  # passes over all shapes, so that a short disturbance sp
 WATCH_S: Final = 30.0
 
 
-class Point(Frozen):
-    """Median times of a measured step of the engine: attention, other operations, and the rest."""
+class MeasuredStep(Frozen):
+    """Median times of one measured shape of step of an engine on this machine.
+
+    `attention_s` is the time of attention, `products_s` of all other operations, and `rest_s` of
+    the work around operations.
+    """
 
     streams: int
     context: int
@@ -66,8 +70,8 @@ class Point(Frozen):
     rest_s: float
 
     @classmethod
-    def of(cls, profiles: Sequence[StepProfile]) -> Point:
-        """Return the medians of several measured profiles of one shape of step."""
+    def of(cls, profiles: Sequence[StepProfile]) -> MeasuredStep:
+        """Return the median times of several profiles of one shape of step."""
         shape = profiles[0].shape
         attention_s, products_s, rest_s = map(
             median, zip(*map(_times_of_parts, profiles), strict=True)
@@ -84,12 +88,12 @@ class Point(Frozen):
     @property
     def batch(self) -> BatchShape:
         """The shape of the measured step."""
-        return Shape(self.streams, self.context, self.prompt).batch
+        return StepShape(self.streams, self.context, self.prompt).batch
 
     @property
     def name(self) -> str:
         """A name of the measured step for people."""
-        return Shape(self.streams, self.context, self.prompt).name
+        return StepShape(self.streams, self.context, self.prompt).name
 
     @property
     def seconds(self) -> float:
@@ -98,7 +102,7 @@ class Point(Frozen):
 
 
 def _times_of_parts(profile: StepProfile) -> tuple[float, float, float]:
-    """Return a measured step's seconds of attention, of other operations, and of the rest."""
+    """Return the seconds of attention, of other operations, and of the rest in a measured step."""
     attention_s = products_s = 0.0
     for op in profile.operations:
         if is_attention(op.label.name):
@@ -111,10 +115,10 @@ def _times_of_parts(profile: StepProfile) -> tuple[float, float, float]:
 class Calibration(Frozen):
     """Measured steps of one model on this machine, which correct the times of its plans.
 
-    It is stored for `num_threads` threads, and is a `Correction`.
+    It implements `Correction`, and is stored in the cache folder.
 
     Attributes:
-        points: steps of the engine alone.
+        points: steps of an engine without a server.
         date: day of the last measurement.
         num_threads: number of threads that computed all steps.
         version: version of the stored file.
@@ -122,7 +126,7 @@ class Calibration(Frozen):
             say by how much a step takes longer than `points` predict.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[MeasuredStep, ...]
     date: str
     num_threads: int
     version: int = _VERSION
@@ -162,24 +166,27 @@ class Calibration(Frozen):
         )
 
     def _engine_factors_at(self, roofline: Roofline, position: Sequence[float]) -> Factors:
-        """Return the correction factors at a position for the engine alone, without a server."""
+        """Return the correction factors of a step at a position, for an engine without a server.
+
+        `coordinates` gives the position.
+        """
         if not self.points:
             return Factors(attention=1.0, products=1.0, rest_s=0.0, nearest="")
         return factors_at(position, _overhead_ratios(self, roofline))
 
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
-        """Return a key that shapes of steps with nearly equal correction factors share."""
+        """Return a key for steps of similar shape, which get the same correction factors."""
         return cell_of(batch)
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
-        """Return the correction factors for all steps of similar shape, by their key `cell`."""
+        """Return the correction factors for all steps of similar shape, given their key `cell`."""
         return self._factors_at(roofline, cell_center(cell))
 
     def errors(self, roofline: Roofline) -> list[float]:
         """Predict each measured step from the other measured steps; return the relative errors.
 
-        With at least two steps of a running server, only these steps are predicted, from each
-        other.
+        The errors say how accurate the calibration is. With at least two steps of a running server,
+        only these steps are predicted, from each other.
         """
         if len(self.served_steps) < 2:
             return [
@@ -194,7 +201,7 @@ class Calibration(Frozen):
         return errors
 
     def error(self, roofline: Roofline) -> float | None:
-        """Return the median relative error of predicted steps; None if only one was measured."""
+        """Return the median of `errors`; None if only one step was measured."""
         return median(errors) if (errors := self.errors(roofline)) else None
 
     def seconds(self, roofline: Roofline, batch: BatchShape) -> float:
@@ -205,7 +212,7 @@ class Calibration(Frozen):
         attention_s = factors.attention * min_step.attention_s
         return products_s + attention_s + factors.rest_s
 
-    def _without(self, point: Point) -> Calibration:
+    def _without(self, point: MeasuredStep) -> Calibration:
         others = tuple(other for other in self.points if other != point)
         return Calibration(others, self.date, self.num_threads)
 
@@ -231,9 +238,10 @@ def _overhead_ratios(calibration: Calibration, roofline: Roofline) -> tuple[Over
 def _server_log_ratios(
     calibration: Calibration, roofline: Roofline
 ) -> tuple[tuple[tuple[float, ...], float], ...]:
-    """Return the position of each measured server step, and how much longer it took than predicted.
+    """Return how much longer each step of a running server took than the engine alone would.
 
-    The second value is the logarithm of measured time divided by the time that `points` predict.
+    Each entry has the step's position among measured steps, and the logarithm of its measured time
+    divided by the time that `points` predict.
     """
     engine = replace(calibration, served_steps=())
     ratios = []
@@ -264,17 +272,17 @@ def calibrate(
     measure(model, identity, calibration_shapes(context_length), notice, num_threads=num_threads)
 
 
-def calibration_shapes(context_length: int) -> list[Shape]:
+def calibration_shapes(context_length: int) -> list[StepShape]:
     """Return the shapes of steps that a calibration measures and that fit into the context."""
-    decode = [Shape.decode(count, size) for size in _CONTEXTS for count in _STREAMS]
-    shapes = [*decode, *map(Shape.prefill, _PROMPTS)]
+    decode = [StepShape.decode(count, size) for size in _CONTEXTS for count in _STREAMS]
+    shapes = [*decode, *map(StepShape.prefill, _PROMPTS)]
     return [shape for shape in shapes if shape.num_tokens <= context_length]
 
 
 def measure(
     model: str,
     identity: str,
-    shapes: Sequence[Shape],
+    shapes: Sequence[StepShape],
     notice: Callable[[str], None],
     num_steps: int | None = None,
     num_threads: int | None = None,
@@ -290,33 +298,35 @@ def measure(
 
 def measured_points(
     model: str,
-    shapes: Sequence[Shape],
+    shapes: Sequence[StepShape],
     notice: Callable[[str], None],
     num_steps: int | None = None,
     num_threads: int | None = None,
-) -> tuple[Point, ...]:
-    """Measure a step of each shape, in several passes over all shapes; arguments as `measure`.
+) -> tuple[MeasuredStep, ...]:
+    """Measure a step of each shape, and return the median times without storing them.
 
-    Several passes are made so that a short disturbance spoils only one.
+    There are several passes over all shapes, so that a short disturbance spoils only one. `measure`
+    describes the arguments.
     """
     from twostroke.lab.measure.profile import ProfileOptions, profile  # not needed for plans
 
     compute = ComputeOptions(num_threads=num_threads)
     options = ProfileOptions(tuple(shapes), num_steps, compute=compute, rounds=_NUM_ROUNDS)
     profiles = list(profile(model, options, notice))
-    return tuple([Point.of(profiles[n :: len(shapes)]) for n in range(len(shapes))])
+    return tuple([MeasuredStep.of(profiles[n :: len(shapes)]) for n in range(len(shapes))])
 
 
 def calibrate_from_server(
     url: str, key: str | None, model: PlannedModel, notice: Callable[[str], None]
 ) -> int:
-    """Watch a busy server of `model` on this machine, and store its steps for plans.
+    """Watch the steps of a busy server of `model` on this machine, and store them for plans.
 
-    Return the server's number of threads; the steps correct plans for this number.
+    Returns the server's number of threads; the steps correct plans for this number.
 
     Raises:
-        UsageError: the model has no weights here; or as `watch_server`.
-        EngineStoppedError: as `watch_server`.
+        UsageError: the model has no weights here; or the server does not exist, serves another
+            model, refuses the key, or is not busy.
+        EngineStoppedError: the server cannot be reached.
     """
     if not model.identity:
         raise UsageError("A configuration alone has no server: name a model with weights.")
@@ -344,7 +354,7 @@ def _today() -> str:
 
 
 def load_calibration(identity: str, num_threads: int | None = None) -> Calibration | None:
-    """Return the stored measured steps of a model on this machine; None if there are none.
+    """Return the steps of a model that were measured and stored on this machine; None without.
 
     Only steps on `num_threads` threads count; it defaults to the number that an engine uses.
     """

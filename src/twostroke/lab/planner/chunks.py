@@ -17,9 +17,9 @@ _MAX_SAMPLED_CHUNKS: Final = 6  # chunks whose time is computed; the time betwee
 
 
 class PrefillChunk(Frozen):
-    """A chunk of a prompt that one step computes: `rows` tokens after `start` tokens.
+    """A chunk of a prompt that one step prefills: `rows` tokens after the first `start` tokens.
 
-    It stands for `times` such chunks in a sum over all chunks.
+    In a sum over all chunks of the prompt, it is counted `times` times.
     """
 
     start: int
@@ -31,8 +31,8 @@ class PrefillChunk(Frozen):
 def chunks(start: int, end: int, max_tokens: int | None) -> list[PrefillChunk]:
     """Divide a prompt's tokens from `start` to `end` into chunks of at most `max_tokens`.
 
-    If `max_tokens` is None, there is a single chunk. If there are many chunks, the result has only
-    a few of them; `times` are the weights with which they interpolate the sum over all.
+    If `max_tokens` is None, there is a single chunk. Of many chunks, only a few are returned; with
+    their `times` as weights, they interpolate the sum over all chunks.
     """
     max_tokens = max_tokens or end - start
     num_full = num_chunks(end - start, max_tokens) - 1
@@ -50,7 +50,10 @@ def chunks(start: int, end: int, max_tokens: int | None) -> list[PrefillChunk]:
 
 
 def num_chunks(num_tokens: int, max_tokens: int | None) -> int:
-    """Return the number of prompt chunks of at most `max_tokens` tokens; 1 if that is None."""
+    """Return the number of chunks in which `num_tokens` prompt tokens are prefilled.
+
+    A chunk has at most `max_tokens`; without a limit (None) there is one chunk.
+    """
     return 1 if max_tokens is None else -(-num_tokens // max_tokens)
 
 

@@ -55,9 +55,9 @@ _WITH_STATES: Final = frozenset(
 
 
 def described_program(file: str, config: Mapping[str, Any], name: str) -> Program | None:
-    """Return the Program of a model that the engine cannot run, for plans.
+    """Return a Program for plans of a model that the engine cannot run, from its config.json.
 
-    It is None if a model family runs the model.
+    Returns None if the engine can run the model.
 
     Raises:
         ModelFormatError: neither a family nor this file knows the model type.
@@ -85,7 +85,7 @@ def _qwen2_moe(fields: Fields, name: str) -> Program:
     fields.expect("decoder_sparse_step", 1)
     fields.expect("mlp_only_layers", [])
     fields.expect("use_sliding_window", False)  # noqa: FBT003 - the only value
-    spec = replace(_spec(fields, name), qkv_bias=True)
+    spec = replace(_common_spec(fields, name), qkv_bias=True)
     width = fields.integer("shared_expert_intermediate_size", MAX_WIDTH, low=0)
     return _with_experts(fields, spec, attention, "num_experts", shared_width=width)
 
@@ -95,7 +95,7 @@ def _gpt_oss(fields: Fields, name: str) -> Program:
 
     Every other layer has a window, and all products have biases.
     """
-    spec = _spec(fields, name)
+    spec = _common_spec(fields, name)
     spec = replace(spec, window=config_window(fields, all_but_every(2, spec.num_layers)))
     return _with_experts(fields, spec, attention, "num_local_experts", width=spec.ffn_size)
 
@@ -105,7 +105,7 @@ def _hunyuan(fields: Fields, name: str) -> Program:
 
     Adjacent layers share keys and values, and there is a shared expert.
     """
-    spec = _spec(fields, name)
+    spec = _common_spec(fields, name)
     period = 1
     if fields.flag("use_cla", default=False):
         period = fields.integer("cla_share_factor", MAX_LAYERS)
@@ -118,7 +118,9 @@ def _hunyuan(fields: Fields, name: str) -> Program:
 
     width, top_k_key = spec.ffn_size, "moe_topk"
     keys = ("num_experts", "num_shared_expert", top_k_key)
-    flat = Fields(fields.name, {**fields.values, **{key: _only(fields, key) for key in keys}})
+    flat = Fields(
+        fields.name, {**fields.values, **{key: _same_in_all_layers(fields, key) for key in keys}}
+    )
     shared = flat.integer("num_shared_expert", MAX_EXPERTS, low=0) * width
     return _with_experts(
         flat, spec, part, "num_experts", width=width, shared_width=shared, top_k_key=top_k_key
@@ -132,8 +134,8 @@ def _gemma3n(fields: Fields, name: str) -> Program:
     for each token), and a residual of low rank. Before the first layer and after the last, four
     residual streams are mixed.
     """
-    width = _only(fields, "intermediate_size")
-    spec = _spec(Fields(fields.name, {**fields.values, "intermediate_size": width}), name)
+    width = _same_in_all_layers(fields, "intermediate_size")
+    spec = _common_spec(Fields(fields.name, {**fields.values, "intermediate_size": width}), name)
     count, hidden = spec.num_layers, spec.hidden_size
     spec = replace(spec, window=config_window(fields, all_but_every(5, count)))
     num_shared = fields.integer("num_kv_shared_layers", count - 1, low=0)
@@ -180,9 +182,10 @@ def _with_experts(
     shared_width: int = 0,
     top_k_key: str = "num_experts_per_tok",
 ) -> Program:
-    """Return the Program of a decoder whose layers have experts.
+    """Return the Program of a decoder in which a mixture of experts is the feed-forward.
 
-    `count` and `top_k_key` are the configuration's keys of the numbers of experts.
+    `part` makes the attention. `count` and `top_k_key` are the configuration's keys of the numbers
+    of experts, of all and of those used by a token.
     """
     if width is None:
         width = fields.integer("moe_intermediate_size", MAX_WIDTH)
@@ -209,7 +212,7 @@ def _with_experts(
 
 
 def _layer(spec: ModelSpec, layer: int, x: str, output: str, parts: tuple[Part, Part]) -> list[Op]:
-    """Return the operations of a decoder layer, from its attention and its feed-forward.
+    """Return the operations of a decoder layer from two parts, attention and feed-forward.
 
     They compute `h = x + attention(norm(x))` and `h + feed_forward(norm(h))`.
     """
@@ -226,7 +229,10 @@ def _layer(spec: ModelSpec, layer: int, x: str, output: str, parts: tuple[Part, 
 def _shared_kv_attention(
     spec: ModelSpec, layer: int, x: str, output: str, cache_layer: int
 ) -> list[Op]:
-    """Return attention to the keys and values of an earlier layer, stored in `cache_layer`."""
+    """Return the operations of a layer that attends to keys and values of an earlier layer.
+
+    They are stored in the KV cache's layer `cache_layer`.
+    """
     name, width = f"blk.{layer}", spec.num_heads * spec.head_dim
     q, mixed, window = f"{name}.q", f"{name}.mixed", spec.window_of(layer)
     return [
@@ -247,8 +253,11 @@ def _shared_kv_attention(
     ]
 
 
-def _spec(fields: Fields, name: str) -> ModelSpec:
-    """Return the fields that all model families share, for plans; the base of RoPE has no cost."""
+def _common_spec(fields: Fields, name: str) -> ModelSpec:
+    """Read the fields that all model families share from a configuration, for plans.
+
+    The base of RoPE is a fixed number, since it has no cost.
+    """
     sizes = read_sizes(fields, SIZE_KEYS)
     biased = fields.flag("attention_bias", default=False)
     return ModelSpec(
@@ -264,8 +273,8 @@ def _spec(fields: Fields, name: str) -> ModelSpec:
     )
 
 
-def _only(fields: Fields, key: str) -> Any:
-    """Return a value of the configuration that is the same in all layers.
+def _same_in_all_layers(fields: Fields, key: str) -> Any:
+    """Return a value of the configuration that must be the same in all layers.
 
     The file has one value, or a list with one value per layer.
     """

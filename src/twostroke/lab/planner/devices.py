@@ -58,7 +58,10 @@ class Device(Frozen):
     price_source: str = ""
 
     def arithmetic(self, preferred: str) -> str:
-        """Return the preferred arithmetic (such as fp8) if the device has it, else its first."""
+        """Return the preferred arithmetic (such as fp8) if the device has it.
+
+        Otherwise return the first arithmetic of its `peaks`.
+        """
         return preferred if preferred in self.peaks else next(iter(self.peaks))
 
 
@@ -152,7 +155,7 @@ def this_machine(num_threads: int | None = None) -> Device:
 
 
 def device_of(limits: Hardware) -> Device:
-    """Return a machine with measured limits as a device for plans."""
+    """Return a machine whose limits were measured as a device for plans."""
     return Device(
         name=limits.name,
         memory_bytes=limits.memory_bytes,

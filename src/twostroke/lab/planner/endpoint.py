@@ -47,7 +47,10 @@ Tokens = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
 
 
 class PlanRequest(field.RequestObject):
-    """A load for the served model, and how to run it. Times are in seconds."""
+    """The body of `POST /api/plan`: a load for the served model, and how to run it.
+
+    Times are in seconds.
+    """
 
     device: Annotated[str, field.doc("`here`, or a name in `devices` of `GET /api/plan`.")] = (
         THIS_MACHINE
@@ -94,7 +97,10 @@ class PlanRequest(field.RequestObject):
 
 
 class PlanDevice(msgspec.Struct, frozen=True):
-    """A device that plans can be made for: its name, memory and price; None if unknown."""
+    """A device that plans can be made for: its name, memory and price.
+
+    Memory and price are None if unknown.
+    """
 
     name: str
     memory_bytes: float | None
@@ -102,7 +108,10 @@ class PlanDevice(msgspec.Struct, frozen=True):
 
 
 class PlanChoices(msgspec.Struct, frozen=True):
-    """Valid values for plans; `this_machine` is the machine's name, None if it is not measured."""
+    """The reply to `GET /api/plan`: devices and formats that a plan request may name.
+
+    `this_machine` is the machine's name, None if its limits are not measured.
+    """
 
     model: str
     stored: str
@@ -142,9 +151,10 @@ _OPERATIONS: Final = {
 
 
 class Plans:
-    """Answers requests for plans of the served model, in a thread and one at a time.
+    """The server's endpoint `/api/plan`, which plans the served model on request.
 
-    Tenants take fair turns. It is an `Extension` of the server.
+    Plans are made in a thread, one at a time; tenants take fair turns. It is an `Extension` of the
+    server.
     """
 
     bodies: ClassVar[Mapping[str, type[msgspec.Struct]]] = {PATH: PlanRequest}
@@ -186,7 +196,7 @@ class Plans:
         return await self._in_turn(tenant, self._choices)
 
     async def plan(self, request: PlanRequest, tenant: str = "") -> Plan:
-        """Return the plan of the served model that a request asks for.
+        """Return the plan that a request asks for, after the plans of earlier requests.
 
         Raises:
             RequestError: a field has a wrong value.
@@ -245,16 +255,18 @@ class Plans:
 
         names = set(Question.__struct_fields__) & set(PlanRequest.__struct_fields__)
         values = {name: getattr(request, name) for name in names}
-        values["kv_format"] = _one_of(FORMATS, request.kv_format or self._kv_format, "kv_format")
+        values["kv_format"] = _check_choice(
+            FORMATS, request.kv_format or self._kv_format, "kv_format"
+        )
         is_here = request.device == THIS_MACHINE
         budget = self._token_budget if is_here else default_token_budget(is_here=False)
         question = Question(**values, token_budget=budget)
         model = self._model
         calibration: Calibration | ReferenceCalibration | None = None
         if request.weights is not None:
-            model = model.with_weights(_one_of(WEIGHTS, request.weights, "weights"))
+            model = model.with_weights(_check_choice(WEIGHTS, request.weights, "weights"))
         if not is_here:
-            device = self._devices[_one_of(self._devices, request.device, "device")]
+            device = self._devices[_check_choice(self._devices, request.device, "device")]
         elif (hardware := self._hardware) is None:
             reason = "cannot be this machine, whose limits are not known: name another."
             raise RequestError(reason, field="device")
@@ -295,10 +307,11 @@ class Plans:
         return next(name for name, kv_format in FORMATS.items() if kv_format == cache)
 
 
-def _one_of(valid_values: Iterable[str], value: str, name: str) -> str:
-    """Return the value of a plan request's field `name`.
+def _check_choice(valid_values: Iterable[str], value: str, name: str) -> str:
+    """Return the value of a plan request's field `name`, if it is one of the valid values.
 
-    Raises RequestError unless the value is one of `valid_values`.
+    Raises:
+        RequestError: the value is not valid.
     """
     names = list(valid_values)
     if value not in names:

@@ -108,7 +108,7 @@ def _time_formulas(planner: Planner, streams: int) -> Iterator[str]:
 
 
 def _mixed_step_formulas(planner: Planner, streams: int) -> Iterator[str]:
-    """Yield the formulas of steps in which a prompt's prefill and other streams' decode share.
+    """Yield the formulas of a plan's steps in which a prompt is prefilled while streams decode.
 
     There are `streams - 1` decoding streams.
     """
@@ -173,7 +173,10 @@ def _figure_formulas(planner: Planner, streams: int) -> Iterator[str]:
 def _step_formula(
     name: str, step: PlannedStepTime, *, min_step: PlannedStepTime, roofline: Roofline
 ) -> str:
-    """Return the formula of a step: its work, its minimum time, and the corrected time if any."""
+    """Return the formula of a step's planned time, with its numbers.
+
+    They are its work, its minimum time, and the corrected time if measured steps correct it.
+    """
     computing_s = step.flops / roofline.peak
     reading_s = step.bytes / roofline.bandwidth
     text = (

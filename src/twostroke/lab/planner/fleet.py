@@ -32,9 +32,9 @@ _MAX_ALTERNATIVES: Final = 3
 
 
 class PlacedReplica(Frozen):
-    """Replicas of one model in a fleet's plan: `count` replicas on each device group.
+    """Replicas of one model on each device group of a `PlacementGroup`, in a fleet's plan.
 
-    Latencies are in seconds.
+    There are `count` of them. Latencies are in seconds.
     """
 
     model: str
@@ -50,7 +50,7 @@ class PlacedReplica(Frozen):
 
 
 class PlacementGroup(Frozen):
-    """Equal groups of devices in a fleet's plan, with the replicas on each group.
+    """Device groups with the same replicas in a fleet's plan.
 
     There are `times` groups of `count` devices each.
     """
@@ -65,7 +65,7 @@ class PlacementGroup(Frozen):
 
 
 class ServedLoad(Frozen):
-    """The load of a model in a fleet's plan, and how much of it is served.
+    """A model's load in a fleet's plan, and the part of it that the fleet serves (`carried`).
 
     Both are in requests per second. `next_usd` is the price per hour of one more request per
     second. For the objective "performance" it is the value that other models would lose.
@@ -78,7 +78,7 @@ class ServedLoad(Frozen):
 
 
 class Alternative(Frozen):
-    """The best fleet without one kind of device: its price, and its missing share of load."""
+    """The best fleet without one kind of device: its price, and the share of load it misses."""
 
     without: str
     usd_per_hour: float
@@ -99,7 +99,7 @@ class FleetPlan(Frozen):
         binding: sentences about the limits that determine the result.
         alternatives: the best fleets without one kind of device.
         verdict: why no fleet meets the question; otherwise empty.
-        assumed: by model, configuration fields that are missing, as in `Plan`.
+        assumed: by model, fields that the configuration lacks, so that defaults are used.
     """
 
     objective: str
@@ -126,11 +126,15 @@ def make_fleet(question: FleetQuestion) -> FleetPlan:
 
 
 class _FleetPlanner:
-    """Plans the fleet of one question: device groups, their possible replicas, and a packer."""
+    """Plans the fleet of one question.
+
+    It has the possible device groups, the replicas that fit on each, and a packer that combines
+    them.
+    """
 
     def __init__(self, question: FleetQuestion) -> None:
         self._question = question
-        self._names = _unique([model.label for model in question.models])
+        self._names = _unique_names([model.label for model in question.models])
         self._loads = tuple(model.requests_per_s for model in question.models)
         self._replicas = list(_replicas_of_models(question))
         self._prices = {find_device(name).name: usd for name, usd in question.prices.items()}
@@ -232,10 +236,10 @@ class _FleetPlanner:
         ]
 
     def _demand(self) -> Demand:
-        """Return the load of all models, with the cost of not serving it.
+        """Return the load of all models for the packer, with the cost of load that is not served.
 
-        For "cost", missing load costs far more than serving it. For "performance" it costs its
-        value, and prices only decide between fleets that serve the same load.
+        For the objective "cost", missing load costs far more than serving it. For "performance" it
+        costs its value, and prices only decide between fleets that serve the same load.
         """
         question = self._question
         max_usd = max(group.usd_per_hour for group in self._groups) + 1
@@ -262,7 +266,7 @@ class _FleetPlanner:
         )
 
     def _shortfall(self, index: int) -> str:
-        """Explain why a model runs on no device group, by how much, and what helps.
+        """Explain why a model runs on no device group, by how much it misses, and what helps.
 
         The text is empty if the model runs on some group. `index` is the model's number.
         """
@@ -278,7 +282,7 @@ class _FleetPlanner:
             return f"There are no devices for {self._names[index]}."
         order = ("memory", "TTFT", "TPOT")
         nearest = min(shortfalls, key=lambda each: (-order.index(each.figure), each.times))
-        return f"{self._names[index]}: {_describe(nearest)}"
+        return f"{self._names[index]}: {_describe_shortfall(nearest)}"
 
     def _missing_load(self, demand: Demand, packing: PackingResult) -> str:
         """Explain how much load the best fleet misses, and which devices would serve it."""
@@ -306,7 +310,7 @@ class _FleetPlanner:
         )
 
     def _enough(self, demand: Demand) -> str:
-        """Return a sentence about the additional devices with which the fleet serves all load."""
+        """Return a sentence about devices to add so that the fleet serves all load."""
         devices = [d for d in known_devices().values() if d.memory_bytes and d.usd_per_hour]
         bought = [replace(group, stock="") for group in self._possible_groups(devices, {})]
         owned = [replace(group, usd_per_hour=0.0) for group in self._groups]
@@ -407,7 +411,10 @@ def _time_share(pattern: PlacementPattern) -> float:
 
 
 def _replicas_of_models(question: FleetQuestion) -> Iterator[tuple[int, Replicas]]:
-    """Yield the index and the `Replicas` of each model in each of its weight formats."""
+    """Yield a finder of possible replicas for each model in each of its weight formats.
+
+    The index of the model comes first.
+    """
     models: dict[str, PlannedModel] = {}
     device = next(iter(known_devices().values()))
     for index, entry in enumerate(question.models):
@@ -433,18 +440,18 @@ def _devices_for_sale(prices: Mapping[str, float]) -> list[Device]:
     return [d for d in devices if d.memory_bytes and (d.usd_per_hour or d.name in prices)]
 
 
-def _unique(names: Sequence[str]) -> list[str]:
-    """Return the names; a name that occurs several times gets numbers: "a #1", "a #2"."""
+def _unique_names(names: Sequence[str]) -> list[str]:
+    """Return names without repetitions: a name that occurs twice becomes "a #1" and "a #2"."""
     return [
         name if names.count(name) == 1 else f"{name} #{names[: i + 1].count(name)}"
         for i, name in enumerate(names)
     ]
 
 
-def _describe(shortfall: Shortfall) -> str:
+def _describe_shortfall(shortfall: Shortfall) -> str:
     """Return a sentence about a model that fits on no device group.
 
-    It names the nearest miss, and says what helps.
+    `shortfall` is its nearest miss; the sentence says what helps.
     """
     if shortfall.figure == "memory":
         return (

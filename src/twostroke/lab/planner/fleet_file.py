@@ -59,9 +59,10 @@ class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
         return (self.weights,) if isinstance(self.weights, str) else self.weights
 
     def question(self, mfu: float, mbu: float, token_budget: int) -> Question:
-        """Return the planning question of one replica on one device.
+        """Return the planning question for one replica of the model on one device.
 
-        Raises UsageError if a value is wrong.
+        Raises:
+            UsageError: a value is wrong.
         """
         check_range(self, "requests_per_s", "value", high=1e12)
         check_range(self, "ttft", "tpot", high=1e9)
@@ -135,7 +136,11 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_fleet(path: Path) -> FleetQuestion:
-    """Return the fleet question in a YAML file; raises as `read_fleet_with_lines`."""
+    """Return the fleet question in a YAML file.
+
+    Raises:
+        UsageError, ModelFormatError: as `read_fleet_with_lines`.
+    """
     return read_fleet_with_lines(path)[0]
 
 

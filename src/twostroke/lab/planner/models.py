@@ -45,7 +45,7 @@ _MXFP4_BITS: Final = 4.25  # a scale of 8 bits for 32 weights
 
 
 class PlannedModel(Frozen):
-    """A model as plans see it: its operations and the sizes of its weights.
+    """A model as plans see it: its operations and the sizes of its weights, without weights.
 
     Attributes:
         name: its name in plans.
@@ -109,7 +109,7 @@ class PlannedModel(Frozen):
 
 
 def load_planned_model(model: str) -> PlannedModel:
-    """Return the model called `model` for plans; a config.json or its folder is enough.
+    """Return the model with a name or path for plans; a config.json or its folder is enough.
 
     Weights have the size that the cpu backend packs them to, mostly their size in the file. A
     configuration without weights says how matrices are quantized; if plans do not know this way of
@@ -117,7 +117,8 @@ def load_planned_model(model: str) -> PlannedModel:
     headers are fetched.
 
     Raises:
-        ModelNotFoundError, ModelFormatError: as `load`.
+        ModelNotFoundError, ModelFormatError: the model does not exist, or its files are
+            damaged.
         DownloadError: the hub cannot be reached.
     """
     path = env.expand_home(model)
@@ -190,9 +191,9 @@ def _model_of_configuration(name: str, program: Program, fields: Fields) -> Plan
 
 
 def _rope_table_ranges(path: Path, name: str) -> list[tuple[int, int]] | None:
-    """Return the offset and size of the RoPE tables in a GGUF file.
+    """Return the offset and size of each RoPE table in a GGUF file.
 
-    It is None if the file is cut off within its header.
+    Returns None if the file is cut off within its header.
     """
     try:
         header = read_header(path, name)

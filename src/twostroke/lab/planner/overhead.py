@@ -17,10 +17,10 @@ _CELLS_PER_DOUBLING: Final = 8
 
 
 class OverheadRatio(NamedTuple):
-    """How much longer than its minimum time a measured step took, with its coordinates and name.
+    """How much longer than its planned minimum time a measured step took.
 
     `attention` and `products` are ratios to the minimum times of these operations; `rest_s` is in
-    seconds.
+    seconds. `position` and `name` say which step was measured.
     """
 
     position: tuple[float, ...]
@@ -31,9 +31,10 @@ class OverheadRatio(NamedTuple):
 
 
 def factors_at(position: Sequence[float], steps: Sequence[OverheadRatio]) -> Factors:
-    """Return correction factors for a step at a position, as weighted means over measured steps.
+    """Return factors that correct the minimum time of a step, from measured steps near it.
 
-    The position is made by `coordinates`. The context influences only attention.
+    `position` is the step's `coordinates`. The factors are means, weighted by `nearness`. The
+    context influences only attention.
     """
     row_position = position[:_NUM_ROW_COORDINATES]
 
@@ -56,14 +57,17 @@ def factors_at(position: Sequence[float], steps: Sequence[OverheadRatio]) -> Fac
 def weighted_mean(
     position: Sequence[float], values: Sequence[tuple[Sequence[float], float]]
 ) -> float:
-    """Return the mean of measured steps' values, weighted by the `nearness` of their positions."""
+    """Return the mean of measured steps' values, weighted by their nearness to a position.
+
+    Each of `values` has the position of its step.
+    """
     weights = [nearness(position, other) for other, _ in values]
     products = [weight * value for weight, (_, value) in zip(weights, values, strict=True)]
     return sum(products) / sum(weights)
 
 
 def coordinates(batch: BatchShape) -> tuple[float, ...]:
-    """Return the position of a step among measured steps.
+    """Return the position of a step of this shape among measured steps.
 
     The coordinates are logarithms of rows, rows per request, and mean context.
     """
@@ -76,7 +80,7 @@ def coordinates(batch: BatchShape) -> tuple[float, ...]:
 
 
 def cell_of(batch: BatchShape) -> tuple[int, ...]:
-    """Return the cell of similar steps that a step is in.
+    """Return a key for steps of similar shape: the cell in which a step's coordinates lie.
 
     A cell is the step's coordinates in eighths of a doubling, rounded.
     """
@@ -89,7 +93,7 @@ def cell_center(cell: tuple[int, ...]) -> list[float]:
 
 
 def nearness(position: Sequence[float], other: Sequence[float]) -> float:
-    """Return how much a measured step at position `other` counts at `position`.
+    """Return the weight of a measured step at position `other` for a step at `position`.
 
     It is the inverse 4th power of the distance.
     """

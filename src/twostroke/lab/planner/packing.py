@@ -32,21 +32,21 @@ Option: TypeAlias = "tuple[DeviceGroup, Sequence[PlannedReplica]]"  # a group an
 
 
 class PlacementPattern(Frozen):
-    """Replicas that share one group of devices."""
+    """Replicas of models that share one group of devices."""
 
     group: DeviceGroup
     replicas: tuple[PlannedReplica, ...]
 
 
 class Demand(Frozen):
-    """The load that a packing must serve, and the limits of devices and budget.
+    """The load that the devices of a fleet must serve, and the limits of devices and budget.
 
     Attributes:
         loads: requests per second of each model.
         penalties: cost of not serving one request per second of each model.
         stock: number of available devices by name of the stock; no entry for no limit.
-        budget: most $ per hour.
-        must_serve: a packing that leaves load unserved is no solution.
+        budget: maximum $ per hour.
+        must_serve: whether a packing that leaves load unserved is no solution.
         usd_weight: multiplies the prices of groups. A small weight makes prices only break
             ties.
     """
@@ -92,10 +92,13 @@ class PackingResult(Frozen):
 
 
 class Packer:
-    """Packs replicas onto device groups; patterns that earlier packings found are used again."""
+    """Packs replicas of models onto device groups at the lowest price.
+
+    It keeps the patterns that earlier packings found.
+    """
 
     def __init__(self, options: Sequence[Option]) -> None:
-        """Take the device groups, each with the possible replicas on it.
+        """Pack the possible replicas of `options`, a list of device groups with their replicas.
 
         Raises:
             UsageError: the solver is not installed.
@@ -117,7 +120,7 @@ class Packer:
         Devices of the kind `without` are not used.
         """
         group_items = [items for items in self._items if items.group.device.name != without]
-        program = _Program(self._highs, demand)
+        program = _LinearProgram(self._highs, demand)
         for pattern in self._patterns:
             if pattern.group.device.name != without:
                 program.add(pattern)
@@ -127,8 +130,8 @@ class Packer:
             self._find_patterns(group_items, program)
         return program.packed(time_limit_s, prices)
 
-    def _find_patterns(self, group_items: Sequence[_GroupItems], program: _Program) -> None:
-        """Solve the linear program of a packing, and add patterns that lower its value."""
+    def _find_patterns(self, group_items: Sequence[_GroupItems], program: _LinearProgram) -> None:
+        """Solve the linear program of a packing, and add patterns of replicas that improve it."""
         for _ in range(_MAX_ITERATIONS):
             program.solve()
             patterns = [pattern for items in group_items if (pattern := items.best(program))]
@@ -140,7 +143,7 @@ class Packer:
 
 
 class _GroupItems:
-    """The possible replicas of a device group as arrays, in time units and memory cells.
+    """The possible replicas of one device group as arrays, for a knapsack of time and memory.
 
     A replica is left out if another replica of its model has a higher rate, and needs less time and
     memory.
@@ -171,10 +174,10 @@ class _GroupItems:
         # Weighted means of both shares: (weights, replicas).
         self._sizes = _TIME_WEIGHTS * time_share + (1 - _TIME_WEIGHTS) * memory_share
 
-    def best(self, program: _Program) -> PlacementPattern | None:
-        """Return the pattern on this group that lowers the program's value most.
+    def best(self, program: _LinearProgram) -> PlacementPattern | None:
+        """Return the pattern of replicas on this group that lowers the program's cost most.
 
-        The result is None if no pattern lowers it.
+        Returns None if no pattern lowers it.
         """
         cost = program.cost(self.group)
         values = program.values(self._models, self._rates)
@@ -190,7 +193,7 @@ class _GroupItems:
         return PlacementPattern(self.group, tuple(self._replicas[index] for index in selected))
 
     def _useful(self, values: NDArray[Any], cost: float, min_value: float) -> NDArray[Any]:
-        """Return which replicas can be part of a pattern worth more than `min_value`: (n,).
+        """Return which replicas can be part of a pattern worth more than `min_value`: (replicas,).
 
         A replica's size is a weighted mean of its shares of time and memory, and sizes of a pattern
         add up to at most 1. At any price per size, a pattern's value is at most the price plus, for
@@ -248,7 +251,8 @@ class _GroupItems:
     ) -> float:
         """Return the value of a replica together with the best pattern that fits beside it.
 
-        `table` has the values of the patterns.
+        The group has `units` of time and `cells` of memory. `table` has the highest value of
+        replicas for each remaining time and memory.
         """
         units, cells = units - self._units[index], cells - self._cells[index]
         return float(table[units, cells] + values[index]) if min(units, cells) >= 0 else -np.inf
@@ -257,7 +261,7 @@ class _GroupItems:
 class _Prices(NamedTuple):
     """The dual prices of a packing's linear program.
 
-    They are the change of its value per request per second, per device of a stock, and per $.
+    They say by how much its cost changes per request per second, per device of a stock, and per $.
     """
 
     loads: tuple[float, ...]
@@ -265,8 +269,8 @@ class _Prices(NamedTuple):
     budget: float
 
 
-class _Program:
-    """The linear program over the placement patterns that are known so far.
+class _LinearProgram:
+    """The linear program that finds the cheapest mix of the known placement patterns.
 
     Columns are the missing share of each model's load, then patterns. Rows are served loads,
     numbers of replicas (free until `require_whole_replicas`), stocks, and the budget.
@@ -296,7 +300,7 @@ class _Program:
     def _add_column(self, cost: float, *, upper: float, entries: dict[int, float]) -> None:
         """Add a column to the linear program; its value is from 0 to `upper`.
 
-        `entries` are by row.
+        `entries` are the column's coefficients by row.
         """
         rows, values = list(entries), list(entries.values())
         self._solver.addCol(cost, 0, upper, len(entries), rows, values)
@@ -324,7 +328,7 @@ class _Program:
     def require_whole_replicas(self) -> bool:
         """Require enough whole replicas of each model, if all load can and must be served.
 
-        Return whether this changed the program.
+        Returns whether this changed the program.
         """
         self._is_possible = max(self._missing_shares()) <= 1 - _SERVED_SHARE
         if not (self._demand.must_serve and self._is_possible):
@@ -340,7 +344,7 @@ class _Program:
         return list(self._solver.getSolution().col_value[: len(self._loads)])
 
     def prices(self) -> _Prices:
-        """Return the dual prices of the linear program's limits.
+        """Return the dual prices of the linear program's limits on load, stock and budget.
 
         Call this method before `require_whole_replicas`: afterwards replicas have a part of the
         price.
@@ -352,9 +356,9 @@ class _Program:
         )
 
     def values(self, models: NDArray[Any], rates: NDArray[Any]) -> NDArray[Any]:
-        """Return the values of replicas of these models with these requests per second: (n,).
+        """Return how much replicas are worth at the dual prices of load: (n,).
 
-        The values are at the program's dual prices of load.
+        `models` has the model of each replica, and `rates` its requests per second.
         """
         shares = rates / self._loads[models]
         load_duals, replica_duals = self._duals[: 2 * len(self._loads)].clip(0).reshape(2, -1)
@@ -399,9 +403,10 @@ class _Program:
         )
 
     def _solve_integer(self, max_missing_share: float) -> list[float] | None:
-        """Return the values of the integer program's columns; None if it has no solution.
+        """Solve for whole numbers of patterns; return the values of all columns, or None.
 
-        At most `max_missing_share` of each model's load may be missing.
+        None means that there is no solution. At most `max_missing_share` of each model's load may
+        be missing.
         """
         for column in range(len(self._loads)):
             self._solver.changeColBounds(column, 0, max_missing_share)
@@ -411,8 +416,8 @@ class _Program:
 
 
 def _replica_count(share: Any) -> Any:
-    """Return how much a replica counts towards the demand for two whole replicas.
+    """Return the contribution of replicas to a model's row "at least two replicas".
 
-    A replica that serves all load counts 2.
+    A replica that serves `share` of the model's load counts 1, and 2 if it serves all.
     """
     return 1 + (share >= _SERVED_SHARE)

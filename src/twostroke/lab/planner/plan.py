@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.calibration import Calibration
     from twostroke.lab.planner.devices import Device
     from twostroke.lab.planner.models import PlannedModel
-    from twostroke.lab.planner.planner import MemoryPlan, Row
+    from twostroke.lab.planner.planner import MemoryPlan, PlanRow
     from twostroke.lab.planner.question import Question
     from twostroke.lab.planner.queueing import LoadLatencies, UserLoad
     from twostroke.lab.planner.roofline import PlannedStepTime
@@ -40,10 +40,10 @@ _DRAFT_COST_RATIO = 0.1
 
 
 class WhatIf(Frozen):
-    """The effect of one change of model or device on a plan, at the plan's number of streams.
+    """The figures of a plan after one change of model or device, such as other weights.
 
-    `change` names the change. `most_streams` is the number of requests that would fit, None if the
-    device's memory is unknown.
+    `change` names the change. The number of streams is the plan's. `most_streams` is the number of
+    requests that would fit, None if the device's memory is unknown.
     """
 
     change: str
@@ -54,7 +54,7 @@ class WhatIf(Frozen):
 
 
 class CalibrationAccuracy(Frozen):
-    """How reliable a plan's times are, which are corrected by measured steps.
+    """How accurate a plan's times are, if measured steps correct them.
 
     Attributes:
         date: day of the last measurement.
@@ -72,8 +72,8 @@ class CalibrationAccuracy(Frozen):
     nearest: str | None
 
 
-class Roof(Frozen):
-    """The limits of a plan's devices together, multiplied by MFU and MBU.
+class DeviceLimits(Frozen):
+    """The arithmetic and bandwidth that a plan's devices reach together, with MFU and MBU.
 
     Attributes:
         peak: operations per second in the plan's arithmetic.
@@ -124,7 +124,7 @@ class Plan(Frozen):
     num_weights: int
     context_length: int
     arithmetic: str
-    roof: Roof
+    roof: DeviceLimits
     memory: MemoryPlan
     knee: float
     ttft_s: float
@@ -132,8 +132,8 @@ class Plan(Frozen):
     shown_streams: int = field(name="shown")
     prefill: PlannedStepTime
     decode: PlannedStepTime
-    rows: tuple[Row, ...]
-    chosen_row: Row | None = field(name="chosen")
+    rows: tuple[PlanRow, ...]
+    chosen_row: PlanRow | None = field(name="chosen")
     verdict: str
     bound: str
     prefill_per_decode: float | None
@@ -212,9 +212,9 @@ def make_plan(
     )
 
 
-def _roof(planner: Planner) -> Roof:
+def _roof(planner: Planner) -> DeviceLimits:
     roofline = planner.roofline
-    return Roof(
+    return DeviceLimits(
         roofline.peak,
         roofline.bandwidth,
         link=roofline.link,
@@ -238,10 +238,10 @@ def _calibrated(planner: Planner, streams: int) -> CalibrationAccuracy | None:
 
 
 def _verdict(planner: Planner, memory: MemoryPlan, num_fitting: int, max_streams: int) -> str:
-    """Explain which requirement a plan misses, by how much, and what would meet it.
+    """Explain which requirement of its question a plan misses, and what would meet it.
 
-    The text is empty if all requirements are met. `num_fitting` requests fit into memory;
-    `max_streams` of them meet the latency objectives.
+    The text says by how much; it is empty if all requirements are met. `num_fitting` requests fit
+    into memory; `max_streams` of them meet the latency objectives.
     """
     question, name = planner.question, planner.device.name
     context_length = planner.model.program.context_length
@@ -299,7 +299,7 @@ def _missed_objective(planner: Planner, max_streams: int) -> str:
 
 
 def _stream_limit(planner: Planner, memory: MemoryPlan, streams: int) -> str:
-    """Return the limit of a plan's number of streams, in the words of `PlannedReplica.bound`."""
+    """Return the reason why a plan has no more streams, as a value of `PlannedReplica.bound`."""
     question = planner.question
     if question.streams is not None:
         return ""
@@ -350,7 +350,10 @@ def _devices_needed(
 
 
 def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
-    """Return a plan's figures after each of several changes, and without a change."""
+    """Return a plan's figures after each of several changes of model or device.
+
+    The first entry is without a change.
+    """
     results = []
     for change, model, question in _changed_questions(planner):
         if model is planner.model and question.kv_format == planner.question.kv_format:
@@ -368,7 +371,7 @@ def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
 
 
 def _changed_questions(planner: Planner) -> Iterator[tuple[str, PlannedModel, Question]]:
-    """Yield each change that a plan considers: name, changed model and changed question."""
+    """Yield each change that a plan considers: its name, the changed model and question."""
     question, model, device = planner.question, planner.model, planner.device
     yield "as asked", model, question
     for name in ("fp8", "w4a16"):
@@ -403,7 +406,7 @@ def _what_if(change: str, planner: Planner, streams: int, step_s: float) -> What
 
 
 def _shown_stream_counts(limit: int, streams: int) -> list[int]:
-    """Return the numbers of streams that a plan's table shows.
+    """Return the numbers of streams for which a plan's table has a row.
 
     They are the powers of two up to `limit`, and `streams`, in ascending order.
     """

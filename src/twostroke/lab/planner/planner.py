@@ -56,8 +56,8 @@ class MemoryPlan(Frozen):
     devices_needed: int | None
 
 
-class Row(Frozen):
-    """A plan's figures for `streams` requests that always run: when one ends, the next one starts.
+class PlanRow(Frozen):
+    """A plan's figures if `streams` requests always run: when one ends, the next one starts.
 
     `step_s`, `mbu`, `mfu` and `bottleneck` describe a decode step. The other figures include
     prefill on the same devices: `tpot_s` includes the prefill of the other streams' prompts.
@@ -106,7 +106,7 @@ class Planner:
     def for_question(self, question: Question) -> Planner:
         """Return a planner of the same model and device for another question.
 
-        The number format of the KV cache stays, even if the question has another.
+        The number format of the KV cache stays, even if the new question names another format.
         """
         return self._changed(self.device, question)
 
@@ -174,15 +174,15 @@ class Planner:
                 return count
         return None
 
-    def row(self, streams: int) -> Row:
-        """Return the plan's figures for a number of streams."""
+    def row(self, streams: int) -> PlanRow:
+        """Return the speeds, latencies and costs with a number of streams."""
         question = self.question
         step = self.decode(streams)
         request_s = self.request_s(streams)
         usd = self.usd_per_hour
         watts = self.device.tdp_w
         tokens_per_s = question.output / request_s
-        return Row(
+        return PlanRow(
             streams=streams,
             step_s=self.step_s(streams),
             ttft_s=self.ttft_s(streams),
@@ -222,7 +222,7 @@ class Planner:
         return self._seconds(streams)[0]
 
     def prompt_s(self, streams: int) -> float:
-        """Return the seconds that the chunks of a prompt add to the decode steps of other streams.
+        """Return the seconds that a prompt's chunks add to the steps in which other streams decode.
 
         `streams` counts the prompt's request and the decoding streams.
         """
@@ -231,7 +231,7 @@ class Planner:
     def ttft_s(self, streams: int) -> float:
         """Return the seconds from a prompt's first chunk to its first token.
 
-        The other streams decode in the same steps.
+        `streams` counts the prompt's request and the streams that decode in the same steps.
         """
         return self._seconds(streams)[2]
 
@@ -288,7 +288,7 @@ class Planner:
         return num_chunks(self.question.num_new, self.question.max_chunk(streams - 1))
 
     def request_s(self, streams: int) -> float:
-        """Return the device seconds that one request takes when `streams` requests share steps."""
+        """Return the device time, in seconds, of each request if `streams` requests share steps."""
         return self.prompt_s(streams) + self.question.output * self.step_s(streams) / streams
 
     def prefill_per_decode(self, streams: int) -> float:
@@ -305,10 +305,10 @@ class Planner:
 
     @property
     def knee(self) -> float:
-        """The number of streams from which arithmetic limits the matrix products of decode steps.
+        """The number of streams from which arithmetic, and not memory, limits decode steps.
 
-        Below, memory bandwidth limits them. With experts the number is higher, because more streams
-        read more experts.
+        It counts matrix products only. With experts the number is higher, because more streams read
+        more experts.
         """
         knee = 1.0
         for _ in range(_KNEE_ITERATIONS):

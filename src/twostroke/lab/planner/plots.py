@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from twostroke.lab.planner.plan import Plan
-    from twostroke.lab.planner.planner import Row
+    from twostroke.lab.planner.planner import PlanRow
     from twostroke.lab.planner.roofline import PlannedStepTime
 
 # Blue and vermilion can be distinguished with any colour vision (Okabe and Ito, 2008).
@@ -32,7 +32,7 @@ _MAX_MERGED_RATIO: Final = 1.15  # operations whose coordinates differ by less s
 
 
 class _Mark(Frozen):
-    """Operations of one step that share a mark in the roofline plot."""
+    """A mark in the roofline plot, for operations of one step that lie close together."""
 
     names: tuple[str, ...]
     intensity: float
@@ -41,7 +41,7 @@ class _Mark(Frozen):
 
     @property
     def label(self) -> str:
-        """The label of the mark: its first two operations, and the number of further ones."""
+        """The names of the mark's first two operations, and the number of further ones."""
         num_further = len(self.names) - 2
         return ", ".join(self.names[:2]) + (f" and {num_further} more" if num_further > 0 else "")
 
@@ -93,14 +93,15 @@ def _roofline(axes: Axes, plan: Plan) -> None:
         ylim=(min([peak / 300, *rates]) / 4, peak * 8),
         xlabel="Arithmetic intensity (FLOP/byte)", ylabel="Arithmetic (FLOP/s)",
     )  # fmt: skip
-    label = f"roof: {_quantity(bandwidth, 'B/s')}, {plan.arithmetic} {_quantity(peak, 'FLOP/s')}"
+    bandwidth_text, peak_text = _format_quantity(bandwidth, "B/s"), _format_quantity(peak, "FLOP/s")
+    label = f"roof: {bandwidth_text}, {plan.arithmetic} {peak_text}"
     roof = [low * bandwidth, peak, peak]
     axes.plot([low, ridge, high], roof, color=INK, linewidth=1.6, zorder=1, label=label)
     for (name, step, colour, shape), ops in zip(steps, marks, strict=True):
         _draw_step(axes, name, step, ops, colour=colour, shape=shape)
     axes.xaxis.set_major_formatter("{x:,g}")
-    axes.yaxis.set_major_formatter(lambda value, _: _quantity(value, ""))
-    _finish(axes)
+    axes.yaxis.set_major_formatter(lambda value, _: _format_quantity(value, ""))
+    _style_axes(axes)
 
 
 def _draw_step(
@@ -200,10 +201,10 @@ def _latency(axes: Axes, plan: Plan) -> None:
             )  # fmt: skip
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:,g}")
-    _finish(axes)
+    _style_axes(axes)
 
 
-def _labelled_rows(plan: Plan) -> list[Row]:
+def _labelled_rows(plan: Plan) -> list[PlanRow]:
     """Return the plan's rows whose points get a label in the latency plot.
 
     It is every other row, from the last one, without rows close to the chosen row.
@@ -212,8 +213,8 @@ def _labelled_rows(plan: Plan) -> list[Row]:
     return [row for row in plan.rows if not streams / 1.4 < row.streams < streams * 1.4][::-2]
 
 
-def _finish(axes: Axes) -> None:
-    """Finish a plot: draw a thin grid, two sides of the frame, and the legend below."""
+def _style_axes(axes: Axes) -> None:
+    """Give a plot the style of all plots: a thin grid, two sides of the frame, a legend below."""
     from matplotlib.ticker import LogLocator
 
     for axis in (axes.xaxis, axes.yaxis):
@@ -234,7 +235,7 @@ def _finish(axes: Axes) -> None:
     )  # fmt: skip
 
 
-def _quantity(value: float, unit: str) -> str:
+def _format_quantity(value: float, unit: str) -> str:
     """Return a value with a decimal prefix, such as "3.35 TB/s"."""
     for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
         if value >= 0.9995 * 10**power:

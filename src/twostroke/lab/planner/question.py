@@ -120,7 +120,7 @@ class Question(Frozen):
 
 
 def context_shortfall(model_name: str, context_length: int, question: Question) -> str:
-    """Explain that a model's context is too short for the requests; return "" if it is not."""
+    """Explain that a model's context is too short for a question's requests; "" if it is not."""
     num_tokens = question.prompt + question.output
     if num_tokens <= context_length:
         return ""

@@ -25,7 +25,7 @@ _NUM_GRID_POINTS: Final = 24  # numbers of streams to compute; others are interp
 
 
 class LoadLatencies(Frozen):
-    """Mean latencies at a load of `requests_per_s` that arrive at random times.
+    """Mean latencies of a replica at a load of `requests_per_s` that arrive at random times.
 
     Attributes:
         share: the load as a share of the highest possible load.
@@ -71,9 +71,10 @@ def loads(planner: Planner, streams: int) -> tuple[LoadLatencies, ...]:
 def user_load(planner: Planner, streams: int) -> UserLoad | None:
     """Return the mean latencies and rates of the question's users, on as few replicas as suffice.
 
-    A replica computes at most `streams` requests at once. Without an objective for the first token,
-    the replicas are enough for requests not to queue for their turn on average. The load is that on
-    one replica if no number of replicas meets the objectives. None if the question names no users.
+    Returns None if the question names no users. A replica computes at most `streams` requests at
+    once. Replicas suffice if they meet the latency objectives; without an objective for the first
+    token, if requests on average do not queue for their turn. If no number of replicas suffices,
+    the result is the load on one replica.
     """
     question = planner.question
     num_users = question.users
@@ -110,7 +111,10 @@ def user_load(planner: Planner, streams: int) -> UserLoad | None:
 
 
 def _times(planner: Planner, streams: int) -> _TimesByRunning:
-    """Return times with 1 to `streams` requests in progress, interpolated between grid points."""
+    """Return a replica's times with 1 to `streams` requests in progress.
+
+    They are planned for some numbers of requests, and interpolated between these.
+    """
     grid = np.unique(np.geomspace(1, streams, _NUM_GRID_POINTS).round().astype(int))
     counts = np.arange(1, streams + 1)
 
@@ -126,9 +130,10 @@ def _times(planner: Planner, streams: int) -> _TimesByRunning:
 
 
 class _TimesByRunning(Frozen):
-    """Times of a replica with 1, 2, ... requests in progress.
+    """A replica's step and prompt times with 1, 2, ... requests in progress.
 
-    Each array is (streams,). The number of prefill chunks is included.
+    Each array is (streams,). `prompt_s` is the time that a prompt adds, `num_chunks` the number of
+    steps that prefill it.
     """
 
     num_output: int
@@ -171,10 +176,10 @@ def _random_arrivals(share: float, times: _TimesByRunning) -> LoadLatencies:
 
 
 def _waiting_users(times: _TimesByRunning, num_users: int, think_s: float) -> LoadLatencies:
-    """Return mean latencies for users who think for `think_s` seconds after each answer.
+    """Return mean latencies of a replica for users who think for `think_s` after each answer.
 
-    The number of requests is a birth-death process: each idle user sends a request with the rate
-    1 / `think_s`. A new request meets as many others as there are in a system without its user
+    The number of requests is a birth-death process: each idle user sends a request with the rate 1
+    / `think_s`. A new request meets as many others as there are in a system without its user
     (Lavenberg and Reiser, 1980).
     """
     probabilities = _waiting_probabilities(times, num_users, think_s)
@@ -200,7 +205,7 @@ def _waiting_users(times: _TimesByRunning, num_users: int, think_s: float) -> Lo
 
 
 def _waiting_probabilities(times: _TimesByRunning, num_users: int, think_s: float) -> np.ndarray:
-    """Return the probabilities that 0, 1, ... users wait for an answer: (num_users + 1,)."""
+    """Return the probability that 0, 1, ... of the users wait for an answer: (num_users + 1,)."""
     numbers = np.arange(1, num_users + 1)
     rates = times.rates[np.minimum(numbers, len(times.rates)) - 1]
     arrivals = (num_users - numbers + 1) / max(think_s, _MIN_THINK_S)
@@ -222,9 +227,14 @@ def _mean_latencies(
 ) -> LoadLatencies:
     """Return mean latencies of requests that meet other requests on their replica.
 
-    `others[n]` is the probability to meet n other requests. A request waits `slot_s` for a free
-    slot, and then for the prompts of other requests, which arrive at `others_rate` per second.
-    `others`: (streams,).
+    Args:
+        share: the load as a share of the highest possible load.
+        rate: requests that arrive per second.
+        others: (streams,); `others[n]` is the probability to meet n other requests.
+        times: the replica's times by number of requests in progress.
+        at_work: mean number of requests in progress.
+        slot_s: seconds that a request waits because the maximum number of requests runs.
+        others_rate: prompts of other requests, for which a request waits, per second.
     """
     num_output, prompt_s, step_s = times.num_output, times.prompt_s, times.step_s
     others_s = np.concatenate(([0.0], step_s[:-1]))

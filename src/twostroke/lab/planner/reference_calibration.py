@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
-from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.measure.single_step import StepShape
 from twostroke.lab.planner.overhead import (
     OverheadRatio,
     cell_center,
@@ -30,23 +30,24 @@ REFERENCE: Final = "gemma3-270m on two threads of an AMD EPYC"
 
 
 class ReferenceCalibration(Frozen):
-    """Corrects a plan's minimum times by measured steps of another model; a `Correction`.
+    """Corrects the minimum times of a plan by measured steps of another model.
 
-    The seconds around operations are per layer.
+    It implements `Correction`, for models that were not measured on this machine. The seconds
+    around operations are per layer.
     """
 
     steps: tuple[OverheadRatio, ...]
 
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
-        """Return the correction factors for a step of this shape."""
+        """Return the factors that correct the minimum time of a step of this shape."""
         return self._factors_at(roofline, coordinates(batch))
 
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
-        """Return a key that shapes of steps with nearly equal correction factors share."""
+        """Return a key for steps of similar shape, which get the same correction factors."""
         return cell_of(batch)
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
-        """Return the correction factors for all steps of similar shape, by their key `cell`."""
+        """Return the correction factors for all steps of similar shape, given their key `cell`."""
         return self._factors_at(roofline, cell_center(cell))
 
     def _factors_at(self, roofline: Roofline, position: Sequence[float]) -> Factors:
@@ -55,7 +56,10 @@ class ReferenceCalibration(Frozen):
 
 
 def reference_steps(device: Device) -> ReferenceCalibration | None:
-    """Return the reference steps for this machine's kind of kernels; None if there are none."""
+    """Return reference steps, measured on another machine with the kernels of `device`.
+
+    Returns None if there are none for these kernels.
+    """
     (kernels, *_) = device.peaks
     steps = _steps_by_kernels().get(kernels)
     return ReferenceCalibration(steps) if steps else None
@@ -66,7 +70,7 @@ def _steps_by_kernels() -> dict[str, tuple[OverheadRatio, ...]]:
     file = resources.files("twostroke.lab.planner").joinpath("reference_calibration.csv")
     steps: dict[str, tuple[OverheadRatio, ...]] = {}
     for row in csv.DictReader(file.read_text("utf-8").splitlines()):
-        shape = Shape(int(row["streams"]), int(row["context"]), int(row["prompt"]))
+        shape = StepShape(int(row["streams"]), int(row["context"]), int(row["prompt"]))
         step = OverheadRatio(
             coordinates(shape.batch),
             shape.name,

@@ -26,7 +26,7 @@ _MIN_RATE_RATIO: Final = 1.02  # more streams must raise requests per second by 
 
 
 class DeviceGroup(Frozen):
-    """Devices of one kind that together hold each layer of the models on them.
+    """Devices of one kind that divide each layer of the models on them (tensor parallelism).
 
     Replicas on a group share memory and time. `memory_bytes` is the memory that replicas may use,
     and `usd_per_hour` the price, of all devices together. `stock` names the limited supply that the
@@ -91,13 +91,13 @@ class Shortfall(Frozen):
 
 
 class Replicas:
-    """Finds the possible replicas of one model, in one weight format, on device groups."""
+    """Finds the replicas of one model, in one weight format, that fit on a device group."""
 
     def __init__(self, index: int, planner: Planner, load: float, utilization: float) -> None:
-        """Find possible replicas of the model with this index in the fleet.
+        """Find replicas of the model with this index in the fleet.
 
-        `load` is the model's load in requests per second. A replica is busy for `utilization` of
-        its time.
+        `planner` plans one replica on one device. `load` is the model's load in requests per
+        second. A replica is busy for `utilization` of its time.
         """
         self._index = index
         self._planner = planner
@@ -107,7 +107,7 @@ class Replicas:
 
     @property
     def model(self) -> PlannedModel:
-        """The planned model whose replicas are found."""
+        """The model whose replicas are found."""
         return self._planner.model
 
     def context_shortfall(self, name: str) -> str:
@@ -147,7 +147,7 @@ class Replicas:
         return replicas
 
     def shortfall(self, group: DeviceGroup) -> Shortfall:
-        """Return why no replica of the model is possible on a device group."""
+        """Return why the model cannot run on a device group: the figure that exceeds its limit."""
         planner = self._planner_on(group)
         question = self._planner.question
         needed = self._planner.model.all_bytes + self._bytes_per_request(group.count)
@@ -161,9 +161,10 @@ class Replicas:
     def _stream_counts(
         self, planner: Planner, share: float, num_fitting: int
     ) -> Iterator[tuple[int, str]]:
-        """Yield numbers of streams for a replica that are worth their memory, each with its limit.
+        """Yield useful numbers of streams for a replica, each with the limit that it reaches.
 
-        `share` is the replica's share of the device group's time.
+        A number is useful if it serves more requests than smaller numbers. `share` is the replica's
+        share of the device group's time.
         """
         limit, bound = self._limit(num_fitting)
         counts = [count for count in _STREAM_COUNTS if count < limit] + [limit]
@@ -195,7 +196,7 @@ class Replicas:
             yield streams, bound if streams == useful[-1] else "its share"
 
     def _limit(self, num_fitting: int) -> tuple[int, str]:
-        """Return the most streams to consider for a replica, and what limits their number."""
+        """Return the maximum number of streams to consider for a replica, and what limits it."""
         question = self._planner.question
         default = _STREAM_COUNTS[-1] if question.tpot_s is not None else DEFAULT_MAX_STREAMS
         limits = (

@@ -45,7 +45,7 @@ def is_attention(label: str) -> bool:
 
 
 class Factors(Frozen):
-    """Factors that correct the minimum time of a step to the time that an engine takes.
+    """Factors that correct the minimum time of a step to the time that an engine really takes.
 
     Attributes:
         attention: multiplies the minimum time of attention.
@@ -63,16 +63,16 @@ class Factors(Frozen):
 
 
 class Correction(Protocol):
-    """Corrects the minimum times of steps by measured steps of an engine."""
+    """Corrects the planned minimum times of steps by measured steps of an engine."""
 
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
-        """Return the correction factors for a step of this shape."""
+        """Return the factors that correct the minimum time of a step of this shape."""
 
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
-        """Return a key that shapes of steps with nearly equal correction factors share."""
+        """Return a key for steps of similar shape, which get the same correction factors."""
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
-        """Return the correction factors for all steps of similar shape, by their key `cell`."""
+        """Return the correction factors for all steps of similar shape, given their key `cell`."""
 
 
 class PlannedOpTime(Frozen):
@@ -147,9 +147,9 @@ class PlannedStepTime(Frozen):
 
 
 class Totals(NamedTuple):
-    """Planned seconds, arithmetic operations and bytes of a step.
+    """The planned seconds, arithmetic operations and bytes of a whole step.
 
-    `between_s` is the part of `seconds` before the step itself.
+    `between_s` is the part of `seconds` that passes before the step, after the previous one.
     """
 
     seconds: float
@@ -159,7 +159,7 @@ class Totals(NamedTuple):
 
 
 class Roofline:
-    """Computes the minimum times of a model's steps on the devices of a question.
+    """Computes the minimum times of a model's steps on the devices of a planning question.
 
     `peak` and `bandwidth` are of all devices together, times MFU and MBU. With a correction, times
     are minimum times multiplied by measured factors. `measured` is the roofline that the correction
@@ -236,7 +236,8 @@ class Roofline:
     def work(self, batches: Sequence[BatchShape]) -> OpWork:
         """Return the arithmetic and memory traffic of several steps of the model.
 
-        They are the same on all devices, except for KV copies.
+        A step does the same work on any devices, except that several devices may store the same
+        keys and values.
         """
         costs = [
             [self._costs[key].flops_and_bytes(batch) for key in self._ops] for batch in batches
@@ -345,9 +346,9 @@ def kv_bytes(model: PlannedModel, question: Question, num_tokens: int) -> float:
 def kv_layer_bytes(
     layers: Counter[CacheLayer], stored: CacheFormat, count: int, num_tokens: int
 ) -> float:
-    """Return the bytes of one request's keys and values on `count` devices together.
+    """Return the bytes of one request's keys and values in all layers, on `count` devices.
 
-    `layers` counts the layers of each kind of KV cache.
+    `layers` counts the layers of each kind of KV cache. `stored` is the number format.
     """
     total = 0.0
     for layer, num_layers in layers.items():
@@ -360,8 +361,8 @@ def kv_layer_bytes(
 def kv_copies(num_kv_heads: int | None, count: int) -> float:
     """Return how many devices on average store, and read, the same key or value.
 
-    Each of the `count` devices stores whole heads. `num_kv_heads` is None for operations without
-    heads: then the result is 1.
+    Each of the `count` devices stores whole heads, so that heads are copied if there are more
+    devices than heads. `num_kv_heads` is None for operations without heads: then the result is 1.
     """
     if num_kv_heads is None:
         return 1.0
@@ -371,6 +372,6 @@ def kv_copies(num_kv_heads: int | None, count: int) -> float:
 def _kv_heads(op: Op) -> int | None:
     """Return the number of KV heads of an attention operation; None for other operations.
 
-    It is 1 for latent vectors.
+    It is 1 if keys and values are stored as latent vectors (DeepSeek).
     """
     return getattr(op, "num_kv_heads", 1) if is_attention(op.label) else None

@@ -29,7 +29,7 @@ _FIELDS: Final = ("rows", "prompt_rows", "requests", "step_s", "attended", "turn
 
 
 class ServedStep(Frozen):
-    """Median times of a running server's steps of one shape.
+    """Median times of a running server's steps of one shape, which correct plans.
 
     They include the work of the server's loop between steps.
 
@@ -37,7 +37,7 @@ class ServedStep(Frozen):
         rows: rows of the step.
         prompt_rows: rows that belong to prompts.
         requests: requests of the step.
-        attended: pairs of a row and a position that it attends to.
+        attended: number of positions that the rows attend to, summed over the rows.
         seconds: from the end of the previous step to the end of this step.
         between_s: part of `seconds` outside the step itself.
     """
@@ -51,7 +51,10 @@ class ServedStep(Frozen):
 
     @property
     def batch(self) -> BatchShape:
-        """The shape of a step like this one, in which prompts have equal rows and contexts."""
+        """The shape of the step for the cost model.
+
+        All prompts have equal rows and contexts in it.
+        """
         num_decoding = self.rows - self.prompt_rows
         num_reading = self.requests - num_decoding
         counts = [1] * num_decoding
@@ -70,7 +73,7 @@ class ServedStep(Frozen):
 
 
 def group_steps(steps: Iterable[Sequence[Any]]) -> tuple[ServedStep, ...]:
-    """Return a server's steps by shape, with median times; `steps` are from `/api/state`.
+    """Return the steps that a server reports in `/api/state` by shape, with median times.
 
     A server shows each step for a while; a step that was read several times counts once. Steps
     after a pause of the loop, and steps with drafts, are left out.
@@ -93,7 +96,7 @@ def group_steps(steps: Iterable[Sequence[Any]]) -> tuple[ServedStep, ...]:
 
 
 def _median_step(steps: list[ServedStep]) -> ServedStep:
-    """Return the server's step with the median context, with the median times of all steps."""
+    """Return a server's step of one shape, with the median context and median times of all."""
     middle = sorted(steps, key=lambda step: step.attended)[len(steps) // 2]
     return replace(
         middle,
@@ -103,10 +106,7 @@ def _median_step(steps: list[ServedStep]) -> ServedStep:
 
 
 def merge_steps(old: Iterable[ServedStep], new: Iterable[ServedStep]) -> tuple[ServedStep, ...]:
-    """Return old and new measured steps of a server.
-
-    A new step replaces an old step of the same shape.
-    """
+    """Return the stored and the new steps of a server; a new step replaces one of its shape."""
     by_cell = {cell_of(step): step for step in old}
     by_cell |= {cell_of(step): step for step in new}
     return tuple(by_cell.values())
@@ -144,7 +144,12 @@ def watch_server(
 
 
 def server_threads(url: str, key: str | None, model: PlannedModel) -> int:
-    """Return the number of compute threads of the server at `url`; raises as `watch_server`."""
+    """Return the number of compute threads of the server at `url`.
+
+    Raises:
+        UsageError: there is no such server, it serves another model, or refuses the key.
+        EngineStoppedError: the server cannot be reached.
+    """
     read_steps(url, key, model)
     state = _read_state(url, key)
     try:
@@ -164,7 +169,9 @@ def on_threads(count: int) -> str:
 def read_steps(url: str, key: str | None, model: PlannedModel) -> list[Sequence[Any]]:
     """Return the last steps that the server at `url` reports, in the order of `_FIELDS`.
 
-    Raises as `watch_server`.
+    Raises:
+        UsageError: there is no such server, it serves another model, or refuses the key.
+        EngineStoppedError: the server cannot be reached.
     """
     state = _read_state(url, key)
     try:

@@ -19,10 +19,10 @@ _WINDOWS: Final = (4096, 1024)  # tokens, as in Mistral 7B and Gemma 3
 
 
 def variants(model: PlannedModel, num_tokens: int) -> Iterator[tuple[str, PlannedModel]]:
-    """Yield variants of the model with cheaper attention, each with the name of the change.
+    """Yield variants of a model with cheaper attention, each after the name of its change.
 
-    The variants are grouped queries and a sliding window. Only variants that make requests of
-    `num_tokens` cheaper are included.
+    A plan shows them as what-ifs. The variants are grouped queries and a sliding window. Only
+    variants that make requests of `num_tokens` cheaper are included.
     """
     attention = [op for op in model.program.ops if isinstance(op, Attention)]
     sizes = [(op.num_heads, 2 * op.group_size) for op in attention]

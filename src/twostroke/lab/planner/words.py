@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from twostroke.lab.planner.plan import Plan
-    from twostroke.lab.planner.planner import Row
+    from twostroke.lab.planner.planner import PlanRow
     from twostroke.lab.planner.question import Question
     from twostroke.lab.planner.queueing import UserLoad
 
@@ -49,7 +49,7 @@ def num_streams(count: int) -> str:
     return f"{count:,} {'stream' if count == 1 else 'streams'}"
 
 
-def facts(plan: Plan) -> Iterator[str]:
+def plan_facts(plan: Plan) -> Iterator[str]:
     """Yield the sentences above a plan's tables: memory, first token, price, accuracy of times."""
     question = plan.question
     yield (
@@ -65,7 +65,7 @@ def facts(plan: Plan) -> Iterator[str]:
         "streams."
     )
     if plan.assumed:
-        yield left_out(plan.assumed, plan.model)
+        yield describe_missing_fields(plan.assumed, plan.model)
     if plan.roof.usd_per_hour is not None:
         source = f", {plan.roof.price_source}" if plan.roof.price_source else ""
         yield f"Price: {plan.roof.usd_per_hour:.4g} $ an hour{source}."
@@ -79,7 +79,7 @@ def facts(plan: Plan) -> Iterator[str]:
             )
         yield f"Times are corrected by {steps}. Nearest step: {calibrated.nearest}."
     elif plan.usual:
-        yield about_usual(plan.usual)
+        yield describe_reference(plan.usual)
     else:
         yield _efficiency(question)
     if question.count > 1 and plan.roof.link is None:
@@ -89,16 +89,16 @@ def facts(plan: Plan) -> Iterator[str]:
         )
 
 
-def about_usual(reference: str) -> str:
-    """Return a sentence about the reference model and machine that correct a plan's times."""
+def describe_reference(reference: str) -> str:
+    """Return a sentence that says from which model and machine a plan's times are corrected."""
     return (
         "No steps of this model were measured here (--calibrate measures them): times exceed the "
         f"limits as much as the times of {reference} do. --mfu 1 --mbu 1 shows the limits."
     )
 
 
-def left_out(keys: Sequence[str], model: str) -> str:
-    """Return a sentence about fields that a model's configuration leaves out."""
+def describe_missing_fields(keys: Sequence[str], model: str) -> str:
+    """Return a sentence about fields that a model's configuration lacks, so that defaults hold."""
     return (
         f"The configuration of {model} leaves out {', '.join(keys)}: the defaults of transformers "
         "are used."
@@ -138,7 +138,7 @@ def _memory(plan: Plan) -> str:
     )
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def row_cells(row: PlanRow) -> tuple[str, ...]:
     """Return the cells of a row in a plan's table by number of streams."""
     return (
         f"{row.streams:,}",
@@ -155,8 +155,8 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def answer(plan: Plan) -> Iterator[str]:
-    """Yield the sentences of a plan's answer; the first is the verdict."""
+def answer_sentences(plan: Plan) -> Iterator[str]:
+    """Yield the sentences that answer a plan's question; the first is the verdict."""
     row = plan.chosen_row
     if row is None:
         yield plan.verdict
@@ -181,12 +181,12 @@ def answer(plan: Plan) -> Iterator[str]:
 
 
 def verdict(plan: Plan) -> str:
-    """Return the verdict of a plan: its answer's first sentence, without the word No."""
-    return next(answer(plan)).removeprefix("No: ")
+    """Return a plan's verdict: the first sentence of its answer, without a leading "No"."""
+    return next(answer_sentences(plan)).removeprefix("No: ")
 
 
 def _users_answer(plan: Plan, load: UserLoad) -> str:
-    """Return sentences about a plan's users: the replicas they need, latencies and costs."""
+    """Return sentences about the users of a plan: replicas for them, latencies and costs."""
     replicas = "one replica" if load.num_replicas == 1 else f"{load.num_replicas:,} replicas"
     users = "1 user" if load.num_users == 1 else f"{load.num_users:,} users"
     start = f"Yes: {users} on {replicas} of {title(plan)}"
@@ -204,7 +204,7 @@ def _users_answer(plan: Plan, load: UserLoad) -> str:
     )
 
 
-def loads(plan: Plan) -> Iterator[tuple[str, ...]]:
+def load_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield the rows of a plan's table of mean latencies by load."""
     for load in plan.loads:
         yield (
@@ -251,7 +251,7 @@ def cost_of(plan: Plan) -> float | None:
 
 
 def rank(plans: Sequence[Plan]) -> list[Plan]:
-    """Return plans in the order of cost, or of speed without prices.
+    """Return plans for different devices, the cheapest first; without prices, the fastest.
 
     Plans that miss an objective come last.
     """
@@ -291,7 +291,7 @@ def rank_verdict(plans: Sequence[Plan]) -> str:
 
 
 def _why_none(plans: Sequence[Plan]) -> str:
-    """Return the end of a sentence about ranked plans that all miss the objectives."""
+    """Return why all of the ranked plans miss the objectives, as the end of a sentence."""
     reasons = list(dict.fromkeys(verdict(plan) for plan in plans))
     if len(reasons) == 1:
         return f"can do it: {reasons[0]}"
@@ -299,7 +299,7 @@ def _why_none(plans: Sequence[Plan]) -> str:
 
 
 def about_ranking(plans: Sequence[Plan]) -> Iterator[str]:
-    """Yield sentences about the columns of the table that compares devices."""
+    """Yield sentences that explain the columns of the table that compares devices."""
     question = plans[0].question
     if any(plan.calibrated is None and not plan.usual for plan in plans):
         yield _efficiency(question)
@@ -310,7 +310,7 @@ def about_ranking(plans: Sequence[Plan]) -> Iterator[str]:
         )
 
 
-def what_ifs(plan: Plan) -> Iterator[tuple[str, ...]]:
+def what_if_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield the rows of a plan's table of changes and their effects."""
     for what_if in plan.what_ifs:
         yield (

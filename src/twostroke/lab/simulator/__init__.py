@@ -1,7 +1,7 @@
 """Simulates a workload on replicas of a model: the real scheduler under virtual time."""
 
-from twostroke.lab.simulator.load import ARRIVALS, RequestArrival, Synthetic, Workload
-from twostroke.lab.simulator.simulation import Setup, Simulation, simulate
+from twostroke.lab.simulator.load import ARRIVALS, RequestArrival, SyntheticWorkload, Workload
+from twostroke.lab.simulator.simulation import Simulation, SimulationSetup, simulate
 from twostroke.lab.simulator.sweep import DEFAULT_GOOD_SHARE, LoadProbe, Sweep, sweep
 from twostroke.lab.simulator.traces import PUBLISHED_TRACES, read_trace
 
@@ -11,10 +11,10 @@ __all__ = [
     "PUBLISHED_TRACES",
     "LoadProbe",
     "RequestArrival",
-    "Setup",
     "Simulation",
+    "SimulationSetup",
     "Sweep",
-    "Synthetic",
+    "SyntheticWorkload",
     "Workload",
     "read_trace",
     "simulate",

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
-class Prefill(Frozen):
-    """Settings of simulated disaggregation: the first `count` replicas prefill for the others.
+class PrefillSettings(Frozen):
+    """Settings of simulated disaggregation, in which the first replicas prefill for the others.
 
     Attributes:
         count: number of prefill replicas.
@@ -46,10 +46,10 @@ class Prefill(Frozen):
 
 
 class _RemotePrompt(Frozen):
-    """A simulated request whose prompt is computed by a prefill replica.
+    """A simulated request whose prompt a prefill replica computes.
 
-    `decoder` is the index of the request's own replica, `prefill_request` the request that the
-    prefill replica got, and `start_s` the time of the decision.
+    `decoder` is the index of the replica that decodes the request, `prefill_request` the request
+    that the prefill replica got, and `start_s` the time of the decision.
     """
 
     state: RequestState
@@ -62,11 +62,11 @@ class _RemotePrompt(Frozen):
 class SimulatedTransfers:
     """Decides where prompts are prefilled in a simulation, and simulates the KV transfers.
 
-    Replicas must have caught up with the clock at each call.
+    Before each call, the replicas must have applied all steps that have ended (`catch_up`).
     """
 
     def __init__(
-        self, prefill: Prefill, replicas: Sequence[SimulatedReplica], clock: Clock
+        self, prefill: PrefillSettings, replicas: Sequence[SimulatedReplica], clock: Clock
     ) -> None:
         self._prefill = prefill
         self._replicas = replicas
@@ -93,7 +93,7 @@ class SimulatedTransfers:
 
     @property
     def decisions(self) -> dict[str, int]:
-        """The number of decisions to prefill a prompt remotely or not, by reason."""
+        """How many prompts were prefilled on a prefill replica, or not, by reason."""
         total: dict[str, int] = {}
         for placement in self._placements.values():
             for reason, count in placement.decisions.items():
@@ -101,10 +101,10 @@ class SimulatedTransfers:
         return total
 
     def consider(self, decoder: int, state: RequestState) -> tuple[int, Request] | None:
-        """Decide where the prompt of a newly queued request is computed.
+        """Decide where the prompt of a newly queued request is prefilled.
 
-        Return the index of a prefill replica and the request for it; None if the request's own
-        replica, with index `decoder`, computes the prompt.
+        Returns the index of a prefill replica and the request for it; None if `decoder`, the
+        replica that decodes the request, prefills it, too.
         """
         self._release_used_pages(decoder)
         replica = self._replicas[decoder]
@@ -131,18 +131,21 @@ class SimulatedTransfers:
         return placement.engine_index, prefill_request
 
     def arrival_s(self, number: int) -> float:
-        """Return when the KV pages of a remotely computed prompt arrive at the own replica."""
+        """Return when a prompt's KV pages arrive at the replica that decodes the request.
+
+        `number` is the request's number in the workload.
+        """
         prompt = self._remote[number]
         num_bytes = len(prompt.placement.page_keys) * self._prefill.page_bytes
         sent_s = prompt.start_s + num_bytes / self._prefill.bytes_per_s
         return max(self._clock.now_s, sent_s) + TRANSFER_OVERHEAD_S
 
     def decoder(self, number: int) -> int:
-        """Return the index of a request's own replica, while its prompt is computed remotely."""
+        """Return the index of the replica that decodes a request, while its prompt is prefilled."""
         return self._remote[number].decoder
 
     def arrive(self, number: int, *, is_prefilled: bool = True) -> None:
-        """Give a prompt's KV pages to the request's own replica.
+        """Give a prompt's KV pages to the replica that decodes the request.
 
         If `is_prefilled` is false, there are no pages, and the replica computes the prompt itself.
         """
@@ -159,7 +162,7 @@ class SimulatedTransfers:
         self._arrived[prompt.decoder].append((prompt.state.request, placement.transfer))
 
     def _release_used_pages(self, decoder: int) -> None:
-        """End the KV transfers of requests that have started on their own replica."""
+        """End the KV transfers of requests that have started on the replica that decodes them."""
         arrived = self._arrived[decoder]
         for _ in range(len(arrived)):
             request, transfer = arrived.popleft()
@@ -172,7 +175,7 @@ class SimulatedTransfers:
         return self._replicas[decoder].scheduler.prefix_cache.transfers
 
     def _prefill_state(self, decoder: int, index: int) -> PrefillEngineState:
-        """Return the queue and the speed of a prefill replica, as a decode replica knows them."""
+        """Return a prefill replica's queue and speed, as a decode replica knows them."""
         flops = next(iter(self._placements.values())).flops
         requests = [
             prompt.prefill_request

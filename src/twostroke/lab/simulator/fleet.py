@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.fleet.routing.dispatch import RoutedRequest
-    from twostroke.lab.simulator.disaggregation import Prefill
+    from twostroke.lab.simulator.disaggregation import PrefillSettings
     from twostroke.lab.simulator.load import RequestArrival, Workload
     from twostroke.lab.simulator.replica import Clock, SimulatedReplica
 
@@ -30,7 +30,7 @@ _REPORT_INTERVAL_S: Final = 0.5  # between reports of a replica to the router
 
 
 class _Event(IntEnum):
-    """The kinds of events of a simulation; events at the same time happen in this order."""
+    """The kinds of events in a simulation; simultaneous events happen in this order."""
 
     STEP_END = 0  # of a replica
     KV_ARRIVAL = 1  # the pages of a request's prompt arrive
@@ -53,12 +53,12 @@ class SimulatedFleet:
         clock: Clock,
         vocab_size: int,
         overhead_s: float = 0.0,
-        prefill: Prefill | None = None,
+        prefill: PrefillSettings | None = None,
     ) -> None:
         """Route requests to the replicas by the policy `routing`, a key of `POLICIES`.
 
         A request reaches its replica `overhead_s` after it was sent. With `prefill`, the first
-        replicas prefill prompts for the other replicas, which the requests are routed to.
+        replicas prefill prompts; requests are routed to the other replicas, which decode.
         """
         self.logs: dict[int, RequestLog] = {}
         self.refusals: list[tuple[int, str]] = []
@@ -92,7 +92,7 @@ class SimulatedFleet:
 
     @property
     def decisions(self) -> dict[str, int]:
-        """The number of decisions about where prompts are prefilled, by reason."""
+        """How many prompts were prefilled on a prefill replica, or not, by reason."""
         return self._transfers.decisions if self._transfers is not None else {}
 
     def _next_s(self) -> float | None:
@@ -123,7 +123,7 @@ class SimulatedFleet:
     def _flush_batches(self) -> bool:
         """Start batches that are not full, because no more requests come in the simulation.
 
-        Return whether there are events again.
+        Returns whether there are events again.
         """
         for index, replica in enumerate(self._replicas):
             if replica.scheduler.has_work:
@@ -140,7 +140,7 @@ class SimulatedFleet:
             self._push(self._clock.now_s + wait_s, _Event.WAKE, index)
 
     def _interrupt(self, index: int, *, catch_up: bool) -> None:
-        """Let a simulated replica decide about its next step.
+        """Stop a replica's fast-forward after its current step, because its requests change.
 
         With `catch_up`, the replica also applies the steps that have ended.
         """
@@ -223,7 +223,10 @@ class SimulatedFleet:
 
 
 class _SimulatedRouter:
-    """A simulated router before some of the replicas; it has a real router's information."""
+    """The router of a simulation, with the routing policies and the information of a real one.
+
+    `indices` are the replicas to which it routes.
+    """
 
     def __init__(
         self, replicas: Sequence[SimulatedReplica], indices: range, policy: str, clock: Clock
@@ -239,9 +242,9 @@ class _SimulatedRouter:
             self._dispatcher.set_open(self._dispatcher.add_replica(str(index)), is_open=True)
 
     def due(self) -> range:
-        """Return the replicas whose report about evicted pages is due at the router.
+        """Return the replicas that must tell the router now which pages they have evicted.
 
-        After each interval all of them are due, else none.
+        After each interval these are all replicas, otherwise none.
         """
         if not self._knows_prefixes or self._clock.now_s < self._next_report_s:
             return range(0)
@@ -254,9 +257,9 @@ class _SimulatedRouter:
         self._dispatcher.report(index - self._indices.start, 0.0, stats.horizon_s)
 
     def choose(self, request: Request) -> int:
-        """Return the index of the replica that the router chooses for a request.
+        """Return the index of the replica to which the router sends a request.
 
-        The prompt's tokens stand for its text.
+        A real router compares the text of prompts; here the prompt's tokens stand for its text.
         """
         text = array("I", request.tokens).tobytes()
         keys = block_keys(text, request.salt) if self._knows_prefixes else ()

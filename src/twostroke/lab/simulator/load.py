@@ -21,7 +21,7 @@ _GOLDEN_RATIO: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the gold
 
 
 class RequestArrival(Frozen):
-    """A simulated request that arrives `at_s` seconds after the start.
+    """A request of a simulated workload, which arrives `at_s` seconds after the start.
 
     Prompts that begin with equal `blocks` begin with equal tokens, `block_size` for each block. All
     prompts with a `num_shared` share their first tokens, up to the smaller `num_shared`.
@@ -37,8 +37,8 @@ class RequestArrival(Frozen):
     def tokens(self, number: int, vocab_size: int) -> array[int]:
         """Return the tokens of the request's prompt as an array of type "I".
 
-        Tokens that are not shared with other prompts depend on `number`. An array of 12,000 tokens
-        takes a tenth of the time of a list.
+        Tokens that are not shared with other prompts depend on `number`, the request's number in
+        the workload. An array of 12,000 tokens takes a tenth of the time of a list.
         """
         size = self.block_size
         if len(self.blocks) * size >= self.num_prompt:
@@ -58,7 +58,7 @@ class RequestArrival(Frozen):
 
 
 class Workload(Frozen):
-    """The requests of a simulation, in the order of arrival; `name` describes their source."""
+    """The requests of a simulation in the order of arrival; `name` says where they come from."""
 
     name: str
     arrivals: tuple[RequestArrival, ...]
@@ -70,9 +70,10 @@ class Workload(Frozen):
         return (len(self.arrivals) - 1) / seconds if seconds else 0.0
 
     def changed(self, *, speed: float = 1.0, scale: float = 1.0) -> Workload:
-        """Return the workload `speed` times as fast, with all lengths in tokens times `scale`.
+        """Return a workload with more or fewer requests per second, and longer or shorter ones.
 
-        Blocks are scaled too, so that prompts still share the same prefixes.
+        It is `speed` times as fast, and all lengths in tokens are multiplied by `scale`. Blocks are
+        scaled too, so that prompts still share the same prefixes.
         """
         for field, value in (("speed", speed), ("scale", scale)):
             if not 1e-9 <= value <= 1e9:
@@ -91,7 +92,7 @@ class Workload(Frozen):
         return self if count is None else Workload(self.name, self.arrivals[:count])
 
 
-class Synthetic(Frozen):
+class SyntheticWorkload(Frozen):
     """The description of a random workload: its rate, arrivals and lengths.
 
     Attributes:
@@ -188,5 +189,5 @@ def _scaled(arrival: RequestArrival, speed: float, scale: float) -> RequestArriv
 
 
 def _unique_numbers(owner: int, count: int) -> np.ndarray:
-    """Return `count` numbers that no other `owner` gets, such as the blocks of one prompt."""
+    """Return `count` numbers that belong to `owner` alone, to make tokens of one prompt."""
     return np.arange(count, dtype=np.uint64) + np.uint64(owner << 24)

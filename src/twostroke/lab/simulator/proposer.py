@@ -25,10 +25,10 @@ _WORD_MASK = (1 << 64) - 1
 
 
 class SimulatedProposer:
-    """Proposes simulated drafts; each is right with a given probability.
+    """Proposes draft tokens in a simulation; each draft is right with a given probability.
 
-    A draft can only be right if the drafts before it are right. One draft for each request takes
-    `cost` times the requests' decode step, in virtual time.
+    A draft can only be right if the drafts before it are right. Drafting a token for each request
+    takes `cost` times the time of the requests' decode step, in virtual time.
     """
 
     name = "simulated"
@@ -43,7 +43,7 @@ class SimulatedProposer:
         self._clock = clock
 
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
-        """Return drafts for each request, while another draft is expected to save time."""
+        """Return as many drafts for each request as are expected to save time."""
         starts = tuple([len(request.tokens) - 1 for request in requests])
         next_s = self._cost * self._roofline.totals(BatchShape.decode(starts)).seconds
         count, expected = 0, float(len(requests))
@@ -87,9 +87,9 @@ class SimulatedProposer:
 def make_speculator(
     proposer: SimulatedProposer, cost: StepCost, roofline: Roofline, clock: Clock
 ) -> Speculator:
-    """Return the engine's controller of speculative decoding, for a simulated proposer.
+    """Return the engine's controller of speculative decoding for a simulated proposer.
 
-    It reads the virtual time of `clock`.
+    It reads the virtual time of `clock`, and decides how many drafts pay off as in a real engine.
     """
     limits = Hardware(
         "simulated", 1, 0, bandwidth=roofline.bandwidth, peak=roofline.peak, peak_kind="", source=""

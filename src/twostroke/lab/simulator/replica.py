@@ -40,7 +40,7 @@ class Clock:
 
 
 class _FastForward(Frozen):
-    """Simulated decode steps that run together, since none needs a decision of the scheduler.
+    """Decode steps that a simulation performs at once, as they need no decision of the scheduler.
 
     `times_s` has the start of the first step and the end of each step. `flops` and `bytes` have an
     entry for each planned step, also if the steps are interrupted.
@@ -53,12 +53,12 @@ class _FastForward(Frozen):
 
 
 class SimulatedReplica:
-    """A simulated engine; a step takes the virtual time that `totals` returns.
+    """A simulated engine; `totals` says how much virtual time a step takes.
 
-    The engine's own loop runs without computing. A request's tokens follow from its seed and their
-    index (`token_at`), also with speculation. So decode steps that need no decision of the
-    scheduler run together. Call `interrupt` before submitting a request, and `catch_up` before
-    reading the prefix cache.
+    The real scheduler plans the steps, and nothing is computed. A request's tokens follow from its
+    seed and their index (`token_at`), also with speculation. So decode steps that need no decision
+    of the scheduler are performed at once (fast-forward). Call `interrupt` before submitting a
+    request, and `catch_up` before reading the prefix cache.
 
     Attributes:
         num_requests: unfinished requests.
@@ -102,7 +102,7 @@ class SimulatedReplica:
         return self._num_tokens + num_steps * len(steps.requests)
 
     def prefill_flops_per_s(self) -> float:
-        """Return the mean FLOP/s of recent prefill steps, or of all prefill steps.
+        """Return the FLOPs per second of recent prefill steps, or else of all prefill steps.
 
         The result is 0 without prefill steps.
         """
@@ -126,9 +126,9 @@ class SimulatedReplica:
         return state
 
     def start(self) -> float | None:
-        """Start one simulated step, or several decode steps together; return the time of their end.
+        """Start one simulated step, or a fast-forward of decode steps; return the time of its end.
 
-        The result is None without work.
+        Returns None without work.
         """
         if self._speculator is None:
             requests, num_steps = self.scheduler.fast_forward_steps(_MAX_FAST_FORWARD_STEPS)
@@ -165,9 +165,9 @@ class SimulatedReplica:
         return self.ends_s
 
     def interrupt(self) -> float | None:
-        """End a fast-forward of decode steps after the step in flight; return when that step ends.
+        """End a fast-forward after the decode step in flight; return when this step ends.
 
-        The result is None if no step is in flight.
+        Returns None if no step is in flight.
         """
         steps, now_s = self._fast_forward, self._clock.now_s
         if steps is not None:
@@ -180,9 +180,9 @@ class SimulatedReplica:
         return self.ends_s
 
     def catch_up(self) -> float | None:
-        """Apply the fast-forwarded steps that have ended; return the end of the step in flight.
+        """Apply the steps of a fast-forward that have ended by now, and continue as a single step.
 
-        The result is None if no step is in flight.
+        Returns the end of the step in flight, or None if no step is in flight.
         """
         steps, now_s = self._fast_forward, self._clock.now_s
         if steps is None:
@@ -227,7 +227,7 @@ class SimulatedReplica:
         self.bytes += num_bytes
 
     def finish(self) -> tuple[list[Request], list[Request]]:
-        """Commit the replica's simulated step at its end; return started and finished requests.
+        """Commit the replica's step at its end; return the requests that started and finished.
 
         Started requests got their first token. Steps of a fast-forward start and finish no
         requests.
@@ -279,5 +279,5 @@ class SimulatedReplica:
 
 
 def token_at(request: Request, index: int, vocab_size: int) -> int:
-    """Return the simulated token of a request at an index of its sequence."""
+    """Return the token at an index of a simulated request's sequence."""
     return (request.seed + _TOKEN_STRIDE * index) % vocab_size

@@ -21,7 +21,7 @@ from twostroke.lab.planner.planner import fitting_context
 from twostroke.lab.planner.prices import usd_per_million_tokens
 from twostroke.lab.planner.question import MEMORY_SHARE, Question
 from twostroke.lab.planner.roofline import Roofline, kv_bytes
-from twostroke.lab.simulator.disaggregation import Prefill
+from twostroke.lab.simulator.disaggregation import PrefillSettings
 from twostroke.lab.simulator.fleet import START_S, SimulatedFleet
 from twostroke.lab.simulator.proposer import SimulatedProposer, make_speculator
 from twostroke.lab.simulator.replica import Clock, SimulatedReplica
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MAX_REPLICAS = 1024
 
 
-class Setup(Frozen):
+class SimulationSetup(Frozen):
     """The simulated replicas of a model, each on `question.count` devices.
 
     Attributes:
@@ -105,7 +105,7 @@ class Setup(Frozen):
                 raise UsageError(f"{self.routing} needs the prefix cache.", field="routing")
         check_range(self, "link", high=1e18)
 
-    def prefill(self, cost: StepCost, size: CacheSize) -> Prefill | None:
+    def prefill(self, cost: StepCost, size: CacheSize) -> PrefillSettings | None:
         """Return the settings of simulated disaggregation; None without prefill replicas.
 
         `cost` is the work of steps, and `size` the size of the KV cache.
@@ -117,7 +117,7 @@ class Setup(Frozen):
             reason = f"must be given: the link of {self.device.name} is not known."
             raise UsageError(reason, field="link")
         page_bytes = size.cache_bytes // size.num_pages
-        return Prefill(
+        return PrefillSettings(
             count=self.prefill_replicas,
             rule=self.disaggregate,
             cost=cost,
@@ -154,7 +154,7 @@ class Setup(Frozen):
         )
 
     def _check_context(self) -> None:
-        """Raise MemoryLimitError if a request of the model's whole context does not fit."""
+        """Raise MemoryLimitError if a request as long as the model's context does not fit."""
         context_length, free = self.model.program.context_length, self._kv_memory()
         max_context = fitting_context(self.model, self.question, free)
         if 0 < max_context < context_length:
@@ -219,12 +219,14 @@ class Simulation(Frozen):
     assumed: tuple[str, ...] = ()
 
 
-def simulate(setup: Setup, load: Workload, objectives: Objectives | None = None) -> Simulation:
+def simulate(
+    setup: SimulationSetup, load: Workload, objectives: Objectives | None = None
+) -> Simulation:
     """Simulate a workload on replicas of a model; return latencies, rates and costs.
 
     Raises:
-        MemoryLimitError: as `Setup.size`.
-        UsageError: as `Setup.size`; or every request is refused.
+        MemoryLimitError: the model and its KV cache do not fit into the devices' memory.
+        UsageError: the device's memory is not known, or every request is refused.
     """
     objectives = objectives or Objectives()
     question = setup.question
@@ -279,7 +281,7 @@ def _cost(usd_per_hour: float | None, per_s: float | None, count: float) -> floa
 
 
 def _replicas(
-    setup: Setup, roofline: Roofline, clock: Clock, size: CacheSize, cost: StepCost
+    setup: SimulationSetup, roofline: Roofline, clock: Clock, size: CacheSize, cost: StepCost
 ) -> list[SimulatedReplica]:
     model, program = setup.model, setup.model.program
     facts = BackendFacts(

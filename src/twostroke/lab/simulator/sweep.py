@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from twostroke.lab.measure.requests import Objectives, RunReport
     from twostroke.lab.simulator.load import Workload
-    from twostroke.lab.simulator.simulation import Setup, Simulation
+    from twostroke.lab.simulator.simulation import Simulation, SimulationSetup
 
 DEFAULT_GOOD_SHARE: Final = 0.9
 _MIN_REQUESTS: Final = 100
@@ -24,9 +24,10 @@ _MAX_SPEED_RATIO: Final = 1.03  # the search ends when two speeds differ by less
 
 
 class LoadProbe(Frozen):
-    """One simulated load of a sweep: its speed, its rate, and whether it met the objectives.
+    """One load that a sweep has simulated: its speed and rate, and whether it met the objectives.
 
-    A load meets the objectives if enough of its requests do.
+    A load meets the objectives if enough of its requests do. `speed` multiplies the workload's
+    rate.
     """
 
     speed: float
@@ -36,9 +37,9 @@ class LoadProbe(Frozen):
 
 
 class Sweep(Frozen):
-    """All simulated loads of a search for the highest load, in the order of speed.
+    """The result of a search for the highest load that meets the latency objectives.
 
-    `best` is the highest load that met the latency objectives.
+    It has all simulated loads in the order of speed; `best` is the highest that met the objectives.
     """
 
     probes: tuple[LoadProbe, ...]
@@ -46,7 +47,7 @@ class Sweep(Frozen):
 
     @property
     def warning(self) -> str:
-        """A sentence that says why the best run is too short to be reliable; empty if it is not."""
+        """A warning that the best run is too short to be reliable; empty if it is long enough."""
         report = self.best.simulation.report
         count, mean_s = report.num_requests, report.latencies["e2e"].mean
         duration_s = (count - 1) / self.best.rate
@@ -61,7 +62,7 @@ class Sweep(Frozen):
 
 
 def sweep(
-    setup: Setup,
+    setup: SimulationSetup,
     load: Workload,
     objectives: Objectives,
     share: float = DEFAULT_GOOD_SHARE,
@@ -69,7 +70,8 @@ def sweep(
 ) -> Sweep:
     """Search for the highest load at which `share` of the requests meet the objectives.
 
-    At such a speed the number of unfinished requests must not grow. `watch` gets each probe.
+    At such a load the number of unfinished requests must not grow. `watch` gets each simulated
+    load.
 
     Raises:
         UsageError: there are no objectives, or requests meet them at every speed.
@@ -127,9 +129,10 @@ def _missed_objectives(report: RunReport, objectives: Objectives) -> Iterator[st
 
 
 def _bracketing_speeds(meets: Callable[[float], bool]) -> tuple[float | None, float | None]:
-    """Return a speed of the load that meets the objectives, and its double, which misses them.
+    """Return two speeds of the workload between which the highest good speed lies.
 
-    The first is None if no speed meets the objectives; the second if no speed misses them.
+    The first meets the objectives, and the second, its double, misses them. The first is None if no
+    speed meets the objectives; the second if no speed misses them.
     """
     speed = 1.0
     factor = 2.0 if meets(speed) else 0.5

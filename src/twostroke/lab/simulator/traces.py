@@ -46,7 +46,7 @@ _OUTPUT_COLUMNS: Final = ("output_tokens", "output_length", "generatedtokens", "
 
 
 class PublishedTrace(Frozen):
-    """A public trace of requests: the address and the checksum of its file."""
+    """A public trace of requests to a real service: its file's address and checksum."""
 
     url: str
     sha256: str
@@ -204,7 +204,7 @@ def _seconds(row: Mapping[str, Any], *, is_json: bool) -> float:
 
 
 def _value(row: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any]:
-    """Return the name and the value of the first of these columns that a trace's row has."""
+    """Return the value of the first of several columns that a trace's row has, with its name."""
     for name in names:
         if row.get(name) not in (None, ""):
             return name, row[name]
@@ -241,7 +241,7 @@ def _recorded_run(path: Path) -> list[RequestArrival]:
 
 
 def _published_file(name: str, trace: PublishedTrace) -> Path:
-    """Return the file of a published trace, which is fetched if the cache does not have it."""
+    """Return the path of a published trace's file, which is downloaded at the first use."""
     path = env.cache_dir() / "traces" / Path(trace.url).name
     advice = f"Fetch {trace.url} in another way, and put it there or give its path to --trace."
     if not path.is_file():

@@ -16,7 +16,7 @@ from twostroke.core.sampling import OPENAI_DEFAULTS
 from twostroke.engine.engine import build
 from twostroke.engine.prompts import encode_chat, encode_text
 from twostroke.lab.train.prompts import TrainingPrompt, prompts
-from twostroke.lab.train.record import RecordedAnswer, Recorder, SampleStore, load_answers
+from twostroke.lab.train.record import AnswerStore, RecordedAnswer, Recorder, load_answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,8 +42,8 @@ def collect(
 ) -> list[RecordedAnswer]:
     """Return a model's answers to training prompts, with `options.num_tokens` tokens in all.
 
-    New answers are written to `folder` as they arrive, so that an interrupted run can continue.
-    `spec` is the specification of `model`.
+    They are generated, and written to `folder` as they arrive, so that an interrupted run can
+    continue. `spec` is the specification of `model`.
 
     Raises:
         UsageError: the file of prompts is missing, or has too few prompts.
@@ -57,7 +57,7 @@ def collect(
     engine_options = EngineOptions(
         cache=cache, batch=batch, speculation=SpeculationOptions(method="off")
     )
-    store = SampleStore(folder, len(answers))
+    store = AnswerStore(folder, len(answers))
     # The engine's thread appends here: writing in the watcher would hide errors.
     finished = deque[RecordedAnswer]()
     with build(model, engine_options, watcher=Recorder(finished.append)) as engine:
@@ -118,9 +118,9 @@ def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[TrainingPromp
 def _generate(
     engine: Engine, training_prompts: Iterator[TrainingPrompt], first: int
 ) -> Iterator[None]:
-    """Let the engine answer training prompts in batches; yield after each answer.
+    """Let the engine answer training prompts, several at once; yield after each answer.
 
-    The first `first` prompts are left out.
+    The first `first` prompts are skipped, because an earlier run has their answers.
     """
     waiting: deque[Generation] = deque()
     try:

@@ -24,9 +24,9 @@ _FILE_NAME = "checkpoint.json"
 
 
 class Checkpoint(Frozen):
-    """The state of a training: weights, optimizer, time and steps.
+    """The saved state of a training: weights, optimizer, time and steps.
 
-    `about` identifies the target model and the options.
+    `about` identifies the model to be trained and the options.
     """
 
     about: Mapping[str, Any]

@@ -29,7 +29,9 @@ _MIN_RATE_SHARE = 0.02  # of the learning rate, at the end
 
 @dataclass(slots=True)
 class Descent:
-    """The AdamW optimizer of the `weights` that require gradients, and its time limit.
+    """The AdamW optimizer of a training, with its time limit.
+
+    It changes the `weights` that require gradients. Its state can be saved and restored.
 
     Attributes:
         weights: all weights of the model.
@@ -50,7 +52,7 @@ class Descent:
     _optimizer: torch.optim.Optimizer = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Create the optimizer; weights with the same factor of the learning rate are one group."""
+        """Create the optimizer; weights with the same learning rate are one parameter group."""
         groups: dict[float, list[Tensor]] = {}
         for name, weight in self.trained.items():
             groups.setdefault(self.rate_factors.get(name, 1.0), []).append(weight)

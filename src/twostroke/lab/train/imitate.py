@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.torch import TorchModel
     from twostroke.lab.train.descent import Descent
-    from twostroke.lab.train.teach import Example, Teacher
+    from twostroke.lab.train.teach import Teacher, TrainingExample
 
 _HELD_OUT_INTERVAL = 25  # one example of 25 is for tests
 _MAX_TESTS = 64
@@ -31,22 +31,22 @@ _MIN_BFLOAT16_SPEEDUP = 1.3  # bfloat16 rounds more: it must be this much faster
 _NUM_TIMED_PRODUCTS = 10
 
 
-def training_examples(examples: Sequence[Example]) -> list[Example]:
-    """Return the training examples that are not held out; UsageError if there are none."""
+def training_examples(examples: Sequence[TrainingExample]) -> list[TrainingExample]:
+    """Return the examples that are not held out for tests; UsageError if there are none."""
     if len(examples) < 2:
         raise UsageError("There are too few answers to learn from: raise --tokens.")
     return [example for index, example in enumerate(examples) if index % _HELD_OUT_INTERVAL]
 
 
 def fast_products() -> torch.autocast:
-    """Return a PyTorch context that computes products in bfloat16 if this machine is faster so."""
+    """Return a PyTorch context in which products run in bfloat16, if that is faster here."""
     seconds = {dtype: _product_s(dtype) for dtype in (torch.float32, torch.bfloat16)}
     is_faster = seconds[torch.float32] > _MIN_BFLOAT16_SPEEDUP * seconds[torch.bfloat16]
     return torch.autocast("cpu", torch.bfloat16, enabled=is_faster)
 
 
 def _product_s(dtype: torch.dtype) -> float:
-    """Return the seconds of one 512 x 512 matrix product of this type, the shortest of several."""
+    """Return the seconds of a 512 x 512 matrix product of this type, as the fastest of several."""
     rows, weight = (torch.ones(512, 512, dtype=dtype) for _ in range(2))
     times = []
     for _ in range(_NUM_TIMED_PRODUCTS):
@@ -56,11 +56,12 @@ def _product_s(dtype: torch.dtype) -> float:
     return min(times)
 
 
-class Likeness(Frozen):
+class StudentScore(Frozen):
     """How well a student model predicts held-out answers of its teacher.
 
     `loss` is the mean in nats: the KL divergence from the teacher, or the cross-entropy of the
-    tokens without the teacher's distributions. `right` is the share of right top tokens.
+    tokens without the teacher's distributions. `right` is the share of rows whose most likely token
+    is the teacher's.
     """
 
     loss: float
@@ -68,14 +69,14 @@ class Likeness(Frozen):
 
 
 @dataclass(slots=True)
-class Imitator:
+class StudentTrainer:
     """Trains a student model to predict its teacher's tokens.
 
     Attributes:
         model: the student.
-        weights: returns the current weights of its Program.
+        weights: returns the current weights of the student's Program.
         descent: the optimizer.
-        teacher: None if the teacher has other tokens.
+        teacher: gives the distributions to imitate; None if the teacher has another vocabulary.
         examples: training sequences; some are held out for tests.
         seed: seed of the batches.
     """
@@ -84,11 +85,11 @@ class Imitator:
     weights: Callable[[], Mapping[str, Tensor]]
     descent: Descent
     teacher: Teacher | None
-    examples: Sequence[Example]
+    examples: Sequence[TrainingExample]
     seed: int
     _fast: torch.autocast = field(init=False, default_factory=fast_products)
-    _examples: list[Example] = field(init=False)
-    _held_out: list[Example] = field(init=False)
+    _examples: list[TrainingExample] = field(init=False)
+    _held_out: list[TrainingExample] = field(init=False)
 
     def __post_init__(self) -> None:
         """Hold some examples out for tests; raise UsageError if none remain for training."""
@@ -100,7 +101,7 @@ class Imitator:
         batches = self._batches()
         return lambda: self._step(next(batches))
 
-    def test(self) -> Likeness:
+    def test(self) -> StudentScore:
         """Return the student's loss and accuracy on the held-out answers."""
         loss_sum, num_right, count = 0.0, 0, 0
         with torch.no_grad():
@@ -109,18 +110,18 @@ class Imitator:
                 loss_sum += float(loss.sum())
                 num_right += int(hits.sum())
                 count += len(hits)
-        return Likeness(loss_sum / count, num_right / count)
+        return StudentScore(loss_sum / count, num_right / count)
 
-    def _step(self, batch: Sequence[Example]) -> None:
+    def _step(self, batch: Sequence[TrainingExample]) -> None:
         with self._fast:
             loss = self._compare(batch)[0].mean()
         self.descent.descend(loss)
         self.descent.loss = float(loss.detach())
 
-    def _batches(self) -> Iterator[list[Example]]:
+    def _batches(self) -> Iterator[list[TrainingExample]]:
         """Yield training batches without end; every example is used once before any is repeated."""
         rng = np.random.default_rng([self.seed, self.descent.num_steps])
-        batch: list[Example] = []
+        batch: list[TrainingExample] = []
         while True:
             for index in rng.permutation(len(self._examples)):
                 batch.append(self._examples[index])
@@ -128,8 +129,8 @@ class Imitator:
                     yield batch
                     batch = []
 
-    def _compare(self, batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
-        """Return each training row's loss, and whether its top token is right: (rows,)."""
+    def _compare(self, batch: Sequence[TrainingExample]) -> tuple[Tensor, Tensor]:
+        """Return the loss of each row, and whether its most likely token is right: (rows,) each."""
         tokens, positions, sampled, following = [], [], [], []
         start = 0
         for example in batch:

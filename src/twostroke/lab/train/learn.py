@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.lab.train.descent import Descent
-    from twostroke.lab.train.lesson import Lesson, Rows, Target
+    from twostroke.lab.train.lesson import HeadTrainingData, LabelledBatch, Target
     from twostroke.model.families.heads import HeadsSpec
     from twostroke.model.program import Program
 
@@ -31,15 +31,19 @@ _SHALLOW_TIME_SHARE = 0.5  # share of the time in which only depth 0 of EAGLE is
 _PRIOR_COUNT = 10.0  # number of drafts that the prior counts as
 
 
-class Score(Frozen):
-    """The shares of right drafts of trained heads on held-out answers, as in `HeadsFacts`."""
+class HeadScore(Frozen):
+    """How often draft heads are right on held-out answers of their target model.
+
+    `accepted` has the share of right drafts by depth, and `right_if_sure` by the head's
+    probability, as in `HeadsFacts`.
+    """
 
     accepted: tuple[float, ...]
     right_if_sure: tuple[float, ...]
 
     @property
     def per_pass(self) -> float:
-        """Expected tokens per pass of the target model, if drafts of all depths are verified."""
+        """Expected tokens per step of the target model, if drafts of all depths are verified."""
         total = probability = 1.0
         for share in self.accepted:
             probability *= share
@@ -48,14 +52,14 @@ class Score(Frozen):
 
 
 @dataclass(slots=True)
-class Learner:
-    """Trains draft heads: the heads' weights, their training data and the optimizer."""
+class HeadTrainer:
+    """Trains draft heads on recorded answers of their target model."""
 
     spec: HeadsSpec
     program: Program
     descent: Descent
     target: Target
-    lesson: Lesson
+    lesson: HeadTrainingData
     seed: int
 
     def stepper(self) -> Callable[[], None]:
@@ -63,8 +67,8 @@ class Learner:
         batches = self._batches()
         return lambda: self._step(next(batches))
 
-    def test(self) -> Score:
-        """Return the shares of right drafts of the heads on the held-out answers."""
+    def test(self) -> HeadScore:
+        """Return how often the heads' drafts are right on the held-out answers."""
         depth = self.spec.depth
         right, tried = np.zeros(depth), np.zeros(depth)
         sure_right, sure_tried = np.zeros(SURENESS_KINDS), np.zeros(SURENESS_KINDS)
@@ -90,10 +94,10 @@ class Learner:
         middles = (np.arange(SURENESS_KINDS) + 0.5) / SURENESS_KINDS
         sure = (sure_right + _PRIOR_COUNT * middles) / (sure_tried + _PRIOR_COUNT)
         shares = (right + 0.5) / (tried + 1.0)
-        return Score(tuple(map(float, shares)), tuple(map(float, sure)))
+        return HeadScore(tuple(map(float, shares)), tuple(map(float, sure)))
 
-    def _batches(self) -> Iterator[Rows]:
-        """Yield training batches without end; each piece is used once before any is used again."""
+    def _batches(self) -> Iterator[LabelledBatch]:
+        """Yield training batches without end; each part of an answer is used once per round."""
         rng = np.random.default_rng([self.seed, self.descent.num_steps])
         pieces = self.lesson.pieces
         while True:
@@ -101,7 +105,7 @@ class Learner:
             for start in range(0, len(order), _BATCH_PIECES):
                 yield self.lesson.rows([pieces[i] for i in order[start : start + _BATCH_PIECES]])
 
-    def _step(self, rows: Rows) -> None:
+    def _step(self, rows: LabelledBatch) -> None:
         with torch.no_grad():
             probabilities = self.target.logits(rows.states).softmax(dim=2)
         loss = torch.zeros(())
@@ -118,6 +122,6 @@ class Learner:
             _DEPTH_LOSS_WEIGHT**at for at in range(depth)
         )
 
-    def _unroll(self, rows: Rows, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _unroll(self, rows: LabelledBatch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
         spec = replace(self.spec, depth=depth)
         return unroll(spec, self.program, self.descent.weights, rows.batch)

@@ -26,8 +26,8 @@ _HELD_OUT_INTERVAL = 25  # one answer of 25 is for tests
 _MIN_ROWS = 8  # of a piece
 
 
-class Rows(Frozen):
-    """A batch of recorded answers for training draft heads.
+class LabelledBatch(Frozen):
+    """A batch for training draft heads, with the tokens and hidden states to be predicted.
 
     It has the next token of each row, and the target's hidden state at that token.
     """
@@ -38,7 +38,7 @@ class Rows(Frozen):
 
 
 class Target:
-    """The target model's weights that draft heads use: embedding, last norm and output matrix."""
+    """The weights of the target model that draft heads use: embedding, last norm, output matrix."""
 
     def __init__(
         self, spec: ModelSpec, tensors: Mapping[str, QuantTensor], token_ids: Sequence[int]
@@ -58,11 +58,11 @@ class Target:
         return functional.linear(normed, self.head)
 
 
-class Lesson:
-    """Pieces of recorded answers for training draft heads, and pieces held out for tests."""
+class HeadTrainingData:
+    """Parts of recorded answers for training draft heads, and parts held out for tests."""
 
     def __init__(self, answers: Sequence[RecordedAnswer], length: int) -> None:
-        """Divide recorded answers into pieces of at most `length` rows."""
+        """Divide recorded answers into parts of at most `length` rows."""
         self._answers = answers
         self._length = length
         training = [index for index in range(len(answers)) if index % _HELD_OUT_INTERVAL]
@@ -74,10 +74,10 @@ class Lesson:
         """Return the recorded answers for training, without the held-out answers."""
         return [answer for index, answer in enumerate(self._answers) if index % _HELD_OUT_INTERVAL]
 
-    def rows(self, pieces: Sequence[tuple[int, int]]) -> Rows:
-        """Return a training batch from pieces of recorded answers.
+    def rows(self, pieces: Sequence[tuple[int, int]]) -> LabelledBatch:
+        """Return a training batch from parts of recorded answers.
 
-        Each piece is the index of an answer and the piece's first row.
+        Each of `pieces` is the index of an answer and the part's first row.
         """
         width = self._answers[0].hidden.shape[1]
         shape = (len(pieces), min(self._length, max(self._count(*piece) for piece in pieces)))
@@ -92,10 +92,13 @@ class Lesson:
             states[row, :count] = answer.hidden[start + 1 : start + 1 + count]
             valid[row, :count] = True
         batch = TrainingBatch(*(torch.from_numpy(array) for array in (tokens, hidden, valid)))
-        return Rows(batch, torch.from_numpy(following), torch.from_numpy(states))
+        return LabelledBatch(batch, torch.from_numpy(following), torch.from_numpy(states))
 
     def _count(self, index: int, start: int) -> int:
-        """Return the number of rows of a piece: each row also needs the hidden state after it."""
+        """Return the number of rows of an answer's part that begins at `start`.
+
+        The last hidden state is no row, since each row also needs the state after it.
+        """
         return min(self._length, len(self._answers[index]) - 1 - start)
 
     def _divide(self, indices: Sequence[int]) -> list[tuple[int, int]]:
@@ -112,7 +115,8 @@ def frequent_tokens(
 ) -> tuple[int, ...]:
     """Return the `count` most frequent tokens of recorded answers, in ascending order.
 
-    If fewer tokens occur, the lowest other token ids complete the number.
+    Draft heads propose only these tokens. If fewer tokens occur, the lowest other token ids
+    complete the number.
     """
     tokens: NDArray[np.int32] = np.concatenate([answer.tokens[1:] for answer in answers])
     counts = np.bincount(tokens, minlength=vocab_size)[:vocab_size]

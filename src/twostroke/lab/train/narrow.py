@@ -32,7 +32,7 @@ class Widths(Frozen):
     channels: tuple[tuple[int, ...], ...]
 
     def narrowed(self, spec: ModelSpec) -> ModelSpec:
-        """Return the specification of the model that has only these heads and channels."""
+        """Return the specification of the narrowed model, with only these heads and channels."""
         num_kv_heads = len(self.groups[0])
         return replace(
             spec,
@@ -110,7 +110,10 @@ def _top_indices(scores: Tensor, count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _value_indices(parts: Sequence[int], width: int) -> tuple[int, ...]:
-    """Return the indices of all values that belong to some parts of equal width, such as heads."""
+    """Return the indices of all values in some parts of a vector, such as heads.
+
+    All parts have `width` values.
+    """
     return tuple([part * width + offset for part in parts for offset in range(width)])
 
 

@@ -53,13 +53,16 @@ class RecordedAnswer(Frozen):
 
 @dataclass(slots=True, eq=False)
 class Recorder:
-    """Watches an engine's steps, and calls `on_answer` with each finished answer and its states."""
+    """Records the answers of an engine with their hidden states, as the engine's watcher.
+
+    `on_answer` is called with each finished answer.
+    """
 
     on_answer: Callable[[RecordedAnswer], None]
     _rows: dict[Request, list[NDArray[np.float16]]] = field(default_factory=dict)
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Keep the hidden states from which each request's new tokens were sampled."""
+        """Keep the hidden states from which a step sampled each request's new tokens."""
         for slice_, rows in sampled_rows(plan, result):
             if result.hidden is not None:
                 states = result.hidden[rows]
@@ -69,7 +72,10 @@ class Recorder:
                 self._rows.setdefault(slice_.request, []).append(states.astype(np.float16))
 
     def finish(self, request: Request) -> None:
-        """Pass on the answer of a finished request if it has at least two hidden states."""
+        """Call `on_answer` with the answer of a finished request.
+
+        An answer with fewer than two hidden states is dropped.
+        """
         rows = self._rows.pop(request, None)
         if rows is None:
             return
@@ -81,8 +87,8 @@ class Recorder:
 
 
 @dataclass(slots=True)
-class SampleStore:
-    """Writes recorded answers to a folder, many answers in one part.
+class AnswerStore:
+    """Writes recorded answers with their hidden states to a folder, many answers in one part.
 
     A part consists of a file with float16 states, and a JSON file with the tokens of each prompt
     and answer. A part's name is the number of answers before it.
@@ -96,7 +102,8 @@ class SampleStore:
     def add(self, answer: RecordedAnswer) -> None:
         """Add a recorded answer; when there are enough answers, a part is written.
 
-        Raises as `flush`.
+        Raises:
+            TwostrokeError: the disk is full, or the folder cannot be written.
         """
         self._unwritten.append(answer)
         self.num_rows += len(answer)
@@ -104,7 +111,7 @@ class SampleStore:
             self.flush()
 
     def take(self, answers: deque[RecordedAnswer]) -> None:
-        """Move recorded answers from a queue, to which another thread may append."""
+        """Add all recorded answers of a queue, which another thread fills."""
         while answers:
             self.add(answers.popleft())
 
@@ -159,7 +166,7 @@ def load_answers(folder: Path, width: int) -> list[RecordedAnswer]:
 
 
 def _read(path: Path) -> tuple[list[Any], str | None]:
-    """Return the tokens of the answers in a part of a sample store, and its states' digest.
+    """Return the tokens of the answers in one part of a folder, and the digest of its states.
 
     Parts of earlier versions are a list and have no digest. Raises OSError, ValueError, TypeError,
     ModelFormatError.
@@ -172,7 +179,7 @@ def _read(path: Path) -> tuple[list[Any], str | None]:
 
 
 def _states(path: Path, digest: str | None) -> bytes:
-    """Return the bytes of the hidden states in a part of a sample store.
+    """Return the hidden states in one part of a folder of answers, as bytes.
 
     Raises OSError, and ValueError if the digest differs.
     """

@@ -11,8 +11,8 @@ from twostroke.core.frozen import Frozen
 from twostroke.lab.train.answers import collect
 from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from twostroke.lab.train.descent import Descent, train
-from twostroke.lab.train.learn import Learner
-from twostroke.lab.train.lesson import Lesson, Target, frequent_tokens
+from twostroke.lab.train.learn import HeadTrainer
+from twostroke.lab.train.lesson import HeadTrainingData, Target, frequent_tokens
 from twostroke.lab.train.start import first_weights
 from twostroke.model.families.heads import build_heads, heads_for
 from twostroke.model.loader import load
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.lab.train.learn import Score
+    from twostroke.lab.train.learn import HeadScore
     from twostroke.lab.train.options import TrainOptions
     from twostroke.lab.train.record import RecordedAnswer
     from twostroke.model.weights import LoadedModel
@@ -50,7 +50,7 @@ def train_heads(model: str, output: Path, options: TrainOptions, report: Report)
     about = _about(target_identity(loaded.tensors), options)
     saved = load_checkpoint(output, about)
     answers = collect(model, loaded.spec, output / "answers", options, report)
-    lesson = Lesson(answers, options.window)
+    lesson = HeadTrainingData(answers, options.window)
     if not lesson.pieces or not lesson.held_out:
         raise UsageError("There are too few answers to learn from: raise --tokens.")
     training_answers = lesson.training_answers()
@@ -67,15 +67,15 @@ def train_heads(model: str, output: Path, options: TrainOptions, report: Report)
 
 
 class _HeadTraining(Frozen):
-    """Draft heads in training, and the folder of their files."""
+    """The training of draft heads, and the folder with its heads and checkpoints."""
 
     folder: Path
     about: dict[str, Any]
     token_ids: tuple[int, ...]
-    learner: Learner
+    learner: HeadTrainer
 
     def save(self) -> str:
-        """Write the draft heads and a checkpoint; return a line about the quality of the heads."""
+        """Write the draft heads and a checkpoint; return a line about their accuracy."""
         learner = self.learner
         score = learner.test()
         facts = HeadsFacts.of(
@@ -104,13 +104,13 @@ class _HeadTraining(Frozen):
 def _learner(
     loaded: LoadedModel,
     options: TrainOptions,
-    lesson: Lesson,
+    lesson: HeadTrainingData,
     token_ids: tuple[int, ...],
     answers: list[RecordedAnswer],
-) -> Learner:
-    """Return the trainer of new draft heads for a model.
+) -> HeadTrainer:
+    """Return the trainer of new draft heads for a model, with their first weights.
 
-    Without `answers`, the heads' first weights are not fitted, since a checkpoint replaces them.
+    Without `answers`, the first weights are not fitted, since a checkpoint replaces them.
     """
     ffn_size = options.ffn_size or max(32, loaded.spec.ffn_size * 2 // 3 // 32 * 32)
     spec = heads_for(
@@ -137,7 +137,7 @@ def _learner(
         budget_s=60 * options.minutes,
         rate_factors={"output.weight": _LOGITS_RATE_FACTOR},
     )
-    return Learner(
+    return HeadTrainer(
         spec,
         program,
         descent=descent,
@@ -148,11 +148,14 @@ def _learner(
 
 
 def _about(identity: str, options: TrainOptions) -> dict[str, Any]:
-    """Return the values that must be equal in all runs of training in one folder."""
+    """Return a description of a training of draft heads, which is stored with its checkpoint.
+
+    A folder's training is continued only if it is equal.
+    """
     free = replace(options, data="self", num_tokens=1, minutes=1.0, learning_rate=1.0)
     return {"target_id": identity, **asdict(free)}
 
 
-def _describe(score: Score) -> str:
+def _describe(score: HeadScore) -> str:
     shares = ", ".join(f"{share:.0%}" for share in score.accepted)
     return f"held out: {shares} right by depth, {score.per_pass:.2f} tokens a pass"

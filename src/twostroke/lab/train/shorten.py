@@ -28,7 +28,7 @@ _REPORT_INTERVAL = 10
 
 
 def shortened(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
-    """Return the specification of a model that has only these layers of a full model."""
+    """Return the specification of a model with only these layers of a full model."""
     window = spec.window
     if window is not None:
         window = replace(window, slides=tuple(window.slides[layer] for layer in layers))
@@ -84,7 +84,7 @@ def choose_layers(
 
 
 class _ShortenedModel:
-    """A model with only some layers of a full model, which computes given token sequences."""
+    """A model with some layers left out, whose output on token sequences is compared."""
 
     def __init__(
         self,
@@ -107,9 +107,9 @@ class _ShortenedModel:
         return [values[name] for name in self._layer_inputs[:-1]]
 
     def log_probabilities(self, at: int = 0, states: Tensor | None = None) -> Tensor:
-        """Return the log-probabilities of each row's next token: (rows, vocabulary).
+        """Return the log-probabilities of the next token: (rows, vocabulary).
 
-        With the `states` before layer `at`, only this layer and the later ones are computed.
+        Given the `states` before layer `at`, only this layer and the later ones are computed.
         """
         ops, values = self._program.ops, {}
         if states is not None:

@@ -71,9 +71,10 @@ def first_weights(
 
 
 def _fit(target: Target, answers: Sequence[RecordedAnswer]) -> tuple[Tensor, Tensor]:
-    """Return the two matrices that predict the next hidden state, (width, width) each.
+    """Return two matrices, (width, width), that predict the next hidden state.
 
-    The inputs are a state and the token after it. The fit is a ridge regression on normalized rows.
+    They multiply the present state and the embedding of the token after it. They are fitted by
+    ridge regression on normalized rows of recorded answers.
     """
     width = target.table.shape[1]
     products = torch.eye(2 * width) * _RIDGE_PENALTY

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _MIN_ROWS = 4  # shorter answers are left out
 
 
-class Example(Frozen):
-    """A training sequence of a student's tokens; rows from `first` on learn the next token.
+class TrainingExample(Frozen):
+    """A token sequence for training a student, which learns the next tokens from row `first` on.
 
-    `states`, float16 (rows from `first` on, width), are the teacher's states for these rows; None
-    if the teacher has other tokens.
+    `states`, float16 (rows from `first` on, width), are the teacher's hidden states for these rows;
+    None if the teacher has another vocabulary.
     """
 
     tokens: NDArray[np.int32]
@@ -39,10 +39,10 @@ class Example(Frozen):
 
 
 class Teacher:
-    """The last operations of a teacher model: from its last hidden states to logits."""
+    """The part of a teacher model that computes logits from stored hidden states."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        """Load the teacher's weights of the last norm and of the logits."""
+        """Load the teacher's weights of the last norm and of the output matrix."""
         program = build_program(loaded.spec)
         self._states = last_hidden(program)
         self.vocab_size = program.vocab_size
@@ -65,7 +65,9 @@ class Teacher:
         return values[self._ops[-1].output]
 
 
-def same_tokens(answers: Iterable[RecordedAnswer], length: int) -> Iterator[Example]:
+def untranslated_examples(
+    answers: Iterable[RecordedAnswer], length: int
+) -> Iterator[TrainingExample]:
     """Yield recorded answers as training examples of a student with the teacher's vocabulary.
 
     An example has at most `length` tokens, and includes the end of the prompt.
@@ -75,16 +77,15 @@ def same_tokens(answers: Iterable[RecordedAnswer], length: int) -> Iterator[Exam
         prompt = answer.prompt[-(length - 1 - num_rows) :] if num_rows < length - 1 else ()
         tokens = np.array([*prompt, *answer.tokens[: num_rows + 1]], np.int32)
         if num_rows >= _MIN_ROWS:
-            yield Example(tokens, len(prompt), answer.hidden[:num_rows])
+            yield TrainingExample(tokens, len(prompt), answer.hidden[:num_rows])
 
 
-def other_tokens(
+def translated_examples(
     answers: Iterable[RecordedAnswer], translation: Translation, length: int
-) -> Iterator[Example]:
+) -> Iterator[TrainingExample]:
     """Yield recorded answers as training examples of a student with another vocabulary.
 
-    Prompts and answers are translated to the same tokens that the student gets as a draft model of
-    this teacher.
+    The tokens are translated in the same way as when the student drafts for this teacher.
     """
     for answer in answers:
         ids = [*answer.prompt, *map(int, answer.tokens)]
@@ -93,4 +94,4 @@ def other_tokens(
         first = max(0, sum(end <= begin for end in translated.ends) - 1)
         tokens = np.array(translated.tokens[:length], np.int32)
         if len(tokens) - 1 - first >= _MIN_ROWS:
-            yield Example(tokens, first)
+            yield TrainingExample(tokens, first)

@@ -16,8 +16,8 @@ from twostroke.core.errors import MemoryLimitError
 from twostroke.core.hardware import memory_available
 from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from twostroke.lab.train.descent import Descent, train
-from twostroke.lab.train.imitate import Imitator
-from twostroke.lab.train.teach import Teacher, same_tokens
+from twostroke.lab.train.imitate import StudentTrainer
+from twostroke.lab.train.teach import Teacher, untranslated_examples
 from twostroke.model.families import build_program
 from twostroke.model.program import ops
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -67,8 +67,8 @@ def tune(
         )
     tuned_model = _TunedModel(program, tensors)
     descent = Descent(tuned_model.offsets, _LEARNING_RATE, 60 * minutes)
-    examples = list(same_tokens(answers, _MAX_TOKENS))
-    imitator = Imitator(
+    examples = list(untranslated_examples(answers, _MAX_TOKENS))
+    imitator = StudentTrainer(
         tuned_model.model,
         tuned_model.weights,
         descent=descent,
@@ -93,7 +93,7 @@ def tune(
 
 
 class _TunedModel:
-    """A quantized model whose weights are multiplied by trained factors, 1 + `offsets`."""
+    """A quantized model in training, whose scales are multiplied by 1 + `offsets`."""
 
     def __init__(self, program: Program, tensors: Mapping[str, QuantTensor]) -> None:
         self.model = TorchModel(program, tensors)
@@ -120,7 +120,7 @@ class _TunedModel:
         return weights
 
     def stored(self) -> dict[str, QuantTensor]:
-        """Return the changed tensors in their quantized formats; vectors become float32."""
+        """Return the trained tensors in their quantized formats; vectors become float32."""
         stored_tensors = {}
         for name, parts in self._parts.items():
             tensor, offsets = self._tensors[name], self._offsets(name, parts)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TrainingBatch(Frozen):
-    """A batch of pieces of recorded answers, for training draft heads.
+    """Parts of recorded answers, all of one length, on which draft heads are trained together.
 
     `tokens` and `valid` are (pieces, length), and `hidden` is (pieces, length, width). Row i of a
     piece has the state `hidden[i]`, from which `tokens[i]` was sampled. A row is `valid` if it has
@@ -35,7 +35,7 @@ class TrainingBatch(Frozen):
 
 
 class NoPages:
-    """A KV cache without keys and values, because the training computes attention itself."""
+    """A KV cache that stores nothing, because the training computes attention over whole parts."""
 
     def spans(
         self, op: ops.Attention, new_kv: tuple[Tensor, ...]
@@ -48,10 +48,11 @@ class NoPages:
 def unroll(
     spec: HeadsSpec, program: Program, weights: Mapping[str, Tensor], batch: TrainingBatch
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the heads' logits (rows, num_tokens) at each depth, and a mask of the batch's rows.
+    """Run draft heads at each depth of drafts; yield their logits, and a mask of the batch's rows.
 
-    The draft of row i is for `tokens[i + 1]` at each depth: at depth d, it is made from the tokens
-    that were known d rows earlier. The mask is (pieces, length).
+    The logits are (rows, num_tokens), the mask is (pieces, length). The draft of row i is for
+    `tokens[i + 1]` at each depth: at depth d, it is made from the tokens that were known d rows
+    earlier.
     """
     unroll_kind = _eagle if spec.kind == EAGLE else _medusa
     yield from unroll_kind(spec, program, weights, batch)
