@@ -41,6 +41,6 @@ def test_the_names_can_be_imported_from_the_package() -> None:
     from twostroke.lab import compare, plan, profile, quantize, simulate
 
     assert plan.__name__ == "make_plan"
-    assert compare.__name__ == "compare_subjects"
+    assert compare.__name__ == "compare_models"
     assert (profile.__name__, simulate.__name__) == ("profile", "simulate")
     assert quantize.__name__ == "quantize"
