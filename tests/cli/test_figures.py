@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.cli.figures import Figures, describe
+from twostroke.cli.figures import AnswerFigures, describe
 from twostroke.core.hardware import Hardware
 from twostroke.engine.counters import PhaseTotals, PrefillDecodeTotals
 from twostroke.engine.output import Timings, Usage
@@ -19,13 +19,13 @@ STROKES = PrefillDecodeTotals(
 def test_figures_are_rates_and_shares_of_the_limits() -> None:
     usage = Usage(prompt_tokens=40, cached_tokens=10, completion_tokens=5)
     timings = Timings(arrival_s=10, started_s=11, first_token_s=13, last_token_s=17)
-    assert Figures.of(usage, timings, STROKES, HARDWARE) == Figures(
+    assert AnswerFigures.of(usage, timings, STROKES, HARDWARE) == AnswerFigures(
         ttft_s=3.0, prefill_tokens_per_s=15.0, decode_tokens_per_s=1.0, mfu=0.4, mbu=0.75
     )
 
 
 def test_one_token_has_no_rate_of_decoding() -> None:
-    figures = Figures.of(
+    figures = AnswerFigures.of(
         Usage(4, 0, 1), Timings(0, 0, 2, 2), PrefillDecodeTotals(STROKES.prefill), HARDWARE
     )
     assert (figures.decode_tokens_per_s, figures.mbu) == (None, None)
@@ -33,8 +33,10 @@ def test_one_token_has_no_rate_of_decoding() -> None:
 
 
 def test_an_answer_stopped_before_its_first_token_has_no_figures() -> None:
-    figures = Figures.of(Usage(4, 0, 0), Timings(10, 0, 0, 0), PrefillDecodeTotals(), HARDWARE)
-    assert figures == Figures(None, None, None, None, None)
+    figures = AnswerFigures.of(
+        Usage(4, 0, 0), Timings(10, 0, 0, 0), PrefillDecodeTotals(), HARDWARE
+    )
+    assert figures == AnswerFigures(None, None, None, None, None)
     assert describe(figures, Usage(4, 0, 0), notes=("stopped",)) == "stopped"
 
 
@@ -43,19 +45,19 @@ def test_an_answer_stopped_before_its_first_token_has_no_figures() -> None:
     [(0.0123, "12 ms"), (0.9994, "999 ms"), (1.0, "1.00 s"), (12.345, "12.35 s")],
 )
 def test_time_to_first_token_is_short(ttft_s: float, shown: str) -> None:
-    figures = Figures(ttft_s, None, None, None, None)
+    figures = AnswerFigures(ttft_s, None, None, None, None)
     assert describe(figures, Usage(4, 0, 1)) == f"TTFT {shown}"
 
 
 def test_the_line_is_short_enough_for_a_terminal() -> None:
-    line = describe(Figures(0.134, 1659.3, 320.2, 0.11, 0.561), Usage(36, 0, 40), width=80)
+    line = describe(AnswerFigures(0.134, 1659.3, 320.2, 0.11, 0.561), Usage(36, 0, 40), width=80)
     assert line == (
         "TTFT 134 ms · prefill 1,659 t/s, 11% of peak · decode 320 t/s, 56% of bandwidth"
     )
 
 
 def test_a_longer_line_is_folded_between_its_parts() -> None:
-    figures = Figures(0.134, 1659.3, 320.2, 0.11, 0.561)
+    figures = AnswerFigures(0.134, 1659.3, 320.2, 0.11, 0.561)
     usage = Usage(36, 32, 40)
     line = describe(figures, usage, notes=("stopped",), width=79)
     assert line.split("\n") == [

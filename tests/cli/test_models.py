@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
-from twostroke.cli.pull import open_engine, watcher
-from twostroke.cli.terminal import Bar
+from twostroke.cli.pull import open_engine, progress_watcher
+from twostroke.cli.terminal import TerminalProgressBar
 from twostroke.core.files import format_bytes
 from twostroke.core.options import CacheOptions, EngineOptions
 from twostroke.model import hub as fetch
@@ -357,8 +357,8 @@ class Screen:
 
 def test_a_terminal_sees_each_phase_and_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(monkeypatch)
-    with Bar() as bar:
-        watch = watcher(bar, "mini")
+    with TerminalProgressBar() as bar:
+        watch = progress_watcher(bar, "mini")
         for phase in ("wait", "download", "unpack", "verify"):
             watch(DownloadProgress(phase, 50_000, None if phase == "wait" else 100_000))
             assert bar._progress is not None
@@ -379,8 +379,8 @@ def test_a_choice_is_shown_above_the_bar(
     monkeypatch.setattr(loader, "pull", choosing)
     assert cli("pull", "mini").err == "taking Q4_K_M\n"
     screen = Screen(monkeypatch)
-    with Bar() as bar:
-        watch = watcher(bar, "mini")
+    with TerminalProgressBar() as bar:
+        watch = progress_watcher(bar, "mini")
         watch(DownloadProgress("download", 1, 2))
         watch(DownloadProgress("choose", 0, None, "taking Q4_K_M"))
     assert "taking Q4_K_M" in screen.text
@@ -389,7 +389,7 @@ def test_a_choice_is_shown_above_the_bar(
 @pytest.mark.parametrize("bar", [{"quiet": True}, {"delay_s": 60.0}])
 def test_a_bar_may_be_silent(monkeypatch: pytest.MonkeyPatch, bar: dict[str, float]) -> None:
     screen = Screen(monkeypatch)
-    with Bar(**bar) as silent:  # type: ignore_progress[arg-type]
+    with TerminalProgressBar(**bar) as silent:  # type: ignore_progress[arg-type]
         silent.show("Loading", 1, 2)
     assert screen.text == ""
 

@@ -8,8 +8,8 @@ import click
 import pytest
 
 from twostroke.cli import generate, serve
-from twostroke.cli.app import Failure
-from twostroke.cli.help import ByteSize, OneOf
+from twostroke.cli.app import CommandFailure
+from twostroke.cli.help import ByteSizeParam, WordParam
 from twostroke.cli.options import engine_options, sampling_params
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import RequestError, UsageError
@@ -110,7 +110,7 @@ def test_sampling_options_reach_their_fields() -> None:
 def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
     with pytest.raises(RequestError) as caught:
         sampling_params(given(generate.command, *line.split()))
-    assert Failure(caught.value, generate.command).message.startswith(said)
+    assert CommandFailure(caught.value, generate.command).message.startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
 def test_wrong_engine_values_name_their_option(line: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         engine_options(given(serve.command, *line.split()), "tiny")
-    assert Failure(caught.value, serve.command).message == said
+    assert CommandFailure(caught.value, serve.command).message == said
 
 
 @pytest.mark.parametrize(
@@ -233,17 +233,17 @@ def test_values_of_the_wrong_kind_are_refused(
     ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
-    assert ByteSize().convert(text, None, None) == num_bytes
+    assert ByteSizeParam().convert(text, None, None) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1P", "1..5G", "1e9", "i", "1iB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
-        ByteSize().convert(text, None, None)
+        ByteSizeParam().convert(text, None, None)
 
 
 def test_one_of_shows_its_words() -> None:
-    option = click.Option(["--kind"], type=OneOf(("this", "that")))
+    option = click.Option(["--kind"], type=WordParam(("this", "that")))
     context = click.Context(click.Command("x"))
     record = option.get_help_record(context)
     assert record is not None

@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 
 class AnswerStream:
-    """Prints an answer while it is generated, and collects it as a chat message."""
+    """Prints an answer on the terminal while it is generated, and collects it as a chat message."""
 
     def __init__(
         self, console: Console, preface: ReasoningSection | None, tokenizer: Tokenizer
     ) -> None:
-        """Print an answer to `console`; `preface` delimits the reasoning before the answer."""
+        """Print an answer to `console`.
+
+        `preface` delimits the model's reasoning before the answer; None without reasoning.
+        `tokenizer` decodes the answer's tokens.
+        """
         self._console = console
         self._reader = AnswerReader(AnswerFormat(preface=preface), tokenizer)
         self._markdown: MarkdownStream | None = None
@@ -41,7 +45,7 @@ class AnswerStream:
         return message | {"reasoning_content": self._reasoning} if self._reasoning else message
 
     def __enter__(self) -> Self:
-        """Show a placeholder until the first text of the answer arrives."""
+        """Show a placeholder on the terminal until the first text of the answer arrives."""
         if self._begins_with_text:
             self._markdown = MarkdownStream(self._console).__enter__()
         return self
@@ -54,7 +58,7 @@ class AnswerStream:
             self._console.print()
 
     def feed(self, output: Output) -> None:
-        """Print the new text of a request's output."""
+        """Print the text that an engine output adds to the answer."""
         for piece in self._reader.take(output):
             if isinstance(piece, ReasoningPiece):
                 self._reasoning += piece.text

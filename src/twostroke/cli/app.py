@@ -62,16 +62,16 @@ _PIPE_CLOSED_CODE: Final = 128 + signal.SIGPIPE  # the exit code that shells use
 
 
 class Interruption(click.ClickException):
-    """Ctrl-C ended the command; the message may say how to continue."""
+    """The error of a command that Ctrl-C ended; its message may say how to continue."""
 
     exit_code = 128 + signal.SIGINT
 
 
-class Failure(click.ClickException):
-    """A `TwostrokeError` whose sentence names command-line options instead of fields."""
+class CommandFailure(click.ClickException):
+    """A `TwostrokeError` as click prints it, with command-line options in place of field names."""
 
     def __init__(self, error: TwostrokeError, command: click.Command | None) -> None:
-        """Turn field names in the error into the options of `command`."""
+        """Replace field names in the message of `error` by the options of `command`."""
         params = command.params if command else []
         flags = {
             param.name: max(param.opts, key=len) for param in params if isinstance(param, Option)
@@ -91,7 +91,7 @@ class Commands(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that the arguments name; some command names have two words."""
+        """Find the command that the arguments name; `plan buy` and others have two words."""
         if (both := " ".join(args[:2])) in COMMANDS:
             args = [both, *args[2:]]
         return super().resolve_command(ctx, args)
@@ -108,21 +108,29 @@ class Commands(CommandGroup):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help's list of commands without importing their modules."""
+        """Write the list of commands in the help of `twostroke`.
+
+        The commands' modules are not imported.
+        """
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; raise TwostrokeError and Ctrl-C as click's exceptions."""
+        """Run the command, and turn TwostrokeError and Ctrl-C into exceptions that click prints.
+
+        If the program that reads the output has ended, the command ends, too.
+        """
         try:
             return super().invoke(ctx)
         except TwostrokeError as error:
-            raise Failure(error, self.get_command(ctx, ctx.invoked_subcommand or "")) from None
+            raise CommandFailure(
+                error, self.get_command(ctx, ctx.invoked_subcommand or "")
+            ) from None
         except KeyboardInterrupt as error:
             raise Interruption(str(error) or "Interrupted.") from None
         except BrokenPipeError:  # the program that reads the output has ended, as in `| head`
-            _drop_output()
+            _discard_output()
             ctx.exit(_PIPE_CLOSED_CODE)
 
 
@@ -154,7 +162,7 @@ def main() -> int:
             stream.reconfigure(errors="replace")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, _end)
+            signal.signal(number, _exit_on_signal)
     sys.unraisablehook = _interrupt_again
     code = run(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # silent while the interpreter ends
@@ -162,7 +170,10 @@ def main() -> int:
 
 
 def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
-    """Raise a Ctrl-C again that Python ignored because an object was being deleted."""
+    """Raise KeyboardInterrupt again if Python ignored it while an object was being deleted.
+
+    Python calls this hook (`sys.unraisablehook`) with each exception that it ignores.
+    """
     if ignored.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(ignored)
         return
@@ -172,7 +183,10 @@ def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line and return its exit code; errors are printed without a traceback."""
+    """Run the command that the arguments name, and return its exit code.
+
+    Errors are printed as a sentence, without a traceback.
+    """
     try:
         code = group.main(arguments, prog_name="twostroke", standalone_mode=False)
         sys.stdout.flush()
@@ -180,14 +194,14 @@ def run(arguments: list[str]) -> int:
         click.echo(error.format_message(), err=True)
         return error.exit_code
     except click.ClickException as error:
-        return _fail(_sentence(error, arguments), error.exit_code)
+        return _fail(_usage_error_text(error, arguments), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _fail("Interrupted.", Interruption.exit_code)
     except BrokenPipeError:
-        _drop_output()
+        _discard_output()
         return _PIPE_CLOSED_CODE
     except OSError as error:  # such as a full disk, if the output goes to a file
-        _drop_output()
+        _discard_output()
         location = f"{error.filename}: " if error.filename else ""
         return _fail(f"{location}{error.strerror or error}.", 1)
     except MemoryError:
@@ -216,15 +230,15 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _sentence(error: click.ClickException, arguments: Sequence[str]) -> str:
-    """Return an error message about a wrong command line; it names the nearest option."""
+def _usage_error_text(error: click.ClickException, arguments: Sequence[str]) -> str:
+    """Return the message about a wrong command line, with the nearest option and where help is."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None:
         return error.format_message()
     see_help = f" See: {context.command_path} --help"
     if isinstance(error, click.NoSuchOption):
         flags = _flags(context)
-        name = _as_written(error.option_name, arguments)
+        name = _option_as_written(error.option_name, arguments)
         if names_model(name) and (param := _model_argument(context.command)):
             model = _value_of(name, arguments) or param.human_readable_name
             return f"The model is given without {name}: '{context.command_path} {model}'.{see_help}"
@@ -247,8 +261,8 @@ def _flags(context: click.Context) -> list[str]:
     return [name for name in names if name.startswith("-")]
 
 
-def _as_written(option_name: str, arguments: Sequence[str]) -> str:
-    """Return an unknown option as the user wrote it, since click reports only `-n` of `-ngl`."""
+def _option_as_written(option_name: str, arguments: Sequence[str]) -> str:
+    """Return an unknown option in full, because click reports only `-n` of `-ngl`."""
     if len(option_name) == 2:
         return next((word for word in arguments if word.startswith(option_name)), option_name)
     return option_name
@@ -274,13 +288,16 @@ def _is_model(param: click.Parameter | None) -> bool:
     return param is not None and param.name in {"model", "models", "teacher"}
 
 
-def _drop_output() -> None:
-    """Discard output that is not written yet, so that Python exits without another error."""
+def _discard_output() -> None:
+    """Discard output that is not written yet, so that Python exits without another error.
+
+    This is for output that no program reads any more.
+    """
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())  # ValueError: not a file
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     """Exit on SIGTERM or SIGHUP by an exception, so that unfinished work is cleaned up.
 
     Python ignores an exception that is raised while it imports a module. In that case the signal is

@@ -22,7 +22,7 @@ from twostroke.cli.options import (
     speculation_params,
 )
 from twostroke.cli.pull import open_engine
-from twostroke.cli.terminal import Bar, printable
+from twostroke.cli.terminal import TerminalProgressBar, printable
 from twostroke.core import env
 from twostroke.core.errors import EngineStoppedError, UsageError
 from twostroke.core.options import BatchOptions, GenerationOptions
@@ -102,7 +102,7 @@ def command(**values: Any) -> int:
         ResultFile(
             errors, resumes=False, replaces=results.is_resumed and not errors_path
         ) as failures,
-        Bar(quiet=quiet, counts=True) as bar,
+        TerminalProgressBar(quiet=quiet, counts=True) as bar,
     ):
         files = OfflineFiles(path, results, failures, model)
         files.check(limits)
@@ -139,7 +139,7 @@ def command(**values: Any) -> int:
 
 
 def _check(path: Path, limits: RequestLimits) -> int:
-    """Check a file of batch requests, and return its number of lines.
+    """Check a user's file of batch requests before it is run, and return its number of lines.
 
     Raises:
         UsageError: the file cannot be read, or some lines are wrong; the wrong lines are
@@ -168,9 +168,9 @@ def _check(path: Path, limits: RequestLimits) -> int:
 
 @contextmanager
 def _remote_sender(url: str, max_at_once: int) -> Iterator[tuple[Send, int]]:
-    """Yield a function that sends a batch request to a server.
+    """Connect to a server; yield a function that sends it a batch request.
 
-    The second value is how many requests to send at once.
+    The second value is the number of requests to send at the same time.
     """
     from twostroke.server.batch.remote import RemoteServer
 
@@ -180,9 +180,9 @@ def _remote_sender(url: str, max_at_once: int) -> Iterator[tuple[Send, int]]:
 
 @contextmanager
 def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
-    """Yield a function that sends a batch request to an engine in this process.
+    """Start an engine in this process; yield a function that runs a batch request with it.
 
-    The second value is how many requests to send at once.
+    The second value is the number of requests to run at the same time.
     """
     from twostroke.core.process_tuning import tune_garbage_collector
     from twostroke.core.request import DEFAULT_SERVICE_TIER
@@ -216,7 +216,7 @@ def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterato
 
 
 def _how_to_continue(progress: BatchProgress, partial: Path) -> str:
-    """Return a sentence about the finished batch requests, and how to continue the batch."""
+    """Return a sentence that says how many lines have results, and how to run the other lines."""
     num = progress.num_done - progress.num_failed
     location = f" in {partial}" if num else ""  # an empty file is removed
     return (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec import to_builtins
 
-from twostroke.cli.help import Command, CommandGroup, NumberParam, TextFile, option
+from twostroke.cli.help import Command, CommandGroup, NumberParam, TextFileParam, option
 from twostroke.cli.options import MACHINE_PARAMS, click_params, engine_options
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import show_table
@@ -114,14 +114,14 @@ def clean_command(folder: Path, model: str | None, days: float | None, is_all: b
 @option(
     "--system",
     "systems",
-    type=TextFile(),
+    type=TextFileParam(),
     multiple=True,
     help="File with a system prompt; repeatable.",
 )
 @option(
     "--prompt",
     "prompts",
-    type=TextFile(),
+    type=TextFileParam(),
     multiple=True,
     help="File with a whole prompt; repeatable.",
 )
@@ -144,7 +144,7 @@ def warm_command(model: str, folder: Path, **values: Any) -> int:
     hints = Hints(keep_s=days * _DAY_S)
     with open_engine(model, engine_options(values, model)) as engine:
         num_tokens, are_written = 0, True
-        for tokens in _encoded(engine, systems, prompts):
+        for tokens in _prompts_to_warm(engine, systems, prompts):
             engine.client.generate(tokens, params, hints=hints).wait()
             num_tokens += len(tokens)
             are_written &= engine.client.loop.pages.flush(_FLUSH_TIMEOUT_S)
@@ -153,10 +153,10 @@ def warm_command(model: str, folder: Path, **values: Any) -> int:
     return int(not are_written)
 
 
-def _encoded(
+def _prompts_to_warm(
     engine: Engine, systems: tuple[str, ...], prompts: tuple[str, ...]
 ) -> Iterator[list[int]]:
-    """Yield the token sequences whose KV pages `cache warm` computes.
+    """Yield the token sequences whose KV pages `twostroke cache warm` computes and stores.
 
     For each system prompt, these are the tokens with which all conversations with this system
     prompt begin. For each prompt, they are the prompt's tokens.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec.structs import replace
 
-from twostroke.cli.figures import Figures, describe
-from twostroke.cli.help import Command, option, verbose
+from twostroke.cli.figures import AnswerFigures, describe
+from twostroke.cli.help import Command, option, verbose_option
 from twostroke.cli.options import (
     MACHINE_PARAMS,
     PARALLEL_PARAMS,
@@ -67,7 +67,7 @@ _MIN_ROOM_DIVISOR: Final = 8  # the answer should have at least an eighth of the
 )
 @click.argument("model")
 @option("--system", help="System message of the conversation.")
-@verbose
+@verbose_option
 def command(**values: Any) -> None:
     """Talk with MODEL (a path, hf:owner/repo, or a name from `twostroke models`).
 
@@ -107,7 +107,7 @@ def _check_template(card: ModelCard) -> None:
 
 
 def _confirm(question: str) -> bool:
-    """Ask the user a yes-or-no question; Ctrl-C and Ctrl-D mean no."""
+    """Ask the user a yes-or-no question on the terminal; Ctrl-C and Ctrl-D mean no."""
     try:
         return click.confirm(question, default=True)
     except click.Abort:
@@ -116,7 +116,7 @@ def _confirm(question: str) -> bool:
 
 @dataclass(slots=True)
 class ChatSession:
-    """A conversation in the terminal: its messages, and the engine that answers.
+    """A conversation of `twostroke chat`: its messages, and the engine that answers.
 
     Attributes:
         engine: the engine.
@@ -135,7 +135,7 @@ class ChatSession:
     ask: Callable[[str], bool] = _confirm
 
     def run(self, lines: Iterator[str]) -> None:
-        """Answer each message, or run each /command, until the user leaves."""
+        """Answer each message, and run each /command, until the user leaves."""
         for line in lines:
             try:
                 if not line.startswith("/"):
@@ -186,9 +186,9 @@ class ChatSession:
                 self.messages = earlier
 
     def _turn(self, text: str) -> bool:
-        """Answer a user's message; return whether it was answered.
+        """Answer one message of the user, and add both to the conversation.
 
-        An unanswered message is dropped from the conversation.
+        Returns False if there was no answer; then the message is dropped.
         """
         question = {"role": "user", "content": text}
         try:
@@ -209,14 +209,20 @@ class ChatSession:
         return answer is not None
 
     def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], SamplingParams]:
-        """Return the prompt's tokens with the system message, and the sampling parameters."""
+        """Return the token ids of the system message and the given messages as a prompt.
+
+        Also returns the sampling parameters of the answer.
+        """
         from twostroke.engine.prompts import encode_turn
 
         system = [{"role": "system", "content": self.system}] if self.system else []
         return encode_turn(self.engine.card, [*system, *messages], self.params)
 
     def _make_room(self, question: dict[str, str]) -> None:
-        """Offer to drop the conversation's oldest turns if too little context is left to answer."""
+        """Offer to drop the oldest messages if the context has too little room for an answer.
+
+        `question` is the user's new message.
+        """
         limit = self.engine.context_length
         num_turns = len(self.messages) // 2
         min_room = min(limit // _MIN_ROOM_DIVISOR, self.params.max_tokens or limit)
@@ -265,7 +271,7 @@ class ChatSession:
             flops_per_s=phase_totals.max_flops_per_s,
             may_measure=True,
         )
-        figures = Figures.of(completion.usage, completion.timings, phase_totals, hardware)
+        figures = AnswerFigures.of(completion.usage, completion.timings, phase_totals, hardware)
         notes = self._notes(completion)
         width = self.console.width
         self._say(describe(figures, completion.usage, notes=notes, width=width), "dim")
@@ -273,14 +279,14 @@ class ChatSession:
         return stream.message
 
     def _within_room(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Return `params` with --max-tokens lowered to the free room in the context."""
+        """Lower --max-tokens in `params` to the room that a prompt leaves in the context."""
         room = self.engine.context_length - num_prompt
         if params.max_tokens is None or not 1 <= room < params.max_tokens:
             return params
         return replace(params, max_tokens=room, min_tokens=min(room, params.min_tokens))
 
     def _notes(self, completion: Completion) -> tuple[str, ...]:
-        """Return notes to print after an answer: why it is incomplete; empty if it is complete."""
+        """Return notes to print after an answer that say why it is incomplete, if it is."""
         if completion.finish_reason is FinishReason.CANCEL:
             return ("stopped",)
         if completion.finish_reason is not FinishReason.LENGTH:

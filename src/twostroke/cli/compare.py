@@ -10,8 +10,8 @@ import click
 import msgspec
 from msgspec.structs import replace
 
-from twostroke.cli.help import Command, ListOf, OneOf, TextFile, option
-from twostroke.cli.options import PARALLEL_PARAMS, take
+from twostroke.cli.help import Command, TextFileParam, WordListParam, WordParam, option
+from twostroke.cli.options import PARALLEL_PARAMS, take_struct
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import UsageError
@@ -44,25 +44,25 @@ def _levels() -> list[str]:
 @click.argument("model")
 @option(
     "--readers",
-    type=ListOf(lambda: _READERS),
+    type=WordListParam(lambda: _READERS),
     default="cpu",
     help="Backends that compute MODEL, such as cpu,torch, or 'all'.",
 )
 @option(
     "--levels",
-    type=ListOf(_levels),
+    type=WordListParam(_levels),
     help="Instruction-set levels of the backend cpu, such as avx2,avx512, or 'all' [default: the "
     "best that runs here].",
 )
 @option(
     "--kv-formats",
-    type=ListOf(lambda: [name for name in KV_FORMATS if name not in {"auto", "fp8"}]),
+    type=WordListParam(lambda: [name for name in KV_FORMATS if name not in {"auto", "fp8"}]),
     help="Number formats of keys and values on the backend cpu, such as f16,int8, or 'all' "
     "[default: as `serve` uses].",
 )
 @option(
     "--activation-bits",
-    type=ListOf(lambda: [AUTO_BITS, *map(str, ACTIVATION_BITS)]),
+    type=WordListParam(lambda: [AUTO_BITS, *map(str, ACTIVATION_BITS)]),
     help="Bits of activations on the backend cpu, such as auto,9, or 'all' [default: "
     f"{ComputeOptions().activation_bits}].",
 )
@@ -73,13 +73,13 @@ def _levels() -> list[str]:
 )
 @option(
     "--right",
-    type=OneOf(_READERS),
+    type=WordParam(_READERS),
     default="reference",
     help="Backend that computes the reference.",
 )
 @option(
     "--text",
-    type=TextFile(),
+    type=TextFileParam(),
     help="File with the text to measure on [default: prose and code that no model was trained on].",
 )
 @option(
@@ -111,7 +111,7 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **values: Any)
     from twostroke.lab.measure import compare as measured
 
     against = model if values["against"] is None else values["against"]
-    subjects = _subjects(model, values)
+    subjects = _compared_models(model, values)
     precise = replace(_compute(values["right"], values), activation_bits=DEFAULT_ACTIVATION_BITS)
     right = measured.ComparedModel(against, precise, CacheOptions())
     text = measured.held_out_text() if values["text"] is None else values["text"]
@@ -145,11 +145,15 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **values: Any)
         raise click.ClickException(f"Beyond the limits ({limits}): {'; '.join(failing_names)}.")
 
 
-def _subjects(model: str, values: dict[str, Any]) -> list[ComparedModel]:
-    """Return the subjects to compare: each combination of cpu settings, and each other backend."""
+def _compared_models(model: str, values: dict[str, Any]) -> list[ComparedModel]:
+    """Return the models to compare with the reference.
+
+    These are MODEL with each combination of settings of the cpu backend, and with each other
+    backend.
+    """
     from twostroke.lab.measure.compare import ComparedModel
 
-    readers, parallel = values["readers"], take(ParallelOptions, values)
+    readers, parallel = values["readers"], take_struct(ParallelOptions, values)
     for name, reader, used in (
         ("levels", "cpu", readers),
         ("kv_formats", "cpu", readers),
@@ -200,7 +204,10 @@ def _table(reports: Sequence[ComparisonReport]) -> list[tuple[str, ...]]:
 
 
 def _drift_table(reports: Sequence[ComparisonReport], *, every: bool) -> list[tuple[str, ...]]:
-    """Return table rows of the difference of hidden states after a few layers, or `every` layer."""
+    """Return the rows of a table that shows how far hidden states drift after the model's layers.
+
+    It shows a few layers, or `every` layer.
+    """
     drifting = [report for report in reports if report.drift]
     if not drifting:
         return [("The layers differ in number or width, so there is no drift to show.",)]

@@ -62,7 +62,7 @@ def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) 
     from twostroke.backends.cpu.library import level_reports
 
     machine = _machine()
-    auto = _auto(threads)
+    auto = _automatic_choices(threads)
     levels = level_reports()
     level = auto["level"]
     num_threads = auto["num_threads"]
@@ -75,20 +75,26 @@ def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) 
         result: dict[str, Any] = {**parts, "gpu": measure_gpu()}
         click.echo(encode_json(result).decode())
         return
-    _show("Machine", _machine_lines(machine))
-    _show("Instruction-set levels", _level_lines(levels, level))
-    _show("What auto means here", _auto_lines(auto, has_threads=threads is not None))
+    _print_section("Machine", _machine_lines(machine))
+    _print_section("Instruction-set levels", _level_lines(levels, level))
+    _print_section(
+        "What auto means here", _automatic_choice_lines(auto, has_threads=threads is not None)
+    )
     if sys.stderr.isatty():
         click.echo("Measuring…\r", nl=False, err=True)
     measured = measure(level, num_threads)
     threads_text = counted_noun(measured["num_threads"], "thread")
-    _show(f"Limits of {level} with {threads_text}", limit_lines(measured))
+    _print_section(f"Limits of {level} with {threads_text}", limit_lines(measured))
     if gpu := measure_gpu():
-        _show("GPU (--backend gpu)", gpu_lines(gpu))
+        _print_section("GPU (--backend gpu)", gpu_lines(gpu))
 
 
 def _compare_ranks(model: str | None, *, as_json: bool) -> None:
-    """Show how the ranks differ, on rank 0; exit with code 1 if they do not match."""
+    """Show whether the ranks can work together: their machines, versions, models and links.
+
+    Only rank 0 prints. Exits with code 1 if the ranks do not match. `model` is opened on each rank
+    to compare its files.
+    """
     from twostroke.backends.parallel.check import check_ranks
 
     check = check_ranks(model)
@@ -99,7 +105,7 @@ def _compare_ranks(model: str | None, *, as_json: bool) -> None:
     else:
         for rank in check.ranks:
             digest = f", model {rank.model_id[:12]}" if rank.model_id else ""
-            _show(
+            _print_section(
                 f"Rank {rank.rank} on {rank.host}",
                 {
                     "network": f"{rank.address} ({rank.interface})",
@@ -113,7 +119,7 @@ def _compare_ranks(model: str | None, *, as_json: bool) -> None:
             f"1 MB at {times.bytes_per_s / 1e9:.2f} GB/s"
             for times in check.times
         }
-        _show(f"Link of rank 0: {check.link or 'none'}", lines)
+        _print_section(f"Link of rank 0: {check.link or 'none'}", lines)
         for sentence in check.mismatches:
             click.secho(sentence, fg="red")
     if check.mismatches:
@@ -140,7 +146,10 @@ def _machine() -> dict[str, Any]:
 
 
 def _machine_lines(machine: Mapping[str, Any]) -> dict[str, str]:
-    total, free = _size(machine["memory_bytes"]), _size(machine["memory_free_bytes"])
+    total, free = (
+        _format_bytes(machine["memory_bytes"]),
+        _format_bytes(machine["memory_free_bytes"]),
+    )
     memory, nodes = f"{total}, {free} of it free", machine["memory_nodes"]
     if len(nodes) > 1:
         node_texts = (f"{len(node['cores'])} cores near node {node['number']}" for node in nodes)
@@ -158,7 +167,7 @@ def _machine_lines(machine: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _size(num_bytes: int) -> str:
+def _format_bytes(num_bytes: int) -> str:
     """Return a number of bytes as text in gigabytes, or in megabytes below 1 GB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.0f} MB"
 
@@ -175,10 +184,11 @@ def _runs(report: str) -> bool:
     return report.startswith("runs")
 
 
-def _auto(threads: int | None) -> dict[str, Any]:
-    """Return the options that Twostroke chooses automatically here, as --json prints them.
+def _automatic_choices(threads: int | None) -> dict[str, Any]:
+    """Return the options that Twostroke chooses automatically on this machine.
 
-    `places` has the number of threads for each NUMA node; empty if the system places the threads.
+    They are named as --json prints them. `places` has the number of threads for each NUMA node;
+    empty if the system places the threads.
     """
     from twostroke.backends.cpu.library import choose_level, usual_kv_format
     from twostroke.core import env
@@ -196,8 +206,11 @@ def _auto(threads: int | None) -> dict[str, Any]:
     }
 
 
-def _auto_lines(auto: Mapping[str, Any], *, has_threads: bool) -> dict[str, str]:
-    """Return labelled lines about the automatic choices; `has_threads`: --threads was given."""
+def _automatic_choice_lines(auto: Mapping[str, Any], *, has_threads: bool) -> dict[str, str]:
+    """Return the automatic choices as labelled lines, each with its reason and its option.
+
+    `has_threads` says whether --threads was given.
+    """
     reason = auto["level_reason"].partition(";")[0]  # the lines of levels have the rest
     threads = "as --threads says" if has_threads else "one for each core, or TWOSTROKE_NUM_THREADS"
     thread_texts = [
@@ -217,7 +230,7 @@ def _auto_lines(auto: Mapping[str, Any], *, has_threads: bool) -> dict[str, str]
 
 
 def measure(level: str, num_threads: int) -> dict[str, Any]:
-    """Measure the machine's bandwidth and arithmetic peak, which takes some seconds.
+    """Measure this machine's memory bandwidth and arithmetic peak, which takes some seconds.
 
     `small_bytes_per_s` is the bandwidth of a small stream, `large_bytes_per_s` of a stream that no
     cache holds, or None if there is too little memory for it.
@@ -272,7 +285,7 @@ def measure_gpu() -> dict[str, Any] | None:
 
 
 def gpu_lines(gpu: Mapping[str, Any]) -> dict[str, str]:
-    """Return the lines that `doctor` prints about the result of `measure_gpu`."""
+    """Return facts about the GPU (the result of `measure_gpu`) as labelled lines."""
     if "refused" in gpu:
         return {"not used": gpu["refused"]}
     total, free = gpu["memory_bytes"] / 1e9, gpu["memory_free_bytes"] / 1e9
@@ -297,7 +310,7 @@ def limit_lines(measured: Mapping[str, Any]) -> dict[str, str]:
     return {"bandwidth": bandwidth, "peak": peak}
 
 
-def _show(heading: str, lines: Mapping[str, str]) -> None:
+def _print_section(heading: str, lines: Mapping[str, str]) -> None:
     """Print a heading and labelled lines, folded to the terminal's width."""
     width = min(shutil.get_terminal_size().columns, 100)
     click.secho(heading, bold=True)

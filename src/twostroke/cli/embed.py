@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
-from twostroke.cli.help import Command, OneOf, TextFile, option, read_text
+from twostroke.cli.help import Command, TextFileParam, WordParam, option, read_text
 from twostroke.cli.options import MACHINE_PARAMS, PARALLEL_PARAMS, engine_options
 from twostroke.cli.pull import open_engine
 from twostroke.core.errors import ContextLengthError, UsageError
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 @option(
     "-f",
     "--file",
-    type=TextFile(),
+    type=TextFileParam(),
     help="File with one text on each line; - is standard input, which is also the default.",
 )
 @option(
     "--pooling",
-    type=OneOf(POOLINGS),
+    type=WordParam(POOLINGS),
     default=AUTO_POOLING,
     help="How the tokens of a text become one vector: their mean, or the last token; auto: as "
     "the model's files say, else the mean; none: a vector for each token.",
@@ -56,7 +56,7 @@ def command(**values: Any) -> None:
     embeddings do this best. A line has `index`, `prompt_tokens` and `embedding`, in the order of
     the texts.
     """
-    texts, position_format = _texts(values.pop("texts"), values.pop("file"))
+    texts, position_format = _texts_to_embed(values.pop("texts"), values.pop("file"))
     params = EmbeddingParams(values.pop("pooling"), values.pop("dimensions"))
     model = values.pop("model")
     quiet = values.pop("quiet")
@@ -80,17 +80,17 @@ def command(**values: Any) -> None:
             click.echo(json.dumps(line))
 
 
-def _texts(values: Sequence[str], file: str | None) -> tuple[list[str], str]:
-    """Return the texts to embed, and a format for the position of a text in errors.
+def _texts_to_embed(values: Sequence[str], file: str | None) -> tuple[list[str], str]:
+    """Return the texts to embed, from the arguments, a file or standard input.
 
-    The format is such as "Line {} of -f FILE".
+    The second value is a format for the position of a text in errors, such as "Line {} of -f FILE".
     """
     position_format = "Text {}" if file is None else "Line {} of -f FILE"
     if values and file is not None:
         raise UsageError("Give texts in quotes or with -f FILE, not both.")
     if not values and file is None and sys.stdin is not None and not sys.stdin.isatty():
         file, position_format = read_text("-"), "Line {} of standard input"
-    texts = list(values) if file is None else _lines(file)
+    texts = list(values) if file is None else _split_lines(file)
     if not texts:
         raise UsageError("There is no text: give it in quotes, with -f FILE, or on standard input.")
     for number, text in enumerate(texts, 1):
@@ -100,10 +100,10 @@ def _texts(values: Sequence[str], file: str | None) -> tuple[list[str], str]:
     return texts, position_format
 
 
-def _lines(text: str) -> list[str]:
+def _split_lines(text: str) -> list[str]:
     """Return the lines of a text, split only at line feeds.
 
-    `str.splitlines` would also split at U+2028 and others.
+    `str.splitlines` would also split at U+2028 and other characters.
     """
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
 

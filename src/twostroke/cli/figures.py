@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 _DOT = " · "
 
 
-class Figures(Frozen):
-    """The times and rates of one answer.
+class AnswerFigures(Frozen):
+    """The speed of one answer: its times, its rates, and its shares of the machine's limits.
 
     A figure is None if there were too few tokens for it, or if a limit of the machine is unknown.
 
@@ -41,10 +41,10 @@ class Figures(Frozen):
         timings: Timings,
         phase_totals: PrefillDecodeTotals,
         hardware: Hardware | None,
-    ) -> Figures:
-        """Return the times and rates of a completion.
+    ) -> AnswerFigures:
+        """Compute the times and rates of one answer from its token counts and timings.
 
-        `phase_totals` counts the steps of its request.
+        `phase_totals` counts the engine's steps during the answer.
         """
         if not usage.completion_tokens:
             return cls(None, None, None, None, None)
@@ -67,8 +67,10 @@ class Figures(Frozen):
         )
 
 
-def describe(figures: Figures, usage: Usage, *, notes: tuple[str, ...] = (), width: int = 0) -> str:
-    """Return the line below an answer with its times and rates, and with `notes` at its end.
+def describe(
+    figures: AnswerFigures, usage: Usage, *, notes: tuple[str, ...] = (), width: int = 0
+) -> str:
+    """Return the line that is printed below an answer: its times and rates, then `notes`.
 
     A line that is wider than `width` columns is folded; 0 means no limit.
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from twostroke.cli.help import CommandGroup, TextFile, option
+from twostroke.cli.help import CommandGroup, TextFileParam, option
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core import env
 from twostroke.core.env import install_command
@@ -134,7 +134,7 @@ def down_command(name: str | None) -> None:
 
 
 def _check_options(spec: FleetSpec, source: YamlFile) -> None:
-    """Check the options of `serve` and `route` that a fleet's file has, by name and value.
+    """Check the options of `serve` and `route` in a fleet's YAML file, by name and value.
 
     Raises:
         UsageError: an option is unknown, or its value is wrong; with the line of the file.
@@ -168,7 +168,7 @@ def _check_program_options(
 
 
 def _value_fault(name: str, param: click.Option, value: Any) -> str | None:
-    """Return a sentence about an option's wrong value in a fleet's file; None if it is valid.
+    """Return a sentence that says why an option's value in a fleet's file is wrong, or None.
 
     Whether files exist is not checked, since they are on the machines of the replicas.
     """
@@ -177,7 +177,7 @@ def _value_fault(name: str, param: click.Option, value: Any) -> str | None:
         return None if has_value else f"--{name} needs a value."
     if param.is_flag:
         return f"--{name} takes no value: write true or false."
-    if isinstance(param.type, TextFile | click.Path):
+    if isinstance(param.type, TextFileParam | click.Path):
         return None
     declaration = getattr(param, "declaration", None)
     for item in value if isinstance(value, list) else [value]:
@@ -194,9 +194,10 @@ def _value_fault(name: str, param: click.Option, value: Any) -> str | None:
 
 @contextmanager
 def _joined_cluster(*, starts: bool = False) -> Iterator[ModuleType]:
-    """Connect to the Ray cluster during the block.
+    """Connect to the Ray cluster during the block, and yield the module that talks to it.
 
-    Afterwards, a cluster that Twostroke started on this machine is stopped if it has no fleet left.
+    With `starts`, a cluster is started on this machine if there is none. Afterwards, a cluster that
+    Twostroke started on this machine is stopped if it has no fleet left.
     """
     from importlib.util import find_spec
 
@@ -226,7 +227,10 @@ def _joined_cluster(*, starts: bool = False) -> Iterator[ModuleType]:
 
 
 def _resolve_name(ray: ModuleType, name: str | None) -> str:
-    """Return the name of the fleet: `name`, or the name of the only fleet."""
+    """Return the name of the fleet that the user means.
+
+    This is `name`; without a name, the only fleet's name.
+    """
     names = ray.names()
     if name is None and len(names) == 1:
         return str(names[0])
@@ -239,7 +243,7 @@ def _resolve_name(ray: ModuleType, name: str | None) -> str:
 
 
 def _wait(ray: ModuleType, spec: FleetSpec, timeout_s: float) -> FleetStatus:
-    """Wait until all replicas of a fleet are ready, and print the progress."""
+    """Wait until all replicas of a fleet are ready; print the progress, and return the status."""
     deadline_s, shown_text = time.monotonic() + timeout_s, ""
     while True:
         status: FleetStatus = ray.status(spec.name)

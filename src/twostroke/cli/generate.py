@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import asdict, replace
 
-from twostroke.cli.figures import Figures, describe
-from twostroke.cli.help import Command, TextFile, option, read_text
+from twostroke.cli.figures import AnswerFigures, describe
+from twostroke.cli.help import Command, TextFileParam, option, read_text
 from twostroke.cli.options import (
     CONSTRAINT_PARAMS,
     MACHINE_PARAMS,
@@ -53,7 +53,7 @@ _HOW_TO_PROMPT = "give one with -p TEXT, -f FILE, or on standard input."
 @click.argument("model")
 @click.argument("text", required=False, metavar="[PROMPT]")
 @option("-p", "--prompt", help="The prompt; - is standard input, which is also the default.")
-@option("-f", "--file", type=TextFile(may_be_empty=True), help="File with the prompt.")
+@option("-f", "--file", type=TextFileParam(may_be_empty=True), help="File with the prompt.")
 @option("--system", help="System message before the prompt.")
 @option("--raw", is_flag=True, help="Continue the prompt's text, without the chat template.")
 @option(
@@ -70,7 +70,7 @@ _HOW_TO_PROMPT = "give one with -p TEXT, -f FILE, or on standard input."
 )
 @option(
     "--prediction",
-    type=TextFile(may_be_empty=True),
+    type=TextFileParam(may_be_empty=True),
     help="File that the answer will resemble, such as code to edit: speeds the answer up.",
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
@@ -115,13 +115,13 @@ def command(**values: Any) -> None:
 def _report(
     engine: Engine, completion: Completion, phase_totals: PrefillDecodeTotals, *, as_json: bool
 ) -> None:
-    """Print an answer as one JSON object, or only the line with its speed."""
+    """Print an answer as one JSON object; or only its speed, since the text is printed already."""
     hardware = engine.limits.above(
         bytes_per_s=phase_totals.max_bytes_per_s,
         flops_per_s=phase_totals.max_flops_per_s,
         may_measure=True,
     )
-    figures = Figures.of(completion.usage, completion.timings, phase_totals, hardware)
+    figures = AnswerFigures.of(completion.usage, completion.timings, phase_totals, hardware)
     if as_json:
         result = {
             "text": completion.text,
@@ -134,11 +134,13 @@ def _report(
             result["schema_miss"] = completion.schema_miss
         click.echo(encode_json(result).decode())
     else:
-        click.secho(describe(figures, completion.usage, width=_columns()), dim=True, err=True)
+        click.secho(
+            describe(figures, completion.usage, width=_terminal_width()), dim=True, err=True
+        )
 
 
 def _prompt(text: str | None, option: str | None, file: str | None) -> str:
-    """Return the prompt text from the argument, the option -p, a file, or standard input."""
+    """Return the prompt's text, from the argument, the option -p, a file, or standard input."""
     sources = [source for source in (text, option, file) if source is not None]
     if len(sources) > 1:
         raise UsageError("Give the prompt once: in quotes, with -p TEXT, or with -f FILE.")
@@ -160,9 +162,10 @@ def _encode(
     *,
     raw: bool,
 ) -> tuple[list[int], SamplingParams]:
-    """Return the prompt's tokens and the sampling parameters, with additions of the template.
+    """Return the token ids of the prompt, and the sampling parameters of its answer.
 
-    The template is the chat template or, with a suffix, the fill-in-the-middle template.
+    The prompt is a user's message; or a text to continue with `raw` or without a chat template; or
+    a text before a gap with a `suffix`. Chat templates and gaps add to the sampling parameters.
     """
     from twostroke.engine.prompts import (
         encode_infill_prompt,
@@ -195,7 +198,7 @@ def _encode(
 def _run(
     engine: Engine, tokens: list[int], params: SamplingParams, hints: Hints, *, show: bool
 ) -> Completion:
-    """Generate the answer; with `show`, print its text as it arrives."""
+    """Generate the answer to the prompt's tokens; with `show`, print its text as it arrives."""
     from twostroke.engine.client import Caller
     from twostroke.engine.output import join
     from twostroke.engine.redraw import EncodedPrompt, with_seed
@@ -210,7 +213,7 @@ def _run(
                 sys.stdout.write(safe(output.text))
                 sys.stdout.flush()
     except ContextLengthError:
-        raise _too_long(engine, len(tokens), params.max_tokens) from None
+        raise _context_length_error(engine, len(tokens), params.max_tokens) from None
     finally:
         if show and outputs:  # also after an interrupted answer
             sys.stdout.write("\n")
@@ -218,8 +221,10 @@ def _run(
     return join(outputs)
 
 
-def _too_long(engine: Engine, num_prompt: int, max_tokens: int | None) -> ContextLengthError:
-    """Return the error about a prompt that does not fit into the context, with helpful options."""
+def _context_length_error(
+    engine: Engine, num_prompt: int, max_tokens: int | None
+) -> ContextLengthError:
+    """Return the error for a prompt that does not fit into the context, with options that help."""
     limit, model_limit = engine.context_length, engine.card.cost.program.context_length
     remedy = f", or raise --context-length (up to {model_limit})" if limit < model_limit else ""
     if num_prompt >= limit:
@@ -233,7 +238,7 @@ def _too_long(engine: Engine, num_prompt: int, max_tokens: int | None) -> Contex
     )
 
 
-def _columns() -> int:
+def _terminal_width() -> int:
     """Return the width of the terminal on standard error; 0 if it is not a terminal."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns

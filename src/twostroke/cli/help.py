@@ -32,7 +32,7 @@ _NUMBERS: Final = {"integer": "N", "integer range": "N", "float": "X", "float ra
 
 
 class CommandGroup(click.Group):
-    """A group of commands; the error about an unknown command names the nearest one."""
+    """A click group of commands; its error about an unknown command names the nearest one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -46,13 +46,13 @@ class CommandGroup(click.Group):
 
 
 class CommandOption(click.Option):
-    """A command-line option that the help lists under a section's heading.
-
-    A default is shown if there is one.
-    """
+    """A command-line option that the help lists in a section, with its default."""
 
     def __init__(self, names: Any, section: str = "Options", **attributes: Any) -> None:
-        """Take the arguments of `click.Option`, and the heading of the option's section."""
+        """Create an option; its heading in the help is `section`.
+
+        The other arguments are as for `click.Option`.
+        """
         attributes.setdefault("show_default", attributes.get("default") is not None)
         super().__init__(names, **attributes)
         self.section = section
@@ -62,12 +62,12 @@ class CommandOption(click.Option):
 
 
 def option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
-    """Return the decorator that adds a `CommandOption` to a command."""
+    """Return a decorator that adds a `CommandOption` to a command; arguments as its own."""
     return click.option(*names, cls=CommandOption, **attributes)
 
 
-def verbose(command: Any) -> Any:
-    """Add the option `--verbose` to a command; its value is the parameter `is_verbose`."""
+def verbose_option(command: Any) -> Any:
+    """Add the option `--verbose` to a command, which gets it as the parameter `is_verbose`."""
     text = "Print more details about the backend when the model is ready."
     return option("-v", "--verbose", "is_verbose", is_flag=True, help=text)(command)
 
@@ -86,7 +86,7 @@ class Command(click.Command):
                 formatter.write_dl(records)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command after checking that its text arguments are UTF-8.
+        """Check that the command's text arguments are UTF-8, and run the command.
 
         Paths may be any bytes.
         """
@@ -98,11 +98,11 @@ class Command(click.Command):
         return super().invoke(ctx)
 
 
-class OneOf(click.Choice[str]):
-    """An option type: one of a few words; the error about another word names the nearest word."""
+class WordParam(click.Choice[str]):
+    """An option type: one of a few words; the error about another word names the nearest."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the option's word; fail if it is not one of the known words."""
+        """Return the option's word; fail if it is not one of the words."""
         words = list(self.choices)
         if value not in words:
             hint = nearest(value, words)
@@ -110,8 +110,8 @@ class OneOf(click.Choice[str]):
         return str(value)
 
 
-class NamedValue(OneOf):
-    """An option type: a word that stands for a Python value."""
+class NamedValueParam(WordParam):
+    """An option type: a word that the command gets as a Python value."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         """Accept the words that are keys of `values`."""
@@ -125,8 +125,8 @@ class NamedValue(OneOf):
         return self._values[super().convert(value, param, ctx)]
 
 
-class WordOr(click.ParamType):  # type: ignore[type-arg]
-    """An option type: a whole number, or one particular word."""
+class NumberOrWordParam(click.ParamType):  # type: ignore[type-arg]
+    """An option type: a whole number, or one particular word such as "auto"."""
 
     name = "integer"
 
@@ -154,7 +154,7 @@ class NumberParam(click.FloatRange):
         return number
 
 
-class Counts(click.ParamType):  # type: ignore[type-arg]
+class CountListParam(click.ParamType):  # type: ignore[type-arg]
     """An option type: one or more whole numbers separated by commas, such as 1,16."""
 
     name = "N,N"
@@ -177,13 +177,13 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
         return tuple(map(int, words))
 
 
-class ListOf(click.ParamType):  # type: ignore[type-arg]
-    """An option type: some of a few words, separated by commas, or 'all' words."""
+class WordListParam(click.ParamType):  # type: ignore[type-arg]
+    """An option type: several of a few words, separated by commas, or "all"."""
 
     name = "list"
 
     def __init__(self, words: Callable[[], Sequence[str]]) -> None:
-        """Accept the words that `words` returns at the time an option is read."""
+        """Accept the words that `words` returns; it is called when an option is read."""
         self._words = words
 
     def convert(
@@ -193,11 +193,11 @@ class ListOf(click.ParamType):  # type: ignore[type-arg]
         words = list(self._words())
         if value == "all":
             return words
-        word_type = OneOf(words)
+        word_type = WordParam(words)
         return [word_type.convert(word.strip(), param, ctx) for word in str(value).split(",")]
 
 
-class ByteSize(click.ParamType):  # type: ignore[type-arg]
+class ByteSizeParam(click.ParamType):  # type: ignore[type-arg]
     """An option type: a number of bytes, such as 512M, 2GB or 1GiB."""
 
     name = "size"
@@ -210,7 +210,7 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]
         return int(float(match[1]) * _UNITS[match[2]])
 
 
-class JsonText(click.ParamType):  # type: ignore[type-arg]
+class JsonObjectParam(click.ParamType):  # type: ignore[type-arg]
     """An option type: a JSON object as text."""
 
     name = "json"
@@ -229,7 +229,7 @@ class JsonText(click.ParamType):  # type: ignore[type-arg]
         return parsed
 
 
-class TextFile(click.ParamType):  # type: ignore[type-arg]
+class TextFileParam(click.ParamType):  # type: ignore[type-arg]
     """An option type: a file whose text is the value; - is standard input."""
 
     name = "file"
@@ -250,7 +250,7 @@ class TextFile(click.ParamType):  # type: ignore[type-arg]
 
 
 def _check_text(text: str, param: click.Parameter) -> None:
-    """Raise UsageError if a command-line argument has bytes that are not UTF-8."""
+    """Raise UsageError if the text of a command-line argument is not valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec.structs import asdict, replace
 
-from twostroke.cli.help import CommandGroup, WordOr, option
+from twostroke.cli.help import CommandGroup, NumberOrWordParam, option
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
 from twostroke.server.auth import stored_keys
@@ -59,15 +59,15 @@ class ExpiryParam(click.ParamType):  # type: ignore[type-arg]
         return at_s
 
 
-class Classes(click.ParamType):  # type: ignore[type-arg]
-    """An option type: service tiers separated by commas, or all of them."""
+class ServiceTiersParam(click.ParamType):  # type: ignore[type-arg]
+    """An option type: service tiers that an API key may use, separated by commas, or all."""
 
     name = "classes"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, ...] | str:
-        """Return the names of the service tiers, or "none" for no limit."""
+        """Return the names of the service tiers, or "none" if all are allowed."""
         del param, ctx
         if value == "all" or not isinstance(value, str):
             return _NONE if value == "all" else tuple(value)
@@ -82,18 +82,18 @@ _records = option(
     help="The server's folder of records.",
 )
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
-_COUNT: Final = WordOr(_NONE)
+_COUNT: Final = NumberOrWordParam(_NONE)
 
 
-def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that the commands `keys add` and `keys limit` share."""
+def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that limit an API key to a command, `keys add` or `keys limit`."""
     options = [
         option("--requests-per-minute", type=_COUNT, help="Most requests per minute, or none."),
         option("--tokens-per-minute", type=_COUNT, help="Most tokens per minute, or none."),
         option("--parallel", type=_COUNT, help="Most requests at the same time, or none."),
         option(
             "--classes",
-            type=Classes(),
+            type=ServiceTiersParam(),
             help="Classes of service that the key may use, such as default,flex, or all.",
         ),
         option(
@@ -121,11 +121,11 @@ def command() -> None:
 @click.argument("name")
 @_records
 @option("--tenant", help="The tenant that the key belongs to [default: NAME].")
-@_limits
+@_limit_options
 @_as_json
 def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **values: Any) -> None:
     """Make a key called NAME, and print it. It cannot be printed again."""
-    facts = _facts(Key(tenant="", digest=""), values)
+    facts = _changed_fields(Key(tenant="", digest=""), values)
     is_new, mark = not _may_exist(records), stored_keys.keys_marker(records)
     with ExitStack() as undo:
         with open_database(records, writes=True, creates=True) as db:
@@ -138,7 +138,7 @@ def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **v
             mark.make()  # if this fails, the new key is dropped, since it was not printed
         undo.pop_all()
     if as_json:
-        click.echo(json.dumps(_public_facts(new_key, None) | {"key": text}))
+        click.echo(json.dumps(_printed_fields(new_key, None) | {"key": text}))
         return
     click.echo(text)
     if num_keyless:
@@ -161,7 +161,7 @@ def list_command(records: Path, has_all: bool, as_json: bool) -> None:
         keys = stored_keys.all_keys(db)
     listed = [(key, used) for key, used in keys if has_all or key.revoked_at is None]
     if as_json:
-        click.echo(json.dumps([_public_facts(key, used) for key, used in listed]))
+        click.echo(json.dumps([_printed_fields(key, used) for key, used in listed]))
         return
     if listed:
         show_table(
@@ -174,7 +174,7 @@ def list_command(records: Path, has_all: bool, as_json: bool) -> None:
 @command.command("limit")
 @click.argument("key")
 @_records
-@_limits
+@_limit_options
 @_as_json
 def limit_command(key: str, records: Path, as_json: bool, **values: Any) -> None:
     """Change the limits of KEY, which is an id or a name."""
@@ -182,9 +182,9 @@ def limit_command(key: str, records: Path, as_json: bool, **values: Any) -> None
         raise UsageError("Give at least one limit to change, such as --requests-per-minute 60.")
     with open_database(records, writes=True) as db:
         old = stored_keys.find(db, key)
-        new = stored_keys.change(db, old, **_facts(old, values))
+        new = stored_keys.change(db, old, **_changed_fields(old, values))
     if as_json:
-        click.echo(json.dumps(_public_facts(new, None)))
+        click.echo(json.dumps(_printed_fields(new, None)))
     else:
         show_table([_HEAD, _row(new, None)[: len(_HEAD)]], right={4, 5, 6, 7})
 
@@ -198,7 +198,7 @@ def revoke_command(key: str, records: Path, as_json: bool) -> None:
     with open_database(records, writes=True) as db:
         revoked = stored_keys.change(db, stored_keys.find(db, key), revoked_at=time.time())
     if as_json:
-        click.echo(json.dumps(_public_facts(revoked, None)))
+        click.echo(json.dumps(_printed_fields(revoked, None)))
     else:
         click.echo(f"Revoked {revoked.id} ({revoked.name}): servers refuse it within a second.")
 
@@ -210,8 +210,8 @@ def _may_exist(path: Path) -> bool:
         return True
 
 
-def _facts(key: Key, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an API key that the command-line options change.
+def _changed_fields(key: Key, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an API key that the command's options change.
 
     Raises:
         UsageError: a limit is 0 or out of range.
@@ -238,7 +238,7 @@ def _facts(key: Key, values: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(error.sentence(lambda field: f"--{field.replace('_', '-')}")) from None
 
 
-def _public_facts(key: Key, last_used: int | None) -> dict[str, Any]:
+def _printed_fields(key: Key, last_used: int | None) -> dict[str, Any]:
     """Return the fields of an API key as --json prints them, without the key's digest."""
     facts = asdict(key) | {"limits": asdict(key.limits), "last_used": last_used}
     del facts["digest"]

@@ -36,9 +36,10 @@ _KEY_BINDINGS: Final = (
 
 
 def typed_messages() -> Iterator[str]:
-    """Yield the messages that the user types, until Ctrl-D; Ctrl-C clears the line.
+    """Yield the messages that the user types in `twostroke chat`, until Ctrl-D.
 
-    Empty lines are skipped. Messages are kept in the file `chat_history` of the cache folder.
+    Ctrl-C clears the line. Empty lines are skipped. Messages are kept in the file `chat_history` of
+    the cache folder.
     """
     history_path = cache_dir() / "chat_history"
     if readline is not None:

@@ -44,7 +44,7 @@ class MarkdownStream:
         self._next_draw_s = 0.0
 
     def __enter__(self) -> Self:
-        """Show a placeholder until the first Markdown text arrives."""
+        """Show a placeholder on the terminal until the first Markdown text arrives."""
         self._live.start()
         self._live.update(Text("…"), refresh=True)
         return self
@@ -89,7 +89,7 @@ class MarkdownStream:
             self._is_first = False
 
     def _lines(self, text: str) -> list[list[Segment]]:
-        """Render Markdown as lines of the screen, without empty lines at both ends."""
+        """Render Markdown as the lines of the screen, without empty lines at both ends."""
         options = self._console.options.update(
             width=min(self._console.width, _MAX_COLUMNS), height=None
         )
@@ -107,7 +107,7 @@ def _text(line: list[Segment]) -> str:
     return "".join(segment.text for segment in line).strip()
 
 
-class _Code(CodeBlock):
+class _CodeBlock(CodeBlock):
     """Renders a Markdown code block without a frame, so that its text can be copied."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -118,7 +118,7 @@ class _Code(CodeBlock):
         )
 
 
-class _Title(Heading):
+class _Heading(Heading):
     """Renders a Markdown heading aligned left, at every level."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -132,9 +132,9 @@ class _Markdown(Markdown):
 
     elements: ClassVar = {
         **Markdown.elements,
-        "heading_open": _Title,
-        "fence": _Code,
-        "code_block": _Code,
+        "heading_open": _Heading,
+        "fence": _CodeBlock,
+        "code_block": _CodeBlock,
     }
 
     def __init__(self, parser: MarkdownIt, text: str) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ModelPoolOptions(OptionStruct):
-    """The models of one server, and the memory that they share."""
+    """The options of a server of several models: the models, and the memory that they share."""
 
     models: Annotated[
         tuple[str, ...],
@@ -53,7 +53,7 @@ class ModelPoolOptions(OptionStruct):
     ] = 300.0
 
     def __post_init__(self) -> None:
-        """Raise UsageError if an option about several models is not valid."""
+        """Raise UsageError if the options are not valid together."""
         check(self)
 
 
@@ -73,7 +73,9 @@ class RequestedModel(NamedTuple):
 
 
 def requested_models(model: str | None, lists: Sequence[str]) -> list[RequestedModel]:
-    """Return the models to serve, which MODEL and `--models NAME=MODEL,MODEL` name.
+    """Return the models that `twostroke serve` is asked to serve.
+
+    MODEL names one, and each `--models NAME=MODEL,MODEL` several.
 
     Raises:
         UsageError: no model is named, or one of the names is empty.
@@ -97,7 +99,7 @@ def requested_models(model: str | None, lists: Sequence[str]) -> list[RequestedM
 
 
 def check_several(values: dict[str, Any], options: EngineOptions) -> None:
-    """Raise UsageError for options that a server of several models cannot have."""
+    """Raise UsageError for options of `serve` that a server of several models cannot have."""
     reasons = {
         "model_names": "is for one model: write --models NAME=MODEL.",
         "in_process": "runs one model: leave it out, or leave out --models.",
@@ -112,7 +114,7 @@ def check_several(values: dict[str, Any], options: EngineOptions) -> None:
 
 
 def _memory(options: EngineOptions) -> int:
-    """Return the bytes of memory that the models may share.
+    """Return the bytes of memory that the engines of several models may share.
 
     For the cpu backend they are the free bytes. For a GPU they are all bytes, since asking a GPU
     for free memory uses some.
@@ -130,9 +132,10 @@ def open_model_pool(
     options: EngineOptions,
     log_level: str,
 ) -> Iterator[ModelPool]:
-    """Fetch missing models, read the headers of all, and yield a pool of engines.
+    """Yield a pool of engines, one for each model, that start when requests come.
 
-    None of the engines runs yet. `options` and `log_level` are for each engine.
+    Missing models are fetched, and the headers of all are read. `options` and `log_level` are for
+    each engine.
 
     Raises:
         UsageError: two models have the same name.

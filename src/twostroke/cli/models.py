@@ -11,7 +11,7 @@ import click
 
 from twostroke.cli import pull
 from twostroke.cli.help import CommandGroup, option
-from twostroke.cli.terminal import Bar, printable, show_table
+from twostroke.cli.terminal import TerminalProgressBar, printable, show_table
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 from twostroke.core.files import format_bytes
 from twostroke.core.json_io import encode_json
@@ -86,8 +86,8 @@ def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> 
     faults: dict[str, TwostrokeError] = {}
     for name in names:
         try:
-            with Bar() as bar:
-                fetch.verify(name, pull.watcher(bar, name))
+            with TerminalProgressBar() as bar:
+                fetch.verify(name, pull.progress_watcher(bar, name))
         except TwostrokeError as error:
             if len(names) == 1 and not as_json:
                 raise
@@ -160,9 +160,9 @@ for _alias, _original in _ALIASES.items():
 
 
 def _show_waste(unfinished: Sequence[Leftover], unused_records: Sequence[ModelRecord]) -> int:
-    """Print the unfinished downloads and unused models that would be deleted.
+    """Print the unfinished downloads and unused models that `models clean` would delete.
 
-    Return their size in bytes.
+    Returns their size in bytes.
     """
     rows = [
         (leftover.num_bytes, f"{leftover.path} (an unfinished download)") for leftover in unfinished
@@ -177,7 +177,10 @@ def _show_waste(unfinished: Sequence[Leftover], unused_records: Sequence[ModelRe
 
 
 def _confirm(description: str) -> None:
-    """Ask the user whether to delete files; without a terminal, raise UsageError."""
+    """Ask the user whether to delete files; without a terminal, raise UsageError.
+
+    `description` names the files.
+    """
     if not sys.stdin.isatty():
         raise UsageError(f"This would delete {description}: confirm it with --yes.")
     click.confirm(f"Delete {description}?", abort=True, err=True)

@@ -16,14 +16,14 @@ import click
 from click.core import ParameterSource
 
 from twostroke.cli.help import (
-    ByteSize,
+    ByteSizeParam,
     CommandOption,
-    Counts,
-    JsonText,
-    NamedValue,
-    OneOf,
-    TextFile,
-    WordOr,
+    CountListParam,
+    JsonObjectParam,
+    NamedValueParam,
+    NumberOrWordParam,
+    TextFileParam,
+    WordParam,
     read_text,
 )
 from twostroke.core.constraint import Constraint
@@ -62,21 +62,21 @@ _form = partial(CommandOption, section="Form of the answer")
 CONSTRAINT_PARAMS: Final = [
     _form(
         ["--json-schema"],
-        type=TextFile(),
+        type=TextFileParam(),
         help="Answer with JSON that follows the JSON Schema in this file.",
     ),
     _form(["--regex"], help="Answer with a text that matches this regular expression."),
     _form(["--choice"], multiple=True, help="Answer with one of these texts; repeatable."),
     _form(
         ["--grammar"],
-        type=TextFile(),
+        type=TextFileParam(),
         help="Answer with a text of the Lark or GBNF grammar in this file.",
     ),
 ]
 _TEMPLATE_FILE: Final = CommandOption(
     ["--chat-template-file"],
     section="Conversations",
-    type=TextFile(),
+    type=TextFileParam(),
     help="File with the chat template to use.",
 )
 
@@ -88,7 +88,9 @@ def click_params(
     without: Sequence[str] = (),
     defaults: Mapping[str, object] | None = None,
 ) -> list[CommandOption]:
-    """Return the command-line options that a struct declares; `take` reads their values.
+    """Return the command-line options for the fields of a struct of options.
+
+    `take_struct` reads their values.
 
     Args:
         struct: the struct with the declarations.
@@ -104,8 +106,8 @@ def click_params(
     ]
 
 
-def take(struct: type[T], values: dict[str, Any], **fields: Any) -> T:
-    """Remove the values of a struct's fields from a command's `values`, and return the struct.
+def take_struct(struct: type[T], values: dict[str, Any], **fields: Any) -> T:
+    """Build a struct of options from a command's `values`, and remove its fields from them.
 
     `fields` replace these values. A field that has no value keeps its default.
     """
@@ -114,7 +116,7 @@ def take(struct: type[T], values: dict[str, Any], **fields: Any) -> T:
 
 
 def _click_option(field: OptionField, default: object) -> CommandOption:
-    """Return click's option for a field that is declared as an option."""
+    """Return click's option for a declared field of a struct of options."""
     declared = field.option
     attributes: dict[str, Any] = {"help": declared.help, "section": field.section}
     if declared.metavar is not None:
@@ -124,7 +126,7 @@ def _click_option(field: OptionField, default: object) -> CommandOption:
         attributes |= {"flag_value": declared.flag_value, "default": default}
         attributes["show_default"] = False
     elif declared.named_values:
-        attributes |= {"type": NamedValue(dict(declared.named_values)), "default": default}
+        attributes |= {"type": NamedValueParam(dict(declared.named_values)), "default": default}
         word = next(word for word, value in declared.named_values if value == default)
         attributes |= {"show_default": False, "help": f"{declared.help} [default: {word}]"}
     elif is_plain_flag:
@@ -145,20 +147,20 @@ def _click_option(field: OptionField, default: object) -> CommandOption:
 
 
 def _click_type(field: OptionField) -> Any:
-    """Return click's type that reads a declared option from the command line."""
+    """Return the click type that reads the values of a declared field."""
     declared = field.option
-    by_form = {"size": ByteSize(), "file": TextFile(), "json": JsonText()}
+    by_form = {"size": ByteSizeParam(), "file": TextFileParam(), "json": JsonObjectParam()}
     if declared.form in by_form:
         return by_form[declared.form]
     if declared.form == "path":
         return click.Path(path_type=Path)
     if field.item_type is int:
-        return Counts(low=0)
+        return CountListParam(low=0)
     words = [choice for choice in declared.choices if isinstance(choice, str)]
     if words and field.number_type is not None:
-        return WordOr(words[0])
+        return NumberOrWordParam(words[0])
     if words:
-        return OneOf(words)
+        return WordParam(words)
     return field.types[0]
 
 
@@ -178,12 +180,12 @@ SAMPLING_PARAMS: Final = click_params(SamplingParams)
 
 
 def speculation_params(draft: str = NO_DRAFT) -> list[CommandOption]:
-    """Return the options of `SpeculationOptions`; `draft` is the default of --draft."""
+    """Return the command-line options about speculation; `draft` is the default of --draft."""
     return click_params(SpeculationOptions, defaults={"draft": draft})
 
 
 def engine_options(values: dict[str, Any], model: str) -> EngineOptions:
-    """Remove the engine's options from a command's `values`, and return them as a struct.
+    """Build the options of an engine from a command's `values`, and remove them from `values`.
 
     Options that the command does not offer have their defaults.
 
@@ -196,17 +198,17 @@ def engine_options(values: dict[str, Any], model: str) -> EngineOptions:
     if values.get("override_generation_config") is None:
         values.pop("override_generation_config", None)
     template = _chat_template(values)
-    options = take(
+    options = take_struct(
         EngineOptions,
         values,
-        compute=take(ComputeOptions, values),
-        cache=take(CacheOptions, values),
-        batch=take(BatchOptions, values),
-        speculation=take(SpeculationOptions, values),
-        parallel=take(ParallelOptions, values),
-        disaggregation=take(DisaggregationOptions, values),
-        offload=take(OffloadOptions, values),
-        generation=take(GenerationOptions, values),
+        compute=take_struct(ComputeOptions, values),
+        cache=take_struct(CacheOptions, values),
+        batch=take_struct(BatchOptions, values),
+        speculation=take_struct(SpeculationOptions, values),
+        parallel=take_struct(ParallelOptions, values),
+        disaggregation=take_struct(DisaggregationOptions, values),
+        offload=take_struct(OffloadOptions, values),
+        generation=take_struct(GenerationOptions, values),
         chat_template=template,
     )
     if options.parallel.num_ranks > 1 and options.parallel.launcher == "auto":
@@ -217,9 +219,9 @@ def engine_options(values: dict[str, Any], model: str) -> EngineOptions:
 
 
 def _chat_template(values: dict[str, Any]) -> str | None:
-    """Remove the options of `TEMPLATE_PARAMS` from `values`; return the chat template.
+    """Return the chat template that the user gave, as text or name, or None.
 
-    The result is the template's text or name, or None.
+    Removes its options (`TEMPLATE_PARAMS`) from a command's `values`.
     """
     named: str | None = values.pop("chat_template", None)
     text: str | None = values.pop("chat_template_file", None)
@@ -235,14 +237,17 @@ def _chat_template(values: dict[str, Any]) -> str | None:
 
 
 def sampling_params(values: dict[str, Any], constraint: Constraint | None = None) -> SamplingParams:
-    """Remove the sampling options from a command's `values`, and return them as a struct."""
-    return take(SamplingParams, values, constraint=constraint)
+    """Build sampling parameters from a command's `values`, and remove them from `values`.
+
+    `constraint` is the constraint of the answer.
+    """
+    return take_struct(SamplingParams, values, constraint=constraint)
 
 
 def constraint(values: dict[str, Any]) -> Constraint | None:
-    """Remove the options of `CONSTRAINT_PARAMS` from `values`; return the answer's constraint.
+    """Return the constraint of the answer that the user gave, or None.
 
-    It is None if no constraint was given.
+    Removes its options (`CONSTRAINT_PARAMS`) from a command's `values`.
 
     Raises:
         UsageError: more than one constraint was given.
@@ -257,8 +262,8 @@ def constraint(values: dict[str, Any]) -> Constraint | None:
     return constraints[0] if constraints else None
 
 
-def is_given(name: str) -> bool:
-    """Whether the user gave an option on the command line, so that it is not a default."""
+def is_given_by_user(name: str) -> bool:
+    """Whether the user gave an option on the command line, rather than its default holding."""
     source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.COMMANDLINE
 
@@ -268,23 +273,17 @@ def check_effect(name: str, other: str, *, has_effect: bool, value: str = "") ->
 
     `has_effect` tells whether the option has an effect. If not, the error says that the option
     needs the option `other`, or its value `value`.
-
-    Raises:
-        UsageError: the option has no effect without `other`, or without its value `value`.
     """
-    if is_given(name) and not has_effect:
+    if is_given_by_user(name) and not has_effect:
         reason = f"has no effect without {{other}}{value and ' '}{value}: add that, or leave "
         raise UsageError(f"{reason}{{this}} out.", field=name, other=Field(other), this=Field(name))
 
 
 def check_batching(policy: str, *, is_server: bool = False) -> None:
-    """Raise UsageError for batching options that have no effect with the batching policy.
+    """Raise UsageError for options that have no effect with the batching policy.
 
     `--max-wait` also applies to static batches of a server; other commands know when no more
     requests come.
-
-    Raises:
-        UsageError: an option has no effect with this policy.
     """
     has_wait = policy == "dynamic" or (is_server and policy == "static")
     check_effect("batch_size", "policy", has_effect=policy != "continuous", value="dynamic")
@@ -295,7 +294,7 @@ def check_batching(policy: str, *, is_server: bool = False) -> None:
 def requires_torch(feature: str) -> Iterator[None]:
     """Raise BackendError if an import in the block fails because PyTorch is not installed.
 
-    `feature` names what needs PyTorch, for the error.
+    `feature` names the feature that needs PyTorch, for the error.
     """
     try:
         yield
@@ -306,7 +305,10 @@ def requires_torch(feature: str) -> Iterator[None]:
 
 
 def file_option(suffixes: tuple[str, ...]) -> dict[str, Any]:
-    """Return the type and the placeholder of an option for a file with one of the suffixes."""
+    """Return the click type and placeholder of an option for an output file.
+
+    The file's suffix must be one of `suffixes`.
+    """
     kind = click.Path(path_type=Path, dir_okay=False, writable=True)
     return {"type": kind, "metavar": "|".join(f"FILE{suffix}" for suffix in suffixes)}
 

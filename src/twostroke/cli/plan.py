@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import click
 
 from twostroke.cli.help import Command, option
-from twostroke.cli.options import PLOT_SUFFIXES, check_effect, check_file, file_option, is_given
+from twostroke.cli.options import (
+    PLOT_SUFFIXES,
+    check_effect,
+    check_file,
+    file_option,
+    is_given_by_user,
+)
 from twostroke.cli.planning import (
     THIS_MACHINE,
     check_threads,
+    efficiency_options,
     kv_format_option,
     objective_options,
     price_option,
-    share_options,
     threads_option,
     weights_option,
 )
@@ -81,7 +87,7 @@ ALL: Final = "all"  # the devices of the table
     "machine, as `serve` uses; 2048 elsewhere].",
 )
 @objective_options()
-@share_options(1.0, 1.0)
+@efficiency_options(1.0, 1.0)
 @price_option
 @option(
     "--calibrate",
@@ -156,13 +162,13 @@ def command(
     if as_json:
         click.echo(encode_json(plan).decode())
     elif plan.fits:
-        _show(plan, _simulation(plan, model, name), explained=explained)
+        _show(plan, _simulate_command(plan, model, name), explained=explained)
     if plan.chosen_row is None or (plan.user_load and not plan.user_load.meets_objectives):
         raise UnreachableError(verdict(plan))
 
 
 class _PlanOptions(NamedTuple):
-    """Options of `twostroke plan` that apply to each of the devices."""
+    """The options of `twostroke plan` that are the same for all devices."""
 
     weights: str | None
     num_threads: int | None
@@ -184,9 +190,9 @@ def _device_names(names: tuple[str, ...]) -> list[str]:
 
 
 def _plan(planned: PlannedModel, name: str, options: _PlanOptions) -> Plan:
-    """Return the plan of a model on the device called `name`.
+    """Return the plan of a model on one device.
 
-    The device is this machine, a device of the table, or a device file. Measured steps correct the
+    `name` is this machine, a device of the table, or a device file. Measured steps correct the
     times on this machine.
     """
     from twostroke.lab import planner
@@ -201,7 +207,7 @@ def _plan(planned: PlannedModel, name: str, options: _PlanOptions) -> Plan:
     if not is_here:
         return planner.make_plan(model, planner.find_device(name), question)
     machine = planner.this_machine(options.num_threads)
-    has_shares = is_given("mfu") or is_given("mbu")
+    has_shares = is_given_by_user("mfu") or is_given_by_user("mbu")
     calibration = None
     if not has_shares:
         calibration = _load_calibration(planned, options.num_threads) or planner.reference_steps(
@@ -219,7 +225,7 @@ def _check_for_several(
         "html": html is not None,
         "calibrate": calibrate,
         "explained": explained,
-        "usd_per_hour": is_given("usd_per_hour"),
+        "usd_per_hour": is_given_by_user("usd_per_hour"),
     }
     for field, is_set in options.items():
         if is_set:
@@ -234,7 +240,7 @@ def _check_calibration(
     if calibrate and not is_here:
         reason = "measures this machine: leave {on} out."
         raise UsageError(reason, field="calibrate", on=Field("device"))
-    shares = [name for name in ("mfu", "mbu") if is_given(name)]
+    shares = [name for name in ("mfu", "mbu") if is_given_by_user(name)]
     if calibrate and shares:
         reason = "has no effect on measured steps ({other}): leave one of them out."
         raise UsageError(reason, field=shares[0], other=Field("calibrate"))
@@ -246,9 +252,9 @@ def _check_calibration(
 
 
 def _load_calibration(planned: PlannedModel, num_threads: int | None) -> Calibration | None:
-    """Return the model's measured steps on this number of threads; None if there are none.
+    """Return the model's stored measurements on this machine; None if there are none.
 
-    Print a hint if steps were measured on another number of threads.
+    They must be for this number of threads. If others exist, a hint is printed.
     """
     from twostroke.lab import planner
     from twostroke.lab.planner.served import on_threads
@@ -280,8 +286,8 @@ def _calibrate(
     return planner.calibrate_from_server(server, env.client_api_key(), planned, notice)
 
 
-def _simulation(plan: Plan, model: str, device: str) -> str:
-    """Return the `twostroke simulate` command for the largest load of a plan.
+def _simulate_command(plan: Plan, model: str, device: str) -> str:
+    """Return a `twostroke simulate` command that simulates the largest load of a plan.
 
     It is empty if the plan has no load.
     """
@@ -297,7 +303,7 @@ def _simulation(plan: Plan, model: str, device: str) -> str:
     values = {
         option: f"{params[name] * 1e3:g}" if name.endswith("_s") else params[name]
         for name, option in names.items()
-        if is_given(name)
+        if is_given_by_user(name)
     }
     if plan.calibrated is not None:  # perhaps on the threads of a server
         values["threads"] = plan.calibrated.num_threads
@@ -316,7 +322,7 @@ def _simulation(plan: Plan, model: str, device: str) -> str:
 
 
 def _show_ranking(plans: list[Plan], *, as_json: bool) -> None:
-    """Print the plans of several devices as a table, the best device first."""
+    """Print the plans of several devices as one table, the best device first."""
     from twostroke.lab.planner import words
 
     ranking = words.rank(plans)

@@ -13,9 +13,9 @@ from twostroke.cli.options import check_effect
 from twostroke.cli.planning import (
     MS,
     BoundedNumberParam,
+    efficiency_options,
     objective_options,
     price_option,
-    share_options,
     weights_option,
 )
 from twostroke.cli.terminal import printable, show_table
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.buy import CostComparison, CostInputs, HostingComparison
 
 
-class _Hours(click.ParamType):  # type: ignore[type-arg]
+class _HourlyLoadParam(click.ParamType):  # type: ignore[type-arg]
     """An option type: the relative load in each hour of the day: flat, office, or 24 numbers."""
 
     name = "hours"
@@ -65,7 +65,7 @@ class _Hours(click.ParamType):  # type: ignore[type-arg]
 )
 @option(
     "--hours",
-    type=_Hours(),
+    type=_HourlyLoadParam(),
     default="flat",
     help="Load by hour of day (UTC): flat, office or 24 numbers.",
     section="Load",
@@ -78,7 +78,7 @@ class _Hours(click.ParamType):  # type: ignore[type-arg]
 @option("--output", default=256, help="Tokens of a request's answer.", section="Load")
 @option("--cached", default=0.0, help="Share of the prompt that is cached, 0 to 1.", section="Load")
 @objective_options("Load")
-@share_options(0.5, 0.7)
+@efficiency_options(0.5, 0.7)
 @price_option
 @option("--token-budget", default=2048, help="Most tokens of a step.")
 @option("--utilization", default=0.6, help="Most time that a replica is busy, from 0 to 1.")
@@ -154,7 +154,7 @@ def command(
     )
     click.echo()
     measured = (api_ttft, api_tpot, api_availability)
-    for line in (*_stale(result), *_signals(result, case, measured)):
+    for line in (*_stale(result), *_decision_sentences(result, case, measured)):
         click.echo(printable(line))
 
 
@@ -212,7 +212,7 @@ def _stale(result: HostingComparison) -> Iterator[str]:
             )
 
 
-def _signals(
+def _decision_sentences(
     result: HostingComparison,
     case: CostInputs,
     measured: tuple[float | None, float | None, float | None],

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from twostroke.cli.help import OneOf, option
+from twostroke.cli.help import WordParam, option
 from twostroke.cli.options import check_effect
 from twostroke.core.frozen import check_number
 from twostroke.model.program.cost import WEIGHTS
@@ -47,12 +47,12 @@ MS: Final = BoundedNumberParam(high=1e9, unit=1e-3)  # from milliseconds to seco
 
 weights_option = option(
     "--weights",
-    type=OneOf(tuple(WEIGHTS)),
+    type=WordParam(tuple(WEIGHTS)),
     help="How weights are stored [default: as in the file].",
 )
 kv_format_option = option(
     "--kv-format",
-    type=OneOf(tuple(FORMATS)),
+    type=WordParam(tuple(FORMATS)),
     help="Number format of keys and values [default: as `serve` uses on this machine; f16 for "
     "other devices].",
 )
@@ -71,7 +71,10 @@ price_option = option(
 
 
 def objective_options(section: str = "Options") -> Callable[[Any], Any]:
-    """Return the decorator that adds the latency objectives --ttft and --tpot, in seconds."""
+    """Return a decorator that adds the options --ttft and --tpot to a command.
+
+    They are latency objectives; the command gets them in seconds.
+    """
     ttft = "Objective for the time to the first token, in ms."
     tpot = "Objective for the time of each further token, in ms."
 
@@ -82,8 +85,11 @@ def objective_options(section: str = "Options") -> Callable[[Any], Any]:
     return add
 
 
-def share_options(mfu: float, mbu: float) -> Callable[[Any], Any]:
-    """Return the decorator that adds --mfu and --mbu to a command, with these defaults."""
+def efficiency_options(mfu: float, mbu: float) -> Callable[[Any], Any]:
+    """Return a decorator that adds --mfu and --mbu to a command, with these defaults.
+
+    They are the shares of peak arithmetic and bandwidth that an engine is assumed to reach.
+    """
     bandwidth = "Share of the device's memory bandwidth that the engine reaches, from 0 to 1."
     arithmetic = "Share of the device's arithmetic peak that the engine reaches, from 0 to 1."
 

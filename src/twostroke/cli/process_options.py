@@ -20,7 +20,7 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class ProcessOptions(OptionStruct):
-    """The logs and the records of a server's or a router's process."""
+    """The options of `serve` and `route` about logs and records."""
 
     records: Annotated[
         Path | None,
@@ -62,7 +62,7 @@ class ProcessOptions(OptionStruct):
     ] = "info"
 
     def __post_init__(self) -> None:
-        """Raise UsageError if an option about logs or records is not valid."""
+        """Raise UsageError if the options are not valid."""
         check(self)
 
 
@@ -82,7 +82,10 @@ def open_records(path: Path | None) -> Iterator[Records | None]:
 
 
 def announce_stop(num_running: int, *, log_format: str) -> None:
-    """Print or log that the server stops after its `num_running` running answers."""
+    """Tell the user that the server stops after its `num_running` running answers.
+
+    The message is printed, or logged if `log_format` is JSON.
+    """
     text = "Stopping."
     if num_running:
         answers = "1 running answer" if num_running == 1 else f"{num_running} running answers"
@@ -94,6 +97,6 @@ def announce_stop(num_running: int, *, log_format: str) -> None:
 
 
 def print_to_stderr(text: str) -> None:
-    """Print to standard error; a failure, such as a full disk, is ignored."""
+    """Print a line to standard error; ignore a failure, such as a full disk."""
     with suppress(OSError):
         click.echo(text, err=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from twostroke.cli.help import Command, Counts, option
+from twostroke.cli.help import Command, CountListParam, option
 from twostroke.cli.options import (
     PARALLEL_PARAMS,
     PLOT_SUFFIXES,
@@ -49,7 +49,11 @@ _HEADINGS: Final = (
     ],
 )
 @click.argument("model")
-@option("--streams", type=Counts(), help="Numbers of streams of the decode steps [default: 1,16].")
+@option(
+    "--streams",
+    type=CountListParam(),
+    help="Numbers of streams of the decode steps [default: 1,16].",
+)
 @option(
     "--context",
     "context_tokens",
@@ -57,7 +61,11 @@ _HEADINGS: Final = (
     default=512,
     help="Tokens of context of each stream in the decode steps.",
 )
-@option("--prefill", type=Counts(), help="Numbers of tokens of the prefill steps [default: 512].")
+@option(
+    "--prefill",
+    type=CountListParam(),
+    help="Numbers of tokens of the prefill steps [default: 512].",
+)
 @option(
     "--steps",
     type=click.IntRange(1),
@@ -134,7 +142,7 @@ def _machine(profile: StepProfile) -> str:
 
 
 def _cells(figures: dict[str, float | None]) -> tuple[str, ...]:
-    """Return the table cells of an operation's times and rates, in the units of `_HEADINGS`."""
+    """Return the table cells of an operation's times and rates, in the units of the headings."""
     return (
         _number(figures["time_s"], 1e3),
         f"{figures['share']:.1%}",
@@ -194,7 +202,7 @@ def _advice(profile: StepProfile) -> str:
 
 
 def _number(value: float | None, factor: float = 1.0) -> str:
-    """Return a number times `factor` with three significant digits; a dash stands for None."""
+    """Return a number times `factor` as text with three significant digits; a dash for None."""
     if value is None:
         return "–"
     value *= factor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from twostroke.cli.terminal import Bar, printable
+from twostroke.cli.terminal import TerminalProgressBar, printable
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError, UsageError
 from twostroke.core.options import PARTNER
 
@@ -80,11 +80,15 @@ def _pull(model: str) -> None:
 
 
 def fetch(model: str, *, quiet: bool = False) -> Path:
-    """Return the path of `model`, which is downloaded if it is missing; raises as `load.pull`."""
+    """Return the path of a model's files, which are downloaded if they are missing.
+
+    Raises:
+        ModelNotFoundError, DownloadError: the model does not exist, or cannot be downloaded.
+    """
     from twostroke.model.loader import pull
 
-    with Bar(quiet=quiet) as bar:
-        return pull(model, watcher(bar, model))
+    with TerminalProgressBar(quiet=quiet) as bar:
+        return pull(model, progress_watcher(bar, model))
 
 
 def _print_dim(text: str) -> None:
@@ -99,7 +103,7 @@ def open_engine(
     accept: Callable[[ModelCard], None] | None = None,
     say: Callable[[str], None] = _print_dim,
 ) -> Engine:
-    """Return an engine for `model`; the model and its draft model are fetched if missing.
+    """Start an engine for `model`; fetch the model and its draft model if they are missing.
 
     Args:
         model: a path, a short name or hf:owner/repo.
@@ -109,13 +113,13 @@ def open_engine(
         say: takes lines about long work, and with several ranks about their predicted gain.
 
     Raises:
-        TwostrokeError: as `load.pull` and `engine.build`.
+        TwostrokeError: the model cannot be fetched or loaded, or the engine cannot be built.
     """
     from twostroke.backends.create import FLOAT32_BACKENDS
     from twostroke.engine.engine import build
 
-    label = _fetch_all(model, options, quiet=quiet)
-    with Bar(delay_s=_BAR_DELAY_S, quiet=quiet) as bar:
+    label = _fetch_with_draft(model, options, quiet=quiet)
+    with TerminalProgressBar(delay_s=_BAR_DELAY_S, quiet=quiet) as bar:
         watch = partial(bar.show, label)
         engine = build(model, options, watch, accept, say=(lambda _: None) if quiet else say)
     if engine.facts.ranks and not quiet and options.compute.backend not in FLOAT32_BACKENDS:
@@ -130,14 +134,15 @@ def open_remote(
     launched: LaunchedProcess,
     meanwhile: Callable[[], None],
 ) -> RemoteEngine:
-    """Return an engine that runs in the process `launched`; its messages go to the log.
+    """Start an engine in the process `launched`, and return it; its messages go to the log.
 
-    Arguments and errors are as for `open_engine`. `meanwhile` is called while the process starts.
+    `open_engine` describes the other arguments and the errors. `meanwhile` is called while the
+    process starts.
     """
     from twostroke.engine.process.remote import RemoteEngine
 
-    label = _fetch_all(model, options)
-    with Bar(delay_s=_BAR_DELAY_S) as bar:
+    label = _fetch_with_draft(model, options)
+    with TerminalProgressBar(delay_s=_BAR_DELAY_S) as bar:
         watch = partial(bar.show, label)
         return RemoteEngine.start(
             model,
@@ -149,10 +154,10 @@ def open_remote(
         )
 
 
-def _fetch_all(model: str, options: EngineOptions, *, quiet: bool = False) -> str:
+def _fetch_with_draft(model: str, options: EngineOptions, *, quiet: bool = False) -> str:
     """Fetch a model and its draft model if they are missing.
 
-    Return the label of the progress bar for loading.
+    Returns the label of the progress bar for loading the model.
     """
     from twostroke.backends.division import division_warning  # imports the model's operations
 
@@ -164,8 +169,8 @@ def _fetch_all(model: str, options: EngineOptions, *, quiet: bool = False) -> st
     return label
 
 
-def watcher(bar: Bar, model: str) -> Watcher:
-    """Return a function that shows the progress of a download on `bar`."""
+def progress_watcher(bar: TerminalProgressBar, model: str) -> Watcher:
+    """Return a function that shows the progress of a model's download on `bar`."""
 
     def watch(progress: DownloadProgress) -> None:
         if progress.note is not None:

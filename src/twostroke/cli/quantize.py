@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from twostroke.cli.help import ByteSize, Command, NumberParam, OneOf, TextFile, option
+from twostroke.cli.help import ByteSizeParam, Command, NumberParam, TextFileParam, WordParam, option
 from twostroke.cli.options import requires_torch
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable
@@ -24,7 +24,7 @@ from twostroke.core.errors import UsageError
 )
 @option(
     "--size",
-    type=ByteSize(),
+    type=ByteSizeParam(),
     help="Instead of --to: the best mix of formats in a file of this size.",
 )
 @option(
@@ -42,7 +42,7 @@ from twostroke.core.errors import UsageError
 )
 @option(
     "--text",
-    type=TextFile(),
+    type=TextFileParam(),
     help="File with text like the model's later prompts, for calibration [default: the model's "
     "own answers].",
 )
@@ -103,7 +103,11 @@ def command(
 
 
 def _target(name: str) -> str:
-    """Return the format that `quantize --to` names; UsageError if it cannot be written."""
+    """Return the format that `quantize --to` names.
+
+    Raises:
+        UsageError: the format is unknown, or cannot be written.
+    """
     from twostroke.lab.compress.quantize import TARGETS
     from twostroke.model.quant import FORMATS
 
@@ -115,4 +119,4 @@ def _target(name: str) -> str:
         raise UsageError(reason)
     context = click.get_current_context()
     option = next(param for param in context.command.params if param.name == "target")
-    return OneOf(TARGETS).convert(name, option, context)
+    return WordParam(TARGETS).convert(name, option, context)

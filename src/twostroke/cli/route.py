@@ -10,7 +10,7 @@ from typing import Any, Final
 import click
 
 from twostroke.cli.help import Command
-from twostroke.cli.options import click_params, take
+from twostroke.cli.options import click_params, take_struct
 from twostroke.cli.process_options import ProcessOptions, announce_stop, open_records
 from twostroke.core import env
 from twostroke.core.errors import UsageError
@@ -42,7 +42,7 @@ def command(**values: Any) -> int:
     from twostroke.server.http.logs import logging_to
     from twostroke.server.http.server import bind
 
-    process = take(ProcessOptions, values)
+    process = take_struct(ProcessOptions, values)
     replica_key = env.replica_key()
     if process.records is not None and replica_key is None:
         raise UsageError(_NEEDS_KEY)
@@ -55,7 +55,7 @@ def command(**values: Any) -> int:
         )
         if keys is not None and replica_key is not None:
             keys.set_router_key(replica_key)
-        options = take(RouteOptions, values, api_keys=keys, replica_key=replica_key)
+        options = take_struct(RouteOptions, values, api_keys=keys, replica_key=replica_key)
         listener = stack.enter_context(bind(options.host, options.port))
         stack.enter_context(logging_to(sys.stderr, process.log_format, process.log_level))
 

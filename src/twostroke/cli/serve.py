@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec.structs import replace
 
-from twostroke.cli.help import Command, option, verbose
+from twostroke.cli.help import Command, option, verbose_option
 from twostroke.cli.model_pool import (
     ModelPoolOptions,
     check_several,
@@ -26,9 +26,9 @@ from twostroke.cli.options import (
     check_batching,
     click_params,
     engine_options,
-    is_given,
+    is_given_by_user,
     speculation_params,
-    take,
+    take_struct,
 )
 from twostroke.cli.process_options import (
     ProcessOptions,
@@ -85,7 +85,7 @@ _logger = logging.getLogger("twostroke.serve")
     help="Run the engine in the server's own process: needs less memory, but a crash of the engine "
     "ends the server.",
 )
-@verbose
+@verbose_option
 def command(**values: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
 
@@ -98,11 +98,11 @@ def command(**values: Any) -> int:
     from twostroke.core.process_tuning import raise_open_file_limit
     from twostroke.engine.process.launch import LaunchedProcess
 
-    pool_options = take(ModelPoolOptions, values)
+    pool_options = take_struct(ModelPoolOptions, values)
     models = requested_models(values["model"], pool_options.models)
     check_batching(values["policy"], is_server=True)
     options = _with_fill_timeout(engine_options(values, models[0].model))
-    process = take(ProcessOptions, values)
+    process = take_struct(ProcessOptions, values)
     is_alone = not pool_options.models
     if not is_alone:
         check_several(values, options)
@@ -111,13 +111,13 @@ def command(**values: Any) -> int:
         launched = None
         if is_alone and not values["in_process"]:
             launched = stack.enter_context(closing(LaunchedProcess()))  # before slow imports
-        run = _prepare(values, process, stack)
+        run = _prepare_server(values, process, stack)
         if not is_alone:
             pool = stack.enter_context(
                 open_model_pool(models, pool_options, options, process.log_level)
             )
             return run(pool, None, partial(_announce_several, models=pool, batch=options.batch))
-        opened = _open(values["model"], options, launched, process.log_level)
+        opened = _open_engine(values["model"], options, launched, process.log_level)
         engine, limits, draft = stack.enter_context(opened)
         if engine.card.chat_template is not None:
             engine.card.chat_template.prepare()  # now, before a request would have to wait for it
@@ -132,24 +132,25 @@ def command(**values: Any) -> int:
 
 
 def _with_fill_timeout(options: EngineOptions) -> EngineOptions:
-    """Return engine options in which a static batch starts after a time, even if it is not full.
+    """Return engine options in which a static batch also starts after a time when not full.
 
-    Without the timeout, a server with few clients would never start a batch.
+    Otherwise, a server with few clients would never start a batch.
     """
     batch = options.batch
     if batch.policy != "static":
         return options
-    timeout_s = batch.max_wait_s if is_given("max_wait_s") else FILL_TIMEOUT_S
+    timeout_s = batch.max_wait_s if is_given_by_user("max_wait_s") else FILL_TIMEOUT_S
     return replace(options, batch=replace(batch, fill_timeout_s=timeout_s))
 
 
-def _prepare(
+def _prepare_server(
     values: dict[str, Any], process: ProcessOptions, stack: ExitStack
 ) -> Callable[..., int]:
     """Check the server's options, open its records, bind its address and start logging.
 
-    Return a function that serves an engine. The function's arguments are the engine, the machine's
-    limits, and a function that announces the server.
+    All this is done before a model is loaded, so that errors come early. Returns a function that
+    serves an engine. The function's arguments are the engine, the machine's limits, and a function
+    that announces the server.
     """
     from twostroke.server.http.logs import logging_to
     from twostroke.server.http.server import bind
@@ -162,7 +163,7 @@ def _prepare(
         check_endpoint(values["otlp_endpoint"])
     records = stack.enter_context(open_records(process.records))
     keys = _api_keys(values["api_keys"], process)
-    serving = take(ServeOptions, values, api_keys=keys, objectives=objectives)
+    serving = take_struct(ServeOptions, values, api_keys=keys, objectives=objectives)
     # Bound before the weights are loaded, so that a port in use is reported at once.
     listener = stack.enter_context(bind(serving.host, serving.port))
     log_format = process.log_format
@@ -195,9 +196,9 @@ def _prepare(
 
 
 def _api_keys(path: Path | None, process: ProcessOptions) -> ApiKeys | None:
-    """Return the API keys of a file, the environment and the records.
+    """Return the API keys that clients may use, from a file, the environment and the records.
 
-    It is None if clients need no key.
+    Returns None if clients need no key.
     """
     from twostroke.server.auth.keys import ApiKeys
 
@@ -211,10 +212,10 @@ def _api_keys(path: Path | None, process: ProcessOptions) -> ApiKeys | None:
 
 
 @contextmanager
-def _open(
+def _open_engine(
     model: str, options: EngineOptions, launched: LaunchedProcess | None, log_level: str
 ) -> Iterator[OpenedEngine]:
-    """Yield the engine, in the process `launched`, or in this process if that is None."""
+    """Start the engine for `serve`, in the process `launched`, or in this process without one."""
     if launched is not None:
         with open_remote(model, options, log_level, launched, _import_server) as remote:
             yield remote, remote.limits, remote.draft
@@ -241,7 +242,7 @@ def _announce(
     serving: ServeOptions,
     log_format: str,
 ) -> None:
-    """Report the server's address and model; a text log also shows an example request."""
+    """Tell the user the server's address and model, with an example request in a text log."""
     name = serving.model_names[0] if serving.model_names else engine.card.name
     _warn_of_open_access(url, serving)
     backend = engine.facts.backend
@@ -262,7 +263,7 @@ def _announce(
 def _announce_several(
     url: str, *, models: ModelPool, batch: BatchOptions, serving: ServeOptions, log_format: str
 ) -> None:
-    """Report the address of a server of several models, as `_announce` does for one model."""
+    """Tell the user the address and the models of a server of several models."""
     _warn_of_open_access(url, serving)
     names, budget = ", ".join(models.engines), format_bytes(models.budget_bytes)
     chat = _about_chat({name: engine.card for name, engine in models.engines.items()})
@@ -281,7 +282,7 @@ def _announce_several(
 
 
 def _about_batching(batch: BatchOptions) -> str:
-    """Return a sentence about how long a static batch waits; empty for other policies."""
+    """Return a sentence that says how long a static batch waits; empty for other policies."""
     if batch.policy != "static":
         return ""
     return (

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec.structs import replace
 
-from twostroke.cli.help import ByteSize, Command, OneOf, option
+from twostroke.cli.help import ByteSizeParam, Command, WordParam, option
 from twostroke.cli.options import (
     check_batching,
     check_effect,
     check_folder,
     click_params,
     engine_options,
-    is_given,
+    is_given_by_user,
 )
 from twostroke.cli.planning import (
     THIS_MACHINE,
     BoundedNumberParam,
     check_threads,
+    efficiency_options,
     kv_format_option,
     objective_options,
     price_option,
-    share_options,
     threads_option,
     weights_option,
 )
@@ -74,7 +74,7 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 )
 @option(
     "--disaggregate",
-    type=OneOf(("auto", "always", "never")),
+    type=WordParam(("auto", "always", "never")),
     default="auto",
     help="Which prompts the prefill replicas prefill; auto: prompts for which that saves time.",
 )
@@ -86,7 +86,7 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 )
 @option(
     "--routing",
-    type=OneOf(("prefix", "least-work", "two-choices", "round-robin")),
+    type=WordParam(("prefix", "least-work", "two-choices", "round-robin")),
     default="least-work",
     help="How to choose the replica of a request.",
 )
@@ -100,7 +100,7 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 )
 @option(
     "--arrivals",
-    type=OneOf(("poisson", "constant", "gamma")),
+    type=WordParam(("poisson", "constant", "gamma")),
     help="Distribution of arrivals [default: poisson].",
 )
 @option("--burstiness", type=float, help="Coefficient of variation of gamma arrivals [default: 3].")
@@ -130,10 +130,10 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 @option(
     "--kv-memory",
     "memory_bytes",
-    type=ByteSize(),
+    type=ByteSizeParam(),
     help="Memory of each replica for keys and values [default: the memory that weights leave].",
 )
-@share_options(1.0, 1.0)
+@efficiency_options(1.0, 1.0)
 @option(
     "--acceptance", type=float, help="Speculate, with this probability that a draft is accepted."
 )
@@ -171,8 +171,8 @@ def command(model: str, *, as_json: bool, record: Path | None, **values: Any) ->
         check_folder(record, "record")
     check_effect("share", "sweep", has_effect=is_sweep)
     _check_effects(values)
-    load = _load(values)
-    setup = _setup(model, values)
+    load = _workload(values)
+    setup = _simulation_setup(model, values)
     if is_sweep:
         sweep_result = sweep(setup, load, objectives, share, _progress)
         simulation = sweep_result.best.simulation
@@ -216,8 +216,8 @@ def _check_effects(values: dict[str, Any]) -> None:
     check_batching(policy)
 
 
-def _load(values: dict[str, Any]) -> Workload:
-    """Remove the options about the load from `values`, and return the simulated workload."""
+def _workload(values: dict[str, Any]) -> Workload:
+    """Build the simulated workload from a command's `values`, and remove them from `values`."""
     from twostroke.lab.simulator import SyntheticWorkload, read_trace
 
     trace = values.pop("trace")
@@ -238,8 +238,8 @@ def _load(values: dict[str, Any]) -> Workload:
     return read_trace(trace).first(count).changed(speed=speed, scale=scale)
 
 
-def _setup(model: str, values: dict[str, Any]) -> SimulationSetup:
-    """Return the simulated replicas and their devices, from the options of `simulate`."""
+def _simulation_setup(model: str, values: dict[str, Any]) -> SimulationSetup:
+    """Build the simulated replicas and devices from the options of `simulate`."""
     from twostroke.lab import planner
     from twostroke.lab.simulator import SimulationSetup
 
@@ -253,7 +253,7 @@ def _setup(model: str, values: dict[str, Any]) -> SimulationSetup:
     question = planner.Question(kv_format=kv_format, **question_fields)
     disaggregate = values.pop("disaggregate")  # also an option of engines, where it needs a role
     options = engine_options(values, model)
-    is_ideal = not is_here or is_given("mfu") or is_given("mbu")
+    is_ideal = not is_here or is_given_by_user("mfu") or is_given_by_user("mbu")
     target = planner.this_machine(threads) if is_here else planner.find_device(device)
     planned = planner.load_planned_model(model)
     return SimulationSetup(

@@ -31,7 +31,7 @@ def printable(text: str) -> str:
 
 
 def show_table(lines: Sequence[tuple[str, ...]], right: Container[int] | None = None) -> None:
-    """Print rows of cells as a table.
+    """Print rows of cells as a table on standard output.
 
     The columns in `right` align right; by default all columns except the first do.
     """
@@ -44,7 +44,7 @@ def show_table(lines: Sequence[tuple[str, ...]], right: Container[int] | None = 
         click.echo(printable("  ".join(cells).rstrip()))
 
 
-class Bar:
+class TerminalProgressBar:
     """A progress bar on standard error; without a terminal, no bar is shown."""
 
     def __init__(self, *, delay_s: float = 0.0, quiet: bool = False, counts: bool = False) -> None:
@@ -68,7 +68,7 @@ class Bar:
             self._progress.stop()
 
     def show(self, label: str, done_bytes: int, total_bytes: int | None) -> None:
-        """Show a label and the progress on the bar; `total_bytes` None shows no percentage."""
+        """Show a label and the progress; without `total_bytes`, there is no percentage."""
         if not self._is_shown or time.monotonic() < self._visible_from_s:
             return
         if self._progress is None:
@@ -81,7 +81,7 @@ class Bar:
         progress.update(task, completed=done_bytes, total=total_bytes)
 
     def say(self, text: str) -> None:
-        """Print a line to standard error that stays, above the progress bar if there is one."""
+        """Print a line to standard error that stays; a progress bar continues below the line."""
         if self._progress is not None:
             self._progress.console.print(printable(text), markup=False, highlight=False)
         elif not self._quiet:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from twostroke.cli.help import Command, OneOf, option
+from twostroke.cli.help import Command, WordParam, option
 from twostroke.cli.options import requires_torch
 from twostroke.cli.pull import fetch
 from twostroke.core.errors import UsageError
@@ -68,7 +68,7 @@ def distill(
     type=click.Path(path_type=Path),
     help="Folder for the heads and the state of the training.",
 )
-@option("--kind", type=OneOf(KINDS), default="eagle", help="Kind of draft heads.")
+@option("--kind", type=WordParam(KINDS), default="eagle", help="Kind of draft heads.")
 @option("--data", default="self", help='File of prompts, one a line; "self": built-in prompts.')
 @option("--tokens", "num_tokens", default=250_000, help="Tokens of answers to learn from.")
 @option("--minutes", default=30.0, help="Training time of all runs together.")
@@ -99,5 +99,5 @@ def train_heads(model: str, output: Path, **values: Any) -> None:
 
 
 def _report(line: str) -> None:
-    """Print a line about the training to standard error."""
+    """Print a line about the progress of a training to standard error."""
     click.echo(line, err=True)

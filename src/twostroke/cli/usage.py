@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from twostroke.cli.help import Command, OneOf, option
+from twostroke.cli.help import Command, WordParam, option
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
 from twostroke.server.auth.prices import read_prices
@@ -32,7 +32,7 @@ _COST_DECIMALS: Final = 12  # of costs in JSON and CSV; further decimals are rou
 _COUNTS: Final = ("requests", "input", "cached", "output")
 
 
-class Day(click.ParamType):  # type: ignore[type-arg]
+class DayParam(click.ParamType):  # type: ignore[type-arg]
     """An option type: a day such as 2026-11-30."""
 
     name = "day"
@@ -54,10 +54,13 @@ class Day(click.ParamType):  # type: ignore[type-arg]
     help="The server's folder of records.",
 )
 @option(
-    "--by", type=OneOf(_BY), default="key", help="Show a row for each key, tenant, day or model."
+    "--by",
+    type=WordParam(_BY),
+    default="key",
+    help="Show a row for each key, tenant, day or model.",
 )
-@option("--since", type=Day(), help="First day, in UTC [default: all].")
-@option("--until", type=Day(), help="Last day, in UTC, included [default: today].")
+@option("--since", type=DayParam(), help="First day, in UTC [default: all].")
+@option("--until", type=DayParam(), help="Last day, in UTC, included [default: today].")
 @option(
     "--prices",
     type=click.Path(path_type=Path),
@@ -89,14 +92,16 @@ def command(
         all_amounts = amounts(db, first_day, last_day)
         damaged = damaged_owners(db, first_day, last_day)
         names = {key.id: key.name for key, _ in all_keys(db)}
-    rows = list(_rows(all_amounts, by, names, table))
+    rows = list(_usage_rows(all_amounts, by, names, table))
     if as_json:
         click.echo(json.dumps([row | _costs(row, _rounded) for row in rows]))
     elif as_csv:
         head = [*_columns(by), "batch", *_COUNTS, *(["cost", "currency"] if table else [])]
         writer = csv.DictWriter(sys.stdout, head, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(row | {"batch": int(row["batch"])} | _costs(row, _plain) for row in rows)
+        writer.writerows(
+            row | {"batch": int(row["batch"])} | _costs(row, _format_cost) for row in rows
+        )
     elif rows:
         _show(rows, by, table)
     else:
@@ -115,7 +120,7 @@ def _columns(by: str) -> tuple[str, ...]:
     return ("key", "name", "tenant") if by == "key" else (by,)
 
 
-def _rows(
+def _usage_rows(
     all_amounts: Iterable[Amount], by: str, names: dict[str, str], prices: Prices | None
 ) -> Iterable[dict[str, Any]]:
     """Return the requests, tokens and costs of each key, tenant, day or model.
@@ -144,8 +149,8 @@ def _rounded(cost: float) -> float:
     return round(cost, _COST_DECIMALS)
 
 
-def _plain(cost: float) -> str:
-    """Return a cost as a decimal number without an exponent, which spreadsheets can read."""
+def _format_cost(cost: float) -> str:
+    """Return a cost as a decimal number without an exponent, for spreadsheets."""
     return f"{cost:.{_COST_DECIMALS}f}".rstrip("0").rstrip(".")
 
 
