@@ -1,4 +1,4 @@
-"""Faults planted in a loaded Llama with Q4_1 matrices: what readers and writers get wrong."""
+"""Faults planted in a loaded Llama model with Q4_1 matrices, like faults of readers and writers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BLOCK_BYTES = 20  # of Q4_1: two float16, scale and minimum, and 32 codes
 
 
 def _changed(part: str, change: Callable[[QuantTensor], QuantTensor]) -> Fault:
-    """Change each tensor of the layers, or of the model, whose name contains `part`."""
+    """Return a fault that changes each tensor whose name contains `part`."""
 
     def plant(loaded: LoadedModel) -> LoadedModel:
         return replace(
@@ -37,7 +37,7 @@ def _changed(part: str, change: Callable[[QuantTensor], QuantTensor]) -> Fault:
 
 
 def _blocks(change: Callable[[Array], None], part: str = "blk.") -> Fault:
-    """Let `change` alter blocks (rows, blocks, bytes) of Q4_1 matrices in place."""
+    """Return a fault in which `change` alters Q4_1 blocks, (rows, blocks, bytes), in place."""
 
     def changed(tensor: QuantTensor) -> QuantTensor:
         if tensor.format.name != "Q4_1":
@@ -66,7 +66,7 @@ def _put(blocks: Array, start: int, values: Array) -> None:
 
 
 def _minimum(shift: float, keep: float = 1.0) -> Fault:
-    """Move the minimum by so many steps of the scale."""
+    """Return a fault that shifts the minimum of each block by a number of steps of its scale."""
     return _blocks(lambda b: _put(b, 2, keep * _get(b, 2) + shift * _get(b, 0)))
 
 
@@ -129,7 +129,7 @@ def _swapped(a: str, b: str) -> Fault:
 
 
 def _layers(order: Callable[[int], Iterable[int]]) -> Fault:
-    """Let layer i of the model be the `order(num_layers)[i]`-th of the file."""
+    """Return a fault that uses the file's layer `order(num_layers)[i]` as the model's layer i."""
 
     def plant(loaded: LoadedModel) -> LoadedModel:
         chosen = list(order(loaded.spec.num_layers))

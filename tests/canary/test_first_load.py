@@ -1,4 +1,4 @@
-"""A file is checked at its first load, and what the check finds can be overruled."""
+"""A model is checked at its first load, and users can accept a model that fails."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def damaged_copy(source: Path, folder: Path) -> Path:
 
 @pytest.fixture
 def scored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """How many tokens each canary had; the cache is an empty one."""
+    """Return a list of the number of tokens of each canary that is scored, with an empty cache."""
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
     counts: list[int] = []
     score = CpuBackend.score
@@ -129,7 +129,7 @@ def test_a_file_must_repeat_the_canary_of_its_report(smollm2_path: Path) -> None
 def first_load(
     loaded: LoadedModel, recorded: CanaryScores | str, options: EngineOptions | None = None
 ) -> FirstLoadCheck:
-    """Return the check of a model whose metadata have a report."""
+    """Return the first-load check of a model whose metadata have a quality report."""
     assert isinstance(loaded.tokenizer_source, GgufTokenizer)
     text = recorded
     if isinstance(recorded, CanaryScores):

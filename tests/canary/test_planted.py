@@ -1,4 +1,4 @@
-"""Each planted fault is refused, and files of 3 to 16 bits are not."""
+"""The canary refuses models with planted faults, and accepts working files of 3 to 16 bits."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_no_file_of_three_to_sixteen_bits_is_refused(
 
 
 def requantized(loaded: LoadedModel, name: str) -> LoadedModel:
-    """Round the matrices of layers to nearest, in another format where its blocks fit."""
+    """Round the matrices of layers to nearest in another format, if its blocks fit."""
     fmt, small = FORMATS[name], FORMATS["Q5_0"]
 
     def change(key: str, tensor: QuantTensor) -> QuantTensor:

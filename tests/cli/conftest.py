@@ -1,4 +1,4 @@
-"""A tiny model, a cache of our own, and the command line called as a function."""
+"""Fixtures: a tiny model, a separate cache folder, and the command line as a function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command left behind."""
+    """The output and the exit code of a command."""
 
     code: int
     out: str
@@ -67,7 +67,10 @@ def config(tmp_path: Path) -> str:
 
 @pytest.fixture
 def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
-    """Call the command line; `stdin` is what stands on standard input, None for a terminal."""
+    """Return a function that runs the command line.
+
+    `stdin` is the text on standard input; None stands for a terminal.
+    """
 
     def call(*arguments: str, stdin: bytes | None = b"") -> Ran:
         capfd.readouterr()
@@ -85,7 +88,7 @@ def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> C
 
 @pytest.fixture
 def no_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty folder, where the native libraries should be."""
+    """An empty folder in place of the native libraries."""
     from twostroke.backends.cpu import library
 
     def forget() -> None:

@@ -1,4 +1,4 @@
-"""An answer on the terminal: what is dimmed, what is Markdown, and what is remembered."""
+"""Answers on the terminal: dimmed reasoning, Markdown, and the resulting chat message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANEW, INSIDE = ReasoningSection("<think>", "</think>"), ReasoningSection("", "</
 def show(
     preface: ReasoningSection | None, text: str, size: int
 ) -> tuple[str, dict[str, str] | None]:
-    """What the terminal shows of an answer in pieces, and its message."""
+    """Return the terminal's text for an answer in pieces, and the answer's chat message."""
     file = io.StringIO()
     console = Console(file=file, width=60, force_terminal=True, color_system="standard")
     with AnswerStream(console, preface, byte_tokenizer()) as stream:

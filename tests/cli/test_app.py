@@ -1,4 +1,4 @@
-"""The frame of the command line: help, unknown names, and errors as one sentence and a code."""
+"""The command line's frame: help, unknown names, and errors as one sentence with an exit code."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_wrong_line_is_one_sentence(cli: Cli, arguments: list[str], said: str)
 
 
 class Planted:
-    """Makes `twostroke pull` raise what a test wants."""
+    """Makes `twostroke pull` raise an error that a test chooses."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch

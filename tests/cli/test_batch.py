@@ -1,4 +1,4 @@
-"""`twostroke batch`: a file of requests, answered here or by a server."""
+"""`twostroke batch`: a file of requests, run in this process or by a server."""
 
 from __future__ import annotations
 
@@ -238,7 +238,10 @@ def test_results_of_another_input_are_refused(cli: Cli, tmp_path: Path) -> None:
 
 
 class _Busy(BaseHTTPRequestHandler):
-    """Refuses each line once: as a busy server, a proxy without one, or by cutting it."""
+    """A server that refuses each request once.
+
+    It answers as a busy server, as a proxy that has no server, or closes the connection.
+    """
 
     protocol_version = "HTTP/1.1"
     seen: ClassVar[dict[str, list[float]]] = {}
@@ -305,7 +308,7 @@ def test_server_says_when_to_ask_again(
 
 
 class _Odd(BaseHTTPRequestHandler):
-    """Answers as proxies, other servers and web sites do."""
+    """A server that answers as proxies, other servers and web sites do."""
 
     ANSWERS: ClassVar = {
         "gone": (502, b"<html></html>"),

@@ -1,4 +1,4 @@
-"""`twostroke cache`: what it shows, stores, finds damaged and removes."""
+"""`twostroke cache`: lists, fills, verifies and cleans a folder of KV pages."""
 
 from __future__ import annotations
 

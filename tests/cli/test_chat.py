@@ -1,4 +1,4 @@
-"""`twostroke chat`: what is said, remembered and stopped; and once with real keys."""
+"""`twostroke chat`: messages, commands and interruption; and once with real keys."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def engine(tiny: str) -> Iterator[Engine]:
 
 
 class Talk:
-    """A conversation whose lines a test gives and whose console it reads."""
+    """A chat session whose input a test writes and whose console it reads."""
 
     def __init__(
         self, engine: Engine, params: SamplingParams = SHORT, system: str | None = None
@@ -60,7 +60,7 @@ class Talk:
         return self.agrees
 
     def say(self, *lines: str) -> str:
-        """Say lines and return what was shown since the last ones."""
+        """Type lines, and return the output since the lines before."""
         before = len(self.file.getvalue())
         self.conversation.run(iter(lines))
         return self.file.getvalue()[before:]
@@ -287,7 +287,7 @@ class Keyboard:
         os.write(self._master, keys.encode())
 
     def wait_for(self, text: str, timeout_s: float = 30) -> None:
-        """Read until `text` comes, behind what was waited for before."""
+        """Read the screen until `text` appears after the text of the previous wait."""
         deadline = time.monotonic() + timeout_s
         while (found := self.seen.find(text, self._from)) < 0:
             assert time.monotonic() < deadline, f"{text!r} did not come: {self.seen[-500:]!r}"

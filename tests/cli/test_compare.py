@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def level_with_one_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AMX would have a line for prompt rows and one for generated rows."""
+    """Use a level other than AMX, which would have a second line for generated rows."""
     monkeypatch.setenv("TWOSTROKE_CPU_LEVEL", "portable")
 
 

@@ -1,4 +1,4 @@
-"""The sizes of a student, as a file gives them; what is cut is tested in tests/oracle."""
+"""`twostroke distill`: the sizes of a student in a file. Cutting is tested in tests/oracle."""
 
 from __future__ import annotations
 

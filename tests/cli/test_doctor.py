@@ -1,4 +1,4 @@
-"""`twostroke doctor`: the machine, what runs on it, and what auto means."""
+"""`twostroke doctor`: facts about the machine, and the automatic choices on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure nothing: a busy machine takes minutes over it."""
+    """Replace the measurements, which take minutes on a busy machine."""
     monkeypatch.setattr(limits, "measure_peak", lambda *_: (2e9, "float32"))
     monkeypatch.setattr(limits, "measure_bandwidth", lambda *_: 1e9)
 

@@ -1,4 +1,4 @@
-"""Commands, options, models, targets and files that the documentation names are there."""
+"""Commands, options, models, make targets and files that the documentation names exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMED = re.compile(r"""\b(?:LLM\(|twostroke (?:[a-z-]+ )+|MODEL(?: \?)?= ?)["']?
 
 
 def lines_of(page: Path) -> Iterator[str]:
-    """Yield each line of a page's blocks for a shell, and each piece of inline code."""
+    """Yield each line of a page's shell blocks, and each piece of inline code."""
     text = page.read_text()
     for block in BLOCK.findall(text):
         yield from block.replace("\\\n", " ").splitlines()
@@ -38,7 +38,7 @@ def lines_of(page: Path) -> Iterator[str]:
 
 
 def words_of(line: str) -> list[str]:
-    """Return the words of the first command in a line, without a prompt and a comment."""
+    """Return the words of the first command in a line, without the prompt and comments."""
     bare = line.removeprefix("$ ").removeprefix("sudo ").strip()
     try:
         words = shlex.split(bare, comments=True)
@@ -49,7 +49,7 @@ def words_of(line: str) -> list[str]:
 
 
 def calls() -> Iterator[tuple[str, str, list[str]]]:
-    """Yield each call of our command in the pages: the page, the line, and the words after it."""
+    """Yield each call of `twostroke` in the documentation: page, line, and arguments."""
     for page in PAGES:
         for line in lines_of(page):
             words = words_of(line)
@@ -58,7 +58,10 @@ def calls() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def command_of(words: list[str]) -> tuple[click.Command, list[str]] | None:
-    """Return the command that words call, and the rest of them; None for a word such as COMMAND."""
+    """Return the command that words call, and its arguments.
+
+    Returns None for a placeholder such as COMMAND.
+    """
     context = click.Context(group)
     command: click.Command = group
     if " ".join(words[:2]) in COMMANDS:

@@ -1,4 +1,4 @@
-"""The line under an answer."""
+"""The line with an answer's speed, which is printed below the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`twostroke fleet status`, of a fleet that a test has made up."""
+"""`twostroke fleet status` for a fleet that a test invents."""
 
 from __future__ import annotations
 

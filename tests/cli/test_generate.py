@@ -1,4 +1,4 @@
-"""`twostroke generate`: the answer, the figures, the JSON that scripts rely on."""
+"""`twostroke generate`: the answer, its speed, and the JSON on which scripts rely."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GREEDY = ("--temperature", "0", "--max-tokens", "12", "--ignore-eos")
 
 @pytest.fixture(scope="module")
 def expected(tiny: str) -> dict[str, list[int]]:
-    """The tokens of greedy answers, by what was asked."""
+    """Return the tokens of greedy answers, by prompt."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM(tiny, EngineOptions(cache=CacheOptions(memory_bytes=4_000_000))) as llm:
         message = {"role": "user", "content": "hello world"}

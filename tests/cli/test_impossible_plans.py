@@ -1,4 +1,4 @@
-"""Questions that cannot be answered yes: no part of `plan` gives them a verdict or a price."""
+"""Questions without a solution: no part of `twostroke plan` gives a verdict or a price for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WILD_NUMBERS = ("0", "-1", "nan", "inf", "-inf", "1e400", "1e18", "x", "")
 
 @pytest.fixture
 def wide(tmp_path):
-    """A model of 8B parameters times 60 layers more than a small device holds."""
+    """The configuration of a model with 500 layers, which no single device holds."""
     folder = tmp_path / "wide"
     write_config(folder / "config.json", "8B", num_hidden_layers=500)
     return str(folder)
@@ -161,7 +161,7 @@ def test_numbers_that_nothing_can_have_are_refused_by_name(cli, config, text):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_every_yes_keeps_to_what_was_asked(cli, config, seed):
-    """Random questions, many of which cannot be: a plan that is chosen keeps to all limits."""
+    """Of random questions, many without a solution, each chosen plan keeps all limits."""
     draw, num_chosen = random.Random(seed), 0
     for _ in range(20):
         asked = {

@@ -1,4 +1,4 @@
-"""`twostroke keys`: keys are made, listed, limited and revoked on a folder of records."""
+"""`twostroke keys`: makes, lists, limits and revokes API keys in a folder of records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def keys(cli: Cli, tmp_path: Path) -> Callable[..., Ran]:
-    """`twostroke keys` on one folder."""
+    """Return a function that runs `twostroke keys` on one folder of records."""
     return lambda *words: cli("keys", *words, "--records", str(tmp_path / "records"))
 
 

@@ -1,4 +1,4 @@
-"""Markdown as it comes: what stands on the screen in the end is the whole answer, once."""
+"""Streamed Markdown: at the end, the screen shows the whole answer once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ The end."""
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -61,7 +61,7 @@ class Clock:
 
 
 class Terminal:
-    """A screen of a few rows, and what a stream wrote to it."""
+    """A screen of a few rows, and the output of a stream on it."""
 
     def __init__(self, *, width: int = 60, height: int = 10) -> None:
         self.file = io.StringIO()
@@ -77,12 +77,12 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """What is to be seen, all that scrolled away included."""
+        """The text on the screen, with all lines that have scrolled away."""
         return replayed(self.file.getvalue())
 
 
 def shown(text: str, size: int, after_s: float = 1.0, *, width: int = 60, height: int = 10) -> str:
-    """Return what a terminal shows in the end of a text that came in pieces of `size`."""
+    """Return the final screen for a text that arrived in pieces of `size` characters."""
     terminal = Terminal(width=width, height=height)
     with terminal.stream:
         for start in range(0, len(text), size):
@@ -91,7 +91,7 @@ def shown(text: str, size: int, after_s: float = 1.0, *, width: int = 60, height
 
 
 def replayed(output: str) -> str:
-    """Carry out the control sequences that Rich uses, as a terminal would."""
+    """Interpret the control sequences that Rich uses, as a terminal does."""
     lines, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[[?\d]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", output):
         if part == "\x1b[1A":
@@ -111,7 +111,7 @@ def replayed(output: str) -> str:
 
 
 def plain(text: str, width: int = 60) -> str:
-    """Return what is printed where nothing can be drawn twice."""
+    """Return the output for a terminal that cannot redraw text."""
     file = io.StringIO()
     console = Console(file=file, width=width, color_system=None)
     with MarkdownStream(console) as stream:

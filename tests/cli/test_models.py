@@ -1,4 +1,4 @@
-"""`twostroke pull` and `twostroke models`: what is here, what is checked, what is removed."""
+"""`twostroke pull` and `twostroke models`: list, verify and remove models."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_on_a_terminal_removing_is_confirmed(
 
 @pytest.fixture
 def leftover(own_cache: Path) -> Path:
-    """What a broken download of `maxi` has left."""
+    """The unfinished download of `maxi`."""
     folder = own_cache / "models" / ".pull-maxi.gguf"
     folder.mkdir(parents=True)
     (folder / "whole.part").write_bytes(bytes(3_000_000))
@@ -331,7 +331,7 @@ def slow_pull(name: str, watch: Watcher) -> Path:
 
 
 class Screen:
-    """Standard error as a terminal."""
+    """Standard error that claims to be a terminal."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.parts: list[str] = []

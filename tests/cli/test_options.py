@@ -1,4 +1,4 @@
-"""Options become what they are named after, and wrong values name the option and its limits."""
+"""Options get the values that they name; wrong values name the option and its limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def given(command: click.Command, *arguments: str) -> dict[str, Any]:
-    """Return what click hands to a command's function."""
+    """Return the values that click passes to a command's function."""
     return command.make_context("x", ["some-model", *arguments]).params
 
 

@@ -1,4 +1,4 @@
-"""Files that the shell makes for `<(command)`: every option that reads a file reads them whole."""
+"""Pipes such as `<(command)` in a shell: every option that reads a file reads them completely."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def piped(data: bytes) -> Iterator[str]:
-    """The path of a pipe through which the data comes, as the shell names it."""
+    """Yield the path of a pipe that delivers `data`, as a shell names it."""
     reading, writing = os.pipe()
 
     def write() -> None:

@@ -79,7 +79,7 @@ def test_a_file_is_planned_on_this_machine(cli, tiny):
 
 
 def test_a_configuration_is_planned_without_the_parts_that_run_models(config):
-    """An answer takes less than a second, most of it for imports."""
+    """A plan takes less than a second, most of it for imports."""
     script = (
         "import sys; from twostroke.cli.app import run\n"
         f"assert run(['plan', {config!r}, '--on', 'L4']) == 0\n"

@@ -1,4 +1,4 @@
-"""Commands as processes: signals, pipes that close, disks that are full, and the server."""
+"""Commands as processes: signals, closed pipes, full disks, and the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`twostroke profile`: its tables, its JSON, its picture and its refusals."""
+"""`twostroke profile`: its tables, its JSON, its plot and its refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIGURES = {
 
 @pytest.fixture(autouse=True)
 def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure nothing large."""
+    """Use fixed limits of the machine instead of measuring them."""
     monkeypatch.setattr(module, "machine", lambda *given, remeasure: LIMITS)
 
 

@@ -1,4 +1,4 @@
-"""`quantize` names a file only after it has passed, and `report` prints how it scored."""
+"""`quantize` renames a file to its final name only after its checks; `report` prints its scores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("few_questions")
 
 @pytest.fixture
 def text(tmp_path: Path) -> tuple[str, ...]:
-    """The options for a text to calibrate on."""
+    """The options that name a calibration text."""
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return ("--text", str(path), "--tokens", str(NUM_TOKENS))
@@ -277,7 +277,7 @@ def test_what_was_rounded_before_an_interruption_is_not_rounded_again(
 
 
 def broken(small: Path) -> bytes:
-    """Return the bytes of `small` with wrong codes."""
+    """The bytes of `small` with some codes changed."""
     whole = small.read_bytes()
     for name, tensor in read_gguf(small).tensors.items():
         if "ffn" in name and tensor.format.name == "Q4_0":
@@ -289,7 +289,7 @@ def broken(small: Path) -> bytes:
 
 @contextmanager
 def file_limit(num_bytes: int) -> Iterator[None]:
-    """Let no file grow above `num_bytes`, as on a full disk."""
+    """Limit the size of files to `num_bytes` during the block, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""The quickstarts without a server run as they stand, with SmolLM2 in place of their models."""
+"""The quickstarts that need no server run as written, with SmolLM2 in place of their models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`twostroke train-heads`, as far as it goes without PyTorch."""
+"""`twostroke train-heads`, to the point where PyTorch is needed."""
 
 from __future__ import annotations
 

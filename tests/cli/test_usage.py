@@ -1,4 +1,4 @@
-"""`twostroke usage`: sums, spans of days, costs by a table of prices."""
+"""`twostroke usage`: sums, periods, and costs from a table of prices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ output = 1
 
 @pytest.fixture
 def usage(cli: Cli, tmp_path: Path) -> Callable[..., Ran]:
-    """`twostroke usage` on the records of one key, and of requests without one."""
+    """Return a function that runs `twostroke usage` on the records of one key, and of no key."""
     folder = tmp_path / "records"
     with open_database(folder, writes=True, creates=True) as db:
         key, _ = kept.add(db, "app", "anna")

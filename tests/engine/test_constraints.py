@@ -1,4 +1,4 @@
-"""Constraints in whole engines: answers match them, with guesses, preemption and failures."""
+"""Constraints in whole engines: answers match, also with drafts, preemption and failures."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_forced_tokens_are_guessed(path: Path) -> None:
 def test_preemption_and_prefix_hits_do_not_change_answers(
     path: Path, plain: list[Any], count: int | None
 ) -> None:
-    """The pages hold a single request and not six answers to it."""
+    """There are pages for one request, and not for its six answers."""
     cache = CacheOptions(memory_bytes=65_000, context_length=224)
     with engine_of(path, cache=cache, count=count) as llm:
         assert said(answers(llm)) == plain

@@ -1,4 +1,4 @@
-"""Counts: distributions, times between tokens, the last seconds."""
+"""Counts of an engine: histograms, inter-token latencies, and sums over recent seconds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_percentiles_are_close_to_those_of_the_values() -> None:
 
 
 def test_counts_that_stay_are_kept_once() -> None:
-    """Each of the last seconds has all distributions, of which most do not change."""
+    """Histograms that have not changed are shared by the snapshots of all seconds."""
     histogram = Histogram()
     histogram.observe(1.0)
     first = histogram.read()

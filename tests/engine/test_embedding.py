@@ -108,7 +108,10 @@ async def read_all(client: Client, count: int) -> list[int]:
 def refuse(
     client: Client, monkeypatch: pytest.MonkeyPatch, first: int, last: int = sys.maxsize
 ) -> list[int]:
-    """Refuse submissions `first` to `last`, counted from 1; return a list of all so far."""
+    """Refuse submissions `first` to `last`, counted from 1.
+
+    Returns a list that grows with each submission.
+    """
     submit, seen = client.loop.submit, []
 
     def submit_or_not(choices: Any) -> None:

@@ -1,4 +1,4 @@
-"""Conversations in Python: several at once, streamed, with tools, forms and template variables."""
+"""Conversations in Python: several at once, streams, tools, constraints, template variables."""
 
 from __future__ import annotations
 

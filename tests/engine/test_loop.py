@@ -1,4 +1,4 @@
-"""The loop: failures of single requests, closing, policies, health, counts."""
+"""The engine loop: failures of single requests, closing, policies, health, counts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 def answers(client: Client, prompts: list[list[int]]) -> list[tuple[int, ...] | str]:
-    """Return each prompt's tokens, all of them computed together, or its error."""
+    """Compute prompts together; return the tokens of each, or its error."""
     generations = [client.generate(prompt, GREEDY) for prompt in prompts]
     found: list[tuple[int, ...] | str] = []
     for generation in generations:
@@ -102,7 +102,7 @@ def test_a_request_without_a_token_to_draw_fails_alone(
 def test_undrawable_tokens_after_wrong_drafts_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a right draft they do: then the request's own next token cannot be drawn."""
+    """After a right draft they matter, because the request's own next token cannot be sampled."""
     with tiny_client(tmp_path) as (client, _):
         expected = answers(client, [[5]])[0]
     guessing = SpeculationOptions("ngram", count=4)
@@ -274,7 +274,7 @@ def test_a_batch_larger_than_max_running_is_refused(tmp_path: Path) -> None:
 def test_steps_for_which_there_is_no_memory_become_smaller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody's answer changes, and no later step asks for as much."""
+    """No answer changes, and later steps are smaller."""
     prompts = [[*range(5, 60)], [7, 8], [*range(90, 120)]]
     with tiny_client(tmp_path) as (client, backend):
         expected = [answers(client, [prompt])[0] for prompt in prompts]
@@ -302,7 +302,7 @@ def test_steps_for_which_there_is_no_memory_become_smaller(
 def test_steps_grow_again_when_there_is_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After 64 steps without a shortage, or 128 after two of them."""
+    """Steps grow after 64 steps without a shortage, or after 128 if there were two."""
     prompt, long = [*range(5, 60)], replace(GREEDY, max_tokens=70)
     with tiny_client(tmp_path) as (client, backend):
         limits = [client.loop.config.step_budget]

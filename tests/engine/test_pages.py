@@ -1,4 +1,4 @@
-"""Pages that move between backends: bytes of one are read by the other, token for token."""
+"""KV pages copied between backends: the other backend continues with the same tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_PAGES, SIZE, PROMPT = 96, 16, 150
 
 
 class Machine:
-    """A backend and its scheduler."""
+    """A backend with a scheduler."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend

@@ -1,4 +1,4 @@
-"""The examples of docs/guide/python.md and docs/guide/python.ipynb run as they stand there."""
+"""The examples in docs/guide/python.md and docs/guide/python.ipynb run as written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORT = 'LLM("smollm2", context_length=256'  # so that answers without a limit e
 
 
 def run(code: str, names: dict[str, Any], where: str) -> None:
-    """Run code that may await, as a notebook's cell may."""
+    """Run code that may use `await` at its top level, as a notebook's cell."""
     if "context_length" not in code:
         code = code.replace('LLM("smollm2"', SHORT)
     compiled = compile(code, where, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

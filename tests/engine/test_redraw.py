@@ -1,7 +1,4 @@
-"""Answers that break their schemas are drawn again in Python too, and told if that does not help.
-
-tests/server/test_redraw.py has the same answers over HTTP.
-"""
+"""Answers that break their JSON schema are generated again in Python, or reported."""
 
 from __future__ import annotations
 
@@ -54,21 +51,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 class Shared(LLM):
-    """The Python interface to a server's engine, whose answers a test chooses."""
+    """An `LLM` on a server's engine, whose answers a test chooses."""
 
     def __init__(self, server: LiveServer) -> None:
         self.engine: Any = SimpleNamespace(card=server.client.card, client=server.client)
 
 
 class AsyncShared(AsyncLLM):
-    """The same for asynchronous callers."""
+    """An `AsyncLLM` on a server's engine, whose answers a test chooses."""
 
     def __init__(self, server: LiveServer) -> None:
         self.engine: Any = SimpleNamespace(card=server.client.card, client=server.client)
 
 
 def all_ways(server: LiveServer, params: SamplingParams) -> Iterator[tuple[str, str]]:
-    """Yield the text and the miss of an answer, in each way to ask for it."""
+    """Yield the text and the broken rule of an answer, for each way to request it."""
     llm = Shared(server)
     [[answer]] = llm.generate("hello", params)
     yield answer.text, answer.schema_miss
@@ -163,7 +160,7 @@ def test_arguments_of_calls_are_drawn_again_or_told(server: LiveServer) -> None:
 
 
 async def chat_calls(server: LiveServer, params: SamplingParams, tools: Any) -> list[Any]:
-    """Return the arguments of the calls that an asynchronous caller gets."""
+    """Return the arguments of the tool calls that an asynchronous caller gets."""
     chunks = AsyncShared(server).chat(TALK, params, tools=tools)
     return [call.arguments async for chunk in chunks for call in chunk.tool_calls]
 
@@ -226,7 +223,7 @@ def test_a_complete_call_before_the_cut_is_drawn_again(server: LiveServer, strea
 def test_a_slow_machine_draws_an_answer_again_as_often_as_a_fast_one(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each look at the clock is minutes after the last."""
+    """The clock advances by minutes each time it is read."""
     now_s = itertools.count(0.0, 120.0)
     monkeypatch.setattr(settling, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     right = json.dumps({"title": "One", "tags": [*_ITEMS, "Dog"]})

@@ -1,4 +1,4 @@
-"""Same request, same tokens: alone or batched, whole or chunked, cold or cached, preempted."""
+"""Same request, same tokens: alone or batched, chunked or not, cached or not, preempted or not."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def family(
 
 @pytest.fixture(scope="module")
 def windowed() -> Iterator[Pair]:
-    """Layers with and without windows, on pages of int8."""
+    """A model with and without sliding windows in its layers, with int8 keys and values."""
     model = tiny_model(num_layers=3, windows=(20, None, 50), head_dim=32)
     plain, shared = (
         CpuBackend(*model, NUM_PAGES, 16, num_threads, kv_format="int8") for num_threads in (1, 2)
@@ -115,7 +115,7 @@ def windowed() -> Iterator[Pair]:
 def fewer_bits(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """Activations of 9 or 8 bits, or other bits for each product."""
+    """A model with activations of 9 or 8 bits, or with different bits for each product."""
     level, name, bits = request.param
     load_level(level or "portable")
     sizes = replace(tiny_of(name), fmt="Q4_0", embedding_fmt="Q8_0")
@@ -174,7 +174,7 @@ def test_tokens_of_the_real_model_do_not_depend_on_the_schedule(smollm2: Pair, s
 def assert_same_tokens(
     pair: Pair, chance: random.Random, requests: list[Request], fewest_pages: int
 ) -> None:
-    """Run the requests in two random settings, and one at a time in the plainest setting."""
+    """Compare the tokens of requests under random settings with those of one request at a time."""
     most_pages = max(60, 2 * fewest_pages)
     settings = [Setting.chosen_by(chance, fewest_pages, most_pages) for _ in range(2)]
     alone = settings[0].alone(NUM_PAGES)

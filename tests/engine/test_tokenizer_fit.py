@@ -1,4 +1,4 @@
-"""A folder's tokenizer must be that of its model."""
+"""A model folder's tokenizer must fit the rows of the model's embedding table."""
 
 from __future__ import annotations
 

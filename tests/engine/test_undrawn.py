@@ -1,4 +1,4 @@
-"""A request without a next token: the error names the rules that bar all tokens together."""
+"""Requests for which no token can be sampled: the error names the rules that forbid all tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END = 7
 
 
 class OnlyAllows:
-    """A matcher that allows some tokens everywhere."""
+    """A grammar matcher that allows the same few tokens at every position."""
 
     num_words = 1
 
@@ -34,7 +34,7 @@ class OnlyAllows:
 
 
 def error_of(matcher: OnlyAllows | None, **fields: Any) -> TwostrokeError:
-    """Return the error of a request for which no token could be drawn."""
+    """Return the error of a request for which no token can be sampled."""
     form = None if matcher is None else Constraint.regex("a*")
     request = new_request([1, 2], SamplingParams(constraint=form, **fields), Caller())
     request.matcher, request.end_ids = matcher, frozenset({END})

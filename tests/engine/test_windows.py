@@ -1,4 +1,4 @@
-"""Models with windows: the same tokens, on a bounded number of pages."""
+"""Models with sliding windows: the same tokens, with a bounded number of KV pages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_PAGES = 300
 
 
 class RowByRow(ReferenceBackend):
-    """Computes one row at a time, so that the order of additions does not depend on chunks."""
+    """A backend that computes one row at a time, so that sums do not depend on chunks."""
 
     def run(self, plan: StepPlan) -> StepResult:
         tokens: list[int] = []
@@ -53,7 +53,7 @@ class RowByRow(ReferenceBackend):
 
 
 def backend(folder: Path, slides: tuple[bool, ...], num_pages: int = NUM_PAGES) -> RowByRow:
-    """Return a tiny model whose layers have a window of `WINDOW` where `slides` is true."""
+    """Return a backend for a tiny model whose layers have a window where `slides` is true."""
     sizes = Tiny(num_layers=len(slides), hidden_size=32, ffn_size=48, num_heads=2, num_kv_heads=1)
     loaded = load_path(write_tiny_gguf(folder / "tiny.gguf", sizes))
     spec = replace(loaded.spec, window=WindowSpec(WINDOW, slides))
@@ -88,7 +88,7 @@ def test_tokens_do_not_depend_on_the_schedule(
 
 
 def test_a_long_answer_holds_few_pages_before_its_window(tmp_path: Path) -> None:
-    """Gemma 3's pattern: five layers with a window, and one without."""
+    """The model has Gemma 3's pattern: five layers with a window, and one without."""
     model = backend(tmp_path, (True,) * 5 + (False,))
     windows = model.facts.windows
     assert windows == (None,) + (WINDOW,) * 5
@@ -114,7 +114,7 @@ def test_a_long_answer_holds_few_pages_before_its_window(tmp_path: Path) -> None
 
 
 def test_gemma_3_270m_needs_less_than_a_quarter_of_the_memory_at_8192_tokens() -> None:
-    """Its 15 layers with a window of 512 and 3 without, one head of 256 for keys, in float16."""
+    """It has 15 layers with a window of 512 and 3 without, one KV head of 256, float16."""
     windows = [None if layer % 6 == 5 else 512 for layer in range(18)]
     program = program_of_layers(windows)
     groups = PageGroups(16, tuple(group.window for group in program.cache_groups))

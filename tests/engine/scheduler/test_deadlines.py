@@ -1,4 +1,4 @@
-"""Deadlines: who goes first within a tenant, who is refused at once, who never runs."""
+"""Deadlines: the order within a tenant, refusals at once, and requests that expire in the queue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Line:
-    """A scheduler that computes 10 tokens of one request at a time in each second."""
+    """A scheduler that computes 10 tokens per second of one request at a time."""
 
     def __init__(self, **limits: int) -> None:
         self.now_s = 1.0
@@ -107,7 +107,7 @@ def test_what_cannot_meet_its_deadline_is_refused_at_once_and_flex_first():
 
 
 def test_a_class_that_gets_little_is_refused_earlier():
-    """Its pace is what the others leave of the engine."""
+    """Its start rate is the speed that other service tiers leave."""
     line = Line()
     for number in range(100):
         line.add(f"flex{number}", priority=1)

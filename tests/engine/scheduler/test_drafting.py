@@ -1,4 +1,4 @@
-"""How drafts become rows: chains, trees, and their parts that fit into the pages."""
+"""Drafts become rows: chains, trees, and the parts of them for which there are KV pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TREE = ((10, 11, 12, 13, 14, 15), (ROOT, ROOT, 0, 0, 1, 2))
 
 
 def waiting_slice(num_pages=64, max_tokens=20, **limits):
-    """A request whose first output token is about to be computed, in flight."""
+    """Return the slice in flight of a request whose first output token is being computed."""
     steps = Steps(num_pages, **limits)
     request = steps.add("r", 5, max_tokens=max_tokens)
     steps.step()
@@ -53,7 +53,7 @@ def test_a_tree_without_branches_is_a_chain():
 
 
 def test_a_branch_that_begins_a_page_shares_no_rows():
-    """Where its path is left at the beginning of a page, there is nothing to share."""
+    """A branch that leaves its path at the beginning of a page has no rows to copy."""
     steps, _, _, piece = waiting_slice()
     assert steps.scheduler.add_drafts(piece, (1, 2, 3, 4), (ROOT, 0, 1, 1)) == [0, 1, 2, 3]
     [branch] = piece.branches

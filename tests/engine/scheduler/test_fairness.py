@@ -1,4 +1,4 @@
-"""Fair shares between tenants, and how far a request may be passed."""
+"""Fair shares between tenants, and limits on how often a request is overtaken."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LIMITS = {"context_length": 4096, "max_running": 16, "token_budget": 64}
 
 
 class Service:
-    """A scheduler whose steps cost nothing, and what they computed for each tenant."""
+    """A scheduler whose steps cost nothing, with the tokens computed for each tenant."""
 
     def __init__(self, *, cache: bool = False, **limits: int) -> None:
         pool = PagePool(4000, 8)
@@ -55,7 +55,7 @@ class Service:
 
 
 class Backlog:
-    """Keeps requests of a tenant waiting, of lengths that `draw` gives."""
+    """Keeps requests of one tenant waiting; `draw` gives their lengths."""
 
     def __init__(self, service: Service, tenant: str, weight: float, seed: int, most: int) -> None:
         self._service, self._tenant, self._weight = service, tenant, weight
@@ -126,7 +126,7 @@ def test_one_tenant_is_served_in_the_order_of_arrival_and_priority():
 
 @pytest.mark.parametrize("most", [0, 1, 8, 50])
 def test_a_request_is_passed_by_a_bounded_number_of_later_ones(most):
-    """Whoever comes, and however little they had before."""
+    """This holds for any tenants, also for tenants that were served little before."""
     rng, service = random.Random(most), Service(max_overtakes=most)
     waiting: list[tuple[int, Request]] = []
     num_passed = 0
@@ -229,7 +229,7 @@ def test_idle_tenants_are_forgotten():
 
 
 def test_half_read_prompts_keep_their_pages_when_others_come():
-    """A tenant that passes in the order does not take pages from what runs."""
+    """A tenant that overtakes others in the queue does not preempt running requests."""
     steps = Steps(num_pages=12, token_budget=8)
     first = steps.add("a", 40, max_tokens=2, tenant="flood")
     steps.step()

@@ -1,4 +1,4 @@
-"""Several steps in flight: who takes part in which, and whose pages stay."""
+"""Several steps in flight: the requests in each step, and the pages that steps keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from twostroke.core.request import FinishReason
 
 
 def sizes(steps, count):
-    """Keep as many steps in flight as may be; return how many rows each of the next ones has."""
+    """Return the number of rows in each of the next steps, with the maximum number in flight."""
     flights = deque()
     rows = []
     while len(rows) < count:
@@ -30,7 +30,7 @@ def sizes(steps, count):
 
 
 def test_steps_take_turns_with_the_running_requests():
-    """Micro-batches are even, and stay so as requests come and go."""
+    """Micro-batches have equal sizes, also after requests come and go."""
     steps = Steps(512, max_running=32, steps_ahead=1)
     for i in range(16):
         steps.add(f"r{i}", [i], max_tokens=None)
@@ -182,7 +182,7 @@ def test_steps_are_committed_in_their_order():
 
 
 def play(steps):
-    """Keep as many steps in flight as may be, to the end; return who was in each."""
+    """Run to the end with the maximum number of steps in flight; return each step's requests."""
     flights, names = deque(), []
     while steps.scheduler.has_work or flights:
         may_start = len(flights) <= steps.scheduler.config.steps_ahead
@@ -231,7 +231,7 @@ def test_requests_that_wait_for_their_tokens_delay_nobody_and_go_together():
 
 @pytest.mark.parametrize("drawn", [9, None])
 def test_rows_past_an_end_are_dropped(drawn):
-    """The end is a token, or comes from outside while steps are in flight."""
+    """A request ends by a token, or is cancelled while steps are in flight."""
     steps = Steps(steps_ahead=2, samples_ahead=True)
     first = steps.add("r", [1, 2, 3], end_ids=frozenset({9}))
     plans = [steps.plan() for _ in range(3)]

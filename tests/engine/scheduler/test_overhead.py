@@ -1,4 +1,4 @@
-"""Prints how long planning and committing take; a shared machine allows no fixed limit."""
+"""Prints how long planning and committing take; shared machines are too noisy for a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When waiting requests start under each policy."""
+"""Batching policies: when waiting requests start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bench:
         return request
 
     def step(self):
-        """Run a step; return the ids of those who took part."""
+        """Run a step; return the ids of the requests in it."""
         plan = self.scheduler.plan()
         if plan is None:
             return []

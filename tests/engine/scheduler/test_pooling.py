@@ -1,4 +1,4 @@
-"""Texts that are read for their embeddings: every row once in order, and no token."""
+"""Texts to embed: each row reports hidden states once and in order, and no token is sampled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS = settings(
 
 
 def states_of(steps: Steps, *requests: Request) -> list[list[float]]:
-    """Step until all have ended; return the states that each was handed, step by step."""
+    """Run steps until all requests have ended; return the hidden states that each reported."""
     found: dict[Request, list[float]] = {request: [] for request in requests}
     while steps.scheduler.has_work:
         plan = steps.plan()

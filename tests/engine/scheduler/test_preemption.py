@@ -1,4 +1,4 @@
-"""Which requests run first, which lose their pages, and that none starves."""
+"""Preemption: which requests run first, which lose their pages, and that no request starves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix cache in the scheduler: hits, and waiting for pages that another computes."""
+"""The prefix cache in the scheduler: hits, and waiting for pages that another request computes."""
 
 from __future__ import annotations
 

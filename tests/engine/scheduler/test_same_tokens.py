@@ -1,4 +1,4 @@
-"""Same request, same tokens, under any schedule, cache, batch and size of the pool."""
+"""Same request, same tokens, under any schedule, cache, batch and size of the page pool."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random_scheduler(rng):
 
 
 def serve(scheduler, model, requests, rng):
-    """Let the requests arrive at random steps, and run until all have ended."""
+    """Let requests arrive at random steps, and run until all have ended."""
     todo = list(requests)
     flights = deque()
     while todo or scheduler.has_work:

@@ -1,4 +1,4 @@
-"""Slices of the token budget, ends of requests, refusals, cancellation."""
+"""The scheduler: slices of the token budget, ends of requests, refusals, cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: few rows a step, each reported once, whatever happens between."""
+"""Log-probabilities of prompts: few rows in a step, and each row reported once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from twostroke.core.request import FinishReason, Request
 
 
 def scores_of(steps: Steps, *requests: Request) -> list[list[object]]:
-    """Step until all have ended; return the scores of each of `requests`."""
+    """Run steps until all requests have ended; return the scores of each."""
     found: dict[Request, list[object]] = {request: [] for request in requests}
     while steps.scheduler.has_work:
         plan = steps.plan()

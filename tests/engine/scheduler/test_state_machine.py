@@ -1,4 +1,4 @@
-"""Pool, index and scheduler under random operations, with a model that costs nothing."""
+"""Page pool, prefix index and scheduler under random operations, with a trivial model."""
 
 from __future__ import annotations
 

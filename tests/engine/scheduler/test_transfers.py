@@ -1,4 +1,4 @@
-"""Pages that come from elsewhere: who waits for them, until when, and what they leave to others."""
+"""KV transfers: the requests that wait for pages, how long, and the pages that others keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def begin(steps: Steps, request_id: str, within_s: float = 10.0) -> Transfer:
 
 
 def bring(steps: Steps, source: FakeModel, pages: list[int], transfer: Transfer) -> None:
-    """Bring the next page of a transfer from where another model has it."""
+    """Copy the next page of a transfer from the model that has computed it."""
     transfers = steps.scheduler.prefix_cache.transfers
     key = next((0, key) for key in transfer.keys if (0, key) in transfer.missing)
     (page,) = transfers.allocate(transfer, [key])
@@ -36,7 +36,7 @@ def bring(steps: Steps, source: FakeModel, pages: list[int], transfer: Transfer)
 
 
 def computed(prompt: int) -> tuple[FakeModel, list[int], list[int]]:
-    """Return a model that has computed a prompt, its pages, and the answer."""
+    """Return a model that has computed a prompt, the prompt's pages, and the answer."""
     steps = Steps()
     request = steps.add("a", prompt, max_tokens=3)
     steps.step()
@@ -177,7 +177,7 @@ def test_transfers_and_leases_leave_the_pages_of_the_longest_request() -> None:
 
 
 def steps_of(steps: Steps, transfer: Transfer) -> set[str]:
-    """Do a step while a transfer holds pages; return who computed."""
+    """Run a step while a transfer holds pages; return the ids of the requests in it."""
     plan = steps.scheduler.plan()
     assert plan is not None
     steps.scheduler.commit(plan, steps.model.run(plan))
@@ -242,7 +242,7 @@ def test_what_can_be_brought_is_what_a_plain_search_finds(seed: int) -> None:
         index.insert(group, known, pool.allocate(len(known)))
 
     def is_whole(count: int) -> bool:
-        """Whether a row after `count` keys finds all that it reads of them."""
+        """Whether all keys that a row after `count` keys reads are there."""
         return all(
             index.contains((group, keys[at])) or (group, keys[at]) in there
             for group, start in enumerate(pool.groups.first_read_pages((first + count) * size))

@@ -1,4 +1,4 @@
-"""The choice of formats: no other mix within the limit is better."""
+"""Choosing the formats of matrices: no other mix within the limit diverges less."""
 
 from __future__ import annotations
 

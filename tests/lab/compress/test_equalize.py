@@ -1,4 +1,4 @@
-"""Evening moves factors between matrices, and changes no product."""
+"""Equalizing channels: factors move between matrices, and the model computes the same."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rounded(_: str, weight: Floats, moments: Moments) -> QuantTensor:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
 def test_factors_that_move_change_no_answer(family: str, tmp_path: Path) -> None:
-    """With 8 bits little is lost, unless a factor went to one side only."""
+    """With 8 bits rounding changes little, unless a factor was applied on one side only."""
     fmt, grid = grouped(8, 32, "bf16"), group_grid(8, 32, "BF16")
     loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny_of(family)))
     program = build_program(loaded.spec)

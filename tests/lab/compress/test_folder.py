@@ -1,4 +1,4 @@
-"""Folders of w4a16 and w8a16: a written folder is read back, with the same tokens and answers."""
+"""compressed-tensors folders (w4a16, w8a16): read back, they have the same tokens and answers."""
 
 from __future__ import annotations
 

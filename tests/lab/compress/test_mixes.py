@@ -1,4 +1,4 @@
-"""Mixes have the formats that other programs give the same names."""
+"""Mixes such as Q4_K_M have the formats that other programs expect under these names."""
 
 from __future__ import annotations
 

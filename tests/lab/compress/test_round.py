@@ -1,4 +1,4 @@
-"""Rounding with compensation: fewer errors in products than plain rounding, in every format."""
+"""Rounding with calibration: products change less than with plain rounding, in every format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def case(rng: np.random.Generator, width: int, outputs: int) -> tuple[Floats, Floats]:
-    """Return correlated inputs, and a matrix."""
+    """Return correlated inputs of a matrix product, and its matrix."""
     mixing = rng.standard_normal((16, width))
     inputs = rng.standard_normal((400, 16)) @ mixing + rng.standard_normal((400, width)) / 4
     weight = rng.standard_normal((outputs, width)) * np.exp(rng.standard_normal((outputs, 1)))
@@ -40,7 +40,7 @@ def test_compensated_rounding_is_closer_than_plain_rounding() -> None:
 
 
 def test_groups_of_one_sign_reach_zero_with_their_zero_point() -> None:
-    """A zero point is among the levels, so a line that misses zero cannot be stored."""
+    """The zero point must be one of the levels, so the range of a group must include zero."""
     rng = np.random.default_rng(0)
     fmt, grid = grouped(4, 32, "f16", zero=True), group_grid(4, 32, "F16")
     inputs, _ = case(rng, 128, 8)

@@ -1,4 +1,4 @@
-"""The libraries whose own threads rest while ours work."""
+"""OpenBLAS uses one thread while the threads of `own_threads` compute."""
 
 from __future__ import annotations
 

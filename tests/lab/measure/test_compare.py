@@ -1,4 +1,4 @@
-"""Comparing readers and models on a text, through the same functions that the command uses."""
+"""Comparing backends, formats and models on a text, by the functions that the command calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from twostroke.model.loader import build_tokenizer, load
 
 @pytest.fixture(autouse=True)
 def level_with_one_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AMX would have a report for prompt rows and one for generated rows."""
+    """Use a level other than AMX, which would have a second report for generated rows."""
     monkeypatch.setenv("TWOSTROKE_CPU_LEVEL", "portable")
 
 

@@ -1,4 +1,4 @@
-"""Comparisons of two sets of logits, beside the definitions of their figures."""
+"""Differences between two sets of logits, compared with the definitions of their figures."""
 
 from __future__ import annotations
 

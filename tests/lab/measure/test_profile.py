@@ -1,4 +1,4 @@
-"""Profiles: each step computes its named shape, and rows that add up to the cost of a step."""
+"""Profiles: each step has the requested shape, and its operations add up to the step's cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMITS = Hardware("test", 2, 10**9, bandwidth=1e9, peak=2e9, peak_kind="x", sour
 
 @pytest.fixture(autouse=True)
 def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the libraries of this tree, and limits that need no measuring."""
+    """Use this tree's native libraries, and fixed limits of the machine."""
     monkeypatch.setenv("TWOSTROKE_NATIVE_DIR", str(native_dir()))
     monkeypatch.setattr(module, "machine", lambda *arguments, remeasure: LIMITS)
 
@@ -51,7 +51,7 @@ def profiles_of(path: Path, options: ProfileOptions) -> list[StepProfile]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_a_step_draws_what_its_requests_draw_alone(path: Path, shape: StepShape) -> None:
-    """Whatever was copied and repeated, it is a real step behind real contexts."""
+    """Although KV pages are copied, the step is a real decode step."""
     loaded = load_path(path)
     program = build_program(loaded.spec)
     backend = CpuBackend(program, loaded.tensors, 200, 16, 2, level="portable")

@@ -1,4 +1,4 @@
-"""A choice is the answer that a model finds likeliest by the letter."""
+"""Multiple-choice questions: the model's choice has the highest probability per letter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_each_question_has_four_different_answers():
 
 
 def model(preferred: int, margin: float = 3.0) -> Any:
-    """Return a model over bytes to which each letter of one answer is more likely by `margin`."""
+    """Return a model over bytes that makes each letter of one answer likelier by `margin`."""
     preferences = {
         f"Question: {question}\nAnswer:": f" {answers[preferred]}"
         for question, answers in questions()

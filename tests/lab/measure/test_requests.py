@@ -1,4 +1,4 @@
-"""Reports of runs, beside figures computed by hand."""
+"""Reports of measured runs, compared with figures computed by hand."""
 
 from __future__ import annotations
 

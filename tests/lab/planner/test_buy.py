@@ -1,4 +1,4 @@
-"""Hosting beside the prices of APIs, with sums made by hand."""
+"""Costs of hosting compared with prices of APIs, checked with sums made by hand."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_request_costs_what_its_tokens_do():
 
 
 def test_a_prefix_is_written_and_read_as_in_the_worked_example():
-    """2,000 tokens, 100 calls an hour, 3 $ for 1M: 0.0669 $, and 0.60 $ without a cache."""
+    """2,000 tokens, 100 calls an hour, 3 $ for 1M: 0.0669 $ with a cache, 0.60 $ without."""
     price = replace(PRICE, input_usd_per_1m=3.0, cached_input_usd_per_1m=0.3,
                     cache_write_usd_per_1m=3.75)  # fmt: skip
     assert price.hour_usd(0, 100, prompt=2000, cached=2000, output=0) == pytest.approx(

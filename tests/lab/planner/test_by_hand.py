@@ -1,4 +1,4 @@
-"""A plan of a 70B model on two kinds of GPUs, each line counted from sizes and datasheets alone."""
+"""A plan of a 70B model on two kinds of GPUs, with each figure computed from data sheets alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ GPUS, PROMPT, OUTPUT, STREAMS, BUDGET = 4, 2048, 300, 32, 2048
 
 
 def step_s(sheet, rows, context, pairs, logits):
-    """Return the seconds of a step, operation by operation.
+    """Compute the seconds of a step by hand, operation by operation.
 
-    `context` counts positions that are read, `pairs` the pairs of a row and a position.
+    `context` is the number of positions that are read, `pairs` the number of pairs of a row and a
+    position.
     """
     tflops, gb_s, _, link_gb_s, _ = sheet
     peak, bandwidth = GPUS * tflops * 1e12, GPUS * gb_s * 1e9

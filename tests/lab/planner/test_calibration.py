@@ -1,4 +1,4 @@
-"""Plans corrected by measured steps."""
+"""Plans whose times are corrected by measured steps."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_steps_take_what_was_measured_of_steps_like_them(model):
 
 
 def test_contexts_tell_nothing_about_products(model):
-    """Products take as long as in measured steps with as many rows, whatever their context."""
+    """Matrix products take as long as in measured steps with as many rows, at any context."""
     planned, device = load_planned_model(model), find_device("L4")
     roofline = Roofline(planned, device, Question())
     shapes = (StepShape.decode(2, 20), StepShape.decode(2, 900), StepShape.decode(8, 900))

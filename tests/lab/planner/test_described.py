@@ -1,4 +1,4 @@
-"""Models that no family runs, planned by their configuration, beside published figures."""
+"""Plans of models that the engine cannot run, compared with published figures."""
 
 from __future__ import annotations
 

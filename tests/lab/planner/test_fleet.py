@@ -1,4 +1,4 @@
-"""Fleets: what to buy and where to place what, beside counts that are made by hand."""
+"""Plans of fleets, which devices to buy and where to place models, compared with hand counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ yaml = pytest.importorskip("yaml", reason="the extra [plan] is not installed")
 
 @pytest.fixture
 def fleet(tmp_path):
-    """Return a function that writes a file about models, named by size, and reads it."""
+    """Return a function that writes a fleet's file about models named by size, and reads it."""
 
     def ask(models, **fields):
         for model in models:

@@ -1,4 +1,4 @@
-"""Formulas beside worked examples with known answers."""
+"""The planner's formulas, compared with worked examples with known answers."""
 
 from __future__ import annotations
 

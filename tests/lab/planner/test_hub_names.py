@@ -1,4 +1,4 @@
-"""Plans of models of the hub: headers alone are fetched, from a stand-in of the hub."""
+"""Plans of models on the hub download only headers, from a local stand-in of the hub."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gguf(tmp_path):
-    """A tiny model, followed by more bytes than are looked at."""
+    """A tiny model's file, followed by more bytes than a plan needs."""
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     return path, path.read_bytes() + bytes(5_000_000)
 
 
 def sent(hub):
-    """The bytes that were asked for."""
+    """The ranges of bytes that the plan requested."""
     spans = [transfer.range.removeprefix("bytes=").split("-") for transfer in hub.transfers]
     return sum(int(last) - int(first) + 1 for first, last in spans)
 

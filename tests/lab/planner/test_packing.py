@@ -1,4 +1,4 @@
-"""Packings beside the cheapest of all, found by trying each."""
+"""Packings of replicas cost as little as the cheapest one, which is found by trying all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def replica(model, share, memory, rate):
 
 
 def random_options(rng):
-    """Return groups with two replicas of each model, which carry all of its load or a part."""
+    """Return device groups with two replicas of each model, which serve all or part of its load."""
     options = []
     for usd in PRICES:
         replicas = []
@@ -50,7 +50,7 @@ def random_options(rng):
 
 
 def cheapest(options):
-    """Return the least price of groups that carry all loads."""
+    """Return the lowest price of device groups that serve all loads, by trying all."""
     patterns = []
     for group, replicas in options:
         each = [

@@ -1,9 +1,4 @@
-"""Figures of papers and handbooks, recomputed by the planner.
-
-Looked up again on 2026-11-25: gpt-fast's README, and Mixtral's sizes in a summary of its paper
-(https://elliot-digital.co.uk/papers/mistral). The other papers could not be reached; their figures
-are as they were noted from them.
-"""
+"""Figures of papers and handbooks, computed again by the planner."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from twostroke.model.program.batch import BatchShape
 
 @pytest.fixture
 def model(tmp_path):
-    """Return a function that plans a model of these sizes; keys and values need no others."""
+    """Return a function that makes a model with these sizes for plans."""
 
     def make(*sizes, **changes):
         return load_planned_model(write_config(tmp_path / "config.json", sizes, **changes))

@@ -1,4 +1,4 @@
-"""Plans of models known by their configuration, beside figures computed by hand."""
+"""Plans of models that have only a configuration, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_objectives_choose_the_streams(model):
 
 
 def test_prompts_of_others_make_tokens_late(model):
-    """TPOT and throughput describe one system: streams = requests/s x time of a request."""
+    """TPOT and throughput agree: streams = requests per second times the time of a request."""
     large = model("70B")
     question = Question(count=4, prompt=2048, output=300)
     planner = Planner(large, find_device("H100-SXM"), question)
@@ -124,7 +124,7 @@ def test_prompts_of_others_make_tokens_late(model):
 
 
 def test_a_long_prompt_is_read_in_chunks(model):
-    """As the engine does: weights are read for each chunk, and attention grows with its start."""
+    """Weights are read for each chunk, and a chunk's attention grows with its start."""
     large, device = model("8B"), find_device("H100-SXM")
     base = Question(prompt=20_000, output=1000, cached=0.1)
     default_plan = make_plan(large, device, base)
@@ -177,7 +177,7 @@ def test_steps_are_full_with_streams_and_their_prompts(model):
 
 
 def test_a_load_waits_as_theory_says(model, monkeypatch):
-    """Prompts of a second, answers of a token: M/D/1 waits rho / (2 (1 - rho)) seconds."""
+    """With prompts of a second and answers of a token, M/D/1 waits rho / (2 (1 - rho)) seconds."""
     planner = Planner(model("8B"), find_device("L4"), Question(output=1))
     monkeypatch.setattr(planner, "prompt_s", lambda _: 1.0)
     monkeypatch.setattr(planner, "step_s", lambda _: 1e-9)
@@ -189,7 +189,7 @@ def test_a_load_waits_as_theory_says(model, monkeypatch):
 
 
 def test_means_stay_near_where_prompts_cost_nothing_among_others(model):
-    """A prompt of few tokens alone reads all weights, as does the step of its one token."""
+    """A short prompt computed alone reads all weights; in a decode step it costs nothing more."""
     for prompt in (1, 16):
         question = Question(prompt=prompt, output=1, streams=2)
         plan = make_plan(model("8B"), find_device("H100-SXM"), question)
@@ -292,7 +292,7 @@ def test_other_attention_is_planned_as_the_model_that_has_it(model, size, count,
 
 
 def test_each_figure_follows_from_the_numbers_of_its_formula(model):
-    """As a reader would check them: with the numbers that are printed, to as many digits."""
+    """Evaluate the printed formulas with their printed numbers, to as many digits."""
     for size, count in (("70B", 4), ("8B", 16)):
         question = Question(prompt=2048, output=300, count=count, tpot_s=0.04, token_budget=2048)
         plan = make_plan(model(size), find_device("H100-SXM"), question)

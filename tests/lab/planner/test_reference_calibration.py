@@ -1,4 +1,4 @@
-"""Plans of models without measured steps, corrected by another model's measured steps."""
+"""Plans of models that were not measured, corrected by measured steps of another model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of fleets: they serve what plans of the same streams say."""
+"""Replicas of fleets serve the load that plans with the same number of streams predict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model(request, tmp_path):
 
 
 def test_replicas_serve_what_a_plan_of_their_streams_does(model):
-    """A prompt among others does not read the weights once more."""
+    """A prompt in a decode step does not read the weights once more."""
     device, bounds = find_device("H100-SXM"), set()
     for question in (
         Question(prompt=2048, output=300, count=4, token_budget=2048, tpot_s=0.02),

@@ -1,4 +1,4 @@
-"""Steps of a running server, and plans that are corrected by them."""
+"""Steps of a running server are read, and correct the times of plans."""
 
 from __future__ import annotations
 

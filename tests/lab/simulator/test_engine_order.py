@@ -1,4 +1,4 @@
-"""The simulation drives the real scheduler: its steps and pages are the same as a real engine's."""
+"""A simulation and a real engine plan the same steps on the same KV pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ NUM_PAGES, MAX_RUNNING, TOKEN_BUDGET, CONTEXT = 17, 4, 24, 256
 
 
 def random_load(seed: int) -> Workload:
-    """Requests that come during the first steps; some share blocks, and pages run short."""
+    """Return random requests that arrive during the first steps.
+
+    Some share prefix blocks, and the pages are too few for all requests.
+    """
     chance = random.Random(seed)
     arrivals = []
     for number in range(14):
@@ -37,7 +40,10 @@ def random_load(seed: int) -> Workload:
 
 
 def steps_of(plan, names, steps):
-    """Keep a plan's work: which request computes which tokens on which pages; and the preempted."""
+    """Append a plan's work to `steps`, for comparison.
+
+    The work is each slice with its request, tokens and pages, and the preempted requests.
+    """
     parts = [
         (
             names(part.request),
@@ -52,13 +58,16 @@ def steps_of(plan, names, steps):
 
 
 def quiet_slice(request, start):
-    """What `steps_of` keeps of a step that is done together with later ones."""
+    """Return a slice as `steps_of` records it, for a step that the simulation fast-forwarded."""
     num_places = start // PAGE_SIZE + 1
     return int(request.id), start, 1, True, tuple(tuple(g[:num_places]) for g in request.pages)
 
 
 def simulated(load: Workload, batch: BatchOptions):
-    """The steps (each takes a second) and the requests' first tokens and hits."""
+    """Return the steps of a simulation, and its requests' first tokens and prefix hits.
+
+    Each step takes a second.
+    """
     clock, steps = Clock(START_S), []
     facts = BackendFacts(
         name="simulated",
@@ -106,7 +115,7 @@ def simulated(load: Workload, batch: BatchOptions):
 
 
 def real(load: Workload, batch: BatchOptions, folder):
-    """The steps of an engine that computes; requests are submitted while the same steps run."""
+    """Return the steps of a real engine, with requests submitted in the same steps."""
     steps, due, generations, numbers = [], list(enumerate(load.arrivals)), [], {}
     running = []
 

@@ -1,4 +1,4 @@
-"""Quiet steps are done together; everything must be as if they were done one by one."""
+"""A simulation that fast-forwards decode steps has the same results as one without."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCAB_SIZE, CONTEXT = 50, 256
 
 
 def random_load(chance: random.Random) -> Workload:
-    """Requests: some share blocks, some come together, and some at the end of a step."""
+    """Return random requests: some share prefix blocks, arrive together, or when a step ends."""
     arrivals, at_s = [], 0.0
     for number in range(60):
         blocks = tuple(chance.choice(((0, 1, 2), (0, 1), (0, 3), (9 + number,), ())))
@@ -37,13 +37,13 @@ def random_load(chance: random.Random) -> Workload:
 
 
 def times(shape) -> Totals:
-    """Whole quarters of seconds, so that steps end when requests come."""
+    """Return step times in whole quarters of seconds, so that some steps end when requests come."""
     seconds = 0.25 + 0.25 * (shape.num_context(64) // 512)
     return Totals(seconds, shape.num_context() * 3, shape.num_attended(40) + 1)
 
 
 def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> SimulatedFleet:
-    """A fleet with few pages; the state of pages after each step is kept."""
+    """Return a simulated fleet with few pages; `seen` gets the state of pages after each step."""
     chance, clock = random.Random(seed), Clock(START_S)
     count, size = chance.choice((1, 3)), chance.choice((4, 16))
     windows = chance.choice(((None,), (None, 24), (40,)))
@@ -82,7 +82,7 @@ def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> SimulatedFleet
 def watch(
     scheduler: Scheduler, number: int, clock: Clock, seen: list[object], *, is_quiet: bool
 ) -> None:
-    """Keep the state of pages after each change that is not one of quiet steps."""
+    """Record the state of a scheduler's pages after each change, except in fast-forwarded steps."""
     plan_next = scheduler.plan
     if not is_quiet:
         scheduler.fast_forward_steps = lambda max_steps: ([], 0)

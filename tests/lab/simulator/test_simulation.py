@@ -1,4 +1,4 @@
-"""Simulations beside queueing theory, the planner, and figures counted by hand."""
+"""Simulations compared with queueing theory, with the planner, and with hand counts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def setup(tmp_path_factory):
 
 
 def serve(load, totals):
-    """Serve a load one request at a time by steps of equal totals; return the replica and logs."""
+    """Serve a workload one request at a time, with equal totals for each step.
+
+    Returns the replica and the request logs.
+    """
     clock, batch = Clock(START_S), BatchOptions(max_running=1, max_waiting_requests=1 << 20)
     facts = BackendFacts(
         name="simulated",
@@ -106,7 +109,7 @@ def test_one_request_takes_what_the_planner_says(setup):
 
 @pytest.fixture
 def sliding(setup, tmp_path):
-    """Return a setup whose model has a window in half of its layers."""
+    """Return a setup whose model has a sliding window in half of its layers."""
     config = write_config(tmp_path / "sliding.json", "8B", model_type="gemma2", sliding_window=512)
     return replace(setup, model=load_planned_model(config))
 

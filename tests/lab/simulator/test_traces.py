@@ -1,4 +1,4 @@
-"""Traces: the forms that are read, errors that name a line, and published traces by name."""
+"""Traces of requests: formats that are read, errors that name the line, published traces."""
 
 from __future__ import annotations
 

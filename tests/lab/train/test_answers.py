@@ -1,4 +1,4 @@
-"""What heads learn from: prompts, and answers with their states, kept in a folder."""
+"""Training data of draft heads: prompts, and recorded answers with hidden states in a folder."""
 
 from __future__ import annotations
 
