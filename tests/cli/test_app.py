@@ -180,7 +180,7 @@ def test_what_else_may_happen_is_one_sentence_too(
 def test_a_closed_pipe_is_silent(
     cli: Cli, planted: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "_drop_output", lambda: None)
+    monkeypatch.setattr(app, "_discard_output", lambda: None)
     planted(BrokenPipeError(errno.EPIPE, "Broken pipe"))
     ran = cli("pull", "x")
     assert (ran.code, ran.err, ran.out) == (128 + signal.SIGPIPE, "", "")
@@ -214,7 +214,7 @@ def test_a_signal_while_a_module_is_compiled_is_not_lost(number: int) -> None:
     program = f"""
 import signal
 from twostroke.cli import app
-signal.signal({int(number)}, app._end)
+signal.signal({int(number)}, app._exit_on_signal)
 try:
     exec(compile({source.format(int(number), "1")!r}, "<frozen importlib._bootstrap>", "exec"))
 except SystemExit:
