@@ -240,7 +240,7 @@ def _hardware(compute: ComputeOptions, stream_bytes: int) -> Hardware:
     return machine(level, num_threads, stream_bytes, remeasure=True)
 
 
-def _size(recipe: EngineRecipe, shapes: Sequence[Shape], kv_format: str) -> CacheSize:
+def _size(recipe: EngineRecipe, shapes: Sequence[StepShape], kv_format: str) -> CacheSize:
     """Return the size of a KV cache with the pages that the largest shape needs."""
     program, page_size = recipe.program, recipe.options.cache.tokens_in_page
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
