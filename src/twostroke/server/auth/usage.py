@@ -99,7 +99,7 @@ class UsageBook:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no usage waits to be written."""
+        """Whether all usage has been taken to be written to the database."""
         return not self._rows
 
     def observe(self, served_request: ServedRequest) -> None:

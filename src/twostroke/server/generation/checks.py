@@ -57,7 +57,7 @@ class AnswerChecks:
         self._metrics.redraws.inc()
 
     def report(self, fault: SchemaViolation, kind: str, request_id: str) -> None:
-        """Log the rule that an answer breaks, when no further attempt to generate it is made.
+        """Log the schema rule that an answer still breaks after the last attempt to generate it.
 
         `kind` is the kind of the content block that breaks its schema, such as "text".
         """

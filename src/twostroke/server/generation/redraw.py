@@ -130,7 +130,7 @@ class AnswerGuard:
         for choice in sent.values():
             settled = await self.settle(answers, join(choice.outputs), choice)
             reader_of_final = self._reply.reader()
-            yield list(self.marked(choice.rest(reader_of_final.read(settled), settled)))
+            yield list(self.marked(choice.unsent_events(reader_of_final.read(settled), settled)))
             num_reasoning += reader_of_final.finish(answers.usage).num_reasoning
         yield [AnswerFinished(answers.usage, num_reasoning)]
 
@@ -323,8 +323,8 @@ class _StreamedAnswer:
             for other, block, num_sent in zip(blocks, self._blocks, self._num_sent, strict=False)
         )
 
-    def rest(self, events: list[Event], answer: Completion) -> Iterator[Event]:
-        """Yield the events of the final answer that the client has not received yet."""
+    def unsent_events(self, events: list[Event], answer: Completion) -> Iterator[Event]:
+        """Yield the events of the final answer that the stream has not sent to the client yet."""
         num_scored = self._num_scored
         num_closed = self._num_closed
         num_left = list(self._num_sent)  # characters of each block to skip

@@ -48,7 +48,8 @@ class FairQueue:
     def __init__(self, max_slots: int = 1, max_per_tenant: int | None = None) -> None:
         """Create a queue with `max_slots` slots, at most `max_per_tenant` of them for one tenant.
 
-        The tenant with the empty name may use all slots. None means no limit per tenant.
+        None means no limit per tenant. The tenant with the empty name, of requests without an API
+        key, may use all slots.
         """
         self._waiting: dict[tuple[bool, str], deque[asyncio.Future[FairSlot]]] = {}
         self._used_s: dict[tuple[bool, str], float] = {}  # on the clocks `_now_s`
@@ -92,7 +93,7 @@ class FairQueue:
     def _may_begin(self, key: tuple[bool, str]) -> bool:
         """Return whether the tenant in `key` may take another slot now.
 
-        The tenant with the empty name is not limited.
+        The tenant with the empty name, of requests without an API key, is not limited.
         """
         return not key[1] or self._num_slots[key] < self._max_per_tenant
 

@@ -57,7 +57,10 @@ class TokenUsage(Protocol):
 
 
 class RequestWork(Protocol):
-    """The work on a request's answers, in an engine or in another server, as logs see it."""
+    """The work on a request's answers, in an engine or in another server.
+
+    Logs, traces, metrics and limits read its token counts.
+    """
 
     @property
     def num_open(self) -> int:

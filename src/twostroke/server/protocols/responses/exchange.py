@@ -88,10 +88,10 @@ class Exchange(Conversation, kw_only=True):
     draft: StoredResponse
     is_stored: bool
 
-    def response(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> StoredResponse:
+    def to_record(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> StoredResponse:
         """Build the record under which the response is stored.
 
-        `answer` is the response's JSON; `item_ids` are the ids of its output items.
+        `id_` is the response's id, `answer` its JSON; `item_ids` are the ids of its output items.
         """
         ids = (*self.draft.item_ids, *item_ids)
         return StoredResponse(
@@ -107,7 +107,7 @@ class Exchange(Conversation, kw_only=True):
 
         Requests cannot continue it yet. Returns the stored record; None if nothing is stored.
         """
-        response = self.response(id_, answer, ())
+        response = self.to_record(id_, answer, ())
         response.is_open = True
         return response if self.is_stored and self.tenant.put(response) else None
 

@@ -291,7 +291,7 @@ class ResponsesEncoder:
         body = self._body
         exchange = exchange_of(self._info)
         ids = [item.id for item in body.output]
-        response = exchange.response(body.id, encode_json(body), ids)
+        response = exchange.to_record(body.id, encode_json(body), ids)
         body.store = exchange.store_complete(response, self._queued)
         if self._queued is not None and not body.store:
             exchange.store_alone(self._queued, encode_json(body), ids)
