@@ -9,12 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from support.programs import program_of_layers
+from support.row_by_row import RowByRow
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from support.tiny import Tiny, write_tiny_gguf
-from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.request import NO_PAGE, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.step import Slice, StepPlan, StepResult
 from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 from twostroke.model.families import WindowSpec, build_program
@@ -25,31 +24,10 @@ from twostroke.model.weights import load_path
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.core.step import TokenLogprobs
 
 WINDOW = 20
 CONTEXT = 500
 NUM_PAGES = 300
-
-
-class RowByRow(ReferenceBackend):
-    """A backend that computes one row at a time, so that sums do not depend on chunks."""
-
-    def run(self, plan: StepPlan) -> StepResult:
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
-        scores: list[TokenLogprobs | None] = []
-        for part in plan.slices:
-            end = part.start + part.count
-            for at in range(part.start, end):
-                samples = part.samples and at + 1 == end
-                is_scored = not samples and at >= end - part.num_scored - part.samples
-                row = Slice(part.request, at, 1, samples, num_scored=int(is_scored))
-                result = super().run(StepPlan((row,)))
-                tokens += result.tokens
-                logprobs += result.logprobs
-                scores += result.scores
-        return StepResult(tokens, logprobs, scores=scores)
 
 
 def backend(folder: Path, slides: tuple[bool, ...], num_pages: int = NUM_PAGES) -> RowByRow:

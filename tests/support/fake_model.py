@@ -4,8 +4,9 @@ Its memory holds one number a slot, in each cache group another. A row's numbers
 token and of what it sees: in a group with a window all numbers within it, else the number before,
 which depends on all before that, as real keys and values do. The next token is a hash of all
 numbers that the last row sees, read back through the request's pages. A page that was freed too
-early, shared wrongly, or not computed changes the tokens. `expected_output` says what they must
-be, without any pages.
+early, shared wrongly, or not computed changes the tokens. With `num_states` there is also a
+recurrent state, a hash of all tokens so far, on which the next token depends. `expected_output`
+says what the tokens must be, without any pages or states.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.core.request import NO_PAGE, FinishReason
+from twostroke.core.request import NO_PAGE, NO_STATE, FinishReason
 from twostroke.core.step import StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ class FakeModel:
         windows: Windows = (None,),
         *,
         two_arithmetics: bool = False,
+        num_states: int = 0,
     ) -> None:
+        self._states_in_slots: list[tuple[int, int]] = [(-1, 0)] * num_states  # position, hash
         self.two_arithmetics = two_arithmetics
         self.windows = windows
         self._page_size = page_size
@@ -59,6 +62,8 @@ class FakeModel:
     def run(self, plan: StepPlan) -> StepResult:
         """Write the plan's rows, then draw; in reverse, so that no slice can lean on another."""
         written: set[int] = set()
+        if self._states_in_slots:
+            self._advance_states(plan)
         for piece in reversed(plan.slices):
             self._write(piece, written)
         tokens = [token for piece in plan.slices if piece.samples for token in self._draw(piece)]
@@ -77,6 +82,31 @@ class FakeModel:
     def clear(self) -> None:
         """Lose all numbers."""
         self._slots = [-1] * len(self._slots)
+        self._states_in_slots = [(-1, 0)] * len(self._states_in_slots)
+
+    def _advance_states(self, plan: StepPlan) -> None:
+        """Write the recurrent state of each slice from the one that it reads."""
+        written = [piece.write_state for piece in plan.slices]
+        assert len({*written}) == len(written), "two slices write one state"
+        assert not {*written} & {piece.read_state for piece in plan.slices}, (
+            "a state is overwritten"
+        )
+        for piece in plan.slices:
+            request = piece.request
+            assert not piece.drafts, "a recurrent state cannot go back"
+            position, state = 0, _begin(request.salt)
+            if piece.read_state != NO_STATE:
+                position, state = self._states_in_slots[piece.read_state]
+            assert position == piece.start, "a state of another position"
+            tokens = request.tokens[piece.start : piece.start + piece.count]
+            if piece.is_blind:
+                tokens = [self._drawn[request][1]]
+            for at, token in enumerate(tokens, position):
+                state = self._next_state(request, state, at, token)
+            self._states_in_slots[piece.write_state] = position + len(tokens), state
+
+    def _next_state(self, request: Request, state: int, at: int, token: int) -> int:
+        return hash((state, token, self.two_arithmetics and at >= request.num_prompt))
 
     def _write(self, piece: Slice, written: set[int]) -> None:
         request = piece.request
@@ -154,6 +184,8 @@ class FakeModel:
                     for group, low in enumerate(_first_seen(self.windows, at - 1))
                     for slot in self._slots_of(pages, group, low, at)
                 ]
+                if self._states_in_slots:
+                    seen.append(self._states_in_slots[piece.write_state][1])
                 drawn.append(_choose(seen, request.seed))
         self._drawn[request] = [end, drawn[0]]
         return drawn
@@ -244,11 +276,17 @@ def _pages_of(request: Request, branch: DraftBranch) -> list[list[int]]:
 
 
 def expected_output(
-    request: Request, max_len: int, windows: Windows = (None,), *, two_arithmetics: bool = False
+    request: Request,
+    max_len: int,
+    windows: Windows = (None,),
+    *,
+    two_arithmetics: bool = False,
+    has_states: bool = False,
 ) -> tuple[list[int], FinishReason]:
     """What the fake model must generate for a new request that may grow to `max_len` tokens."""
     tokens = list(request.tokens)
     numbers: list[list[int]] = [[] for _ in windows]
+    state = _begin(request.salt)
     params = request.params
     if params.max_tokens == 0:
         return [], FinishReason.LENGTH
@@ -259,11 +297,14 @@ def expected_output(
             first_read = _first_read(windows, at)
             seen = [known[first:] for known, first in zip(numbers, first_read, strict=True)]
             is_output = two_arithmetics and at >= request.num_prompt
+            state = hash((state, tokens[at], is_output))
             row = _numbers(request, tokens[at], is_output, seen)
             for known, number in zip(numbers, row, strict=True):
                 known.append(number)
         first_seen = _first_seen(windows, len(tokens) - 1)
         last = [n for known, first in zip(numbers, first_seen, strict=True) for n in known[first:]]
+        if has_states:
+            last.append(state)
         tokens.append(_choose(last, request.seed))
         output = tokens[request.num_prompt :]
         if output[-1] in request.end_ids and len(output) > params.min_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from twostroke.core.request import NO_PAGE
+from twostroke.core.request import NO_PAGE, NO_STATE
 from twostroke.engine.scheduler.kv_cache_manager import all_pages
 from twostroke.engine.scheduler.request_state import priority_key
 
@@ -54,6 +54,16 @@ def check_scheduler(scheduler: Scheduler, moved: Iterable[Sequence[int]] = ()) -
     holders = [all_pages(ticket.request.pages) for ticket in (*running, *ended)]
     holders += [branch.own_pages for part in flights for branch in part.branches]
     check_pool(scheduler._pool, [*holders, *moved])
+    if scheduler._recurrent is not None:
+        slots = Counter(ticket.request.state_slot for ticket in (*running, *ended))
+        slots += Counter(part.write_state for part in flights)
+        del slots[NO_STATE]
+        pool = scheduler._recurrent.pool
+        assert slots == Counter(
+            {slot: pool.num_references(slot) for slot in range(pool.num_slots)}
+        ), "a recurrent state was lost or kept"
+        num_referenced = sum(pool.num_references(slot) > 0 for slot in range(pool.num_slots))
+        assert pool.num_available == pool.num_slots - num_referenced
     for ticket in (*running, *ended):
         check_flights(ticket.request, flights)
     assert all(ticket.request.is_in_flight and not ticket.is_running for ticket in ended)

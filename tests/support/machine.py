@@ -26,9 +26,10 @@ from support.movers import Movers
 from support.requests import random_request, random_windows
 from twostroke.core.errors import OverloadedError
 from twostroke.core.request import NO_PAGE, FinishReason, Pooling
-from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.kv_cache import PagePool, PrefixIndex, StatePool
 from twostroke.engine.scheduler import Batched, Continuous, Scheduler, SchedulerConfig
 from twostroke.engine.scheduler.kv_cache_manager import all_pages
+from twostroke.engine.scheduler.recurrent_states import slots_per_request
 from twostroke.model.program.kv_layout import PageGroups
 
 if TYPE_CHECKING:
@@ -78,8 +79,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         if rng.random() < 0.8:
             self.index = PrefixIndex(self.pool, reuse_generated=not self.two_arithmetics)
         self.windows, self.steps_ahead = windows, rng.choice((0, 0, 1, 2))
+        self.has_states = seed % 12 == 5
+        num_states = 0
+        if self.has_states:
+            num_states = max_running * slots_per_request(self.steps_ahead) + rng.choice((0, 2, 10))
         stages = [
-            FakeModel(num_pages, page_size, windows, two_arithmetics=self.two_arithmetics)
+            FakeModel(
+                num_pages,
+                page_size,
+                windows,
+                two_arithmetics=self.two_arithmetics,
+                num_states=num_states,
+            )
             for _ in range(max(2, 1 + self.steps_ahead))
         ]
         self.model = FakePipeline(stages, rng)
@@ -98,7 +109,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         batch = rng.randint(1, max_running)
         policy = rng.choice((Continuous(), Continuous(), Batched(batch, 1.0), Batched(batch)))
-        self.scheduler = Scheduler(config, self.pool, self.index, policy, self.clock)
+        states = StatePool(num_states) if self.has_states else None
+        self.scheduler = Scheduler(config, self.pool, self.index, policy, self.clock, states=states)
         self.movers = Movers(self.scheduler, self.model, self.counts)
 
     def clock(self) -> float:
@@ -115,7 +127,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             request.start_within_s, request.timeout_s = rng.choice(_DEADLINES_S)
             request.arrival_s = self.now_s
             output, reason = expected_output(
-                request, self.room, self.windows, two_arithmetics=self.two_arithmetics
+                request,
+                self.room,
+                self.windows,
+                two_arithmetics=self.two_arithmetics,
+                has_states=self.has_states,
             )
             if self.pools and self.num_added % 3 == 0:
                 request.pooling = rng.choice((Pooling.MEAN, Pooling.LAST))
@@ -130,7 +146,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.counted("refuse")
                 continue
             self.live[request.id] = (request, output, reason)
-            self.movers.expect(rng, request)
+            if not self.has_states:  # recurrent states are not transferred
+                self.movers.expect(rng, request)
             self.counted("add")
 
     @rule(seed=_SEEDS, count=st.integers(1, 5))

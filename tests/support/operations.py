@@ -13,6 +13,8 @@ from twostroke.model.program.ops import (
     ExpertTerms,
     ExternalInput,
     GatedActivation,
+    GatedDeltaRule,
+    GateRows,
     HeadLinear,
     Join,
     LatentAttention,
@@ -25,6 +27,7 @@ from twostroke.model.program.ops import (
     Route,
     Scale,
     SharedKvAttention,
+    ShortConvolution,
     SumTerms,
     TakeColumns,
 )
@@ -59,11 +62,16 @@ OPS: tuple[LocalOp, ...] = (
     Add("out", "a", "b", 24),
     Logits("out", "x", "w", 24, NUM_IDS, soft_cap=3.0),
     TakeColumns("out", "x", 16, 3),
+    GateRows("out", "x", "gate", 24),
+    ShortConvolution("out", "x", "w", 24, 4, 0),
+    ShortConvolution("out", "x", "w", 24, 3, 0, "b", Activation.SILU),
+    GatedDeltaRule("out", "x", "a", "b", "rate", "bias", 2, 6, 8, 4, 0),
+    GatedDeltaRule("out", "x", "a", "b", "rate", "bias", 2, 6, 8, 4, 0, is_tiled=True),
 )
 assert {type(op) for op in OPS} == set(get_args(LocalOp)), "an operation has no example"
 
 
-def input_width(op: LocalOp, name: str) -> int:
+def input_width(op: LocalOp, name: str) -> int:  # noqa: PLR0911 - a case for each operation
     """Return the width of one of an operation's inputs."""
     if isinstance(op, Attention) and name != op.q:
         return op.num_kv_heads * op.head_dim
@@ -73,6 +81,10 @@ def input_width(op: LocalOp, name: str) -> int:
         return op.hidden
     if isinstance(op, SumTerms):
         return op.num_used * op.width
+    if isinstance(op, GateRows):
+        return op.width if name == op.x else 1
+    if isinstance(op, GatedDeltaRule):
+        return op.in_width if name == op.x else op.num_value_heads
     if isinstance(op, TakeColumns):
         return op.first + op.width
     if isinstance(op, HeadLinear):

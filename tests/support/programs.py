@@ -168,6 +168,7 @@ def random_tensors(
         chosen = fmt
         if len(shape) == 1:
             values = 1 + 0.1 * values if "norm" in name else values
+            values = -np.abs(values) if name.endswith("ssm_a") else values
             chosen = "F32"
         elif (
             name in {"token_embd.weight", "output.weight"} or name == "per_layer_token_embd.weight"

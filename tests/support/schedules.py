@@ -14,7 +14,7 @@ from support.vectors import embedder_of
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.kv_cache import PagePool, PrefixIndex, StatePool
 from twostroke.engine.scheduler import Batched, Continuous, Policy, Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -142,14 +142,13 @@ def run_schedule(
 ) -> tuple[dict[str, Answer], int]:
     """Run requests to their end; return their tokens and log-probabilities, and preemptions.
 
-    Those of a prompt stand before those of its answer.
-
-    Drafts, where the setting wants them, are made from the `known` answers. Embeddings, of those
-    that ask for one, are put into `vectors`. Requests that are cancelled keep what they have.
+    A prompt's log-probabilities precede those of its answer. Drafts,
+    if the setting wants them, are made from the `known` answers. Embeddings are put into `vectors`.
+    Requests that are cancelled keep what they have.
     """
     pool = PagePool(setting.num_pages, backend.facts.page_size, backend.facts.windows)
-    strict = not backend.facts.one_arithmetic
-    index = PrefixIndex(pool, reuse_generated=not strict) if setting.prefix_cache else None
+    reuse = backend.facts.one_arithmetic
+    index = PrefixIndex(pool, reuse_generated=reuse) if setting.prefix_cache else None
     config = SchedulerConfig(
         context_length,
         max_running=setting.max_running,
@@ -158,13 +157,12 @@ def run_schedule(
         steps_ahead=setting.draws_ahead,
         samples_ahead=setting.draws_ahead > 0,
     )
-    scheduler = Scheduler(config, pool, index, setting.policy)
+    states = StatePool(count) if (count := backend.facts.num_states) else None
+    scheduler = Scheduler(config, pool, index, setting.policy, states=states)
     chance, ends = random.Random(setting.guesses), random.Random(setting.cancels)
     outputs = {name: tokens for name, (tokens, _) in (known or {}).items()}
     logprobs: dict[str, list[TokenLogprobs | None]] = {r.id: [] for r in requests}
-    embedders = {
-        request.id: embedder_of(request) for request in requests if request.pooling is not None
-    }
+    embedders = {r.id: embedder_of(r) for r in requests if r.pooling is not None}
     for request in requests:
         scheduler.add(request)
     open_ = list(requests)
@@ -185,8 +183,8 @@ def run_schedule(
         if setting.cancels is not None and ends.random() < 0.2:
             scheduler.finish(ends.choice(requests), FinishReason.CANCEL)
         plan = flights.popleft()
-        started = setting.draws_ahead > 0
-        result = cast("StartRunner", backend).finish() if started else backend.run(plan)
+        runner = cast("StartRunner", backend)
+        result = runner.finish() if setting.draws_ahead else backend.run(plan)
         for delta in scheduler.commit(plan, result):
             logprobs[delta.request.id] += delta.scores + delta.logprobs
             if vectors is not None and delta.request.id in embedders:

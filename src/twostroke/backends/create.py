@@ -50,10 +50,14 @@ def check_backend(options: EngineOptions, program: Program, notify: Callable[[st
     called with a hint about `--backend gpu`.
 
     Raises:
-        BackendError: the gpu backend is selected and cannot run the Program.
+        BackendError: the selected backend cannot run the Program.
     """
     from twostroke.backends.gpu import device
 
+    if program.state_layers and options.compute.backend != "reference":
+        raise BackendError(
+            f"{program.name} has recurrent layers, which only --backend reference can compute yet."
+        )
     if options.compute.backend == "gpu":
         check_gpu(program, options.compute)
     elif options.compute.backend == "auto" and device.may_exist():
@@ -156,10 +160,8 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
             same_tokens=compute.same_tokens,
         )
     if compute.backend == "reference":
-        from twostroke.backends.reference import ReferenceBackend
-
-        return ReferenceBackend(
-            program, tensors, size.num_pages, size.page_size, tapped_value=tapped_value, mesh=mesh
+        return _create_reference_backend(
+            tensors, program, size, tapped_value=tapped_value, mesh=mesh
         )
     if compute.backend == "torch":
         return _create_torch_backend(
@@ -181,6 +183,27 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
         tapped_value=tapped_value,
         embeds=embeds,
         weight_shard=weight_shard,
+    )
+
+
+def _create_reference_backend(
+    tensors: Mapping[str, QuantTensor],
+    program: Program,
+    size: CacheSize,
+    *,
+    tapped_value: str | None,
+    mesh: Mesh,
+) -> Backend:
+    from twostroke.backends.reference import ReferenceBackend
+
+    return ReferenceBackend(
+        program,
+        tensors,
+        size.num_pages,
+        size.page_size,
+        num_states=size.num_states,
+        tapped_value=tapped_value,
+        mesh=mesh,
     )
 
 

@@ -70,6 +70,7 @@ class BackendFacts(Frozen):
     """Sizes and abilities of a backend. The engine branches on these facts, never on the name.
 
     - `num_pages`, `page_size`: a page holds `page_size` tokens of one cache group.
+    - `num_states`: slots for recurrent states; 0 for models without such states.
     - `windows[g]`: positions that attention of cache group g sees; None: all.
     - `weight_bytes`, `cache_bytes`: memory of the weights and of all pages, of all ranks together.
     - `level`: instruction set of the kernels, or of the machine limits to compare speeds with.
@@ -99,6 +100,7 @@ class BackendFacts(Frozen):
     level: str = "portable"
     precision: str = ""
     one_arithmetic: bool = True
+    num_states: int = 0
     rows_together: int = 1
     steps_ahead: int = 0
     draws_ahead: int = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.files import format_bytes as _mb
 from twostroke.core.frozen import Frozen
@@ -20,18 +22,25 @@ if TYPE_CHECKING:
 
 _MAX_CONTEXTS = 8  # the default cache holds at most this many contexts of full length
 _MIN_TOKENS_PER_REQUEST = 128  # the default cache holds this many for each running request
+_MAX_STATE_RATIO = 0.25  # of the free memory that recurrent states take
+_STATES_PER_REQUEST = 2  # a step reads one and writes another
 _MAX_FREE_MEMORY_RATIO = 0.5  # of the memory that is free after loading the weights
 WORKING_BYTES = 128 * 1024**2  # of the interpreter, the tokenizer and a step's buffers
 
 
 class CacheSize(Frozen):
-    """The size of a KV cache: the longest context in tokens, and the pages of all requests."""
+    """The size of a KV cache: the longest context in tokens, and the pages of all requests.
+
+    `num_states`: slots for recurrent states, of models that have such states. Their bytes are part
+    of `cache_bytes`.
+    """
 
     context_length: int
     num_pages: int
     page_size: int
     cache_bytes: int
     kv_format: str = DEFAULT_FORMAT
+    num_states: int = 0
 
 
 def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
@@ -79,15 +88,14 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
     page_size, memory_bytes = mesh.page_size(options.tokens_in_page), options.memory_bytes
     kv_format = auto_format if options.kv_format == "auto" else options.kv_format
     stored = parts or (program,)
-    page_bytes = max(
-        1, sum(program_part.page_bytes(page_size, FORMATS[kv_format]) for program_part in stored)
-    )
+    page_bytes = max(1, sum(part.page_bytes(page_size, FORMATS[kv_format]) for part in stored))
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
     free_bytes = max(available_bytes - weight_bytes - WORKING_BYTES, 0)
-
+    num_states = _num_states(program, options, free_bytes, max_running)
+    free_bytes -= (state_bytes := num_states * program.state_bytes)
     pages_for_one = groups.num_needed(context_length, token_budget)
     if memory_bytes is not None:
-        num_pages = memory_bytes // page_bytes
+        num_pages = max(0, memory_bytes - state_bytes) // page_bytes
     else:
         num_pages = max(
             pages_for_one + weight_bytes // page_bytes,
@@ -100,8 +108,9 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
             num_pages = pages_for_one
     asks_too_much = memory_bytes is not None and memory_bytes > free_bytes
     if num_pages >= pages_for_one and not asks_too_much:
-        cache_bytes = num_pages * page_bytes
-        return CacheSize(context_length, num_pages, page_size, cache_bytes, kv_format)
+        cache_bytes = num_pages * page_bytes + state_bytes
+        size = CacheSize(context_length, num_pages, page_size, cache_bytes, kv_format)
+        return replace(size, num_states=num_states)
 
     allowed_bytes = free_bytes if memory_bytes is None else min(memory_bytes, free_bytes)
     shortage = _Shortage(
@@ -111,13 +120,27 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
         free_bytes=free_bytes,
         memory_bytes=memory_bytes,
         context_length=context_length,
-        needed_bytes=pages_for_one * page_bytes,
+        needed_bytes=pages_for_one * page_bytes + state_bytes,
         fitting=groups.max_tokens(
             allowed_bytes // page_bytes, program.context_length, token_budget
         ),
         group_limit=group_limit,
     )
     raise shortage.kv_memory_error() if asks_too_much else shortage.context_error()
+
+
+def _num_states(program: Program, options: CacheOptions, free_bytes: int, max_running: int) -> int:
+    """Return the slots for recurrent states: for running requests, and as many for snapshots.
+
+    They take at most a quarter of the free memory (or of `--kv-memory`), except for one request;
+    the scheduler then runs fewer requests at the same time. 0 for a model without such states.
+    """
+    if not program.state_bytes:
+        return 0
+    memory_bytes = free_bytes if options.memory_bytes is None else options.memory_bytes
+    num_wanted = 2 * _STATES_PER_REQUEST * max_running
+    num_fitting = int(memory_bytes * _MAX_STATE_RATIO) // program.state_bytes
+    return max(_STATES_PER_REQUEST + 1, min(num_wanted, num_fitting))
 
 
 class _Shortage(Frozen):

@@ -13,7 +13,7 @@ from msgspec import field
 
 from twostroke.core.draft_tree import branches_with_ends
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import NO_PAGE
+from twostroke.core.request import NO_PAGE, NO_STATE
 from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class RowSpan(Frozen):
     `rows`: the rows of the step. `start`: the position of the first row. `pages`: the pages of the
     sequence. `above`: for a branch of draft tokens, the step's earlier rows that the branch
     continues, at the positions just before `start`; their keys and values are also stored in
-    `pages`. `copies`: (target, source) pages to copy before the step.
+    `pages`. `copies`: (target, source) pages to copy before the step. `read_state`, `write_state`:
+    as in `Slice`.
     """
 
     rows: slice
@@ -43,6 +44,8 @@ class RowSpan(Frozen):
     pages: Numbers  # (groups, pages)
     above: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     copies: tuple[tuple[int, int], ...] = ()
+    read_state: int = NO_STATE
+    write_state: int = NO_STATE
 
     @property
     def end(self) -> int:
@@ -97,7 +100,13 @@ def _spans(slice_: Slice, first: int) -> Iterator[RowSpan]:
     """
     pages = np.array(slice_.request.pages, np.int64)
     end = slice_.branches[0].first if slice_.branches else len(slice_.drafts)
-    yield RowSpan(slice(first, first + slice_.count + end), slice_.start, pages)
+    yield RowSpan(
+        slice(first, first + slice_.count + end),
+        slice_.start,
+        pages,
+        read_state=slice_.read_state,
+        write_state=slice_.write_state,
+    )
     for branch, end in branches_with_ends(len(slice_.drafts), slice_.branches):
         branch_pages = np.array(branch.pages, np.int64)
         copies: tuple[tuple[int, int], ...] = ()

@@ -29,6 +29,7 @@ SERVICE_TIERS: Final[dict[str, int]] = {
 }
 
 
+NO_STATE = -1  # the slot of a request that has no recurrent state: its first row starts from zeros
 NO_PAGE = -1  # in a list of pages: the page was released, since no later row reads its tokens
 
 
@@ -105,6 +106,9 @@ class Request:
         pages: a list for each of the model's cache groups, all equally long: entry i is the id
             of the KV page with the group's part of `tokens[i * page_size:]`, or `NO_PAGE` if
             the page is entirely before the group's window. Empty while the request waits.
+        state_slot: the slot of the recurrent state after `num_computed` tokens, for models with
+            such states; `NO_STATE` before the first token.
+        planned_state_slot: the slot of the recurrent state after `num_planned` tokens.
         num_final: how many tokens are final; None for all. Only a draft model's request has
             further tokens: it copies the main model's request with its drafts, which may still be
             removed.
@@ -142,6 +146,8 @@ class Request:
     num_computed: int = 0
     num_planned: int = 0
     pages: list[list[int]] = field(default_factory=list)
+    state_slot: int = NO_STATE
+    planned_state_slot: int = NO_STATE
     num_final: int | None = None
     num_cached: int = 0
     num_scored: int = 0

@@ -9,7 +9,7 @@ from msgspec.structs import force_setattr
 
 from twostroke.core.draft_tree import DraftBranch
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import Request
+from twostroke.core.request import NO_STATE, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +45,10 @@ class Slice(Struct):  # a step makes hundreds
         num_scored: how many rows, before the rows that sample, report the log-probability of
             the prompt's next token.
         num_pooled: how many rows, at the end, return their hidden states.
+        read_state: the slot of the recurrent state from which the first row starts, for models with
+            such states; `NO_STATE` for zeros.
+        write_state: the slot for the recurrent state after the last of the `count` rows. It is
+            never `read_state`, so that a failed step can run again.
     """
 
     request: Request
@@ -55,6 +59,8 @@ class Slice(Struct):  # a step makes hundreds
     branches: tuple[DraftBranch, ...] = ()
     num_scored: int = 0
     num_pooled: int = 0
+    read_state: int = NO_STATE
+    write_state: int = NO_STATE
 
     @property
     def is_blind(self) -> bool:

@@ -21,7 +21,7 @@ from twostroke.backends.create import (
 )
 from twostroke.backends.machine_limits import MachineLimits
 from twostroke.backends.recipe import EngineRecipe
-from twostroke.core.errors import MemoryLimitError
+from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS, EngineOptions
@@ -30,12 +30,13 @@ from twostroke.engine.canary import FirstLoadCheck
 from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.client import Client
 from twostroke.engine.drafters import Draft, DraftHeads
-from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.kv_cache import PagePool, PrefixIndex, StatePool
 from twostroke.engine.kv_offload.build import check_tiers, start_offload, weights_digest
 from twostroke.engine.kv_offload.tier import kv_cache_spec
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
+from twostroke.engine.scheduler.recurrent_states import slots_per_request
 from twostroke.engine.speculation import (
     Lookahead,
     NgramProposer,
@@ -150,8 +151,7 @@ def build(
     """
     options = options or EngineOptions()
     check_tiers(options.offload)
-    recipe = EngineRecipe.of(model, options)
-    check_backend(options, recipe.program, say)
+    recipe = _with_checked_options(EngineRecipe.of(model, options), say)
     recipe = _with_chosen_activation_bits(recipe, say)
     options = recipe.options
     with ExitStack() as resources:
@@ -193,6 +193,31 @@ def build(
         draft=draft_name,
         mesh=recipe.mesh,
     )
+
+
+def _with_checked_options(recipe: EngineRecipe, say: Callable[[str], None]) -> EngineRecipe:
+    """Check that the backend and the options fit a recipe's model; return the recipe.
+
+    Models with recurrent layers have no drafts yet: `auto` speculation is turned off for them.
+
+    Raises:
+        BackendError: the selected backend cannot run the Program.
+        UsageError: an option that a model with recurrent layers cannot have.
+    """
+    options, program = recipe.options, recipe.program
+    check_backend(options, program, say)
+    if not program.state_layers:
+        return recipe
+    name = f"{program.name} has recurrent layers, whose states"
+    if options.disaggregation.role != "mixed":
+        raise UsageError(f"{name} cannot be transferred: run it without disaggregation.")
+    if options.offload.is_used:
+        raise UsageError(f"{name} cannot be offloaded: leave out --page-cache and --page-store.")
+    method = options.speculation.method
+    if method not in {"auto", "off"}:
+        raise UsageError(f"{name} cannot take back drafts: leave out --speculate {method}.")
+    speculation = replace(options.speculation, method="off")
+    return recipe.with_options(replace(options, speculation=speculation))
 
 
 class _DraftSources(NamedTuple):
@@ -396,7 +421,12 @@ def build_scheduler(
         steps_ahead=facts.draws_ahead if draws_ahead else facts.steps_ahead,
         samples_ahead=draws_ahead,
     )
-    return Scheduler(config, pool, index, make_policy(batch), clock)
+    states = None
+    if facts.num_states:
+        states = StatePool(facts.num_states)
+        max_running = facts.num_states // slots_per_request(config.steps_ahead)
+        config = replace(config, max_running=min(config.max_running, max_running))
+    return Scheduler(config, pool, index, make_policy(batch), clock, states=states)
 
 
 def _card(recipe: EngineRecipe, size: CacheSize) -> ModelCard:

@@ -9,6 +9,7 @@ import numpy as np
 
 from support.operations import NUM_IDS, OPS, input_width
 from twostroke.backends.reference.operations import PagedCache, ReferenceStepState, apply
+from twostroke.backends.reference.recurrent import StateMemory
 from twostroke.backends.spans import RowSpan
 from twostroke.model.program import Program
 from twostroke.model.program.ops import ExternalInput, SharedKvAttention, TakeColumns
@@ -28,9 +29,10 @@ def run(op: LocalOp, inputs: Values, weights: Values, tokens: np.ndarray) -> np.
         "one", (*(ExternalInput(name, 1) for name in dict.fromkeys(op.inputs)), op), NUM_IDS, 64
     )
     rows = np.arange(len(tokens))
-    span = RowSpan(slice(0, len(tokens)), 0, np.zeros((1, 1), np.int64))
+    span = RowSpan(slice(0, len(tokens)), 0, np.zeros((1, 1), np.int64), write_state=0)
     cache = PagedCache(program, 1, NUM_ROWS)
-    state = ReferenceStepState(tokens, rows, (span,), rows, weights, cache)
+    states = StateMemory(program, 1)
+    state = ReferenceStepState(tokens, rows, (span,), rows, weights, cache, states)
     return apply(op, inputs, state)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.reference.operations import PagedCache, ReferenceStepState
 from twostroke.backends.reference.ranks import run_ranks
+from twostroke.backends.reference.recurrent import StateMemory
 from twostroke.backends.sampling.reference import draw_all
 from twostroke.backends.spans import RowSpan, flatten, pooled_rows
 from twostroke.core.hardware import num_cores
@@ -37,18 +38,21 @@ if TYPE_CHECKING:
 class ReferenceBackend:
     """Runs a Program in NumPy, in float32 on dequantized weights: slow, but the definition."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a fact that only the caller knows
         self,
         program: Program,
         tensors: Mapping[str, QuantTensor],
         num_pages: int,
         page_size: int,
         *,
+        num_states: int = 0,
         tapped_value: str | None = None,
         mesh: Mesh = ONE_RANK,
         splits_sums: bool = False,
     ) -> None:
         """Dequantize the Program's weights and reserve memory for its KV pages.
+
+        `num_states`: slots for recurrent states.
 
         `tapped_value`: the name of an intermediate value that steps also return, for the rows from
         which tokens are drawn; used for trained heads. `splits_sums`: whether the ranks of `mesh`
@@ -71,15 +75,21 @@ class ReferenceBackend:
         ]
         programs = [rank.program for rank in self._ranks]
         self._caches = [PagedCache(program, num_pages, page_size) for program in programs]
+        self._recurrent = [StateMemory(part, num_states) for part in programs]
         self.facts = BackendFacts(
             name="reference",
             detail="NumPy float32",
             num_threads=num_cores(),
             num_pages=num_pages,
             page_size=page_size,
+            num_states=num_states,
             windows=tuple(group.window for group in program.cache_groups),
             weight_bytes=sum(weight.nbytes for weight in weights.values()),
-            cache_bytes=num_pages * sum(p.page_bytes(page_size, FORMATS["f32"]) for p in programs),
+            cache_bytes=sum(
+                num_pages * part.page_bytes(page_size, FORMATS["f32"])
+                + num_states * part.state_bytes
+                for part in programs
+            ),
         )
 
     @property
@@ -99,9 +109,12 @@ class ReferenceBackend:
                 sampled=sampled,
                 weights=weights,
                 cache=cache,
+                recurrent=recurrent,
                 external=plan.external,
             )
-            for weights, cache in zip(self._weights, self._caches, strict=True)
+            for weights, cache, recurrent in zip(
+                self._weights, self._caches, self._recurrent, strict=True
+            )
         ]
         for cache in self._caches:
             cache.copy_pages(spans)
@@ -133,7 +146,7 @@ class ReferenceBackend:
         del generated  # all rows are computed in the same way
         count, num_groups, page_size = len(tokens), len(self.facts.windows), self.facts.page_size
         table = np.arange(num_groups * -(-count // page_size)).reshape(num_groups, -1)
-        spans = (RowSpan(slice(0, count), 0, table),)
+        spans = (RowSpan(slice(0, count), 0, table, write_state=0),)
         rows, ids = np.arange(count), np.array(tokens)
         ranks = shard(self._program, self._mesh, values, self._block_sizes)
         states = [
@@ -144,6 +157,7 @@ class ReferenceBackend:
                 sampled=rows,
                 weights=weights,
                 cache=PagedCache(rank.program, table.size, page_size),
+                recurrent=StateMemory(rank.program, 1),
             )
             for rank, weights in zip(ranks, self._weights, strict=True)
         ]

@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.backends.interface import MappedPages
+from twostroke.backends.reference.recurrent import (
+    StateMemory,
+    gated_delta_rule,
+    short_convolution,
+)
 from twostroke.backends.spans import PageMap
 from twostroke.core.frozen import Frozen
 from twostroke.model.program import Activation, ops
@@ -35,6 +40,7 @@ class ReferenceStepState(Frozen):
     sampled: NDArray[np.int64]
     weights: Mapping[str, Array]
     cache: PagedCache
+    recurrent: StateMemory
     external: Array | None = None
 
 
@@ -68,6 +74,14 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
             return _attention(op, values, state)
         case ops.GatedActivation():
             return _activate(op.activation, values[op.gate]) * values[op.up]
+        case ops.GateRows():
+            return values[op.x] * _activate(Activation.SIGMOID, values[op.gate])
+        case ops.ShortConvolution():
+            mixed = short_convolution(op, values[op.x], state.weights, state.spans, state.recurrent)
+            return mixed if op.activation is None else _activate(op.activation, mixed)
+        case ops.GatedDeltaRule():
+            inputs = values[op.x], values[op.decay], values[op.strength]
+            return gated_delta_rule(op, inputs, state.weights, state.spans, state.recurrent)
         case ops.MixtureOfExperts():
             terms, total = op.steps
             assert isinstance(terms, ops.ExpertTerms)
@@ -191,6 +205,8 @@ def _activate(activation: Activation, x: Array) -> Array:
     match activation:
         case Activation.SILU:
             activated: Array = x / (1 + np.exp(-x))
+        case Activation.SIGMOID:
+            activated = np.reciprocal(1 + np.exp(-x))
         case Activation.GELU_TANH:
             inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
             activated = np.float32(0.5) * x * (1 + np.tanh(inner))

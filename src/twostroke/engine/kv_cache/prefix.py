@@ -7,7 +7,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import NO_PAGE
+from twostroke.core.request import NO_PAGE, NO_STATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,10 +54,12 @@ class PrefixHit(Frozen):
         num_indexed: how many of the sequence's first pages are indexed in groups with full
             attention. It can exceed `num_pages`: in a group with a sliding window, pages may be
             missing.
+        state_slot: the slot of the recurrent state after the prefix, for models with such states.
     """
 
     pages: list[list[int]]
     num_indexed: int = 0
+    state_slot: int = NO_STATE
 
     @property
     def num_pages(self) -> int:

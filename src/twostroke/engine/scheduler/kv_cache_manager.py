@@ -22,14 +22,21 @@ if TYPE_CHECKING:
     from twostroke.core.step import StepPlan
     from twostroke.engine.kv_cache import PagePool, PrefixChain, PrefixIndex
     from twostroke.engine.scheduler.queue import WaitingQueue
+    from twostroke.engine.scheduler.recurrent_states import RecurrentStates
     from twostroke.engine.scheduler.request_state import RequestState
 
 
 class KvCacheManager:
     """Allocates and releases the KV pages of running requests in every cache group."""
 
-    def __init__(self, pool: PagePool, token_budget: int) -> None:
-        """Manage the KV pages of `pool`, for steps of at most `token_budget` tokens."""
+    def __init__(
+        self, pool: PagePool, token_budget: int, states: RecurrentStates | None = None
+    ) -> None:
+        """Manage the KV pages of `pool`, for steps of at most `token_budget` tokens.
+
+        `states`: the recurrent states of requests, for models that have them.
+        """
+        self._states = states
         self._pool = pool
         self._groups = pool.groups
         self._num_groups = len(pool.groups.windows)
@@ -80,7 +87,12 @@ class KvCacheManager:
         state.update_at = min(state.update_at, groups.next_release(request.num_settled))
 
     def release(self, request: Request) -> None:
-        """Release all KV pages of a request; its last pages are evicted before its first pages."""
+        """Release all KV pages of a request; its last pages are evicted before its first pages.
+
+        Its recurrent state is released as well.
+        """
+        if self._states is not None:
+            self._states.release(request)
         page_lists = request.pages
         pages = page_lists[0]
         if len(page_lists) > 1 or self._groups.has_windows:
@@ -181,8 +193,11 @@ class PrefixCache:
     offload tier or from another engine. Without an index there is no prefix cache.
     """
 
-    def __init__(self, index: PrefixIndex | None, pool: PagePool) -> None:
+    def __init__(
+        self, index: PrefixIndex | None, pool: PagePool, states: RecurrentStates | None = None
+    ) -> None:
         self._index = index
+        self._states = states
         self._pool = pool
         self._page_size = pool.page_size
         self._num_groups = len(pool.groups.windows)
@@ -208,6 +223,8 @@ class PrefixCache:
         request = state.request
         hit = self._index.match(state.chain, request.tokens, request.num_prompt)
         num_usable = self._index.num_reusable(len(request.tokens) - 1, request.num_prompt)
+        if self._states is not None:
+            return self._match_snapshot(state, state.chain.keys[:num_usable], hit)
         state.awaited_key = self._next_awaited(state.chain.keys[:num_usable], hit)
         return None if self._is_claimed(state, state.awaited_key) else hit
 
@@ -229,6 +246,8 @@ class PrefixCache:
         if self._index is None:
             return 0
         hit = self._index.match(chain, request.tokens, request.num_prompt)
+        if self._states is not None:
+            hit = self._hit_with_snapshot(chain.keys, hit)
         return hit.num_pages * self._page_size
 
     def receive(self, request: Request, chain: PrefixChain) -> bool:
@@ -284,6 +303,41 @@ class PrefixCache:
         """Drop a request's claims on KV pages, because it stops running."""
         if state.chain is not None:
             self._drop_claims(state.chain.keys[state.num_published :], state)
+
+    def _match_snapshot(
+        self, state: RequestState, keys: list[bytes], hit: PrefixHit
+    ) -> PrefixHit | None:
+        """Return the longest cached prefix that ends with a snapshot of the recurrent state.
+
+        Returns None if a more urgent request is about to compute a longer shared prefix. That
+        request is then asked to keep a snapshot where the two prompts part. Otherwise, if the
+        cached pages reach further than the snapshots, this request keeps one at their end.
+        """
+        cached_prefix = self._hit_with_snapshot(keys, hit)
+        for num_pages in range(len(keys), cached_prefix.num_pages, -1):
+            key = keys[num_pages - 1]
+            if self._is_claimed(state, key):
+                owner = self._claims[key]
+                assert not isinstance(owner, Transfer), "states are not transferred"
+                owner.snapshot_pages.add(num_pages)
+                state.awaited_key = key
+                return None
+        state.awaited_key = None
+        if hit.num_pages > cached_prefix.num_pages:
+            state.snapshot_pages.add(hit.num_pages)
+        return cached_prefix
+
+    def _hit_with_snapshot(self, keys: list[bytes], hit: PrefixHit) -> PrefixHit:
+        """Shorten a cached prefix to its longest part that ends with a snapshot."""
+        assert self._index is not None
+        assert self._states is not None
+        num_pages = hit.num_pages
+        while True:
+            num_pages, slot = self._states.pool.longest(keys, num_pages)
+            shorter = self._index.hit(keys[:num_pages])
+            if shorter.num_pages == num_pages:
+                return PrefixHit(shorter.pages, hit.num_indexed, slot)
+            num_pages = shorter.num_pages  # pages of a sliding window are missing
 
     def _next_awaited(self, keys: Sequence[bytes], hit: PrefixHit) -> bytes | None:
         """Return the key of a request's next missing KV page, for which it may wait.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ class RequestState:
             KV transfer brings it; None if the request waits for no page.
         has_started: whether the request has ever held pages.
         is_running: whether the request holds pages now; otherwise it waits.
+        snapshot_pages: numbers of pages after which the recurrent state is kept as a snapshot, for
+            models with such states.
+        last_snapshot: page key of the newest snapshot after generated tokens.
         may_sample_ahead: whether a step may compute a token that an earlier step in flight
             samples.
     """
@@ -68,6 +71,8 @@ class RequestState:
     publish_at: int = 0
     update_at: int = 0
     awaited_key: bytes | None = None
+    snapshot_pages: set[int] = field(default_factory=set)
+    last_snapshot: bytes | None = None
     has_started: bool = False
     is_running: bool = False
     may_sample_ahead: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.draft_tree import ROOT
 from twostroke.core.errors import RequestError, UsageError
@@ -24,6 +24,7 @@ from twostroke.engine.scheduler.kv_cache_manager import (
     all_pages,
 )
 from twostroke.engine.scheduler.queue import Deadlines, WaitingQueue
+from twostroke.engine.scheduler.recurrent_states import RecurrentStates
 from twostroke.engine.scheduler.request_state import RequestState, priority_key
 from twostroke.engine.scheduler.results import ResultReader
 from twostroke.engine.scheduler.step_builder import StepBuilder, schedulable
@@ -34,9 +35,11 @@ if TYPE_CHECKING:
     from twostroke.core.errors import DeadlineError
     from twostroke.core.request import FinishReason, Request
     from twostroke.core.step import RequestDelta, StepResult
-    from twostroke.engine.kv_cache import PagePool, PrefixHit, PrefixIndex
+    from twostroke.engine.kv_cache import PagePool, PrefixHit, PrefixIndex, StatePool
     from twostroke.engine.scheduler.config import SchedulerConfig
     from twostroke.engine.scheduler.policy import Policy
+
+_MAX_LOOKAHEAD: Final = 16  # waiting requests whose prompts are compared with running requests
 
 
 class Scheduler:
@@ -69,16 +72,21 @@ class Scheduler:
         index: PrefixIndex | None,
         policy: Policy,
         clock: Callable[[], float] = time.monotonic,
+        states: StatePool | None = None,
     ) -> None:
-        """Schedule requests on the KV pages of `pool`; without `index` there is no prefix cache."""
+        """Schedule requests on the KV pages of `pool`; without `index` there is no prefix cache.
+
+        `states`: the slots for recurrent states, for models that have them.
+        """
         if policy.size is not None and policy.size > config.max_running:
             reason = f"A batch of {policy.size} exceeds {{field}} ({config.max_running})."
             raise UsageError(reason, field="max_running")
         self.config = config
-        self.prefix_cache = PrefixCache(index, pool)
+        self._recurrent = None if states is None else RecurrentStates(states, pool.page_size)
+        self.prefix_cache = PrefixCache(index, pool, self._recurrent)
         self._pool = pool
         self._clock = clock
-        self._kv_cache = KvCacheManager(pool, config.max_tokens_in_flight)
+        self._kv_cache = KvCacheManager(pool, config.max_tokens_in_flight, self._recurrent)
         self._draft_pages = DraftPages(pool, self._kv_cache)
         self._max_tokens = pool.groups.max_tokens(pool.num_pages, config.context_length)
         self.prefix_cache.transfers.limit(self._max_tokens, config.token_budget, clock)
@@ -193,6 +201,8 @@ class Scheduler:
             )
             assert not is_stuck, "no running request makes progress"
             return None
+        if self._recurrent is not None:
+            self._recurrent.plan(slices)
         plan = StepPlan(tuple(slices), tuple(builder.preempted), builder.budget)
         self._in_flight.steps.append((plan, owners))
         return plan
@@ -207,7 +217,7 @@ class Scheduler:
         indices of the drafts that were added, in the order of their rows.
         """
         state = self._states.get(slice_.request.id)
-        if state is None:  # the request has ended
+        if state is None or self._recurrent is not None:  # the request has ended, or cannot go back
             return ()
         return self._draft_pages.add(
             slice_,
@@ -223,6 +233,8 @@ class Scheduler:
         Returns a delta for each request that got tokens or reports, or ended, in the plan's order.
         """
         owners = self._in_flight.pop_oldest(plan)
+        if self._recurrent is not None:
+            self._recurrent.commit(plan.slices)
         reader = ResultReader(result, self._draft_pages)
         deltas = reader.apply(owners, plan.slices, self._update_pages)
         reader.check_consumed()
@@ -263,6 +275,8 @@ class Scheduler:
         for slice_ in plan.slices:
             self._draft_pages.settle(slice_, ROOT)
             slice_.request.num_planned = slice_.start
+            if self._recurrent is not None:
+                self._recurrent.undo(slice_)
         self._in_flight.release_ended()
 
     def preempt_all(self) -> None:
@@ -276,6 +290,8 @@ class Scheduler:
         while self._running:
             self._preempt_last()
         self._pool.evict_all()
+        if self._recurrent is not None:
+            self._recurrent.pool.evict_all()
         self._num_recoveries += 1
 
     def replace_tokens(self, request: Request, num_kept: int, tokens: Sequence[int]) -> None:
@@ -295,7 +311,7 @@ class Scheduler:
         Returns the list of requests, and the number of steps, at most `max_steps`. If the number is
         0, the list is empty.
         """
-        if self._in_flight or self.config.steps_ahead or len(self._waiting):
+        if self._in_flight or self.config.steps_ahead or len(self._waiting) or self._recurrent:
             return [], 0
         num_steps = num_fast_forward_steps(self._running, self._pool, max_steps)
         requests = [state.request for state in self._running] if num_steps else []
@@ -371,11 +387,18 @@ class Scheduler:
             if state.is_running and builder.budget and not builder.is_paused(state):
                 self._add_prefill(state, builder)
         self._start_waiting(builder, before=None)
+        if self._recurrent is not None:
+            # A running request keeps a snapshot where a waiting one needs it, if asked in time.
+            for state in self._waiting.ready[:_MAX_LOOKAHEAD]:
+                if state.awaited_key is None:
+                    self.prefix_cache.match(state)
 
     def _add_prefill(self, state: RequestState, builder: StepBuilder) -> None:
         """Add a slice with the next chunk of a request's tokens, if there is room."""
         num_tokens = min(state.request.num_pending, builder.rows_left(state))
         num_tokens = builder.max_rows(state.request, num_tokens)
+        if self._recurrent is not None:
+            num_tokens = self._recurrent.max_rows(state, num_tokens)
         if count := self._allocate_pages(state, num_tokens, builder):
             builder.add_slice(state, count)
 
@@ -446,6 +469,8 @@ class Scheduler:
         request.pages = hit.pages
         state.num_indexed = hit.num_indexed
         request.num_computed = request.num_planned = hit.num_pages * self._pool.page_size
+        if self._recurrent is not None:
+            self._recurrent.start(state, hit.state_slot)
         if not request.num_preemptions:
             request.started_s = self._clock()
             request.num_cached = request.num_computed
@@ -478,6 +503,8 @@ class Scheduler:
     def _update_pages(self, state: RequestState) -> None:
         """Publish a request's full KV pages; release pages that its sliding windows have passed."""
         self.prefix_cache.publish(state)
+        if self._recurrent is not None:
+            self._recurrent.keep_snapshot(state)
         state.update_at = state.publish_at
         if self._pool.groups.has_windows:
             self._kv_cache.release_out_of_window(state)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from twostroke.backends.reference.operations import PagedCache, ReferenceStepState, apply
+from twostroke.backends.reference.recurrent import StateMemory
 from twostroke.backends.spans import RowSpan
 from twostroke.lab.compress.equalize import divided_moments
 from twostroke.lab.compress.round import damped_moments, outer_products
@@ -124,12 +125,13 @@ class CalibrationStream:
         pages = np.arange(num_groups * len(pieces)).reshape(num_groups, -1)
         ends = np.cumsum([len(piece) for piece in pieces])
         self._spans = tuple(
-            RowSpan(slice(int(end) - len(piece), int(end)), 0, pages[:, i : i + 1])
+            RowSpan(slice(int(end) - len(piece), int(end)), 0, pages[:, i : i + 1], write_state=i)
             for i, (piece, end) in enumerate(zip(pieces, ends, strict=True))
         )
         self._tokens = np.concatenate([np.array(piece, np.int64) for piece in pieces])
         self._positions = np.concatenate([np.arange(len(piece)) for piece in pieces])
         self._cache = PagedCache(program, pages.size, length)
+        self._recurrent = StateMemory(program, len(pieces))
         self._last_use = {name: op for op in program.ops for name in op.inputs}
         self.values: dict[str, Floats] = {}
 
@@ -146,6 +148,7 @@ class CalibrationStream:
             sampled=sampled,
             weights=weights,
             cache=self._cache,
+            recurrent=self._recurrent,
         )
         self.values[op.output] = apply(op, self.values, step)  # type: ignore[arg-type]
         for name in op.inputs:

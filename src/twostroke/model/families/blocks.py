@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from twostroke.model.program import Program, ops
+from twostroke.model.program import Activation, Program, ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +78,7 @@ def attention(
         keys = _normed_projection(spec, name, "k", query_key_norm)
         origin = ops.QkProjections(queries, keys, _rope(spec, layer, f"{name}.k", kv_heads))
     mixed = f"{name}.mixed"
+    source_layer = layer if kv_source is None else kv_source
     attention_type = ops.Attention if kv_source is None else ops.SharedKvAttention
     parts.append(
         attention_type(
@@ -85,7 +86,7 @@ def attention(
             q=values["q"],
             k=values.get("k", ""),
             v=values.get("v", ""),
-            layer=layer if kv_source is None else kv_source,
+            layer=spec.cache_layer_of(source_layer),
             num_heads=spec.num_heads,
             num_kv_heads=kv_heads,
             head_dim=dim,
@@ -95,6 +96,11 @@ def attention(
             origin=origin,
         )
     )
+    if spec.gates_attention:
+        gate, gated, width = f"{name}.attn_gate", f"{mixed}.gated", spec.num_heads * dim
+        parts.append(ops.Linear(gate, x, f"{gate}.weight", hidden, width))
+        parts.append(ops.GatedActivation(gated, gate, mixed, width, Activation.SIGMOID))
+        mixed = gated
     parts.append(
         ops.Linear(
             output,
@@ -156,6 +162,61 @@ def _heads(
         parts.append(_rope(spec, layer, values[part], heads[part]))
         values[part] = parts[-1].output
     return parts, values
+
+
+def delta_rule(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
+    """Return the operations of a gated delta rule block from `x` to `output`.
+
+    They are the projections, the convolution of queries, keys and values, the rule, the norm of its
+    heads, the gate, and the output projection.
+    """
+    assert spec.delta is not None
+    name, hidden, sizes = f"blk.{layer}", spec.hidden_size, spec.delta
+    width = sizes.num_value_heads * sizes.value_dim
+    mixed_width = 2 * sizes.num_key_heads * sizes.key_dim + width
+    qkv, gate, decay, strength = (
+        f"{name}.{part}" for part in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
+    )
+    first_state = 2 * (layer - spec.cache_layer_of(layer))
+    return [
+        ops.Linear(qkv, x, f"{qkv}.weight", hidden, mixed_width),
+        ops.Linear(gate, x, f"{gate}.weight", hidden, width),
+        ops.Linear(decay, x, f"{decay}.weight", hidden, sizes.num_value_heads),
+        ops.Linear(strength, x, f"{strength}.weight", hidden, sizes.num_value_heads),
+        ops.ShortConvolution(
+            f"{qkv}.mixed",
+            qkv,
+            weight=f"{name}.ssm_conv1d.weight",
+            width=mixed_width,
+            kernel=sizes.kernel,
+            layer=first_state,
+            activation=Activation.SILU,
+        ),
+        ops.GatedDeltaRule(
+            f"{name}.rule",
+            x=f"{qkv}.mixed",
+            decay=decay,
+            strength=strength,
+            decay_rate=f"{name}.ssm_a",
+            decay_bias=f"{name}.ssm_dt.bias",
+            num_key_heads=sizes.num_key_heads,
+            num_value_heads=sizes.num_value_heads,
+            key_dim=sizes.key_dim,
+            value_dim=sizes.value_dim,
+            layer=first_state + 1,
+            is_tiled=sizes.is_tiled,
+        ),
+        ops.RMSNorm(
+            f"{name}.rule.normed",
+            f"{name}.rule",
+            weight=f"{name}.ssm_norm.weight",
+            width=width,
+            epsilon=spec.norm_epsilon,
+            num_groups=sizes.num_value_heads,
+        ),
+        ops.GatedActivation(f"{name}.rule.gated", gate, f"{name}.rule.normed", width),
+        ops.Linear(output, f"{name}.rule.gated", f"{name}.ssm_out.weight", width, hidden),
+    ]
 
 
 def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
@@ -334,6 +395,11 @@ def mixture_of_experts(spec: ModelSpec, layer: int, x: str, output: str) -> list
         parts += _gated_feed_forward(
             spec, layer, x=x, output=shared, width=experts.shared_size, suffix="_shexp"
         )
+        if experts.gates_shared:
+            gate = f"{name}.ffn_gate_inp_shexp"
+            parts.append(ops.Linear(gate, x, f"{gate}.weight", hidden, 1))
+            parts.append(ops.GateRows(f"{shared}.gated", shared, gate, hidden))
+            shared = f"{shared}.gated"
         parts.append(ops.Add(output, routed, shared, hidden))
     return parts
 
@@ -403,6 +469,8 @@ def residual_layer(
     attention_part = (
         latent_attention if spec.latent else partial(attention, query_key_norm=query_key_norm)
     )
+    if spec.delta is not None and not spec.delta.attends[layer]:
+        attention_part = delta_rule
     has_experts = spec.experts is not None and layer >= spec.experts.first_layer
     ffn_part = mixture_of_experts if has_experts else feed_forward
     if has_experts and spec.experts and spec.experts.adds_dense_ffn:

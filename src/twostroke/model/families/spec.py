@@ -63,7 +63,8 @@ class ExpertSpec(Frozen):
     A row uses `num_used` of `count` experts, each `ffn_size` wide; `normalize` divides the shares
     of the used experts by their sum. Every row also uses a shared expert `shared_size` wide, if
     that is not 0. Layers before `first_layer` have a dense feed-forward instead. With
-    `adds_dense_ffn`, layers have both, and their outputs are added (Gemma 4).
+    `adds_dense_ffn`, layers have both, and their outputs are added (Gemma 4). With `gates_shared`
+    the shared expert's output is multiplied by the sigmoid of one gate for each row (Qwen).
     """
 
     count: int
@@ -74,6 +75,7 @@ class ExpertSpec(Frozen):
     first_layer: int = 0
     routing: RoutingSpec | None = None
     adds_dense_ffn: bool = False
+    gates_shared: bool = False
 
 
 class LatentSpec(Frozen):
@@ -89,6 +91,24 @@ class LatentSpec(Frozen):
     key: int
     value: int
     query_rank: int = 0
+
+
+class DeltaSpec(Frozen):
+    """Layers with the gated delta rule in place of attention (arXiv:2412.06464).
+
+    `attends[i]` tells whether layer i has attention; other layers keep a recurrent state. A layer
+    has `num_key_heads` heads of queries and keys, `key_dim` wide, and `num_value_heads` heads of
+    values, `value_dim` wide. Before the rule, a convolution over `kernel` rows mixes queries, keys
+    and values. `is_tiled`: which key head a value head uses; see `ops.GatedDeltaRule`.
+    """
+
+    attends: tuple[bool, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    is_tiled: bool = False
 
 
 class SharedKvSpec(Frozen):
@@ -114,7 +134,9 @@ class ModelSpec(Frozen):
     `layer_factors` a layer's output is multiplied by a learned number. Where `keys_give_values`,
     layers without a window use one matrix for keys and values. With `norms_values` each head of
     values is normalized, without a weight. With `norms_heads` queries and keys are normalized by
-    head, with weights, in families where only some models do so (`may_norm_heads`).
+    head, with weights, in families where only some models do so (`may_norm_heads`). Layers with the
+    gated delta rule are described by `delta`. With `gates_attention` the output of attention is
+    multiplied by the sigmoid of a gate for each value.
     """
 
     architecture: str
@@ -146,6 +168,8 @@ class ModelSpec(Frozen):
     keys_give_values: bool = False
     norms_values: bool = False
     norms_heads: bool = False
+    delta: DeltaSpec | None = None
+    gates_attention: bool = False
 
     def window_of(self, layer: int) -> WindowSpec | None:
         """Return the sliding window of a layer; None if the layer reads all positions."""
@@ -165,6 +189,12 @@ class ModelSpec(Frozen):
             return None
         slides = self.window_of(layer) is not None
         return max(i for i in range(first) if (self.window_of(i) is not None) == slides)
+
+    def cache_layer_of(self, layer: int) -> int:
+        """Return the number of a layer's keys and values among the layers that store them."""
+        if self.delta is None:
+            return layer
+        return sum(self.delta.attends[:layer])
 
     def ffn_size_of(self, layer: int) -> int:
         """Return the width of a layer's feed-forward, in values."""

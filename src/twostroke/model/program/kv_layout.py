@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 KV_SPLIT_TOKENS = 64  # attention sums over this many tokens of a request before it merges sums
+STATE_VALUE_BYTES = 4  # recurrent states are float32, in memory and in arithmetic
 _MAX_GROUPS = 16  # each costs the scheduler a page id for every `page_size` tokens of a request
 
 
@@ -65,6 +66,16 @@ class CacheLayer(Frozen):
     def bytes_in_page(self, page_size: int, stored: CacheFormat) -> int:
         """Return the bytes that the layer has in a KV page of `page_size` tokens, on one rank."""
         return page_size // self.num_kv_ranks * self.bytes_per_token(stored)
+
+
+class StateLayer(Frozen):
+    """The shape of the recurrent state that a layer stores for each request.
+
+    Attributes:
+        num_values: the float32 numbers of the state.
+    """
+
+    num_values: int
 
 
 class CacheGroup(Frozen):

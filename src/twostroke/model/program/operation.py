@@ -14,7 +14,7 @@ from twostroke.model.program.work import Cost, each_row, once
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from twostroke.model.program.kv_layout import CacheFormat, CacheLayer
+    from twostroke.model.program.kv_layout import CacheFormat, CacheLayer, StateLayer
     from twostroke.model.program.sharding import Parts, Range, Weight
     from twostroke.model.program.work import Count
 
@@ -25,6 +25,7 @@ class Activation(Enum):
     """An activation function, applied to each value of a gate projection."""
 
     SILU = "silu"  # x * sigmoid(x)
+    SIGMOID = "sigmoid"  # 1 / (1 + exp(-x)): gates of an attention's output
     GELU_TANH = "gelu_tanh"  # x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
 
 
@@ -75,6 +76,11 @@ class Operation(Frozen):
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
         """Return the KV cache layers that the operation writes, by number; usually none."""
+        return {}
+
+    @property
+    def states(self) -> Mapping[int, StateLayer]:
+        """Return the recurrent states that the operation reads and writes, by number."""
         return {}
 
     def with_layers(self, new_layers: Mapping[int, int]) -> Self:

@@ -21,6 +21,7 @@ from twostroke.model.program.collectives import AllGather, AllReduce, Receive, S
 from twostroke.model.program.experts import Expert, ExpertTerms, MixtureOfExperts, Route, SumTerms
 from twostroke.model.program.latent import HeadLinear, Join, LatentAttention
 from twostroke.model.program.operation import Activation, Operation
+from twostroke.model.program.recurrent import GatedDeltaRule, ShortConvolution
 from twostroke.model.program.sharding import COLUMN_GRAIN, Sharding, TokenParts, Weight
 from twostroke.model.program.split_kv import SplitKvAttention
 from twostroke.model.program.work import Cost, each_row, each_sampled_row, once_if_sampled
@@ -42,7 +43,9 @@ __all__ = [
     "Expert",
     "ExpertTerms",
     "ExternalInput",
+    "GateRows",
     "GatedActivation",
+    "GatedDeltaRule",
     "HeadLinear",
     "Join",
     "LatentAttention",
@@ -60,6 +63,7 @@ __all__ = [
     "Scale",
     "Send",
     "SharedKvAttention",
+    "ShortConvolution",
     "SplitKvAttention",
     "SumTerms",
     "TakeColumns",
@@ -219,6 +223,28 @@ class GatedActivation(Operation):
         return self.activation.value
 
 
+class GateRows(Operation):
+    """Multiply each row by the sigmoid of its gate: `output[r] = x[r] * sigmoid(gate[r, 0])`.
+
+    `gate` is one value wide. Qwen's shared experts have such a gate.
+    """
+
+    x: str
+    gate: str
+    width: int
+
+    reads = ("x", "gate")
+
+    def part_reads(self, field: str, first: int, end: int) -> tuple[int, int] | None:
+        """Return the columns of x that a rank's part reads; None for the gate: all of it."""
+        return (first, end) if field == "x" else None
+
+    @property
+    def row_flops(self) -> int:
+        """Return the FLOPs for a row: one for each value."""
+        return self.width
+
+
 class Scale(Operation):
     """Elementwise `output = x * factor`, also times the one value of `weight` if it is given."""
 
@@ -301,6 +327,9 @@ LocalOp = (
     | SharedKvAttention
     | LatentAttention
     | GatedActivation
+    | GateRows
+    | ShortConvolution
+    | GatedDeltaRule
     | Route
     | MixtureOfExperts
     | ExpertTerms

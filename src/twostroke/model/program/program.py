@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from twostroke.core.frozen import Frozen
 from twostroke.model.program.kv_layout import (
     FLOAT16,
+    STATE_VALUE_BYTES,
     CacheFormat,
     CacheGroup,
     CacheLayer,
+    StateLayer,
     group_layers,
 )
 from twostroke.model.program.ops import (
@@ -71,12 +73,12 @@ class Program(Frozen, dict=True):
     def logits_only_outputs(self) -> frozenset[str]:
         """Return the values that are needed only for rows with logits.
 
-        They are written after the last attention has stored its keys and values, so other rows can
-        stop there. The attention's own output is included if matrix products compute its keys and
-        values, since these products can store them. The set is empty if a later operation reads the
-        step's tokens or external inputs.
+        They are written after the last attention has stored its keys and values, and the last
+        recurrent operation its state, so other rows can stop there. The attention's own output is
+        included if matrix products compute its keys and values, since these products can store
+        them. The set is empty if a later operation reads the step's tokens or external inputs.
         """
-        stores = [index for index, op in enumerate(self.ops) if op.stores]
+        stores = [index for index, op in enumerate(self.ops) if op.stores or op.states]
         late_ops = self.ops[stores[-1] :] if stores else ()
         if not late_ops or any(isinstance(op, Embed | ExternalInput) for op in late_ops):
             return frozenset()
@@ -97,6 +99,17 @@ class Program(Frozen, dict=True):
         """Return the KV cache layers that the operations store, by number."""
         layers = {number: layer for op in self.ops for number, layer in op.stores.items()}
         return tuple(layers[number] for number in range(len(layers)))
+
+    @cached_property
+    def state_layers(self) -> dict[int, StateLayer]:
+        """Return the recurrent states that the operations keep for each request, by number."""
+        layers = {number: layer for op in self.ops for number, layer in op.states.items()}
+        return dict(sorted(layers.items()))
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of all recurrent states of one request; 0 without such states."""
+        return STATE_VALUE_BYTES * sum(layer.num_values for layer in self.state_layers.values())
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

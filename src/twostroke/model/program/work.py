@@ -55,6 +55,11 @@ def each_row(batch: BatchShape) -> int:
     return batch.num_rows
 
 
+def each_request(batch: BatchShape) -> int:
+    """Count the requests of a batch, for costs that each request's state has."""
+    return len(batch.starts)
+
+
 def each_row_of_all_parts(batch: BatchShape) -> int:
     """Count the rows of the whole step, even if this rank computes only a part of them."""
     return batch.whole_step.num_rows
@@ -164,7 +169,7 @@ class OfLogitsRows(Frozen):
 
 def of_logits_rows(count: Count) -> Count:
     """Return a count of only the rows with logits, from a count of all rows of a batch."""
-    if count in (each_sampled_row, once_if_sampled):
+    if count in (each_sampled_row, once_if_sampled, each_request):
         return count
     if count is each_row:
         return each_sampled_row

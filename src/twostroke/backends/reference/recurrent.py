@@ -1,0 +1,112 @@
+"""Recurrent operations of the reference backend, and its memory for recurrent states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.request import NO_STATE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from twostroke.backends.spans import RowSpan
+    from twostroke.model.program import Program, ops
+
+    Array = NDArray[np.float32]
+
+
+class StateMemory:
+    """The recurrent states of all state layers, in `num_slots` slots."""
+
+    def __init__(self, program: Program, num_slots: int) -> None:
+        """Reserve the slots; each has room for the states of one request."""
+        self._columns: dict[int, slice] = {}
+        width = 0
+        for number, layer in program.state_layers.items():
+            self._columns[number] = slice(width, width + layer.num_values)
+            width += layer.num_values
+        self._memory = np.zeros((num_slots, width), np.float32)
+
+    def read(self, span: RowSpan, layer: int) -> Array:
+        """Return a copy of the state from which a row span starts: zeros for a new request."""
+        columns = self._columns[layer]
+        if span.read_state == NO_STATE:
+            return np.zeros(columns.stop - columns.start, np.float32)
+        return self._memory[span.read_state, columns].copy()
+
+    def write(self, span: RowSpan, layer: int, state: Array) -> None:
+        """Store the state after the last row of a row span."""
+        self._memory[span.write_state, self._columns[layer]] = state.reshape(-1)
+
+
+def short_convolution(
+    op: ops.ShortConvolution,
+    x: Array,
+    weights: Mapping[str, Array],
+    spans: Sequence[RowSpan],
+    memory: StateMemory,
+) -> Array:
+    """Compute a short convolution (see `ops.ShortConvolution`); x is (rows, width)."""
+    kernels = weights[op.weight]
+    output = np.zeros_like(x)
+    for span in spans:
+        before = memory.read(span, op.layer).reshape(op.kernel - 1, op.width)
+        rows = np.concatenate([before, x[span.rows]])
+        num_rows = len(rows) - len(before)
+        total = np.zeros((num_rows, op.width), np.float32)
+        for tap in range(op.kernel):
+            total += rows[tap : tap + num_rows] * kernels[:, tap]
+        output[span.rows] = total
+        memory.write(span, op.layer, rows[num_rows:])
+    return output if op.bias is None else output + weights[op.bias]
+
+
+def gated_delta_rule(
+    op: ops.GatedDeltaRule,
+    values: tuple[Array, Array, Array],
+    weights: Mapping[str, Array],
+    spans: Sequence[RowSpan],
+    memory: StateMemory,
+) -> Array:
+    """Compute the gated delta rule row by row (see `ops.GatedDeltaRule`).
+
+    `values`: queries, keys and values (rows, in_width), decays and strengths (rows, value heads).
+    """
+    x, decay, strength = values
+    key_width = op.num_key_heads * op.key_dim
+    queries, keys = (
+        _unit_heads(x[:, first : first + key_width], op) for first in (0, key_width)
+    )  # (rows, value heads, key_dim)
+    queries = queries * np.float32(op.key_dim**-0.5)
+    heads = x[:, 2 * key_width :].reshape(len(x), op.num_value_heads, op.value_dim)
+    rates = weights[op.decay_rate] * np.logaddexp(
+        np.float32(0), decay + weights[op.decay_bias], dtype=np.float32
+    )
+    decays = np.exp(rates)
+    strengths = 1 / (1 + np.exp(-strength))
+    output = np.empty((len(x), op.num_value_heads, op.value_dim), np.float32)
+    shape = (op.num_value_heads, op.key_dim, op.value_dim)
+    for span in spans:
+        state = memory.read(span, op.layer).reshape(shape)
+        for row in range(span.rows.start, span.rows.stop):
+            state *= decays[row, :, None, None]
+            predicted = np.einsum("hk,hkv->hv", keys[row], state)
+            correction = strengths[row, :, None] * (heads[row] - predicted)
+            state += keys[row, :, :, None] * correction[:, None, :]
+            output[row] = np.einsum("hk,hkv->hv", queries[row], state)
+        memory.write(span, op.layer, state)
+    return output.reshape(len(x), -1)
+
+
+def _unit_heads(x: Array, op: ops.GatedDeltaRule) -> Array:
+    """Return the key head of each value head, divided by its length: (rows, heads, key_dim)."""
+    heads = x.reshape(len(x), op.num_key_heads, op.key_dim)
+    squares = np.sum(heads * heads, axis=-1, keepdims=True, dtype=np.float32)
+    lengths = np.sqrt(squares + np.float32(op.epsilon))
+    unit = np.asarray(heads / lengths, np.float32)
+    unit_keys: Array = unit[:, [op.key_head(head) for head in range(op.num_value_heads)]]
+    return unit_keys

@@ -1,0 +1,113 @@
+"""The recurrent states of requests: a slot for each step, and snapshots at few page boundaries.
+
+Each step reads the state of a request from one slot and writes it to another, so that a step which
+failed, or was undone, can be computed again. The older slot is free once the step is committed.
+
+Snapshots let later requests start after a shared prefix. They are kept
+
+- at the last page boundary before the end of a prompt, where the next turn of a chat continues even
+  if the chat template renders the answer differently;
+- where two prompts part: at the end of the pages that a later request shares;
+- every `SNAPSHOT_TOKENS` tokens, which bounds how many are computed again where prompts part;
+- at the last page boundary that a request has computed, where a longer conversation continues.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from twostroke.core.request import NO_STATE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from twostroke.core.request import Request
+    from twostroke.core.step import Slice
+    from twostroke.engine.kv_cache import StatePool
+    from twostroke.engine.scheduler.request_state import RequestState
+
+SNAPSHOT_TOKENS: Final = 2048
+
+
+def slots_per_request(steps_ahead: int) -> int:
+    """Return how many slots a running request needs: one for each step in flight, and its own."""
+    return 2 + steps_ahead
+
+
+class RecurrentStates:
+    """Gives the slices of steps their slots for recurrent states, and keeps snapshots.
+
+    Attributes:
+        pool: the slots.
+    """
+
+    def __init__(self, pool: StatePool, page_size: int) -> None:
+        """Manage the slots of `pool`, for requests with KV pages of `page_size` tokens."""
+        self.pool = pool
+        self._page_size = page_size
+        self._pages_between = max(1, SNAPSHOT_TOKENS // page_size)
+
+    def start(self, state: RequestState, slot: int) -> None:
+        """Let a request start from the snapshot in `slot`, or from zeros with `NO_STATE`."""
+        request = state.request
+        if slot != NO_STATE:
+            self.pool.share(slot)
+        request.state_slot = request.planned_state_slot = slot
+        state.snapshot_pages.add((request.num_prompt - 1) // self._page_size)
+
+    def max_rows(self, state: RequestState, num_rows: int) -> int:
+        """Return how many of a request's next rows reach its next snapshot, at most `num_rows`."""
+        start, page_size = state.request.num_planned, self._page_size
+        first_page = start // page_size + 1
+        next_page = -(-first_page // self._pages_between) * self._pages_between
+        for page in state.snapshot_pages:
+            if first_page <= page < next_page:
+                next_page = page
+        return min(num_rows, next_page * page_size - start)
+
+    def plan(self, slices: Iterable[Slice]) -> None:
+        """Assign each slice of a planned step a slot to read and a slot to write."""
+        for slice_ in slices:
+            request = slice_.request
+            slice_.read_state = request.planned_state_slot
+            slice_.write_state = request.planned_state_slot = self.pool.allocate()
+
+    def undo(self, slice_: Slice) -> None:
+        """Release the slot that a slice of an undone step would have written."""
+        self.pool.release(slice_.write_state)
+        slice_.request.planned_state_slot = slice_.read_state
+
+    def commit(self, slices: Iterable[Slice]) -> None:
+        """Move the requests of a computed step to the states that the step wrote."""
+        for slice_ in slices:
+            if slice_.read_state != NO_STATE:
+                self.pool.release(slice_.read_state)
+            slice_.request.state_slot = slice_.write_state
+
+    def release(self, request: Request) -> None:
+        """Release the slot of a request that stops running."""
+        if request.state_slot != NO_STATE:
+            self.pool.release(request.state_slot)
+        request.state_slot = request.planned_state_slot = NO_STATE
+
+    def keep_snapshot(self, state: RequestState) -> None:
+        """Keep a request's state as a snapshot, if a page ends at its last computed token.
+
+        A snapshot after generated tokens replaces the request's earlier one of this kind.
+        """
+        request, chain = state.request, state.chain
+        num_pages, rest = divmod(request.num_settled, self._page_size)
+        if rest or chain is None or not 0 < num_pages <= len(chain.keys):
+            return
+        is_lasting = num_pages in state.snapshot_pages or num_pages % self._pages_between == 0
+        is_generated = request.num_settled > request.num_prompt
+        if not is_lasting and not is_generated:
+            return
+        key = chain.keys[num_pages - 1]
+        if self.pool.find(key) != NO_STATE:
+            return
+        self.pool.keep(request.state_slot, key)
+        if not is_lasting:
+            if state.last_snapshot is not None:
+                self.pool.drop(state.last_snapshot)
+            state.last_snapshot = key

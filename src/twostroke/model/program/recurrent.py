@@ -1,0 +1,166 @@
+"""Operations with a recurrent state: short convolutions and the gated delta rule.
+
+Attention stores keys and values for each token. A recurrent operation stores a state of fixed size
+for each request in their place, and computes a row from the state after the row before. A request's
+rows therefore run in order, and the first row of a request starts from a state of zeros.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twostroke.model.program.kv_layout import STATE_VALUE_BYTES, StateLayer
+from twostroke.model.program.operation import Activation, Operation
+from twostroke.model.program.sharding import Sharding, Weight
+from twostroke.model.program.work import Cost, each_request, each_row, once
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from twostroke.model.program.kv_layout import CacheFormat
+    from twostroke.model.program.operation import Work
+
+
+class _RecurrentOperation(Operation):
+    """An operation whose rows depend on a recurrent state of their request.
+
+    Its field `layer` is the number of the state among the recurrent states of the model. Every rank
+    computes all of the operation, because it is little work beside the matrix products.
+    """
+
+    sharding = Sharding.REPLICATED
+
+    if TYPE_CHECKING:
+
+        @property
+        def num_state_values(self) -> int:
+            """Return the float32 numbers of the recurrent state of one request."""
+
+    def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
+        """Yield the cost: the weights once, each row's FLOPs, each request's state twice.
+
+        The state is read before the request's first row, and written after its last.
+        """
+        del cache
+        yield once, Cost(0, self._stored_bytes(weight_bytes))
+        yield each_row, Cost(self.row_flops)
+        yield each_request, Cost(0, 0, 2 * STATE_VALUE_BYTES * self.num_state_values)
+
+
+class ShortConvolution(_RecurrentOperation):
+    """Causal convolution of each column over the last `kernel` rows of a request.
+
+    `output[r, c] = activation(bias[c] + sum over i of x[r - kernel + 1 + i, c] * weight[c, i])`,
+    where rows before the request's first row are zeros. `weight` is (width, kernel). The state has
+    the last `kernel - 1` rows of x, (kernel - 1, width), the oldest first.
+    """
+
+    x: str
+    weight: str
+    width: int
+    kernel: int
+    layer: int
+    bias: str | None = None
+    activation: Activation | None = None
+
+    reads = ("x",)
+    needs_all_rows = ("x",)
+    label = "convolution"
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Return the names and shapes of the kernels, and of the bias if there is one."""
+        kernels = Weight(self.weight, (self.width, self.kernel))
+        return (kernels,) if self.bias is None else (kernels, Weight(self.bias, (self.width,)))
+
+    @property
+    def states(self) -> Mapping[int, StateLayer]:
+        """Return the recurrent state that the operation reads and writes, by its number."""
+        return {self.layer: StateLayer(self.num_state_values)}
+
+    @property
+    def num_state_values(self) -> int:
+        """Return the numbers of the state: the last `kernel - 1` rows of x."""
+        return (self.kernel - 1) * self.width
+
+    @property
+    def row_flops(self) -> int:
+        """Return the FLOPs for a row: two for each tap, and about five for an activation."""
+        return self.width * (2 * self.kernel + (5 if self.activation else 0))
+
+
+class GatedDeltaRule(_RecurrentOperation):
+    """Gated delta rule: linear attention with a decaying, corrected state (arXiv:2412.06464).
+
+    A row of x has the queries and keys of `num_key_heads` heads, each `key_dim` wide, and then the
+    values of `num_value_heads` heads, each `value_dim` wide. Value head h uses key head
+    `h % num_key_heads` if the heads are `is_tiled` (GGUF files of Qwen 3.5), else
+    `h // (num_value_heads / num_key_heads)`. Each head of queries and keys is divided by
+    `sqrt(sum of squares + epsilon)`; queries are also divided by `sqrt(key_dim)`.
+
+    A head's state S is a matrix (key_dim, value_dim). With query q, key k, value v, decay
+    `d = exp(decay_rate[h] * softplus(decay[h] + decay_bias[h]))` and strength
+    `b = sigmoid(strength[h])`, a row computes
+
+        S = d * S;  S = S + outer(k, b * (v - k @ S));  output = q @ S
+
+    `decay_rate` has negative numbers. `decay` and `strength` are values (rows, num_value_heads).
+    """
+
+    x: str
+    decay: str
+    strength: str
+    decay_rate: str
+    decay_bias: str
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    layer: int
+    is_tiled: bool = False
+    epsilon: float = 1e-6
+
+    reads = ("x", "decay", "strength")
+    needs_all_rows = ("x", "decay", "strength")
+    label = "delta rule"
+
+    def __post_init__(self) -> None:
+        """Assert that each key head serves the same number of value heads."""
+        assert self.num_value_heads % self.num_key_heads == 0, "value heads must share key heads"
+
+    @property
+    def width(self) -> int:
+        """Return the number of values in a row of the output, for all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def in_width(self) -> int:
+        """Return the number of values in a row of x: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.width
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Return the names and shapes of the decay's rates and biases, one for each value head."""
+        shape = (self.num_value_heads,)
+        return Weight(self.decay_rate, shape), Weight(self.decay_bias, shape)
+
+    @property
+    def states(self) -> Mapping[int, StateLayer]:
+        """Return the recurrent state that the operation reads and writes, by its number."""
+        return {self.layer: StateLayer(self.num_state_values)}
+
+    @property
+    def num_state_values(self) -> int:
+        """Return the numbers of the state: a matrix for each value head."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def row_flops(self) -> int:
+        """Return the FLOPs for a row: decay, two products and an outer product for each head."""
+        return 7 * self.num_state_values
+
+    def key_head(self, value_head: int) -> int:
+        """Return the index of the key head that a value head uses."""
+        if self.is_tiled:
+            return value_head % self.num_key_heads
+        return value_head // (self.num_value_heads // self.num_key_heads)

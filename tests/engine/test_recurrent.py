@@ -1,0 +1,164 @@
+"""Models with recurrent layers: the same tokens under any schedule, and prefixes that are found."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from support.fake_model import FakeModel
+from support.programs import random_tensors
+from support.row_by_row import RowByRow
+from support.schedules import Setting, fresh, random_requests, run_schedule
+from twostroke.core.request import Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.engine.kv_cache import PagePool, PrefixIndex, StatePool
+from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
+from twostroke.engine.scheduler.recurrent_states import SNAPSHOT_TOKENS
+from twostroke.model.families.blocks import decoder, residual_layer
+from twostroke.model.families.spec import DeltaSpec, ModelSpec, RopeSpec
+
+CONTEXT = 500
+NUM_PAGES = 300
+PAGE_SIZE = 16
+VOCAB_SIZE = 250
+
+
+def hybrid_model(
+    attends: tuple[bool, ...] = (False, False, True, False), *, is_tiled: bool = False
+) -> RowByRow:
+    """Return a tiny model with random weights, some of whose layers have the delta rule."""
+    spec = ModelSpec(
+        architecture="llama",
+        name="hybrid",
+        num_layers=len(attends),
+        hidden_size=32,
+        ffn_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=VOCAB_SIZE,
+        context_length=8192,
+        norm_epsilon=1e-6,
+        rope=RopeSpec(10000.0, 8, interleaved=False),
+        tied_embeddings=True,
+        delta=DeltaSpec(
+            attends=attends,
+            num_key_heads=2,
+            num_value_heads=6,
+            key_dim=8,
+            value_dim=8,
+            kernel=4,
+            is_tiled=is_tiled,
+        ),
+        gates_attention=True,
+    )
+    program = decoder(spec, residual_layer)
+    return RowByRow(program, random_tensors(program), NUM_PAGES, PAGE_SIZE, num_states=80)
+
+
+@pytest.mark.parametrize("attends", [(False, False, True, False), (False, False)])
+def test_tokens_do_not_depend_on_the_schedule(attends: tuple[bool, ...]) -> None:
+    model = hybrid_model(attends)
+    chance = random.Random(7)
+    requests = random_requests(chance, 8, VOCAB_SIZE, longest=50, most_output=20)
+    settings = [Setting.chosen_by(chance, 5, 10) for _ in range(2)]
+    crowded = Setting(5, 64, 32, prefix_cache=True, policy=Continuous())
+    expected, _ = run_schedule(
+        model, settings[0].alone(NUM_PAGES), [fresh(request) for request in requests], CONTEXT
+    )
+    num_preemptions = 0
+    for setting in [*settings, crowded]:
+        again = [fresh(request) for request in chance.sample(requests, len(requests))]
+        answers, count = run_schedule(model, setting, again, CONTEXT)
+        assert answers == expected, setting
+        num_preemptions += count
+    assert num_preemptions > 0
+
+
+def test_the_head_order_changes_the_answer() -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB_SIZE, 20).tolist()
+    grouped, tiled = (hybrid_model(is_tiled=is_tiled).score(tokens) for is_tiled in (False, True))
+    assert np.abs(grouped - tiled).max() > 1e-3
+
+
+class Turns:
+    """A scheduler that answers one request after another, and counts computed prompt tokens."""
+
+    def __init__(self, num_states: int = 20) -> None:
+        self.model = FakeModel(NUM_PAGES, PAGE_SIZE, num_states=num_states)
+        pool = PagePool(NUM_PAGES, PAGE_SIZE)
+        config = SchedulerConfig(8192, token_budget=512)
+        self.states = StatePool(num_states)
+        self.scheduler = Scheduler(
+            config, pool, PrefixIndex(pool), Continuous(), states=self.states
+        )
+        self._count = 0
+
+    def request(self, tokens: list[int], max_tokens: int) -> Request:
+        self._count += 1
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        return Request(str(self._count), list(tokens), len(tokens), params, seed=0)
+
+    def answer(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+        while plan := self.scheduler.plan():
+            self.scheduler.commit(plan, self.model.run(plan))
+
+
+def test_a_chat_computes_only_its_new_tokens() -> None:
+    turns = Turns()
+    rng = random.Random(1)
+    tokens: list[int] = []
+    for turn in range(6):
+        num_known = len(tokens) - 1  # the newest token of an answer is not computed
+        tokens += [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(20, 90))]
+        request = turns.request(tokens, max_tokens=rng.randint(5, 40))
+        turns.answer(request)
+        assert turn == 0 or request.num_cached > num_known - PAGE_SIZE, "more than a page again"
+        tokens = list(request.tokens)
+
+
+def test_an_answer_that_the_template_rewrites_costs_no_prompt() -> None:
+    turns = Turns()
+    first = turns.request(list(range(100)), max_tokens=30)
+    turns.answer(first)
+    rewritten = [*first.prompt, 7, 7, *first.output[5:], *range(40)]
+    second = turns.request(rewritten, max_tokens=1)
+    turns.answer(second)
+    assert second.num_cached == 96
+
+
+def test_prompts_that_part_share_their_beginning() -> None:
+    turns = Turns(num_states=40)
+    shared = [number % VOCAB_SIZE for number in range(1000)]
+    requests = [turns.request([*shared, *([number] * 50)], max_tokens=2) for number in range(8)]
+    turns.answer(*requests)
+    num_computed = sum(request.num_prompt - request.num_cached for request in requests)
+    assert num_computed < 1050 + 7 * (50 + PAGE_SIZE) + 2 * PAGE_SIZE
+
+
+def test_a_long_prompt_leaves_snapshots_on_its_way() -> None:
+    turns = Turns()
+    tokens = [number % VOCAB_SIZE for number in range(SNAPSHOT_TOKENS + 300)]
+    turns.answer(turns.request(tokens, max_tokens=1))
+    other = turns.request([*tokens[: SNAPSHOT_TOKENS + 20], *range(50)], max_tokens=1)
+    turns.answer(other)
+    assert other.num_cached == SNAPSHOT_TOKENS
+    third = turns.request([*tokens[: SNAPSHOT_TOKENS + 20], *range(60, 100)], max_tokens=1)
+    turns.answer(third)
+    assert third.num_cached == SNAPSHOT_TOKENS + 16, "where two prompts have parted"
+
+
+def test_states_run_short_only_of_snapshots() -> None:
+    turns = Turns(num_states=4)
+    scheduler_limit = turns.scheduler.config.max_running
+    assert scheduler_limit > 2
+    for start in range(5):
+        request = turns.request([start, *range(60)], max_tokens=20)
+        turns.answer(request)
+        assert request.num_output == 20
+    assert turns.states.num_available == 4
