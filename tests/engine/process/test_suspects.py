@@ -126,13 +126,37 @@ def test_what_was_asked_several_times_has_seen_one_death() -> None:
     assert suspects.is_refused(asked(9, 7))  # nothing else was there
 
 
-def test_four_deaths_among_others_are_enough() -> None:
-    suspects = CrashHistory()
-    for _ in range(3):
-        suspects.record_death([asked(1, 7), asked(2, 8)])
-    assert not suspects.is_refused(asked(1, 7))
-    suspects.record_death([asked(1, 7), asked(2, 8)])
-    assert suspects.is_refused(asked(1, 7))
+def test_no_number_of_deaths_beside_other_requests_refuses_a_request() -> None:
+    history = CrashHistory()
+    for number in range(10):
+        history.record_death([asked(1, 7), asked(2, 100 + number)])
+    assert not history.is_refused(asked(1, 7))
+    assert history.must_run_alone_to_its_end(asked(1, 7))
+    history.record_death([asked(1, 7)])
+    assert history.is_refused(asked(1, 7))
+
+
+def test_after_a_third_death_a_request_stays_alone_to_its_end() -> None:
+    async def work() -> None:
+        desk = Desk()
+        for _ in range(2):
+            desk.ask(7, begins=True)
+            desk.ask(8, begins=True)
+            desk.die()
+        suspect = desk.ask(7, begins=True)
+        joined = desk.ask(1, begins=True)
+        desk.book.on_output(suspect)
+        assert joined.message.id in desk.sent  # it joined after the first output
+        desk.die()
+        assert not desk.book.crash_history.is_refused(suspect.message)
+        again = desk.ask(7, begins=True)
+        late = desk.ask(2)
+        desk.book.on_output(again)
+        assert late.message.id in desk.book.unsent
+        desk.book.remove(again)
+        assert late.message.id in desk.sent
+
+    run(work())
 
 
 def test_suspects_are_forgotten_after_an_hour_and_when_there_are_many() -> None:

@@ -166,7 +166,7 @@ class PendingCalls:
         self.crash_history = CrashHistory()
         self.is_up = True
         self._send = send
-        # A suspected call that was sent; other calls wait until its first output.
+        # A suspected call that was sent; other calls wait until its first output, or its end.
         self._running_alone: RemoteOutputs | None = None
 
     def check_room(self, new: RemoteOutputs, config: SchedulerConfig, room_s: float) -> None:
@@ -210,14 +210,17 @@ class PendingCalls:
         id_ = outputs.message.id
         del self.open[id_]
         self.unsent.pop(id_, None)
-        self.on_output(outputs)
+        self._let_others_join(outputs)
 
     def on_output(self, outputs: RemoteOutputs) -> None:
-        """Send calls that waited because a suspected call ran alone.
+        """Send calls that waited because a suspected call ran alone, if they may join it now.
 
-        Call this at the first output of a call, or at its end. A suspected call may have killed
-        engine processes.
+        Call this at the first output of a call. A suspected call may have killed engine processes.
         """
+        if not self.crash_history.must_run_alone_to_its_end(outputs.message):
+            self._let_others_join(outputs)
+
+    def _let_others_join(self, outputs: RemoteOutputs) -> None:
         if outputs is self._running_alone:
             self._running_alone = None
         if self.unsent:
@@ -227,7 +230,7 @@ class PendingCalls:
         """Send the calls that may run now to the engine process.
 
         A suspected call, during which engine processes died, is sent when no other call runs. Other
-        calls wait for its first output.
+        calls wait for its first output, or for its end.
         """
         while self.unsent and self.is_up and self._running_alone is None:
             id_, outputs = next(iter(self.unsent.items()))
@@ -283,7 +286,6 @@ class PendingCalls:
 _MAX_RECORDS: Final = 4096
 _RECORD_TTL_S: Final = 3600.0  # from the last death
 _DEATHS_TO_SUSPECT: Final = 2
-_DEATHS_TO_REFUSE: Final = 4  # even if other requests ran at each death
 
 
 class _CrashRecord(msgspec.Struct):
@@ -296,7 +298,9 @@ class CrashHistory:
     """Counts the deaths of engine processes for each request that ran at the time.
 
     Requests with the same content count as one, from whichever caller. A request that saw two
-    deaths must run alone. It is refused after a death at which it ran alone, and after four deaths.
+    deaths must run alone until its first output. If the engine process died again after other
+    requests had joined it, the request must run alone to its end. It is refused only after a death
+    at which it ran alone, because otherwise another request may be the cause.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -328,15 +332,18 @@ class CrashHistory:
         return record.num_deaths if record is not None else 0
 
     def must_run_alone(self, message: wire.ServerMessage) -> bool:
-        """Whether a request must run alone in the engine, because engine processes died of it."""
+        """Whether no other request may run beside this one before its first output."""
         return self.num_deaths(message) >= _DEATHS_TO_SUSPECT
+
+    def must_run_alone_to_its_end(self, message: wire.ServerMessage) -> bool:
+        """Whether no other request may run beside this one, even after its first output."""
+        return self.num_deaths(message) > _DEATHS_TO_SUSPECT
 
     def is_refused(self, message: wire.ServerMessage) -> bool:
         """Whether a request is refused, because engine processes died of it."""
-        deaths = self.num_deaths(message)
-        if deaths <= _DEATHS_TO_SUSPECT:
+        if self.num_deaths(message) <= _DEATHS_TO_SUSPECT:
             return False
-        return deaths >= _DEATHS_TO_REFUSE or self._records[_content_hash(message)].was_alone
+        return self._records[_content_hash(message)].was_alone
 
     def _recent_record(self, key: bytes) -> _CrashRecord | None:
         record = self._records.get(key)
