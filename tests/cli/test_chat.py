@@ -282,7 +282,7 @@ class Keyboard:
         self.seen = ""
 
     def type(self, keys: str) -> None:
-        """Type when the prompt is there: before that, the terminal itself changes some keys."""
+        """Type keys once the prompt is shown; before, the terminal itself changes some keys."""
         self.wait_for("\x1b[?2004h")
         os.write(self._master, keys.encode())
 

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 def start_disaggregation(
     options: DisaggregationOptions, client: Client, backend: Backend, spec: KvCacheSpec
 ) -> None:
-    """Listen as a prefill engine or connect as a decode engine, before the first request.
+    """Start the prefill or the decode side of an engine, as its options say.
 
-    `spec` describes the KV pages that this engine can exchange.
+    A prefill engine listens, and a decode engine connects. `spec` describes the KV pages that this
+    engine can exchange. Call this before the first request.
 
     Raises:
         UsageError: the secret is empty, or `--peer-link` needs NIXL, which is not installed.

@@ -43,7 +43,10 @@ _LOST_HOST_AFTER_S: Final = 4
 
 
 class RefusedError(ConnectionLostError):
-    """A prefill engine and a decode engine cannot exchange KV pages."""
+    """A prefill and a decode engine cannot exchange KV pages, since their specs differ.
+
+    The spec describes the model, the version and the format of pages.
+    """
 
 
 def listen_for_decode_engines(
@@ -55,7 +58,7 @@ def listen_for_decode_engines(
 ) -> Listener[DecodeMessage]:
     """Listen on a prefill engine, and call `serve` in a new thread for each decode engine.
 
-    Engines of this machine and user get the open file of the pages. Without a secret no other
+    Engines of this machine and user get the open file of the pages. Without a secret, only these
     engines are admitted. Port 0 takes a free port.
 
     Raises:
@@ -109,11 +112,13 @@ def connect_to_prefill_engine(
 
 
 def check_spec(connection: Connection[PrefillMessage], spec: messages.KvCacheSpecMessage) -> int:
-    """Check that a prefill engine's KV pages have the same spec; return how many it has.
+    """Check that a prefill engine's KV pages have the same format as the pages of this engine.
+
+    Returns the number of the prefill engine's pages.
 
     Raises:
         RefusedError: the engine has another spec or version.
-        ConnectionLostError: as `Connection.receive`.
+        ConnectionLostError: the prefill engine is gone, or sent an invalid message.
     """
     connection.send(messages.DecodeHello(messages.VERSION, spec))
     welcome = connection.receive()

@@ -40,7 +40,7 @@ class DecodeSide:
         secret: bytes,
         page_file: int | None = None,
     ) -> None:
-        """Connect to the prefill engines of `options`, now or as soon as they are there.
+        """Connect to the prefill engines of `options`; retry in the background if they do not run.
 
         `page_file` is the open file of this engine's KV pages, if NIXL may move them.
         """
@@ -101,7 +101,7 @@ class DecodeSide:
     # The caller of these methods holds the loop's lock.
 
     def _consider(self, state: RequestState) -> bool:
-        """Let a prefill engine compute a queued request's prompt if that is faster.
+        """Let a prefill engine prefill a queued request's prompt if that is faster.
 
         Returns whether a KV transfer was begun.
         """

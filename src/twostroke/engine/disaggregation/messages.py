@@ -121,8 +121,8 @@ class FetchPages(Frozen, array_like=True, tag=3):
         number: the number of this fetch, in ascending order.
         id: the number of the prompt.
         offer: the number of the offer.
-        indices: which pages of the offer. With `COPIED` they have been read already, and `Content`
-            says whether they may be used.
+        indices: which pages of the offer. With `COPIED` the decode engine has copied them
+            already, and `Content` says whether the copies may be used.
         is_last: whether no other page of the offer will be fetched, so that the lease ends.
         mode: how the pages get to the decode engine.
         targets: with `WRITTEN`, the pages of the decode engine to write to.
@@ -153,9 +153,9 @@ class NixlJoin(Frozen, array_like=True, tag=5):
 
 
 class NixlProbe(Frozen, array_like=True, tag=6):
-    """A decode engine's message: transfer `nixl.PROBE_BYTES` unused bytes to measure a mode.
+    """A decode engine's message: transfer unused memory by NIXL, to measure the link.
 
-    `Content` answers.
+    The memory has `nixl.PROBE_BYTES` bytes. `Content` is the answer.
     """
 
     number: int
@@ -196,10 +196,10 @@ class Offer(Frozen, array_like=True, tag=3):
 
 
 class Content(Frozen, array_like=True, tag=4):
-    """The prefill engine's answer to `FetchPages` or `NixlProbe`.
+    """The prefill engine's answer to `FetchPages` or `NixlProbe`, before bytes of KV pages.
 
-    `num_bytes` bytes of KV pages follow its frame. It is not valid if the lease has ended or NIXL
-    has failed.
+    There are `num_bytes` bytes. The pages must not be used if `is_valid` is false: the lease has
+    ended or NIXL has failed.
     """
 
     number: int

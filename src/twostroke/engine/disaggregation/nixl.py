@@ -37,7 +37,7 @@ _ENVIRONMENT: Final = {"UCX_TLS": "^shm", "UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_
 
 
 class ConnectAgents(Frozen, array_like=True, tag=1):
-    """A message to a NIXL process: exchange KV pages with another engine's NIXL process."""
+    """A message to an engine's NIXL process: connect to the NIXL process of another engine."""
 
     address: NixlAddress
 
@@ -63,7 +63,7 @@ class AgentOpened(Frozen, array_like=True, tag=1):
 
 
 class Done(Frozen, array_like=True, tag=2):
-    """A NIXL process's answer: a message has been carried out, or failed because of `fault`."""
+    """A NIXL process's answer to a message: it was carried out, or failed because of `fault`."""
 
     fault: str | None = None
 
@@ -76,7 +76,7 @@ _RECEIVED_BY_ENGINE: Final[MessageFormat[NixlReply]] = MessageFormat(NixlReply)
 
 
 def obstacle() -> str | None:
-    """Return why NIXL cannot be used on this machine; None if it can."""
+    """Return the reason why NIXL cannot be used on this machine; None if it can."""
     return None if find_spec(PACKAGE) else INSTALL
 
 
@@ -129,7 +129,11 @@ class NixlProcess:
         self.address = reply.address
 
     def connect(self, address: NixlAddress, within_s: float) -> None:
-        """Exchange KV pages with the NIXL process at `address` from now on; errors as `move`."""
+        """Connect to the NIXL process at `address`, to exchange KV pages from now on.
+
+        Raises:
+            NixlProcessError: it failed or took longer than `within_s`.
+        """
         self._request(ConnectAgents(address), within_s)
 
     def move(

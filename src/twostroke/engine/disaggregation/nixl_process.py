@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _carry_out(agent: _Agent, request: NixlRequest, connection: Connection[NixlRequest]) -> None:
-    """Carry out an engine's message and answer it; exit if the engine ends meanwhile."""
+    """Carry out one message of the engine and answer it; exit if the engine ends meanwhile."""
     if isinstance(request, ConnectAgents):
         agent.connect(request.address)
         return

@@ -38,21 +38,24 @@ _TYPICAL_PROMPT_TOKENS: Final = 1024  # length of prompts whose lengths are not 
 
 
 class MissingPrefill(Frozen):
-    """The part of a prompt without cached KV pages: FLOPs to compute, or bytes to fetch."""
+    """The work for the part of a prompt without cached KV pages.
+
+    It is either computed (`flops`) or fetched from a prefill engine (`num_bytes`).
+    """
 
     flops: float
     num_bytes: int
 
 
 class LocalPrefill(Frozen):
-    """The load of the decode engine, and the effect of prefilling a prompt there.
+    """The situation of the decode engine if it prefills a prompt itself.
 
     Attributes:
         queue_flops: work of prompts that wait or are prefilled.
         flops_per_s: speed of prefill; 0 without measurements.
         num_steps: number of steps in which the prompt would be prefilled.
-        max_outputs: for each running stream, the maximum number of tokens still to come. Each of
-            the steps delays a stream that gets a token in it.
+        max_outputs: for each running stream, the maximum number of tokens still to come. Each
+            of the steps delays a stream that gets a token in it.
     """
 
     queue_flops: float
@@ -98,7 +101,7 @@ class RemotePrefill(Frozen):
 class PrefillPlacement:
     """Decides whether a prefill engine or this decode engine prefills a prompt.
 
-    Callers hold the lock of the scheduler's owner.
+    Callers hold the engine loop's lock.
 
     Attributes:
         rule: a word of `DISAGGREGATE`.
@@ -192,9 +195,10 @@ class PrefillPlacement:
         num_missing: int,
         flops_per_s: float,
     ) -> LocalPrefill:
-        """Return the load of this engine, without the request itself.
+        """Return the situation of this engine if it prefills a request's prompt itself.
 
-        Prompts in the queue that prefill engines compute are left out, too.
+        The request itself, and prompts in the queue that prefill engines compute, are left out of
+        the load.
         """
         num_queued, max_outputs = self._scheduler.backlog()
         num_queued -= sum(len(other.tokens) for other in (request, *remote_requests))
@@ -213,7 +217,7 @@ class PrefillPlacement:
 def choose_engine(
     rule: str, work: MissingPrefill, local: LocalPrefill, engines: Sequence[PrefillEngineState]
 ) -> tuple[int | None, float]:
-    """Return the index of the prefill engine for a prompt, and the expected seconds.
+    """Choose the prefill engine for a prompt; return its index and the expected seconds.
 
     The index is None if this engine should prefill the prompt.
     """
@@ -235,8 +239,8 @@ def local_prefill_s(
 ) -> float:
     """Return the seconds that prefilling a prompt in this engine costs all its requests.
 
-    The prompt waits for prompts before it, and each running stream waits for the steps with parts
-    of the prompt, unless it ends before.
+    The prompt waits for prompts before it. Each running stream waits for the steps with chunks of
+    the prompt, unless the stream ends before.
     """
     num_delayed = sum(min(1.0, count / local.num_steps) for count in local.max_outputs)
     flops = local.queue_flops + work.flops * (1 + num_delayed)

@@ -273,7 +273,7 @@ class PrefillEngineConnection:
     # The caller of these methods holds the loop's lock.
 
     def load(self) -> PrefillEngineState:
-        """Return the prefill engine's load, with prompts that its last report did not include."""
+        """Return the prefill engine's load: its last report, and the prompts sent since then."""
         unreported_flops = sum(
             transfer.flops
             for transfer in self.transfers.values()
@@ -376,9 +376,9 @@ class PrefillEngineConnection:
             attempt += 1
 
     def _connect(self) -> None:
-        """Connect to the prefill engine, check that both have the same kind of KV pages.
+        """Connect to the prefill engine, compare the formats of KV pages, and choose a method.
 
-        Then choose the transfer method.
+        The method is how pages are fetched: shared memory, NIXL or the socket.
         """
         connection, shared_file = connect_to_prefill_engine(self._address, self._secret)
         self._connection = connection
@@ -528,7 +528,7 @@ class PrefillEngineConnection:
         )
 
     def _handle_content(self, content: messages.Content) -> None:
-        """Take in the answer to a fetch: index its KV pages, and fetch the offer's next pages."""
+        """Handle the answer to a fetch: index its KV pages, and fetch the offer's next pages."""
         with self._pages.lock:
             fetch = self._fetches.pop(content.number, None)
             if fetch is not None:
@@ -584,7 +584,7 @@ class PrefillEngineConnection:
         self._last_message_s = time.monotonic()
 
     def _skip(self, num_bytes: int) -> None:
-        """Receive and drop the KV pages of a transfer that has ended."""
+        """Receive the KV pages of a transfer that has ended, and throw them away."""
         scratch = memoryview(bytearray(_SCRATCH_BYTES))
         for start in range(0, num_bytes, len(scratch)):
             self._receive_into(scratch[: num_bytes - start])
@@ -592,7 +592,10 @@ class PrefillEngineConnection:
     # The sending thread.
 
     def _run_sender(self) -> None:
-        """Send queued messages to the prefill engine and end late transfers, until closed."""
+        """Send queued messages to the prefill engine, and end transfers that are late.
+
+        This is the sending thread's function; it returns at `close`.
+        """
         while not self._closing.is_set():
             message = None
             to_send = self._to_send

@@ -55,8 +55,8 @@ class PrefillSide:
     """Prefills prompts for all decode engines that connect, and leases them the KV pages.
 
     Attributes:
-        client, loop, pages: of the engine.
-        spec: the decode engines' pages must have the same.
+        client, loop, pages: the engine's client, its loop, and access to its pages.
+        spec: the format of KV pages, which decode engines must share.
         num_prompts: prompts prefilled for decode engines since the start.
         num_leased_pages: pages leased since the start.
         num_expired_leases: leases that ended because a decode engine took too long.
@@ -116,7 +116,10 @@ class PrefillSide:
             )
 
     def load(self) -> tuple[float, float]:
-        """Return the FLOPs of unfinished prompts, queued ones included, and the speed in FLOP/s."""
+        """Return the work of all unfinished prompts in FLOPs, and the speed of prefill.
+
+        The speed is in FLOP/s. Queued prompts are included.
+        """
         span = self.loop.span(_SPEED_WINDOW_S)
         recent = (span.last.phases - span.first.phases).prefill
         flops_per_s = recent.flops_per_s or self.loop.snapshot().phases.prefill.flops_per_s
@@ -163,11 +166,13 @@ class DecodeEngineConnection:
     The decode engine's end is a `PrefillEngineConnection` (prefill_connection.py): each end has the
     name of the engine to which it leads.
 
-    Leases end in any order. Each lease has references to its pages, so no page is reused while a
-    decode engine may read it: a reply that is being sent keeps the lease, and `Content` tells a
-    decode engine that copies the pages itself whether the lease lasted until then. Pages are
-    evicted in the order in which their leases ended, but are useless without the pages before them;
-    so the end of a prompt's last lease marks its pages as used in the order of the prompt.
+    No page is reused while the decode engine may read it: each lease has references to its pages,
+    and a reply that is being sent keeps the lease. If the decode engine copies pages itself,
+    `Content` tells it whether the lease lasted until the end of the copy.
+
+    Leases end in any order, and their pages would be evicted in this order. But a page is useless
+    without the pages before it. So the end of a prompt's last lease marks the pages as used in the
+    order of the prompt.
 
     Attributes:
         prompts: prompts of the decode engine that are not finished, by number.
@@ -213,10 +218,10 @@ class DecodeEngineConnection:
             nixl_process.end()
 
     def offer(self, prompt: _LeasedPrompt, num_pages: int | None = None) -> None:
-        """Offer a prompt's KV pages to the decode engine.
+        """Offer KV pages of a prompt to the decode engine, as soon as they are computed.
 
-        These are the cached pages among the first `num_pages`, or without `num_pages` all pages
-        that the request has computed.
+        These are the cached pages among the first `num_pages`; without `num_pages`, all pages that
+        the request has computed.
         """
         with self._pages.lock:
             if not self._is_open or prompt.id not in self.prompts:
@@ -333,7 +338,11 @@ class DecodeEngineConnection:
             self._send(messages.PrefillFinished(message.id, str(error)))
 
     def _check(self, message: messages.PrefillPrompt) -> None:
-        """Refuse a message about a prompt that a decode engine with the same spec never sends."""
+        """Raise ConnectionLostError if a message about a prompt is not valid.
+
+        A decode engine with the same `spec` sends only prompts of full pages, with tokens of the
+        vocabulary.
+        """
         tokens, spec = message.tokens, self._prefill_side.spec
         vocab_size = self._prefill_side.client.card.cost.program.vocab_size
         has_full_pages = tokens and not len(tokens) % spec.page_size
@@ -427,9 +436,9 @@ class DecodeEngineConnection:
     # The sending thread.
 
     def _run_sender(self) -> None:
-        """Send replies and the load to the decode engine, until the connection ends.
+        """Send replies and the load to the decode engine, and end leases that have expired.
 
-        Expired leases are ended, too.
+        This is the sending thread's function; it returns when the connection ends.
         """
         reported_s = 0.0
         try:
@@ -565,7 +574,7 @@ class _LeasedPages:
 
 
 class _NixlWrite(Frozen):
-    """The prefill engine's pages to write, and the decode engine's pages to overwrite, by NIXL.
+    """A write by NIXL: the prefill engine's pages, and the decode engine's pages to overwrite.
 
     There are no pages for a probe.
     """

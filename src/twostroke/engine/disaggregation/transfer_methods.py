@@ -54,7 +54,10 @@ _MAX_PROBE_S: Final = 0.25  # after which a mode is not measured again
 
 
 class NixlMemory(Frozen):
-    """A decode engine's KV pages for NIXL: their open file, None if there is none, and size."""
+    """The memory of a decode engine's KV pages, as NIXL needs it.
+
+    It has the open file of the pages, None if there is none, and their number and size.
+    """
 
     page_file: int | None
     num_pages: int
@@ -62,7 +65,7 @@ class NixlMemory(Frozen):
 
 
 class TransferMethod:
-    """One way of fetching KV pages from a prefill engine.
+    """A method of fetching KV pages from a prefill engine: shared memory, NIXL or the socket.
 
     Attributes:
         mode: a word of `messages`.
@@ -260,7 +263,7 @@ _libc.mmap.argtypes = (
 
 
 def share(memory: PageMemory) -> int | None:
-    """Back unused memory of KV pages by a file that other processes can map.
+    """Move unused memory of KV pages into a file that other processes can map.
 
     Returns the open file. None if the memory does not consist of whole pages of the system, or the
     system refuses. The socket then sends KV pages.

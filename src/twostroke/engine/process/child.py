@@ -23,7 +23,7 @@ _CLOSE_MESSAGE_TIMEOUT_S: Final = 1.0
 
 
 class EngineProcess:
-    """The server's handle of a process that runs an engine.
+    """A server's handle of its engine process: starts it, receives its messages, and ends it.
 
     Attributes:
         connection: the connection to the process.
@@ -31,7 +31,7 @@ class EngineProcess:
     """
 
     def __init__(self, load: wire.LoadModel, launched: LaunchedProcess | None = None) -> None:
-        """Send the message `load` to a launched engine process, or to a new process.
+        """Send the message `load` to an engine process that waits for it, or to a new process.
 
         Raises:
             BackendError: the operating system refuses a process.
@@ -80,7 +80,10 @@ class EngineProcess:
         self._process.kill()
 
     def describe_end(self) -> str:
-        """Describe how the engine process ended; kill it if it does not end within a second."""
+        """Return a phrase that says how the engine process ended, such as by a signal.
+
+        The process is killed if it does not end within a second.
+        """
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         self.kill()
@@ -104,5 +107,5 @@ class EngineProcess:
 
 
 def log(message: wire.Log) -> None:
-    """Write a log record of the engine process into this process's log."""
+    """Write a log record that the engine process has sent into this process's log."""
     logging.getLogger(message.logger).log(message.level, "%s", message.text)

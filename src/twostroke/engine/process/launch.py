@@ -18,7 +18,7 @@ _ENTRY_MODULE: Final = "twostroke.engine.process.main"
 
 
 class LaunchedProcess:
-    """An engine process that waits for a `LoadModel` message.
+    """An engine process that was started early, and waits for a `LoadModel` message.
 
     `socket` is the server's end of the connection, and `process` the process.
     """

@@ -81,7 +81,7 @@ class ServerConnection:
 
 
 class _ServerLogHandler(logging.Handler):
-    """Sends the engine process's log records to the server, which writes them to its log."""
+    """A log handler that sends the engine process's log records to the server's log."""
 
     def __init__(self, server: ServerConnection) -> None:
         super().__init__()
@@ -92,7 +92,10 @@ class _ServerLogHandler(logging.Handler):
 
 
 class _OpenCall(Outputs):
-    """The unfinished requests of one `Generate` or `EmbedTexts` message; `id` is the message's."""
+    """The unfinished requests of one `Generate` or `EmbedTexts` message of the server.
+
+    `id` is the id of the message.
+    """
 
     is_cancelled = False  # the server may cancel a call while its constraint is compiled
 
@@ -251,7 +254,8 @@ class RequestHandler:
     ) -> GrammarMatcher:
         """Compile a request's constraint within `limit_s` seconds.
 
-        The server is told before, because compiling may kill the process.
+        The server is told before that the call `id_` starts, because compiling may kill the
+        process.
         """
         self._server.send(wire.RequestsStarted([id_]))
         return self._client.grammars.compile(constraint, limit_s)
@@ -282,9 +286,9 @@ class RequestHandler:
             self._server.send(wire.OutputBatch(outputs_to_send))
 
     def _on_step(self, plan: StepPlan) -> None:
-        """Tell the server about the calls whose first step begins now.
+        """Tell the server which calls have their first step now, before the step runs.
 
-        If the step kills this process, the server holds these calls responsible.
+        If the step kills this process, the server suspects these calls.
         """
         if not self.call_by_request:
             return
@@ -344,7 +348,7 @@ def _to_wire_error(error: BaseException) -> TwostrokeError:
 
 
 def _receive_load(server: ServerConnection) -> wire.LoadModel:
-    """Wait for the server's first message, which says what model to load."""
+    """Wait for the server's first message, which says which model to load with which options."""
     messages: list[wire.ServerMessage] = []
     while not messages:
         messages = server.receive(60.0)
@@ -394,7 +398,7 @@ def _ready(engine: Engine) -> wire.EngineReady:
 
 
 def _die_with_parent() -> None:
-    """Have the operating system kill this process when the server dies, even during a step."""
+    """Ask the operating system to kill this process when the server dies, even during a step."""
     parent = os.getppid()
     with suppress(OSError, AttributeError):  # not on every system
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -33,10 +33,11 @@ _PLAIN_TYPES: Final = (str, int, float, bool, type(None))  # facts of errors are
 
 
 class EngineCard(Frozen):
-    """Facts about a loaded model that a server cannot read from the model's files.
+    """Facts about a loaded model that the engine process sends to the server.
 
-    `draft` is the name of the draft model, if any. `hardware` is None if the machine was not
-    measured. `longest_step_s` is the predicted time of the largest step, 0.0 if unknown.
+    The server cannot read them from the model's files. `draft` is the name of the draft model, if
+    any. `hardware` is None if the machine was not measured. `longest_step_s` is the predicted time
+    of the largest step, 0.0 if unknown.
     """
 
     context_length: int
@@ -106,7 +107,7 @@ class Compile(Frozen, array_like=True, tag=5):
 class GetStatus(Frozen, array_like=True, tag=6):
     """The server asks for an `EngineStatus`.
 
-    Each span is a length in seconds, and the seconds since its end.
+    Each of `spans` has a length in seconds, and the number of seconds since its end.
     """
 
     id: int
@@ -114,7 +115,7 @@ class GetStatus(Frozen, array_like=True, tag=6):
 
 
 class Flush(Frozen, array_like=True, tag=7):
-    """The server says that no more requests come now: start a batch that is not full."""
+    """The server asks the engine to start a batch that is not full, as no more requests come."""
 
 
 class Close(Frozen, array_like=True, tag=8):
@@ -163,7 +164,7 @@ class Accepted(Frozen, array_like=True, tag=5):
 
 
 class RequestsStarted(Frozen, array_like=True, tag=6):
-    """The engine process reports calls that use the engine from now on.
+    """The engine process reports the calls that it starts to compute, before it does so.
 
     They may be the cause if the process dies. Their requests are in a step, or their constraints
     are being compiled. The message has the ids of the calls.
@@ -223,7 +224,7 @@ EngineMessage = (
 class _EncodedError(Frozen, array_like=True):
     """An error in a message between server and engine: the name of its class, and arguments.
 
-    `fields` are the names of the facts that are of the type `Field`.
+    `fields` names the `facts` that are the name of a request's field (`Field`).
     """
 
     class_name: str

@@ -33,7 +33,7 @@ _TIMEOUT_GRACE_S: Final = 0.25  # in which the engine ends a timed-out request i
 
 
 class RemoteOutputs:
-    """The outputs of one call to an engine process, read in the event loop.
+    """The outputs of one call to an engine process, which the server reads in its event loop.
 
     Attributes:
         message: the message of the call.
@@ -118,9 +118,10 @@ class RemoteOutputs:
 
 
 class FullQueue:
-    """Refuses requests in the server for a moment after the engine's queue was full for them.
+    """Refuses requests in the server for a moment after the engine has refused similar ones.
 
-    A flood of requests of one tenant and priority then costs the engine little time.
+    The engine's queue was full for requests of the same tenant and priority. A flood of such
+    requests then costs the engine little time.
     """
 
     def __init__(self) -> None:
@@ -136,7 +137,7 @@ class FullQueue:
             self._refused[caller.tenant, caller.priority] = refusal
 
     def check(self, caller: Caller) -> None:
-        """Refuse a request if the engine's queue was full for this tenant and priority just now.
+        """Refuse a request if the engine's queue was full for its tenant and priority just now.
 
         Raises:
             OverloadedError: the error that the engine gave then.
@@ -213,7 +214,7 @@ class PendingCalls:
         self._let_others_join(outputs)
 
     def on_output(self, outputs: RemoteOutputs) -> None:
-        """Send calls that waited because a suspected call ran alone, if they may join it now.
+        """Send calls that waited while a suspected call ran alone, if they may join it now.
 
         Call this at the first output of a call. A suspected call may have killed engine processes.
         """
@@ -244,8 +245,9 @@ class PendingCalls:
     def end_started(self, error: TwostrokeError, compiled: Sequence[wire.Compile]) -> bool:
         """Fail the calls that the engine process had started, after its death.
 
-        The other calls wait for the next process. `compiled` are the constraints that the process
-        was compiling. Returns whether any call had started or any constraint was being compiled.
+        Calls that had not started wait for the next process. `compiled` are the constraints that
+        the process was compiling. Returns whether any call had started or any constraint was being
+        compiled.
         """
         self.is_up = False
         self._running_alone = None
@@ -295,9 +297,9 @@ class _CrashRecord(msgspec.Struct):
 
 
 class CrashHistory:
-    """Counts the deaths of engine processes for each request that ran at the time.
+    """Counts, for each request, how often an engine process died while the request ran.
 
-    Requests with the same content count as one, from whichever caller. A request that saw two
+    Requests with the same content count as one, also from different callers. A request that saw two
     deaths must run alone until its first output. If the engine process died again after other
     requests had joined it, the request must run alone to its end. It is refused only after a death
     at which it ran alone, because otherwise another request may be the cause.

@@ -55,7 +55,10 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class RemoteEngine:
-    """A `ServedEngine` in an engine process, which is started again when it dies."""
+    """The server's interface to an engine in its own process, which is restarted if it dies.
+
+    It implements `ServedEngine`.
+    """
 
     def __init__(
         self,
@@ -188,7 +191,10 @@ class RemoteEngine:
 
     @property
     def num_inquiries(self) -> int:
-        """The number of compilations and status requests that wait for a reply."""
+        """The number of messages to the engine process that wait for a reply, besides calls.
+
+        They compile constraints and ask for the status.
+        """
         return len(self._inquiries)
 
     @property
@@ -209,14 +215,24 @@ class RemoteEngine:
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> RemoteOutputs:
-        """Submit prompts to the engine process, all or none; raises as `open_call`."""
+        """Submit prompts to the engine process, all or none, and wait until it accepts them.
+
+        Raises:
+            EngineStoppedError, EngineKillerError, OverloadedError, RequestError: the server or
+                the engine refuses the prompts.
+        """
         message = self.generate_message(prompts, params, caller, hints)
         return await self.submit(message, num_answers=len(prompts) * params.n)
 
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> RemoteOutputs:
-        """Submit texts to embed to the engine process; raises as `open_call`."""
+        """Submit texts to embed to the engine process, and wait until it accepts them.
+
+        Raises:
+            EngineStoppedError, EngineKillerError, OverloadedError, RequestError: the server or
+                the engine refuses the texts.
+        """
         message = self.embed_message(texts, params, caller)
         return await self.submit(message, num_answers=len(texts))
 
@@ -319,7 +335,10 @@ class RemoteEngine:
         return outputs
 
     async def _inquire(self, message: wire.Compile | wire.GetStatus) -> Any:
-        """Send a message to the engine process, and wait for the reply to it."""
+        """Send a message to the engine process, and return the result in its reply.
+
+        The message compiles a constraint or asks for the status.
+        """
         self._check_running()
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._inquiries[message.id] = (message, reply)
@@ -444,7 +463,7 @@ class RemoteEngine:
             raise InvalidMessageError("The engine's reply has the id of a message of another type.")
 
     def _reply(self, id_: int, value: object, error: TwostrokeError | None = None) -> None:
-        """Give a waiting inquiry its result or error, unless it has one or was cancelled."""
+        """Give an inquiry its result or error, unless it was answered or cancelled before."""
         _, reply = self._inquiries.get(id_, (None, None))
         if reply is None or reply.done():
             return

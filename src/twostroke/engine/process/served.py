@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class EngineFacts(Frozen):
     """Facts about an engine that do not change while it runs.
 
-    `methods` are the names of the engine's speculation methods. `keeps_pages` says whether it has
-    KV offload.
+    `methods` are the names of the engine's speculation methods. `keeps_pages` says whether it keeps
+    KV pages on disk or in a store (KV offload).
     """
 
     backend: BackendFacts
@@ -73,7 +73,7 @@ class ServedOutputs(Protocol):
 
 
 class ServedEngine(Protocol):
-    """The engine interface that a server uses, for an engine in this or in another process."""
+    """The engine as a server uses it: in the server's own process, or in another process."""
 
     card: ModelCard
 
@@ -189,7 +189,7 @@ class LocalEngine:
         return self._client.embed_async(texts, params, caller)
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile a constraint in the compiler's thread, one at a time.
+        """Compile and cache a constraint in another thread, one constraint at a time.
 
         Returns the rules of its JSON schema that the grammar does not enforce.
         """

@@ -37,9 +37,9 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class ProcessObserver(Protocol):
-    """Is told what happens to a supervised engine process.
+    """Gets notice of events of a supervised engine process: messages, death, restart.
 
-    All methods are called in the event loop.
+    `RemoteEngine` implements it. All methods are called in the event loop.
     """
 
     def on_message(self, message: wire.EngineMessage) -> None:
@@ -49,7 +49,7 @@ class ProcessObserver(Protocol):
         """Handle the death of the engine process; return whether a request may have killed it."""
 
     def on_tick(self) -> None:
-        """Do regular work: this is called several times a second."""
+        """Do work that is due several times a second, such as ending calls after their timeout."""
 
     def on_restart(self, ready: wire.EngineReady) -> None:
         """Use the new engine process, which takes requests now."""
@@ -57,7 +57,7 @@ class ProcessObserver(Protocol):
     def on_load_failure(self, error: TwostrokeError) -> bool:
         """Handle that the engine process could not load its model.
 
-        Returns True to start no other process until `wake`.
+        Returns True if no other process should be started until `wake`.
         """
 
     def on_give_up(self, reason: str) -> None:
@@ -65,7 +65,7 @@ class ProcessObserver(Protocol):
 
 
 class Supervisor:
-    """Runs an engine process, and starts a new one when it dies.
+    """Runs an engine process, kills it if it makes no progress, and restarts it when it dies.
 
     Attributes:
         is_up: whether a process takes requests.
@@ -81,7 +81,11 @@ class Supervisor:
         ready: wire.EngineReady,
         observer: ProcessObserver,
     ) -> None:
-        """Own an engine process that has loaded `load`, or rest without one; call `attach` next."""
+        """Own an engine process that has loaded `load`, or rest without one; call `attach` next.
+
+        `ready` is the last message of the process about its facts. `observer` gets notice of
+        events.
+        """
         self.is_resting = process is None
         self.num_deaths = 0
         self.load_s = 0.0
@@ -154,12 +158,15 @@ class Supervisor:
         self._listen()
 
     def retire(self) -> None:
-        """Stop to receive from the idle engine process; call `rest` next."""
+        """Stop receiving messages of the idle engine process, to end it; call `rest` next."""
         self._process.connection.detach()
         self.is_up = False
 
     async def rest(self) -> None:
-        """End the retired engine process; return once its memory is free."""
+        """End the retired engine process; return once its memory is free.
+
+        `wake` starts another process when a request comes.
+        """
         self.is_resting = True
         await asyncio.to_thread(self._process.close)
 
@@ -230,7 +237,7 @@ class Supervisor:
                 self._observer.on_message(message)
 
     async def _watch_process(self) -> None:
-        """Kill an engine process that makes no progress.
+        """Check the engine process regularly, and kill it if it makes no progress.
 
         An error in a check does not end the watch.
         """
@@ -335,7 +342,7 @@ class ProgressWatchdog:
 
     @property
     def limit_s(self) -> float:
-        """The most seconds that an engine's step, or its silence, may last."""
+        """The maximum number of seconds that an engine's step, or its silence, may last."""
         return max(
             _MIN_STEP_LIMIT_S,
             self._min_limit_s,
@@ -344,7 +351,7 @@ class ProgressWatchdog:
         )
 
     def on_message(self, now_s: float, progress: StepProgress | None = None) -> None:
-        """Note that the engine process sent a message; a heartbeat has the engine's `progress`."""
+        """Record that the engine process sent a message, with `progress` if it was a heartbeat."""
         self._last_message_s = now_s
         if progress is None:
             return
