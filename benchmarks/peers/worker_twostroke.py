@@ -27,7 +27,7 @@ from twostroke.core.options import (
     SpeculationOptions,
 )
 from twostroke.engine.engine import build
-from twostroke.lab.measure.rank_profile import with_rates
+from twostroke.lab.measure.rank_profile import with_measured_speed
 from twostroke.lab.measure.single_step import StepShape
 from twostroke.model.program import BatchShape
 
@@ -107,7 +107,7 @@ def _expected(engine: Engine, starts: list[int], counts: list[int]) -> dict[str,
     divided = divide(engine.card.cost, engine.mesh, limits, facts.ranks, link)
     is_prompt = counts[0] > 1
     shape = StepShape.prefill(counts[0]) if is_prompt else StepShape.decode(len(starts), starts[0])
-    divided = with_rates(divided, backend, engine.mesh, shape)
+    divided = with_measured_speed(divided, backend, engine.mesh, shape)
     steps = facts.steps_ahead + 1
     shares = divided.collective_shares(batch, steps)
     return {

@@ -263,7 +263,7 @@ def constraint(values: dict[str, Any]) -> Constraint | None:
 
 
 def is_given_by_user(name: str) -> bool:
-    """Whether the user gave an option on the command line, rather than its default holding."""
+    """Whether the user gave an option on the command line; False if its default is used."""
     source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.COMMANDLINE
 

@@ -263,7 +263,7 @@ def _announce(
 def _announce_several(
     url: str, *, models: ModelPool, batch: BatchOptions, serving: ServeOptions, log_format: str
 ) -> None:
-    """Tell the user the address and the models of a server of several models."""
+    """Tell the user a server's address and the names of its models."""
     _warn_of_open_access(url, serving)
     names, budget = ", ".join(models.engines), format_bytes(models.budget_bytes)
     chat = _about_chat({name: engine.card for name, engine in models.engines.items()})

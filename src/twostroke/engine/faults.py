@@ -95,7 +95,7 @@ def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResu
         RanksLostError, DeviceLostError: raised by `run`.
     """
     if len(plan.slices) == 1:
-        return _failed(plan.slices[0], error, fail)
+        return _end_failed_request(plan.slices[0], error, fail)
     results = []
     for slice_ in plan.slices:
         try:
@@ -103,7 +103,7 @@ def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResu
         except FATAL:
             raise
         except Exception as request_error:  # noqa: BLE001 other requests must not end with it
-            results.append(_failed(slice_, request_error, fail))
+            results.append(_end_failed_request(slice_, request_error, fail))
     return StepResult(
         [token for result in results for token in result.tokens],
         [logprobs for result in results for logprobs in result.logprobs],
@@ -172,7 +172,7 @@ def _no_token_error(request: Request, new_tokens: Sequence[int]) -> TwostrokeErr
     return RequestError(reason, field=constraint.param)
 
 
-def _failed(slice_: Slice, error: Exception, fail: Fail) -> StepResult:
+def _end_failed_request(slice_: Slice, error: Exception, fail: Fail) -> StepResult:
     """End a request that failed in a step with its error; return its empty result."""
     if not isinstance(error, RequestError):  # a RequestError describes the request's mistake
         error = _failure(f"{type(error).__name__}: {error}")

@@ -192,7 +192,7 @@ class EngineLoop:
         return self._heartbeat.health
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Stop the engine: wait up to `drain_s` seconds for running requests, then end all."""
+        """Stop the engine; wait up to `drain_s` seconds for running requests before ending them."""
         deadline = time.monotonic() + drain_s
         self.flush()
         while time.monotonic() < deadline and self._listeners and self._thread.is_alive():

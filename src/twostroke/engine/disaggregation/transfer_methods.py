@@ -263,10 +263,10 @@ _libc.mmap.argtypes = (
 
 
 def share(memory: PageMemory) -> int | None:
-    """Move unused memory of KV pages into a file that other processes can map.
+    """Make the memory of KV pages readable by other processes, by backing it with a file.
 
-    Returns the open file. None if the memory does not consist of whole pages of the system, or the
-    system refuses. The socket then sends KV pages.
+    The memory must not be used yet. Returns the open file. None if the memory does not consist of
+    whole pages of the system, or the system refuses. The socket then sends KV pages.
     """
     if memory.mapped is None:
         return None

@@ -119,7 +119,7 @@ class Scheduler:
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
     def add(self, request: Request) -> RequestState:
-        """Queue a request and return its state; sets `arrival_s` unless the caller did.
+        """Queue a request and return its state; set its `arrival_s` if the caller did not.
 
         Raises:
             RequestError: the prompt is empty, or an unfinished request has the same id.
@@ -448,9 +448,10 @@ class Scheduler:
         return builder.num_reserved
 
     def _allocate_pages(self, state: RequestState, num_tokens: int, builder: StepBuilder) -> int:
-        """Allocate KV pages for a request's next tokens; return for how many tokens there is room.
+        """Allocate KV pages for up to `num_tokens` next tokens of a request.
 
-        Preempts less urgent requests only if there is no room for a single token.
+        Returns the number of tokens for which there is room. Preempts less urgent requests only if
+        there is no room for a single token.
         """
         request, page_size = state.request, self._pool.page_size
         room = len(request.pages[0]) * page_size - request.num_planned

@@ -108,7 +108,7 @@ def formats_of(
 
 
 def float_format(tensor: QuantTensor) -> str:
-    """Return the float format in which a matrix is stored that is not rounded.
+    """Return the float format for a matrix that is not rounded.
 
     It has 16 bits, or 32 if values overflow.
     """
@@ -120,7 +120,11 @@ def float_format(tensor: QuantTensor) -> str:
 def float_matrix_widths(
     formats: Mapping[str, str], tensors: Mapping[str, QuantTensor], mix: FormatMix
 ) -> dict[str, int]:
-    """Return the matrices that stay in floats although the mix rounds, with their row widths."""
+    """Return the row widths, by name, of matrices that stay in floats under a mix.
+
+    A matrix stays in floats if its rows do not fill whole blocks. If the mix keeps floats on
+    purpose, the result is empty.
+    """
     if mix.layers in FLOATS:
         return {}
     return {key: tensors[key].shape[-1] for key, name in formats.items() if name in FLOATS}

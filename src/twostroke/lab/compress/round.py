@@ -70,10 +70,11 @@ def damped_moments(parts: Iterable[Floats], run: Run = map) -> Moments:
 
 
 def inverse_factors(moments: Floats, run: Run = map) -> Floats:
-    """Return lower triangular matrices F with F @ F.T the inverse of moments (..., width, width).
+    """Return triangular factors of the inverse of moments, which rounding uses (GPTQ).
 
-    float32 is precise enough, because shrinkage keeps moments far from singular. `run` may use
-    threads; the result does not depend on their number.
+    The factors are lower triangular matrices F with F @ F.T the inverse of the moments (..., width,
+    width). float32 is precise enough, because shrinkage keeps moments far from singular. `run` may
+    use threads; the result does not depend on their number.
     """
     if moments.ndim == 2 and len(moments) > _MAX_DIRECT_WIDTH:
         return _factor_by_halves(moments, run)

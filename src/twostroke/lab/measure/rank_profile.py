@@ -156,7 +156,9 @@ def _with_pages_for(shapes: Sequence[StepShape], program: Program, size: CacheSi
     return replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
 
 
-def with_rates(divided: Divided, backend: ParallelBackend, mesh: Mesh, shape: StepShape) -> Divided:
+def with_measured_speed(
+    divided: Divided, backend: ParallelBackend, mesh: Mesh, shape: StepShape
+) -> Divided:
     """Measure the speed of rank 0, and return a prediction of step times that is based on it.
 
     `divided` predicts the time of a step on the ranks of `mesh`. A step of the given shape is

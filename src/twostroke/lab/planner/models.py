@@ -162,7 +162,7 @@ def _from_hub(name: HubName) -> PlannedModel:
 
 
 def _model_of_configuration(name: str, program: Program, fields: Fields) -> PlannedModel:
-    """Return a model for plans that has only a configuration, and no weights."""
+    """Return a model for plans from its configuration alone, without weights."""
     assumed = tuple(key for key in _SIZE_FIELDS if not fields.has(key))
     model = PlannedModel(name, program, {}, "", "", assumed=assumed)
     quantization = fields.part("quantization_config")

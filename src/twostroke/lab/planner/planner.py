@@ -292,7 +292,10 @@ class Planner:
         return self.prompt_s(streams) + self.question.output * self.step_s(streams) / streams
 
     def prefill_per_decode(self, streams: int) -> float:
-        """Return the number of prefill devices that keep one decode device with `streams` busy."""
+        """Return the number of prefill devices for each decode device, so that both are busy.
+
+        A decode device runs `streams` requests.
+        """
         return self.prefill().seconds * streams / (self.step_s(streams) * self.question.output)
 
     def tpot_s(self, streams: int, step_s: float | None = None) -> float:

@@ -106,7 +106,7 @@ def _median_step(steps: list[ServedStep]) -> ServedStep:
 
 
 def merge_steps(old: Iterable[ServedStep], new: Iterable[ServedStep]) -> tuple[ServedStep, ...]:
-    """Return the stored and the new steps of a server; a new step replaces one of its shape."""
+    """Return the steps of a server: the new ones, and stored steps of other shapes."""
     by_cell = {cell_of(step): step for step in old}
     by_cell |= {cell_of(step): step for step in new}
     return tuple(by_cell.values())

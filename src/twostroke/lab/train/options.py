@@ -74,7 +74,7 @@ class TrainOptions(LearnOptions):
 
 
 class DistillOptions(LearnOptions):
-    """Options of training a smaller model; `length` is the most tokens of a sequence."""
+    """Options of training a smaller model; sequences have at most `length` tokens."""
 
     learning_rate: float = 1e-4
     length: int = 512
