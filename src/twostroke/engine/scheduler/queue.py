@@ -161,11 +161,11 @@ class WaitingQueue:
 class FairOrder:
     """Assigns priority keys to requests, fairly between the tenants of each priority level.
 
-    A tenant is charged for the tokens that are computed for its requests; the tenant that was
-    charged least goes first. A request overtakes only requests that arrived less than
-    `max_overtakes` arrivals earlier. For each priority level by which a request is more urgent,
-    this distance grows by `max_overtakes`. If there is a single tenant, no request overtakes
-    another of the same priority.
+    A tenant is charged for the tokens that are computed for its requests. The tenant with the
+    lowest charge, relative to its weight, goes first. A request overtakes only requests that
+    arrived less than `max_overtakes` arrivals earlier. For each priority level by which a request
+    is more urgent, this distance grows by `max_overtakes`. If there is a single tenant, no request
+    overtakes another of the same priority.
     """
 
     def __init__(self, max_overtakes: int) -> None:
