@@ -104,7 +104,7 @@ def test_wrong_options_are_named_as_they_are_written(cli, config):
         assert reason in ran.err
 
 
-def test_what_cannot_be_has_an_exit_code_of_its_own(cli, config):
+def test_an_impossible_plan_has_its_own_exit_code(cli, config):
     given = ("plan", config, "--on", "L4", "--tpot", "0.01")
     ran = cli(*given)
     assert ran.code == 9
@@ -146,7 +146,7 @@ def test_given_shares_stand_in_place_of_measured_steps(cli, tiny):
     assert "--mbu has no effect on measured steps (--calibrate)" in ran.err
 
 
-def test_what_is_no_model_is_refused(cli, tmp_path):
+def test_a_path_that_is_no_model_is_refused(cli, tmp_path):
     ran = cli("plan", str(tmp_path / "nothing.json"), "--on", "L4")
     assert ran.code == 3
 

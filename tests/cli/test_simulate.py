@@ -83,7 +83,7 @@ def test_a_sweep_shows_what_it_tried(cli, config):
     assert found["capacity"] == max(one["rate"] for one in found["probes"] if one["meets"])
 
 
-def test_prompts_are_read_apart_as_asked(cli, config):
+def test_prompts_are_prefilled_on_other_replicas_on_request(cli, config):
     apart = ("--replicas", "2", "--prefill-replicas", "1", "--rate", "1", "--requests", "20")
     for rule, is_told in (("always", True), ("never", False)):
         ran = cli("simulate", config, "--on", "h100-sxm", *apart, "--disaggregate", rule)

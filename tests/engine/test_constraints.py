@@ -118,7 +118,7 @@ def check(value: Any) -> None:
     ],
     ids=str,
 )
-def test_guesses_do_not_change_answers(
+def test_drafts_do_not_change_answers(
     path: Path, plain: list[Any], speculation: dict[str, Any]
 ) -> None:
     given = speculation | ({"draft": str(path)} if "draft" in speculation else {})
@@ -130,7 +130,7 @@ def test_guesses_do_not_change_answers(
             assert sum(stats.accepted.values()) > 20
 
 
-def test_forced_tokens_are_guessed(path: Path) -> None:
+def test_forced_tokens_are_drafted(path: Path) -> None:
     with engine_of(path, method="auto", count=8) as llm:
         llm.generate(PROMPTS, ASKED[0])
         stats = llm.engine.client.loop.snapshot().speculation

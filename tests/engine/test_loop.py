@@ -75,7 +75,7 @@ def test_a_request_that_breaks_a_step_fails_alone(tmp_path: Path) -> None:
         assert client.loop.health is Health.READY
 
 
-def test_a_request_without_a_token_to_draw_fails_alone(
+def test_a_request_without_a_token_to_sample_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tiny_client(tmp_path) as (client, backend):
@@ -99,7 +99,7 @@ def test_a_request_without_a_token_to_draw_fails_alone(
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 
-def test_undrawable_tokens_after_wrong_drafts_do_not_matter(
+def test_missing_tokens_after_wrong_drafts_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a right draft they matter, because the request's own next token cannot be sampled."""

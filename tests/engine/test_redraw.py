@@ -92,7 +92,7 @@ def asking(*, is_strict: bool = False, **fields: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=200, constraint=form, **fields)
 
 
-def test_a_wrong_answer_is_drawn_again(server: LiveServer) -> None:
+def test_a_wrong_answer_is_generated_again(server: LiveServer) -> None:
     say(server, WRONG, AGAIN, RIGHT)
     assert list(all_ways(server, asking(is_strict=True))) == [(RIGHT, "")] * 6
 
@@ -134,7 +134,7 @@ def test_each_of_several_answers_is_settled(server: LiveServer) -> None:
     assert texts == [RIGHT] * 3
 
 
-def test_arguments_of_calls_are_drawn_again_or_told(server: LiveServer) -> None:
+def test_arguments_of_calls_are_generated_again_or_reported(server: LiveServer) -> None:
     call = '<tool_call>\n{{"name": "note", "arguments": {}}}\n</tool_call>'.format
     params = SamplingParams(temperature=0, max_tokens=300)
     llm = Shared(server)
@@ -165,7 +165,7 @@ async def chat_calls(server: LiveServer, params: SamplingParams, tools: Any) -> 
     return [call.arguments async for chunk in chunks for call in chunk.tool_calls]
 
 
-def test_an_answer_that_was_cut_is_not_drawn_again(server: LiveServer) -> None:
+def test_an_answer_that_was_cut_is_not_generated_again(server: LiveServer) -> None:
     say(server, WRONG, RIGHT)
     form = Constraint.json_schema(TAGS, is_strict=True)
     params = SamplingParams(temperature=0, max_tokens=len(WRONG) - 2, constraint=form)
@@ -207,7 +207,9 @@ def test_only_values_that_cannot_go_on_are_complete(text: str, *, is_complete: b
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_complete_call_before_the_cut_is_drawn_again(server: LiveServer, stream: bool) -> None:
+def test_a_complete_call_before_the_cut_is_generated_again(
+    server: LiveServer, stream: bool
+) -> None:
     begun = '\n<tool_call>\n{"name": "note", "arguments": {"title": "One", "ta'
     say(server, CALL(WRONG) + CALL(RIGHT), CALL(AGAIN), CALL(RIGHT) + CALL(RIGHT))
     tools = [{"name": "note", "parameters": TAGS}]
@@ -220,7 +222,7 @@ def test_a_complete_call_before_the_cut_is_drawn_again(server: LiveServer, strea
     assert not answers[-1].schema_miss
 
 
-def test_a_slow_machine_draws_an_answer_again_as_often_as_a_fast_one(
+def test_a_slow_machine_generates_an_answer_again_as_often_as_a_fast_one(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock advances by minutes each time it is read."""

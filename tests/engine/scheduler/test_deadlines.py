@@ -88,7 +88,7 @@ def test_a_request_is_passed_by_a_bounded_number_of_earlier_deadlines():
     assert line.started.index("patient") == 5
 
 
-def test_what_cannot_meet_its_deadline_is_refused_at_once_and_flex_first():
+def test_requests_that_would_miss_their_deadline_are_refused_at_once_and_flex_first():
     line = Line()
     for number in range(30):
         line.add(f"r{number}")
@@ -106,7 +106,7 @@ def test_what_cannot_meet_its_deadline_is_refused_at_once_and_flex_first():
     assert not line.errors
 
 
-def test_a_class_that_gets_little_is_refused_earlier():
+def test_a_service_tier_that_gets_little_is_refused_earlier():
     """Its start rate is the speed that other service tiers leave."""
     line = Line()
     for number in range(100):
@@ -130,7 +130,7 @@ def test_nothing_is_refused_for_its_deadline_when_nothing_waits_before_it():
     assert not line.errors
 
 
-def test_what_expires_in_the_queue_never_runs():
+def test_requests_that_expire_in_the_queue_never_run():
     line = Line()
     line.add("running", 50)
     line.step()

@@ -198,7 +198,7 @@ def test_a_tenant_cannot_save_up_what_it_did_not_use():
     assert service.computed["late"] / (service.computed["busy"] - before) < 1.1
 
 
-def test_a_full_queue_has_room_for_those_who_go_before_the_flood():
+def test_a_full_queue_has_room_for_requests_before_the_flood():
     service = Service(max_running=1, max_waiting_requests=10, max_waiting_tokens=100)
     for _ in range(10):
         service.add("flood", 5, max_tokens=5)
@@ -228,7 +228,7 @@ def test_idle_tenants_are_forgotten():
     assert len(level._unfinished) < 20
 
 
-def test_half_read_prompts_keep_their_pages_when_others_come():
+def test_partly_prefilled_requests_keep_their_pages_when_others_overtake():
     """A tenant that overtakes others in the queue does not preempt running requests."""
     steps = Steps(num_pages=12, token_budget=8)
     first = steps.add("a", 40, max_tokens=2, tenant="flood")

@@ -197,7 +197,7 @@ def play(steps):
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_requests_draw_ahead_of_tokens_that_are_not_known(ahead):
+def test_requests_sample_ahead_of_tokens_that_are_not_known(ahead):
     steps = Steps(steps_ahead=ahead, samples_ahead=True)
     ours = steps.add("a", [1, 2, 3], max_tokens=7)
     steps.add("b", [4, 5], max_tokens=3)
@@ -249,7 +249,7 @@ def test_rows_past_an_end_are_dropped(drawn):
     assert again.num_output == 1
 
 
-def test_each_step_that_draws_ahead_has_the_whole_budget():
+def test_each_step_that_samples_ahead_has_the_whole_budget():
     steps = Steps(token_budget=16, steps_ahead=1, samples_ahead=True)
     steps.add("r", 40)
     assert [steps.plan().num_rows for _ in range(2)] == [16, 16]

@@ -56,7 +56,7 @@ def test_a_text_ends_without_a_token(pooling: Pooling, length: int) -> None:
     check_pool(steps.pool)
 
 
-def test_a_long_text_is_read_in_pieces_together_with_other_requests() -> None:
+def test_a_long_text_is_computed_in_chunks_with_other_requests() -> None:
     steps = Steps(token_budget=10)
     mean = steps.add("mean", 15, pooling=MEAN)
     last = steps.add("last", [*range(20, 33)], pooling=LAST)
@@ -90,7 +90,7 @@ def test_all_rows_of_a_mean_are_computed_and_a_last_one_takes_known_pages() -> N
 
 
 @pytest.mark.parametrize("pooling", Pooling)
-def test_a_preempted_text_is_read_again_from_the_start(pooling: Pooling) -> None:
+def test_a_preempted_text_is_computed_again_from_the_start(pooling: Pooling) -> None:
     steps = Steps(num_pages=8, token_budget=8)
     victim = steps.add("victim", 20, priority=1, pooling=pooling)
     right = expected_states(victim)
@@ -103,7 +103,7 @@ def test_a_preempted_text_is_read_again_from_the_start(pooling: Pooling) -> None
     check_pool(steps.pool)
 
 
-def test_who_leaves_in_the_middle_is_told_nothing_more() -> None:
+def test_a_cancelled_request_reports_nothing_more() -> None:
     steps = Steps(token_budget=8)
     gone = steps.add("gone", 6, pooling=MEAN)
     stays = steps.add("stays", 9, pooling=LAST)
@@ -124,7 +124,7 @@ def test_a_text_may_fill_the_context_and_not_exceed_it() -> None:
         steps.scheduler.max_len(make_request("r", 64))
 
 
-def test_whatever_happens_between_the_rows_are_the_same() -> None:
+def test_random_operations_do_not_change_the_rows() -> None:
     class Machine(SchedulerMachine):
         pools: ClassVar[bool] = True
         counts: ClassVar[Counter[str]] = Counter()

@@ -20,7 +20,7 @@ def test_equally_urgent_requests_are_served_in_order_of_arrival():
     assert [list(steps.step()) for _ in range(3)] == [["a"], ["b"], ["c"]]
 
 
-def test_urgent_request_takes_the_place_of_a_less_urgent_one():
+def test_urgent_request_preempts_a_less_urgent_one():
     steps = Steps(max_running=2, cache=False)
     first = steps.add("a", 5, max_tokens=9)
     second = steps.add("b", 5, max_tokens=9, priority=1)

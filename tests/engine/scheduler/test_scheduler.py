@@ -28,7 +28,7 @@ def test_prompt_is_computed_at_once_if_the_budget_allows():
     assert steps.step() == {"a": 1}
 
 
-def test_prompt_is_cut_to_the_budget_and_only_its_end_draws():
+def test_prompt_is_chunked_to_the_budget_and_only_its_end_samples():
     steps = Steps(token_budget=8)
     request = steps.add("a", 18)
     assert [(p.start, p.count, p.samples) for p in steps.plan().slices] == [(0, 8, False)]
@@ -51,7 +51,7 @@ def test_requests_with_one_pending_token_go_first_and_prompts_share_what_is_left
     assert steps.step() == {"a": 1, "b": 1, "c": 0 + 1}
 
 
-def test_lines_of_batches_pause_while_other_prompts_are_read():
+def test_batch_requests_pause_while_other_requests_prefill():
     steps = Steps(token_budget=16, cache=False)
     steps.add("line", 3, priority=LINE, max_tokens=9)
     steps.add("more", 20, priority=LINE, max_tokens=9)
@@ -65,7 +65,7 @@ def test_lines_of_batches_pause_while_other_prompts_are_read():
     steps.finish()
 
 
-def test_few_lines_of_batches_go_on_while_others_run():
+def test_few_batch_requests_decode_while_other_requests_run():
     steps = Steps(token_budget=16, cache=False)
     for name in "abc":
         steps.add(name, 3, priority=LINE, max_tokens=4)
@@ -82,7 +82,7 @@ def test_few_lines_of_batches_go_on_while_others_run():
     steps.finish()
 
 
-def test_lines_of_batches_go_on_while_no_other_prompt_can_be_read():
+def test_batch_requests_continue_if_no_other_prompt_can_be_prefilled():
     steps = Steps(num_pages=12, token_budget=40, cache=False)
     steps.add("user", 24, max_tokens=8)
     assert steps.step() == {"user": 24}
@@ -93,7 +93,7 @@ def test_lines_of_batches_go_on_while_no_other_prompt_can_be_read():
     steps.finish()
 
 
-def test_a_line_that_was_overtaken_often_does_not_pause():
+def test_a_batch_request_that_was_overtaken_often_does_not_pause():
     steps = Steps(token_budget=8, cache=False, max_overtakes=2)
     line = steps.add("line", 3, priority=LINE, max_tokens=20)
     steps.step()

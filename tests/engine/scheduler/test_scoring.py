@@ -90,7 +90,7 @@ def test_a_request_for_nothing_but_scores_ends_without_a_token(length: int) -> N
     assert len(right) == length - 1
 
 
-def test_who_leaves_in_the_middle_is_told_nothing_more() -> None:
+def test_a_cancelled_request_reports_nothing_more() -> None:
     steps = Steps(max_scored_rows=3)
     gone = steps.add("gone", 9, prompt_logprobs=0)
     stays = steps.add("stays", 9)

@@ -136,7 +136,7 @@ def test_a_request_waits_for_the_pages_that_its_windows_see(windows: tuple[int |
     assert request.num_cached == 24
 
 
-def test_what_is_not_there_is_not_waited_for() -> None:
+def test_requests_do_not_wait_for_pages_that_the_source_lacks() -> None:
     steps = Steps()
     steps.add("b", 14)
     transfers = steps.scheduler.prefix_cache.transfers
@@ -228,7 +228,7 @@ def test_a_leased_page_keeps_its_content(seed: int) -> None:
 
 
 @pytest.mark.seeds(200)
-def test_what_can_be_brought_is_what_a_plain_search_finds(seed: int) -> None:
+def test_transferred_pages_are_the_pages_that_a_plain_search_finds(seed: int) -> None:
     rng = random.Random(seed)
     windows, size = random_windows(rng), rng.choice((1, 2, 4))
     pool = PagePool(200, size, windows)
@@ -254,7 +254,7 @@ def test_what_can_be_brought_is_what_a_plain_search_finds(seed: int) -> None:
     assert firsts == pool.groups.first_read_pages((first + found) * size)
 
 
-def test_nothing_is_brought_without_room_or_a_prefix_cache() -> None:
+def test_no_transfer_begins_without_room_or_a_prefix_cache() -> None:
     for steps in (Steps(num_pages=16), Steps(cache=False)):
         steps.add("a", 14)
         transfers = steps.scheduler.prefix_cache.transfers

@@ -86,7 +86,7 @@ def test_uneven_channels_are_rounded_with_less_error(tmp_path: Path) -> None:
     assert errors[1] < 0.8 * errors[0]  # 0.48 to 0.62 with eight seeds at three levels
 
 
-def test_what_was_interrupted_goes_on_with_the_same_factors(tmp_path: Path) -> None:
+def test_an_interrupted_command_continues_with_the_same_factors(tmp_path: Path) -> None:
     loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny_of("qwen2")))
     program, tensors = build_program(loaded.spec), loaded.tensors
     names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
@@ -137,7 +137,7 @@ def test_matrices_of_zeros_leave_all_else_finite(part: str, tmp_path: Path) -> N
         assert np.isfinite(tensor.dequantize()).all()
 
 
-def test_kept_factors_that_are_no_numbers_are_chosen_again(tmp_path: Path) -> None:
+def test_saved_factors_that_are_not_numbers_are_chosen_again(tmp_path: Path) -> None:
     loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny_of("llama")))
     for number, value in enumerate((np.nan, np.inf, 0.0, -1.0, 2.0)):
         store = SavedMatrices(tmp_path / str(number))

@@ -56,7 +56,7 @@ def test_four_bits_are_a_group_each(tmp_path: Path) -> None:
     assert f"_G{groups['group_0']['weights']['group_size']}_" in group
 
 
-def test_no_folder_is_left_of_what_cannot_be_written(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_folder(tmp_path: Path) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf", tiny_of("gemma3"))
     with pytest.raises(TwostrokeError, match="only plain models of llama, qwen2, qwen3"):
         folder_of(file, "w4a16", tmp_path / "out")

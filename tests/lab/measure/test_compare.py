@@ -75,7 +75,7 @@ def test_logits_that_are_no_numbers_are_said_and_not_compared(tiny: str, tmp_pat
             list(compare_models(subject(right), [subject(other)], pieces, silent))
 
 
-def test_a_reader_beside_itself_differs_in_nothing(tiny: str) -> None:
+def test_a_model_compared_with_itself_differs_in_nothing(tiny: str) -> None:
     pieces = pieces_of(held_out_text(), [tiny], 64, 150)
     (report,) = compare_models(subject(tiny), [subject(tiny)], pieces, silent)
     assert report.comparison.mean_kl == 0

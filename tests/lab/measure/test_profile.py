@@ -50,7 +50,9 @@ def profiles_of(path: Path, options: ProfileOptions) -> list[StepProfile]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_a_step_draws_what_its_requests_draw_alone(path: Path, shape: StepShape) -> None:
+def test_a_step_samples_the_tokens_that_its_requests_sample_alone(
+    path: Path, shape: StepShape
+) -> None:
     """Although KV pages are copied, the step is a real decode step."""
     loaded = load_path(path)
     program = build_program(loaded.spec)
@@ -132,7 +134,7 @@ def test_rounds_go_through_all_shapes_and_share_the_steps(path: Path) -> None:
     assert {step_profile.num_steps for step_profile in profiles} == {2}
 
 
-def test_what_to_mend_is_farthest_above_its_floor(path: Path) -> None:
+def test_the_worst_operation_is_farthest_above_its_floor(path: Path) -> None:
     for step_profile in profiles_of(path, ProfileOptions(SHAPES[:1], num_steps=1)):
         assert step_profile.worst.above_s == max(row.above_s for row in step_profile.operations)
         assert step_profile.step_s == step_profile.run_s.median + step_profile.scheduler_s

@@ -111,7 +111,7 @@ def test_the_cheapest_fleet_is_that_of_a_count_by_hand(fleet):
     assert make_fleet(question).usd_per_hour == pytest.approx(min_usd, rel=0.002)
 
 
-def test_what_cannot_be_says_by_how_much_and_what_would_do(fleet):
+def test_an_impossible_fleet_says_by_how_much_and_what_helps(fleet):
     load = {"requests_per_s": 20, "prompt": 2048}
     for models, fields, words in (
         ([{"model": "70B", **load}], {"stock": {"H100-SXM": 2}}, r"missing.*70B.*Enough would be"),

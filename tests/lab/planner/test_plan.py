@@ -62,7 +62,7 @@ def test_a_stream_reads_all_weights_once_for_each_token(model):
     assert prefill.ttft_s == pytest.approx(linear / (2 * 989e12), rel=0.15)  # attention, links
 
 
-def test_what_does_not_fit_says_what_would(model):
+def test_a_model_that_does_not_fit_says_what_would_help(model):
     plan = make_plan(model("70B"), find_device("H100-SXM"), Question())
     assert plan.chosen_row is None
     assert "does not fit" in plan.verdict
@@ -123,7 +123,7 @@ def test_prompts_of_others_make_tokens_late(model):
     assert 0.8 < planner.prompt_s(64) / plan.ttft_s < 1
 
 
-def test_a_long_prompt_is_read_in_chunks(model):
+def test_a_long_prompt_is_prefilled_in_chunks(model):
     """Weights are read for each chunk, and a chunk's attention grows with its start."""
     large, device = model("8B"), find_device("H100-SXM")
     base = Question(prompt=20_000, output=1000, cached=0.1)

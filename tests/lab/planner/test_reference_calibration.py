@@ -58,6 +58,6 @@ def test_kernels_of_a_known_kind_take_what_they_took_of_another_model(tmp_path):
         assert total == pytest.approx(seconds * 1e3, rel=1e-3)
 
 
-def test_of_other_kernels_nothing_is_known():
+def test_other_kernels_have_no_reference_steps():
     assert reference_steps(find_device("H100-SXM")) is None
     assert reference_steps(replace(DEVICE, peaks={"float32 multiply and add": 9e10})) is None

@@ -252,7 +252,7 @@ def test_time_outside_the_engine_is_added_to_the_first_token(setup):
         assert means_s[1] - means_s[0] == pytest.approx(added_s, abs=1e-6)
 
 
-def test_prompts_can_be_read_apart(setup):
+def test_prompts_can_be_prefilled_on_other_replicas(setup):
     # Of 1,024 tokens 63 pages are moved: 132 MB, over 1 GB/s. The last page is computed again.
     load = Workload("one", (RequestArrival(0.0, 1024, 101),))
     split_setup = replace(setup, replicas=2, prefill_replicas=1, link=1e9, disaggregate="always")
@@ -287,7 +287,7 @@ def test_the_rule_auto_is_as_good_as_the_better_of_always_and_never(setup, promp
     assert simulations["always"].decisions.keys() <= {"there", "short"}
 
 
-def test_a_prompt_that_a_full_replica_refuses_is_read_by_its_own(setup):
+def test_a_prompt_that_a_full_replica_refuses_is_prefilled_by_its_own(setup):
     batch = BatchOptions(token_budget=2048, max_waiting_requests=4)
     split_setup = replace(setup, batch=batch, replicas=4, prefill_replicas=1, link=10e9)
     burst = Workload("burst", tuple(RequestArrival(0.0, 1024, 4) for _ in range(12)))

@@ -45,7 +45,7 @@ def test_models_that_cannot_chat_get_texts_to_go_on_with() -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("method", ["off", "ngram"])
-def test_states_are_those_from_which_tokens_were_drawn(
+def test_recorded_states_are_those_that_sampled_the_tokens(
     model: Path, backend: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "cpu":
