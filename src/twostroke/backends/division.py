@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def mesh_for(options: EngineOptions, program: Program) -> Mesh:
-    """Return the mesh over whose ranks the engine options divide a model.
+    """Return the mesh of ranks that engine options ask for, over which a model is divided.
 
     If `kv_shares` is "auto", keys and values are divided by tokens if a division by heads would
     store some of them twice, and all ranks are on this machine; between machines, a division by
@@ -93,7 +93,10 @@ def read_launcher_env() -> LauncherEnv | None:
 
 
 def division_warning(num_ranks: int) -> str | None:
-    """Return a warning if `num_ranks` is probably a mistake, else None."""
+    """Return a warning if the number of ranks is probably a mistake, else None.
+
+    Examples are far more ranks than cores, or a launcher whose processes each run the whole model.
+    """
     try:
         launcher_env = read_launcher_env()
     except UsageError:  # a single rank does not need the launcher's variables

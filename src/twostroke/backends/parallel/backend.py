@@ -200,7 +200,7 @@ class ParallelBackend:
         cast("CpuBackend", self.rank0_backend).copy_page(source, target)
 
     def measure_collectives(self, test: CollectiveTest) -> tuple[list[float], list[float]]:
-        """Time collectives between all ranks, while no step runs.
+        """Measure the time of collectives between all ranks, while no step runs.
 
         Returns rank 0's seconds before, and in, each collective; see
         `CpuBackend.measure_collectives`.
@@ -251,7 +251,7 @@ class ParallelBackend:
 
     @contextmanager
     def _recovering_ranks(self) -> Iterator[None]:
-        """Run the `with` block; if it fails because of a rank, connect all ranks again.
+        """Run the `with` block; if a rank makes it fail, connect all ranks again before raising.
 
         Then raises the error that made the rank fail.
         """

@@ -226,9 +226,9 @@ def interface_of(address: str) -> str:
 
 
 def _measure(link: HostLink, other: int, number: int) -> LinkTimes:
-    """Measure latency and bandwidth of the link between rank 0 and rank `number`.
+    """Measure the latency and bandwidth of the link between rank 0 and rank `number`.
 
-    Both ranks call this at the same time; `other` is the rank that does not.
+    Both ranks call this at the same time. `other` is the number of the rank at the other end.
     """
     small = _gather_s(link, (0, number), _SMALL_BYTES)
     large = _gather_s(link, (0, number), _LARGE_BYTES)

@@ -69,12 +69,12 @@ class PredictedStep(Frozen):
 
     @property
     def each_s(self) -> float:
-        """Return the seconds from one step to the next while all pipeline stages are busy."""
+        """Return the seconds between the ends of two steps while all pipeline stages are busy."""
         return max(map(sum, zip(self.computing_s, self.moving_s, strict=True)))
 
 
 class CollectiveShares(Frozen):
-    """The shares of a rank's time spent waiting for slower ranks, and in collectives, 0 to 1."""
+    """The shares of rank 0's time that it waits for slower ranks and moves data, from 0 to 1."""
 
     waiting: float
     moving: float
@@ -117,7 +117,10 @@ AT_LIMITS = Rates({})
 
 
 class Divided(Frozen):
-    """A model divided over ranks: each rank's hardware limits, and the speed of their link."""
+    """A model that is divided over ranks, for predictions of its speed.
+
+    It has each rank's part and hardware limits, and the speed of the link.
+    """
 
     cost: CostModel
     parts: tuple[RankProgram, ...]
@@ -135,19 +138,22 @@ class Divided(Frozen):
         return sum(rates.seconds(op, cost.operation(op, batch), limits) for op in cost.program.ops)
 
     def gain(self, batch: BatchShape, limits: Hardware, num_in_flight: int = 1) -> float:
-        """Predict the speed-up of the ranks over a single process with these limits.
+        """Predict how many times faster the ranks are than a single process with these limits.
 
         The sequences of the batch are divided over `num_in_flight` steps.
         """
         return self.step_s_on_one(batch, limits) / self._seconds(batch, num_in_flight)[0]
 
     def collective_shares(self, batch: BatchShape, num_in_flight: int = 1) -> CollectiveShares:
-        """Predict the shares of rank 0's time in collectives; arguments as for `gain`."""
+        """Predict how much of rank 0's time is spent in collectives; arguments as for `gain`."""
         total_s, computing_s, moving_s = self._seconds(batch, num_in_flight)
         return CollectiveShares(1 - (computing_s + moving_s) / total_s, moving_s / total_s)
 
     def _seconds(self, batch: BatchShape, num_in_flight: int) -> tuple[float, float, float]:
-        """Predict the seconds of a batch, and rank 0's seconds of computing and moving data."""
+        """Predict the seconds of a batch whose sequences are divided over `num_in_flight` steps.
+
+        Also returns rank 0's seconds of computing, and of moving data in collectives.
+        """
         count = min(num_in_flight, len(batch.starts))
         if count == 1:
             step = self.step(batch)
@@ -167,7 +173,7 @@ class Divided(Frozen):
 def divide(
     cost: CostModel, mesh: Mesh, limits: Hardware, ranks: Sequence[RankFacts], link: LinkSpeed
 ) -> Divided:
-    """Divide a model over ranks, to predict its speed.
+    """Return a model divided over ranks, for predictions of its speed.
 
     All machines are assumed to equal this one.
     """
@@ -329,12 +335,12 @@ class _StepSimulation:
 
 
 def _unevenness(op: ExpertTerms, num_rows: int) -> float:
-    """Return the expected extra time of other ranks' experts, relative to this rank's time.
+    """Return how much longer other ranks' experts take than this rank's experts, on average.
 
-    Model: rows choose `num_used` experts independently, with equal chances, and time is
-    proportional to the number of choices. `deviation` is the standard deviation of that number on
-    one rank. The number of another rank varies about as much, in the opposite direction, and this
-    rank waits only if it is larger.
+    The result is relative to this rank's time; 0 means as long. Model: rows choose `num_used`
+    experts independently, with equal chances, and time is proportional to the number of choices.
+    `deviation` is the standard deviation of that number on one rank. The number of another rank
+    varies about as much, in the opposite direction, and this rank waits only if it is larger.
     """
     share = len(op.experts) / op.num_experts
     if share in {0, 1}:
@@ -365,7 +371,7 @@ def measure_link(backend: ParallelBackend, noise_s: float = 0.03) -> LinkSpeed:
 
 
 def own_cores(backend: ParallelBackend) -> AbstractContextManager[None]:
-    """Return a context in which this thread runs on the cores of rank 0, as in steps."""
+    """Return a context in which this thread runs only on the cores of rank 0, as in steps."""
     ranks = backend.facts.ranks
     return on_cores(0, sum(rank.host == ranks[0].host for rank in ranks))
 
@@ -403,7 +409,7 @@ def rates_of(
     limits: Hardware,
     batch: BatchShape,
 ) -> Rates:
-    """Return how far kinds of operations are from the hardware limits, from measured seconds.
+    """Return how many times longer kinds of operations take than the limits allow, as measured.
 
     `timed`: operations that ran as one, and their seconds in a step, without waiting. `cost` and
     `limits`: of the rank's part of the model.

@@ -58,7 +58,10 @@ _CAUSE_TIMEOUT_S = 2.0  # to learn why ranks did not connect
 
 
 class RankGroup:
-    """The ranks of an engine, from their start until they load their parts of the model."""
+    """Starts the ranks of an engine, and builds the backend of all ranks.
+
+    It exists from the start of the processes until the ranks have loaded their parts of the model.
+    """
 
     def __init__(self, recipe: EngineRecipe) -> None:
         """Divide the recipe's model over its mesh, and start the processes of the other ranks.
@@ -91,7 +94,8 @@ class RankGroup:
 
         Raises:
             BackendError: a rank ended, or has another version.
-            UsageError, MemoryLimitError: as `size_kv_cache`.
+            UsageError: the requested context is longer than the model supports.
+            MemoryLimitError: the model or its KV pages do not fit into a host's memory.
         """
         hellos = self._ranks.wait_for_hellos()
         for rank, hello in hellos.items():

@@ -94,7 +94,7 @@ class RankHeartbeat(Frozen, array_like=True, tag=6):
 
 
 class Rank0Heartbeat(Frozen, array_like=True, tag=7):
-    """A periodic message of rank 0 to each rank."""
+    """A periodic message of rank 0 to each rank, by which ranks notice that rank 0 is lost."""
 
 
 class Evaluate(Frozen, array_like=True, tag=8):
@@ -122,7 +122,7 @@ class MeasureCollectives(Frozen, array_like=True, tag=10):
 
 
 class GetTimes(Frozen, array_like=True, tag=11):
-    """A message of rank 0: send a `RankTimes`."""
+    """A message of rank 0 that asks for the times of a rank's steps; the answer is `RankTimes`."""
 
 
 class RankTimes(Frozen, array_like=True, tag=12):
@@ -139,7 +139,7 @@ class RankTimes(Frozen, array_like=True, tag=12):
 
 
 class Reset(Frozen, array_like=True, tag=13):
-    """A message of rank 0: join the link again, after a failed step or with restarted ranks.
+    """A message of rank 0: join the link again, after a failed step or restarts of ranks.
 
     `link`: the text by which the rank joins.
     """
@@ -160,11 +160,11 @@ class RankFailed(Frozen, array_like=True, tag=5):
 
 
 class EndRank(Frozen, array_like=True, tag=14):
-    """A message of rank 0: exit."""
+    """A message of rank 0: end the rank's process."""
 
 
 class RankLeaves(Frozen, array_like=True, tag=15):
-    """A message to rank 0: this rank exits, and must not be started again."""
+    """A message to rank 0: the rank's process ends, and must not be started again."""
 
 
 # The messages of `twostroke doctor --ranks`.

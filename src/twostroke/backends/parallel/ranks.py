@@ -139,9 +139,10 @@ class Ranks:
         return dict(self._times)
 
     def check(self) -> None:
-        """Raise an error if a rank was lost while the link was restarted.
+        """Raise an error if another rank was lost while the link was being restarted.
 
-        The link is then aborted again, because its restart has undone the abort.
+        The link is then aborted again: restarting it has undone the abort by which other ranks
+        learn of the loss.
 
         Raises:
             RanksLostError: a rank is lost.
@@ -152,7 +153,10 @@ class Ranks:
                 raise self._lost_error()
 
     def reset(self, request: Reset, new: Collection[int]) -> None:
-        """Make all ranks except the restarted `new` ones join the link after a failed step."""
+        """Make ranks join the restarted link after a failed step.
+
+        The ranks in `new` are left out: their processes are new, and join when they load the model.
+        """
         with self._changed:
             old = [rank for rank in self._processes if rank not in new]
             self.failed.clear()
@@ -376,10 +380,10 @@ class Ranks:
 
 
 class Stall:
-    """Detects that the link moves no bytes although all ranks wait in a collective."""
+    """Watches the link's progress, to find out that it moves no bytes although all ranks wait."""
 
     def __init__(self) -> None:
-        """Start with no observation of the link."""
+        """Start without any progress seen."""
         self._progress: list[int] = []
         self._lasts_s = 0.0
 
@@ -389,7 +393,10 @@ class Stall:
         return self._lasts_s > _STALL_TIMEOUT_S
 
     def update(self, rank0_progress: int, beats: Sequence[RankHeartbeat], passed_s: float) -> None:
-        """Compare the link's progress on all ranks with the progress `passed_s` seconds ago."""
+        """Compare the link's progress on all ranks with the progress at the last call.
+
+        `passed_s`: seconds since the last call.
+        """
         progress = [rank0_progress, *(beat.progress for beat in beats)]
         waits = rank0_progress % 2 == 1 and all(beat.waits for beat in beats)
         is_still = waits and progress == self._progress

@@ -302,7 +302,7 @@ class RankWorker:
         self.link.join(request.link)
 
     def abort(self) -> None:
-        """Abort the link, so that other ranks do not wait for this rank."""
+        """Abort the link after a failure of this rank, so that other ranks stop waiting."""
         self.link.abort()
 
     def close(self) -> None:

@@ -124,7 +124,10 @@ class HostLink:
         self._engine.leave()
 
     def _gather_rank_numbers(self) -> None:
-        """Exchange a byte between all ranks, because engines connect with the first message."""
+        """Exchange a byte between all ranks to test the link, and to make engines connect.
+
+        Engines such as UCX connect with the first message.
+        """
         count, record = self._num_ranks, self.record
         own_number, numbers = (ctypes.c_uint8 * 1)(self._rank), (ctypes.c_uint8 * count)()
         team = (ctypes.c_int32 * count)(*range(count))
