@@ -59,7 +59,7 @@ class TerminalProgressBar:
         self._label = ""
 
     def __enter__(self) -> Self:
-        """Use the progress bar during a block."""
+        """Return the progress bar, which the `with` block removes at its end."""
         return self
 
     def __exit__(self, *exception: object) -> None:

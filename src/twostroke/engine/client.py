@@ -71,7 +71,7 @@ _request_numbers = itertools.count(1)
 
 
 class Client:
-    """Submits requests to the engine in this process."""
+    """Submits prompts and texts to the engine in this process, and returns their outputs."""
 
     def __init__(self, card: ModelCard, loop: EngineLoop) -> None:
         """Submit requests to `loop`, the engine loop that runs the model of `card`."""

@@ -90,7 +90,7 @@ class Engine(Frozen):
 
     @property
     def card(self) -> ModelCard:
-        """The facts about the engine's model."""
+        """The model card: facts about the engine's model for servers and commands."""
         return self.client.card
 
     def describe_gain(self) -> str:

@@ -25,7 +25,7 @@ Pages = tuple[tuple[int, ...], ...]
 
 
 class Health(Enum):
-    """Whether an engine can answer requests."""
+    """Whether an engine can answer requests; the server's health checks report it."""
 
     READY = "ready"
     STALLED = "stalled"  # a step has been running for a minute
@@ -61,7 +61,7 @@ class LoopHeartbeat:
     """
 
     def __init__(self) -> None:
-        """Begin with no step started."""
+        """Start with no step in progress."""
         self.num_steps = 0
         self.busy_since_s: float | None = None
         self.is_recovering = False

@@ -1,4 +1,4 @@
-"""The rule `auto`: the seconds that a prompt costs here, against those there."""
+"""The placement rule `auto`: it compares the costs of prefilling here and in a prefill engine."""
 
 from __future__ import annotations
 

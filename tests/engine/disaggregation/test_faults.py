@@ -1,4 +1,4 @@
-"""Messages get lost and engines die, but no request does."""
+"""Lost messages and dead engines in disaggregation cost time, but no request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_moves_that_fail_and_write_on_cost_time_and_no_request(seed: int, tmp_pa
 
 
 def _outcomes(folder: Path, answer: Callable[[Connection[Any], Any], None], within_s: float) -> Any:
-    """Answer a prompt that a scripted peer was to read; return how the transfers ended.
+    """Prefill a prompt with a scripted prefill engine; return how the KV transfers ended.
 
     The tokens must be those of one engine, and no page may stay held.
     """

@@ -1,4 +1,4 @@
-"""Engines that do not fit, or do not know the secret, are refused with a sentence."""
+"""Engines that do not fit together, or do not share the secret, are refused with a sentence."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_stranger_is_refused(
 
 @contextmanager
 def listening() -> Iterator[tuple[Listener[Any], Event]]:
-    """A listener to TCP, and what is set once an engine has proved itself."""
+    """Yield a TCP listener, and an event that is set once a decode engine has proved its secret."""
     proved = Event()
 
     def serve(connection: Connection[Any]) -> None:

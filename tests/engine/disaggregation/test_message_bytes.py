@@ -1,4 +1,4 @@
-"""Prefill and decode engines of different builds understand each other: the bytes stay the same."""
+"""Messages between prefill and decode engines of different builds: the bytes stay the same."""
 
 from __future__ import annotations
 

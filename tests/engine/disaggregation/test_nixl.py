@@ -1,4 +1,4 @@
-"""Pages that NIXL moves: as if it was installed, and by the real one where it is."""
+"""KV pages that NIXL moves: with a stand-in, and with the real NIXL where it is installed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _SIZE, _COUNT = 1 << 18, 256
 
 @pytest.fixture
 def pages() -> Iterator[list[tuple[int, Any]]]:
-    """Open files of two engines' pages, and views of these; only the first one's are not zero."""
+    """Yield the files of two engines' pages and views of them; only the first is not zero."""
     with ExitStack() as stack:
         found = []
         for value in (1, 0):

@@ -1,7 +1,4 @@
-"""Prefill and decode engines in processes of their own transfer KV pages.
-
-`make long SUITE=disaggregation-tokens` and `SUITE=disaggregation` do more.
-"""
+"""Prefill and decode engines in separate processes transfer KV pages."""
 
 from __future__ import annotations
 

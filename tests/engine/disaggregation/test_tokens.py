@@ -1,4 +1,4 @@
-"""A prompt that another engine reads is answered as if this one had read it."""
+"""A prompt that a prefill engine computes is answered as if one engine had computed all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits for an engine's process while there is none: how much, and of whom."""
+"""Limits on the calls that wait for an engine process: how many, and of which tenant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = SchedulerConfig(context_length=100, max_waiting_requests=4, max_waiting
 
 
 def run(test: Callable[[Callable[..., None]], None]) -> None:
-    """Run `test` with a function that asks for prompts of some length, with no process."""
+    """Run `test` with a function that submits prompts of given lengths; no engine process runs."""
 
     async def inside() -> None:
         book = PendingCalls(lambda _: None)

@@ -1,4 +1,4 @@
-"""Deaths of an engine's process at odd moments, and faults at its desk."""
+"""Engine processes that die at unusual moments, and failures in their request handler."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_an_engine_that_ran_for_a_while_was_no_failed_start(
 
 
 class Recorder:
-    """Takes what a desk sends."""
+    """Records the messages that a request handler sends."""
 
     def __init__(self) -> None:
         self.sent: list[wire.EngineMessage] = []
@@ -240,7 +240,7 @@ def test_what_is_cancelled_while_its_constraint_is_compiled_does_not_run(model: 
 
 
 def test_a_descriptor_beyond_1023_is_read() -> None:
-    """A server with a thousand clients gives its next engine one."""
+    """A server with a thousand clients gives such a descriptor to its next engine process."""
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD, 1030)) as high:
         server = ServerConnection(high)

@@ -1,4 +1,4 @@
-"""Several steps in flight, and ranks that get lost: the same tokens, whatever happens."""
+"""Several steps in flight, and ranks that die: the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PROMPTS = [[5], [6, 7], [8] * 40, [9, 10, 11], [12] * 20]
 def engine_of(
     path: Path, backend: str, steps_ahead: int, chance: float, **speculation: Any
 ) -> Iterator[tuple[LLM, Ranks]]:
-    """Yield an engine on ranks, of which one is lost with some `chance` in each call."""
+    """Yield an engine on ranks; each call of the backend loses a rank with the given `chance`."""
     native_dir()
     made: list[Ranks] = []
     create_backend = recipe_module.create_backend
@@ -81,7 +81,7 @@ def engine_of(
 
 
 def said(llm: LLM) -> list[Any]:
-    """Return all answers; the reference backend's log-probabilities depend on a step's rows."""
+    """Return all answers, without log-probabilities where these depend on a step's rows."""
     prompts = [text for text in TEXTS for _ in ASKED]
     is_exact = llm.engine.client.loop.facts.name == "cpu"
     return [

@@ -1,4 +1,4 @@
-"""An engine in its own process: the same answers, and what happens when it dies."""
+"""An engine in its own process: the same answers, and the effects of its death."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_process_that_is_stopped_is_replaced(model: str, monkeypatch: pytest.M
 
 
 def test_a_request_that_kills_its_engine_is_not_asked_twice(model: str) -> None:
-    """Nor does it take those with it that wait behind it."""
+    """Requests that wait behind it are not lost."""
 
     async def run() -> None:
         async with started(model, max_running=1, token_budget=8) as engine:
@@ -269,7 +269,7 @@ def test_nothing_is_left_when_the_server_dies(model: str) -> None:
 
 
 def test_a_launched_process_ends_without_a_load() -> None:
-    """Its server may end while it still imports."""
+    """The server may end while the process still imports modules."""
     left, closed = launch.LaunchedProcess(), launch.LaunchedProcess()
     left.socket.close()
     closed.close()

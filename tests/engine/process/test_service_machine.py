@@ -1,4 +1,4 @@
-"""A server and an engine that dies at any moment, under random operations."""
+"""A server and an engine process that dies at any moment, under random operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that kill engines: found among others, computed alone, refused."""
+"""Requests that kill engine processes are found among others, run alone, and refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def asked(number: int, prompt: int) -> wire.Generate:
 
 
 class Desk:
-    """A book, and the ids that it has sent."""
+    """Pending calls, and the ids of the calls that were sent to the engine process."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
@@ -186,7 +186,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 async def kill_while_it_computes(engine: RemoteEngine) -> None:
-    """Ask for something that kills the process before it says a word."""
+    """Submit a request that kills the engine process before it sends an output."""
     os.kill(engine.supervisor.pid, signal.SIGSTOP)
     asking = asyncio.create_task(ask(engine, LONG))
     await asyncio.sleep(0)

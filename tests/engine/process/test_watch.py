@@ -1,4 +1,4 @@
-"""When a process is given up: after silence, or in a step that takes far too long."""
+"""The watchdog gives up an engine process after silence, or if a step takes far too long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from twostroke.engine.status import StepProgress
 def pulses(
     watch: ProgressWatchdog, seconds: float, *, step_s: float = 0.0, steps: int = 0
 ) -> str | None:
-    """Let time pass with pulses; return the first fault."""
+    """Let time pass with heartbeats; return the first fault that the watchdog finds."""
     begin = watch._last_check_s
     for tick in range(int(seconds * 4)):
         now = begin + (tick + 1) / 4

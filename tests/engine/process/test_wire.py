@@ -1,4 +1,4 @@
-"""What travels between a server and its engine arrives as it was, and nothing else is taken."""
+"""Messages between server and engine arrive unchanged; other bytes are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LAST = Output(
 
 
 def received(message_format: MessageFormat[Any], data: bytes) -> list[Any]:
-    """Return the messages that arrive as these bytes."""
+    """Return the messages that a connection reads from these bytes."""
     reader = MessageReader(message_format)
     reader.received += data
     return list(iter(reader.next, None))

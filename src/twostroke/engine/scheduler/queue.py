@@ -100,7 +100,7 @@ class WaitingQueue:
         return key
 
     def add(self, state: RequestState) -> None:
-        """Queue a new request until it starts."""
+        """Queue a new request; it waits until the scheduler starts it."""
         self._not_ready[state.request.id] = state
         if self.order.add(state):
             self.ready.sort(key=priority_key)

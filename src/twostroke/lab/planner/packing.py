@@ -86,7 +86,7 @@ class PackingResult(Frozen):
         return sum(pattern.group.usd_per_hour * times for pattern, times in self.used)
 
     def carries(self, demand: Demand) -> bool:
-        """Whether the packing serves all load of the demand."""
+        """Whether the packed replicas serve all load of the demand."""
         pairs = zip(self.missing, demand.loads, strict=True)
         return all(missing <= (1 - _SERVED_SHARE) * load for missing, load in pairs)
 

@@ -86,7 +86,7 @@ class Shortfall(Frozen):
 
     @property
     def times(self) -> float:
-        """How many times as large as its limit the figure is."""
+        """The figure divided by its limit, such as 1.5 if the model needs half as much again."""
         return self.value / self.limit
 
 

@@ -94,7 +94,7 @@ class SimulatedReplica:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all unfinished requests."""
+        """The number of tokens, of prompts and answers, of all unfinished requests."""
         steps = self._fast_forward
         if steps is None:
             return self._num_tokens

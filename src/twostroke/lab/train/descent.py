@@ -65,7 +65,7 @@ class Descent:
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """The weights that are trained, by name."""
+        """The weights that the training changes, by name."""
         return {name: weight for name, weight in self.weights.items() if weight.requires_grad}
 
     @property
