@@ -83,10 +83,11 @@ def _balance_of_latents(
 ) -> Array:
     """Return the key balance of a layer with latent attention (MLA), in the form of `balances`.
 
-    Rotated keys and latent vectors share a scale. Only rotated keys are scaled, to about the size
-    of the latent vectors. Latent vectors keep their size, because they are also values. With int16
-    the queries of both share a scale as well: with equal contributions to scores, they differ by
-    the square root of the ratio of their widths. Half of that factor is then given to the keys.
+    Rotated keys and latent vectors are quantized with a common scale, so the rotated keys are
+    scaled to about the size of the latent vectors. Latent vectors keep their size, because they are
+    also values. With int16 the two kinds of queries have a common scale as well. If both contribute
+    equally to scores, their sizes differ by the square root of the ratio of their widths; half of
+    that factor is then given to the keys.
     """
     rotated, others = _mean_squares(origin.keys, tensors), _mean_squares(latents, tensors)
     ratio = max(others.max(), _MIN_SQUARE) / max(rotated.max(), _MIN_SQUARE)

@@ -67,7 +67,10 @@ class StatePool:
         self._counts[slot] += 1
 
     def release(self, slot: int) -> None:
-        """Drop a reference to a slot; a snapshot stays cached after its last reference."""
+        """Drop a reference to a slot: without references it becomes free, or stays cached.
+
+        It stays cached if it is the snapshot of a prefix.
+        """
         self._counts[slot] -= 1
         assert self._counts[slot] >= 0, "a state without references was released"
         if self._counts[slot] == 0:

@@ -196,8 +196,8 @@ class DraftModel(ModelProposer["DraftModelSequence"]):
     ) -> bool:
         """Return whether a request's drafts may save more time than their model's prefill takes.
 
-        `tokens` are the request's tokens for the draft model. Making a draft takes as long as
-        `min_chance` tokens take without drafts.
+        `tokens` are the request's tokens for the draft model. `min_chance` is the time of making a
+        draft, measured in tokens that the target would generate meanwhile.
         """
         hit = self._index.match(self._index.chain(request.salt), tokens, request.num_prompt)
         num_cached = hit.num_pages * self._runner.runner.facts.page_size
