@@ -32,7 +32,7 @@ class Flips(Frozen):
     def between(cls, source: Sequence[int], other: Sequence[int]) -> Flips:
         """Compare two models' answers to the same multiple-choice questions.
 
-        Answers are indices; 0 is right.
+        Answers are indices; index 0 is the right answer to each question.
         """
         num_flipped = sum(a != b for a, b in zip(source, other, strict=True))
         return cls(len(source), num_flipped, num_right=other.count(0), source_right=source.count(0))

@@ -416,8 +416,9 @@ class _LinearProgram:
 
 
 def _replica_count(share: Any) -> Any:
-    """Return the contribution of replicas to a model's row "at least two replicas".
+    """Return how much replicas count towards the two replicas that each model needs.
 
-    A replica that serves `share` of the model's load counts 1, and 2 if it serves all.
+    This is a row of the linear program. A replica that serves `share` of the model's load counts 1,
+    or 2 if it serves all, since one such replica is enough.
     """
     return 1 + (share >= _SERVED_SHARE)

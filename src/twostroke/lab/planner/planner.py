@@ -236,7 +236,7 @@ class Planner:
         return self._seconds(streams)[2]
 
     def _seconds(self, streams: int) -> tuple[float, float, float]:
-        """Return `step_s`, `prompt_s` and `ttft_s` for a number of streams.
+        """Return `step_s`, `prompt_s` and `ttft_s` for a number of streams, which share their work.
 
         They are computed once for each number.
         """
