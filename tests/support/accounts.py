@@ -1,4 +1,4 @@
-"""A router that keeps accounts, and what it has counted."""
+"""A router that records usage, and the usage that it has recorded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ USAGE = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": No
 
 @contextmanager
 def accounting(folder: Path, *urls: str) -> Iterator[LiveRouter]:
-    """A router as `route --records` starts it."""
+    """Yield a router with records, as `route --records` starts it."""
     with closing(Records(folder)) as records:
         keys = ApiKeys.read(None, None, folder)
         assert keys is not None
@@ -49,7 +49,7 @@ def used(folder: Path) -> list[tuple[str, str, str, int, int, int, int]]:
 
 
 def whole(body: object) -> Callable[[Exchange], Any]:
-    """An answer of another server that is not streamed."""
+    """Return a fake server's handler that answers with `body` in one piece, not as a stream."""
 
     async def behave(exchange: Exchange) -> None:
         await exchange.answer(body)

@@ -27,6 +27,6 @@ def _create_or_share(*args: Any, **options: Any) -> ssl.SSLContext:
 
 
 def share() -> None:
-    """Let clients of httpx share a context: to read all authorities takes each some 20 ms."""
+    """Let all httpx clients share one TLS context, since reading the authorities takes 20 ms."""
     if certifi is not None:
         ssl.create_default_context = _create_or_share

@@ -1,4 +1,4 @@
-"""A runner of batches whose lines a stand-in for the server answers."""
+"""A batch runner whose requests a stand-in for the server answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DAY_S = 86_400.0
 
 
 class App:
-    """Answers requests, or fails as `fail` says of the line and how often it was sent."""
+    """Answers batch requests, or fails as `fail` says for a line and the number of attempts."""
 
     def __init__(self, fail: Callable[[str, int], TwostrokeError | None] | None = None) -> None:
         self.sent: dict[str, int] = {}
@@ -53,7 +53,7 @@ class App:
 
 
 class Bench:
-    """A runner over the records in a folder, and one batch."""
+    """A batch runner over the records in a folder, with one batch."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Bench:
         self.runner = BatchRunner(records, FORMS, RequestLimits(), lambda: num_together, may_run)
 
     async def begin(self, num_lines: int, protocol: str = openai.PROTOCOL) -> Batch:
-        """Run lines whose custom_id is their place."""
+        """Run a batch whose requests have their line's index as `custom_id`."""
         await self.runner.start(self.app)
         return await self.add(num_lines, protocol)
 

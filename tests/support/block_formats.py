@@ -107,7 +107,10 @@ def take_apart(name: str, source: np.ndarray) -> Parts:
 
 
 def take_groups_apart(name: str, source: np.ndarray) -> Parts:
-    """Return the parts of groups; a group of 128 repeats its scale for four sub-blocks of 32."""
+    """Return the parts of grouped weights; the scale of a group of 128 is repeated four times.
+
+    A sub-block has 32 inputs.
+    """
     fmt = FORMATS[name]
     blocks = source.reshape(-1, fmt.block_bytes)
     scales = np.ascontiguousarray(blocks[:, :4]).view(np.float32)
@@ -131,7 +134,7 @@ def take_groups_apart(name: str, source: np.ndarray) -> Parts:
 
 
 def take_book_apart(book: Codebook, source: np.ndarray) -> Parts:
-    """Return the parts of a codebook's blocks in the kernels' form."""
+    """Return the parts of a codebook format's blocks, in the form that the kernels use."""
     scales, codes = book.parts(source.reshape(-1, book.format.block_bytes))
     outputs = len(source)
     return Parts(

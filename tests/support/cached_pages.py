@@ -1,4 +1,4 @@
-"""Which pages of a prompt an engine's cache has, and which it would evict first."""
+"""The cached KV pages of a prompt in an engine, and the order in which they would be evicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def keys_of(client: Client, prompt: Sequence[int]) -> list[bytes]:
 
 
 def young_to_old(client: Client, keys: list[bytes]) -> list[int]:
-    """Return the places of a prompt's cached pages, those first that are evicted last."""
+    """Return the page indices of a prompt's cached pages, the last to be evicted first."""
     with client.loop.pages.lock:
         scheduler = client.loop.pages.scheduler
         index = scheduler.prefix_cache.transfers._index

@@ -1,4 +1,4 @@
-"""Carriers without NIXL, within one process, that fail as real ones do."""
+"""Stand-ins for NIXL processes, within one process, that fail as real ones do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _names = itertools.count(1)
 
 
 class Carrier:
-    """See `nixl.NixlProcess`. A move that fails writes on until the target's process is closed.
+    """A stand-in for `nixl.NixlProcess`; a failed move writes on until the target is closed.
 
     `choose` says how the next move fails: "fails", "stuck" or not at all.
     """
@@ -71,7 +71,7 @@ class Carrier:
             writer.join()
 
     def _haunt(self, targets: list[int]) -> None:
-        """Write nonsense to pages until this carrier has ended."""
+        """Write random bytes to pages until this stand-in has ended."""
         if self._ended.is_set():
             return
 
@@ -84,7 +84,7 @@ class Carrier:
 
 
 def use(patch: pytest.MonkeyPatch, choose: Callable[[], str] = lambda: "") -> None:
-    """Let engines use such carriers, as if NIXL was installed."""
+    """Let engines use these stand-ins, as if NIXL was installed."""
     patch.setattr(Carrier, "choose", staticmethod(choose))
     for module in (lending, ways):
         patch.setattr(module, "NixlProcess", Carrier)

@@ -34,12 +34,12 @@ _CHUNK = 4096  # the time of `tokenizers` grows faster than the text
 
 
 def here(pattern: str, characters: str = VARIED) -> frozenset[str]:
-    """Return the characters of a class as Twostroke reads it."""
+    """Return the characters that match a class of a pattern in Twostroke."""
     return frozenset(cut_at(pattern, "Removed", invert=True)(characters))
 
 
 def there(pattern: str, characters: str = VARIED) -> frozenset[str]:
-    """Return the characters of a class as `tokenizers` reads it."""
+    """Return the characters that match a class of a pattern in Hugging Face's `tokenizers`."""
     split = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
     chunks = (characters[start : start + _CHUNK] for start in range(0, len(characters), _CHUNK))
     return frozenset(char for chunk in chunks for char, _ in split.pre_tokenize_str(chunk))

@@ -1,4 +1,4 @@
-"""Does a sample come from a distribution? Pearson's test, told as a normal deviate."""
+"""Pearson's chi-square test of samples, whose result is a standard normal deviate."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ DIFFERS = 8.0  # planted faults must exceed it
 
 
 def deviate(tokens: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
-    """How far the counts of `tokens` are from `probabilities`: a standard normal if they agree.
+    """Return how far the counts of `tokens` are from `probabilities`, as a normal deviate.
 
-    Cells that expect fewer than 5 are pooled; a token that must not occur gives infinity. Wilson
-    and Hilferty, "The distribution of chi-square" (1931), turn the statistic into a deviate.
+    It has a standard normal distribution if they agree. Cells that expect fewer than 5 are pooled;
+    a token that must not occur gives infinity. Wilson and Hilferty, "The distribution of chi-
+    square" (1931), turn the statistic into a deviate.
     """
     counts = np.bincount(tokens, minlength=probabilities.size).astype(float)
     if counts[probabilities == 0].any():
@@ -41,9 +42,9 @@ def deviate(tokens: NDArray[np.int64], probabilities: NDArray[np.float64]) -> fl
 
 
 def brute_force(params: SamplingParams, logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The probability of each token (vocab_size,), from the definition in words, in float64.
+    """Return the probability of each token (vocab_size,), computed slowly in float64.
 
-    For temperatures above 0 and finite logits; no bias, penalties or bars.
+    For temperatures above 0 and finite logits, without bias, penalties or forbidden tokens.
     """
     values = params.values
     scaled = logits.astype(float) / values.temperature

@@ -1,4 +1,4 @@
-"""The command line as a process of its own."""
+"""The command line as a separate process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAIN = (
 
 @contextmanager
 def started(*arguments: str, script: str = MAIN, **popen: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield `twostroke ARGUMENTS`, run by `script`, as a process that is gone afterwards."""
+    """Run `twostroke ARGUMENTS` by `script` as a process; end it after the block."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(
         [sys.executable, "-c", script, *arguments],

@@ -1,4 +1,4 @@
-"""Models that are known by their configuration alone, as plans take them."""
+"""Models that have only a config.json, for plans."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ for _name, _layers, _experts in (("gpt-oss-120b", 36, 128), ("gpt-oss-20b", 24, 
 
 
 def write_config(path: Path, sizes: str | tuple[int, ...], **more: Any) -> str:
-    """Write a configuration of these sizes, a key of `SIZES` or values of `KEYS`; return its path.
+    """Write a config.json with these sizes, a key of `SIZES` or values of `KEYS`; return its path.
 
-    `more` are other fields of it.
+    `more` are other fields of the configuration.
     """
     values = dict(zip(KEYS, SIZES[sizes] if isinstance(sizes, str) else sizes, strict=True))
     config = {"model_type": "llama", "max_position_embeddings": 1 << 17, **values, **more}

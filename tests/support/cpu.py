@@ -1,4 +1,4 @@
-"""The cpu backend on tiny random models, stepped by hand."""
+"""The cpu backend on tiny random models, run step by step."""
 
 from __future__ import annotations
 
@@ -101,18 +101,18 @@ def greedy_request(tokens: list[int], **params: Any) -> Request:
 
 
 def run(backend: CpuBackend, *slices: Slice) -> list[int]:
-    """Run one step and return the drawn tokens."""
+    """Run one step, and return the sampled tokens."""
     return backend.run(StepPlan(slices)).tokens
 
 
 def page_lists(backend: CpuBackend, pages: list[int]) -> list[list[int]]:
-    """Return a request's pages: those of each cache group lie between the others'."""
+    """Return a request's pages by cache group; the pages of the groups alternate."""
     num_groups = len(backend.facts.windows)
     return [[num_groups * page + group for page in pages] for group in range(num_groups)]
 
 
 class Sequence:
-    """One greedy request on pages of its own; a drawn token is (id, its log-probabilities)."""
+    """One greedy request with its own pages; a sampled token is (id, its log-probabilities)."""
 
     def __init__(self, backend: CpuBackend, prompt: list[int], pages: list[int]) -> None:
         self.backend = backend
@@ -120,7 +120,7 @@ class Sequence:
         self.request.pages = page_lists(backend, pages)
 
     def reset(self) -> None:
-        """Forget the answer, as if it had just arrived."""
+        """Forget the answer, as if the request had just arrived."""
         self.backend.forget(self.request)
         del self.request.tokens[self.request.num_prompt :]
         self.request.num_computed = self.request.num_planned = 0
@@ -131,7 +131,7 @@ class Sequence:
         return Slice(self.request, start, count, start + count == len(self.request.tokens))
 
     def commit(self, part: Slice, drawn: tuple[int, object] | None) -> tuple[int, object] | None:
-        """Take in what a step computed; returns what was drawn."""
+        """Apply the result of a step to the request; return the sampled token, if any."""
         self.request.num_computed += part.count
         self.request.num_planned = self.request.num_computed
         if drawn is not None:
@@ -139,18 +139,18 @@ class Sequence:
         return drawn
 
     def step(self, chunk: int) -> tuple[int, object] | None:
-        """Compute one slice alone."""
+        """Compute one slice of at most `chunk` tokens alone; return the sampled token, if any."""
         part = self.slice(chunk)
         result = self.backend.run(StepPlan((part,)))
         drawn = (result.tokens[0], result.logprobs[0]) if part.samples else None
         return self.commit(part, drawn)
 
     def prefill(self, chunk: int) -> tuple[int, object]:
-        """Compute all tokens but the one drawn last."""
+        """Compute all tokens in chunks; return the token that the last chunk samples."""
         while (drawn := self.step(chunk)) is None:
             pass
         return drawn
 
     def decode(self, count: int) -> list[tuple[int, object]]:
-        """Draw `count` more tokens, one a step."""
+        """Sample `count` more tokens, one in each step."""
         return [drawn for _ in range(count) if (drawn := self.step(1)) is not None]

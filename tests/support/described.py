@@ -1,4 +1,4 @@
-"""Responses held against the server's own OpenAPI document."""
+"""Responses checked against the server's own OpenAPI document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROOT = "urn:described"
 
 
 class Description:
-    """A document that can be asked whether a response is as it says.
+    """An OpenAPI document, against which responses are checked.
 
     Structs of answers are closed first: a field that is not described is a fault, too.
     """
@@ -42,7 +42,7 @@ class Description:
         }
 
     def check(self, method: str, path: str, response: httpx.Response) -> None:
-        """Assert that a response, all of which has been read, is one that the document has."""
+        """Assert that the document describes a response, which was read completely."""
         found = self._operation(method, path)
         status = response.status_code
         assert response.headers["x-request-id"]
@@ -72,7 +72,7 @@ class Description:
             self.validate(schema, response.json())
 
     def validate(self, schema: Parts, value: object) -> None:
-        """Assert that a value is one that a schema of the document allows."""
+        """Assert that a value is valid under a schema of the document."""
         errors = [
             f"{error.instance_path}: {error.message}"
             for error in self._validator(schema).iter_errors(value)
@@ -84,7 +84,7 @@ class Description:
         return self._validator(schema).is_valid(value)
 
     def _validator(self, schema: Parts) -> Draft202012Validator:
-        """Return what validates a schema, whose references are into the document."""
+        """Return a validator for a schema, with references into the document."""
         text = json.dumps(schema).replace('"#/components', f'"{_ROOT}#/components')
         if text not in self._validators:
             self._validators[text] = Draft202012Validator(text, registry=self._registry)
@@ -112,7 +112,7 @@ class Description:
 
 
 class CheckedClient(httpx.Client):
-    """A client that holds each response which is not streamed against the description."""
+    """An HTTP client that checks each response that is not streamed against the document."""
 
     def __init__(self, description: Description, **given: Any) -> None:
         super().__init__(**given)

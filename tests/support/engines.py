@@ -1,4 +1,4 @@
-"""Real engines on a tiny random model, put together so that a test can reach every part."""
+"""Real engines on a tiny random model, built so that a test can reach every part."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LESS_LIKELY = 1e3
 
 
 class Backend(ReferenceBackend):
-    """The reference backend with a gate before each step, which a test may close, and faults.
+    """The reference backend with faults, and with a gate before each step that a test may close.
 
     A step in which any request has the token `poison` fails; `is_broken` breaks the loop itself.
     """
@@ -78,9 +78,9 @@ class Backend(ReferenceBackend):
         return StepResult(tokens, [_CERTAIN if want else None for want in wanted])
 
     def _scripted(self, request: Request) -> int:
-        """Draw, as the sampler does, from logits that prefer the first script that goes on.
+        """Sample from logits that prefer the first script that continues the output.
 
-        After the end of all scripts an answer ends as soon as its form allows an end.
+        After the end of all scripts an answer ends as soon as its constraint allows an end.
         """
         logits = -_LESS_LIKELY * np.arange(1, self.vocab_size + 1, dtype=np.float32)
         logits[list(request.end_ids)] = 0.0
@@ -133,9 +133,9 @@ def tiny_client(
 ) -> Iterator[tuple[Client, Backend]]:
     """Yield a client of a running engine, and its backend.
 
-    `metadata` stand in the model's file besides its own, `limits` are `SchedulerConfig`'s. The
-    backend is given to `prepare` before the engine starts. A `tokenizer` takes the place of the
-    file's.
+    `metadata` are added to the metadata of the model's file, `limits` are fields of
+    `SchedulerConfig`. `prepare` is called with the backend before the engine starts. A `tokenizer`
+    replaces the file's tokenizer.
     """
     loaded = load(str(write_tiny_gguf(folder / "tiny.gguf", tiny, metadata)))
     program = build_program(loaded.spec)

@@ -1,13 +1,4 @@
-"""A model that costs nothing, and whose tokens tell whether every page was what it should be.
-
-Its memory holds one number a slot, in each cache group another. A row's numbers are hashes of its
-token and of what it sees: in a group with a window all numbers within it, else the number before,
-which depends on all before that, as real keys and values do. The next token is a hash of all
-numbers that the last row sees, read back through the request's pages. A page that was freed too
-early, shared wrongly, or not computed changes the tokens. With `num_states` there is also a
-recurrent state, a hash of all tokens so far, on which the next token depends. `expected_output`
-says what the tokens must be, without any pages or states.
-"""
+"""A model that costs nothing, and whose tokens show whether every KV page had the right content."""
 
 from __future__ import annotations
 
@@ -38,7 +29,7 @@ END = 0
 
 
 class FakeModel:
-    """Runs plans over pages of numbers.
+    """Runs step plans over pages of numbers.
 
     `two_arithmetics` computes prompt rows and generated rows differently, as some backends do.
     """
@@ -60,7 +51,7 @@ class FakeModel:
         self._drawn: dict[Request, list[int]] = {}  # each request's newest token, and its place
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Write the plan's rows, then draw; in reverse, so that no slice can lean on another."""
+        """Write the plan's rows, then sample; in reverse order, so that slices are independent."""
         written: set[int] = set()
         if self._states_in_slots:
             self._advance_states(plan)
@@ -72,15 +63,15 @@ class FakeModel:
         return StepResult(tokens, [None] * len(tokens), scores=scores, states=states)
 
     def content(self, page: int) -> list[int]:
-        """Return the numbers of a page."""
+        """Return the numbers that a page stores."""
         return self._slots[page * self._page_size : (page + 1) * self._page_size]
 
     def fill(self, page: int, content: Sequence[int]) -> None:
-        """Write all numbers of a page."""
+        """Store numbers in all slots of a page."""
         self._slots[page * self._page_size : (page + 1) * self._page_size] = content
 
     def clear(self) -> None:
-        """Lose all numbers."""
+        """Lose the content of all pages."""
         self._slots = [-1] * len(self._slots)
         self._states_in_slots = [(-1, 0)] * len(self._states_in_slots)
 
@@ -131,7 +122,7 @@ class FakeModel:
             rows += self._write_run(request, pages, branch.position, tokens, written)
 
     def _copy(self, request: Request, branch: DraftBranch) -> None:
-        """Let a branch's first page begin as the request's does."""
+        """Copy the beginning of a branch's first page from the request's page."""
         if not branch.is_copied:
             return
         size, place = self._page_size, branch.own_page_index
@@ -147,7 +138,7 @@ class FakeModel:
         tokens: Sequence[int],
         written: set[int],
     ) -> list[list[int]]:
-        """Write rows one behind the other; return their numbers."""
+        """Write rows one after another; return their numbers."""
         rows = []
         for at, token in enumerate(tokens, start):
             seen = [
@@ -169,7 +160,7 @@ class FakeModel:
             self._slots[slot] = number
 
     def _draw(self, piece: Slice) -> list[int]:
-        """Draw the tokens behind the newest one and each of the drafts."""
+        """Sample the token after the newest token, and after each draft."""
         request = piece.request
         end = piece.start + piece.count
         assert end >= len(request.tokens), "a token is drawn from the middle of a request"
@@ -191,7 +182,7 @@ class FakeModel:
         return drawn
 
     def _score(self, piece: Slice) -> list[TokenLogprobs]:
-        """Report on the prompt's tokens behind the rows that are scored."""
+        """Return the log-probabilities of the prompt's tokens after the rows that are scored."""
         scores = []
         end = piece.start + piece.count + (not piece.samples)
         for at in range(end - piece.num_scored, end):
@@ -204,7 +195,7 @@ class FakeModel:
         return scores
 
     def _states(self, piece: Slice) -> NDArray[np.float32]:
-        """Return the states (rows, 1) of the last rows, which tell the rows from one another."""
+        """Return hidden states (rows, 1) of the last rows, which identify the rows."""
         end = piece.start + piece.count
         slots = self._slots_of(piece.request.pages, 0, end - piece.num_pooled, end)
         return np.array([[_state(self._slots[slot])] for slot in slots], np.float32)
@@ -212,7 +203,7 @@ class FakeModel:
     def _slots_of(
         self, pages: Sequence[Sequence[int]], group: int, first: int, end: int
     ) -> list[int]:
-        """Return where a group's numbers of the positions `first` to `end` - 1 lie."""
+        """Return the slots in which a cache group stores the positions `first` to `end` - 1."""
         size = self._page_size
         slots = []
         for at in range(first, end):
@@ -223,9 +214,10 @@ class FakeModel:
 
 
 class FakePipeline:
-    """Stages with a memory each: the first runs a step when it starts, the others some time later.
+    """Pipeline stages with separate memories, whose results must be equal.
 
-    The last one runs it when its result is asked for. All must come to the same.
+    The first stage runs a step when it starts, the last when its result is needed, and the others
+    in between.
     """
 
     def __init__(self, stages: Sequence[FakeModel], rng: random.Random) -> None:
@@ -250,14 +242,14 @@ class FakePipeline:
         return result
 
     def lose(self) -> None:
-        """Forget all steps in flight, and all numbers."""
+        """Lose all steps in flight, and the content of all pages."""
         for queue in self._queues:
             queue.clear()
         for stage in self.stages:
             stage.clear()
 
     def _move(self, stage: int) -> None:
-        """Run the oldest step that a stage in the middle has not run yet."""
+        """Run the oldest step that a middle stage has not run yet."""
         plan, before = self._queues[stage - 1].popleft()
         _check_same(self.stages[stage].run(plan), before)
         self._queues[stage].append((plan, before))
@@ -283,7 +275,7 @@ def expected_output(
     two_arithmetics: bool = False,
     has_states: bool = False,
 ) -> tuple[list[int], FinishReason]:
-    """What the fake model must generate for a new request that may grow to `max_len` tokens."""
+    """Return what the fake model must generate for a new request of at most `max_len` tokens."""
     tokens = list(request.tokens)
     numbers: list[list[int]] = [[] for _ in windows]
     state = _begin(request.salt)
@@ -314,7 +306,7 @@ def expected_output(
 
 
 def expected_scores(request: Request, windows: Windows = (None,)) -> list[TokenLogprobs]:
-    """What the fake model must report of a new request's prompt."""
+    """Return the log-probabilities that the fake model must report for a new request's prompt."""
     if request.params.prompt_logprobs is None:
         return []
     numbers: list[list[int]] = [[] for _ in windows]
@@ -332,7 +324,7 @@ def expected_scores(request: Request, windows: Windows = (None,)) -> list[TokenL
 
 
 def expected_states(request: Request, windows: Windows = (None,)) -> list[float]:
-    """What the fake model must hand out of a new request's rows."""
+    """Return the hidden states that the fake model must report for a new request's rows."""
     numbers: list[list[int]] = [[] for _ in windows]
     for at, token in enumerate(request.prompt):
         first_read = _first_read(windows, at)
@@ -348,23 +340,23 @@ def _state(number: int) -> float:
 
 
 def _likelihood(request: Request, at: int, numbers: list[int]) -> TokenLogprobs:
-    """How likely the token at a position was behind rows that see these numbers."""
+    """Return the log-probability of a position's token after rows that see these numbers."""
     return TokenLogprobs(-(hash((request.tokens[at], *numbers)) % 1000) / 100)
 
 
 def _first_seen(windows: Windows, at: int) -> list[int]:
-    """The first position that a row sees, a group."""
+    """Return the first position that a row attends to, for each cache group."""
     return [0 if window is None else max(0, at + 1 - window) for window in windows]
 
 
 def _first_read(windows: Windows, at: int) -> list[int]:
-    """The first position whose number goes into a row's own."""
+    """Return the first position whose number determines a row's own number."""
     first_seen = zip(windows, _first_seen(windows, at), strict=True)
     return [max(0, at - 1) if window is None else first for window, first in first_seen]
 
 
 def _numbers(request: Request, token: int, is_output: bool, seen: list[list[int]]) -> list[int]:
-    """A row's number in each group."""
+    """Return a row's number in each cache group."""
     state = hash((_begin(request.salt), token, is_output, *map(tuple, seen)))
     return [hash((state, group)) for group in range(len(seen))]
 

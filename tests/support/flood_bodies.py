@@ -1,4 +1,4 @@
-"""The costliest bodies that an OpenAPI document allows on each path, as JSON texts."""
+"""The most expensive bodies that an OpenAPI document allows on each path, as JSON texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST_VALUES = {"string": '"a"', "array": "[]", "boolean": "true", "null": "nul
 
 
 class Body(NamedTuple):
-    """A body, the field that makes it costly, and how."""
+    """A request body, with the field that makes it expensive, and the reason."""
 
     label: str
     data: bytes
@@ -29,10 +29,10 @@ class Body(NamedTuple):
 
 
 class CostlyBodies:
-    """Makes bodies of about `num_bytes` for the paths of a server."""
+    """Makes expensive bodies of about `num_bytes` for the paths of a server."""
 
     def __init__(self, document: Schema, num_bytes: int) -> None:
-        """Read which fields there are from an OpenAPI document."""
+        """Read the fields of all paths from an OpenAPI document."""
         self._document, self._num_bytes = document, num_bytes
 
     def of(self, path: str, needed: Schema, *, most: int, seed: int = 0) -> Iterator[Body]:
@@ -82,7 +82,7 @@ class CostlyBodies:
                 yield f"{name}{label}", name, make
 
     def _values(self, schema: Schema, depth: int) -> Iterator[tuple[str, Make]]:
-        """Yield costly values of a schema, each with the place inside it and the way."""
+        """Yield expensive values of a schema, each with a label: its position and its kind."""
         schema = self._resolved(schema)
         if depth > _MAX_NESTING or "const" in schema or "enum" in schema:
             return
@@ -133,7 +133,7 @@ class CostlyBodies:
         return {name: self._least(properties.get(name)) for name in schema.get("required", ())}
 
     def _least(self, schema: Schema | bool | None, depth: int = 0) -> str:
-        """Return a short value of a schema."""
+        """Return a short value that a schema allows."""
         if not isinstance(schema, dict) or depth > _MAX_NESTING:
             return "1"
         schema = self._resolved(schema)
@@ -177,7 +177,7 @@ def _object_with(fields: dict[str, str], name: str, make: Make) -> str:
 
 
 def _forms(schema: Schema, num_bytes: int) -> Iterator[Body]:
-    """Yield forms: many parts, long names, and files of many lines and of one."""
+    """Yield multipart forms: many parts, long names, and files of many lines and of one."""
     media_type = f"multipart/form-data; boundary={_BOUNDARY}"
     properties = schema["properties"]
     file_name = next(name for name, part in properties.items() if "contentMediaType" in part)

@@ -1,8 +1,4 @@
-"""Floods a server with the costliest bodies of each path, and says what others felt of them.
-
-Bounds are not times: they are processor time of the whole process, which no other process changes,
-in units of a step that the server may take at once (decoding as many lists as it reads).
-"""
+"""Floods a server with the most expensive bodies of each path, and measures what others notice."""
 
 from __future__ import annotations
 
@@ -94,15 +90,15 @@ _BYTES_FOR_EACH: Final = 12  # of memory, for each byte that was sent
 
 
 class Pulse:
-    """How long an event loop took between two looks, in processor time."""
+    """Measures how long an event loop is busy between two callbacks, in processor time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to look."""
+        """Start to measure."""
         self.held_s = 0.0
         self._task = asyncio.run_coroutine_threadsafe(self._look(), loop)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop measuring."""
         self._task.cancel()
 
     async def _look(self) -> None:
@@ -114,7 +110,7 @@ class Pulse:
 
 
 def unit_s() -> float:
-    """Return the processor time of the longest step that a server takes at once by design."""
+    """Return the processor time of the longest step that a server performs at once by design."""
     body, times_s = b"[" + b"[]," * (MAX_CONTAINERS - 2) + b"1]", []
     for _ in range(3):
         began_s = time.thread_time()
@@ -124,16 +120,16 @@ def unit_s() -> float:
 
 
 class Cost:
-    """What one request took; `status` is 0 if the connection was closed without an answer."""
+    """The cost of one request; `status` is 0 if the connection was closed without an answer."""
 
     def __init__(self, status: int, text: str, held_s: float, used_s: float, more_bytes: int):
-        """Know all of it."""
+        """Record the response and the measured costs of a request."""
         self.status, self.text, self.held_s, self.used_s = status, text, held_s, used_s
         self.more_bytes = more_bytes
 
 
 class Flood:
-    """Sends costly requests to a server, as the tenant anna."""
+    """Sends expensive requests to a server, as the tenant anna."""
 
     def __init__(self, url: str, loop: asyncio.AbstractEventLoop, document: dict[str, Any]) -> None:
         """Send to a URL whose server runs in `loop`; `document` describes the paths."""
@@ -151,13 +147,13 @@ class Flood:
         self._http.close()
 
     def send(self, path: str, *, num_bytes: int, most: int, seed: int = 0) -> None:
-        """Send up to `most` bodies to a path, one after another, and note what is wrong."""
+        """Send up to `most` bodies to a path, one after another; record each fault."""
         bodies = CostlyBodies(self._document, num_bytes)
         for body in bodies.of(path, NEEDED.get(path, {}), most=most, seed=seed):
             self.send_body(path, body)
 
     def send_body(self, path: str, body: Body) -> None:
-        """Send one body, and note what is wrong."""
+        """Send one body to a path, and record faults."""
         cost = self._cost_of("POST", url_of(path), body.data, body.media_type)
         self.costs.append((cost.used_s, cost.held_s, path, body))
         self._check(f"{path}, {body.label}, {len(body.data)} bytes", cost, len(body.data))
@@ -191,11 +187,11 @@ class Flood:
             self.wrong.append(f"{what}: {cost.more_bytes >> 20} MiB, not {most_bytes >> 20}")
 
     def costliest(self, path: str) -> Body:
-        """Return the body of a path that took the most."""
+        """Return the body of a path that took the most processor time."""
         return max((cost for cost in self.costs if cost[2] == path), key=lambda cost: cost[:2])[3]
 
     def abandon(self, server: LiveServer, path: str, body: Body) -> None:
-        """Send a body several times and leave; check that another tenant did not wait for it."""
+        """Send a body several times and disconnect; check that no other tenant waited for it."""
         what, single_s = f"{path}, {body.label}, abandoned", self._single_s(path, body)
         (plans,) = server.api._extensions
         assert isinstance(plans, Plans)
@@ -231,7 +227,7 @@ class Flood:
 
     @contextmanager
     def _stream(self, server: LiveServer) -> Iterator[list[float]]:
-        """Let a stream of the tenant ben run; yield the processor time between its chunks."""
+        """Run a stream of the tenant ben; yield the processor time between its chunks."""
         gaps_s, is_over, has_begun = [0.0], threading.Event(), threading.Event()
 
         def read() -> None:
@@ -259,10 +255,10 @@ class Flood:
             thread.join(60)
 
     def take_turns(self, server: LiveServer, path: str, body: Body, num_sent: int = 4) -> None:
-        """Check that one request of a tenant does not wait for all of another's.
+        """Check that one request of a tenant does not wait for all requests of another tenant.
 
-        It is only judged if two of the other's still wait for a turn when it has arrived. Where a
-        body takes longer to send than to be refused, that never happens.
+        It is only judged if two requests of the other tenant still wait when it has arrived. Where
+        a body takes longer to send than to be refused, that never happens.
         """
         ends: list[str] = []
         turns = server.api._readers._queue
@@ -307,7 +303,7 @@ def _wait_s(http: httpx.Client, path: str) -> float:
 
 
 def _reset_peak() -> int:
-    """Return how many bytes the process holds now, from which on its peak counts."""
+    """Reset the process's peak memory; return its present memory in bytes."""
     clear = Path("/proc/self/clear_refs")
     if clear.exists():
         clear.write_text("5")

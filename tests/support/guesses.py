@@ -1,4 +1,4 @@
-"""Drafts for tests: right ones, wrong ones, and all between."""
+"""Draft tokens for tests: right ones, wrong ones, and mixtures."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def guess(
     chance: random.Random, request: Request, output: Sequence[int], vocab_size: int
 ) -> tuple[int, ...]:
-    """Return up to 8 guesses of what follows, given what the whole `output` will be.
+    """Return up to 8 draft tokens for a request, of which the whole `output` is known.
 
-    Often they are right, often up to some place, sometimes nowhere, and they may go on behind the
-    end of the request.
+    Often they are right, often up to some position, sometimes nowhere, and they may continue after
+    the end of the request.
     """
     right = list(output[request.num_output :])[: chance.randint(0, 8)]
     if right and chance.random() < 0.6:
@@ -32,9 +32,9 @@ def guess(
 def guess_tree(
     chance: random.Random, request: Request, output: Sequence[int], vocab_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return several such guesses as one tree: tokens, and which of them each follows.
+    """Return several drafts as one tree: tokens, and the index of each token's parent.
 
-    Guesses that begin alike share their beginnings, and often one goes on where another is wrong.
+    Drafts that begin alike share their beginnings, and often one continues where another is wrong.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -58,7 +58,7 @@ def add_guesses(
     outputs: Mapping[str, Sequence[int]],
     vocab_size: int,
 ) -> int:
-    """Put drafts behind some of the plan's slices, as a speculator would; return how many."""
+    """Add drafts to some of a plan's slices, as a speculator would; return how many."""
     budget = plan.budget
     for part in plan.slices:
         request = part.request

@@ -1,4 +1,4 @@
-"""Engines that guess, and all that they say to some prompts: guesses must not change it."""
+"""Engines with speculation, and all answers to some prompts, which speculation must not change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS = ["hello the world is in the world is in", "the and the and the and", "
 def engine_of(
     path: Path, backend: str = "cpu", cache: CacheOptions | None = None, **speculation: Any
 ) -> LLM:
-    """Start a model on a backend; `cpu:avx2` is one of its levels."""
+    """Start a model on a backend; `cpu:avx2` names one of its instruction-set levels."""
     level = None
     if backend.startswith("cpu"):
         native_dir()
@@ -39,7 +39,7 @@ def engine_of(
 
 
 def said(answers: list[list[Completion]]) -> list[Any]:
-    """Return what must be equal of answers."""
+    """Return the parts of answers that must be equal with and without speculation."""
     return [
         (
             one.text,
@@ -55,7 +55,7 @@ def said(answers: list[list[Completion]]) -> list[Any]:
 
 
 def everything(llm: LLM, **hints: Any) -> list[Any]:
-    """Return what a model says to all prompts with all params."""
+    """Return a model's answers to all prompts with all sampling parameters."""
     return [
         *said(llm.generate(PROMPTS, GREEDY, **hints)),
         *(one for params in SAMPLED for one in said(llm.generate(PROMPTS, params, **hints))),

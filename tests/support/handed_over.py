@@ -1,4 +1,4 @@
-"""Prompts answered by one engine, and by a decode engine for which another process reads them."""
+"""Prompts answered by one engine, and by a decode engine with a prefill engine in a process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ _FORMS = (
 
 
 class Case(NamedTuple):
-    """How prompts are handed over; `host` is the prefill engine's, `speculate` the decode one's."""
+    """A way to transfer prompts; the answers are compared with the answers of one engine.
+
+    `host` is the prefill engine's address, `speculate` the decode engine's speculation method.
+    """
 
     model: str
     kv_format: str = "f16"
@@ -47,7 +50,7 @@ class Case(NamedTuple):
 
 
 class Found(NamedTuple):
-    """How many answers were compared, which prompts' differ, and what was handed over."""
+    """The result of a comparison: answers compared, prompts that differ, and KV transfers."""
 
     num_answers: int
     different: list[int]
@@ -56,7 +59,7 @@ class Found(NamedTuple):
 
 
 def compare(case: Case, count: int, seed: int, folder: Path) -> Found:
-    """Answer `count` prompts both ways, in batches; no page may stay held."""
+    """Answer `count` prompts with one engine and with two, in batches; no page may stay held."""
     with LLM(case.model, _options(case)) as alone:
         prompts = list(_prompts(alone, count, seed))
         params = [_params(number) for number in range(count)]
@@ -84,7 +87,7 @@ def compare(case: Case, count: int, seed: int, folder: Path) -> Found:
 
 
 def _options(case: Case, handover: DisaggregationOptions | None = None) -> EngineOptions:
-    """Return options of a decode engine, or of one engine that computes all by itself."""
+    """Return the options of a decode engine, or of one engine that computes all prompts itself."""
     is_alone = handover is None
     return EngineOptions(
         ComputeOptions(num_threads=1),
@@ -97,7 +100,7 @@ def _options(case: Case, handover: DisaggregationOptions | None = None) -> Engin
 
 
 def _prompts(llm: LLM, count: int, seed: int) -> Iterator[list[int]]:
-    """Yield stretches of prose and code, some of which begin alike."""
+    """Yield pieces of prose and code as prompts, some of which begin alike."""
     rng = random.Random(seed)
     text = llm.engine.card.tokenizer.encode(held_out_text())
     begins = [text[start : start + _LONGEST // 2] for start in (0, 500, 1000)]
@@ -108,7 +111,7 @@ def _prompts(llm: LLM, count: int, seed: int) -> Iterator[list[int]]:
 
 
 def _params(number: int) -> SamplingParams:
-    """Return greedy or drawn sampling, some of it constrained, some with several answers."""
+    """Return sampling parameters: greedy or sampled, some with a constraint or several answers."""
     return SamplingParams(
         temperature=0.0 if number % 2 else 0.9,
         seed=number,

@@ -1,4 +1,4 @@
-"""A prefill engine and a decode engine in one process, and a network between them that fails."""
+"""A prefill engine and a decode engine in one process, with a network that fails."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def prefill(path: Path, link: str = "shared", **given: Any) -> Iterator[tuple[LL
 def decode(
     path: Path, address: str, rule: str = "always", peer_link: str = "socket", **given: Any
 ) -> Iterator[LLM]:
-    """Yield a decode engine that has met the prefill engine at `address`."""
+    """Yield a decode engine that is connected to the prefill engine at `address`."""
     handover = DisaggregationOptions("decode", None, (address,), rule, peer_link)
     with LLM(path, options(handover, **given)) as llm:
         wait_until(lambda: view(llm).decode_side.peers[0].state == "up")
@@ -96,7 +96,7 @@ def decode(
 
 @contextmanager
 def pair(path: Path, link: str, **given: Any) -> Iterator[tuple[LLM, LLM]]:
-    """Yield a prefill engine and a decode engine that has met it."""
+    """Yield a prefill engine, and a decode engine that is connected to it."""
     if link == "sockets":
         given["backend"] = "reference"
     peer_link = link if link in NIXL_LINKS else "socket"
@@ -108,7 +108,7 @@ def pair(path: Path, link: str, **given: Any) -> Iterator[tuple[LLM, LLM]]:
 
 
 def view(llm: LLM) -> Any:
-    """Return what an engine tells about the hand-over."""
+    """Return an engine's statistics of disaggregation."""
     look = llm.engine.client.disaggregation_stats
     assert look is not None
     return look()
@@ -130,7 +130,7 @@ def random_prompts(rng: random.Random, count: int, most: int = 300) -> list[list
 
 
 def check_clean(llm: LLM) -> None:
-    """Check that no page is held and nothing is claimed, as soon as leases have ended."""
+    """Check that no page is held or claimed, once leases have ended."""
     loop = llm.engine.client.loop
     scheduler = loop.pages.scheduler
     transfers = scheduler.prefix_cache.transfers
@@ -146,7 +146,7 @@ def check_clean(llm: LLM) -> None:
 
 
 def wait_until(holds: Callable[[], bool], within_s: float = 20.0) -> None:
-    """Wait until something holds; fail if it never does."""
+    """Wait until `holds` returns True; fail after `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline, "it never came to that"
@@ -154,7 +154,7 @@ def wait_until(holds: Callable[[], bool], within_s: float = 20.0) -> None:
 
 
 class Network:
-    """Loses, delays and doubles messages by `choose`, which gets a message's name."""
+    """Loses, delays and duplicates messages by `choose`, which gets a message's name."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, choose: Callable[[str], str], counts: Counter[str]
@@ -196,9 +196,9 @@ SAMPLED = SamplingParams(max_tokens=6, temperature=0.9, seed=5, ignore_eos=True)
 def scripted_prefill(
     answer: Callable[[Connection[Any], Any], None], host: str = "127.0.0.1"
 ) -> Iterator[str]:
-    """Yield the address of a peer that welcomes all, and then does with each question as told.
+    """Yield the address of a prefill engine that accepts all, and answers messages by `answer`.
 
-    Like a prefill engine that lives, it reports its load.
+    It reports its load, as a real prefill engine does.
     """
 
     def serve(connection: Connection[Any]) -> None:

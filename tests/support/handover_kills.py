@@ -1,11 +1,4 @@
-"""Kills and stops the processes of a prefill and a decode engine while prompts are handed over.
-
-Faults hit engines (their servers start them again), servers (they are started again here), and the
-processes in which NIXL runs, at random moments of a hand-over. A fault of the prefill side, or of
-such a process, must cost no request and change no token. Others of the decode side end its requests
-with an error, or not at all. After each fault the engines must meet again, and neither may hold a
-page.
-"""
+"""Kills and stops the processes of a prefill and a decode engine during KV transfers."""
 
 from __future__ import annotations
 
@@ -44,10 +37,10 @@ _MODEL = Tiny(num_layers=6, hidden_size=256, ffn_size=1024, context_length=_CONT
 
 
 class Pair:
-    """Servers of both roles, and their clients."""
+    """A prefill server and a decode server, with their clients."""
 
     def __init__(self, path: Path, stack: ExitStack, http: httpx.AsyncClient, link: str) -> None:
-        """Start both; `link` is their --peer-link, "" for shared memory."""
+        """Start both servers; `link` is their --peer-link, "" for shared memory."""
         self._path, self._stack, self._http = path, stack, http
         host = "127.0.0.2" if link else "127.0.0.1"  # the former is not known as this machine
         self._peer, self._link = f"{host}:{free_port()}", link
@@ -56,7 +49,7 @@ class Pair:
             self.start(side)
 
     def start(self, side: str) -> None:
-        """Start a server, again where one was killed."""
+        """Start one of the servers, also after it was killed."""
         roles = {
             "prefill": ("--role", "prefill", "--peer-address", self._peer),
             "decode": ("--role", "decode", "--prefill-peer", self._peer, "--disaggregate"),
@@ -69,7 +62,7 @@ class Pair:
         self.servers[side] = Server(side, given, self._path.parent, self._stack)
 
     async def harm(self, side: str, kind: str) -> None:
-        """Send a signal to a server or a process of it, which may have been stopped just before."""
+        """Send a signal to a server or to its engine process, which may be stopped already."""
         server = self.servers[side].pid
         how, what = kind.split()
         signal_ = signal.SIGSTOP if how == "stop" else signal.SIGKILL
@@ -86,7 +79,7 @@ class Pair:
         os.kill(found[0], signal_)
 
     async def ask(self, prompt: Sequence[int]) -> str:
-        """Return an answer's text, or `error: ` and what the client was told."""
+        """Return an answer's text, or `error: ` and the message that the client got."""
         body = {"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": _TOKENS}
         body |= {"temperature": 0, "ignore_eos": True}
         url = f"http://127.0.0.1:{self.servers['decode'].port}/v1/completions"
@@ -100,7 +93,7 @@ class Pair:
         return text
 
     async def trouble(self) -> str:
-        """Return what is not as it is at rest; nothing once all is well."""
+        """Return a description of what is wrong on idle servers; "" if all is well."""
         found = ""
         for side, server in self.servers.items():
             try:
@@ -121,7 +114,7 @@ class Pair:
         return found
 
     async def transfers(self) -> dict[str, int]:
-        """Return the decode engine's transfers since it was started."""
+        """Return the decode engine's number of KV transfers since its start, by outcome."""
         url = f"http://127.0.0.1:{self.servers['decode'].port}/api/state"
         found: dict[str, int] = (await self._http.get(url)).json()["handover"]["borrower"][
             "transfers"
@@ -132,7 +125,7 @@ class Pair:
 async def _fault(
     pair: Pair, side: str, kind: str, prompts: list[list[int]], texts: list[str], rng: random.Random
 ) -> tuple[Counter[str], list[str]]:
-    """Do one fault; return what came of the requests, and what was wrong."""
+    """Cause one fault; return the outcomes of the requests, and a list of what was wrong."""
     counts, wrong = Counter[str](), list[str]()
     began_s = time.monotonic()
     asked = [asyncio.create_task(pair.ask(prompt)) for prompt in prompts]
@@ -162,7 +155,7 @@ async def _fault(
 
 
 async def _at_rest(pair: Pair) -> list[str]:
-    """Wait until engines have met and hold nothing; return what is wrong if that never comes."""
+    """Wait until the engines are connected and hold nothing; return what is wrong otherwise."""
     deadline = time.monotonic() + _BACK_S
     while trouble := await pair.trouble():
         if time.monotonic() > deadline:
@@ -180,10 +173,10 @@ async def campaign(
     first: int = 0,
     link: str = "",
 ) -> tuple[Counter[str], list[str]]:
-    """Do the faults from `first` on, each a side and a kind, while `together` prompts are asked.
+    """Cause faults, each a side and a kind, while `together` prompts are running.
 
-    `link` is the engines' --peer-link, "" for shared memory. Returns what came of the requests, and
-    what was wrong.
+    `first` is the index of the first fault. `link` is the engines' --peer-link, "" for shared
+    memory. Returns the outcomes of the requests, and a list of what was wrong.
     """
     rng = random.Random(f"{seed} {first}")
     path = write_tiny_gguf(folder / "m.gguf", _MODEL)

@@ -1,8 +1,4 @@
-"""Rounds of faults: messages of a hand-over are lost, late and doubled, and connections are cut.
-
-Whatever happens, every request is answered as without any fault, unless it was cancelled, and no
-page stays held.
-"""
+"""Rounds of faults in KV transfers: messages are lost, late and duplicated, connections are cut."""
 
 from __future__ import annotations
 
@@ -41,14 +37,14 @@ _NUM_PROMPTS = 6
 
 
 def be_impatient(patch: pytest.MonkeyPatch) -> None:
-    """Shorten the times after which a fault is noticed."""
+    """Shorten the timeouts after which a fault is noticed."""
     patch.setattr(peer, "STALL_TIMEOUT_S", 0.3)
     patch.setattr(lending, "LEASE_S", 0.5)
     patch.setenv("TWOSTROKE_PEER_SECRET", SECRET)
 
 
 def play_each(folder: Path, link: str, counts: Counter[str]) -> None:
-    """Let one message of each kind suffer each fault."""
+    """Apply each fault to one message of each kind."""
     with pytest.MonkeyPatch.context() as patch:
         be_impatient(patch)
         plan: list[str] = []
@@ -85,9 +81,9 @@ def play_round(
     links: Sequence[str] = ("shared", "tcp"),
     use: Callable[[pytest.MonkeyPatch, Callable[[], str]], None] | None = None,
 ) -> None:
-    """Play a random round: its model, its link, its faults, and who cancels.
+    """Play a random round: its model, its link, its faults, and its cancelled requests.
 
-    `use` patches carriers that move pages, which then fail as often as messages do.
+    `use` replaces NIXL processes by stand-ins, which then fail as often as messages do.
     """
     rng = random.Random(seed)
     link = rng.choice(links)
@@ -138,7 +134,7 @@ def play_round(
 
 
 def _once(plan: list[str]) -> Callable[[str], str]:
-    """Return a chooser of the fault in `plan`, which happens to one message of the kind in it."""
+    """Return a function that applies the fault in `plan` to one message of the kind in it."""
 
     def choose(kind: str) -> str:
         if not plan or plan[0] != kind:

@@ -1,4 +1,4 @@
-"""Two thousand tokens of text, written for this, that no model was trained on."""
+"""Two thousand tokens of text, written for these tests, that no model was trained on."""
 
 from __future__ import annotations
 

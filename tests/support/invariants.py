@@ -1,4 +1,4 @@
-"""What must hold between any two operations on pages, prefixes and the scheduler."""
+"""Invariants of pages, prefixes and the scheduler, which hold between any two operations."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check_flights(request: Request, flights: Sequence[Slice]) -> None:
 
 
 def check_pages(pool: PagePool, request: Request) -> None:
-    """Assert that a running request holds exactly what its next rows read and write."""
+    """Assert that a running request holds exactly the pages that its next rows read and write."""
     num_places = len(request.pages[0])
     assert all(len(pages) == num_places for pages in request.pages), "unequal lists"
     firsts = pool.groups.first_read_pages(request.num_computed)

@@ -1,4 +1,4 @@
-"""Whether a plan keeps to its question, by rules that do not use the planner."""
+"""Whether a plan answers its question, by rules that do not use the planner."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_kept(plan: dict[str, Any]) -> bool:
 
 
 def check_refused(plan: dict[str, Any]) -> None:
-    """Assert that a plan without an answer says why, and promises nothing."""
+    """Assert that a plan without an answer says why, and has no figures."""
     assert plan["chosen"] is None
     assert plan["verdict"]
     assert not plan["loads"]

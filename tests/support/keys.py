@@ -1,4 +1,4 @@
-"""Keys in records, and a server that takes them."""
+"""API keys in records, and a server that accepts them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def keyed_server(
     engine: Mapping[str, int] = MappingProxyType({}),
     **options: Any,
 ) -> Iterator[LiveServer]:
-    """A server as `serve --records` starts it."""
+    """Yield a server with API keys, as `serve --records` starts it."""
     with closing(Records(folder)) as records:
         keys = ApiKeys.read(file, None, folder)
         serving = ServeOptions(drain_s=1, api_keys=keys, **options)

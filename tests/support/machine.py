@@ -1,4 +1,4 @@
-"""A state machine that does everything to a scheduler that an engine and its users could do."""
+"""A state machine that performs every operation of an engine and its users on a scheduler."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _DEADLINES_S = [(math.inf, math.inf)] * 5 + [(0.5, math.inf), (1.0, 8.0), (math.
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, plans, runs, commits, cancels and finishes in any order, and checks after each.
+    """Adds, plans, runs, commits, cancels and finishes in any order, with checks after each step.
 
-    `counts` adds up, over all runs of a class, how often each operation was done: one add, one
-    cancel, one step are one operation each, however many of them a rule does. If it `pools`, some
-    requests are read for their embeddings. Up to `steps_ahead` steps may be in flight when another
-    one is planned, and they may follow tokens that are not known.
+    `counts` counts, over all runs of a class, how often each operation was performed: one add, one
+    cancel, one step are one operation each, however many of them a rule performs. If it `pools`,
+    some requests are texts to embed. Up to `steps_ahead` steps may be in flight when another one is
+    planned, and they may follow tokens that are not known.
     """
 
     pools: ClassVar[bool] = False
@@ -152,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(seed=_SEEDS, count=st.integers(1, 5))
     def move(self, seed: int, count: int) -> None:
-        """Let transfers and leases go on."""
+        """Let KV transfers and leases make progress."""
         for _ in range(count):
             self.movers.move(self.chance(seed))
             self.counted("move")
@@ -160,7 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(seed=_SEEDS, count=st.integers(1, 3))
     def end(self, seed: int, count: int) -> None:
-        """Cancel, or finish as a stop string would, wherever the request is."""
+        """Cancel a request, or finish it as a stop string would, in any state."""
         rng = self.chance(seed)
         ids = sorted(self.live)
         if rng.random() < 0.5:
@@ -192,7 +192,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counted("plan")
 
     def expire(self) -> None:
-        """End what is past its time, as the loop does before each step."""
+        """End requests that are past a deadline, as the engine loop does before each step."""
         for request, _ in self.scheduler.pop_overdue():
             assert request.id in self.live, "over twice, or after its end"
             del self.live[request.id]
@@ -206,7 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.flights) > self.num_started)
     @rule(seed=_SEEDS)
     def guess(self, seed: int) -> None:
-        """Put drafts into the newest step, unless it has some already."""
+        """Add drafts to the newest step, unless it has some already."""
         plan = self.flights[-1]
         if self.scheduler.config.samples_ahead or any(piece.drafts for piece in plan.slices):
             return
@@ -252,7 +252,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.flights) > self.num_started)
     @rule(seed=_SEEDS)
     def recall(self, seed: int) -> None:
-        """Now and then take back a step that was not started."""
+        """Now and then undo a step that was not started."""
         if self.chance(seed).random() < 0.5:
             return
         self.flights.pop()
@@ -262,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flights)
     @rule(seed=_SEEDS)
     def lose(self, seed: int) -> None:
-        """Now and then lose ranks, and with them the steps in flight and all pages."""
+        """Now and then lose ranks, with the steps in flight and the content of all pages."""
         if self.chance(seed).random() < 0.4:
             return
         self.flights.clear()
@@ -297,7 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counted("flush")
 
     def teardown(self) -> None:
-        """Whatever happened, everyone ends within a bounded number of steps and gives back."""
+        """Check that all requests end within a bounded number of steps, and release their pages."""
         if not hasattr(self, "scheduler"):
             return
         self.movers.end_all()
@@ -351,7 +351,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.earlier = [*self.earlier[-3:], request]
 
     def check_states(self, delta: RequestDelta) -> None:
-        """Rows come in order, from the beginning again after a preemption."""
+        """Check that a request's rows come in order, and from the beginning after a preemption."""
         request, right = delta.request, expected_states(delta.request, self.windows)
         end = request.num_computed
         states = [] if delta.states is None else delta.states[:, 0].tolist()
@@ -369,7 +369,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.scheduler._states[request.id].priority_key
 
     def chance(self, seed: int) -> random.Random:
-        """Return random numbers that differ from operation to operation, even with one seed."""
+        """Return random numbers that differ between operations, even with one seed."""
         return random.Random(f"{seed} {self.num_done}")
 
     def counted(self, operation: str) -> None:
@@ -383,7 +383,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             check_index(self.index)
 
     def check_pages(self) -> None:
-        """Each running request holds the pages that its next rows see, no others."""
+        """Check that each running request holds exactly the pages that its next rows read."""
         for request, _, _ in self.live.values():
             for pages, window in zip(request.pages, self.windows, strict=False):
                 lowest = request.num_computed + 1 - (window or sys.maxsize)

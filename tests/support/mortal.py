@@ -1,4 +1,4 @@
-"""An engine that dies, in the process of its server: all is real but the process and the model."""
+"""An engine that dies, in the process of its server: only its process and its model are fake."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _GUESSING = (
 
 
 class Died(BaseException):
-    """The process of an engine ends here."""
+    """Raised where the process of an engine would end."""
 
 
 class Backend:
-    """The fake model as a backend; some tokens do harm."""
+    """The fake model as a backend, which some tokens make fail."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.computed: set[str] = set()  # requests
@@ -53,7 +53,7 @@ class Backend:
 
     @property
     def pages(self) -> None:
-        """None: its pages contain nothing."""
+        """None, since the pages of the fake model have no bytes to transfer."""
 
     def run(self, plan: StepPlan) -> StepResult:
         self.computed.update(piece.request.id for piece in plan.slices)
@@ -70,11 +70,11 @@ class Backend:
         assert not request.is_in_flight
 
     def close(self) -> None:
-        """Nothing is to be given back."""
+        """Do nothing, since the fake model holds no resources."""
 
 
 class Loop(EngineLoop):
-    """A loop that takes its steps when it is told to."""
+    """An engine loop that runs a step when a test says so."""
 
     _idle_s = 0.0  # it never waits
 
@@ -86,7 +86,7 @@ class Loop(EngineLoop):
         self.end.wait()
 
     def step(self) -> None:
-        """Take a step, or fail as the thread would."""
+        """Run a step, or fail as the loop's thread would."""
         try:
             self._step()
         except Died:
@@ -96,7 +96,7 @@ class Loop(EngineLoop):
 
 
 class Process(EngineProcess):
-    """An engine that loads, works and dies when it is told to."""
+    """An engine process that loads, works and dies when a test says so."""
 
     def __init__(self, rng: random.Random, card: ModelCard, computed: set[int]) -> None:
         ours, theirs = socket.socketpair()
@@ -138,11 +138,11 @@ class Process(EngineProcess):
         return wire.EngineReady(about, engine_facts(client), read_status(client, ()))
 
     def send(self, message: wire.EngineMessage) -> None:
-        """Send as the engine's end does."""
+        """Send a message to the server, as the engine process does."""
         self._theirs.send(message)
 
     def read(self) -> None:
-        """Do what has been asked."""
+        """Handle the messages of the server."""
         assert self.desk is not None
         for message in self._theirs.receive_arrived(0):
             if isinstance(message, wire.Generate):
@@ -150,7 +150,7 @@ class Process(EngineProcess):
             self.desk._handle(message)
 
     def step(self) -> None:
-        """Take a step; the process may die of it."""
+        """Run a step, of which the process may die."""
         assert self.desk is not None
         if not self.scheduler.has_work:
             return
@@ -184,7 +184,7 @@ class Process(EngineProcess):
 
 
 class _Engine:
-    """What a desk needs of an engine."""
+    """The parts of an engine that a request handler needs."""
 
     def __init__(self, client: Client) -> None:
         self.client = client

@@ -1,4 +1,4 @@
-"""Random transfers into a scheduler's pages and leases of them, as disks and other engines make."""
+"""Random KV transfers into a scheduler's pages, and leases of them, as by disks and engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Movers:
-    """Reads what leases keep, and brings it back when requests miss it."""
+    """Copies leased pages, and transfers the copies back when requests miss the pages."""
 
     def __init__(self, scheduler: Scheduler, model: FakePipeline, counts: Counter[str]) -> None:
         self.scheduler, self._model, self._counts = scheduler, model, counts
@@ -44,7 +44,7 @@ class Movers:
             self._counts["transfers"] += 1
 
     def move(self, rng: random.Random) -> None:
-        """Let one transfer or lease go on, give up, or end; or read pages."""
+        """Let one transfer or lease make progress, fail, or end; or lease pages."""
         if self._transfers and rng.random() < 0.6:
             self._go_on(rng, rng.randrange(len(self._transfers)))
         elif self._leases and rng.random() < 0.5:
@@ -101,7 +101,7 @@ class Movers:
             self._counts["leased pages"] += len(lease.pages)
 
     def _store_known(self) -> list[PageKey]:
-        """Read all pages that the index knows; return their keys."""
+        """Copy all pages in the prefix index; return their keys."""
         index = self.scheduler.prefix_cache._index
         known = {} if index is None else {key: page for page, key in index._keys.items()}
         self._stored.update({k: self._model.stages[0].content(p) for k, p in known.items()})

@@ -1,4 +1,4 @@
-"""The native libraries for tests: where they are, and which of them this machine can run."""
+"""The native libraries for tests: their folder, and the levels that this machine can run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VECTOR_LEVELS = ("portable", "neon_dotprod") if IS_ARM else ("avx2", "avx512")
 
 @cache
 def native_dir() -> Path:
-    """The folder of native libraries; if none is given, one with every runnable level."""
+    """Return the folder of native libraries; by default one with every runnable level."""
     if (folder := env.native_dir()) is not None:
         return folder
     folder = ROOT / "build" / "strict"
@@ -61,7 +61,7 @@ def native_dir() -> Path:
 
 @cache
 def processor_flags() -> frozenset[str]:
-    """The instruction sets that the system reports, and those that the libraries emulate."""
+    """Return the instruction sets that the system reports, and those that libraries emulate."""
     if IS_ARM:  # an emulator's /proc/cpuinfo is that of its host
         word = ctypes.CDLL(None).getauxval(ctypes.c_ulong(16))
         return frozenset(name for name, bit in _ARM_BITS.items() if word >> bit & 1)
@@ -75,7 +75,7 @@ def processor_flags() -> frozenset[str]:
 
 
 def _is_avx512_emulated() -> bool:
-    """Whether the libraries bring AVX-512 with them (`make long SUITE=avx512`)."""
+    """Whether the libraries emulate AVX-512 (`make long SUITE=avx512`)."""
     if (folder := env.native_dir()) is None:
         return False
     path = folder / "libtwostroke_portable.so"
@@ -84,7 +84,7 @@ def _is_avx512_emulated() -> bool:
 
 @cache
 def load_level(level: str) -> ctypes.CDLL:
-    """One level's library; skips the test where the machine cannot run it."""
+    """Return one level's library; skip the test if the machine cannot run it."""
     if level not in NEEDS and level in _X86_NEEDS | _ARM_NEEDS:
         pytest.skip(f"no processor of this kind has {level}")
     if not processor_flags() >= NEEDS[level]:
@@ -96,10 +96,10 @@ def load_level(level: str) -> ctypes.CDLL:
 
 
 def address(array: np.ndarray) -> ctypes.c_void_p:
-    """Where an array's values lie, as C takes it; the array must outlive the call."""
+    """Return the address of an array's values for C; the array must outlive the call."""
     return ctypes.c_void_p(array.ctypes.data)
 
 
 def floats(values: object) -> np.ndarray:
-    """Values as the kernels take them: float32, one behind the other."""
+    """Return values as the kernels take them: contiguous float32."""
     return np.ascontiguousarray(values, np.float32)

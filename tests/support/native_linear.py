@@ -1,4 +1,4 @@
-"""The native matrix products through their C interface, and slow NumPy twins of them."""
+"""The native matrix products through their C interface, and their slow NumPy twins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIXED_SHARE, MIXED_STRETCH = 8, 1024  # one block of so many has 15 bits, in eac
 
 
 def aligned(num_bytes: int) -> np.ndarray:
-    """Zeroed bytes (num_bytes) that begin on a 64-byte line."""
+    """Return zeroed bytes (num_bytes) that begin on a 64-byte line."""
     buffer = np.zeros(num_bytes + 64, np.uint8)
     start = -buffer.ctypes.data % 64
     return buffer[start : start + num_bytes]
@@ -61,7 +61,7 @@ class Library:
 
     @contextmanager
     def ports_of_another(self) -> Iterator[None]:
-        """Compute as where 512-bit ports are halves, or where they are whole if not so here."""
+        """Compute as on a processor whose 512-bit ports are of the other kind, halves or whole."""
         half = self.c.ts_linear_has_half_ports()
         self.c.ts_linear_assume_half_ports(1 - half)
         try:
@@ -133,14 +133,14 @@ def longs(*values: int) -> tuple[ctypes.c_int64, ...]:
 
 
 def ranges(num_outputs: int, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Group ranges of all outputs, cut at the given group numbers."""
+    """Return group ranges of all outputs, cut at the given group numbers."""
     ends = [*(cut for cut in cuts if cut < -(-num_outputs // 16)), -(-num_outputs // 16)]
     return list(zip([0, *ends], ends, strict=False))
 
 
 @cache
 def library(level: str) -> Library:
-    """One level; skips the test where the machine cannot run it."""
+    """Return one level's interface; skip the test if the machine cannot run it."""
     return Library(level)
 
 
@@ -173,7 +173,7 @@ def random_matrix(kind: int, shape: tuple[int, int], rng: np.random.Generator) -
 
 
 def block_matrix(kind: int, source: np.ndarray) -> Matrix:
-    """Take blocks (outputs, bytes) apart; the parts must make the exact weights."""
+    """Take blocks (outputs, bytes) apart, and check that their parts make the exact weights."""
     exact = FORMATS_BY_KERNEL_ID[kind].dequantize(source)
     parts = take_apart(NAMES[kind], source)
     assert same_bits(parts.weights(), exact)
@@ -187,7 +187,7 @@ def whole_blocks(kind: int, shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def random_rows(num_rows: int, num_inputs: int, rng: np.random.Generator) -> np.ndarray:
-    """Rows with outliers, zero blocks, and whole rows of other magnitudes."""
+    """Return rows with outliers, zero blocks, and whole rows of other magnitudes."""
     x = rng.standard_normal((num_rows, num_inputs)).astype(np.float32)
     x[rng.random(x.shape) < 0.01] *= 100
     x *= (10.0 ** rng.integers(-6, 7, (num_rows, 1))).astype(np.float32)
@@ -199,7 +199,10 @@ def random_rows(num_rows: int, num_inputs: int, rng: np.random.Generator) -> np.
 
 
 def quantize_rows(x: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Activations up to `most`: scales (rows, blocks) float32 and q (rows, blocks, 32) int64."""
+    """Round activations to at most `most`.
+
+    Returns scales (rows, blocks) float32 and q (rows, blocks, 32) int64.
+    """
     blocks = x.reshape(len(x), -1, 32)
     amax = np.abs(blocks).max(axis=-1)
     usable = amax >= np.float32(2.0**-100)
@@ -230,7 +233,7 @@ def rest_of_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def multiply_blocks(
     matrix: Matrix, x: np.ndarray, fused: bool, row_kind: int = GENERATED
 ) -> np.ndarray:
-    """The block formats' arithmetic, step by step: (rows, outputs) float32."""
+    """Compute the products of block formats step by step: (rows, outputs) float32."""
     if row_kind == COARSE:
         return _sum_blocks(matrix, *quantize_rows(x, MOST_8_BITS), fused)
     if row_kind == MIXED and NAMES[matrix.type] in MIXED_FORMATS:
@@ -273,7 +276,7 @@ def _sum_blocks(matrix: Matrix, scales: np.ndarray, q: np.ndarray, fused: bool) 
 
 
 def multiply_floats(matrix: Matrix, x: np.ndarray, fused: bool) -> np.ndarray:
-    """The float formats' arithmetic: even and odd inputs summed apart, then added."""
+    """Compute the products of float formats: even and odd inputs summed apart, then added."""
     wide: type[np.floating] = np.longdouble if fused else np.float32
     sums: np.ndarray = np.zeros((2, len(x), len(matrix.exact)), np.float32)
     for i in range(x.shape[1]):

@@ -1,4 +1,4 @@
-"""Examples of every operation, for the tests that hold for all of them."""
+"""Examples of every operation, for tests that hold for all operations."""
 
 from __future__ import annotations
 

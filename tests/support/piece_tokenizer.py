@@ -1,4 +1,4 @@
-"""A SentencePiece-style tokenizer small enough to reason about, and a slow plain twin of it."""
+"""A SentencePiece-style tokenizer small enough to reason about, and its slow, plain twin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LETTERS = "▁helosabw>é日本"
 
 
 def piece_metadata(**keys: object) -> dict[str, object]:
-    """GGUF metadata of the tokenizer; `keys` sets keys, None removes one."""
+    """Return the tokenizer's GGUF metadata; `keys` sets keys, None removes one."""
     byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
     runs = ["  ", "   ", "    "]
     tokens = [UNK, START, END, TAG, *runs, *byte_tokens, *LETTERS, *MADE]
@@ -43,14 +43,15 @@ def piece_metadata(**keys: object) -> dict[str, object]:
 
 
 def piece_tokenizer(**keys: object) -> Tokenizer:
-    """The tokenizer itself."""
+    """Return the tokenizer that `piece_metadata` describes."""
     return from_gguf(piece_metadata(**keys))
 
 
 def slow_pieces(text: str, scores: Mapping[str, float]) -> list[str]:
-    """Merge a marked text by SentencePiece's rule, looking at all neighbours for each merge.
+    """Merge a marked text by SentencePiece's rule, searching all neighbours for each merge.
 
-    Of neighbours whose text joined has a score, the best score first, the leftmost of equals.
+    Of neighbours whose joined text has a score, the best score is merged first, and the leftmost of
+    equal scores.
     """
     pieces = list(text)
     while True:

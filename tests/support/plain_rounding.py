@@ -1,4 +1,4 @@
-"""Rounding with compensation by its definition, in NumPy: the plain twin of native/compress."""
+"""Rounding with calibration by its definition, in NumPy: the plain twin of native/compress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_GAIN = np.float32(1e-5)
 
 
 class Line(NamedTuple):
-    """Scale and smallest value of a group, each (outputs,)."""
+    """The scale and the smallest value of a group, each (outputs,)."""
 
     scale: Floats
     smallest: Floats
@@ -58,9 +58,9 @@ def plain_rounding(weight: Floats, moments: Moments, grid: BlockGrid) -> Floats:
 def compensated(
     right: Floats, factor: Floats, grid: BlockGrid
 ) -> tuple[Floats, list[Line], list[tuple[Floats, Floats]]]:
-    """Code `right` (inputs, outputs) group after group; later groups compensate earlier errors.
+    """Round `right` (inputs, outputs) group after group; later groups compensate earlier errors.
 
-    Returns levels, each group's line and each super-block's units.
+    Returns levels, each group's scale and smallest value, and each super-block's units.
     """
     left, levels = right.copy(), np.empty_like(right)
     weights = np.diag(factor) ** -2
@@ -81,7 +81,7 @@ def compensated(
 
 
 def nearest(values: Floats, grid: BlockGrid) -> Floats:
-    """Map values to levels."""
+    """Round values to the nearest levels."""
     return nearest_level(values) if grid.table else code_rounder(grid.low, grid.high)(values)
 
 
@@ -98,7 +98,10 @@ def code(
 
 
 def stored(line: Line, trial: int, units: tuple[Floats, Floats], grid: BlockGrid) -> Line:
-    """Return a trial line as the format stores it; the middle of the levels does not move."""
+    """Return a group's scale and smallest value as the format stores them.
+
+    The middle of the levels does not move.
+    """
     half = np.float32(0 if grid.peaks else grid.high / 2)
     if grid.num_groups == 1:
         scale = halved(line.scale * np.float32(1 + 0.04 * trial))
@@ -127,7 +130,10 @@ def units_of(lines: list[Line], grid: BlockGrid) -> tuple[Floats, Floats]:
 
 
 def fitted(values: Floats, weights: Floats, grid: BlockGrid) -> Line:
-    """Return the line that fits a group (group, outputs) best, by weighted squares."""
+    """Return the scale and smallest value that fit a group (group, outputs) best.
+
+    The fit is by weighted squares.
+    """
     if grid.peaks:
         groups = np.ascontiguousarray(values.T)
         scale = fit_scale(groups, lambda v: nearest(v, grid), grid.peaks, weights)[:, 0]
@@ -166,7 +172,7 @@ def fitted(values: Floats, weights: Floats, grid: BlockGrid) -> Line:
 
 
 def refit(wanted: Floats, levels: Floats, own: Floats, grid: BlockGrid) -> Line:
-    """Return the best line for given levels."""
+    """Return the best scale and smallest value for given levels."""
     seen = own @ levels
     along, size = (np.einsum("io,io->o", seen, each) for each in (wanted, levels))
     if grid.peaks:

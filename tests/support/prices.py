@@ -1,4 +1,4 @@
-"""Prices of guesses that tests choose."""
+"""Costs of drafts that tests choose."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def cheap_up_to(count: int, price: DraftCost) -> DraftCost:
-    """Return a price at which `count` guesses of a step cost nothing, and one more too much.
+    """Return a cost with which `count` drafts of a step cost nothing, and one more too much.
 
-    Steps are so long that no chance is too small before.
+    Steps are so long that no probability is too small for the first `count` drafts.
     """
     seconds = 1e9, 1e14
     return replace(

@@ -69,7 +69,7 @@ def _biases() -> Program:
 
 
 def _borrowing() -> Program:
-    """Return a small Gemma 4, whose last two layers have no keys and values of their own."""
+    """Return a small Gemma 4, whose last two layers use keys and values of earlier layers."""
     spec = replace(
         SPEC,
         num_layers=5,
@@ -90,7 +90,7 @@ def _borrowing() -> Program:
 
 
 def _beside() -> Program:
-    """Return a small Gemma 4 with experts beside each feed-forward."""
+    """Return a small Gemma 4 with experts in parallel to each feed-forward."""
     spec = replace(
         SPEC,
         num_kv_heads=1,

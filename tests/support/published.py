@@ -1,8 +1,4 @@
-"""Published quantized folders, written plainly from the descriptions of their layouts.
-
-Each function creates a module of random codes and returns its tensors and its values, computed one
-value at a time, without the package's code.
-"""
+"""Published quantized folders, written from the descriptions of their layouts."""
 
 from __future__ import annotations
 

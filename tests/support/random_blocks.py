@@ -1,4 +1,4 @@
-"""Random blocks of formats that are read, not written: any bytes are codes, but scales are set."""
+"""Random blocks of formats that are only read: the codes are random bytes, the scales are set."""
 
 from __future__ import annotations
 

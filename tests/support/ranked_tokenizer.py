@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer out of ranked byte strings, as tiktoken and tekken.json list them."""
+"""A GGUF file's tokenizer, made from ranked byte strings of tiktoken and tekken.json."""
 
 from __future__ import annotations
 

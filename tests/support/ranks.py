@@ -1,4 +1,4 @@
-"""Ranks of the cpu backend as threads of this process, which share memory or call a link."""
+"""Ranks of the cpu backend as threads of this process, which share memory or use a link."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Post:
-    """A link between threads: what one gives waits in a queue until another takes it."""
+    """A link between threads: sent values wait in a queue until they are received."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, int], Queue[bytes]] = {}
@@ -55,7 +55,7 @@ class Post:
         self.sent: list[int] = []  # bytes of what was sent, except in gathers
 
     def record(self, rank: int, num_ranks: int) -> LinkRecord:
-        """Return a rank's end."""
+        """Return the record of a rank's end of the link, for the kernels."""
 
         def all_gather(_: Any, team: Any, size: int, own: int, whole: int, num_bytes: Any) -> int:
             members = list(team[:size])
@@ -91,7 +91,7 @@ class Post:
 
 
 class ThreadRanks:
-    """Runs plans as a backend does, on a plan for each rank of a mesh."""
+    """Runs step plans as a backend does, with a plan for each rank of a mesh."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class ThreadRanks:
         )
 
     def __enter__(self) -> Self:
-        """Return it."""
+        """Return the ranks; the `with` block ends them."""
         return self
 
     def __exit__(
@@ -164,12 +164,12 @@ class ThreadRanks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give everything back."""
+        """Free the resources of all ranks."""
         self._open.close()
         del self._first_byte
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute a plan on all ranks and draw on rank 0."""
+        """Compute a plan on all ranks, and sample on rank 0."""
         sampled = self._steps.fill(plan)
         records = [self._steps.record]
         for _ in self.plans[1:]:
@@ -188,7 +188,7 @@ class ThreadRanks:
     def trace(
         self, tokens: Sequence[int], names: Sequence[str], *, generated: bool = False
     ) -> dict[str, NDArray[np.float32]]:
-        """Return values of a sequence that are whole on rank 0."""
+        """Return values of a sequence that rank 0 holds completely, by name."""
         widths, logits = self.program.value_widths, self.program.ops[-1].output
         found = {name: np.empty((len(tokens), widths[name]), np.float32) for name in names}
         taps = [name for name in names if name != logits]
@@ -205,7 +205,7 @@ class ThreadRanks:
         return found
 
     def together(self, body: Callable[[int], None]) -> None:
-        """Call `body(rank)` on all ranks at once; raises what the first of them raises."""
+        """Call `body(rank)` on all ranks at once; raise the first error."""
         for done in list(self._workers.map(_caught(body), range(self.num_ranks))):
             if done is not None:
                 raise done
@@ -215,11 +215,11 @@ class ThreadRanks:
         self._steps.forget(request)
 
     def abort(self) -> None:
-        """End all waits."""
+        """End all waits of ranks for each other."""
         self.library.ts_link_abort(c_void_p(self.shared))
 
     def reset(self) -> None:
-        """Let ranks meet again."""
+        """Let ranks wait for each other again, after `abort`."""
         self.library.ts_link_reset(c_void_p(self.shared))
 
 

@@ -1,4 +1,4 @@
-"""What every refusal of OpenAI's protocol looks like."""
+"""The form of every error of OpenAI's protocol."""
 
 from __future__ import annotations
 

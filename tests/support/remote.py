@@ -1,4 +1,4 @@
-"""Engines in processes of their own, and what tests ask of them."""
+"""Engine processes for tests, and a stand-in for one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def options(**batch: Any) -> EngineOptions:
 
 
 class FakeProcess:
-    """Stands in for an engine's process: the test holds its end of the socket, `theirs`."""
+    """A stand-in for an engine process; the test holds its end of the socket, `theirs`."""
 
     pid = 0
     start_s = 0.0
@@ -60,7 +60,7 @@ class FakeProcess:
         self.theirs.sendall(wire.RECEIVED_BY_SERVER.frame(message))
 
     def is_asked(self) -> bool:
-        """Whether something was sent since the last look."""
+        """Whether something was sent to the process since the last call."""
         self.theirs.setblocking(False)
         try:
             return bool(self.theirs.recv(1 << 16))
@@ -123,7 +123,7 @@ async def first_of(outputs: ServedOutputs) -> Output:
 
 
 async def idle(engine: ServedEngine) -> EngineStatus:
-    """Wait until no page is held, which a step in flight may delay."""
+    """Wait until no page is held, which a step in flight may delay; return the status."""
     async with asyncio.timeout(20):
         while True:
             reading = await engine.read([(10, 0)])

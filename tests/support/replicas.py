@@ -1,4 +1,4 @@
-"""Fake servers of models, which do what a test tells them, and routers before them."""
+"""Fake replicas, which do what a test tells them, and routers before them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LOAD = {
 
 
 class Exchange:
-    """One request at a fake server, and the means to answer it."""
+    """One request to a fake replica, and the methods to answer it."""
 
     def __init__(self, head: str, body: bytes, writer: asyncio.StreamWriter) -> None:
-        """Know the request."""
+        """Hold the request's head and body, and the connection's writer."""
         first, *lines = head.split("\r\n")
         self.method, self.path, _ = first.split(" ")
         pairs = [line.split(": ", 1) for line in lines if line]
@@ -38,18 +38,18 @@ class Exchange:
         self.body, self.writer = body, writer
 
     async def say(self, data: bytes) -> None:
-        """Send bytes."""
+        """Send bytes as they are."""
         self.writer.write(data)
         await self.writer.drain()
 
     async def answer(self, value: object, status: int = 200, headers: str = "") -> None:
-        """Send a whole response of JSON."""
+        """Send a complete response with a JSON body."""
         body = value if isinstance(value, bytes) else json.dumps(value).encode()
         head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\n{headers}"
         await self.say(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
 
     async def begin_events(self) -> None:
-        """Send the head of a stream."""
+        """Send the head of a stream of events."""
         await self.say(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
             b"transfer-encoding: chunked\r\n\r\n"
@@ -65,14 +65,14 @@ class Exchange:
 
 
 class FakeReplica:
-    """A server whose behaviours a test sets by path; `seen` are the requests to others than these.
+    """A server whose behaviour a test sets by path; `seen` are the requests to other paths.
 
-    `models` are its own, `row` is what their rows say besides; `health` is its status, None if it
-    does not say it. With `load` it is a server of ours, which says this besides.
+    `models` are its models, `row` has additional fields of their rows; `health` is its status, None
+    if it does not say it. With `load` it is a Twostroke server that reports this load.
     """
 
     def __init__(self, *models: str) -> None:
-        """Begin with the model `tiny`."""
+        """Serve the given models, or the model `tiny`."""
         self.models, self.row = models or ("tiny",), dict[str, Any]()
         self.health: tuple[int, dict[str, Any]] | None = (200, {"status": "ok"})
         self.load: dict[str, Any] | None = None
@@ -117,7 +117,7 @@ class FakeReplica:
 
 
 async def hello(exchange: Exchange) -> None:
-    """Answer as a short stream."""
+    """Answer a request with a short stream."""
     await exchange.begin_events()
     await exchange.chunk(b'data: {"id":"chatcmpl-1"}\n\n')
     await exchange.chunk(b"data: [DONE]\n\n")
@@ -128,7 +128,7 @@ class Loop:
     """An event loop in a thread, for fake servers."""
 
     def __init__(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._servers: list[asyncio.Server] = []
@@ -146,7 +146,7 @@ class Loop:
         return replica
 
     def close(self) -> None:
-        """End all."""
+        """End all replicas, and the thread."""
 
         async def end() -> None:
             for server in self._servers:
@@ -166,7 +166,7 @@ class LiveRouter:
     """A router that runs in a thread."""
 
     def __init__(self, router: Router, thread: ServerThread) -> None:
-        """Know where it runs."""
+        """Hold a router, and the thread in which it runs."""
         self.url, self.router, self._thread = f"http://127.0.0.1:{thread.port}", router, thread
 
     @property
@@ -181,7 +181,7 @@ class LiveRouter:
 
 @contextmanager
 def live_router(*urls: str, records: Records | None = None, **options: Any) -> Iterator[LiveRouter]:
-    """Yield a router before servers."""
+    """Yield a running router before the servers at `urls`."""
     options = {"drain_s": 1.0, "wait_s": 1.0, **options}
     router = Router(RouteOptions(replicas=urls, **options), records)
     with closing(router), closing(ServerThread(build_app(router), router)) as thread:

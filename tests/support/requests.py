@@ -33,7 +33,7 @@ def make_request(
     cuts_limit: bool = False,
     pooling: Pooling | None = None,
 ) -> Request:
-    """A request with a given prompt, or one of a given length."""
+    """Return a request with a given prompt, or with a prompt of a given length."""
     tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -59,7 +59,7 @@ def make_request(
 
 
 def random_windows(rng: random.Random) -> tuple[int | None, ...]:
-    """How far the rows of each cache group see: often everything, in groups of several kinds."""
+    """Return the window of each cache group: often one group without a window, or several kinds."""
     if rng.random() < 0.4:
         return (None,)
     near, far = rng.randint(1, 7), rng.randint(5, 30)
@@ -69,9 +69,10 @@ def random_windows(rng: random.Random) -> tuple[int | None, ...]:
 def random_request(
     rng: random.Random, request_id: str, room: int, earlier: list[Request]
 ) -> Request:
-    """A request of at most `room` tokens, answer included.
+    """Return a random request of at most `room` tokens, answer included.
 
-    Its prompt is a stem cut anywhere, or the next turn after one of the `earlier` requests.
+    Its prompt is a beginning of a common text, or the next turn after one of the `earlier`
+    requests.
     """
     salt = rng.choice((b"", b"", b"one", b"two"))
     prompt_logprobs = 0 if rng.random() < 0.3 else None

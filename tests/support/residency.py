@@ -1,4 +1,4 @@
-"""Models that share memory under virtual time, and the fewest loads that anybody could do with."""
+"""Models that share memory under virtual time, and the lowest possible number of loads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class _Model:
 
 
 class Stage:
-    """Runs `decide` in steps of `tick_s`; each answer takes `answer_s` once its model is loaded."""
+    """Simulates models that share memory: runs `decide` in steps of `tick_s`.
+
+    Each answer takes `answer_s` once its model is loaded.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class Stage:
         self.serve()
 
     def serve(self) -> None:
-        """Give the waiting requests of loaded models to them."""
+        """Answer the waiting requests whose models are loaded."""
         for name, model in self.models.items():
             if model.state is ModelResidency.LOADED and not model.is_closed and model.waiting:
                 self.waits += [(name, self.now_s - asked_s) for asked_s in model.waiting]
@@ -136,7 +139,7 @@ class Stage:
 
 
 def play(stage: Stage, adversary: Adversary, count: int, patience_s: float = 1e5) -> None:
-    """Let an adversary ask `count` times, and wait until all is answered."""
+    """Let an adversary send `count` requests, and wait until all are answered."""
     while len(stage.arrivals) < count:
         for name in adversary(stage)[: count - len(stage.arrivals)]:
             stage.ask(name)
@@ -150,11 +153,12 @@ def play(stage: Stage, adversary: Adversary, count: int, patience_s: float = 1e5
 def fewest_loads(
     arrivals: Sequence[Arrival], sizes: Mapping[str, int], budget: int, window_s: float
 ) -> int:
-    """Return the fewest loads with which each request has its model within `window_s` of coming.
+    """Return the fewest loads with which each request has its model within `window_s` of arrival.
 
     All requests are known from the beginning, loads and answers take no time, and requests may be
-    answered in any order. It is exact: it loads a model only when the time of a request is over,
-    since a later load answers no less, and then tries each set of models that may stay beside it.
+    answered in any order. The result is exact: a model is loaded only at the latest possible time,
+    since a later load answers no fewer requests, and then each set of models that may stay loaded
+    is tried.
     """
     sets = [
         frozenset(some)

@@ -1,4 +1,4 @@
-"""How much of mapped files this process holds in memory."""
+"""The memory in which this process holds mapped files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events and bodies of the Responses protocol, as tests compare them."""
+"""Events and bodies of the Responses protocol, in a form that tests compare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kinds_of(events: list[Fields]) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """Return a response without what differs from one to the next."""
+    """Return a response without the values that differ between equal responses."""
     if isinstance(value, list):
         return [plain(one) for one in value]
     if not isinstance(value, dict):

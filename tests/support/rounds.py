@@ -1,4 +1,4 @@
-"""Rounds of random operations on pages, scheduler, engine and supervisor, each from its seed."""
+"""Rounds of random operations on scheduler, engine and supervisor, each from a seed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def play_scheduler(seed: int, counts: Counter[str]) -> None:
 
 
 def _operate(machine: SchedulerMachine, rng: random.Random) -> None:
-    """Do one of the operations that are possible now."""
+    """Perform one of the operations that are possible now."""
     seed, dt_s = rng.getrandbits(32), rng.choice((0.0, 0.1, 2.0))
     guesses = rng.choice((None, seed, seed))
     possible: list[Callable[[], None]] = [

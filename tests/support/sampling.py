@@ -1,4 +1,4 @@
-"""Random sampling cases: requests with all parameters, and rows of logits, also nasty ones."""
+"""Random sampling cases: requests with all parameters, and rows of logits, also extreme ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ("normal", "peaked", "flat", "ties", "equal", "holes", "nan", "infinite"
 
 
 class OneMask:
-    """A matcher that allows the same tokens everywhere."""
+    """A grammar matcher that allows the same tokens at every position."""
 
     def __init__(self, flags: NDArray[np.bool_]) -> None:
         """Allow the tokens whose flags, of shape (vocab_size,), are set."""
@@ -60,7 +60,7 @@ def make_request(
     end_ids: Sequence[int] = (),
     allowed: NDArray[np.bool_] | None = None,
 ) -> Request:
-    """A request that has already written `output`, and may go on with tokens that are `allowed`."""
+    """Return a request that has generated `output`, and may continue with `allowed` tokens."""
     tokens, ends = [*prompt, *output], frozenset(end_ids)
     matcher = None if allowed is None else OneMask(allowed)
     return Request("r", tokens, len(prompt), params, seed, end_ids=ends, matcher=matcher)
@@ -69,7 +69,7 @@ def make_request(
 def random_logits(
     rng: np.random.Generator, vocab_size: int, kind: str | None = None
 ) -> NDArray[np.float32]:
-    """A row of logits (vocab_size,) of one of `KINDS`, mostly normal ones."""
+    """Return a row of logits (vocab_size,) of one of `KINDS`, mostly normal ones."""
     kind = kind or (str(rng.choice(KINDS)) if rng.random() < 0.6 else "normal")
     normal = rng.normal(size=vocab_size) * 3
     rows = {
@@ -92,7 +92,7 @@ def random_logits(
 
 
 def random_request(rng: np.random.Generator, vocab_size: int) -> Request:
-    """A request with each parameter at its default, at an ordinary or at an extreme value."""
+    """Return a request whose parameters have default, ordinary or extreme values."""
 
     def one_of(default: float, *others: float) -> float:
         return float(rng.choice(others)) if rng.random() < 0.4 else default
@@ -123,7 +123,10 @@ def random_request(rng: np.random.Generator, vocab_size: int) -> Request:
 def random_mask(
     rng: np.random.Generator, vocab_size: int, ends: Sequence[int]
 ) -> NDArray[np.bool_] | None:
-    """Flags of allowed tokens, (vocab_size,): many, few, an end alone, none; often no mask."""
+    """Return flags of allowed tokens, (vocab_size,), or None.
+
+    Many, few, only an end token, or no token is allowed; often there is no mask.
+    """
     kind = rng.choice(["no mask", "no mask", "many", "few", "an end", "none"])
     flags = np.zeros(vocab_size, bool)
     if kind == "no mask":
@@ -141,7 +144,7 @@ def random_mask(
 def sample_native(
     library: ctypes.CDLL, requests: Sequence[Request], logits: NDArray[np.float32]
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Draw one token for each row of `logits` (rows, vocab_size); they must not change."""
+    """Sample one token for each row of `logits` (rows, vocab_size), which must not change."""
     table = RowTable()
     rows = table.rows(requests)
     results = np.zeros(len(requests), RESULT)

@@ -1,4 +1,4 @@
-"""Random schedules on a real backend: the same requests, however they are batched."""
+"""Random schedules on a real backend: the same requests, batched in different ways."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Setting(Frozen):
-    """How a batch of requests is run."""
+    """The options under which a batch of requests is run."""
 
     num_pages: int
     token_budget: int
@@ -41,7 +41,7 @@ class Setting(Frozen):
 
     @classmethod
     def chosen_by(cls, chance: random.Random, fewest_pages: int, most_pages: int) -> Setting:
-        """Draw a setting; small pools preempt, small budgets cut prompts into chunks."""
+        """Return a random setting; small pools preempt, small budgets cut prompts into chunks."""
         max_running = chance.choice((1, 2, 5, 32))
         policies: tuple[Policy, ...] = (
             Continuous(),
@@ -61,7 +61,7 @@ class Setting(Frozen):
         )
 
     def alone(self, num_pages: int) -> Setting:
-        """The plainest setting: one request at a time, whole prompts, nothing cached."""
+        """Return the plainest setting: one request at a time, whole prompts, nothing cached."""
         return replace(
             self,
             num_pages=num_pages,

@@ -1,4 +1,4 @@
-"""A server process: `serve_tiny.py FOLDER PORT DRAIN_S MODE...`, for the modes see `main`."""
+"""A server process: `serve_tiny.py FOLDER PORT DRAIN_S MODE...`, with the modes of `main`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from twostroke.server.storage import Records
 
 
 class Away(LocalEngine):
-    """Accepts nothing, as while an engine starts again."""
+    """A server that accepts nothing, as while an engine is restarted."""
 
     async def generate(self, *_: Any) -> Any:
         print("asked", flush=True)

@@ -1,4 +1,4 @@
-"""A server in a thread; if it does not stop, the error says what every thread and task does."""
+"""A server in a thread; if it does not stop, the error has the stack of every thread and task."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _DEPTH: Final = 8  # the most frames of a stack that are shown
 
 
 class ServerThread:
-    """A server on a free loopback port, with an event loop of its own."""
+    """A server on a free loopback port, with an event loop in its own thread."""
 
     def __init__(self, app: ASGIApp, application: Application) -> None:
-        """Start it; returns once it answers."""
+        """Start the server; return once it answers."""
         self._up = threading.Event()
         self._server = Server(app, application, self._up.set)
         self._listener = bind("127.0.0.1", 0)
@@ -40,7 +40,7 @@ class ServerThread:
             raise AssertionError(f"The server does not start.\n{self._doings()}")
 
     def close(self, timeout_s: float = 15) -> None:
-        """Stop it; AssertionError if it still runs after `timeout_s`."""
+        """Stop the server; raise AssertionError if it still runs after `timeout_s`."""
         self._server.should_exit = True
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -74,7 +74,10 @@ class ServerThread:
 
 
 def _awaiting(coroutine: Any) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames of a coroutine and of those that it awaits; `print_stack` has the first."""
+    """Yield the frames of a coroutine and of the coroutines that it awaits.
+
+    `print_stack` shows only the first.
+    """
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         yield frame, frame.f_lineno
         coroutine = coroutine.cr_await

@@ -1,4 +1,4 @@
-"""Real servers on free loopback ports, run in a thread of the test's own process."""
+"""Real servers on free loopback ports, in a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LiveServer(Frozen):
-    """A running server with everything that is behind it."""
+    """A running server, with its engine and its API."""
 
     url: str
     port: int
@@ -54,16 +54,16 @@ class LiveServer(Frozen):
         return self.http.post("/v1/completions", json={"prompt": "hello", **fields})
 
     def connect(self) -> socket.socket:
-        """Return a bare connection."""
+        """Return a TCP connection to the server."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=10)
 
     @property
     def num_busy(self) -> int:
-        """How many answers the engine still owes somebody."""
+        """The number of answers that the engine still has to deliver."""
         return len(self.client.loop._listeners)
 
     def wait_idle(self) -> None:
-        """Wait until the engine has nothing to do and no page is held."""
+        """Wait until the engine has no requests and no page is held."""
         loop = self.client.loop
         wait_for(lambda: self.num_busy == 0)
         wait_for(lambda: num_unfinished(loop) == 0)
@@ -102,7 +102,10 @@ _DESCRIPTIONS: dict[str, Description] = {}
 
 
 def description_of(api: Api) -> Description:
-    """Return the description of a server; those with equal facts share one, which takes a while."""
+    """Return the checked OpenAPI document of a server.
+
+    Servers with equal facts share one, since making it takes a while.
+    """
     paths = sorted(route.path for route in api.routes())
     facts = repr((api.facts(), paths))
     if facts not in _DESCRIPTIONS:
@@ -122,7 +125,7 @@ def post_bytes(path: str, body: object, *, headers: str = "") -> bytes:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Return what comes until the server hangs up, and hang up."""
+    """Return all bytes until the server closes the connection; then close it, too."""
     received = b""
     try:
         while data := connection.recv(65536):
@@ -134,7 +137,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    """Wait until something is so."""
+    """Wait until `condition` returns True; fail after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -1,9 +1,4 @@
-"""A server's side and its engine's, which dies at any moment, with a model that costs nothing.
-
-All is real but the process, the clock of the back-off, and the model: `RemoteEngine`, `Supervisor`,
-frames, `Desk`, `EngineLoop`, speculation, scheduler and pages. Every answer must have the tokens
-that it always has, or end with an error that is deserved.
-"""
+"""A server and an engine process that dies at any moment, with a model that costs nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +40,10 @@ _HINTS = (Hints(), Hints(speculate="off"), Hints(shows_progress=True))
 
 
 class ServiceMachine:
-    """Asks, cancels, computes, kills in any order, and checks after each. `counts` adds up."""
+    """Submits, cancels, computes and kills in any order, with checks after each operation.
+
+    `counts` counts the operations of all runs.
+    """
 
     def __init__(self, rng: random.Random, folder: Path, counts: Counter[str]) -> None:
         self.rng, self.counts = rng, counts
@@ -64,7 +62,7 @@ class ServiceMachine:
         return self.process
 
     async def run(self, num_operations: int) -> None:
-        """Do so many operations, then see everything end."""
+        """Perform a number of operations, then check that everything ends."""
         ready = self.process.load()
         with (
             patch.object(supervisor, "EngineProcess", self._make),
@@ -97,7 +95,7 @@ class ServiceMachine:
             self.wrong.append(error)
 
     async def client(self) -> None:
-        """Ask, and check all that comes."""
+        """Submit a call, and check all its outputs."""
         rng, me = self.rng, asyncio.current_task()
         assert me is not None
         harm = rng.choice((*(None,) * 30, POISON, KILLER))
@@ -138,7 +136,7 @@ class ServiceMachine:
             self.counts["failed alone"] += 1
 
     def question(self, harm: int | None) -> tuple[list[list[int]], SamplingParams, Caller]:
-        """Return prompts of which many begin alike; those that do harm are always the same."""
+        """Return prompts, many of which begin alike; prompts that kill engines stay the same."""
         rng = self.rng
         if harm is not None:
             params = SamplingParams(max_tokens=4, seed=0, ignore_eos=True)
@@ -177,7 +175,7 @@ class ServiceMachine:
         assert found[index] == right, "other tokens than always"
 
     async def cancel(self) -> None:
-        """Stop what somebody asked for, or leave before it was accepted."""
+        """Cancel a call, or disconnect before it was accepted."""
         if not self.open:
             return
         task = self.rng.choice(list(self.open))
@@ -207,7 +205,7 @@ class ServiceMachine:
                 self.counts["step"] += 1
 
     async def die(self) -> None:
-        """Kill it now and then, or let its loop fail."""
+        """Kill the engine process now and then, or let its loop fail."""
         chance = self.rng.random()
         if chance < 0.3 or self.process.is_dead:
             return
@@ -218,7 +216,7 @@ class ServiceMachine:
         self.counts["die"] += 1
 
     async def look(self) -> None:
-        """Ask for counts, which come some time later."""
+        """Request the engine's status, which comes some time later."""
         reading = asyncio.ensure_future(self.engine.read([(1, 0)]))
         reading.add_done_callback(lambda done: done.exception())
         self.counts["look"] += 1
@@ -227,7 +225,7 @@ class ServiceMachine:
         self.engine.flush()
 
     async def settle(self) -> None:
-        """Let the server's side read, tell, and start another process."""
+        """Let the server read messages, inform callers, and start another process."""
         for _ in range(3):
             await asyncio.sleep(0)
         for _ in range(1_000_000):
@@ -237,7 +235,7 @@ class ServiceMachine:
         raise AssertionError("no other process starts")
 
     async def end(self) -> None:
-        """Everybody gets an end in a bounded number of steps, and nothing is left."""
+        """Check that each call ends in a bounded number of steps, and that nothing is left."""
         for _ in range(100_000):
             if not self.open:
                 break
@@ -262,7 +260,7 @@ class ServiceMachine:
         self.count_pages()
 
     def count_pages(self) -> None:
-        """Add up what the process's scheduler has counted."""
+        """Add up the counts of the process's scheduler."""
         if self.process.desk is not None:
             stats = self.process.scheduler.stats()
             self.counts["preemptions"] += stats.num_preemptions

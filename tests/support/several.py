@@ -1,4 +1,4 @@
-"""A server of several tiny models, as a process of its own with a process for each loaded model."""
+"""A server of several tiny models, as a process, with an engine process for each loaded model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOADED = re.compile(r"Loaded (\S+) in ([\d.]+) s")
 
 @dataclass(frozen=True)
 class Several:
-    """A running server; `log` is its standard error."""
+    """A running server of several models; `log` is its standard error."""
 
     http: httpx.Client
     process: subprocess.Popen[bytes]
@@ -50,13 +50,13 @@ class Several:
             time.sleep(0.02)
 
     def count(self, metric: str) -> dict[str, float]:
-        """Return a metric by model."""
+        """Return a metric's value by model."""
         text = self.http.get("/metrics").text
         rows = re.findall(rf'^twostroke_{metric}{{model="([^"]+)"}} (\S+)$', text, re.MULTILINE)
         return {model: float(value) for model, value in rows}
 
     def load_times(self) -> list[tuple[str, float]]:
-        """Return the loads so far, with their seconds, as the log has them."""
+        """Return each load so far, with its seconds, from the log."""
         found = _LOADED.findall(self.log.read_text())
         return [(name, float(seconds)) for name, seconds in found]
 
@@ -71,7 +71,7 @@ def write_models(folder: Path, names: str = "abc") -> list[str]:
 
 @contextmanager
 def serving(folder: Path, models: list[str], *options: str, memory: str = TWO) -> Iterator[Several]:
-    """Yield a server of `models`, which SIGTERM has ended afterwards."""
+    """Yield a server of `models`; SIGTERM ends it afterwards."""
     log = folder / "log"
     fixed = ("--port", "0", "--threads", "1", "--kv-memory", "4MB", "--accept-quality")
     command = ("serve", "--models", ",".join(models), "--memory", memory, *fixed, *options)

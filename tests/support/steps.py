@@ -1,4 +1,4 @@
-"""A scheduler with its pool and a model that costs nothing, stepped by hand."""
+"""A scheduler with its pool and a model that costs nothing, run step by step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Steps:
         return request
 
     def cancel(self, request_id: str) -> Request | None:
-        """End a request as its caller may at any time; None if it has ended."""
+        """Cancel a request, as its caller may at any time; None if it has ended."""
         ticket = self.scheduler._states.get(request_id)
         if ticket is None:
             return None
@@ -53,7 +53,10 @@ class Steps:
         return plan
 
     def land(self, plan: StepPlan, token: int | None = None) -> list[Request]:
-        """Run and commit a plan, drawing `token` if given; return who got a token."""
+        """Run and commit a plan; return the requests that got a token.
+
+        They sample `token` if it is given.
+        """
         result = self.model.run(plan)
         if token is not None:
             result.tokens[:] = [token] * len(result.tokens)
@@ -62,13 +65,13 @@ class Steps:
         return [delta.request for delta in deltas]
 
     def step(self, token: int | None = None) -> dict[str, int]:
-        """Do a step; return how many tokens each request computed, in the plan's order."""
+        """Run a step; return how many tokens each request computed, in the plan's order."""
         plan = self.plan()
         self.land(plan, token)
         return {piece.request.id: piece.count for piece in plan.slices}
 
     def finish(self, max_steps: int = 1000) -> None:
-        """Step until all have ended, and see that they gave back what they held."""
+        """Run steps until all requests have ended; check that they released their pages."""
         while self.scheduler.has_work:
             self.step()
             max_steps -= 1

@@ -1,4 +1,4 @@
-"""Stored pages, and all that can happen to them while nobody looks."""
+"""Stored KV pages, and everything that can damage them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORTH = PageValue(0.01, 0, 1e9)
 
 
 def kind(**changes: Any) -> KvCacheSpec:
-    """Return a kind of pages that differs from the usual one in `changes`."""
+    """Return a `KvCacheSpec` that differs from the usual one in `changes`."""
     usual = {
         "model": "m",
         "kv_format": "f16",
@@ -42,7 +42,7 @@ OTHER_KINDS = (
 
 
 def content_of(number: int) -> bytes:
-    """Return the bytes of a page, others for each number."""
+    """Return the bytes of a page, different for each number."""
     return random.Random(number).randbytes(PAGE_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""A Redis server of the test's own, on a free port."""
+"""A Redis server for tests, on a free port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECRET = "0123456789abcdef" * 4
 
 
 def missing() -> str:
-    """Return what is missing for a store, empty if nothing is."""
+    """Return what is not installed that a Redis server needs; "" if nothing."""
     if find_spec("redis") is None or find_spec("cryptography") is None:
         return "needs the extra: pip install '.[store]'"
     return (
@@ -29,21 +29,21 @@ def missing() -> str:
 
 
 class Store:
-    """A running server."""
+    """A running Redis server."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, scheme: str) -> None:
         self.process, self.port = process, port
         self.url = f"{scheme}://127.0.0.1:{port}"
 
     def client(self, **options: Any) -> Any:
-        """Return a client that sees entries as they are."""
+        """Return a client that sees entries as they are stored."""
         from redis import Redis
 
         return Redis(port=self.port, **options)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Let it accept connections and answer nothing."""
+        """Stop the server during the block: it accepts connections and answers nothing."""
         os.kill(self.process.pid, signal.SIGSTOP)
         try:
             yield
@@ -53,7 +53,7 @@ class Store:
 
 @contextmanager
 def store(folder: Path, *options: str, port: int = 0, tls: tuple[str, ...] = ()) -> Iterator[Store]:
-    """Yield a server that keeps nothing on disk; `tls` are its options for TLS."""
+    """Yield a Redis server that keeps nothing on disk; `tls` are its options for TLS."""
     if not port:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Small chat templates, each as strict as published families are in one way or several."""
+"""Small chat templates, each as strict in some way as templates of published families."""
 
 from __future__ import annotations
 

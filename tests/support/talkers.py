@@ -1,4 +1,4 @@
-"""Chat templates that show tools and mark reasoning as families of models do, in small."""
+"""Small chat templates that show tools and mark reasoning as families of models do."""
 
 from __future__ import annotations
 
@@ -150,9 +150,9 @@ def talker(
     controls: tuple[str, ...] = (),
     options: ServeOptions | None = None,
 ) -> AbstractContextManager[LiveServer]:
-    """Return a server whose model has this template and says what `say` lets it.
+    """Return a server whose model has this template, and answers as `say` determines.
 
-    `controls` are control tokens, in the place of bytes that no text has.
+    `controls` are control tokens, in place of bytes that no text has.
     """
     tokens, _ = vocabulary()
     for byte, text in zip(range(0xF5, 0x100), controls, strict=False):
@@ -167,10 +167,11 @@ def talker(
 
 
 def say(server: LiveServer, text: str, *others: str) -> list[int]:
-    """Let every answer be this text, in which control tokens are these; return its tokens.
+    """Make every answer this text, which may have control tokens; return its tokens.
 
-    Where its form forbids the text, the answer is the first of the `others` that begins alike. The
-    engine draws among the allowed tokens as ever: an answer with none of the texts is another one.
+    Where an answer's constraint forbids the text, the answer is the first of the `others` that
+    begins alike. The engine samples among the allowed tokens as ever: an answer with none of the
+    texts is another one.
     """
     tokenizer = server.client.card.tokenizer
     scripts = [tokenizer.encode(script, parse_special=True) for script in (text, *others)]

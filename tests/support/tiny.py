@@ -1,4 +1,4 @@
-"""Tiny random models, written as GGUF files or Hugging Face folders: real in all but size."""
+"""Tiny random models, written as GGUF files or Hugging Face folders, real ones but for size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend as a pipeline of ranks that get lost, in one process."""
+"""A backend that acts as a pipeline of ranks, some of which get lost, in one process."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Ranks:
             raise
 
     def lose(self) -> None:
-        """Lose a rank while nothing runs."""
+        """Lose a rank while no step runs."""
         self.num_losses += 1
         self._is_lost = True
 

@@ -1,4 +1,4 @@
-"""The plain twin of pooling, and embedders without an engine."""
+"""Pooling computed plainly, and embedders without an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def twin(states: NDArray[np.float32], pooling: str) -> NDArray[np.float64]:
-    """The plain way from a text's last states to its vector."""
+    """Compute a text's embedding plainly from its last hidden states."""
     pooled = states.astype(np.float64).mean(axis=0) if pooling == "mean" else states[-1]
     wide = np.asarray(pooled, np.float64)
     vector: NDArray[np.float64] = wide / np.linalg.norm(wide)
@@ -24,5 +24,5 @@ def twin(states: NDArray[np.float32], pooling: str) -> NDArray[np.float64]:
 
 
 def embedder_of(request: Request) -> Embedder:
-    """Return what adds up the states of a request that no engine runs."""
+    """Return the object that pools the hidden states of a request, without an engine."""
     return Embedder(request, 0, Mailbox(lambda _: None))

@@ -1,9 +1,4 @@
-"""Ends an engine's process when it computes a prompt with a certain token, as a fault would.
-
-A campaign puts this folder on PYTHONPATH; Python imports the module when a process starts. Of a
-prompt with the token `KILLER_TOKEN` the process dies in the first step, of one with
-`LATE_KILLER_TOKEN` after three tokens of its answer.
-"""
+"""Ends an engine process when it computes a prompt with a certain token, as a bug might."""
 
 from __future__ import annotations
 
