@@ -62,6 +62,8 @@ def test_reference_equals_transformers(family: str, tmp_path: Path) -> None:
         ("glm4", {"attention_bias": False, "norm_topk_prob": False, "n_shared_experts": 1}),
         ("glm4", {"partial_rotary_factor": 0.75, "n_group": 4, "topk_group": 2,
             "first_k_dense_replace": 0}),
+        ("granite", {"attention_multiplier": 0.2, "embedding_multiplier": 3, "logits_scaling": 0.5,
+            "residual_multiplier": 1.5, "attention_bias": True, "tie_word_embeddings": False}),
     ],
 )  # fmt: skip
 def test_what_a_configuration_changes_is_honoured(

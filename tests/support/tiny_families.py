@@ -318,6 +318,24 @@ _GLM4_AIR = Variant(
 
 _GLM4 = replace(_GLM4_AIR, query_key_norm="head", config={**_GLM4_AIR.config, "use_qk_norm": True})
 
+_GRANITE = replace(
+    _LLAMA,
+    architecture="granite",
+    model_type="granite",
+    metadata={
+        "attention.scale": 0.0625,
+        "embedding_scale": 12.0,
+        "residual_scale": 0.22,
+        "logit_scale": 1.5,
+    },
+    config={
+        "attention_multiplier": 0.0625,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 1.5,
+    },
+)
+
 _GEMMA4 = replace(
     _GEMMA3,
     architecture="gemma4",
@@ -393,4 +411,5 @@ FAMILIES: dict[str, Variant] = {
     "glm4-lite": _GLM4_LITE,
     "glm4-air": _GLM4_AIR,
     "glm4": _GLM4,
+    "granite": _GRANITE,
 }

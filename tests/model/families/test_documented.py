@@ -35,6 +35,7 @@ VOCABULARIES = {
     "phi3": ("gpt-4o", *PIECES_OF),
     "olmo2": ("dbrx", "olmo", "superbpe"),
     "glm4moe": ("glm4",),
+    "granite": ("refact", "dbrx"),
     "deepseek2": ("deepseek-llm", "deepseek-coder", "deepseek-v3", "kimi-k2", "youtu", "glm4"),
 }
 

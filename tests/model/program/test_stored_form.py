@@ -45,6 +45,7 @@ PROGRAMS = {
     "glm4-lite": "bf91923513104a6e",
     "glm4-air": "458cd38d0d23c3ed",
     "glm4": "c59785e4dbe62aa9",
+    "granite": "6591b33977494812",
 }
 
 

@@ -11,6 +11,7 @@ from twostroke.model.families.family import Family
 from twostroke.model.families.gemma import GEMMA2, GEMMA3
 from twostroke.model.families.gemma4 import GEMMA4
 from twostroke.model.families.glm import GLM4_MOE
+from twostroke.model.families.granite import GRANITE
 from twostroke.model.families.llama import LLAMA
 from twostroke.model.families.olmo2 import OLMO2
 from twostroke.model.families.phi3 import PHI3
@@ -28,6 +29,7 @@ ARCHITECTURES: dict[str, Family] = {
     "gemma3": GEMMA3,
     "gemma4": GEMMA4,
     "glm4moe": GLM4_MOE,
+    "granite": GRANITE,
     "olmo2": OLMO2,
     "phi3": PHI3,
     "qwen2": QWEN2,
@@ -44,7 +46,7 @@ MODEL_TYPES: dict[str, str] = {
 def build_program(spec: ModelSpec) -> Program:
     """Build the Program of a model; its architecture must be one of `ARCHITECTURES`."""
     family = ARCHITECTURES[spec.architecture]
-    scale = math.sqrt(spec.hidden_size) if family.scales_embedding else None
+    scale = math.sqrt(spec.hidden_size) if family.scales_embedding else spec.embedding_scale
     return decoder(spec, family.layer, embedding_scale=scale)
 
 

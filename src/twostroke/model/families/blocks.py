@@ -35,10 +35,12 @@ def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = No
         parts += layer(spec, index, f"x{index}", f"x{index + 1}")
     head = "token_embd.weight" if spec.tied_embeddings else "output.weight"
     parts.append(norm(spec, "last", f"x{spec.num_layers}", "output_norm"))
+    if spec.logit_scale != 1:
+        parts.append(ops.Scale("last.scaled", "last", hidden, spec.logit_scale))
     parts.append(
         ops.Logits(
             "logits",
-            "last",
+            parts[-1].output,
             weight=head,
             in_width=hidden,
             width=spec.vocab_size,

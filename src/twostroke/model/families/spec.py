@@ -127,8 +127,9 @@ class ModelSpec(Frozen):
 
     `architecture` is the key into `families.ARCHITECTURES` ("llama"). Sizes are counts of values;
     `context_length` is in tokens. `norm_offset` is added to the weights of norms. `attention_scale`
-    multiplies scores; None means 1 / sqrt(head_dim). With `latent` attention there is one key-value
-    head of `latent.rank + latent.rotated` values.
+    multiplies scores; None means 1 / sqrt(head_dim). `embedding_scale` multiplies embeddings, if it
+    is not None, and `logit_scale` multiplies logits before their soft cap. With `latent` attention
+    there is one key-value head of `latent.rank + latent.rotated` values.
 
     Gemma 4 has `layer_inputs`: the width of the vector that each token has for each layer. With
     `layer_factors` a layer's output is multiplied by a learned number. Where `keys_give_values`,
@@ -157,7 +158,9 @@ class ModelSpec(Frozen):
     qkv_bias: bool = False
     output_bias: bool = False
     attention_scale: float | None = None
+    embedding_scale: float | None = None
     attention_soft_cap: float | None = None
+    logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     window: WindowSpec | None = None
     experts: ExpertSpec | None = None

@@ -23,6 +23,7 @@ from twostroke.model.program.ops import (
     Logits,
     RMSNorm,
     Rope,
+    Scale,
 )
 
 if TYPE_CHECKING:
@@ -61,8 +62,13 @@ class Program(Frozen, dict=True):
 
     @property
     def last_states(self) -> str:
-        """Return the name of the value that the logits are computed from, after the final norm."""
-        return next(op.x for op in reversed(self.ops) if isinstance(op, Logits))
+        """Return the name of the value that the logits are computed from, after the final norm.
+
+        A `Scale` between the norm and the logits does not count.
+        """
+        name = next(op.x for op in reversed(self.ops) if isinstance(op, Logits))
+        source = next(op for op in self.ops if op.output == name)
+        return source.x if isinstance(source, Scale) else name
 
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
