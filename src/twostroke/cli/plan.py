@@ -257,11 +257,11 @@ def _load_calibration(planned: PlannedModel, num_threads: int | None) -> Calibra
     They must be for this number of threads. If others exist, a hint is printed.
     """
     from twostroke.lab import planner
-    from twostroke.lab.planner.served import on_threads
+    from twostroke.lab.planner.served import thread_count_text
 
     calibration = planner.load_calibration(planned.identity, num_threads)
     if calibration is None and (others := planner.calibrated_threads(planned.identity)):
-        text = f"Steps were measured {on_threads(others[0])}: "
+        text = f"Steps were measured {thread_count_text(others[0])}: "
         click.echo(f"{text}--threads {others[0]} plans with them.", err=True)
     return calibration
 

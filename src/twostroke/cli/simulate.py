@@ -285,7 +285,7 @@ def _progress(probe: LoadProbe) -> None:
 
 def _facts(setup: SimulationSetup, load: Workload) -> Iterator[str]:
     from twostroke.lab.planner.reference_calibration import REFERENCE, ReferenceCalibration
-    from twostroke.lab.planner.served import on_threads
+    from twostroke.lab.planner.served import thread_count_text
     from twostroke.lab.planner.words import describe_missing_fields, describe_reference
 
     question, count = setup.question, len(load.arrivals)
@@ -311,7 +311,7 @@ def _facts(setup: SimulationSetup, load: Workload) -> Iterator[str]:
         calibration = setup.calibration
         yield (
             f"Times are corrected by {calibration.num_steps} steps measured "
-            f"{on_threads(calibration.num_threads)} on {calibration.date}."
+            f"{thread_count_text(calibration.num_threads)} on {calibration.date}."
         )
     elif (question.mfu, question.mbu) == (1.0, 1.0):
         yield "Times are limits, which no engine passes: set --mfu and --mbu to your engine's."

@@ -83,8 +83,8 @@ class ActivationBits(Frozen):
         return f"products by bits of activations: {text}" if text else "15-bit activations"
 
 
-def bits_by_name(bits: int | ActivationBits) -> Bits:
-    """Return activation bits as a backend takes them: one number, or a number for each matrix."""
+def activation_bits_or_map(bits: int | ActivationBits) -> Bits:
+    """Return activation bits as backends take them: a number, or numbers by matrix name."""
     return bits.bits if isinstance(bits, ActivationBits) else bits
 
 

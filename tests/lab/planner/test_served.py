@@ -27,9 +27,9 @@ from twostroke.lab.planner.served import (
     ServedStep,
     group_steps,
     merge_steps,
-    on_threads,
     read_steps,
     server_threads,
+    thread_count_text,
 )
 from twostroke.lab.planner.words import plan_facts
 
@@ -149,11 +149,11 @@ def test_steps_of_a_running_server_are_kept(tmp_path, monkeypatch):
         calibration = load_calibration(model.identity, count)
         assert calibration is not None
         assert calibration.served_steps
-        assert f"shapes were seen, {on_threads(count)}." in notices[-1]
+        assert f"shapes were seen, {thread_count_text(count)}." in notices[-1]
         assert load_calibration(model.identity, count + 1) is None
         assert calibrated_threads(model.identity) == [count]
         plan = make_plan(model, find_device("L4"), Question(prompt=30, output=10), calibration)
-        assert any(f"measured {on_threads(count)} on" in line for line in plan_facts(plan))
+        assert any(f"measured {thread_count_text(count)} on" in line for line in plan_facts(plan))
         other = PlannedModel(
             name="other",
             program=model.program,

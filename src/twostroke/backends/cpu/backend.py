@@ -21,7 +21,7 @@ from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.reference.operations import rms_norm
 from twostroke.core.errors import RanksLostError
-from twostroke.core.options import DEFAULT_ACTIVATION_BITS, ActivationBits, bits_by_name
+from twostroke.core.options import DEFAULT_ACTIVATION_BITS, ActivationBits, activation_bits_or_map
 from twostroke.core.step import StepResult
 from twostroke.model.program import ops
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS, PageGroups
@@ -91,7 +91,7 @@ class CpuBackend:
         assert page_size % 16 == 0, "kernels handle 16 tokens of a page at once"
         choice = choose_level(level)
         self._program, self._weight_shard = program, weight_shard
-        self._bits = bits_by_name(activation_bits)
+        self._bits = activation_bits_or_map(activation_bits)
         self._norm = _last_norm(program, tensors) if embeds else None
         tapped = self._norm.args[0].x if self._norm else tapped_value
         assert tapped_value in (None, tapped), "a step can return one value"

@@ -169,7 +169,10 @@ class TorchBackend:
         """Return None: the bytes of KV pages are not accessible, because a GPU may hold them."""
 
     def forget(self, request: Request) -> None:
-        """Drop the state of a finished request, which only backends of several ranks have."""
+        """Drop what this backend keeps of a finished request for other ranks.
+
+        Without other ranks it keeps nothing.
+        """
         if self._steps is not None:
             self._steps.forget(request)
 

@@ -161,7 +161,7 @@ class DiskTier:
         return min(times, default=0.0)
 
     def size(self) -> tuple[int, int]:
-        """Return the number of stored KV pages of all specs, and the number of their bytes."""
+        """Return the number of KV pages on disk, of all models and formats, and their bytes."""
         with self._lock:
             return len(self._index.entries), self._index.num_bytes
 

@@ -33,8 +33,8 @@ from twostroke.lab.planner.roofline import Factors, is_attention
 from twostroke.lab.planner.served import (
     ServedStep,
     merge_steps,
-    on_threads,
     server_threads,
+    thread_count_text,
     watch_server,
 )
 
@@ -333,7 +333,7 @@ def calibrate_from_server(
     num_threads = server_threads(url, key, model)
     notice(f"Watching {url} for {WATCH_S:.0f} s.")
     steps = watch_server(url, key, model, WATCH_S)
-    notice(f"Steps of {len(steps)} shapes were seen, {on_threads(num_threads)}.")
+    notice(f"Steps of {len(steps)} shapes were seen, {thread_count_text(num_threads)}.")
     old = load_calibration(model.identity, num_threads)
     points = () if old is None else old.points
     if old is not None:

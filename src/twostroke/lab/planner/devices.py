@@ -13,7 +13,7 @@ import msgspec
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.files import read_small_file
 from twostroke.core.frozen import Frozen, check_range
-from twostroke.lab.planner.served import on_threads
+from twostroke.lab.planner.served import thread_count_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -161,7 +161,7 @@ def device_of(limits: Hardware) -> Device:
         memory_bytes=limits.memory_bytes,
         bandwidth=limits.bandwidth,
         peaks={limits.peak_kind: limits.peak},
-        source=f"measured here ({on_threads(limits.num_threads)})",
+        source=f"measured here ({thread_count_text(limits.num_threads)})",
     )
 
 

@@ -326,9 +326,10 @@ class _LinearProgram:
         self._duals = np.array(self._solver.getSolution().row_dual)
 
     def require_whole_replicas(self) -> bool:
-        """Require enough whole replicas of each model, if all load can and must be served.
+        """Require whole replicas of each model in the linear program, if all load must be served.
 
-        Returns whether this changed the program.
+        Nothing is required if the demand may be served in part, or cannot be served at all. Returns
+        whether constraints were added, so that the linear program must be solved again.
         """
         self._is_possible = max(self._missing_shares()) <= 1 - _SERVED_SHARE
         if not (self._demand.must_serve and self._is_possible):

@@ -161,7 +161,7 @@ def server_threads(url: str, key: str | None, model: PlannedModel) -> int:
         ) from None
 
 
-def on_threads(count: int) -> str:
+def thread_count_text(count: int) -> str:
     """Return a number of threads as text: "on 1 thread" or "on 2 threads"."""
     return f"on {counted_noun(count, 'thread')}"
 

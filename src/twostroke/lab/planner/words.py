@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.lab.measure.report_text import format_ms, format_number
 from twostroke.lab.planner.chunks import num_chunks
-from twostroke.lab.planner.served import on_threads
+from twostroke.lab.planner.served import thread_count_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,7 +70,7 @@ def plan_facts(plan: Plan) -> Iterator[str]:
         source = f", {plan.roof.price_source}" if plan.roof.price_source else ""
         yield f"Price: {plan.roof.usd_per_hour:.4g} $ an hour{source}."
     if (calibrated := plan.calibrated) is not None:
-        threads = on_threads(calibrated.num_threads)
+        threads = thread_count_text(calibrated.num_threads)
         steps = f"one step measured {threads} on {calibrated.date}"
         if calibrated.error is not None:
             steps = (

@@ -274,10 +274,10 @@ def wants_page(request: Request) -> bool:
 
 
 def _is_local_page(origin: bytes, host: bytes) -> bool:
-    """Return whether a web origin is this server itself, or a page served by the same machine.
+    """Return whether a web origin is this server's own page, or a page of another local program.
 
-    A page of this machine, for example of a development proxy, gets no CORS headers, so its scripts
-    can neither read responses nor send JSON.
+    A server without keys accepts requests of such pages only. A page of another program on this
+    machine, for example of a development proxy, gets no CORS headers, so it cannot read responses.
     """
     match = _match(_ORIGIN, origin)
     if match is None or match["scheme"] not in _DEFAULT_PORTS:

@@ -72,10 +72,11 @@ class ResidencyDecision(Frozen):
 
 
 def retention_value(num_bytes: int, load_s: float, highest_unloaded_value: float) -> float:
-    """Return how much keeping a model is worth that is used now; the lowest is unloaded first.
+    """Return the value of a model in memory, when a request uses it; the lowest is unloaded first.
 
-    The value grows with the time to load the model, per byte of its memory.
-    `highest_unloaded_value` is the highest value of the models that were unloaded so far.
+    A model is worth more if it takes long to load, for each byte of its memory.
+    `highest_unloaded_value`, the highest value of the models unloaded so far, is added, so that
+    models that were not used for long fall behind.
     """
     return highest_unloaded_value + load_s / max(1, num_bytes)
 

@@ -184,7 +184,7 @@ class FolderMarker:
         return self.path.exists()
 
     def make(self) -> None:
-        """Create the marker file if it does not exist.
+        """Create the marker's empty file in the records folder, if it does not exist.
 
         Raises:
             RecordsError: the file cannot be created.
