@@ -14,7 +14,7 @@ from benchmarks.common.records import OURS, Record, all_records, ours_with
 from benchmarks.common.report import ROOT, caption, table
 from benchmarks.common.workload import WORKS
 from benchmarks.engine import parallel_report
-from benchmarks.engine.guessing import all_guessing
+from benchmarks.engine.speculation_results import load_results
 from benchmarks.peers.quality import Quality
 from twostroke.core.options import AUTO_BITS
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from benchmarks.common.goals import Goal
-    from benchmarks.engine.guessing import Guessing
+    from benchmarks.engine.speculation_results import SpeculationResult
 
 _PAGE = ROOT / "BENCHMARKS.md"
 _NOT_MEASURED = "–"
@@ -122,32 +122,32 @@ def summary(goal: Goal, record: Record | None) -> str:
 
 def _speculation(machines: dict[str, list[Record]]) -> Iterator[str]:
     measured = [
-        (guessing, name)
+        (result, name)
         for name in machines
-        for guessing in all_guessing(name)
-        if "activations" not in guessing.name
+        for result in load_results(name)
+        if "activations" not in result.name
     ]
     if not measured:
         return
     _, machine = max(measured, key=lambda one: _newest(one[0]))
-    chosen = [guessing for guessing, name in measured if name == machine]
-    streams = sorted({line.streams for guessing in chosen for line in guessing.lines})
+    chosen = [result for result, name in measured if name == machine]
+    streams = sorted({line.streams for result in chosen for line in result.lines})
     rows = []
-    for guessing in chosen:
+    for result in chosen:
         by_task: dict[str, dict[int, float]] = {}
-        for line in guessing.lines:
+        for line in result.lines:
             by_task.setdefault(line.task, {})[line.streams] = line.steady
         for task, ratios in by_task.items():
             cells = (f"{ratios[n]:.2f}" if n in ratios else _NOT_MEASURED for n in streams)
-            rows.append((f"{guessing.name}: {task}", *cells))
+            rows.append((f"{result.name}: {task}", *cells))
     newest = max((line.facts for one in chosen for line in one.lines), key=lambda f: str(f["date"]))
     yield _SPECULATION
     yield table(("", *(f"{n} streams" if n > 1 else "1 stream" for n in streams)), rows) + "\n"
     yield f"{caption(newest)}. Command: `make bench WHAT=speculation`.\n"
 
 
-def _newest(guessing: Guessing) -> str:
-    return max(str(line.facts["date"]) for line in guessing.lines)
+def _newest(result: SpeculationResult) -> str:
+    return max(str(line.facts["date"]) for line in result.lines)
 
 
 def _parallel(machines: dict[str, list[Record]]) -> Iterator[str]:

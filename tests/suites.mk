@@ -38,48 +38,48 @@ long-parallel: build pull ## Compare tokens of several ranks with those of one p
 	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/parallel.py $(ARGS)
 
 long-kills: build pull ## End, stop and crash a server's engine under load (ARGS="--kills 200").
-	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/service.py --kills 200 $(ARGS)
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/server_kills.py --kills 200 $(ARGS)
 
 long-fleet: build ## Kill, freeze and cut off replicas behind a router under load (ARGS="--faults 200 --first 0").
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/fleet.py $(ARGS)
-	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/killers.py
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/engine_killers.py
 
 long-machine: build ## Run 10,000,000 random operations on KV pages, scheduler, engine and supervisor.
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/machine.py $(ARGS)
 
 long-disaggregation: build ## Lose and repeat messages between prefill and decode engines, kill both.
-	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/handover.py $(ARGS)
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/disaggregation.py $(ARGS)
 
 long-disaggregation-nixl: build pull ## The same, with NIXL moving the KV pages.
 	@$(MAKE) --no-print-directory .venv-nixl/.ready
 	@$(NIXL) -m pytest --require-model $(PYTEST_ARGS) tests/engine/disaggregation
-	@$(NIXL) tests/exact/handover.py --nixl $(ARGS)
-	@$(NIXL) tests/exact/handed_over.py --nixl
+	@$(NIXL) tests/exact/disaggregation.py --nixl $(ARGS)
+	@$(NIXL) tests/exact/disaggregated_tokens.py --nixl
 
 long-disaggregation-tokens: build pull ## Compare tokens of disaggregated engines with those of one engine.
-	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/handed_over.py $(ARGS)
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/disaggregated_tokens.py $(ARGS)
 
 long-models-on-demand: build pull ## Send 500 hostile requests for three models with memory for two.
-	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/demand.py $(ARGS)
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/on_demand_models.py $(ARGS)
 
 long-ray: build pull ## Start a fleet on Ray, kill and update replicas under load, stop it (ARGS="--kills 10").
 	@$(MAKE) --no-print-directory .venv-fleet/.ready
 	@PYTHONPATH=src .venv-fleet/bin/python tests/exact/ray_fleet.py $(ARGS)
 
 long-kv-offload: native $(DEV_READY) ## Damage and swap 10,000 offloaded KV pages; none may be used.
-	@PYTHONPATH=src:tests $(BIN)/python tests/exact/tiers.py $(ARGS)
+	@PYTHONPATH=src:tests $(BIN)/python tests/exact/kv_offload.py $(ARGS)
 
 long-soak: build pull ## Load a server for half an hour, kill its engine, look for memory growth (ARGS="--minutes 5").
 	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/soak.py $(ARGS)
 
 long-speculation: build pull ## Compare tokens with and without speculative decoding.
-	@PYTHONPATH=src $(BIN)/python tests/exact/run.py --model $(MODEL) $(ARGS)
+	@PYTHONPATH=src $(BIN)/python tests/exact/speculation.py --model $(MODEL) $(ARGS)
 
 long-structured-output: build pull $(SCHEMA_SUITE)/tests ## Check answers, the JSON Schema Test Suite and random walks (ARGS="suite walks").
-	@PYTHONPATH=src $(BIN)/python tests/forms/run.py --model $(MODEL) --suite $(SCHEMA_SUITE) $(ARGS)
+	@PYTHONPATH=src $(BIN)/python tests/structured_output/run.py --model $(MODEL) --suite $(SCHEMA_SUITE) $(ARGS)
 
 long-tool-calls: build pull ## Count a model's tool calls that are parsed (MODEL=qwen2.5-coder-1.5b).
-	@PYTHONPATH=src $(BIN)/python tests/exact/calls.py --model $(MODEL) $(ARGS)
+	@PYTHONPATH=src $(BIN)/python tests/exact/tool_calls.py --model $(MODEL) $(ARGS)
 
 long-clients: build pull ## Run other projects' clients against a server (ARGS=openai).
 	@$(BIN)/twostroke pull qwen2.5-coder-0.5b
@@ -88,7 +88,7 @@ long-clients: build pull ## Run other projects' clients against a server (ARGS=o
 long-durable: build ## Fail each write, cut the power, kill a server in batches, damage files (ARGS="--kills 300").
 	@$(BIN)/python tests/durable/disk.py
 	@PYTHONPATH=src:tests $(BIN)/python tests/durable/damage.py
-	@PYTHONPATH=src:tests $(BIN)/python tests/durable/kept_files.py
+	@PYTHONPATH=src:tests $(BIN)/python tests/durable/stored_files.py
 	@PYTHONPATH=src:tests $(BIN)/python tests/durable/kills.py $(ARGS)
 
 long-floods: build ## Send the costliest bodies of every path to a server and a router.

@@ -26,7 +26,13 @@ import numpy as np
 
 from benchmarks.common.quiet import MAX_SHARE, Watch
 from benchmarks.common.report import note, positive
-from benchmarks.engine.guessing import Chosen, Guessing, Line, kept, least
+from benchmarks.engine.speculation_results import (
+    Chosen,
+    Line,
+    SpeculationResult,
+    describe_smallest_gain,
+    load_result,
+)
 from benchmarks.engine.tasks import TASKS, Task
 from twostroke.core.options import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.request import Hints
@@ -103,7 +109,7 @@ class Pair:
         return [*self.plain, *self.guessed]
 
     def line(self, usual: Usual) -> Line:
-        """Return what is kept of it; `usual` is how long steps take."""
+        """Return the stored result of the pair; `usual` is how long steps take."""
         return Line(
             self.task,
             self.streams,
@@ -182,7 +188,7 @@ def main() -> None:
     parser.add_argument("--no-acceptance", action="store_true")
     given = parser.parse_args()
     name = _name(given)
-    kept(name)
+    load_result(name)
     guessing = SpeculationOptions(draft=given.draft, heads=given.heads, count=given.drafts)
     compute = ComputeOptions(num_threads=given.threads, activation_bits=given.activation_bits)
     options = EngineOptions(compute, speculation=guessing)
@@ -194,9 +200,9 @@ def main() -> None:
         ]
         chosen = [] if given.no_acceptance else measure_acceptance(engine, given)
     usual = Usual([run for pair in pairs for run in pair.runs])
-    found = Guessing(name, [pair.line(usual) for pair in pairs], chosen)
-    found.keep()
-    print("\n".join([*found.parts(), least(found.lines)]))
+    result = SpeculationResult(name, [pair.line(usual) for pair in pairs], chosen)
+    result.save()
+    print("\n".join([*result.parts(), describe_smallest_gain(result.lines)]))
 
 
 def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace) -> Pair:

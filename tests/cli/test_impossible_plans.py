@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.configs import write_config
-from support.kept_plans import check_refused, is_kept
+from support.plan_checks import check_refused, is_kept
 
 _TOO_LONG = "cannot answer these requests"
 _WILD_NUMBERS = ("0", "-1", "nan", "inf", "-inf", "1e400", "1e18", "x", "")

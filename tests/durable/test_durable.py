@@ -41,7 +41,7 @@ def test_damaged_records_are_refused_or_left_out(rounds: int) -> None:
 
 @pytest.mark.rounds
 def test_damaged_files_are_named_or_made_again(rounds: int) -> None:
-    assert " 0 failed" in run("kept_files.py", "--cases", str(3 * rounds))
+    assert " 0 failed" in run("stored_files.py", "--cases", str(3 * rounds))
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support import talkers
-from support.talkers import say, talker
+from support import family_templates
+from support.family_templates import say, talker
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import SchemaMissError
 from twostroke.core.request import FinishReason
@@ -46,7 +46,7 @@ MISS = "uniqueItems (/properties/tags)"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with talker(tmp_path_factory.mktemp("redraw"), talkers.HERMES) as live:
+    with talker(tmp_path_factory.mktemp("redraw"), family_templates.HERMES) as live:
         yield live
 
 

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import Counter
 
-from support.rounds import play_scheduler, play_service
+from support.random_rounds import play_scheduler, play_service
 
 _SERVICE_ROUNDS = 8  # one in so many is of engine and supervisor
 _TOGETHER = 64  # rounds that are handed out together

@@ -6,7 +6,7 @@ guesses, and with so few pages that requests lose theirs. Tokens, texts and log-
 be the same. A run in which nothing was guessed rightly, found in the cache, cut into chunks or
 preempted shows nothing, and fails, too.
 
-With `--kills N` ranks are killed or frozen under load instead (kills.py).
+With `--kills N` ranks are killed or frozen under load instead (rank_kills.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import kills
+import rank_kills
 from jobs import all_of, make_job
 from meshes import MESHES, TINY, crowded, models, page_bytes, page_size, plain, suits
 from processes import Traces, ranks
@@ -86,13 +86,13 @@ def main() -> int:
     parser.add_argument("--kills", type=int, help="kill or freeze a rank so many times instead")
     given = parser.parse_args()
     given.models = given.models or ([_REAL[0]] if given.kills else [*_REAL, TINY])
-    given.meshes = given.meshes or (kills.USUAL if given.kills else list(MESHES)[1:])
+    given.meshes = given.meshes or (rank_kills.USUAL if given.kills else list(MESHES)[1:])
     given.context = given.prompt_tokens + 3 * given.tokens
     totals = Totals()
     with tempfile.TemporaryDirectory() as folder:
         for name, path in models(given.models, Path(folder)):
             if given.kills:
-                totals.failed += kills.run(name, path, given)
+                totals.failed += rank_kills.run(name, path, given)
                 continue
             sizes = sorted({page_size(MESHES[mesh]) for mesh in given.meshes})
             for kv_format, size in product(given.kv_formats, sizes):

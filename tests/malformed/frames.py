@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from malformed.odd import damaged, places
+from malformed.odd_values import damaged, places
 from support.remote import ANYONE, FakeProcess, options
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import OverloadedError, TwostrokeError

@@ -7,7 +7,7 @@ import random
 import re
 from typing import Any
 
-from malformed.odd import Samples, damaged, garbled, odd, text_of
+from malformed.odd_values import Samples, damaged, garbled, odd, text_of
 from twostroke.core.frozen import Frozen
 
 MOST_TOKENS = 4  # of an answer, where its limit is a limit

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.common.quiet import descendants
 from benchmarks.common.servers import Server, our_command
 from malformed import sockets
-from malformed.asker import Asker, Reply
 from malformed.frames import REQUESTS, EngineEnd, ServerEnd, answers, damaged_frame
+from malformed.raw_client import Asker, Reply
 from malformed.requests_of_schema import Case, Requests
 from support.remote import options
 from support.tiny import Tiny, write_tiny_gguf

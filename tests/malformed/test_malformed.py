@@ -9,7 +9,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from malformed import run, sockets
-from malformed.asker import Reply
+from malformed.raw_client import Reply
 from malformed.requests_of_schema import Case, Requests
 from support.servers import live_server
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.talkers import talker
+from support.family_templates import talker
 from twostroke.cli.serve import _about_chat
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support import talkers
-from support.talkers import say, talker
+from support import family_templates
+from support.family_templates import say, talker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with talker(tmp_path_factory.mktemp("lines"), talkers.LLAMA) as live:
+    with talker(tmp_path_factory.mktemp("lines"), family_templates.LLAMA) as live:
         yield live
 
 

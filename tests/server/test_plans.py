@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from support.kept_plans import check_refused, is_kept
+from support.plan_checks import check_refused, is_kept
 from support.servers import live_server
 from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.errors import OverloadedError

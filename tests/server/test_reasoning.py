@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support import talkers
+from support import family_templates
+from support.family_templates import say, talker
 from support.refusals import refused
 from support.servers import events
-from support.talkers import say, talker
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Start a server whose model begins with reasoning, unless a request turns it off."""
-    with talker(tmp_path_factory.mktemp("thinks"), talkers.THINKS) as live:
+    with talker(tmp_path_factory.mktemp("thinks"), family_templates.THINKS) as live:
         yield live
 
 
 @pytest.fixture(scope="module")
 def always(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Start a server whose chat template always opens the reasoning."""
-    with talker(tmp_path_factory.mktemp("always"), talkers.ALWAYS_THINKS) as live:
+    with talker(tmp_path_factory.mktemp("always"), family_templates.ALWAYS_THINKS) as live:
         yield live
 
 
@@ -310,7 +310,7 @@ def test_a_request_may_leave_reasoning_in_the_text(thinking: LiveServer) -> None
 
 def test_reasoning_may_be_left_in_the_text(tmp_path: Any) -> None:
     options = ServeOptions(drain_s=1, splits_reasoning=False)
-    with talker(tmp_path, talkers.THINKS, options=options) as server:
+    with talker(tmp_path, family_templates.THINKS, options=options) as server:
         say(server, SAID)
         body = answer(server)
         message = body["choices"][0]["message"]
@@ -325,7 +325,7 @@ def test_reasoning_may_be_left_in_the_text(tmp_path: Any) -> None:
 
 def test_marks_that_are_control_tokens_are_seen(tmp_path: Any) -> None:
     marks = ("[THINK]", "[/THINK]")
-    with talker(tmp_path, talkers.GRADES, marks) as server:
+    with talker(tmp_path, family_templates.GRADES, marks) as server:
         say(server, "hm[/THINK]yes")
         fields: Fields = {"reasoning_effort": "low"}
         message = answer(server, **fields)["choices"][0]["message"]

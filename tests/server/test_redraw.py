@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support import talkers
+from support import family_templates
+from support.family_templates import say, talker
 from support.servers import wait_for
-from support.talkers import say, talker
 from twostroke.core.sampling import MAX_SEED
 from twostroke.engine.settling import MAX_REDRAWS
 from twostroke.server.generation.checks import AnswerChecks
@@ -91,7 +91,7 @@ STRICT = [(path, body) for path, (_, body) in PROTOCOLS.items() if body is not N
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with talker(tmp_path_factory.mktemp("redraw"), talkers.HERMES) as live:
+    with talker(tmp_path_factory.mktemp("redraw"), family_templates.HERMES) as live:
         yield live
 
 
@@ -357,7 +357,7 @@ def test_an_answer_without_alternative_is_marked(tmp_path: Path) -> None:
     row = {"type": "array", "items": {"enum": ["a"]}, "minItems": 1, "maxItems": 1}
     rows = {"type": "array", "items": row, "minItems": 2, "maxItems": 2, "uniqueItems": True}
     body = {"messages": TALK, "guided_json": rows}
-    with talker(tmp_path, talkers.HERMES) as live:
+    with talker(tmp_path, family_templates.HERMES) as live:
         for stream in (False, True):
             response = ask(live, "/v1/chat/completions", body, stream=stream)
             assert response.status_code == 200, response.text

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support import strict_templates
-from support.talkers import talker
+from support.family_templates import talker
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.prompts import encode_chat, encode_turn
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import replace
 
-from support.guesses import add_guesses
+from support.drafts import add_guesses
 from support.invariants import check_scheduler
 from support.vectors import embedder_of
 from twostroke.core.frozen import Frozen

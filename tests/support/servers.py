@@ -8,8 +8,8 @@ import time
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from support.described import CheckedClient, Description
 from support.engines import tiny_client
+from support.openapi_checks import CheckedClient, Description
 from support.server_thread import ServerThread
 from twostroke.core.frozen import Frozen
 from twostroke.engine.process.served import LocalEngine

@@ -7,10 +7,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
+from support.dying_engine import CONTEXT, KILLER, POISON, Process
 from support.engines import tiny_card
 from support.fake_model import END, VOCAB_SIZE, expected_output
 from support.invariants import check_index, check_scheduler
-from support.mortal import CONTEXT, KILLER, POISON, Process
 from support.requests import make_request
 from support.tiny import write_tiny_gguf
 from twostroke.core.errors import (

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make long SUITE=gpu")
 pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
-from support.handover import SECRET, answers, check_clean, options, pair, view  # noqa: E402
+from support.disaggregation import SECRET, answers, check_clean, options, pair, view  # noqa: E402
 from support.programs import PROGRAMS, random_tensors  # noqa: E402
 from support.tiny import tiny_of, write_tiny_gguf  # noqa: E402
 from twostroke import LLM, SamplingParams  # noqa: E402

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support import talkers
+from support import family_templates
 from support.byte_tokenizer import CHATML, byte_metadata
 from twostroke.core.constraint import ReasoningSection
 from twostroke.core.errors import RequestError
@@ -38,25 +38,25 @@ def preface(template: str, messages: list[dict[str, str]], **asked: Any) -> Reas
     [
         (CHATML, [USER], {}, None),
         (CHATML, [SPOOF], {}, None),
-        (talkers.THINKS, [USER], {}, ANEW),
-        (talkers.THINKS, [SPOOF], {}, ANEW),
-        (talkers.THINKS, [USER], {"is_on": True}, ANEW),
-        (talkers.THINKS, [USER], {"is_on": False}, None),
-        (talkers.THINKS, [USER], {"effort": "none"}, None),
-        (talkers.THINKS, [USER], {"effort": "low"}, ANEW),
-        (talkers.THINKS, [USER], {"variables": {"enable_thinking": False}}, None),
+        (family_templates.THINKS, [USER], {}, ANEW),
+        (family_templates.THINKS, [SPOOF], {}, ANEW),
+        (family_templates.THINKS, [USER], {"is_on": True}, ANEW),
+        (family_templates.THINKS, [USER], {"is_on": False}, None),
+        (family_templates.THINKS, [USER], {"effort": "none"}, None),
+        (family_templates.THINKS, [USER], {"effort": "low"}, ANEW),
+        (family_templates.THINKS, [USER], {"variables": {"enable_thinking": False}}, None),
         (
-            talkers.THINKS,
+            family_templates.THINKS,
             [USER],
             {"effort": "none", "variables": {"enable_thinking": True}},
             ANEW,
         ),
-        (talkers.ALWAYS_THINKS, [USER], {}, INSIDE),
-        (talkers.ALWAYS_THINKS, [USER], {"effort": "high"}, INSIDE),
-        (talkers.GLM, [USER], {}, ANEW),
-        (talkers.GLM, [USER], {"is_on": False}, None),
-        (talkers.GRADES, [USER], {}, None),
-        (talkers.GRADES, [USER], {"is_on": True}, ReasoningSection("", "[/THINK]")),
+        (family_templates.ALWAYS_THINKS, [USER], {}, INSIDE),
+        (family_templates.ALWAYS_THINKS, [USER], {"effort": "high"}, INSIDE),
+        (family_templates.GLM, [USER], {}, ANEW),
+        (family_templates.GLM, [USER], {"is_on": False}, None),
+        (family_templates.GRADES, [USER], {}, None),
+        (family_templates.GRADES, [USER], {"is_on": True}, ReasoningSection("", "[/THINK]")),
     ],
 )
 def test_where_the_prompt_leaves_off_decides(
@@ -88,14 +88,14 @@ def test_tokens_of_the_vocabulary_are_marks_too() -> None:
 def test_a_text_that_is_gone_on_from_may_end_in_reasoning(
     text: str, expected: ReasoningSection | None
 ) -> None:
-    chat = Chat(tokenizer_of(talkers.THINKS))
+    chat = Chat(tokenizer_of(family_templates.THINKS))
     messages = [USER, {"role": "assistant", "content": text}]
     prompt = chat.render(messages, continue_final_message=True)
     assert chat.prepare_answer(prompt, continued=text).preface == expected
 
 
 def test_effort_reaches_a_template_that_knows_it() -> None:
-    chat = Chat(tokenizer_of(talkers.GRADES))
+    chat = Chat(tokenizer_of(family_templates.GRADES))
     text = chat.render([USER], thinking=Thinking(effort="high", param="reasoning_effort")).text
     assert text.endswith("high[THINK]")
     text = chat.render([USER], thinking=Thinking(effort="none", param="reasoning_effort")).text
@@ -104,15 +104,15 @@ def test_effort_reaches_a_template_that_knows_it() -> None:
 
 def test_reasoning_of_earlier_answers_goes_where_the_template_looks_for_it() -> None:
     answer = {"role": "assistant", "content": "So.", "reasoning_content": "Because."}
-    renamed = talkers.THINKS.replace("reasoning_content", "thinking")
-    for template, count in ((talkers.THINKS, 1), (renamed, 1), (CHATML, 0)):
+    renamed = family_templates.THINKS.replace("reasoning_content", "thinking")
+    for template, count in ((family_templates.THINKS, 1), (renamed, 1), (CHATML, 0)):
         text = Chat(tokenizer_of(template)).render([USER, answer, USER]).text
         assert text.count("<think>\nBecause.\n</think>") == count
         assert text.count("So.") == 1
 
 
 # The template knows the marks, and leaves it to the model to open its reasoning.
-OPENS_BY_ITSELF = talkers.ALWAYS_THINKS.replace("<think>\n{% endif %}", "{% endif %}")
+OPENS_BY_ITSELF = family_templates.ALWAYS_THINKS.replace("<think>\n{% endif %}", "{% endif %}")
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,15 @@ OPENS_BY_ITSELF = talkers.ALWAYS_THINKS.replace("<think>\n{% endif %}", "{% endi
         (OPENS_BY_ITSELF, {"is_on": False}, "always reasons"),
         (OPENS_BY_ITSELF, {"effort": "none"}, "always reasons"),
         (OPENS_BY_ITSELF, {"variables": {"enable_thinking": False}}, "is not a variable"),
-        (talkers.THINKS, {"variables": {"enable_thinkin": False}}, "Did you mean"),
-        (talkers.THINKS, {"variables": {"messages": []}}, "template itself uses"),
-        (talkers.THINKS, {"variables": {"enable_thinking": "x" * 20_000}}, "16,384 characters"),
-        (talkers.THINKS, {"variables": {f"a{i}": 1 for i in range(17)}}, "at most 16"),
-        (talkers.THINKS, {"effort": "much"}, "none, minimal, low"),
+        (family_templates.THINKS, {"variables": {"enable_thinkin": False}}, "Did you mean"),
+        (family_templates.THINKS, {"variables": {"messages": []}}, "template itself uses"),
+        (
+            family_templates.THINKS,
+            {"variables": {"enable_thinking": "x" * 20_000}},
+            "16,384 characters",
+        ),
+        (family_templates.THINKS, {"variables": {f"a{i}": 1 for i in range(17)}}, "at most 16"),
+        (family_templates.THINKS, {"effort": "much"}, "none, minimal, low"),
     ],
 )
 def test_what_a_template_cannot_do_is_refused(
@@ -148,7 +152,7 @@ def test_what_a_template_cannot_do_is_refused(
     ],
 )
 def test_reasoning_that_each_prompt_opens_is_closed_at_once(asked: dict[str, Any]) -> None:
-    chat = Chat(tokenizer_of(talkers.ALWAYS_THINKS))
+    chat = Chat(tokenizer_of(family_templates.ALWAYS_THINKS))
     assert chat.render([USER]).text.endswith("assistant\n<think>\n")
     prompt = chat.render([USER], thinking=Thinking(**asked, param="the_field"))
     assert prompt.text.endswith("assistant\n<think>\n\n</think>\n\n")
@@ -160,7 +164,9 @@ def test_reasoning_that_each_prompt_opens_is_closed_at_once(asked: dict[str, Any
 
 
 # The template opens reasoning, and never mentions how it ends.
-OPENS_ONLY = talkers.ALWAYS_THINKS.replace("(m.content or '').split('</think>')[-1]", "m.content")
+OPENS_ONLY = family_templates.ALWAYS_THINKS.replace(
+    "(m.content or '').split('</think>')[-1]", "m.content"
+)
 
 
 def test_reasoning_that_only_the_prompt_marks_is_closed_too() -> None:
@@ -174,13 +180,18 @@ def test_reasoning_that_only_the_prompt_marks_is_closed_too() -> None:
 @pytest.mark.parametrize(
     ("template", "asked", "expected", "ignored"),
     [
-        (talkers.ALWAYS_THINKS, {"variables": {"enable_thinking": True}}, INSIDE, []),
-        (talkers.ALWAYS_THINKS, {"effort": "high", "off": "enable_thinking"}, None, ["field"]),
-        (talkers.ALWAYS_THINKS, {"is_on": True, "off": "thinking"}, None, ["field"]),
-        (talkers.THINKS, {"effort": "high", "off": "enable_thinking"}, None, ["field"]),
-        (talkers.THINKS, {"effort": "none", "off": "enable_thinking"}, None, []),
+        (family_templates.ALWAYS_THINKS, {"variables": {"enable_thinking": True}}, INSIDE, []),
         (
-            talkers.THINKS,
+            family_templates.ALWAYS_THINKS,
+            {"effort": "high", "off": "enable_thinking"},
+            None,
+            ["field"],
+        ),
+        (family_templates.ALWAYS_THINKS, {"is_on": True, "off": "thinking"}, None, ["field"]),
+        (family_templates.THINKS, {"effort": "high", "off": "enable_thinking"}, None, ["field"]),
+        (family_templates.THINKS, {"effort": "none", "off": "enable_thinking"}, None, []),
+        (
+            family_templates.THINKS,
             {"effort": "none", "variables": {"enable_thinking": True}},
             ANEW,
             ["field"],

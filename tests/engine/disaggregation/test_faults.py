@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support import carriers
+from support import fake_nixl
 from support.cached_pages import keys_of, young_to_old
-from support.handover import (
+from support.disaggregation import (
     NIXL_LINKS,
     SAMPLED,
     Network,
@@ -24,7 +24,7 @@ from support.handover import (
     view,
     wait_until,
 )
-from support.handover_rounds import play_round
+from support.disaggregation_faults import play_round
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.engine.disaggregation import messages
@@ -48,7 +48,7 @@ def test_faults_cost_time_and_no_request(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.seeds(6)
 def test_moves_that_fail_and_write_on_cost_time_and_no_request(seed: int, tmp_path: Path) -> None:
-    play_round(seed, tmp_path, Counter(), NIXL_LINKS, carriers.use)
+    play_round(seed, tmp_path, Counter(), NIXL_LINKS, fake_nixl.use_fake_nixl)
 
 
 def _outcomes(folder: Path, answer: Callable[[Connection[Any], Any], None], within_s: float) -> Any:

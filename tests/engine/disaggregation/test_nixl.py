@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from support import carriers
-from support.handover import (
+from support import fake_nixl
+from support.disaggregation import (
     NIXL_LINKS,
     SAMPLED,
     SECRET,
@@ -31,7 +31,7 @@ from support.handover import (
     view,
     wait_until,
 )
-from support.handover_rounds import play_round
+from support.disaggregation_faults import play_round
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.core.distributed_options import DisaggregationOptions
@@ -100,7 +100,7 @@ def _check_tokens(folder: Path, link: str, family: str) -> None:
 def test_the_tokens_are_those_of_one_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str, family: str
 ) -> None:
-    carriers.use(monkeypatch)
+    fake_nixl.use_fake_nixl(monkeypatch)
     _check_tokens(tmp_path, link, family)
 
 
@@ -122,7 +122,7 @@ def test_the_way_that_is_measured_to_be_faster_is_taken(
     seconds: tuple[float, ...],
     title: str,
 ) -> None:
-    carriers.use(monkeypatch)
+    fake_nixl.use_fake_nixl(monkeypatch)
     left = list(seconds)
 
     def measure(probe: Callable[[], None]) -> float:
@@ -141,7 +141,7 @@ def test_the_way_that_is_measured_to_be_faster_is_taken(
 def test_without_nixl_there_auto_takes_the_socket_and_nixl_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    carriers.use(monkeypatch)
+    fake_nixl.use_fake_nixl(monkeypatch)
     path = write_tiny_gguf(tmp_path / "m.gguf")
     there = DisaggregationOptions("prefill", "127.0.0.2:0", peer_link="socket")
     with LLM(path, options(there)) as first:
@@ -168,7 +168,7 @@ def test_nixl_that_is_not_installed_is_refused_with_a_sentence(
 def test_nixl_that_fails_twice_in_turn_is_replaced_by_the_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    carriers.use(monkeypatch, lambda: "fails")
+    fake_nixl.use_fake_nixl(monkeypatch, lambda: "fails")
     monkeypatch.setattr(peer, "STALL_TIMEOUT_S", 0.5)
     seconds = itertools.cycle((3, 1, 2))  # the second one is that of reading
     monkeypatch.setattr(ways, "_min_seconds", lambda _: next(seconds))
@@ -187,9 +187,9 @@ def test_nixl_that_fails_twice_in_turn_is_replaced_by_the_socket(
 def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: list[tuple[int, Any]]
 ) -> None:
-    carriers.use(monkeypatch)
+    fake_nixl.use_fake_nixl(monkeypatch)
     monkeypatch.setattr(peer, "STALL_TIMEOUT_S", 0.3)
-    there = carriers.Carrier(pages[0][0], _COUNT, _SIZE)
+    there = fake_nixl.FakeNixlProcess(pages[0][0], _COUNT, _SIZE)
     targets: list[int] = []
 
     def answer(connection: Connection[Any], question: Any) -> None:
@@ -211,13 +211,13 @@ def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
         decode(path, address, peer_link="nixl-write") as llm,
     ):
         transfers = llm.engine.client.loop.pages.scheduler.prefix_cache.transfers
-        held, close = list[int](), carriers.Carrier.close
+        held, close = list[int](), fake_nixl.FakeNixlProcess.close
 
-        def note(carrier: carriers.Carrier) -> None:
+        def note(carrier: fake_nixl.FakeNixlProcess) -> None:
             held.append(transfers.num_held_pages)
             close(carrier)
 
-        monkeypatch.setattr(carriers.Carrier, "close", note)
+        monkeypatch.setattr(fake_nixl.FakeNixlProcess, "close", note)
         assert answers(llm, [prompt], SAMPLED) == expected
         wait_until(lambda: bool(held))
         assert held[0] == len(targets) == 6

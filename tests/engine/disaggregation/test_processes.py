@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.common.servers import free_port
-from support.handed_over import Case, compare
-from support.handover import decode, options, view, wait_until
-from support.handover_kills import campaign
+from support.disaggregated_tokens import Case, compare
+from support.disaggregation import decode, options, view, wait_until
+from support.disaggregation_kills import campaign
 from support.remote import until
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from twostroke import SamplingParams

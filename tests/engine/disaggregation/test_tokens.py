@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.handover import (
+from support.disaggregation import (
     LINKS,
     SAMPLED,
     SECRET,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from exact.tiers import Files, damage_pages
+from exact.kv_offload import Files, damage_pages
 
 if TYPE_CHECKING:
     from pathlib import Path

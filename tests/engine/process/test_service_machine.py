@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from support.rounds import play_service
+from support.random_rounds import play_service
 
 NUM_ROUNDS = 2
 

@@ -11,8 +11,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from support.fake_model import expected_states
 from support.invariants import check_pool, check_scheduler
-from support.machine import SchedulerMachine
 from support.requests import make_request
+from support.scheduler_machine import SchedulerMachine
 from support.steps import Steps
 from twostroke.core.errors import ContextLengthError
 from twostroke.core.request import FinishReason, Pooling

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from support.rounds import play_scheduler
+from support.random_rounds import play_scheduler
 
 NUM_OPERATIONS = 6_000
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.guessing import engine_of
 from support.native import native_dir
+from support.speculating_engines import engine_of
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.backends import recipe

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from support.guessing import GREEDY, PROMPTS, engine_of, everything, said
+from support.draft_costs import cheap_up_to
 from support.heads import write_random_heads
 from support.native import load_level
-from support.prices import cheap_up_to
+from support.speculating_engines import GREEDY, PROMPTS, engine_of, everything, said
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.core.errors import (

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from support.draft_costs import cheap_up_to
 from support.gguf_writer import I32, Typed, write_gguf
-from support.guessing import GREEDY, PROMPTS, engine_of, everything, said
 from support.native import native_dir
-from support.prices import cheap_up_to
+from support.speculating_engines import GREEDY, PROMPTS, engine_of, everything, said
 from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf
 from twostroke import LLM, AsyncLLM, SamplingParams
 from twostroke.core.errors import RequestError, UsageError

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from support.cpu import tiny_model
+from support.drafts import guess_tree
 from support.engines import tiny_client
-from support.guesses import guess_tree
 from support.native import native_dir
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from twostroke.backends.cpu import CpuBackend

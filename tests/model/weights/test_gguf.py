@@ -12,7 +12,7 @@ import pytest
 from support import gguf_writer
 from support.gguf_writer import Typed, gguf_bytes, write_gguf
 from support.random_blocks import in_format
-from support.resident import resident_bytes
+from support.resident_memory import resident_bytes
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights.gguf import read_gguf
 

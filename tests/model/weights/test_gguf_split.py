@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from support.gguf_writer import I32, U16, Typed, write_gguf
-from support.resident import resident_bytes
+from support.resident_memory import resident_bytes
 from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf, write_tiny_split
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.model.weights import load_path

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.gguf_writer import gguf_bytes, header, key_value, tensor_info, write_gguf
-from support.resident import resident_bytes
+from support.resident_memory import resident_bytes
 from support.tiny import (
     CHAT_TEMPLATE,
     Tiny,

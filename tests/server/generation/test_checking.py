@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support import talkers
+from support import family_templates
+from support.family_templates import say, talker
 from support.servers import wait_for
-from support.talkers import say, talker
 from twostroke.engine.settling import MAX_REDRAWS
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ PROTOCOLS: dict[str, Fields] = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Start a server whose model answers as the test says, if the grammar allows it."""
-    with talker(tmp_path_factory.mktemp("checks"), talkers.HERMES) as live:
+    with talker(tmp_path_factory.mktemp("checks"), family_templates.HERMES) as live:
         yield live
 
 

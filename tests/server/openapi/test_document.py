@@ -15,7 +15,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
-from support.described import Description
+from support.openapi_checks import Description
 from support.servers import chat_body, description_of, live_server
 from support.tiny import Tiny, infill_metadata
 from twostroke.core.errors import RequestError

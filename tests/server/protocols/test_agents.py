@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support import strict_templates
-from support.talkers import say, talker
+from support.family_templates import say, talker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

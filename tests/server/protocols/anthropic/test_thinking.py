@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support import talkers
-from support.talkers import say, talker
+from support import family_templates
+from support.family_templates import say, talker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Start a server whose model begins with reasoning, unless a request turns it off."""
-    with talker(tmp_path_factory.mktemp("thinks"), talkers.THINKS) as live:
+    with talker(tmp_path_factory.mktemp("thinks"), family_templates.THINKS) as live:
         yield live
 
 
@@ -158,7 +158,7 @@ def test_invalid_requests_are_refused(server: LiveServer, fields: Fields, said: 
 
 
 def test_models_that_do_not_reason_say_so(tmp_path: Any) -> None:
-    with talker(tmp_path, talkers.HERMES) as server:
+    with talker(tmp_path, family_templates.HERMES) as server:
         say(server, "x")
         on = {"type": "enabled", "budget_tokens": 100}
         for thinking in (on, {"type": "disabled"}, {"type": "adaptive"}):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support import talkers
-from support.talkers import say, talker
+from support import family_templates
+from support.family_templates import say, talker
 from twostroke.server.generation.response_store import ResponseStore, Tenant
 from twostroke.server.options import ServeOptions
 from twostroke.server.protocols.ollama.request import (
@@ -40,7 +40,7 @@ NOBODY = Tenant("", ResponseStore(0, 0))
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Start a server whose model begins with reasoning, unless a request turns it off."""
-    with talker(tmp_path_factory.mktemp("thinks"), talkers.THINKS) as live:
+    with talker(tmp_path_factory.mktemp("thinks"), family_templates.THINKS) as live:
         yield live
 
 
@@ -228,7 +228,7 @@ def test_errors_have_ollamas_form(server: LiveServer) -> None:
 
 def test_a_silent_stream_sends_spaces_and_a_failure_is_a_line(tmp_path: Path) -> None:
     options = ServeOptions(drain_s=1, keep_alive_s=0.1)
-    with talker(tmp_path, talkers.THINKS, options=options) as server:
+    with talker(tmp_path, family_templates.THINKS, options=options) as server:
         server.backend.gate.clear()
         with server.http.stream("POST", "/api/chat", json={"messages": HELLO}) as response:
             pieces = response.iter_text()

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support import talkers
+from support import family_templates
+from support.family_templates import say, talker
 from support.refusals import refused
-from support.talkers import say, talker
 from twostroke.engine.chat.call_forms import HERMES
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ LETTERS = {"type": "custom", "name": "letters"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with talker(tmp_path_factory.mktemp("custom"), talkers.HERMES) as live:
+    with talker(tmp_path_factory.mktemp("custom"), family_templates.HERMES) as live:
         yield live
 
 

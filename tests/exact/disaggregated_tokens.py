@@ -19,7 +19,7 @@ import time
 from itertools import cycle
 from pathlib import Path
 
-from support.handed_over import Case, compare
+from support.disaggregated_tokens import Case, compare
 from support.tiny import tiny_of, write_tiny_gguf
 
 _FORMATS = ("f16", "bf16", "int16", "int8")

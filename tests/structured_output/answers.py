@@ -15,8 +15,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import regex
-from form import Form
-from judge import REPEATED, fault
+from json_judge import REPEATED, fault
+from schema_form import Form
 from schemas import Schemas
 
 from twostroke import LLM, SamplingParams

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.handover import (
+from support.disaggregation import (
     KINDS,
     SAMPLED,
     SECRET,

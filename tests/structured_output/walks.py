@@ -18,8 +18,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from form import Forms, reason
-from judge import REPEATED, fault
+from json_judge import REPEATED, fault
+from schema_form import Forms, reason
 from schemas import Schemas
 
 from twostroke.backends.sampling.reference import as_flags

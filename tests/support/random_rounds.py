@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from support.machine import SchedulerMachine
+from support.scheduler_machine import SchedulerMachine
 from support.service_machine import ServiceMachine
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from support.residency import fewest_loads
-from support.several import Several, serving, write_models
+from support.several_models import Several, serving, write_models
 
 _NAMES = "abc"
 

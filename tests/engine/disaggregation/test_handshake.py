@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
-from support.handover import options, prefill, view, wait_until
+from support.disaggregation import options, prefill, view, wait_until
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.core.distributed_options import DisaggregationOptions

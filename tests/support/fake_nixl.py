@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from twostroke.engine.disaggregation import nixl
-from twostroke.engine.disaggregation import prefill_side as lending
-from twostroke.engine.disaggregation import transfer_methods as ways
+from twostroke.engine.disaggregation import nixl, prefill_side, transfer_methods
 from twostroke.engine.disaggregation.messages import NixlAddress
 from twostroke.engine.disaggregation.nixl import NixlProcessError
 
@@ -24,26 +22,26 @@ _MOVE_TIMEOUT_S = 0.3  # after which a move that is stuck is given up
 _names = itertools.count(1)
 
 
-class Carrier:
+class FakeNixlProcess:
     """A stand-in for `nixl.NixlProcess`; a failed move writes on until the target is closed.
 
     `choose` says how the next move fails: "fails", "stuck" or not at all.
     """
 
-    places: ClassVar[dict[bytes, Carrier]] = {}
+    processes_by_address: ClassVar[dict[bytes, FakeNixlProcess]] = {}
     choose: ClassVar[Callable[[], str]] = staticmethod(lambda: "")
 
     def __init__(self, memory: int, num_pages: int, page_bytes: int) -> None:
         memory_map = mmap.mmap(memory, num_pages * page_bytes)
         self.pages = np.frombuffer(memory_map, np.uint8).reshape(num_pages, page_bytes)
         self.address = NixlAddress(str(next(_names)).encode(), 0, 0)
-        self.places[self.address.metadata] = self
+        self.processes_by_address[self.address.metadata] = self
         self._other = self
         self._ended, self._writers = threading.Event(), list[threading.Thread]()
 
     def connect(self, address: NixlAddress, within_s: float) -> None:
         del within_s
-        self._other = self.places[address.metadata]
+        self._other = self.processes_by_address[address.metadata]
 
     def move(
         self, own: Sequence[int], theirs: Sequence[int], within_s: float, *, is_write: bool
@@ -52,7 +50,7 @@ class Carrier:
         sources, targets = (own, theirs) if is_write else (theirs, own)
         fault = type(self).choose()
         if fault or here._ended.is_set() or there._ended.is_set():
-            there._haunt(list(targets))
+            there._corrupt_pages(list(targets))
             if fault == "stuck":
                 self._ended.wait(within_s)
             self.close()
@@ -70,7 +68,7 @@ class Carrier:
         for writer in self._writers:
             writer.join()
 
-    def _haunt(self, targets: list[int]) -> None:
+    def _corrupt_pages(self, targets: list[int]) -> None:
         """Write random bytes to pages until this stand-in has ended."""
         if self._ended.is_set():
             return
@@ -83,12 +81,12 @@ class Carrier:
         self._writers[-1].start()
 
 
-def use(patch: pytest.MonkeyPatch, choose: Callable[[], str] = lambda: "") -> None:
-    """Let engines use these stand-ins, as if NIXL was installed."""
-    patch.setattr(Carrier, "choose", staticmethod(choose))
-    for module in (lending, ways):
-        patch.setattr(module, "NixlProcess", Carrier)
-    for module in (lending, ways):
+def use_fake_nixl(patch: pytest.MonkeyPatch, choose: Callable[[], str] = lambda: "") -> None:
+    """Let engines use fake NIXL processes, as if NIXL was installed."""
+    patch.setattr(FakeNixlProcess, "choose", staticmethod(choose))
+    for module in (prefill_side, transfer_methods):
+        patch.setattr(module, "NixlProcess", FakeNixlProcess)
+    for module in (prefill_side, transfer_methods):
         patch.setattr(module, "MOVE_TIMEOUT_S", _MOVE_TIMEOUT_S)
-    for module in (nixl, ways):
+    for module in (nixl, transfer_methods):
         patch.setattr(module, "obstacle", lambda: None)

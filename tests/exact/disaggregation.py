@@ -4,7 +4,7 @@ Run it with `make long SUITE=disaggregation`.
 
 First each message suffers each fault, over each link; then come random rounds, which cut
 connections, too. Every request must be answered as by one engine, nothing may hang, and no page may
-stay held. Last, engines and servers are killed and stopped (see support/handover_kills.py). With
+stay held. Last, engines and servers are killed and stopped (see support/disaggregation_kills.py). With
 `--nixl` pages are moved by NIXL, which must be installed, and its processes suffer, too.
 """
 
@@ -22,9 +22,9 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.handover import LINKS, NIXL_LINKS, SECRET
-from support.handover_kills import CARRIER_KINDS, KINDS, SIDES, campaign
-from support.handover_rounds import play_each, play_round
+from support.disaggregation import LINKS, NIXL_LINKS, SECRET
+from support.disaggregation_faults import play_each, play_round
+from support.disaggregation_kills import CARRIER_KINDS, KINDS, SIDES, campaign
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

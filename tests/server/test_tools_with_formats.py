@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support import talkers
-from support.talkers import say, talker
+from support import family_templates
+from support.family_templates import say, talker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +68,7 @@ REQUESTS: dict[str, tuple[str, Fields]] = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Start a server whose model answers as the test says, if the grammar allows it."""
-    with talker(tmp_path_factory.mktemp("both"), talkers.HERMES) as live:
+    with talker(tmp_path_factory.mktemp("both"), family_templates.HERMES) as live:
         yield live
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from form import Forms, reason
+from schema_form import Forms, reason
 
 from twostroke.core.errors import RequestError
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec.structs import replace
 
+from support.drafts import add_guesses
 from support.fake_model import (
     VOCAB_SIZE,
     FakeModel,
@@ -20,9 +21,8 @@ from support.fake_model import (
     expected_scores,
     expected_states,
 )
-from support.guesses import add_guesses
 from support.invariants import check_index, check_pool, check_scheduler
-from support.movers import Movers
+from support.random_transfers import Movers
 from support.requests import random_request, random_windows
 from twostroke.core.errors import OverloadedError
 from twostroke.core.request import NO_PAGE, FinishReason, Pooling

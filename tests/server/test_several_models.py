@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from support.several import Several, serving, write_models
+from support.several_models import Several, serving, write_models
 from twostroke.engine.kv_offload.folder import read_folder
 
 if TYPE_CHECKING:

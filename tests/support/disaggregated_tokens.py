@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.common.servers import Server, free_port, our_command
-from support.handover import check_clean, view, wait_until
+from support.disaggregation import check_clean, view, wait_until
 from twostroke import LLM, SamplingParams
 from twostroke.core.constraint import Constraint
 from twostroke.core.distributed_options import DisaggregationOptions

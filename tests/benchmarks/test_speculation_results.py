@@ -1,11 +1,16 @@
-"""What is kept of what guesses bring, and what BENCHMARKS.md says of it."""
+"""Stored results of the speculation benchmark, and their tables in BENCHMARKS.md."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.engine import guessing
-from benchmarks.engine.guessing import Chosen, Guessing, Line, least
+from benchmarks.engine import speculation_results
+from benchmarks.engine.speculation_results import (
+    Chosen,
+    Line,
+    SpeculationResult,
+    describe_smallest_gain,
+)
 
 _FACTS = {"date": "2026-01-01", "processor": "CPU", "cores": 2, "commit": "abc"}
 
@@ -16,16 +21,16 @@ def _line(task: str, streams: int, ratio: float) -> Line:
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
-    monkeypatch.setattr(guessing, "ROWS", tmp_path / "rows")
-    monkeypatch.setattr(guessing, "machine_slug", lambda _: "here")
+    monkeypatch.setattr(speculation_results, "ROWS", tmp_path / "rows")
+    monkeypatch.setattr(speculation_results, "machine_slug", lambda _: "here")
 
 
 def test_a_line_that_is_measured_again_replaces_itself():
     chosen = [Chosen(0.5, [1.2], 0.4, 3.0)]
-    Guessing("tiny, auto", [_line("chat", 1, 1.5), _line("chat", 4, 1.1)], chosen).keep()
-    Guessing("tiny, auto", [_line("chat", 4, 1.3), _line("code", 1, 2.0)]).keep()
-    Guessing("tiny, eagle", [_line("chat", 1, 1.0)]).keep()
-    auto, eagle = guessing.all_guessing("here")
+    SpeculationResult("tiny, auto", [_line("chat", 1, 1.5), _line("chat", 4, 1.1)], chosen).save()
+    SpeculationResult("tiny, auto", [_line("chat", 4, 1.3), _line("code", 1, 2.0)]).save()
+    SpeculationResult("tiny, eagle", [_line("chat", 1, 1.0)]).save()
+    auto, eagle = speculation_results.load_results("here")
     assert {(one.task, one.streams): one.ratios[0] for one in auto.lines} == {
         ("chat", 1): 1.5,
         ("chat", 4): 1.3,
@@ -37,11 +42,13 @@ def test_a_line_that_is_measured_again_replaces_itself():
 
 def test_the_report_has_both_tables():
     lines = [_line("code", 4, 1.5), _line("chat", 1, 1.2), _line("chat", 4, 0.9)]
-    text = "\n".join(Guessing("tiny, auto", lines, [Chosen(1.0, [2.5], 1.0, 3.0)]).parts())
+    text = "\n".join(SpeculationResult("tiny, auto", lines, [Chosen(1.0, [2.5], 1.0, 3.0)]).parts())
     assert "### Speculation: tiny, auto" in text
     assert "| chat | 1 | 10 (10 to 10) | 20 (20 to 20) | 1.20 x (1.00 to 9.00) | 1.20 x |" in text
     assert "| 100% | 100% | 3.0 | 2.50 x (2.50 to 2.50) | 4.00 x |" in text
-    assert least(lines).startswith("The least steady one is 0.90 x (chat, 4 streams)")
+    assert describe_smallest_gain(lines).startswith(
+        "The least steady one is 0.90 x (chat, 4 streams)"
+    )
 
 
 def test_free_rows_give_what_the_formula_says():
@@ -50,10 +57,10 @@ def test_free_rows_give_what_the_formula_says():
 
 
 def test_a_damaged_file_is_named(tmp_path):
-    Guessing("tiny, auto", [_line("chat", 1, 1.5)]).keep()
+    SpeculationResult("tiny, auto", [_line("chat", 1, 1.5)]).save()
     [path] = (tmp_path / "rows" / "here" / "guessing").glob("*.json")
     path.write_text("{}")
     with pytest.raises(SystemExit, match=r"tiny-auto\.json is damaged"):
-        guessing.all_guessing("here")
+        speculation_results.load_results("here")
     with pytest.raises(SystemExit, match=r"tiny-auto\.json is damaged"):
-        guessing.kept("tiny, auto")
+        speculation_results.load_result("tiny, auto")

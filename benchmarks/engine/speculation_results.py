@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-LEAST = 0.98  # of the speed without guesses that `auto` may never be below
+LEAST = 0.98  # of the speed without drafts that `auto` may never be below
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A task answered without and with guesses, round by round.
+    """A task answered without and with drafts, round by round.
 
-    `ratios` are how many times faster guesses made it, `steady` had steps of as many
-    rows all taken the same time (`speculation.Usual`), `plain` and `guessed` tokens a second,
-    `per_pass` the tokens of a stream that a step brought, `accepted` the share of right guesses.
+    `ratios` are the speed-ups by drafts, `steady` the speed-up if all steps of as many rows
+    took the same time (`speculation.Usual`), `plain` and `guessed` tokens a second without and with
+    drafts,
+    `per_pass` the tokens of a stream that a step brought, `accepted` the share of accepted drafts.
     """
 
     task: str
@@ -63,27 +64,27 @@ class Chosen:
     share: float
     ratios: list[float]
     accepted: float
-    per_pass: float  # guesses a step
+    per_pass: float  # drafts a step
 
     @property
     def predicted(self) -> float:
-        """The formula's speed-up: tokens a step, if `share` of the guesses are right."""
+        """The formula's speed-up: tokens a step, if `share` of the drafts are accepted."""
         if self.share == 1:
             return 1 + self.per_pass
         return float((1 - self.share ** (self.per_pass + 1)) / (1 - self.share))
 
 
 @dataclass(slots=True)
-class Guessing:
-    """All lines of one model and one way of guessing, by `name`."""
+class SpeculationResult:
+    """All lines of one model and one proposer of drafts, by `name`."""
 
     name: str
     lines: list[Line]
     chosen: list[Chosen] = field(default_factory=list)
 
-    def keep(self) -> None:
-        """Write the lines over those measured before on a machine like this."""
-        before = kept(self.name)
+    def save(self) -> None:
+        """Store the lines, in place of earlier ones of the same tasks on such a machine."""
+        before = load_result(self.name)
         new = {(line.task, line.streams) for line in self.lines}
         self.lines += [line for line in before.lines if (line.task, line.streams) not in new]
         self.chosen = self.chosen or before.chosen
@@ -118,23 +119,26 @@ class Guessing:
         )
 
 
-def kept(name: str) -> Guessing:
-    """Return what was measured before on a machine like this.
+def load_result(name: str) -> SpeculationResult:
+    """Return the stored result of a machine like this, empty if there is none.
 
     Raises:
         SystemExit: its file cannot be read.
     """
     path = _path(name)
-    return read(path, Guessing) if path.exists() else Guessing(name, [])
+    return read(path, SpeculationResult) if path.exists() else SpeculationResult(name, [])
 
 
-def all_guessing(machine: str) -> list[Guessing]:
-    """Return what was kept on a machine."""
-    return [read(path, Guessing) for path in sorted((ROWS / machine / "guessing").glob("*.json"))]
+def load_results(machine: str) -> list[SpeculationResult]:
+    """Return all stored results of a machine."""
+    return [
+        read(path, SpeculationResult)
+        for path in sorted((ROWS / machine / "guessing").glob("*.json"))
+    ]
 
 
-def least(lines: Sequence[Line]) -> str:
-    """Say where guesses gained least."""
+def describe_smallest_gain(lines: Sequence[Line]) -> str:
+    """Describe the task with the smallest speed-up by drafts."""
     worst = min(lines, key=lambda line: line.steady)
     return (
         f"The least steady one is {worst.steady:.2f} x ({worst.task}, {worst.streams} "

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support import talkers
-from support.talkers import talker
+from support import family_templates
+from support.family_templates import talker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ FORMS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Start a server whose model samples among the allowed tokens."""
-    with talker(tmp_path_factory.mktemp("rules"), talkers.HERMES) as live:
+    with talker(tmp_path_factory.mktemp("rules"), family_templates.HERMES) as live:
         yield live
 
 

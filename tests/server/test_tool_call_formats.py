@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
-from support import talkers
+from support import family_templates
 from support.byte_tokenizer import byte_tokenizer
+from support.family_templates import say, talker
 from support.servers import events
-from support.talkers import say, talker
 from twostroke.core.constraint import Constraint, ReasoningSection
 from twostroke.engine.chat.call_forms import FORMS
 from twostroke.engine.chat.tools import ToolForm
@@ -214,7 +214,7 @@ CASES = [
 def test_calls_are_sent_in_openais_form(
     tmp_path: Path, template: str, name: str, controls: tuple[str, ...]
 ) -> None:
-    with talker(tmp_path, getattr(talkers, template), controls) as server:
+    with talker(tmp_path, getattr(family_templates, template), controls) as server:
         for calls in ((ONE,), (ONE, OTHER)):
             text = written(name, *calls)
             if len(calls) == 1 and FORMS[name].is_bare:
@@ -255,7 +255,7 @@ def test_a_cut_call_is_not_shown_as_text_in_any_protocol(tmp_path: Path) -> None
         "/api/chat": lambda n: {"messages": talk, "tools": TOOLS, "options": {"num_predict": n}},
     }
     bare = '{"name": "weather", "arguments": {"city": "Oslo"}}'
-    with talker(tmp_path, talkers.HERMES) as server:
+    with talker(tmp_path, family_templates.HERMES) as server:
         for one, both in (
             (written("hermes", ONE), written("hermes", ONE, OTHER)),
             (bare, f"{bare}\n{bare}"),
@@ -296,7 +296,7 @@ def _shown(response: str) -> str:
 def test_forced_calls_are_drawn_in_the_models_form(
     tmp_path: Path, template: str, controls: tuple[str, ...]
 ) -> None:
-    with talker(tmp_path, getattr(talkers, template), controls) as server:
+    with talker(tmp_path, getattr(family_templates, template), controls) as server:
         fields = {"tools": TOOLS[:1], "tool_choice": NAMED, "max_tokens": 120, "seed": 1}
         [answer] = server.chat(**fields).json()["choices"]
         assert answer["finish_reason"] == "tool_calls"
