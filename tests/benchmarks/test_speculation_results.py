@@ -46,9 +46,8 @@ def test_the_report_has_both_tables():
     assert "### Speculation: tiny, auto" in text
     assert "| chat | 1 | 10 (10 to 10) | 20 (20 to 20) | 1.20 x (1.00 to 9.00) | 1.20 x |" in text
     assert "| 100% | 100% | 3.0 | 2.50 x (2.50 to 2.50) | 4.00 x |" in text
-    assert describe_smallest_gain(lines).startswith(
-        "The least steady one is 0.90 x (chat, 4 streams)"
-    )
+    description = describe_smallest_gain(lines)
+    assert description.startswith("The least steady one is 0.90 x (chat, 4 streams)")
 
 
 def test_free_rows_give_what_the_formula_says():

@@ -2,10 +2,11 @@
 
 Run it with `make long SUITE=disaggregation`.
 
-First each message suffers each fault, over each link; then come random rounds, which cut
-connections, too. Every request must be answered as by one engine, nothing may hang, and no page may
-stay held. Last, engines and servers are killed and stopped (see support/disaggregation_kills.py). With
-`--nixl` pages are moved by NIXL, which must be installed, and its processes suffer, too.
+First, each type of message is lost, delayed, doubled and cut over each link, then random rounds do
+the same at random. Every request must get the answer that one engine gives, nothing may hang, and no
+page may stay held. Last, engines and servers are killed and stopped (see
+support/disaggregation_kills.py). With `--nixl`, NIXL, which must be installed, moves the pages, and
+its processes are killed and stopped, too.
 """
 
 from __future__ import annotations
