@@ -3,7 +3,7 @@
 Run it with `make long SUITE=disaggregation`.
 
 First, each type of message is lost, delayed, doubled and cut over each link, then random rounds do
-the same at random. Every request must get the answer that one engine gives, nothing may hang, and no
+the same at random. Every request must get the answer of one engine, nothing may hang, and no
 page may stay held. Last, engines and servers are killed and stopped (see
 support/disaggregation_kills.py). With `--nixl`, NIXL, which must be installed, moves the pages, and
 its processes are killed and stopped, too.
