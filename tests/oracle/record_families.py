@@ -1,4 +1,4 @@
-"""Records transformers' logits for the tiny model of each family.
+"""Records transformers' logits for the tiny models of the families named; default: of all.
 
 PYTHONPATH=src:tests .venv-oracle/bin/python tests/oracle/record_families.py [FAMILY...]
 

@@ -84,6 +84,14 @@ def test_layers_that_do_nothing_are_left_out(tmp_path: Path) -> None:
     assert names["output_norm.weight"] == "output_norm.weight"
 
 
+def test_layers_without_rope_at_fixed_places_cannot_be_removed(tmp_path: Path) -> None:
+    from twostroke.lab.compress.distill import distill
+
+    teacher = write_tiny_gguf(tmp_path / "teacher.gguf", tiny_of("smollm3"))
+    with pytest.raises(UsageError, match="have layers without RoPE at fixed places"):
+        distill(str(teacher), StudentShape(3), tmp_path / "out", SHORT, print)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2"])
 def test_what_stands_before_a_layer_need_not_be_computed_again(tmp_path: Path, family: str) -> None:
     from twostroke.backends.torch import TorchModel

@@ -59,6 +59,11 @@ def test_reference_equals_transformers(family: str, tmp_path: Path) -> None:
             "original_max_position_embeddings": 64}}),
         ("glm4-lite", {"mlp_layer_types": ["dense", "dense", "sparse"]}),
         ("youtu", {"tie_word_embeddings": False, "q_lora_rank": None}),
+        ("smollm3", {"no_rope_layers": [0, 1, 0, 1], "attention_bias": True}),
+        ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True,
+            "sliding_window": WINDOW}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": WINDOW,
+            "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}),
         ("glm4", {"attention_bias": False, "norm_topk_prob": False, "n_shared_experts": 1}),
         ("glm4", {"partial_rotary_factor": 0.75, "n_group": 4, "topk_group": 2,
             "first_k_dense_replace": 0}),
@@ -80,7 +85,9 @@ _SOME_SLIDE = ["full_attention", "sliding_attention"]
     [
         *[
             (family, {"partial_rotary_factor": 0.5})
-            for family in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "olmo2")
+            for family in (
+                *("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "olmo2", "smollm3"),
+            )
         ],
         ("qwen3-moe", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
         ("mixtral", {"sliding_window": WINDOW, "layer_types": _SOME_SLIDE}),

@@ -388,6 +388,15 @@ _GEMMA4_EXPERTS = replace(
     },
 )
 
+# The fourth layer has no RoPE.
+_SMOLLM3 = replace(
+    _LLAMA,
+    architecture="smollm3",
+    model_type="smollm3",
+    sizes={"num_layers": 4},
+    config={"pad_token_id": 0},
+)
+
 FAMILIES: dict[str, Variant] = {
     "llama": _LLAMA,
     "llama-3.1": _LLAMA31,
@@ -412,4 +421,5 @@ FAMILIES: dict[str, Variant] = {
     "glm4-air": _GLM4_AIR,
     "glm4": _GLM4,
     "granite": _GRANITE,
+    "smollm3": _SMOLLM3,
 }

@@ -82,6 +82,7 @@ def test_greedy_answers_and_log_probabilities_are_the_cpu_backends(tiny: str) ->
         ("deepseek-v2", {}),
         ("deepseek-v3", {}),
         ("granite", {}),
+        ("smollm3", {}),
     ],
 )
 def test_families_answer_as_on_the_cpu(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ VOCABULARIES = {
     "gemma4": ("gemma4", "pieces_by_merges"),
     "phi3": ("gpt-4o", *PIECES_OF),
     "olmo2": ("dbrx", "olmo", "superbpe"),
+    "smollm3": ("llama-bpe",),
     "glm4moe": ("glm4",),
     "granite": ("refact", "dbrx"),
     "deepseek2": ("deepseek-llm", "deepseek-coder", "deepseek-v3", "kimi-k2", "youtu", "glm4"),

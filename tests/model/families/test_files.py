@@ -110,6 +110,17 @@ def test_only_phi3_rotates_a_part_of_each_head(family: str, tmp_path: Path) -> N
     assert spec.rope.dim == spec.head_dim // 2
 
 
+def test_layers_without_rope_turn_nothing(tmp_path: Path) -> None:
+    listed = {"no_rope_layers": [1, 0, 1, 1]}
+    spec = from_config(tmp_path, "smollm3", **listed)
+    assert spec.rotates == (True, False, True, True)
+    assert spec.rope_of(1).frequencies == (0.0,)
+    assert spec.rope_of(0) == spec.rope
+    assert from_metadata(tmp_path, "smollm3").rotates == (True, True, True, False)
+    every_second = from_config(tmp_path, "smollm3", no_rope_layer_interval=2)
+    assert every_second.rotates == (True, False, True, False)
+
+
 def test_layer_types_are_read_where_transformers_reads_them(tmp_path: Path) -> None:
     some = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": WINDOW}
     qwens = some | {"use_sliding_window": True}
@@ -320,6 +331,11 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("glm4-air", {"use_qk_norm": True}, "layers.0.self_attn.q_norm.weight' with shape"),
         ("llama", {"use_qk_norm": True}, "use_qk_norm = True, which is not supported"),
         ("glm4", {"scoring_func": "softmax"}, "scoring_func = 'softmax', which is not"),
+        ("smollm3", {"no_rope_layers": [1, 1, 0]}, "no_rope_layers that is not a list of 4 values"),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 2]}, "no_rope_layers with 2; supported: 1, 0"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "interval = 0, not a whole number from 1"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "supported: full_attention"),
+        ("smollm3", {"mlp_bias": True}, "mlp_bias = True, which is not supported"),
         ("youtu", {"qk_rope_head_dim": 15}, "a rope dimension of 15"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0, not a number from 0.001"),
         ("granite", {"logits_scaling": -1.0}, "logits_scaling = -1.0, not a number from"),
@@ -385,6 +401,7 @@ def test_unsupported_configurations_are_refused(
         ("granite", {"residual_scale": 1e4}, "residual_scale = 10000.0, not a number from 0.001"),
         ("granite", {"rope__scaling__finetuned": False}, "rope.scaling.finetuned = False, which"),
         ("granite", {"expert_count": 8}, "expert_count = 8, which is not supported"),
+        ("smollm3", {"attention__sliding_window": 64}, "sliding_window = 64, which is not"),
         ("glm4", {"expert_gating_func": 1}, "'blk.1.exp_probs_b.bias', which the family"),
         ("glm4", {"nextn_predict_layers": 3}, "layers = 3, not a whole number from 0 to 2"),
     ],

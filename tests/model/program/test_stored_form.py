@@ -46,6 +46,7 @@ PROGRAMS = {
     "glm4-air": "458cd38d0d23c3ed",
     "glm4": "c59785e4dbe62aa9",
     "granite": "6591b33977494812",
+    "smollm3": "5bbace4f9a064fb4",
 }
 
 

@@ -288,6 +288,7 @@ def _cut_student(
     ]
     spec = student.spec
     if shape.layers is not None and shape.layers < spec.num_layers:
+        _check_layers_can_go(student)
         path = folder / _LAYERS_FILE
         if path.is_file():
             layers = _read_selection(path, _KeptLayers, folder).layers
@@ -310,6 +311,20 @@ def _cut_student(
             f"{feed_forward:,} of {spec.ffn_size:,} channels of each feed-forward remain"
         )
     return _with_widths(student, widths)
+
+
+def _check_layers_can_go(student: Student) -> None:
+    """Raise UsageError if a file of fewer layers could not say which of them have a RoPE.
+
+    In such a family, the file's reader derives this from a layer's number or from its window.
+    """
+    spec = student.spec
+    if spec.rotates is not None and (spec.window is None or spec.rotates != spec.window.slides):
+        raise UsageError(
+            f"models of the family {spec.architecture} have layers without RoPE at fixed places, "
+            "so that no layer can be removed: remove heads and channels instead.",
+            field="layers",
+        )
 
 
 def _read_selection(path: Path, kind: type[T], folder: Path) -> T:

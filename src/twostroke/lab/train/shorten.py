@@ -32,7 +32,8 @@ def shortened(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
     window = spec.window
     if window is not None:
         window = replace(window, slides=tuple(window.slides[layer] for layer in layers))
-    return replace(spec, num_layers=len(layers), window=window)
+    rotates = spec.rotates and tuple(spec.rotates[layer] for layer in layers)
+    return replace(spec, num_layers=len(layers), window=window, rotates=rotates)
 
 
 def names_in_full_model(names: Sequence[str], layers: Sequence[int]) -> Iterator[tuple[str, str]]:

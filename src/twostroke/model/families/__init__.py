@@ -16,6 +16,7 @@ from twostroke.model.families.llama import LLAMA
 from twostroke.model.families.olmo2 import OLMO2
 from twostroke.model.families.phi3 import PHI3
 from twostroke.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from twostroke.model.families.smollm3 import SMOLLM3
 from twostroke.model.families.spec import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ ARCHITECTURES: dict[str, Family] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3moe": QWEN3_MOE,
+    "smollm3": SMOLLM3,
 }
 
 # GGUF's name for each `model_type` of config.json.

@@ -497,8 +497,7 @@ def residual_layer(
 
 
 def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> ops.Rope:
-    window = spec.window_of(layer)
-    rope = spec.rope if window is None or window.rope is None else window.rope
+    rope = spec.rope_of(layer)
     _, head_dim = spec.kv_heads_of(layer)
     return ops.Rope(
         f"{x}.roped",

@@ -126,7 +126,7 @@ class Fields(Frozen):
         if not isinstance(values, list) or len(values) != count:
             self.fault(f"has {self.prefix}{key} that is not a list of {count} values")
         for value in values:
-            if not isinstance(value, str | bool) or value not in value_map:
+            if not isinstance(value, str | int) or value not in value_map:
                 supported = ", ".join(map(str, value_map))
                 self.fault(
                     f"has {self.prefix}{key} with {_format_value(value)}; supported: {supported}"

@@ -138,6 +138,9 @@ class ModelSpec(Frozen):
     head, with weights, in families where only some models do so (`may_norm_heads`). Layers with the
     gated delta rule are described by `delta`. With `gates_attention` the output of attention is
     multiplied by the sigmoid of a gate for each value.
+
+    `rotates[i]` tells whether layer i has a RoPE; other layers do not know positions. None: all
+    layers have one.
     """
 
     architecture: str
@@ -173,10 +176,18 @@ class ModelSpec(Frozen):
     norms_heads: bool = False
     delta: DeltaSpec | None = None
     gates_attention: bool = False
+    rotates: tuple[bool, ...] | None = None
 
     def window_of(self, layer: int) -> WindowSpec | None:
         """Return the sliding window of a layer; None if the layer reads all positions."""
         return self.window if self.window is not None and self.window.slides[layer] else None
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        """Return the RoPE of a layer; a layer without RoPE rotates one pair by an angle of 0."""
+        if self.rotates is not None and not self.rotates[layer]:
+            return RopeSpec(self.rope.base, 2, self.rope.interleaved, scaled_frequencies=(0.0,))
+        window = self.window_of(layer)
+        return self.rope if window is None or window.rope is None else window.rope
 
     def kv_heads_of(self, layer: int) -> tuple[int, int]:
         """Return the number of key-value heads of a layer, and the width of its heads."""
