@@ -14,7 +14,7 @@ using ts::WeightType;
 namespace {
 
 // Raised whenever a struct or a function that crosses this interface changes.
-constexpr int32_t kInterfaceVersion = 29;
+constexpr int32_t kInterfaceVersion = 30;
 
 }  // namespace
 
@@ -32,7 +32,7 @@ TS_EXPORT int64_t ts_record_size(int32_t index) {
       sizeof(ts::PlanRecord),   sizeof(ts::SliceRecord), sizeof(ts::StepRecord),
       sizeof(ts::PackedWeight), sizeof(ts::StoreRecord), sizeof(ts::CopyRecord),
       sizeof(ts::NodeRecord),   sizeof(ts::SampleRow),   sizeof(ts::SampleResult),
-      sizeof(ts::LinkRecord),   sizeof(ts::SharedHead)};
+      sizeof(ts::LinkRecord),   sizeof(ts::SharedHead),  sizeof(ts::StateRecord)};
   constexpr int32_t count = sizeof sizes / sizeof sizes[0];
   return index >= 0 && index < count ? sizes[index] : -1;
 }

@@ -56,6 +56,7 @@ ProductFacts product_facts(const Plan& plan, const OpRecord& op) {
 
 bool stores(const OpRecord& op) {
   if (op.kind == OpKind::Attention || op.kind == OpKind::Pieces) return op.is_stored == 0;
+  if (op.kind == OpKind::Convolution || op.kind == OpKind::DeltaRule) return true;
   const auto is_stored = [](const OutputRecord& output) { return output.store != Store::Nothing; };
   return op.kind == OpKind::Linear &&
          std::any_of(op.outputs, op.outputs + op.num_outputs, is_stored);
@@ -126,6 +127,7 @@ Plan::Plan(Pool& team, const PlanRecord& record)
     buffers.push_back({buffer.memory, buffer.first_column, stride, nullptr});
   }
   lay_out_pages(record);
+  lay_out_states(record);
   for (const OpRecord& op : ops) {
     facts.push_back(is_product(op) ? product_facts(*this, op) : ProductFacts());
     if (op.kind == OpKind::Experts || op.kind == OpKind::Terms)
@@ -169,6 +171,19 @@ void Plan::lay_out_pages(const PlanRecord& record) {
     layers[i].data = static_cast<uint8_t*>(cache) + offsets[i];
     layers[i].page_stride = page_stride;
   }
+}
+
+void Plan::lay_out_states(const PlanRecord& record) {
+  constexpr int64_t kLineFloats = 16;
+  for (int32_t i = 0; i < record.num_state_layers; ++i) {
+    state_offsets.push_back(state_stride);
+    state_stride += (record.state_layers[i] + kLineFloats - 1) / kLineFloats * kLineFloats;
+  }
+  num_states = record.num_states;
+  if (states_bytes() == 0) return;
+  states = static_cast<float*>(map_memory(states_bytes()));
+  if (states == nullptr) throw std::bad_alloc();
+  pool.nodes().interleave(states, states_bytes());  // any thread may draw a head of any request
 }
 
 int32_t Plan::schedule_for(const OpRecord& op, bool is_late_one) {
@@ -227,6 +242,7 @@ void Plan::copy_page(const CopyRecord& copy, int64_t part, int64_t num_parts) co
 
 Plan::~Plan() {
   if (cache != nullptr) unmap_memory(cache, cache_bytes);
+  if (states != nullptr) unmap_memory(states, states_bytes());
 }
 
 }  // namespace ts

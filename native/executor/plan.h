@@ -35,6 +35,7 @@ struct ThreadMemory {
   Block gated;
   ExpertGroups experts;
   AttentionScratch attention;
+  Block states;  // of some columns, while a thread computes several rows
   SamplerScratch sampler;
   std::vector<double> waiting_s;  // for each operation, since times were last taken
 };
@@ -140,6 +141,10 @@ struct Plan {
   int64_t num_pages = 0;
   int64_t cache_bytes = 0;
   void* cache = nullptr;
+  float* states = nullptr;             // recurrent ones: (num_states, state_stride)
+  std::vector<int64_t> state_offsets;  // of each state layer in a slot
+  int64_t state_stride = 0;
+  int64_t num_states = 0;
   Block prepared;  // shared by the threads
   Block mixed;     // of a mixture of experts: gated products, a row for each choice
   Block choices;   // experts (rows, num_used), then their shares
@@ -149,6 +154,10 @@ struct Plan {
 
  private:
   void lay_out_pages(const PlanRecord& record);
+  void lay_out_states(const PlanRecord& record);
+  int64_t states_bytes() const {
+    return num_states * state_stride * static_cast<int64_t>(sizeof(float));
+  }
   int32_t schedule_for(const OpRecord& op, bool is_late);
   int32_t piece_schedule_for(const OpRecord& op);
 };

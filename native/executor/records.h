@@ -40,6 +40,10 @@ enum class OpKind : int32_t {
   HeadProducts = 20,   // outputs[0] = products of each head of x with its own weight
   Join = 21,           // outputs[0] = some of each head of x, then the head of y
   Route = 22,          // outputs[0] = shares of experts that a row of scores x chooses, else -1
+  GateRows = 23,       // outputs[0] = x * sigmoid(y), y being one value wide
+  Convolution = 24,    // outputs[0] = activation(causal convolution of x), with the state `layer`
+  DeltaRule = 25,  // outputs[0] = gated delta rule of x, the decays being y and the strengths z,
+                   // with the state `layer`
 };
 
 /// Which part of a gathered value each member of a team has: columns from cut to cut; of n rows
@@ -59,11 +63,12 @@ enum class Store : int32_t { Nothing = 0, Keys = 1, Values = 2 };
 /// the bias, the norm of each head, the rotation, the store.
 struct OutputRecord {
   int32_t weight;  // index into weights, or kNone
-  int32_t bias;    // index into vectors, or kNone; Route: factors of the shares
+  int32_t bias;    // index into vectors, or kNone; Route: factors of the shares;
+                   // DeltaRule: biases of the decays
   int32_t buffer;  // where it goes
   int32_t width;
   int32_t norm;      // of heads: index into vectors, or kNone
-  int32_t head_dim;  // of the norm
+  int32_t head_dim;  // of the norm; DeltaRule: of a value head
   float epsilon;     // of the norm
   int32_t rope;      // index into ropes, or kNone
   Store store;
@@ -76,13 +81,16 @@ struct OpRecord {
   int32_t y;
   int32_t z;
   int32_t width;  // of x
-  int32_t norm;   // index into vectors, or kNone; Route: bias of the choice; Scale: a factor
+  int32_t norm;   // index into vectors, or kNone; Route: bias of the choice; Scale: a factor;
+                  // Convolution: its taps (kernel, width); DeltaRule: rates of the decays
   float epsilon;
   int32_t num_groups;
   int32_t accumulate;  // Linear, Experts: results are added to what the buffers hold
-  int32_t layer;       // for Attention, Pieces and for products that are stored
-  int32_t num_heads;   // Pieces: of the whole; HeadProducts, Join
-  int32_t group;       // Attention, Pieces: query heads of a whole key-value head
+  int32_t layer;  // for Attention, Pieces and for products that are stored; of recurrent operations
+                  // the index into state_layers
+  int32_t num_heads;   // Pieces: of the whole; HeadProducts, Join; DeltaRule: of values
+  int32_t group;       // Attention, Pieces: query heads of a whole key-value head; DeltaRule: value
+                       // heads of a key head
   int32_t first_head;  // Attention: place of the first query head in its key-value head's group
   float scale;         // Attention, Pieces: of the scores
   float factor;        // Embed, Scale, Route: of the shares
@@ -108,12 +116,15 @@ struct OpRecord {
                        // part i / num_parts
   int32_t channel;     // Send, Receive: index into channels
   int32_t x_head;      // HeadProducts, Join: values of a head of x, of which an operation takes
+                       // (DeltaRule: of a head of queries or keys)
   int32_t x_first;     // those from here on:
   int32_t x_width;     // so many
   int32_t is_sigmoid;  // Route: of scores, else their softmax
   int32_t num_used_groups;  // Route: of the `num_groups` in which experts are chosen
   int32_t group_best;       // Route: by the sum of so many of a group's largest scores
-  int32_t num_outputs;      // 0: Logits of which this rank has none, but gathers those of others
+  int32_t kernel;           // Convolution: of so many rows, up to each row itself
+  int32_t is_tiled;     // DeltaRule: head h of values has key head h % key heads, else h / group
+  int32_t num_outputs;  // 0: Logits of which this rank has none, but gathers those of others
   OutputRecord outputs[kMaxOutputs];
 };
 
@@ -195,7 +206,8 @@ struct PlanRecord {
   const int32_t* team_ranks;
   const int32_t* cuts;
   const ChannelRecord* channels;
-  const LinkRecord* link;  // copied; null: one process
+  const int64_t* state_layers;  // float32 numbers of each recurrent state of a request
+  const LinkRecord* link;       // copied; null: one process
   int32_t num_ops;
   int32_t num_weights;
   int32_t num_vectors;
@@ -209,11 +221,13 @@ struct PlanRecord {
   int32_t num_team_ranks;
   int32_t num_cuts;
   int32_t num_channels;
+  int32_t num_state_layers;
   CacheFormat cache_format;
   int64_t num_pages;
-  int64_t page_size;  // tokens, of all places
-  int64_t max_rows;   // of a step, for which shared memory has room
-  int32_t row_part;   // this rank computes rows n * row_part / num_row_parts on
+  int64_t num_states;  // slots for the recurrent states of requests
+  int64_t page_size;   // tokens, of all places
+  int64_t max_rows;    // of a step, for which shared memory has room
+  int32_t row_part;    // this rank computes rows n * row_part / num_row_parts on
   int32_t num_row_parts;
 };
 
@@ -223,6 +237,13 @@ struct SliceRecord {
   int32_t num_rows;
   int32_t position;
   int32_t table;  // which page tables, one for each group of layers
+};
+
+/// The slots of a slice's recurrent states: before its first row, or kNone for zeros, and after its
+/// last. Both are the same if it continues another slice with this slot.
+struct StateRecord {
+  int32_t read;
+  int32_t write;
 };
 
 /// A row whose keys and values are stored in other pages, too: those of a branch of drafts that it
@@ -254,6 +275,7 @@ struct StepRecord {
   const float* external;      // (num_rows, width of the value), or null if the plan has none
   const StoreRecord* stores;  // by row, ascending
   const CopyRecord* copies;   // no page is in two of them as `to`, or as both
+  const StateRecord* states;  // of each slice; null if the plan has no recurrent states
   int64_t table_stride;
   int32_t num_rows;
   int32_t num_generated;

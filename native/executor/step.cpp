@@ -7,6 +7,7 @@
 #include "executor/heads.h"
 #include "executor/pieces.h"
 #include "executor/products.h"
+#include "executor/recurrent.h"
 #include "executor/route.h"
 #include "executor/worker.h"
 #include "kernels/rows.h"
@@ -175,6 +176,18 @@ void run_join(Worker& worker, const OpRecord& op) {
   });
 }
 
+void run_scale(Worker& worker, const OpRecord& op) {
+  const float factor = op.norm == kNone ? op.factor : op.factor * worker.vector(op.norm)[0];
+  for_rows(worker, op,
+           [&](const float* x, float* out, int64_t) { scale_row(x, factor, op.width, out); });
+}
+
+void run_copy(Worker& worker, const OpRecord& op) {
+  for_rows(worker, op, [&](const float* x, float* out, int64_t) {
+    if (x != out) std::copy_n(x, op.width, out);
+  });
+}
+
 void run_op(Worker& worker, size_t index) {
   const OpRecord& op = worker.plan.ops[index];
   switch (op.kind) {
@@ -198,12 +211,8 @@ void run_op(Worker& worker, size_t index) {
       return run_pair(worker, op, add_rows);
     case OpKind::Logits:
       return run_logits(worker, index);
-    case OpKind::Scale: {
-      const float factor = op.norm == kNone ? op.factor : op.factor * worker.vector(op.norm)[0];
-      return for_rows(worker, op, [&](const float* x, float* out, int64_t) {
-        scale_row(x, factor, op.width, out);
-      });
-    }
+    case OpKind::Scale:
+      return run_scale(worker, op);
     case OpKind::Experts:
       return run_experts(worker, op);
     case OpKind::Tap:
@@ -228,10 +237,14 @@ void run_op(Worker& worker, size_t index) {
       return run_join(worker, op);
     case OpKind::Route:
       return run_route(worker, op);
+    case OpKind::GateRows:
+      return run_pair(worker, op, gate_row);
+    case OpKind::Convolution:
+      return run_convolution(worker, op);
+    case OpKind::DeltaRule:
+      return run_delta_rule(worker, op);
     case OpKind::Copy:
-      return for_rows(worker, op, [&](const float* x, float* out, int64_t) {
-        if (x != out) std::copy_n(x, op.width, out);
-      });
+      return run_copy(worker, op);
   }
 }
 
@@ -261,6 +274,12 @@ void run_thread(void* context, int thread, int num_threads) noexcept {
     if (thread == 0) step.plan.elapsed_s[i] += seconds_between(begin, worker.now);
   }
   step.waiting_s[static_cast<size_t>(thread)] = worker.waiting_s;
+}
+
+/// Whether the slots of a slice's recurrent states exist.
+bool is_inside(const Plan& plan, const StateRecord& slots) {
+  const bool is_read = slots.read == kNone || (slots.read >= 0 && slots.read < plan.num_states);
+  return is_read && slots.write >= 0 && slots.write < plan.num_states;
 }
 
 bool is_page(const Plan& plan, int32_t page) { return page >= 0 && page < plan.num_pages; }
@@ -310,6 +329,12 @@ void check(const Plan& plan, const StepRecord& record) {
   for (int32_t i = 0; i < record.num_slices; ++i) {
     if (!is_inside(plan, record, record.slices[i])) throw std::out_of_range("page");
   }
+  if (plan.state_stride > 0) {
+    if (record.states == nullptr) throw std::out_of_range("state");
+    for (int32_t i = 0; i < record.num_slices; ++i) {
+      if (!is_inside(plan, record.states[i])) throw std::out_of_range("state");
+    }
+  }
   for (int32_t i = 0; i < record.num_stores; ++i) {
     if (!is_inside(plan, record, record.stores[i])) throw std::out_of_range("page");
   }
@@ -326,6 +351,7 @@ void make_room(Plan& plan, const StepRecord& record) {
   make_room_for_routes(plan);
   make_room_for_collectives(plan, record);
   make_room_for_pieces(plan);
+  make_room_for_states(plan);
 }
 
 /// Makes room and tables before the threads start, because threads do not allocate shared memory.
@@ -363,6 +389,7 @@ void get_ready(StepState& step) {
       plan.logits.fit(rows * op.outputs[0].width * float_bytes);
     }
   }
+  order_state_slices(step);
   find_drawn_rows(step);
   make_room(plan, record);
   if (!step.drawn.sampled.empty()) make_room(plan, step.drawn.record);  // few rows may need more
@@ -383,7 +410,7 @@ void run_step(Plan& plan, StepRecord& record) {
   const Clock::time_point begin = Clock::now();
   check(plan, record);
   plan.pool.begin_step(record.num_rows > kFewRows);
-  StepState step{plan, record, {}, {}, {}, {}};
+  StepState step{plan, record, {}, {}, {}, {}, {}};
   step.row_begin = record.num_rows * plan.link.row_part / plan.link.num_row_parts;
   step.row_end = record.num_rows * (plan.link.row_part + 1) / plan.link.num_row_parts;
   step.waiting_s.assign(static_cast<size_t>(plan.pool.num_active()), 0);

@@ -42,6 +42,13 @@ struct DrawnRows {
   StepRecord record;
 };
 
+/// The slices of one request, as indices; `second`, which may be kNone, continues the state of
+/// `first`.
+struct StateRun {
+  int32_t first;
+  int32_t second;
+};
+
 /// What the threads of one step share.
 struct StepState {
   Plan& plan;
@@ -50,6 +57,7 @@ struct StepState {
   std::vector<int32_t> slice_of_row;
   std::vector<int32_t> first_store;  // of each row, and after the last; empty if there are none
   std::vector<double> waiting_s;     // of each thread
+  std::vector<StateRun> state_runs;  // of all slices; empty without recurrent states
   int64_t row_begin = 0;             // rows that this rank computes
   int64_t row_end = 0;
   double collective_s = 0;

@@ -5,6 +5,7 @@
 #include "kernels/attention.h"
 #include "kernels/kv.h"
 #include "kernels/lane_math.h"
+#include "kernels/recurrent.h"
 #include "kernels/rope.h"
 #include "kernels/rows.h"
 #include "kernels/spread.h"
@@ -38,6 +39,31 @@ TS_EXPORT void ts_kernel_rms_norm(const float* x, const float* weight, int64_t w
 TS_EXPORT void ts_kernel_gate(int32_t activation, const float* gate, const float* up, int64_t width,
                               float* out) {
   ts::gate_activation(static_cast<ts::Activation>(activation), gate, up, width, out);
+}
+
+TS_EXPORT void ts_kernel_gate_row(const float* x, const float* gate, int64_t width, float* out) {
+  ts::gate_row(x, gate, width, out);
+}
+
+/// A convolution of dense rows, without an activation.
+TS_EXPORT void ts_kernel_convolve(const float* x, const float* taps, const float* bias,
+                                  int64_t num_rows, int64_t width, int64_t kernel,
+                                  const float* read, float* write, float* out) {
+  const ts::Convolution op{width, kernel, taps, bias, ts::Activation::None};
+  ts::convolve(op, {x, width, out, width, num_rows, read, write}, 0, width);
+}
+
+/// A head of the delta rule: a row of `x` has a query, a key and a value; `gates` has a decay and a
+/// strength for each row.
+TS_EXPORT void ts_kernel_delta_rule(const float* x, const float* gates, int64_t num_rows,
+                                    int64_t key_dim, int64_t value_dim, float decay_rate,
+                                    float decay_bias, const float* read, float* write, float* out) {
+  const ts::DeltaHead head{key_dim, value_dim, 1e-6F, decay_rate, decay_bias};
+  const int64_t stride = 2 * key_dim + value_dim;
+  const ts::DeltaRows rows{x, x + key_dim, x + 2 * key_dim, stride,   gates, 2,    gates + 1,
+                           2, out,         value_dim,       num_rows, read,  write};
+  std::vector<float> scratch(static_cast<size_t>(ts::delta_scratch_floats(key_dim)));
+  ts::delta_rule(head, rows, 0, value_dim, scratch.data());
 }
 
 TS_EXPORT void ts_kernel_choose_experts(const float* scores, int64_t num_experts, int64_t num_used,

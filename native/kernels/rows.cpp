@@ -5,11 +5,9 @@
 #include <cmath>
 #include <limits>
 
-#include "kernels/lane_math.h"
+#include "kernels/activation.h"
 
 namespace ts {
-
-namespace {
 
 float sum_of_squares(const float* x, int64_t width) {
   Lanes sums[4] = {zero_lanes(), zero_lanes(), zero_lanes(), zero_lanes()};
@@ -28,6 +26,8 @@ float sum_of_squares(const float* x, int64_t width) {
   return sum_across(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
+namespace {
+
 /// Calls `body(offset, count)` for each run of 16 values, the last one perhaps shorter.
 template <class Body>
 void for_lanes(int64_t width, Body body) {
@@ -44,16 +44,6 @@ void store_some(float* p, Lanes a, int count) {
   count == kLanes ? store_lanes(p, a) : store_first(p, a, count);
 }
 
-// Both activations are x / (1 + 2^t).
-
-Lanes silu_exponent(Lanes x) { return multiply(x, broadcast(-1.44269504088896341F)); }
-
-/// (1 + tanh(u)) / 2 = 1 / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
-Lanes gelu_exponent(Lanes x) {
-  const Lanes inner = multiply_add(multiply(x, x), broadcast(0.044715F), broadcast(1.0F));
-  return multiply(multiply(x, inner), broadcast(-2.302208198144325F));  // -2 sqrt(2 / pi) / ln 2
-}
-
 }  // namespace
 
 void rms_norm(const float* x, const float* weight, int64_t width, float epsilon, float* out) {
@@ -67,11 +57,8 @@ void rms_norm(const float* x, const float* weight, int64_t width, float epsilon,
 
 void gate_activation(Activation activation, const float* gate, const float* up, int64_t width,
                      float* out) {
-  const Lanes one = broadcast(1.0F);
   for_lanes(width, [&](int64_t i, int count) {
-    const Lanes x = load_some(gate + i, count);
-    const Lanes exponent = activation == Activation::Silu ? silu_exponent(x) : gelu_exponent(x);
-    const Lanes activated = divide(x, add(one, exp2(exponent)));
+    const Lanes activated = activate(activation, load_some(gate + i, count));
     store_some(out + i, multiply(activated, load_some(up + i, count)), count);
   });
 }
@@ -86,6 +73,13 @@ void scale_row(const float* x, float factor, int64_t width, float* out) {
   const Lanes factors = broadcast(factor);
   for_lanes(width, [&](int64_t i, int count) {
     store_some(out + i, multiply(load_some(x + i, count), factors), count);
+  });
+}
+
+void gate_row(const float* x, const float* gate, int64_t width, float* out) {
+  const Lanes factor = sigmoid(broadcast(gate[0]));
+  for_lanes(width, [&](int64_t i, int count) {
+    store_some(out + i, multiply(load_some(x + i, count), factor), count);
   });
 }
 

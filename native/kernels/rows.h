@@ -8,8 +8,12 @@ namespace ts {
 /// out = x / sqrt(mean(x^2) + epsilon) * weight over `width` values; `out` may be `x`.
 void rms_norm(const float* x, const float* weight, int64_t width, float epsilon, float* out);
 
-/// The function of a gate: x * sigmoid(x), or x / 2 * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
-enum class Activation : int32_t { Silu = 0, GeluTanh = 1 };
+/// The sum of x^2 over `width` values.
+float sum_of_squares(const float* x, int64_t width);
+
+/// The function of a gate: x; x * sigmoid(x); x / 2 * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)));
+/// or sigmoid(x).
+enum class Activation : int32_t { None = -1, Silu = 0, GeluTanh = 1, Sigmoid = 2 };
 
 /// out = activation(gate) * up; `out` may be either.
 void gate_activation(Activation activation, const float* gate, const float* up, int64_t width,
@@ -20,6 +24,9 @@ void add_rows(const float* a, const float* b, int64_t width, float* out);
 
 /// out = x * factor; `out` may be `x`.
 void scale_row(const float* x, float factor, int64_t width, float* out);
+
+/// out = x * sigmoid(gate[0]); `out` may be `x`.
+void gate_row(const float* x, const float* gate, int64_t width, float* out);
 
 /// out[i] = x[order[i]]; `out` is not `x`.
 void gather_row(const float* x, const int32_t* order, int64_t width, float* out);

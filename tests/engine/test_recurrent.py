@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from support.fake_model import FakeModel
-from support.programs import random_tensors
+from support.programs import VOCAB_SIZE, hybrid_program, random_tensors
 from support.row_by_row import RowByRow
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from twostroke.core.request import Request
@@ -16,45 +16,17 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.engine.kv_cache import PagePool, PrefixIndex, StatePool
 from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 from twostroke.engine.scheduler.recurrent_states import SNAPSHOT_TOKENS
-from twostroke.model.families.blocks import decoder, residual_layer
-from twostroke.model.families.spec import DeltaSpec, ModelSpec, RopeSpec
 
 CONTEXT = 500
 NUM_PAGES = 300
 PAGE_SIZE = 16
-VOCAB_SIZE = 250
 
 
 def hybrid_model(
     attends: tuple[bool, ...] = (False, False, True, False), *, is_tiled: bool = False
 ) -> RowByRow:
     """Return a tiny model with random weights, some of whose layers have the delta rule."""
-    spec = ModelSpec(
-        architecture="llama",
-        name="hybrid",
-        num_layers=len(attends),
-        hidden_size=32,
-        ffn_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=VOCAB_SIZE,
-        context_length=8192,
-        norm_epsilon=1e-6,
-        rope=RopeSpec(10000.0, 8, interleaved=False),
-        tied_embeddings=True,
-        delta=DeltaSpec(
-            attends=attends,
-            num_key_heads=2,
-            num_value_heads=6,
-            key_dim=8,
-            value_dim=8,
-            kernel=4,
-            is_tiled=is_tiled,
-        ),
-        gates_attention=True,
-    )
-    program = decoder(spec, residual_layer)
+    program = hybrid_program(attends, is_tiled=is_tiled)
     return RowByRow(program, random_tensors(program), NUM_PAGES, PAGE_SIZE, num_states=80)
 
 

@@ -66,8 +66,12 @@ def gelu_tanh(x):
     return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
 def test_gated_activation_matches_its_formula(library, rng):
-    for activation, formula, spread in [(0, silu, 40), (1, gelu_tanh, 4)]:
+    for activation, formula, spread in [(0, silu, 40), (1, gelu_tanh, 4), (2, sigmoid, 20)]:
         for width in [1, 16, 50, 1536]:
             gate, up = floats(rng.normal(size=width) * spread), floats(rng.normal(size=width))
             out = np.empty_like(gate)

@@ -76,6 +76,7 @@ def cpu_backend(
     kv_format: str = "f16",
     *,
     embeds: bool = False,
+    num_states: int = 0,
 ) -> Iterator[CpuBackend]:
     """Run a model on one level, with `num_pages` for each cache group.
 
@@ -86,7 +87,14 @@ def cpu_backend(
         pytest.skip("the operating system refuses tiles")
     num_pages *= len(model[0].cache_groups)
     backend = CpuBackend(
-        *model, num_pages, page_size, threads, level=level, kv_format=kv_format, embeds=embeds
+        *model,
+        num_pages,
+        page_size,
+        threads,
+        num_states=num_states,
+        level=level,
+        kv_format=kv_format,
+        embeds=embeds,
     )
     try:
         yield backend

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from twostroke.model.families import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
 from twostroke.model.families.blocks import decoder, residual_layer
 from twostroke.model.families.gemma4 import gemma4_layer
-from twostroke.model.families.spec import LatentSpec, RoutingSpec, SharedKvSpec
+from twostroke.model.families.spec import DeltaSpec, LatentSpec, RoutingSpec, SharedKvSpec
 from twostroke.model.program import Activation, Program
 from twostroke.model.program.ops import Attention, ExternalInput, Linear
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -141,6 +141,33 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
+def hybrid_program(
+    attends: tuple[bool, ...] = (False, False, True, False), **sizes: Any
+) -> Program:
+    """Return a small Program, some of whose layers have the gated delta rule."""
+    delta = DeltaSpec(
+        attends=attends,
+        num_key_heads=2,
+        num_value_heads=6,
+        key_dim=8,
+        value_dim=8,
+        kernel=4,
+    )
+    spec = replace(
+        SPEC,
+        name="hybrid",
+        num_layers=len(attends),
+        hidden_size=32,
+        ffn_size=48,
+        head_dim=16,
+        context_length=8192,
+        rope=RopeSpec(10000.0, 8, interleaved=False),
+        delta=replace(delta, **sizes),
+        gates_attention=True,
+    )
+    return decoder(spec, residual_layer)
+
+
 def program_of_layers(
     windows: Sequence[int | None],
     *,
@@ -160,7 +187,10 @@ def program_of_layers(
 def random_tensors(
     program: Program, fmt: str = "F32", embedding_fmt: str = "F32", seed: int = 0
 ) -> dict[str, QuantTensor]:
-    """Return weights for a Program: matrices in `fmt`, tables in `embedding_fmt`, others in F32."""
+    """Return weights for a Program: matrices in `fmt`, tables in `embedding_fmt`, others in F32.
+
+    Matrices whose rows do not fill whole blocks are in F32, too.
+    """
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in program.weight_shapes.items():
@@ -176,5 +206,7 @@ def random_tensors(
             chosen = embedding_fmt
         elif "ffn_gate_inp" in name:
             values, chosen = values * 3, "F32"
+        if shape[-1] % FORMATS[chosen].block_size:
+            chosen = "F32"
         tensors[name] = QuantTensor.from_floats(values.astype(np.float32), FORMATS[chosen])
     return tensors

@@ -44,7 +44,7 @@ def is_native(compute: ComputeOptions) -> bool:
 
 
 def check_backend(options: EngineOptions, program: Program, notify: Callable[[str], None]) -> None:
-    """Check that the gpu backend can run a model's Program, if the options select that backend.
+    """Check that the backend which the options select can run a model's Program.
 
     With `--backend auto`, the cpu backend runs, even on a machine with a GPU; `notify` is then
     called with a hint about `--backend gpu`.
@@ -54,14 +54,25 @@ def check_backend(options: EngineOptions, program: Program, notify: Callable[[st
     """
     from twostroke.backends.gpu import device
 
-    if program.state_layers and options.compute.backend != "reference":
-        raise BackendError(
-            f"{program.name} has recurrent layers, which only --backend reference can compute yet."
-        )
+    if program.state_layers:
+        _check_recurrent(options, program)
     if options.compute.backend == "gpu":
         check_gpu(program, options.compute)
     elif options.compute.backend == "auto" and device.may_exist():
         notify("There is a GPU, which --backend gpu uses; that backend is young.")
+
+
+def _check_recurrent(options: EngineOptions, program: Program) -> None:
+    """Raise BackendError if the selected backend, or its ranks, cannot compute recurrent layers."""
+    backend = options.compute.backend
+    message = f"{program.name} has recurrent layers, which"
+    if backend in {"gpu", "torch"}:
+        raise BackendError(
+            f"{message} the backend {backend} cannot compute yet: use --backend cpu."
+        )
+    num_ranks = options.parallel.num_ranks
+    if is_native(options.compute) and num_ranks > 1:
+        raise BackendError(f"{message} {num_ranks} ranks cannot compute yet: use one rank.")
 
 
 def check_gpu(program: Program, compute: ComputeOptions) -> None:
@@ -174,6 +185,7 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
         num_pages=size.num_pages,
         page_size=size.page_size,
         num_threads=resolve_num_threads(compute.num_threads),
+        num_states=size.num_states,
         level=compute.level,
         kv_format=size.kv_format,
         activation_bits=compute.resolved_bits,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from support.closeness import divergence
 from support.cpu import LEVELS, cpu_backend, tiny_model
 from support.heldout import heldout_pieces
 from support.native import load_level
@@ -36,20 +37,6 @@ from twostroke.model.program.ops import (
 )
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights import load_path
-
-
-def log_softmax(logits):
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=-1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
-
-
-def divergence(reference, actual):
-    """Return the mean Kullback-Leibler divergence of a row, and the ratio of equal top tokens."""
-    p, q = log_softmax(reference), log_softmax(actual)
-    same = reference.argmax(axis=-1) == actual.argmax(axis=-1)
-    return float((np.exp(p) * (p - q)).sum(axis=-1).mean()), float(same.mean())
-
 
 SIZES = [
     {"fmt": "Q4_1", "embedding_fmt": "Q8_0"},

@@ -53,6 +53,7 @@ class CpuBackend:
         page_size: int,
         num_threads: int,
         *,
+        num_states: int = 0,
         level: str | None = None,
         kv_format: str = DEFAULT_FORMAT,
         activation_bits: int | ActivationBits = DEFAULT_ACTIVATION_BITS,
@@ -71,6 +72,7 @@ class CpuBackend:
             num_pages: KV pages.
             page_size: tokens of a page, a multiple of 16.
             num_threads: threads that compute.
+            num_states: slots for recurrent states.
             level: the instruction-set level; None: the best that runs here.
             kv_format: a name in `model.program.kv_layout.FORMATS`.
             activation_bits: one of `core.options.ACTIVATION_BITS`, or a choice for this model.
@@ -93,12 +95,11 @@ class CpuBackend:
         self._program, self._weight_shard = program, weight_shard
         self._bits = activation_bits_or_map(activation_bits)
         self._norm = _last_norm(program, tensors) if embeds else None
-        tapped = self._norm.args[0].x if self._norm else tapped_value
-        assert tapped_value in (None, tapped), "a step can return one value"
+        tapped = self._tapped(tapped_value)
         rank_program, rank_tensors = _own_part(program, tensors, weight_shard)
         self._lowered, library = self._lower([tapped] if tapped else []), load_library(choice.level)
         kv_balances = balances(rank_program, tensors, kv_format)
-        pages = PlanPages(num_pages, page_size, kv_format, kv_balances)
+        pages = PlanPages(num_pages, page_size, kv_format, kv_balances, num_states)
         with ExitStack() as opened:  # frees threads and weights if a later step fails
             if share_threads_with is None:
                 self._pool = opened.enter_context(thread_pool(library, num_threads))
@@ -126,10 +127,9 @@ class CpuBackend:
             self._facts_of(choice.level, num_threads, activation_bits, pages),
             stops_rows=weight_shard is None and tapped_value is None,
             weight_bytes=weights.num_bytes,
-            cache_bytes=num_pages * rank_program.page_bytes(page_size, FORMATS[kv_format]),
+            cache_bytes=_cache_bytes(rank_program, pages),
         )
-        tapped_width = 0 if tapped is None else program.value_widths[tapped]
-        self._steps = self._step_arrays(tapped_width, returns_tapped=tapped_value is not None)
+        self._steps = self._step_arrays(tapped, returns_tapped=tapped_value is not None)
 
     @property
     def pages(self) -> PageMemory | None:
@@ -282,11 +282,19 @@ class CpuBackend:
             cache_bytes=0,
             one_arithmetic=bool(library.ts_one_arithmetic()),
             rows_together=library.ts_linear_rows_together(),
+            num_states=pages.num_states,
             steps_ahead=len(self._weight_shard.mesh.stages) - 1 if self._weight_shard else 0,
         )
 
-    def _step_arrays(self, tapped_width: int, *, returns_tapped: bool) -> StepArrays:
+    def _tapped(self, value: str | None) -> str | None:
+        """Return the Program's value that steps also return: `value`, or the one to embed."""
+        tapped = self._norm.args[0].x if self._norm else value
+        assert value in (None, tapped), "a step can return one value"
+        return tapped
+
+    def _step_arrays(self, tapped: str | None, *, returns_tapped: bool) -> StepArrays:
         facts = self.facts
+        tapped_width = 0 if tapped is None else self._program.value_widths[tapped]
         groups = PageGroups(facts.page_size, facts.windows)
         longest = groups.max_tokens(facts.num_pages, self._program.context_length)
         steps = StepArrays(
@@ -296,6 +304,7 @@ class CpuBackend:
             one_arithmetic=facts.one_arithmetic,
             tapped_width=tapped_width,
             returns_tapped=returns_tapped,
+            has_states=bool(self._program.state_layers),
             sends_best=self._weight_shard is not None and not self._weight_shard.link.shared,
         )
         if self._weight_shard is not None:
@@ -310,6 +319,12 @@ class CpuBackend:
 
         parts = weight_shard.parts(self._program, taps)
         return lower_rank(parts, weight_shard.rank, taps, activation_bits=bits)
+
+
+def _cache_bytes(program: Program, pages: PlanPages) -> int:
+    """Return the bytes of a plan's KV pages and of its slots for recurrent states."""
+    page_bytes = program.page_bytes(pages.page_size, FORMATS[pages.kv_format])
+    return pages.num_pages * page_bytes + pages.num_states * program.state_bytes
 
 
 def _own_part(

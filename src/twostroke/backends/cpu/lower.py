@@ -14,6 +14,8 @@ from twostroke.backends.cpu.record_fields import (
     Collectives,
     check_heads,
     fields_of_attention,
+    fields_of_convolution,
+    fields_of_delta_rule,
     fields_of_heads,
     fields_of_join,
     fields_of_route,
@@ -180,14 +182,21 @@ class _CpuLowering:
     def _lower_other(self, op: Op) -> None:
         match op:
             case ops.Scale():
-                weight = NONE if op.weight is None else _index_in(self._vectors, Vector(op.weight))
-                self._emit(OpKind.SCALE, op, factor=op.factor, norm=weight)
+                self._emit(OpKind.SCALE, op, factor=op.factor, norm=self._vector(op.weight))
             case ops.Route():
-                bias = NONE if op.bias is None else _index_in(self._vectors, Vector(op.bias))
-                self._emit(OpKind.ROUTE, op, norm=bias, **fields_of_route(op))
-                if op.factors is not None:
-                    index = _index_in(self._vectors, Vector(op.factors))
-                    self._records[-1].outputs[0].bias = index
+                self._emit(OpKind.ROUTE, op, norm=self._vector(op.bias), **fields_of_route(op))
+                self._records[-1].outputs[0].bias = self._vector(op.factors)
+            case ops.GateRows():
+                self._emit(OpKind.GATE_ROWS, op)
+            case ops.ShortConvolution():
+                taps = _index_in(self._vectors, Vector(op.weight, is_transposed=True))
+                self._emit(OpKind.CONVOLUTION, op, norm=taps, **fields_of_convolution(op))
+                self._records[-1].outputs[0].bias = self._vector(op.bias)
+            case ops.GatedDeltaRule():
+                rates = self._vector(op.decay_rate)
+                self._emit(OpKind.DELTA_RULE, op, norm=rates, **fields_of_delta_rule(op))
+                output = self._records[-1].outputs[0]
+                output.bias, output.head_dim = self._vector(op.decay_bias), op.value_dim
             case ops.HeadLinear():
                 self._head_products(op)
             case ops.Join():
@@ -401,6 +410,10 @@ class _CpuLowering:
             if isinstance(reader, ops.AllGather) and not isinstance(reader.parts, RowParts):
                 return reader
         return None
+
+    def _vector(self, name: str | None) -> int:
+        """Return the index of a weight in the table of vectors; `NONE` for None."""
+        return NONE if name is None else _index_in(self._vectors, Vector(name))
 
     def _width_of(self, name: str) -> int:
         return self._buffers.all[self._buffers.buffer_of_value[name]].width

@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 
 class Vector(Frozen):
-    """A one-dimensional weight, such as a norm or bias, in float32 with `offset` added.
+    """A weight such as a norm or bias, as a row of float32 numbers with `offset` added.
 
-    `name` None stands for `width` zeros.
+    `name` None stands for `width` zeros. `is_transposed`: the weight is a matrix, whose columns
+    follow one after another.
     """
 
     name: str | None
     offset: float = 0.0
     width: int = 0
+    is_transposed: bool = False
 
     @classmethod
     def of(cls, norm: ops.RMSNorm) -> Vector:
@@ -40,7 +42,8 @@ class Vector(Frozen):
     def values(self, tensors: Mapping[str, QuantTensor]) -> NDArray[np.float32]:
         """Return the vector's values in float32, dequantized from the model's tensors."""
         numbers = np.zeros(self.width) if self.name is None else tensors[self.name].dequantize()
-        return numbers.reshape(-1).astype(np.float32) + np.float32(self.offset)
+        values = (numbers.T if self.is_transposed else numbers).reshape(-1)
+        return values.astype(np.float32) + np.float32(self.offset)
 
 
 class CpuLowered(Frozen):

@@ -28,6 +28,7 @@ from twostroke.backends.cpu.records import (
 from twostroke.backends.interface import MappedPages
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.core.frozen import Frozen
+from twostroke.core.request import NO_STATE
 from twostroke.model.program.ops import SplitKvAttention
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 _EVALUATED_ROWS = 512  # rows of a step in which a sequence is evaluated
 # Results of `ts_step`.
-_INVALID_ID = 2  # a token or page does not exist
+_INVALID_ID = 2  # a token, page or slot of a recurrent state does not exist
 _RANK_LOST = 3
 
 
@@ -51,12 +52,14 @@ class PlanPages(Frozen):
     """The KV pages of a native plan: their number, the tokens of each, and the KV format.
 
     `balances`: by layer, how keys are balanced before they are quantized (`keys.balances`).
+    `num_states`: slots for the recurrent states of requests.
     """
 
     num_pages: int
     page_size: int
     kv_format: str
     balances: Mapping[int, Array]
+    num_states: int = 0
 
 
 class PlanLink(Frozen):
@@ -109,6 +112,7 @@ class NativePlan:
             cache_format=CacheFormatCode[pages.kv_format.upper()],
             num_pages=pages.num_pages,
             page_size=pages.page_size,
+            num_states=pages.num_states,
             max_rows=0 if link is None else link.max_rows,
             row_part=lowered.rows[0],
             num_row_parts=lowered.rows[1],
@@ -121,6 +125,7 @@ class NativePlan:
             ("ropes", RopeRecord, [_rope_record(rope) for rope in lowered.ropes]),
             ("layers", LayerRecord, _layer_records(program, pages.balances)),
             ("experts", ExpertRecord, lowered.experts),
+            ("state_layers", c_int64, _state_layers(program)),
             ("buffers", BufferRecord, [(b.memory, b.first_column) for b in lowered.buffers]),
             *_shared_arrays(lowered, 0 if link is None else link.max_rows),
         )
@@ -137,14 +142,16 @@ class NativePlan:
 
         Raises:
             MemoryLimitError: no memory for the rows of the step.
-            BackendError: a token or page does not exist; nothing was computed.
+            BackendError: a token, page or slot does not exist; nothing was computed.
             RanksLostError: another rank ended, or the link to it broke.
         """
         outcome = self._library.ts_step(self._open_plan(), byref(step))
         if outcome == _RANK_LOST:
             raise RanksLostError("Another rank of the model has ended, or does not answer.")
         if outcome == _INVALID_ID:
-            raise BackendError("The step names a token or a page that the model does not have.")
+            raise BackendError(
+                "The step names a token, page or recurrent state that the model does not have."
+            )
         if outcome:
             message = f"No memory for a step of {step.num_rows} tokens; lower the token budget."
             raise MemoryLimitError(message)
@@ -171,7 +178,8 @@ class NativePlan:
         num_groups = len(self._program.cache_groups)
         pages_per_group = -(-len(tokens) // self._pages.page_size)
         table = np.arange(num_groups * pages_per_group, dtype=np.int32)
-        pages = replace(self._pages, num_pages=len(table))
+        num_states = 1 if self._program.state_layers else 0
+        pages = replace(self._pages, num_pages=len(table), num_states=num_states)
         plan = NativePlan(
             self._library,
             self._pool,
@@ -188,6 +196,7 @@ class NativePlan:
                 count = len(chunk)
                 rows = np.arange(count, dtype=np.int32)
                 slices = np.array([0, count, start, 0], np.int32)
+                states = np.array([0 if start else NO_STATE, 0], np.int32)
                 plan.run(
                     StepRecord(
                         tokens=chunk.ctypes.data,
@@ -196,6 +205,7 @@ class NativePlan:
                         sampled_rows=rows.ctypes.data,
                         logits=None if logits is None else logits[start:].ctypes.data,
                         taps=(c_void_p * len(taps))(*(tap[start:].ctypes.data for tap in taps)),
+                        states=states.ctypes.data,
                         table_stride=pages_per_group,
                         num_rows=count,
                         num_generated=count if generated else 0,
@@ -220,7 +230,8 @@ class NativePlan:
         """Return access to the bytes of all KV pages, which must not be used after `close`."""
         num_bytes = c_int64()
         address = self._library.ts_plan_pages(self._open_plan(), byref(num_bytes))
-        memory = memoryview((ctypes.c_ubyte * num_bytes.value).from_address(address))
+        pages = (ctypes.c_ubyte * num_bytes.value).from_address(address or 0)
+        memory = memoryview(pages)
         return MappedPages(memory.cast("B"), self._pages.num_pages)
 
     def close(self) -> None:
@@ -254,6 +265,13 @@ def _layer_records(program: Program, balances: Mapping[int, Array]) -> list[Laye
         )
         for index, layer in enumerate(program.cache_layers)
     ]
+
+
+def _state_layers(program: Program) -> list[int]:
+    """Return the numbers of each recurrent state, by its layer; 0 for layers of other ranks."""
+    layers = program.state_layers
+    values = {number: layer.num_values for number, layer in layers.items()}
+    return [values.get(number, 0) for number in range(max(layers, default=-1) + 1)]
 
 
 def _shared_arrays(

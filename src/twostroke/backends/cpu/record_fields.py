@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.backends.cpu.layout import RankChannel
-from twostroke.backends.cpu.records import ExpertShareKind, OpKind, PartsKind, Precision
+from twostroke.backends.cpu.records import (
+    ACTIVATIONS,
+    NONE,
+    ExpertShareKind,
+    OpKind,
+    PartsKind,
+    Precision,
+)
 from twostroke.core.errors import BackendError
 from twostroke.core.options import ACTIVATION_BITS
 from twostroke.model.program import ops
@@ -74,6 +81,24 @@ def fields_of_route(op: ops.Route) -> Fields:
         "is_sigmoid": op.is_sigmoid,
         "shares": ExpertShareKind.CHOSEN_SCORES if op.normalize else ExpertShareKind.ALL_SCORES,
         "factor": op.scale,
+    }
+
+
+def fields_of_convolution(op: ops.ShortConvolution) -> Fields:
+    """Return the native record's fields for a short convolution."""
+    activation = NONE if op.activation is None else ACTIVATIONS[op.activation]
+    return {"layer": op.layer, "kernel": op.kernel, "activation": activation}
+
+
+def fields_of_delta_rule(op: ops.GatedDeltaRule) -> Fields:
+    """Return the native record's fields for a gated delta rule."""
+    return {
+        "layer": op.layer,
+        "num_heads": op.num_value_heads,
+        "group": op.num_value_heads // op.num_key_heads,
+        "x_head": op.key_dim,
+        "is_tiled": op.is_tiled,
+        "epsilon": op.epsilon,
     }
 
 

@@ -41,10 +41,13 @@ class OpKind(IntEnum):
     HEAD_PRODUCTS = 20
     JOIN = 21
     ROUTE = 22
+    GATE_ROWS = 23
+    CONVOLUTION = 24
+    DELTA_RULE = 25
 
 
 # The kernels' numbers for activation functions.
-ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
+ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.SIGMOID: 2}
 
 
 class Precision(IntEnum):
@@ -152,6 +155,8 @@ class OpRecord(ctypes.Structure):
         ("is_sigmoid", c_int32),
         ("num_used_groups", c_int32),
         ("group_best", c_int32),
+        ("kernel", c_int32),
+        ("is_tiled", c_int32),
         ("num_outputs", c_int32),
         ("outputs", OutputRecord * MAX_OUTPUTS),
     )
@@ -284,6 +289,7 @@ class PlanRecord(ctypes.Structure):
         ("team_ranks", POINTER(c_int32)),
         ("cuts", POINTER(c_int32)),
         ("channels", POINTER(ChannelRecord)),
+        ("state_layers", POINTER(c_int64)),
         ("link", POINTER(LinkRecord)),
         ("num_ops", c_int32),
         ("num_weights", c_int32),
@@ -298,8 +304,10 @@ class PlanRecord(ctypes.Structure):
         ("num_team_ranks", c_int32),
         ("num_cuts", c_int32),
         ("num_channels", c_int32),
+        ("num_state_layers", c_int32),
         ("cache_format", c_int32),
         ("num_pages", c_int64),
+        ("num_states", c_int64),
         ("page_size", c_int64),
         ("max_rows", c_int64),
         ("row_part", c_int32),
@@ -320,9 +328,11 @@ class NodeRecord(ctypes.Structure):
 
 # Elements of a step's arrays. A slice: consecutive rows of one request, all prompt or all generated
 # rows. A store: a row that is also stored in the pages of another table. A copy: pages to copy.
+# A state: the slots of a slice's recurrent states, before its first row and after its last.
 SLICE = np.dtype([(name, np.int32) for name in ("row", "num_rows", "position", "table")])
 STORE = np.dtype([(name, np.int32) for name in ("row", "table")])
 COPY = np.dtype([(name, np.int32) for name in ("source", "target")])
+STATE = np.dtype([(name, np.int32) for name in ("read", "write")])
 
 
 class StepRecord(ctypes.Structure):
@@ -341,6 +351,7 @@ class StepRecord(ctypes.Structure):
         ("external", c_void_p),
         ("stores", c_void_p),
         ("copies", c_void_p),
+        ("states", c_void_p),
         ("table_stride", c_int64),
         ("num_rows", c_int32),
         ("num_generated", c_int32),
@@ -370,4 +381,5 @@ RECORD_SIZES = (
     RESULT.itemsize,
     ctypes.sizeof(LinkRecord),
     LINK_HEAD_BYTES,
+    STATE.itemsize,
 )

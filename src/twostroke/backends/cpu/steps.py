@@ -37,7 +37,7 @@ class StepArrays:
     Values that stay the same between steps are not written again.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a fact that only the caller knows
         self,
         num_groups: int,
         page_size: int,
@@ -47,6 +47,7 @@ class StepArrays:
         tapped_width: int = 0,
         returns_tapped: bool = False,
         sends_best: bool = False,
+        has_states: bool = False,
     ) -> None:
         """Prepare the arrays of steps, which grow to any number of rows.
 
@@ -54,7 +55,7 @@ class StepArrays:
         the width of an intermediate value that steps also compute for their caller; 0: there is
         none. `returns_tapped`: whether results have this value, for the rows from which tokens are
         drawn. `sends_best`: of rows that need only the largest logit, other ranks send rank 0 only
-        that logit.
+        that logit. `has_states`: whether the model has recurrent states.
         """
         self.tables = PageTables(num_groups, page_size, max_pages)
         self._sampling = RowTable()
@@ -67,6 +68,8 @@ class StepArrays:
         self._samples: NDArray[Any] = np.zeros(0, np.uint8)
         self._stores = self._copies = self._only_best = np.zeros(0, np.int32)
         self._sends_best = sends_best
+        self._has_states = has_states
+        self._states = np.zeros((0, 2), np.int32)
         self._tapped = np.zeros((0, tapped_width), np.float32)
         self._returns_tapped = returns_tapped
         self._external: NDArray[np.float32] | None = None
@@ -98,6 +101,9 @@ class StepArrays:
         has_branches = has_drafts and any([slice_.branches for slice_ in slices_of_step])  # noqa: C419 - twice as quick
         if has_branches or record.num_stores or record.num_copies:
             self._lay_out(slices_of_step)
+        if self._has_states:
+            self._states = _states_of(slices_of_step)
+            record.states = _address(self._states)
         record.page_tables, record.table_stride = self.tables.address, self.tables.stride
         record.taps = self._taps if self._returns_tapped or self._pooled else None
         self._external = plan.external
@@ -196,6 +202,7 @@ class StepArrays:
 
         Each run has its own page table.
         """
+        assert not self._has_states, "recurrent states cannot branch"
         rows_of_slices = self._slices[: len(slices_of_step)].tolist()
         runs: list[list[int]] = []
         stores: list[tuple[int, int]] = []
@@ -291,9 +298,29 @@ class StepArrays:
             elif num_prompt == count:
                 prompt.append(slice_)
             else:
-                prompt.append(Slice(request, start, num_prompt, samples=False))
+                read, write = slice_.read_state, slice_.write_state
+                prompt.append(
+                    Slice(
+                        request,
+                        start,
+                        num_prompt,
+                        samples=False,
+                        read_state=read,
+                        write_state=write,
+                    )
+                )
                 start, count = start + num_prompt, count - num_prompt
-                generated.append(Slice(request, start, count, slice_.samples, slice_.drafts))
+                generated.append(  # continues the state where the prompt rows write it
+                    Slice(
+                        request,
+                        start,
+                        count,
+                        slice_.samples,
+                        slice_.drafts,
+                        read_state=write,
+                        write_state=write,
+                    )
+                )
                 assert not slice_.branches, "a tree follows one row of output"
         return StepPlan((*generated, *prompt), external=plan.external), len(generated)
 
@@ -319,6 +346,11 @@ class StepArrays:
         if width := self._tapped.shape[1]:
             self._tapped = np.zeros((num_tokens, width), np.float32)
             self._taps[0] = self._tapped.ctypes.data
+
+
+def _states_of(slices: Sequence[Slice]) -> NDArray[np.int32]:
+    """Return the slots of each slice's recurrent states: before its first row, after its last."""
+    return np.array([(part.read_state, part.write_state) for part in slices], np.int32)
 
 
 def record_of(frame: StepFrame) -> StepRecord:

@@ -1,0 +1,41 @@
+// Activation functions of sixteen lanes.
+#pragma once
+
+#include "kernels/lane_math.h"
+#include "kernels/rows.h"
+
+namespace ts {
+
+constexpr float kLog2E = 1.44269504088896341F;
+
+// SiLU and GELU are x / (1 + 2^t), the sigmoid is 1 / (1 + 2^t).
+
+inline Lanes silu_exponent(Lanes x) { return multiply(x, broadcast(-kLog2E)); }
+
+/// (1 + tanh(u)) / 2 = 1 / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline Lanes gelu_exponent(Lanes x) {
+  const Lanes inner = multiply_add(multiply(x, x), broadcast(0.044715F), broadcast(1.0F));
+  return multiply(multiply(x, inner), broadcast(-2.302208198144325F));  // -2 sqrt(2 / pi) / ln 2
+}
+
+inline Lanes sigmoid(Lanes x) {
+  const Lanes one = broadcast(1.0F);
+  return divide(one, add(one, exp2(silu_exponent(x))));
+}
+
+inline Lanes activate(Activation activation, Lanes x) {
+  const Lanes one = broadcast(1.0F);
+  switch (activation) {
+    case Activation::None:
+      return x;
+    case Activation::Silu:
+      return divide(x, add(one, exp2(silu_exponent(x))));
+    case Activation::GeluTanh:
+      return divide(x, add(one, exp2(gelu_exponent(x))));
+    case Activation::Sigmoid:
+      return sigmoid(x);
+  }
+  return x;
+}
+
+}  // namespace ts

@@ -1,0 +1,273 @@
+// Short convolutions, and the gated delta rule, row by row.
+#include "kernels/recurrent.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/activation.h"
+
+namespace ts {
+
+namespace {
+
+Lanes load_some(const float* p, int count) {
+  return count == kLanes ? load_lanes(p) : load_first(p, count);
+}
+
+void store_some(float* p, Lanes a, int count) {
+  count == kLanes ? store_lanes(p, a) : store_first(p, a, count);
+}
+
+}  // namespace
+
+void convolve(const Convolution& op, const ConvolutionRows& rows, int64_t begin, int64_t end) {
+  const int64_t num_before = op.kernel - 1;
+  // The rows of the state, then those of x; null: zeros.
+  const auto row_at = [&](int64_t i) -> const float* {
+    if (i >= num_before) return rows.x + (i - num_before) * rows.x_stride;
+    return rows.read == nullptr ? nullptr : rows.read + i * op.width;
+  };
+  for (int64_t row = 0; row < rows.num_rows; ++row) {
+    float* out = rows.out + row * rows.out_stride;
+    for (int64_t column = begin; column < end; column += kLanes) {
+      const int count = static_cast<int>(std::min<int64_t>(end - column, kLanes));
+      Lanes sum = zero_lanes();
+      for (int64_t tap = 0; tap < op.kernel; ++tap) {
+        const float* x = row_at(row + tap);
+        if (x == nullptr) continue;
+        const Lanes factor = load_some(op.taps + tap * op.width + column, count);
+        sum = multiply_add(load_some(x + column, count), factor, sum);
+      }
+      if (op.bias != nullptr) sum = add(sum, load_some(op.bias + column, count));
+      store_some(out + column, activate(op.activation, sum), count);
+    }
+  }
+  for (int64_t i = 0; i < num_before; ++i) {
+    const float* x = row_at(rows.num_rows + i);
+    float* kept = rows.write + i * op.width;
+    if (x == nullptr) {
+      std::fill(kept + begin, kept + end, 0.0F);
+    } else if (x != kept) {
+      std::copy(x + begin, x + end, kept + begin);
+    }
+  }
+}
+
+namespace {
+
+constexpr int64_t kRowsTogether = 8;  // whose queries, keys and gates are prepared at once
+
+/// ln(1 + e^x) to a few units in the last place, however small.
+Lanes softplus(Lanes x) {
+  const Lanes magnitude = larger(subtract(zero_lanes(), x), x);
+  const Lanes power = exp2(multiply(magnitude, broadcast(-kLog2E)));
+  // ln(1 + p) = 2 artanh(s) with s = p / (2 + p), at most 1 / 3.
+  const Lanes s = divide(power, add(power, broadcast(2.0F)));
+  const Lanes z = multiply(s, s);
+  Lanes series = broadcast(2.0F / 15);
+  for (const float divisor : {13.0F, 11.0F, 9.0F, 7.0F, 5.0F, 3.0F, 1.0F}) {
+    series = multiply_add(series, z, broadcast(2.0F / divisor));
+  }
+  return multiply_add(s, series, larger(zero_lanes(), x));
+}
+
+/// What rows need besides their values and the state.
+struct Prepared {
+  float decays[kLanes];
+  float strengths[kLanes];
+  float* queries;  // (kRowsTogether, key_dim), scaled
+  float* keys;     // the same
+};
+
+void scale_unit(const float* x, int64_t width, float epsilon, float factor, float* out) {
+  scale_row(x, factor / std::sqrt(sum_of_squares(x, width) + epsilon), width, out);
+}
+
+void prepare(const DeltaHead& head, const DeltaRows& rows, int64_t first, int64_t count,
+             Prepared& prepared) {
+  const float factor = 1.0F / std::sqrt(static_cast<float>(head.key_dim));
+  float decays[kLanes] = {};
+  float strengths[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = first + i;
+    const int64_t place = i * head.key_dim;
+    scale_unit(rows.queries + row * rows.x_stride, head.key_dim, head.epsilon, factor,
+               prepared.queries + place);
+    scale_unit(rows.keys + row * rows.x_stride, head.key_dim, head.epsilon, 1.0F,
+               prepared.keys + place);
+    decays[i] = rows.decay[row * rows.decay_stride];
+    strengths[i] = rows.strength[row * rows.strength_stride];
+  }
+  const Lanes shifted = add(load_lanes(decays), broadcast(head.decay_bias));
+  const Lanes exponent = multiply(softplus(shifted), broadcast(head.decay_rate));
+  store_lanes(prepared.decays, exp2(multiply(exponent, broadcast(kLog2E))));
+  store_lanes(prepared.strengths, sigmoid(load_lanes(strengths)));
+}
+
+/// Rows of a state; a stride of 0 repeats the first.
+struct StateRows {
+  const float* data;
+  int64_t stride;
+};
+
+struct WritableRows {
+  float* data;
+  int64_t stride;
+};
+
+/// Sixteen columns of a state, or if `IsPart` the first `count` of them.
+template <bool IsPart>
+Lanes load_columns(const float* p, int count) {
+  return IsPart ? load_first(p, count) : load_lanes(p);
+}
+
+template <bool IsPart>
+void store_columns(float* p, Lanes a, int count) {
+  IsPart ? store_first(p, a, count) : store_lanes(p, a);
+}
+
+/// predicted = key @ state, of N times sixteen columns.
+template <int N, bool IsPart>
+void predict(const float* key, int64_t key_dim, StateRows state, int count, Lanes* predicted) {
+  Lanes sums[N];
+  TS_UNROLL
+  for (int n = 0; n < N; ++n) sums[n] = zero_lanes();
+  for (int64_t i = 0; i < key_dim; ++i) {
+    const float* row = state.data + i * state.stride;
+    const Lanes factor = broadcast(key[i]);
+    TS_UNROLL
+    for (int n = 0; n < N; ++n) {
+      sums[n] = multiply_add(factor, load_columns<IsPart>(row + n * kLanes, count), sums[n]);
+    }
+  }
+  TS_UNROLL
+  for (int n = 0; n < N; ++n) predicted[n] = sums[n];
+}
+
+/// One row's part in an update of the state, and the key of the next row, or null.
+struct RowFactors {
+  const float* query;
+  const float* key;
+  const float* next_key;
+  float decay;
+};
+
+/// to = decay * from + outer(key, correction); output = query @ to; predicted = next_key @ to.
+template <int N, bool IsPart, bool HasNext>
+void update(const RowFactors& row, int64_t key_dim, StateRows from, WritableRows to, int count,
+            const Lanes* correction, Lanes* output, Lanes* predicted) {
+  Lanes corrections[N];
+  Lanes outputs[N];
+  Lanes sums[N];
+  TS_UNROLL
+  for (int n = 0; n < N; ++n) {
+    corrections[n] = correction[n];
+    outputs[n] = sums[n] = zero_lanes();
+  }
+  const Lanes decay = broadcast(row.decay);
+  for (int64_t i = 0; i < key_dim; ++i) {
+    const float* source = from.data + i * from.stride;
+    float* target = to.data + i * to.stride;
+    const Lanes key = broadcast(row.key[i]);
+    const Lanes query = broadcast(row.query[i]);
+    const Lanes next_key = broadcast(HasNext ? row.next_key[i] : 0.0F);
+    TS_UNROLL
+    for (int n = 0; n < N; ++n) {
+      const Lanes before = load_columns<IsPart>(source + n * kLanes, count);
+      const Lanes after = multiply_add(key, corrections[n], multiply(before, decay));
+      store_columns<IsPart>(target + n * kLanes, after, count);
+      outputs[n] = multiply_add(query, after, outputs[n]);
+      if (HasNext) sums[n] = multiply_add(next_key, after, sums[n]);
+    }
+  }
+  TS_UNROLL
+  for (int n = 0; n < N; ++n) {
+    output[n] = outputs[n];
+    if (HasNext) predicted[n] = sums[n];
+  }
+}
+
+/// Rows [first, first + count) of some columns: the state goes from `read` to `write`, and between
+/// two rows it lies in `kept`.
+template <int N, bool IsPart>
+void run_columns(const DeltaHead& head, const DeltaRows& rows, int64_t first, int64_t count,
+                 const Prepared& prepared, int64_t column, int width, StateRows read,
+                 WritableRows kept, WritableRows write) {
+  const int64_t key_dim = head.key_dim;
+  Lanes predicted[N];
+  predict<N, IsPart>(prepared.keys, key_dim, read, width, predicted);
+  for (int64_t i = 0; i < count; ++i) {
+    const bool is_last = i + 1 == count;
+    const int64_t row = first + i;
+    const float* values = rows.values + row * rows.x_stride + column;
+    const Lanes decay = broadcast(prepared.decays[i]);
+    const Lanes strength = broadcast(prepared.strengths[i]);
+    Lanes correction[N];
+    TS_UNROLL
+    for (int n = 0; n < N; ++n) {
+      const Lanes value = load_columns<IsPart>(values + n * kLanes, width);
+      correction[n] = multiply(strength, subtract(value, multiply(predicted[n], decay)));
+    }
+    const RowFactors factors{prepared.queries + i * key_dim, prepared.keys + i * key_dim,
+                             prepared.keys + (i + 1) * key_dim, prepared.decays[i]};
+    const StateRows from = i == 0 ? read : StateRows{kept.data, kept.stride};
+    Lanes output[N];
+    if (is_last) {
+      update<N, IsPart, false>(factors, key_dim, from, write, width, correction, output, nullptr);
+    } else {
+      update<N, IsPart, true>(factors, key_dim, from, kept, width, correction, output, predicted);
+    }
+    float* out = rows.out + row * rows.out_stride + column;
+    TS_UNROLL
+    for (int n = 0; n < N; ++n) store_columns<IsPart>(out + n * kLanes, output[n], width);
+  }
+}
+
+#if TS_LEVEL >= 2
+constexpr int kManyLanes = 4;
+#else
+constexpr int kManyLanes = 2;  // with these, corrections, sums and outputs fit into registers
+#endif
+static_assert(kStateColumns % (kManyLanes * kLanes) == 0);
+
+int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+}  // namespace
+
+int64_t delta_scratch_floats(int64_t key_dim) {
+  return key_dim * kManyLanes * kLanes + 2 * padded(kRowsTogether * key_dim);
+}
+
+void delta_rule(const DeltaHead& head, const DeltaRows& rows, int64_t begin, int64_t end,
+                float* scratch) {
+  alignas(64) static const float zeros[kStateColumns] = {};
+  const WritableRows kept{scratch, kManyLanes * kLanes};
+  Prepared prepared{};
+  prepared.queries = scratch + head.key_dim * kept.stride;
+  prepared.keys = prepared.queries + padded(kRowsTogether * head.key_dim);
+  for (int64_t first = 0; first < rows.num_rows; first += kRowsTogether) {
+    const int64_t count = std::min(kRowsTogether, rows.num_rows - first);
+    prepare(head, rows, first, count, prepared);
+    const float* source = first == 0 ? rows.read : rows.write;
+    int64_t step = 0;
+    for (int64_t column = begin; column < end; column += step) {
+      const StateRows read =
+          source == nullptr ? StateRows{zeros, 0} : StateRows{source + column, head.value_dim};
+      const WritableRows write{rows.write + column, head.value_dim};
+      const auto run = [&](auto kernel, int64_t num_columns) {
+        step = num_columns;
+        kernel(head, rows, first, count, prepared, column, static_cast<int>(num_columns), read,
+               kept, write);
+      };
+      if (end - column >= kManyLanes * kLanes) {
+        run(run_columns<kManyLanes, false>, kManyLanes * kLanes);
+      } else if (end - column >= kLanes) {
+        run(run_columns<1, false>, kLanes);
+      } else {
+        run(run_columns<1, true>, end - column);
+      }
+    }
+  }
+}
+
+}  // namespace ts

@@ -1,0 +1,71 @@
+// Kernels with a recurrent state: rows run in order, so that results do not depend on the cut.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/rows.h"
+
+namespace ts {
+
+/// A causal convolution of each column over the last `kernel` rows; see model/program/recurrent.py
+/// (`ShortConvolution`).
+struct Convolution {
+  int64_t width;
+  int64_t kernel;
+  const float* taps;  // (kernel, width)
+  const float* bias;  // (width), or null
+  Activation activation;
+};
+
+/// Consecutive rows of one request for a convolution.
+struct ConvolutionRows {
+  const float* x;
+  int64_t x_stride;
+  float* out;  // not x
+  int64_t out_stride;
+  int64_t num_rows;
+  const float* read;  // state before the first row, (kernel - 1, width); null: zeros
+  float* write;       // state after the last row; may be `read`
+};
+
+/// Computes columns [begin, end) of the rows and of the state.
+void convolve(const Convolution& op, const ConvolutionRows& rows, int64_t begin, int64_t end);
+
+/// A head of the gated delta rule; see model/program/recurrent.py (`GatedDeltaRule`).
+struct DeltaHead {
+  int64_t key_dim;
+  int64_t value_dim;
+  float epsilon;
+  float decay_rate;
+  float decay_bias;
+};
+
+/// Consecutive rows of one request for a head of the delta rule.
+struct DeltaRows {
+  const float* queries;
+  const float* keys;
+  const float* values;
+  int64_t x_stride;  // of queries, keys and values
+  const float* decay;
+  int64_t decay_stride;
+  const float* strength;
+  int64_t strength_stride;
+  float* out;
+  int64_t out_stride;
+  int64_t num_rows;
+  const float* read;  // state before the first row, (key_dim, value_dim); null: zeros
+  float* write;       // state after the last row; may be `read`
+};
+
+/// Columns of a head that are computed together, with the state of several rows in the cache.
+constexpr int64_t kStateColumns = 64;
+
+/// Numbers of working memory that a head needs.
+int64_t delta_scratch_floats(int64_t key_dim);
+
+/// Computes columns [begin, end) of the values and of the state; `begin` is a multiple of
+/// kStateColumns. `scratch` is aligned to 64 bytes.
+void delta_rule(const DeltaHead& head, const DeltaRows& rows, int64_t begin, int64_t end,
+                float* scratch);
+
+}  // namespace ts

@@ -1,0 +1,124 @@
+"""Recurrent kernels against NumPy twins, on each instruction-set level."""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int64, c_void_p
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from support.native import address, floats
+
+
+def at(array):
+    return c_void_p(None) if array is None else address(array)
+
+
+def convolve(library, x, taps, bias, before):
+    """Return a convolution of rows, and the state after them."""
+    (num_rows, width), kernel = x.shape, len(taps)
+    out, after = np.empty_like(x), np.full((kernel - 1, width), np.nan, np.float32)
+    library.ts_kernel_convolve(
+        at(x), at(taps), at(bias), *map(c_int64, (num_rows, width, kernel)), at(before), at(after),
+        at(out),
+    )  # fmt: skip
+    return out, after
+
+
+@pytest.mark.parametrize(("width", "kernel"), [(16, 4), (50, 4), (1, 2), (200, 3), (33, 1)])
+def test_a_convolution_matches_its_formula_however_rows_are_cut(library, rng, width, kernel):
+    x, taps = floats(rng.normal(size=(9, width))), floats(rng.normal(size=(kernel, width)))
+    bias = floats(rng.normal(size=width)) if kernel == 3 else None
+    rows = np.concatenate([np.zeros((kernel - 1, width)), x])
+    expected = sum(rows[tap : tap + 9] * taps[tap] for tap in range(kernel))
+    out, after = convolve(library, x, taps, bias, None)
+    np.testing.assert_allclose(out, expected + (0 if bias is None else bias), atol=1e-5)
+    assert np.array_equal(after, rows[9:])
+    parts, state = [], None
+    for cut in np.split(x, [1, 2, 4, 5]):
+        part, state = convolve(library, floats(cut), taps, bias, state)
+        parts.append(part)
+    assert np.array_equal(np.concatenate(parts), out)
+    assert np.array_equal(state, after)
+
+
+def delta_rule(library, x, gates, key_dim, rate, bias, before):
+    """Return a head's output for rows, and the state after them."""
+    value_dim = x.shape[1] - 2 * key_dim
+    out = np.empty((len(x), value_dim), np.float32)
+    after = np.full((key_dim, value_dim), np.nan, np.float32)
+    library.ts_kernel_delta_rule(
+        at(x), at(gates), *map(c_int64, (len(x), key_dim, value_dim)), c_float(rate), c_float(bias),
+        at(before), at(after), at(out),
+    )  # fmt: skip
+    return out, after
+
+
+def delta_rule_twin(x, gates, key_dim, rate, bias, before):
+    """The same in float64."""
+    x, gates = x.astype(np.float64), gates.astype(np.float64)
+    state = np.zeros((key_dim, x.shape[1] - 2 * key_dim)) if before is None else before * 1.0
+    out = []
+    for row, (decay, strength) in zip(x, gates, strict=True):
+        query, key, value = np.split(row, [key_dim, 2 * key_dim])
+        query, key = (part / np.sqrt(part @ part + 1e-6) for part in (query, key))
+        state = state * np.exp(rate * np.logaddexp(0, decay + bias))
+        state += np.outer(key, (value - key @ state) / (1 + np.exp(-strength)))
+        out.append(query @ state / np.sqrt(key_dim))
+    return np.array(out), state
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"), [(128, 128), (64, 64), (8, 8), (4, 20), (33, 100), (256, 48), (1, 1)]
+)
+def test_a_head_of_the_delta_rule_matches_its_formula(library, rng, key_dim, value_dim):
+    x = floats(rng.normal(size=(21, 2 * key_dim + value_dim)) * 3)
+    gates = floats(rng.normal(size=(21, 2)) * 3)
+    start = floats(rng.normal(size=(key_dim, value_dim)))
+    for before in (None, start):
+        kept = None if before is None else before.copy()
+        out, after = delta_rule(library, x, gates, key_dim, -0.3, 0.7, before)
+        expected, state = delta_rule_twin(x, gates, key_dim, -0.3, 0.7, before)
+        np.testing.assert_allclose(out, expected, atol=4e-6 * np.abs(expected).max())
+        np.testing.assert_allclose(after, state, atol=4e-6 * np.abs(state).max())
+        assert kept is None or np.array_equal(before, kept)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (20, 72)])
+def test_the_delta_rule_does_not_depend_on_how_rows_are_cut(library, rng, key_dim, value_dim):
+    x = floats(rng.normal(size=(40, 2 * key_dim + value_dim)))
+    gates = floats(rng.normal(size=(40, 2)))
+    zeros = np.zeros((key_dim, value_dim), np.float32)
+    out, after = delta_rule(library, x, gates, key_dim, -0.1, 0.1, zeros)
+    for cuts in ([1, 2, 3, 11, 12, 30], [8, 16], [7, 22], range(1, 40)):
+        parts, state, places = [], None, [0, *cuts, 40]
+        for begin, end in pairwise(places):
+            rows, own = floats(x[begin:end]), floats(gates[begin:end])
+            part, state = delta_rule(library, rows, own, key_dim, -0.1, 0.1, state)
+            parts.append(part)
+        assert np.array_equal(np.concatenate(parts), out)
+        assert np.array_equal(state, after)
+
+
+def test_gates_are_right_at_their_extremes(library):
+    """The state after a row whose key is zero is the decay; later output shows the strength."""
+    for decay in (-80.0, -20.0, -3.0, 0.0, 2.0, 30.0, 1e4):
+        x, gates = floats([[1, 0, 5]]), floats([[decay, 0]])
+        _, after = delta_rule(library, x, gates, 1, -0.5, 0.0, np.ones((1, 1), np.float32))
+        expected = np.exp(-0.5 * np.logaddexp(0, decay))
+        np.testing.assert_allclose(after[0, 0], expected, rtol=1e-6, atol=1e-37)
+    for strength in (-1e4, -30.0, -2.0, 0.0, 3.0, 1e4):
+        x, gates = floats([[1, 1e4, 2]]), floats([[0, strength]])
+        _, after = delta_rule(library, x, gates, 1, -0.5, 0.0, None)
+        expected = 2 * np.exp(-np.logaddexp(0, -strength))
+        np.testing.assert_allclose(after[0, 0], expected, rtol=1e-6, atol=1e-12)
+    _, after = delta_rule(library, floats([[1, 1, 1]]), floats([[np.nan, 0]]), 1, -1.0, 0.0, None)
+    assert np.isnan(after[0, 0])
+
+
+def test_rows_are_gated(library, rng):
+    for width, gate in [(1, -3.0), (16, 0.0), (50, 2.5)]:
+        x, out = floats(rng.normal(size=width)), np.empty(width, np.float32)
+        library.ts_kernel_gate_row(at(x), at(floats([gate])), c_int64(width), at(out))
+        np.testing.assert_allclose(out, x / (1 + np.exp(-gate)), rtol=1e-6)
