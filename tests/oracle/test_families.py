@@ -69,6 +69,18 @@ def test_reference_equals_transformers(family: str, tmp_path: Path) -> None:
             "first_k_dense_replace": 0}),
         ("granite", {"attention_multiplier": 0.2, "embedding_multiplier": 3, "logits_scaling": 0.5,
             "residual_multiplier": 1.5, "attention_bias": True, "tie_word_embeddings": False}),
+        ("minimax-m2", {"rotary_dim": None, "num_experts_per_tok": 2, "head_dim": 32}),
+        ("minimax-m2", {"rotary_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 1}),
+        ("minimax-m2", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4,
+            "partial_rotary_factor": 0.25}}),
+        ("hy3", {"mlp_layer_types": ["dense", "dense", "sparse"], "num_shared_experts": 1,
+            "router_scaling_factor": 0.6, "tie_word_embeddings": False}),
+        ("hy3", {"mlp_layer_types": ["sparse"] * 3, "num_experts_per_tok": 1}),
+        ("mellum", {"norm_topk_prob": False, "sliding_window": 40, "tie_word_embeddings": False,
+            "mlp_layer_types": ["dense"] + ["sparse"] * 3}),
+        ("mellum", {"layer_types": ["full_attention", "sliding_attention"] * 2, "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 3e4},
+            "sliding_attention": {"rope_type": "linear", "rope_theta": 2e4, "factor": 2.0}}}),
     ],
 )  # fmt: skip
 def test_what_a_configuration_changes_is_honoured(

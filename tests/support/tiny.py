@@ -230,9 +230,10 @@ def tiny_config(tiny: Tiny) -> dict[str, Any]:
         "eos_token_id": EOS_ID,
         **tiny.variant.config,
     }
-    if tiny.variant.wide is not None:
+    if "rope_parameters" in config:
         for key in ("rope_theta", "rope_scaling"):
             del config[key]
+    if tiny.variant.wide is not None:
         config["vocab_size_per_layer_input"] = len(vocabulary()[0])
     return config
 

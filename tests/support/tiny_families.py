@@ -336,6 +336,103 @@ _GRANITE = replace(
     },
 )
 
+# Half of each head is rotated.
+_MINIMAX_M2 = Variant(
+    "minimax-m2",
+    "minimax_m2",
+    num_experts=8,
+    has_choice_bias=True,
+    query_key_norm="row",
+    metadata={
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 128,
+        "expert_gating_func": 2,
+        "rope.dimension_count": 8,
+    },
+    config={
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rotary_dim": 8,
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "num_mtp_modules": 3,
+    },
+    layer_names={
+        **_MIXTRAL.layer_names,
+        "exp_probs_b": "block_sparse_moe.e_score_correction_",
+    },
+)
+
+_HY3 = Variant(
+    "hy_v3",
+    "hy_v3",
+    sizes={"num_layers": 3},
+    num_experts=8,
+    first_with_experts=1,
+    num_shared=2,
+    has_choice_bias=True,
+    query_key_norm="head",
+    metadata={
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 128,
+        "expert_shared_feed_forward_length": 256,
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.7,
+    },
+    config={
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 128,
+        "router_scaling_factor": 1.7,
+        "num_nextn_predict_layers": 0,
+    },
+    layer_names=ROUTED_NAMES
+    | {
+        "ffn_gate_inp": "mlp.router.gate",
+        "exp_probs_b": "mlp.expert_",
+        "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+        "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+        "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+    },
+)
+
+# The last of four layers sees everything, with YaRN and another base.
+_MELLUM = replace(
+    _QWEN3_MOE,
+    architecture="mellum",
+    model_type="mellum",
+    sizes={"num_layers": 4, "rope_base": 5e5},
+    metadata={
+        **_QWEN3_MOE.metadata,
+        "attention.sliding_window": WINDOW,
+        "attention.sliding_window_pattern": [True, True, True, False],
+        "rope.freq_base_swa": 1e4,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 128,
+    },
+    config={
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 128,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 5e5,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+)
+
 _GEMMA4 = replace(
     _GEMMA3,
     architecture="gemma4",
@@ -421,5 +518,8 @@ FAMILIES: dict[str, Variant] = {
     "glm4-air": _GLM4_AIR,
     "glm4": _GLM4,
     "granite": _GRANITE,
+    "minimax-m2": _MINIMAX_M2,
+    "hy3": _HY3,
+    "mellum": _MELLUM,
     "smollm3": _SMOLLM3,
 }

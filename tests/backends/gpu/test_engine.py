@@ -82,6 +82,7 @@ def test_greedy_answers_and_log_probabilities_are_the_cpu_backends(tiny: str) ->
         ("deepseek-v2", {}),
         ("deepseek-v3", {}),
         ("granite", {}),
+        ("minimax-m2", {"num_layers": 1}),
         ("smollm3", {}),
     ],
 )

@@ -37,6 +37,9 @@ VOCABULARIES = {
     "smollm3": ("llama-bpe",),
     "glm4moe": ("glm4",),
     "granite": ("refact", "dbrx"),
+    "hy_v3": ("hunyuan-dense", "hunyuan"),
+    "mellum": ("mellum2",),
+    "minimax-m2": ("minimax-m2",),
     "deepseek2": ("deepseek-llm", "deepseek-coder", "deepseek-v3", "kimi-k2", "youtu", "glm4"),
 }
 

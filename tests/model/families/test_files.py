@@ -249,6 +249,25 @@ def test_stacks_of_gates_and_ups_are_cut(tmp_path: Path) -> None:
         assert np.array_equal(cut[name].dequantize(), values)
 
 
+def test_a_routers_bias_of_hy3_has_no_suffix_in_a_gguf_file(tmp_path: Path) -> None:
+    tiny = tiny_of("hy3")
+    tensors = {
+        name.replace("exp_probs_b.bias", "exp_probs_b"): tensor
+        for name, tensor in tiny_tensors(tiny).items()
+    }
+    assert "blk.1.exp_probs_b" in tensors
+    loaded = load_path(write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny), tensors))
+    bias = loaded.tensors["blk.1.exp_probs_b.bias"].dequantize()
+    np.testing.assert_array_equal(bias, tensors["blk.1.exp_probs_b"].dequantize())
+
+
+def test_a_mellum_without_a_base_for_windows_has_the_base_of_all_layers(tmp_path: Path) -> None:
+    spec = from_metadata(tmp_path, "mellum", rope__freq_base_swa=...)
+    assert spec.window is not None
+    assert spec.window.rope == RopeSpec(5e5, 16, interleaved=False)
+    assert spec.rope.magnitude > 1
+
+
 def test_a_stack_of_an_unsupported_type_is_named(tmp_path: Path) -> None:
     tiny = tiny_of("mixtral")
     path = write_tiny_gguf(tmp_path / "a.gguf", tiny)
@@ -341,6 +360,19 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("granite", {"logits_scaling": -1.0}, "logits_scaling = -1.0, not a number from"),
         ("granite", {"attention_multiplier": 0.0}, "attention_multiplier = 0.0, not a number"),
         ("granite", {"mlp_bias": True}, "mlp_bias = True, which is not supported"),
+        ("minimax-m2", {"rotary_dim": 17}, "rotary_dim = 17, not a whole number from 1 to 16"),
+        ("minimax-m2", {"rotary_dim": 7}, "a rope dimension of 7, which is not an even"),
+        ("minimax-m2", {"num_local_experts": 0}, "num_local_experts = 0, not a whole number"),
+        ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax', which is not"),
+        ("minimax-m2", {"shared_intermediate_size": 64}, "shared_intermediate_size = 64, which"),
+        ("hy3", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "dense layers after sparse"),
+        ("hy3", {"num_shared_experts": 1}, "mlp.shared_mlp.gate_proj.weight' with shape"),
+        ("hy3", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9, not a whole number from 1"),
+        ("hy3", {"router_scaling_factor": -1}, "router_scaling_factor = -1, not a number from"),
+        ("mellum", {"layer_types": ["chunked"] * 4}, "layer_types with 'chunked'; supported:"),
+        ("mellum", {"sliding_window": 0}, "sliding_window = 0, not a whole number from 1"),
+        ("mellum", {"mlp_layer_types": ["sparse", "dense"] * 2}, "dense layers after sparse ones"),
+        ("mellum", {"moe_intermediate_size": 0}, "moe_intermediate_size = 0, not a whole number"),
         ("youtu", {"num_attention_heads": 2000}, "has 2000 attention heads; at most 1024 are"),
         ("youtu", {"num_attention_heads": 3}, "with shape (320, 32); its heads have (240, 32)"),
     ],
@@ -401,6 +433,17 @@ def test_unsupported_configurations_are_refused(
         ("granite", {"residual_scale": 1e4}, "residual_scale = 10000.0, not a number from 0.001"),
         ("granite", {"rope__scaling__finetuned": False}, "rope.scaling.finetuned = False, which"),
         ("granite", {"expert_count": 8}, "expert_count = 8, which is not supported"),
+        ("minimax-m2", {"expert_count": 0}, "does not have only experts in every layer"),
+        ("minimax-m2", {"expert_shared_count": 1}, "does not have only experts in every layer"),
+        ("minimax-m2", {"leading_dense_block_count": 1}, "does not have only experts in every"),
+        ("minimax-m2", {"expert_gating_func": 3}, "expert_gating_func = 3, which is not"),
+        ("hy3", {"leading_dense_block_count": 0}, "lacks tensor 'blk.0.ffn_gate_inp.weight'"),
+        ("hy3", {"expert_shared_feed_forward_length": 0}, "feed_forward_length = 0, not a whole"),
+        ("hy3", {"nextn_predict_layers": 3}, "layers = 3, not a whole number from 0 to 2"),
+        ("mellum", {"expert_count": 0}, "but its expert_count is 0"),
+        ("mellum", {"expert_gating_func": 2}, "expert_gating_func = 2, which is not supported"),
+        ("mellum", {"attention__sliding_window_pattern": [True]}, "a list of 4 values"),
+        ("mellum", {"rope__freq_base_swa": 0.0}, "rope.freq_base_swa = 0.0, not"),
         ("smollm3", {"attention__sliding_window": 64}, "sliding_window = 64, which is not"),
         ("glm4", {"expert_gating_func": 1}, "'blk.1.exp_probs_b.bias', which the family"),
         ("glm4", {"nextn_predict_layers": 3}, "layers = 3, not a whole number from 0 to 2"),

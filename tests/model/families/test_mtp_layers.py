@@ -47,7 +47,7 @@ def test_mtp_layers_are_left_out_of_a_folder(tmp_path: Path) -> None:
     assert load_path(folder).tensors.keys() == plain.tensors.keys()
 
 
-@pytest.mark.parametrize("family", ["glm4", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["glm4", "deepseek-v3", "hy3"])
 def test_mtp_layers_are_left_out_of_a_gguf_file(tmp_path: Path, family: str) -> None:
     tiny = tiny_of(family)
     plain = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny))

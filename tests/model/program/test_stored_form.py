@@ -46,6 +46,9 @@ PROGRAMS = {
     "glm4-air": "458cd38d0d23c3ed",
     "glm4": "c59785e4dbe62aa9",
     "granite": "6591b33977494812",
+    "minimax-m2": "6b3d4e2d7f1a7ef2",
+    "hy3": "7c1876cc22a7497a",
+    "mellum": "f9a2bf2bad8a83f7",
     "smollm3": "5bbace4f9a064fb4",
 }
 

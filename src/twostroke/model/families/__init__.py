@@ -12,7 +12,10 @@ from twostroke.model.families.gemma import GEMMA2, GEMMA3
 from twostroke.model.families.gemma4 import GEMMA4
 from twostroke.model.families.glm import GLM4_MOE
 from twostroke.model.families.granite import GRANITE
+from twostroke.model.families.hunyuan import HY_V3
 from twostroke.model.families.llama import LLAMA
+from twostroke.model.families.mellum import MELLUM
+from twostroke.model.families.minimax import MINIMAX_M2
 from twostroke.model.families.olmo2 import OLMO2
 from twostroke.model.families.phi3 import PHI3
 from twostroke.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -31,6 +34,9 @@ ARCHITECTURES: dict[str, Family] = {
     "gemma4": GEMMA4,
     "glm4moe": GLM4_MOE,
     "granite": GRANITE,
+    "hy_v3": HY_V3,
+    "mellum": MELLUM,
+    "minimax-m2": MINIMAX_M2,
     "olmo2": OLMO2,
     "phi3": PHI3,
     "qwen2": QWEN2,

@@ -17,6 +17,7 @@ from twostroke.model.families.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
 from twostroke.model.families.routed_experts import (
     EXPERT_NAMES,
     SOFTMAX,
+    config_first_expert_layer,
     config_routed_experts,
     gguf_routed_experts,
     max_experts,
@@ -129,15 +130,7 @@ def _first_expert_layer(fields: Fields, spec: ModelSpec) -> int:
     """Return the first layer with experts; layers before it have a dense feed-forward."""
     if fields.text("model_type") != "glm4_moe_lite":
         return fields.integer("first_k_dense_replace", MAX_LAYERS, low=0, default=0)
-    key = "mlp_layer_types"
-    is_sparse_by_name = {"dense": False, "sparse": True}
-    if not fields.has(key):
-        return 1
-    are_sparse = fields.choices(key, is_sparse_by_name, spec.num_layers)
-    first = are_sparse.count(False)
-    if are_sparse != (False,) * first + (True,) * (spec.num_layers - first):
-        fields.fault(f"has {key} with dense layers after sparse ones, which is not supported yet")
-    return first
+    return config_first_expert_layer(fields, spec, default=1)
 
 
 def _check_heads(fields: Fields, spec: ModelSpec) -> None:

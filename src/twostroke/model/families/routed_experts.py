@@ -69,16 +69,19 @@ def config_routed_experts(
     """Read a config.json's mixture of experts with a router like DeepSeek's; None without one.
 
     Layers before `first` have no experts. With `has_groups`, experts are chosen from the best
-    groups.
+    groups. Families have different names for the numbers of experts and for the factor of shares.
     """
-    count = fields.integer("n_routed_experts", max_experts(spec))
+    count_key = _first_key(fields, "n_routed_experts", "num_experts", "num_local_experts")
+    count = fields.integer(count_key, max_experts(spec))
     fields.expect("moe_layer_freq", 1)
     fields.expect("scoring_func", "sigmoid" if is_sigmoid else "softmax")
     if first >= spec.num_layers:
         return None
-    width = fields.integer("moe_intermediate_size", MAX_WIDTH)
-    num_shared = fields.integer("n_shared_experts", MAX_EXPERTS, low=0, default=0)
-    scale = fields.number("routed_scaling_factor", default=1.0)
+    width = fields.integer("moe_intermediate_size", MAX_WIDTH, default=spec.ffn_size)
+    shared_key = _first_key(fields, "n_shared_experts", "num_shared_experts")
+    num_shared = fields.integer(shared_key, MAX_EXPERTS, low=0, default=0)
+    scale_key = _first_key(fields, "routed_scaling_factor", "router_scaling_factor")
+    scale = fields.number(scale_key, default=1.0)
     groups = ("n_group", "topk_group") if has_groups else None
     num_used = fields.integer("num_experts_per_tok", count)
     normalize = is_sigmoid and fields.flag("norm_topk_prob", default=True)
@@ -94,6 +97,21 @@ def config_routed_experts(
     )
 
 
+def config_first_expert_layer(fields: Fields, spec: ModelSpec, *, default: int) -> int:
+    """Return a config.json's first layer with experts; layers before it are dense.
+
+    `default` is the layer if the file has no `mlp_layer_types`.
+    """
+    key = "mlp_layer_types"
+    if not fields.has(key):
+        return default
+    are_sparse = fields.choices(key, {"dense": False, "sparse": True}, spec.num_layers)
+    first = are_sparse.count(False)
+    if are_sparse != (False,) * first + (True,) * (spec.num_layers - first):
+        fields.fault(f"has {key} with dense layers after sparse ones, which is not supported yet")
+    return first
+
+
 def max_experts(spec: ModelSpec) -> int:
     """Return the most experts that a layer of a model file may have.
 
@@ -101,6 +119,11 @@ def max_experts(spec: ModelSpec) -> int:
     have matrices of their own (latent attention).
     """
     return min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers)
+
+
+def _first_key(fields: Fields, *keys: str) -> str:
+    """Return the first of these keys that the file has; the first of all if it has none."""
+    return next((key for key in keys if fields.has(key)), keys[0])
 
 
 def _routing(

@@ -82,7 +82,7 @@ def hf_spec(fields: Fields, name: str) -> ModelSpec:
     sizes = read_sizes(shared_fields, SIZE_KEYS)
     for key, supported_value in _UNSUPPORTED_FEATURES.items():
         shared_fields.expect(key, supported_value)
-    norms_heads = fields.flag("use_qk_norm", default=False)
+    norms_heads = shared_fields.flag("use_qk_norm", default=False)
     if norms_heads and not family.may_norm_heads:
         fields.refuse("use_qk_norm", "which is not supported yet")
     rotated_width = sizes["head_dim"]

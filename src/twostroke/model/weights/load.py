@@ -123,7 +123,7 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
     spec = gguf_spec(fields, name or model_stem(path), files.tensors)
     blocks = range(fields.integer(f"{spec.architecture}.block_count", MAX_LAYERS))
     weights = {
-        weight_name: tensor
+        _with_suffix(weight_name): tensor
         for weight_name, tensor in files.tensors.items()
         if weight_name not in ROPE_TABLES
         and not _is_of_layers(weight_name, blocks[spec.num_layers :])
@@ -295,6 +295,11 @@ def _by_canonical_name(
     by_name, names = by_canonical_name(file, tensors, family)
     needed = {name: tensor for name, tensor in by_name.items() if not _is_of_layers(name, extra)}
     return needed, names
+
+
+def _with_suffix(name: str) -> str:
+    """Return the name of a GGUF file's tensor; a router's bias has no suffix in files of Hy3."""
+    return f"{name}.bias" if name.endswith(".exp_probs_b") else name
 
 
 def _is_of_layers(name: str, layers: range) -> bool:

@@ -81,6 +81,9 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 # Names whose canonical name has another suffix.
 _COMPLETE_NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.expert_bias": "exp_probs_b.bias",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "layer_scalar": "layer_output_scale.weight",
     "router.per_expert_scale": "ffn_down_exps.scale",
 }
