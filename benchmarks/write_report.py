@@ -115,7 +115,7 @@ def summary(goal: Goal, record: Record | None) -> str:
     share = f", {ours.median / median(bare):.0%} of the bare engine" if bare else ""
     theirs = _figure(best.median, record.unit).partition(" ")[0]
     others = [record.ratio(peer, ours_with(bits)) for bits in (AUTO_BITS, 8)]
-    shown = ", ".join(_NOT_MEASURED if one is None else f"{one:.2f}" for one in others)
+    shown = ", ".join(_NOT_MEASURED if other is None else f"{other:.2f}" for other in others)
     with_others = f" ({shown})" if any(others) else ""
     return f"{own}, {peer} {theirs}: **{record.ratio(peer):.2f}**{with_others}{share}"
 
@@ -152,10 +152,12 @@ def _newest(result: SpeculationResult) -> str:
 
 def _parallel(machines: dict[str, list[Record]]) -> Iterator[str]:
     """Yield the table of the machine that was measured last."""
-    found = [[one for one in records if _is_parallel(one)] for records in machines.values()]
-    if not any(found):
+    results = [
+        [record for record in records if _is_parallel(record)] for records in machines.values()
+    ]
+    if not any(results):
         return
-    records = max(filter(None, found), key=lambda records: max(map(_date, records)))
+    records = max(filter(None, results), key=lambda records: max(map(_date, records)))
     yield _PARALLEL
     yield table(parallel_report.HEADER, map(parallel_report.line, records)) + "\n"
     yield f"{caption(max(records, key=_date).facts)}. Command: `make bench WHAT=parallel`.\n"

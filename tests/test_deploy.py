@@ -28,9 +28,9 @@ def documents(name: str, kind: str) -> dict[str, dict[str, Any]]:
 
 def pods() -> dict[str, dict[str, Any]]:
     return {
-        f"{file} {name}": one["spec"]["template"]["spec"]
+        f"{file} {name}": document["spec"]["template"]["spec"]
         for file in ("kubernetes.yaml", "fleet.kubernetes.yaml")
-        for name, one in documents(file, "Deployment").items()
+        for name, document in documents(file, "Deployment").items()
     }
 
 
@@ -41,20 +41,20 @@ def compose(name: str) -> dict[str, Any]:
 
 def commands() -> dict[str, list[str]]:
     """Return every command of `twostroke` in the files, by where it stands."""
-    found = {
+    results = {
         f"{file} {name}": service["command"]
         for file in ("compose.yaml", "fleet.compose.yaml")
         for name, service in compose(file).items()
     }
     for where, pod in pods().items():
         for container in (*pod["containers"], *pod.get("initContainers", ())):
-            found[f"{where} {container['name']}"] = container["args"]
+            results[f"{where} {container['name']}"] = container["args"]
     image = (DEPLOY / "Dockerfile").read_text()
-    found["image"] = yaml.safe_load(re.search(r"^CMD (\[.*\])$", image, re.MULTILINE)[1])  # type: ignore[index]
+    results["image"] = yaml.safe_load(re.search(r"^CMD (\[.*\])$", image, re.MULTILINE)[1])  # type: ignore[index]
     for key in ("ExecStartPre", "ExecStart"):
         [line] = re.findall(rf"^{key}=(.*)$", unit(), re.MULTILINE)
-        found[f"systemd {key}"] = shlex.split(line.replace("$OPTIONS", ""))[1:]
-    return found
+        results[f"systemd {key}"] = shlex.split(line.replace("$OPTIONS", ""))[1:]
+    return results
 
 
 def unit() -> str:
@@ -73,16 +73,16 @@ def test_commands_and_their_options_are_known(where: str) -> None:
 def test_probes_ask_paths_that_are_served(where: str) -> None:
     paths = HealthReports(None, ModelNames(("",)), lambda: False, None).routes()  # type: ignore[arg-type]
     [container] = pods()[where]["containers"]
-    asked = {name: container[name]["httpGet"]["path"] for name in PROBES if name in container}
-    assert set(asked.values()) <= paths.keys()
-    assert asked["livenessProbe"] == "/health/live"
-    assert asked["readinessProbe"] == "/health/ready"
+    body = {name: container[name]["httpGet"]["path"] for name in PROBES if name in container}
+    assert set(body.values()) <= paths.keys()
+    assert body["livenessProbe"] == "/health/live"
+    assert body["readinessProbe"] == "/health/ready"
 
 
 @pytest.mark.parametrize("where", pods())
 def test_a_pod_may_drain(where: str) -> None:
     [container] = pods()[where]["containers"]
-    [drain] = [int(one.split("=")[1]) for one in container["args"] if one.startswith("--drain=")]
+    [drain] = [int(arg.split("=")[1]) for arg in container["args"] if arg.startswith("--drain=")]
     assert drain < pods()[where]["terminationGracePeriodSeconds"]
 
 

@@ -91,7 +91,7 @@ def test_threads_share_decoders_that_are_made_at_import() -> None:
     """msgspec reads a struct's fields at its first use; two threads at once crash the process."""
     packages = ("server", "fleet")
     sources = [path for package in packages for path in (PACKAGE / package).rglob("*.py")]
-    found = {
+    results = {
         f"{path}:{node.lineno}"
         for path in sources
         for node in ast.walk(_tree(path))
@@ -99,7 +99,7 @@ def test_threads_share_decoders_that_are_made_at_import() -> None:
         if isinstance(node.value, ast.Name) and node.value.id.lstrip("_")[:1].isupper()
     }
     assert len(sources) > 100
-    assert not found
+    assert not results
 
 
 def test_environment_is_read_in_one_place() -> None:

@@ -78,8 +78,8 @@ def live(command: Sequence[str], every_s: float = SPARSELY_S) -> Life:
             reader.join()
         if process.returncode or not firsts:
             log.seek(0)
-            said = log.read()[-600:].decode(errors="replace")
-            raise SystemExit(f"{command[0]} ended with code {process.returncode}: {said}")
+            output = log.read()[-600:].decode(errors="replace")
+            raise SystemExit(f"{command[0]} ended with code {process.returncode}: {output}")
     return Life(firsts[0], resident, anonymous, share)
 
 

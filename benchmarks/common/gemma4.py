@@ -32,22 +32,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("file", type=Path)
-    given = parser.parse_args()
-    own = -(-given.layers // 2 // _PERIOD) * _PERIOD
+    args = parser.parse_args()
+    own = -(-args.layers // 2 // _PERIOD) * _PERIOD
     tiny = tiny_of(
-        "gemma4", num_layers=given.layers, hidden_size=_WIDTH, num_heads=_HEADS, num_kv_heads=1,
+        "gemma4", num_layers=args.layers, hidden_size=_WIDTH, num_heads=_HEADS, num_kv_heads=1,
         head_dim=_WIDE, context_length=_CONTEXT, norm_epsilon=1e-6,
     )  # fmt: skip
     facts = {
         "attention.key_length_swa": _NARROW, "attention.value_length_swa": _NARROW,
         "attention.sliding_window": _WINDOW, "rope.dimension_count_swa": _NARROW,
-        "attention.sliding_window_pattern": [_slides(layer) for layer in range(given.layers)],
-        "attention.shared_kv_layers": given.layers - own, "attention.head_count_kv": 1,
-        "feed_forward_length": [_FFN if layer < own else 2 * _FFN for layer in range(given.layers)],
+        "attention.sliding_window_pattern": [_slides(layer) for layer in range(args.layers)],
+        "attention.shared_kv_layers": args.layers - own, "attention.head_count_kv": 1,
+        "feed_forward_length": [_FFN if layer < own else 2 * _FFN for layer in range(args.layers)],
         "embedding_length_per_layer_input": _INPUTS,
     }  # fmt: skip
     named = {f"gemma4.{key}": value for key, value in facts.items()}
-    write_gguf(given.file, {**tiny_metadata(tiny), **named}, dict(_tensors(given.layers, own)))
+    write_gguf(args.file, {**tiny_metadata(tiny), **named}, dict(_tensors(args.layers, own)))
 
 
 def _slides(layer: int) -> bool:

@@ -33,9 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("file", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     tiny = tiny_of(
-        "deepseek-v2", num_layers=given.layers, hidden_size=_WIDTH, ffn_size=_FFN,
+        "deepseek-v2", num_layers=args.layers, hidden_size=_WIDTH, ffn_size=_FFN,
         num_heads=_HEADS, context_length=_CONTEXT, norm_epsilon=1e-6, tied=False,
     )  # fmt: skip
     metadata = tiny_metadata(tiny)
@@ -50,7 +50,7 @@ def main() -> None:
     }  # fmt: skip
     named = {f"deepseek2.{key}": value for key, value in facts.items()}
     metadata = {key: value for key, value in metadata.items() if ".rope.scaling" not in key}
-    write_gguf(given.file, {**metadata, **named}, dict(_tensors(given.layers)))
+    write_gguf(args.file, {**metadata, **named}, dict(_tensors(args.layers)))
 
 
 def _tensors(num_layers: int) -> Iterator[tuple[str, QuantTensor]]:

@@ -63,10 +63,10 @@ def descendants(pid: int) -> list[int]:
     for one in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()):
         if words := _stat(one):
             children.setdefault(int(words[1]), []).append(one)
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found[1:]
+    result = [pid]
+    for one in result:
+        result += children.get(one, [])
+    return result[1:]
 
 
 def process_s(pid: int) -> float:

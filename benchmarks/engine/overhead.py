@@ -145,26 +145,26 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="whose tokenizer and sizes to use")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--rounds", type=positive, default=5)
-    given = parser.parse_args()
-    with build(given.model) as engine:
+    args = parser.parse_args()
+    with build(args.model) as engine:
         card, facts = engine.card, engine.facts
     tune_garbage_collector()  # as the server does
-    runs: dict[int, list[Run]] = {count: [] for count in given.streams}
-    for number in range(given.rounds + 1):
-        note(f"Round {number} of {given.rounds}" if number else "Warming up")
-        for count in given.streams:
+    runs: dict[int, list[Run]] = {count: [] for count in args.streams}
+    for number in range(args.rounds + 1):
+        note(f"Round {number} of {args.rounds}" if number else "Warming up")
+        for count in args.streams:
             run = measure(card, facts, count)
             if number:
                 runs[count].append(run)
     header = ("milliseconds of a step: median (lowest to highest)", "engine", "client")
-    result: dict[str, Any] = {**machine_facts(), "model": given.model, "limit_s": _LIMIT_S}
+    result: dict[str, Any] = {**machine_facts(), "model": args.model, "limit_s": _LIMIT_S}
     result["seconds_a_step"] = {
         count: median(run.engine_s for run in row) for count, row in runs.items()
     }
     text = ["## A step without its kernels", "", table(header, _rows(runs)), ""]
     for count, row in runs.items():
-        keep(_record(given.model, count, row))
-    save("overhead", result, "\n".join([*text, caption(result, given.model)]))
+        keep(_record(args.model, count, row))
+    save("overhead", result, "\n".join([*text, caption(result, args.model)]))
 
 
 if __name__ == "__main__":

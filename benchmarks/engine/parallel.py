@@ -46,15 +46,15 @@ def main() -> None:
     parser.add_argument("--before", type=Path, metavar="CHECKOUT",
                         help="of the row before: another checkout, compiled")  # fmt: skip
     parser.add_argument("--llama-env", type=Path, help="a ready environment with RPC")
-    given = parser.parse_args()
-    given.row = given.row or [name for name in ROWS if given.before or name != "before"]
+    args = parser.parse_args()
+    args.row = args.row or [name for name in ROWS if args.before or name != "before"]
     lines, results, memory = [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        for name in given.row:
+        for name in args.row:
             for model in dict.fromkeys(case.model for case in ROWS[name].cases):
-                if given.models and model not in given.models:
+                if args.models and model not in args.models:
                     continue
-                rows, held = _measure_model(name, model, given, Path(folder))
+                rows, held = _measure_model(name, model, args, Path(folder))
                 lines += [line for line, _ in rows]
                 results += [result for _, result in rows]
                 memory += held
@@ -63,7 +63,7 @@ def main() -> None:
     machine = ", ".join(dict.fromkeys(map(_limits, limits))) or "limits unknown"
     text = ["## Several ranks beside one process", "", table(parallel_report.HEADER, lines), ""]
     text += [table(_MEMORY_HEADER, memory), ""] if memory else []
-    text += [caption(facts, machine, f"{given.rounds} rounds")]
+    text += [caption(facts, machine, f"{args.rounds} rounds")]
     save("parallel", {**facts, "rows": results}, "\n".join(text))
 
 
@@ -88,8 +88,8 @@ def _measure_model(
         limits = sides[0].ask("limits") or {}
         done = []
         for case in cases:
-            found = measure(WORKS[case.work], sides, tokens, given.rounds)
-            done.append(_result(name, case, found, sides, limits))
+            result = measure(WORKS[case.work], sides, tokens, given.rounds)
+            done.append(_result(name, case, result, sides, limits))
         return done, _memory(f"{model}, {cases[0].title}", *sides[:2])
     finally:
         for side in sides:
@@ -134,7 +134,7 @@ def _result(
         name=f"{case.title}: {row.work.name}",
         model=Path(case.model).stem if "/" in case.model else case.model,
         unit="tokens/s",
-        entries=[Entry(one.engine, one.way, one.runs) for one in row.entries()],
+        entries=[Entry(entry.engine, entry.way, entry.runs) for entry in row.entries()],
         command=f'make bench WHAT=parallel ARGS="--row {name}"',
         disturbed_runs=row.disturbed,
         num_runs=row.runs,

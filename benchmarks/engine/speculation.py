@@ -186,19 +186,19 @@ def main() -> None:
         default=ComputeOptions().activation_bits,
     )
     parser.add_argument("--no-acceptance", action="store_true")
-    given = parser.parse_args()
-    name = _name(given)
+    args = parser.parse_args()
+    name = _name(args)
     load_result(name)
-    guessing = SpeculationOptions(draft=given.draft, heads=given.heads, count=given.drafts)
-    compute = ComputeOptions(num_threads=given.threads, activation_bits=given.activation_bits)
-    options = EngineOptions(compute, speculation=guessing)
-    with build(given.model, options) as engine:
+    speculation = SpeculationOptions(draft=args.draft, heads=args.heads, count=args.drafts)
+    compute = ComputeOptions(num_threads=args.threads, activation_bits=args.activation_bits)
+    options = EngineOptions(compute, speculation=speculation)
+    with build(args.model, options) as engine:
         pairs = [
-            measure(engine, TASKS[task], streams, given)
-            for task in given.tasks
-            for streams in given.streams
+            measure(engine, TASKS[task], streams, args)
+            for task in args.tasks
+            for streams in args.streams
         ]
-        chosen = [] if given.no_acceptance else measure_acceptance(engine, given)
+        chosen = [] if args.no_acceptance else measure_acceptance(engine, args)
     usual = Usual([run for pair in pairs for run in pair.runs])
     result = SpeculationResult(name, [pair.line(usual) for pair in pairs], chosen)
     result.save()
@@ -213,13 +213,13 @@ def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace)
         prompts = [task.prompt(engine.card, rng) for _ in range(_ANSWERS * streams)]
         params = task.params(given.tokens)
         sides = [("off", pair.plain), (given.speculate, pair.guessed)]
-        found = {}
+        results = {}
         for method, runs in sides if number % 2 else reversed(sides):
             caller = Caller(tenant=f"{task.name} {streams} {number} {method}")
-            run = found[method] = answer(engine, prompts, streams, params, caller, Hints(method))
+            run = results[method] = answer(engine, prompts, streams, params, caller, Hints(method))
             if number:  # the first round warms up, and lets the engine learn its machine
                 runs.append(run)
-        if found["off"].answers != found[given.speculate].answers:
+        if results["off"].answers != results[given.speculate].answers:
             raise SystemExit(f"{task.name}: guesses changed an answer")
     plain, guessed = (
         median(run.tokens_per_s for run in runs) for runs in (pair.plain, pair.guessed)
@@ -290,7 +290,7 @@ def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen
     task = TASKS["random"]  # which does not repeat itself
     prompts = [task.prompt(engine.card, rng) for _ in range(given.rounds)]
     params = task.params(given.tokens)
-    found = []
+    results = []
     for share in _RIGHT:
         ratios, right, tried, passes = [], 0, 0, 0
         for number, prompt in enumerate(prompts):
@@ -309,9 +309,9 @@ def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen
             right, tried = right + guessed.accepted, tried + guessed.accepted + guessed.rejected
             ratios.append(guessed.tokens_per_s / plain.tokens_per_s)
         per_pass = tried / passes if passes else 0.0
-        found.append(Chosen(share, ratios, right / tried if tried else 0.0, per_pass))
+        results.append(Chosen(share, ratios, right / tried if tried else 0.0, per_pass))
         note(f"{share:.0%} of the prediction right: {median(ratios):.2f} x")
-    return found
+    return results
 
 
 def _name(given: argparse.Namespace) -> str:

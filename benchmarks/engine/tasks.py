@@ -117,12 +117,12 @@ def _ask(card: ModelCard, text: str) -> list[int]:
 @cache
 def _functions() -> list[str]:
     """Functions of some length and with arguments, out of the standard library's sources."""
-    found = []
+    results = []
     for name in _MODULES:
         source = inspect.getsource(importlib.import_module(name))
         for node in ast.parse(source).body:
             if isinstance(node, ast.FunctionDef) and node.args.args:
                 code = ast.get_source_segment(source, node) or ""
                 if 12 <= code.count("\n") <= 60:
-                    found.append(code)
-    return found
+                    results.append(code)
+    return results

@@ -138,9 +138,9 @@ class Campaign:
     def run(self, names: list[str]) -> list[str]:
         """Run parts while there is time; return those for which there was none."""
         self._write()
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             if self._given.minutes is not None and self._left_s() < self._expected_s(name):
-                return names[place:]
+                return names[index:]
             self._run(name)
         self._engines.close()
         return []
@@ -164,19 +164,19 @@ class Campaign:
         self._write()
         faulthandler.dump_traceback_later(_LONGEST_S, exit=True, file=2)
         try:
-            found = self._found(name)
+            outcome = self._found(name)
         except DeviceLostError as error:
-            found = {"failed": str(error)}
+            outcome = {"failed": str(error)}
         except Exception as error:  # noqa: BLE001 - the next row may be better
-            found = {"failed": f"{type(error).__name__}: {error}"}
+            outcome = {"failed": f"{type(error).__name__}: {error}"}
             traceback.print_exc()
         faulthandler.cancel_dump_traceback_later()
-        found["took_s"] = round(time.monotonic() - began_s, 1)
-        result["rows"][name] = found
+        outcome["took_s"] = round(time.monotonic() - began_s, 1)
+        result["rows"][name] = outcome
         del result["running"]
         self._write()
-        note(f"{name}: { {key: value for key, value in found.items() if key != 'kernels'} }")
-        if "failed" in found:
+        note(f"{name}: { {key: value for key, value in outcome.items() if key != 'kernels'} }")
+        if "failed" in outcome:
             if not _is_alive():
                 self._start_again()
             self._engines.close()  # which may have steps in flight
@@ -188,16 +188,16 @@ class Campaign:
             return CHECKS[name]()
         row, rows = ROWS[name], self._result["rows"]
         self._seen.add(row.engine)
-        found = predict(row, *self._result["limits"])
+        result = predict(row, *self._result["limits"])
         if not row.less:
-            return found | self._engines.measured(row)
+            return result | self._engines.measured(row)
         other = rows.get(row.less) or self._engines.measured(ROWS[row.less])
         own = self._engines.measured(row)
         for one in (own, other):
             if "ms" not in one:
-                return found | one
+                return result | one
         ms = round(own["gpu_ms"] - row.times * other["gpu_ms"], 4)
-        return found | {"ms": ms, "detail": own["detail"]}
+        return result | {"ms": ms, "detail": own["detail"]}
 
     def _write(self) -> None:
         write(self._given.out, json.dumps(self._result, indent=1) + "\n")

@@ -52,9 +52,9 @@ class Engines:
             self._start(row, program)
         except MemoryLimitError as error:
             return {"refused": str(error)}
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         if self._ready_s is not None:
-            found["ready_s"], self._ready_s = round(self._ready_s, 1), None
+            result["ready_s"], self._ready_s = round(self._ready_s, 1), None
         graphs = self._backend._graphs  # noqa: SLF001 - what only the row without graphs wants
         were_used = graphs.is_used
         graphs.is_used &= row.has_graphs
@@ -62,15 +62,15 @@ class Engines:
         try:
             if row.drafts:
                 single.plan.slices[0].drafts = tuple(range(1, 1 + row.drafts))
-            found |= self._timed(row, single)
-            found |= self._kernels(row, program)
+            result |= self._timed(row, single)
+            result |= self._kernels(row, program)
             if not row.drafts:
                 host_s = statistics.median(single.scheduler_times())
-                found["host_ms"] = round(found["launched_ms"] + 1e3 * host_s, 4)
+                result["host_ms"] = round(result["launched_ms"] + 1e3 * host_s, 4)
         finally:
             single.close()
             graphs.is_used = were_used
-        return found | {"detail": self._backend.facts.detail}
+        return result | {"detail": self._backend.facts.detail}
 
     def close(self) -> None:
         """Give back the GPU's memory."""
@@ -166,8 +166,8 @@ def _in_flight(backend: Any, plan: StepPlan) -> tuple[float, int]:
 def places_of(program: Program, fused: Any) -> dict[str, list[int]]:
     """Return which of `fused` have each name, in all layers."""
     places = defaultdict(list)
-    for place, label in enumerate(operation_labels(program, fused)):
-        places[label.name].append(place)
+    for index, label in enumerate(operation_labels(program, fused)):
+        places[label.name].append(index)
     return dict(places)
 
 
@@ -180,7 +180,7 @@ def costs_of(
     """
     bandwidth, peak = limits
     cost = CostModel(program, stored_bytes(program, row.fmt), KV_FORMATS[row.kv])
-    found = {}
+    results = {}
     for name, at in places_of(program, fused).items():
         sums, predicted_s = [], len(at) * LAUNCH_S
         for place in at:
@@ -190,11 +190,11 @@ def costs_of(
             fast = sum(c.flops for op, c in own if row.is_fp8 and isinstance(op, Linear))
             sums.append((sum(c.bytes for _, c in own), flops, flops - fast / 2))
         floor_s = sum(max(size / bandwidth, work / peak) for size, _, work in sums)
-        found[name] = {
+        results[name] = {
             "calls": len(at),
             "bytes": sum(size for size, _, _ in sums),
             "flops": sum(flops for _, flops, _ in sums),
             "floor_us": round(1e6 * floor_s, 2),
             "predicted_us": round(1e6 * predicted_s, 2),
         }
-    return found
+    return results

@@ -51,13 +51,13 @@ def _ladder(result: dict[str, Any], path: Path) -> Path:
     figure = new_figure(8, 4.6)
     axes = figure.subplots()
     rows = {name: result["rows"][name] for name in _STEPS if name in result["rows"]}
-    for place, row in enumerate(rows.values()):
+    for index, row in enumerate(rows.values()):
         predicted, found = row["predicted_tokens_s"], row.get("tokens_s")
         if found is not None:
-            axes.bar(place, found, 0.6, color="#4477aa")
-        axes.bar(place, predicted, 0.7, facecolor="none", edgecolor="#777777", linestyle="--")
+            axes.bar(index, found, 0.6, color="#4477aa")
+        axes.bar(index, predicted, 0.7, facecolor="none", edgecolor="#777777", linestyle="--")
         shown = found or predicted
-        axes.annotate(f"{shown:,.0f}", (place, shown), ha="center", va="bottom")
+        axes.annotate(f"{shown:,.0f}", (index, shown), ha="center", va="bottom")
     for speed, what in zip(_PUBLISHED, ("first", "last"), strict=True):
         axes.axhline(speed, color="#ee6677", linewidth=0.8, zorder=0)
         text = f"published for an A100, {what} step: {speed:g}"

@@ -55,7 +55,7 @@ def predict(row: Row, bandwidth: float, peak: float) -> dict[str, Any]:
     step_s += 0 if row.less else launches * LAUNCH_S  # both have as many
     if not row.has_graphs:
         step_s = max(step_s, launches * _EAGER_LAUNCH_S)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "step": f"{row.step.name}: attention" if row.less else row.step.name,
         "bytes": num_bytes,
         "flops": flops,
@@ -64,8 +64,8 @@ def predict(row: Row, bandwidth: float, peak: float) -> dict[str, Any]:
         "predicted_ms": round(1e3 * step_s, 4),
     }
     if not row.less and row.step.num_streams == 1 and not row.step.num_prompt:
-        found["predicted_tokens_s"] = round(row.tokens / step_s, 1)
-    return found
+        results["predicted_tokens_s"] = round(row.tokens / step_s, 1)
+    return results
 
 
 def _step_s(

@@ -87,7 +87,7 @@ class _Ways:
         out = torch.empty((rows, self._width), dtype=gpu.element, device=gpu.device)
         floats = {"dtype": torch.float32, "device": gpu.device}
         sums = torch.empty((products_tiles.MAX_PARTS, rows, self._width), **floats)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         layout = self._packed[0].layout
         sizes = (rows, *(size for size in (64, 128) if size < rows))
         for tile in dict.fromkeys(products_tiles.tile_of(gpu, size, layout) for size in sizes):
@@ -101,19 +101,19 @@ class _Ways:
                     products_tiles.launch(gpu, header, rows, x, packed, given, tile)
 
                 name = f"{tile.rows} by {tile.outputs}, {parts} parts"
-                found[name] = self._us(multiply)
+                results[name] = self._us(multiply)
                 total = (sums[:parts].sum(0) if parts > 1 else out).float()
                 error = ((total - right).abs().max() / right.abs().max()).item()
                 if not error <= _LARGEST_ERROR:
-                    found[f"{name}: wrong"] = error
+                    results[f"{name}: wrong"] = error
 
         def write_out(packed: Any) -> None:
             products_packed.unpack_matrix(gpu, packed, self._scratch)
             torch.mm(x, self._scratch.T, out=out)
 
-        found["written out"] = self._us(write_out)
-        found["not packed"] = self._us(lambda _: torch.mm(x, self._dense.T, out=out))
-        return found
+        results["written out"] = self._us(write_out)
+        results["not packed"] = self._us(lambda _: torch.mm(x, self._dense.T, out=out))
+        return results
 
     def _us(self, multiply: Callable[[Any], None]) -> float | None:
         """Return the median time of a graph's products with all copies, each; None if emulated."""

@@ -102,8 +102,8 @@ def _prefill(model: str, fmt: str, tokens: int = 4096, **more: Any) -> Row:
 
 def _of_8b(fmt: str, *, rows: Iterable[int] = (8, 64, 128, 256, 512)) -> dict[str, Row]:
     name = fmt.lower()
-    found = {f"decode-8b-{name}": _decode("8b", fmt), f"prefill-8b-{name}": _prefill("8b", fmt)}
-    return found | {f"rows-{n}-8b-{name}": _decode("8b", fmt, n) for n in rows}
+    results = {f"decode-8b-{name}": _decode("8b", fmt), f"prefill-8b-{name}": _prefill("8b", fmt)}
+    return results | {f"rows-{n}-8b-{name}": _decode("8b", fmt, n) for n in rows}
 
 
 _BF16: Final = {

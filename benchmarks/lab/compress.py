@@ -70,10 +70,10 @@ def main() -> None:
     parser.add_argument(
         "--tune", type=float, metavar="MINUTES", help="of files that are tuned, too"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     facts, results, texts = machine_facts(), [], []
-    for model in given.models:
-        rows = _with_ratios(_measure(model, given))
+    for model in args.models:
+        rows = _with_ratios(_measure(model, args))
         results.append(
             {"model": model, "rows": [dict(zip(_COLUMNS, row, strict=True)) for row in rows]}
         )
@@ -111,7 +111,7 @@ def _measure(model: str, given: argparse.Namespace) -> list[tuple[str, ...]]:
 
 def _with_ratios(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Add the KL of our files over that of llama.cpp's best one of as many bits."""
-    found = []
+    results = []
     for row in rows:
         bits = float(row[1])
         peers = [
@@ -120,8 +120,8 @@ def _with_ratios(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
             if other[0].startswith("llama.cpp") and bits - 0.005 <= float(other[1]) < bits + _ROOM
         ]
         is_ours = row[0].startswith(("twostroke", "tuned"))
-        found.append((*row, f"{float(row[2]) / min(peers):.2f}" if is_ours and peers else "–"))
-    return found
+        results.append((*row, f"{float(row[2]) / min(peers):.2f}" if is_ours and peers else "–"))
+    return results
 
 
 def twin_and_pieces(model: str, num_tokens: int) -> tuple[Path, list[list[int]]]:
@@ -225,8 +225,8 @@ def _scored(source: Path, made: dict[Path, float]) -> Iterator[tuple[str, ...]]:
     )
     pieces = pieces_of(held_out_text(), [str(source)])
     products = [op.weight for op in _products(source)]
-    found = compare_models(right, others, pieces, lambda _: None)
-    reports = (report for report in found if not report.generated)
+    result = compare_models(right, others, pieces, lambda _: None)
+    reports = (report for report in result if not report.generated)
     for path, report in zip(missing, reports, strict=True):
         tensors = read_gguf(path).tensors
         bits, score = bits_per_value({key: tensors[key] for key in products}), report.comparison

@@ -45,10 +45,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=[SMOLLM2], metavar="MODEL")
     parser.add_argument("--makers", nargs="+", default=["gptq", "awq", "autoround", _OURS])
     parser.add_argument("--tokens", type=int, default=12288, help="of calibration text")
-    given = parser.parse_args()
+    args = parser.parse_args()
     facts, results, texts = machine_facts(), [], []
-    for model in given.models:
-        rows = _with_ratio(list(_measure(model, given.makers, given.tokens)))
+    for model in args.models:
+        rows = _with_ratio(list(_measure(model, args.makers, args.tokens)))
         results.append(
             {"model": model, "rows": [dict(zip(_COLUMNS, row, strict=True)) for row in rows]}
         )
@@ -85,8 +85,8 @@ def _measure(model: str, makers: list[str], num_tokens: int) -> Iterator[tuple[s
         made[out] = float(seconds.read_text())
     compute = ComputeOptions(backend="cpu", activation_bits=15)
     right, *others = (ComparedModel(str(path), compute, CacheOptions()) for path in (source, *made))
-    found = compare_models(right, others, pieces_of(held_out_text(), [str(source)]), note)
-    reports = (report for report in found if not report.generated)
+    result = compare_models(right, others, pieces_of(held_out_text(), [str(source)]), note)
+    reports = (report for report in result if not report.generated)
     for (path, taken), report in zip(made.items(), reports, strict=True):
         layers = {
             k: t for k, t in load(str(path)).tensors.items() if "blk." in k and len(t.shape) == 2

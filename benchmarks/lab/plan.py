@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="MODEL", help=text)
     parser.add_argument("--steps", type=int, metavar="N", help="of each shape [default: 2 s]")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     texts: list[str] = []
     result: dict[str, object] = {}
 
@@ -72,23 +72,23 @@ def main() -> None:
         result[name] = msgspec.to_builtins(found[1])
         print(found[0], flush=True)
 
-    if {"steps", "memory"} & set(given.parts):
-        pull = (sys.executable, "-m", "twostroke", "pull", *given.models)
+    if {"steps", "memory"} & set(args.parts):
+        pull = (sys.executable, "-m", "twostroke", "pull", *args.models)
         subprocess.run(pull, check=True)
-    for model in given.models:
-        if "steps" in given.parts:
-            add(f"steps of {model}", _measured(model, given.steps))
-        if "memory" in given.parts:
+    for model in args.models:
+        if "steps" in args.parts:
+            add(f"steps of {model}", _measured(model, args.steps))
+        if "memory" in args.parts:
             add(f"memory of {model}", _memory(model))
-    if "published" in given.parts:
+    if "published" in args.parts:
         add("published", published_points())
-    if "answers" in given.parts:
+    if "answers" in args.parts:
         add("answers", answer_times())
-    if "fleet" in given.parts:
+    if "fleet" in args.parts:
         add("fleet", fleet_time())
     facts = machine_facts()
-    whole = tuple(given.models) == MODELS
-    name = "plan" if whole else "-".join(["plan", *given.models])
+    whole = tuple(args.models) == MODELS
+    name = "plan" if whole else "-".join(["plan", *args.models])
     save(name, {"facts": facts, **result}, "\n".join([*texts, caption(facts)]))
 
 
@@ -100,7 +100,7 @@ def _memory(model: str) -> tuple[str, list[tuple[int, int, float]]]:
     """
     planned = load_planned_model(model)
     encode = build_tokenizer(load(model)).encode
-    found = []
+    results = []
     for count in MEMORY_TOKENS:
         if count > planned.program.context_length:
             break
@@ -109,10 +109,10 @@ def _memory(model: str) -> tuple[str, list[tuple[int, int, float]]]:
         sizes = ("--context-length", str(count), "--max-tokens", "8", "--ignore-eos")
         command = generate_command(model, "--raw", *sizes, "-p", prompt)
         least = planned.all_bytes + kv_bytes(planned, Question(), num_tokens)
-        found.append((num_tokens, live(command, OFTEN_S).anonymous, least))
-    runtime = found[0][1] - found[0][2]
+        results.append((num_tokens, live(command, OFTEN_S).anonymous, least))
+    runtime = results[0][1] - results[0][2]
     rows, errors = [], []
-    for num_tokens, measured, least in found:
+    for num_tokens, measured, least in results:
         errors.append(abs((least + runtime) / measured - 1))
         sizes_mb = [f"{one / 1e6:,.1f}" for one in (measured, least, least + runtime)]
         rows.append((f"{num_tokens:,}", *sizes_mb, f"{errors[-1]:.1%}"))
@@ -120,7 +120,7 @@ def _memory(model: str) -> tuple[str, list[tuple[int, int, float]]]:
         f"## {model}: peak memory\n\n{table(MEMORY_HEADER, rows)}\n\nLargest error: "
         f"{max(errors[1:]):.1%}, with {runtime / 1e6:.1f} MB of runtime from the first row.\n"
     )
-    return text, found
+    return text, results
 
 
 def _measured(model: str, num_steps: int | None) -> tuple[str, Sequence[MeasuredStep]]:
@@ -137,9 +137,9 @@ def _measured(model: str, num_steps: int | None) -> tuple[str, Sequence[Measured
     )
     rows, errors = [], []
     for one in points[len(calibrating) :]:
-        found = [roof.step(one.batch).seconds for roof in roofs]
-        errors.append([abs(seconds / one.seconds - 1) for seconds in found])
-        pairs = zip(found, errors[-1], strict=True)
+        results = [roof.step(one.batch).seconds for roof in roofs]
+        errors.append([abs(seconds / one.seconds - 1) for seconds in results])
+        pairs = zip(results, errors[-1], strict=True)
         cells = [cell for s, error in pairs for cell in (f"{s * 1e3:,.2f}", f"{error:.0%}")]
         rows.append((one.name, f"{one.seconds * 1e3:,.2f}", *cells))
     began_s = time.perf_counter()

@@ -78,7 +78,7 @@ def published_points() -> tuple[str, list[dict[str, Any]]]:
 
 def answer_times() -> tuple[str, dict[str, list[float]]]:
     """Return how long `twostroke plan` takes, from its start to its end, in fresh processes."""
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         deepseek = Path(folder, "DeepSeek-V3.json")
         deepseek.write_text(json.dumps(_DEEPSEEK_V3))
@@ -89,9 +89,9 @@ def answer_times() -> tuple[str, dict[str, list[float]]]:
             for _ in range(_RUNS):
                 began_s = time.perf_counter()
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                found.setdefault(name, []).append(time.perf_counter() - began_s)
-    rows = [(name, f"{median(s):.2f}", f"{min(s):.2f}–{max(s):.2f}") for name, s in found.items()]
-    return f"## Answers\n\n{table(('model', 'seconds', 'range'), rows)}\n", found
+                results.setdefault(name, []).append(time.perf_counter() - began_s)
+    rows = [(name, f"{median(s):.2f}", f"{min(s):.2f}–{max(s):.2f}") for name, s in results.items()]
+    return f"## Answers\n\n{table(('model', 'seconds', 'range'), rows)}\n", results
 
 
 def fleet_time() -> tuple[str, dict[str, float]]:

@@ -70,11 +70,11 @@ def main() -> None:
     """Measure, simulate, then print and keep the tables."""
     given, began_s = _arguments(), time.monotonic()
     parts, result = [], dict[str, Any](machine_facts())
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
         if "speed" in given.parts:
             parts.append(_speed(given, result))
         if {"latency", "hits"} & set(given.parts):
-            pair = _Pair(given, Path(place), stack)
+            pair = _Pair(given, Path(folder_name), stack)
         if "latency" in given.parts:
             parts.append(_latency(given, pair, result))
         if "hits" in given.parts:
@@ -146,7 +146,7 @@ class _Pair:
         finally:
             ended.set()
             thread.join()
-        return logs, [one for one in steps if tuple(one) not in before]
+        return logs, [step for step in steps if tuple(step) not in before]
 
     def simulate(self, load: Workload, steps: Steps) -> Sequence[RequestLog]:
         """Simulate a load on a server that took these steps."""
@@ -166,22 +166,22 @@ class _Pair:
                 "replay",
                 port=self._server.port,
                 model=MODEL_NAME,
-                times_s=[one.at_s for one in load.arrivals],
+                times_s=[arrival.at_s for arrival in load.arrivals],
                 prompts=prompts,
-                num_tokens=[one.num_output for one in load.arrivals],
+                num_tokens=[arrival.num_output for arrival in load.arrivals],
             )
         except WorkerError as error:
             raise SystemExit(f"the clients' process {error}") from None
         self.others_share.append(watch.others_share())
         return [
             RequestLog(
-                Timings(one.at_s, 0.0, log["first_s"], log["last_s"]),
+                Timings(arrival.at_s, 0.0, log["first_s"], log["last_s"]),
                 log["sent_s"],
-                one.num_prompt,
-                one.num_output,
+                arrival.num_prompt,
+                arrival.num_output,
                 log["num_cached"],
             )
-            for one, log in zip(load.arrivals, answer["requests"], strict=True)
+            for arrival, log in zip(load.arrivals, answer["requests"], strict=True)
         ]
 
 
@@ -200,16 +200,16 @@ def _latency(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> 
     kept: dict[str, Any] = {"knee_per_s": rates[0], "overhead_s": overhead_s, "loads": {}}
     for percent in given.loads:
         try:
-            found = _in_blocks(pair, fresh, requests, percent / 100 * rates[0])
+            outcome = _in_blocks(pair, fresh, requests, percent / 100 * rates[0])
         except SystemExit as error:  # what was measured before is kept
             result.setdefault("failures", []).append(f"Load of {percent}%: {error}")
             break
-        reports = [*map(_report, found)]
+        reports = [*map(_report, outcome)]
         compared = list(_compared(f"{percent}%", *reports))
         note("\n".join(map(" ".join, compared)))
         rows += compared
         names = ("measured", "simulated", "requests")
-        kept["loads"][percent] = dict(zip(names, [*reports, found[0]], strict=True))
+        kept["loads"][percent] = dict(zip(names, [*reports, outcome[0]], strict=True))
     result["latency"] = msgspec.to_builtins(kept)
     disturbed = sum(share > MAX_SHARE for share in pair.others_share)
     text = (
@@ -243,7 +243,7 @@ class _Requests(NamedTuple):
 
 def _begun(name: str, arrivals: Sequence[RequestArrival]) -> Workload:
     """Return a load whose first request comes at once."""
-    moved = [replace(one, at_s=one.at_s - arrivals[0].at_s) for one in arrivals]
+    moved = [replace(arrival, at_s=arrival.at_s - arrivals[0].at_s) for arrival in arrivals]
     return Workload(name, tuple(moved))
 
 
@@ -276,7 +276,7 @@ def _find_overhead(pair: _Pair, fresh: FreshPrompts) -> float:
     pair.measure(load, _texts(fresh, load))  # the server's first requests warm it up
     logs, steps = pair.watched(load, _texts(fresh, load))
     seen = [step_s for _, prompt, _, step_s, *_ in dict.fromkeys(map(tuple, steps)) if prompt]
-    ttft_s = [one.timings.ttft_s for one in logs]
+    ttft_s = [log.timings.ttft_s for log in logs]
     overhead_s = max(0.0, median(ttft_s) - float(median(seen)))
     pair.setup = replace(pair.setup, overhead_s=overhead_s)
     return overhead_s
@@ -286,8 +286,8 @@ def _compared(load: str, measured: RunReport, simulated: RunReport) -> Iterator[
     for name, percentile in _FIGURES:
         both = []
         for report in (measured, simulated):
-            found = report.latencies[name].percentiles.get(percentile)
-            both.append(None if found is None else found.value)
+            result = report.latencies[name].percentiles.get(percentile)
+            both.append(None if result is None else result.value)
         if None in both:
             continue
         cells = (f"{value * 1e3:,.1f} ms" for value in both if value is not None)
@@ -334,11 +334,11 @@ def _speed(given: argparse.Namespace, result: dict[str, Any]) -> str:
         ("lengths times 0.1", load.changed(speed=80, scale=0.1)),
     ):
         began_s = time.process_time()
-        found = simulate(replace(setup), one)
+        outcome = simulate(replace(setup), one)
         rate = len(one.arrivals) / (time.process_time() - began_s)
         kept[name] = rate
-        busy = sum(found.busy) / len(found.busy)
-        rows.append((name, f"{rate:,.0f}", f"{found.num_steps:,}", f"{busy:.0%}"))
+        busy = sum(outcome.busy) / len(outcome.busy)
+        rows.append((name, f"{rate:,.0f}", f"{outcome.num_steps:,}", f"{busy:.0%}"))
     result["simulated_per_s"] = kept
     note("\n".join(map(" ".join, rows)))
     header = (f"{load.name}, {_SPEED_REPLICAS} replicas", "requests a second", "steps", "busy")
@@ -346,7 +346,7 @@ def _speed(given: argparse.Namespace, result: dict[str, Any]) -> str:
 
 
 def _texts(fresh: FreshPrompts, load: Workload) -> list[list[int]]:
-    return [fresh.take(one.num_prompt) for one in load.arrivals]
+    return [fresh.take(arrival.num_prompt) for arrival in load.arrivals]
 
 
 def _error(simulated: float, measured: float) -> str:

@@ -78,8 +78,8 @@ def _measure_model(given: argparse.Namespace, model: str) -> tuple[dict[str, Any
     loaded = load(model)
     tokens = heldout_tokens(loaded)
     names = given.only or rows_of(model, list(WORKS))
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         sides = start(given, model, loaded, [WORKS[name] for name in names], folder)
         try:
             limits = sides[0].ask("limits") or {}

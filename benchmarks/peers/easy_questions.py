@@ -126,20 +126,20 @@ def main() -> int:
     parser.add_argument("--sampling", nargs="*", choices=SAMPLINGS, default=["auto"])
     parser.add_argument("--llama", metavar="PYTHON", help="an interpreter with xllamacpp")
     parser.add_argument("--least", type=int, default=0, help="fail below so many right answers")
-    given = parser.parse_args()
-    of, counts = len(QUESTIONS) * given.seeds, []
-    for sampling in given.sampling:
-        with ours(given.model, sampling) as llm:
+    args = parser.parse_args()
+    of, counts = len(QUESTIONS) * args.seeds, []
+    for sampling in args.sampling:
+        with ours(args.model, sampling) as llm:
             path = llm.engine.card.name
-            counts.append(count_right(answer_with(llm), given.seeds, show=True))
+            counts.append(count_right(answer_with(llm), args.seeds, show=True))
         print(f"twostroke, {path}, {sampling}: {counts[-1]} of {of} right", flush=True)
-    if given.llama:
+    if args.llama:
         from twostroke.model.hub import resolve
 
-        with llama_server(given.llama, resolve(given.model)) as answer:
-            right = count_right(answer, given.seeds, show=True)
+        with llama_server(args.llama, resolve(args.model)) as answer:
+            right = count_right(answer, args.seeds, show=True)
         print(f"llama.cpp, its defaults: {right} of {of} right")
-    return 0 if min(counts, default=given.least) >= given.least else 1
+    return 0 if min(counts, default=args.least) >= args.least else 1
 
 
 if __name__ == "__main__":

@@ -167,8 +167,8 @@ def _vllm_requirements(python: Path) -> list[str]:
 
 def _llama_sources(folder: Path) -> Path:
     """Fetch and unpack the source package, and return llama.cpp's tree in it."""
-    found = list(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
-    if not found:
+    results = list(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
+    if not results:
         folder.mkdir(parents=True, exist_ok=True)
         fetch = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
         options = ("--no-build-isolation", "--no-binary", "llama-cpp-python", "-d", str(folder))
@@ -176,12 +176,12 @@ def _llama_sources(folder: Path) -> Path:
         for archive in folder.glob("llama_cpp_python-*.tar.gz"):
             shutil.unpack_archive(archive, folder, filter="data")
             archive.unlink()
-        found = list(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
-    if not found:
+        results = list(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
+    if not results:
         raise SystemExit(f"The source package {_LLAMA} holds no vendor/llama.cpp.")
     # It points to a repository that is not in the package, and would be looked for again and again.
-    (found[0] / ".git").unlink(missing_ok=True)
-    return found[0]
+    (results[0] / ".git").unlink(missing_ok=True)
+    return results[0]
 
 
 def _compilers() -> dict[str, str]:

@@ -61,7 +61,7 @@ def likeliest(model: Path, pieces: Sequence[Sequence[int]]) -> NDArray[np.int64]
         SystemExit: llama.cpp does not load the model.
     """
     library = _typed(ctypes.CDLL(str(library_path())))
-    found: list[int] = []
+    results: list[int] = []
     data = True  # is cleared, too
     with _loaded(library, model, max(map(len, pieces))) as (loaded, context):
         vocab_size = library.llama_vocab_n_tokens(library.llama_model_get_vocab(loaded))
@@ -76,9 +76,9 @@ def likeliest(model: Path, pieces: Sequence[Sequence[int]]) -> NDArray[np.int64]
                 raise SystemExit(f"llama.cpp cannot run {model.name}.")
             for i in range(len(piece)):
                 logits = library.llama_get_logits_ith(context, i)
-                found.append(int(np.ctypeslib.as_array(logits, (vocab_size,)).argmax()))
+                results.append(int(np.ctypeslib.as_array(logits, (vocab_size,)).argmax()))
             library.llama_batch_free(batch)
-    return np.array(found)
+    return np.array(results)
 
 
 class _Options(ctypes.Structure):

@@ -27,20 +27,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", help="as `quantize --to w4a16` writes it")
     parser.add_argument("--vllm-env", type=Path, help="a ready virtual environment with vLLM")
-    given = parser.parse_args()
-    loaded = load(given.folder)
+    args = parser.parse_args()
+    loaded = load(args.folder)
     parts = pieces(heldout_tokens(loaded), _PIECE)
-    python = python_of("vllm", given.vllm_env)
-    with tempfile.TemporaryDirectory() as place:
+    python = python_of("vllm", args.vllm_env)
+    with tempfile.TemporaryDirectory() as folder_name:
         command = [
             str(python),
             "-m",
             "benchmarks.peers.worker_vllm",
-            given.folder,
+            args.folder,
             "--threads",
             _THREADS,
         ]
-        worker = Worker("vLLM", command, Path(place) / "vllm.log")
+        worker = Worker("vLLM", command, Path(folder_name) / "vllm.log")
         try:
             theirs = [worker.ask("likeliest", tokens=part)["tokens"] for part in parts]
             about = worker.ask("about")["version"]

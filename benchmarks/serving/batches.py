@@ -68,8 +68,8 @@ def main() -> None:
     tokenizer = build_tokenizer(loaded)
     rates: dict[str, list[Rate]] = {_FILE: [], _ENGINE: []}
     waits: dict[str, list[dict[str, Any]]] = {_ALONE: [], _BESIDE: []}
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
+        folder = Path(folder_name)
         if "file" in given.parts:
             for number in range(given.rounds):
                 note(f"Round {number + 1} of {given.rounds} of the file")
@@ -140,11 +140,11 @@ def _rate(name: str, path: Path, given: argparse.Namespace) -> Rate:
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     others_s = busy_s() - _own_s() - others_s
     share = others_s / (time.monotonic() - began_s) / (os.cpu_count() or 1)
-    found = _SUMMARY.search(ran.stderr)
-    if ran.returncode or found is None:
+    match = _SUMMARY.search(ran.stderr)
+    if ran.returncode or match is None:
         raise SystemExit(f"{name} failed: {ran.stderr[-1000:]}")
     path.with_suffix(".out").unlink(missing_ok=True)
-    return Rate(float(found[2]) / float(found[1]), share)
+    return Rate(float(match[2]) / float(match[1]), share)
 
 
 def _own_s() -> float:
@@ -191,8 +191,8 @@ class _Bench:
         if batch is not None:
             self._end(batch)
         ttfts_s, steps_s = zip(*waits, strict=True)
-        found = {"ttft_s": ttfts_s, "step_s": steps_s, "full_s": full_s}
-        return {**found, "others_share": others_share}
+        results = {"ttft_s": ttfts_s, "step_s": steps_s, "full_s": full_s}
+        return {**results, "others_share": others_share}
 
     def _ask(self) -> tuple[float, float]:
         """Ask at any moment of a step; return the time to the first token, and to the next ones."""
@@ -231,8 +231,8 @@ class _Bench:
         return [TimedRows(*step).step_s for step in steps]
 
     def _end(self, batch: str) -> None:
-        found = self._post(f"/{batch}/cancel", {})
-        if found["request_counts"]["processing"] < 100:
+        result = self._post(f"/{batch}/cancel", {})
+        if result["request_counts"]["processing"] < 100:
             raise SystemExit("The batch was over before the client was: give more lines.")
         time.sleep(2.0)
 
@@ -259,10 +259,10 @@ def _p99(values: list[float]) -> float:
 def _records(
     given: argparse.Namespace, rates: dict[str, list[Rate]], waits: dict[str, list[Any]]
 ) -> list[Record]:
-    found = []
+    results = []
     command = f'make bench WHAT=batches ARGS="--model {given.model}"'
     if rates[_FILE]:
-        found.append(
+        results.append(
             Record(
                 row="batch-file",
                 name=f"{given.lines} lines of {_PROMPT} tokens in, {given.tokens} out, from a file",
@@ -278,7 +278,7 @@ def _records(
     if waits[_ALONE]:
         runs = waits[_ALONE] + waits[_BESIDE]
         times = {name: _pooled(mine, "ttft_s") for name, mine in waits.items()}
-        found.append(
+        results.append(
             Record(
                 row="batch-client",
                 name="first token of a client beside a full batch, p99 of each round",
@@ -299,7 +299,7 @@ def _records(
                 },
             )
         )
-    return found
+    return results
 
 
 def _text(

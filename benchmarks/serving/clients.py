@@ -43,8 +43,8 @@ def main() -> None:
     """Measure, then print and keep the table."""
     given = _arguments()
     prompts = FreshPrompts(heldout_tokens(load(given.model)))
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
+        folder = Path(folder_name)
         clients = Worker(
             "clients",
             [sys.executable, "-m", "benchmarks.serving.load_clients"],

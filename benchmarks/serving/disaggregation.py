@@ -51,12 +51,12 @@ _MEMORY = 56_000  # bytes for pages, for each token of a prompt: more than two o
 _WARM = 4  # prompts after which all of it has been used
 
 
-def _options(given: argparse.Namespace, handover: DisaggregationOptions) -> EngineOptions:
+def _options(given: argparse.Namespace, disaggregation: DisaggregationOptions) -> EngineOptions:
     return EngineOptions(
         ComputeOptions(num_threads=1),
         CacheOptions(context_length=given.tokens + 64, memory_bytes=_MEMORY * given.tokens),
         speculation=SpeculationOptions("off"),
-        disaggregation=handover,
+        disaggregation=disaggregation,
     )
 
 
@@ -78,15 +78,15 @@ def _note_steps(engine: Engine) -> list[tuple[float, float]]:
 def _prefill_worker(given: argparse.Namespace) -> None:
     """Be the prefill engine, and answer questions."""
     answers = claim_output()
-    handover = DisaggregationOptions("prefill", f"{given.host}:0")
-    with build(given.model, _options(given, handover)) as engine:
+    disaggregation = DisaggregationOptions("prefill", f"{given.host}:0")
+    with build(given.model, _options(given, disaggregation)) as engine:
         steps, look = _note_steps(engine), engine.client.disaggregation_stats
         assert look is not None
 
         def address() -> dict[str, Any]:
-            lender = look().prefill_side
-            assert lender is not None
-            return {"address": f"{given.host}:{lender.port}"}
+            prefill_side = look().prefill_side
+            assert prefill_side is not None
+            return {"address": f"{given.host}:{prefill_side.port}"}
 
         def read(prompt: list[int]) -> dict[str, Any]:
             engine.client.generate(prompt, _ONE).wait()
@@ -115,8 +115,8 @@ class Pair:
         self.prefill = Worker("prefill", command, folder / "log")
         stack.callback(self.prefill.close)
         address = self.prefill.ask("address")["address"]
-        handover = DisaggregationOptions("decode", None, (address,), "always", link or "auto")
-        self.engine = stack.enter_context(build(given.model, _options(given, handover)))
+        disaggregation = DisaggregationOptions("decode", None, (address,), "always", link or "auto")
+        self.engine = stack.enter_context(build(given.model, _options(given, disaggregation)))
         self.steps = _note_steps(self.engine)
         while self.view().peers[0].state != "up":
             time.sleep(0.05)
@@ -147,8 +147,8 @@ def transfer(given: argparse.Namespace) -> dict[str, Any]:
     os.environ["TWOSTROKE_PEER_SECRET"] = "a secret of the benchmark"
     links = ("socket", *(() if nixl.obstacle() else ("nixl-read", "nixl-write")))
     between = "one host" if obstacle() else "two network namespaces"
-    found = _transfer(given, "")
-    return found | {"links": {link: _apart(given, link) for link in links}, "between": between}
+    result = _transfer(given, "")
+    return result | {"links": {link: _apart(given, link) for link in links}, "between": between}
 
 
 def _apart(given: argparse.Namespace, link: str) -> dict[str, Any]:
@@ -172,8 +172,8 @@ def _apart(given: argparse.Namespace, link: str) -> dict[str, Any]:
         else:
             command += ["--host", "127.0.0.2"]  # which is not known as this machine
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        body: dict[str, Any] = json.loads(done.stdout)
+        return body
 
 
 def _transfer(given: argparse.Namespace, link: str) -> dict[str, Any]:
@@ -222,31 +222,31 @@ def first(given: argparse.Namespace) -> dict[str, Any]:
 def _rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return a line for each figure that was measured: asked beside reached."""
     rows = []
-    if found := result.get("transfer"):
-        ratio = median(found["bytes_per_s"]) / median(found["copy_bytes_per_s"])
-        size, pace = found["num_bytes"] / 1e6, median(found["bytes_per_s"]) / 1e9
+    if outcome := result.get("transfer"):
+        ratio = median(outcome["bytes_per_s"]) / median(outcome["copy_bytes_per_s"])
+        size, pace = outcome["num_bytes"] / 1e6, median(outcome["bytes_per_s"]) / 1e9
         reached = f"{100 * ratio:.0f}% ({size:.0f} MB at {pace:.1f} GB/s)"
         rows += [("transfer beside memcpy", "80%", reached)]
-        asked, unused = median(found["asked_bytes_per_s"]), found["unused"]
+        asked, unused = median(outcome["asked_bytes_per_s"]), outcome["unused"]
         rows += [("the same from the question on", "", f"{asked / 1e9:.1f} GB/s")]
         rows += [("the same into memory that was never used", "", f"{unused / 1e9:.1f} GB/s")]
-        for link, one in found.get("links", {}).items():
+        for link, one in outcome.get("links", {}).items():
             rate, asked = median(one["bytes_per_s"]), median(one["asked_bytes_per_s"])
             share = 100 * rate / median(one["copy_bytes_per_s"])
             reached = (
                 f"{share:.0f}% ({rate / 1e9:.1f} GB/s, {asked / 1e9:.1f} from the question on)"
             )
-            rows += [(f"{link} between {found['between']}, beside memcpy", "", reached)]
-    if found := result.get("first"):
-        pairs = zip(found["late_s"], found["step_s"], strict=True)
+            rows += [(f"{link} between {outcome['between']}, beside memcpy", "", reached)]
+    if outcome := result.get("first"):
+        pairs = zip(outcome["late_s"], outcome["step_s"], strict=True)
         extra = sorted(1e3 * (late - step) for late, step in pairs)
         reached = f"{median(extra):.1f} ms (at most {extra[-1]:.1f})"
-        step = f"{1e3 * median(found['step_s']):.0f} ms"
+        step = f"{1e3 * median(outcome['step_s']):.0f} ms"
         rows += [
             (f"first token after the last prefill step and a step of {step}", "10 ms", reached)
         ]
-    if found := result.get("streams"):
-        apart, mixed = found["apart"], found["mixed"]
+    if outcome := result.get("streams"):
+        apart, mixed = outcome["apart"], outcome["mixed"]
         reached = f"{1e3 * apart['itl_p99_s']:.0f} ms of {1e3 * mixed['itl_p99_s']:.0f} ms"
         ratio = apart["itl_p99_s"] / mixed["itl_p99_s"]
         rows += [
@@ -298,13 +298,13 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help=argparse.SUPPRESS)
     parser.add_argument("--namespace", default="", help=argparse.SUPPRESS)
     parser.add_argument("--link", default="", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        _prefill_worker(given)
+    args = parser.parse_args()
+    if args.worker:
+        _prefill_worker(args)
         return
-    if given.link:
+    if args.link:
         answers = claim_output()
-        print(json.dumps(_transfer(given, given.link)), file=answers, flush=True)
+        print(json.dumps(_transfer(args, args.link)), file=answers, flush=True)
         return
     path = RESULTS / "handover.json"
     result = json.loads(path.read_text()) if path.exists() else {}
@@ -314,13 +314,13 @@ def main() -> None:
         ("first", first, 4),
         ("streams", streams, 1),
     ):
-        if name in given.parts:  # a part of a prompt says as much, sooner
-            facts = vars(given) | {"tokens": given.tokens // part}
+        if name in args.parts:  # a part of a prompt says as much, sooner
+            facts = vars(args) | {"tokens": args.tokens // part}
             result[name] = measure(argparse.Namespace(**facts))
     for name, weigh in (("virtual", virtual), ("auto", auto)):
-        if name in given.parts:
-            kept = [one for one in result.get(name, []) if one["mix"] not in given.mixes]
-            result[name] = kept + weigh(given)
+        if name in args.parts:
+            kept = [one for one in result.get(name, []) if one["mix"] not in args.mixes]
+            result[name] = kept + weigh(args)
     lines = table(("", "asked", "reached"), _rows(result))
     save(
         "handover",

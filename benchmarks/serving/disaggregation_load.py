@@ -146,7 +146,7 @@ def streams(given: argparse.Namespace) -> dict[str, Any]:
 
     Prompts arrive as fast as one engine reads them while nothing else runs.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in ("mixed", "apart"):
         with ExitStack() as stack:
             servers = Servers(given, stack)
@@ -155,13 +155,13 @@ def streams(given: argparse.Namespace) -> dict[str, Any]:
                 stamps: list[float] = []
                 began_s = time.monotonic()
                 asyncio.run(_stamps(ports[0], 1, servers.prompt(given.tokens), stamps))
-                found["alone_s"] = stamps[0] - began_s
+                results["alone_s"] = stamps[0] - began_s
             else:
                 servers.prefill()
                 ports = [servers.decode("always")]
             note(f"Streams and prompts, {name}")
-            found[name] = asyncio.run(_beside(servers, ports, given, found["alone_s"]))
-    return found
+            results[name] = asyncio.run(_beside(servers, ports, given, results["alone_s"]))
+    return results
 
 
 def auto(given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -246,7 +246,7 @@ def virtual(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _times(setup: SimulationSetup, load: Workload) -> list[float]:
-    return [one.timings.last_token_s - one.sent_s for one in simulate(setup, load).logs]
+    return [log.timings.last_token_s - log.sent_s for log in simulate(setup, load).logs]
 
 
 def _send(

@@ -65,7 +65,9 @@ _REAL, _SCALE, _REAL_KV, _REAL_CONTEXT = "mooncake-synthetic", 0.02, 64 << 20, 2
 
 def _fitting(load: Workload, context: int) -> Workload:
     """Return a load without the requests that no context holds."""
-    fitting = [one for one in load.arrivals if one.num_prompt + one.num_output <= context]
+    fitting = [
+        arrival for arrival in load.arrivals if arrival.num_prompt + arrival.num_output <= context
+    ]
     return Workload(load.name, tuple(fitting))
 
 
@@ -81,13 +83,13 @@ def one_cache(load: Workload, num_tokens: int, block: int) -> float:
     """Return the hit rate of one cache of so many tokens, the blocks used longest ago evicted."""
     cached: OrderedDict[int, None] = OrderedDict()
     num_hit = num_prompt = 0
-    for one in load.arrivals:
+    for arrival in load.arrivals:
         known = 0
-        while known < len(one.blocks) and one.blocks[known] in cached:
+        while known < len(arrival.blocks) and arrival.blocks[known] in cached:
             known += 1
-        num_hit += min(known * block, one.num_prompt - 1)
-        num_prompt += one.num_prompt
-        for id_ in reversed(one.blocks):  # so that the last block is evicted first
+        num_hit += min(known * block, arrival.num_prompt - 1)
+        num_prompt += arrival.num_prompt
+        for id_ in reversed(arrival.blocks):  # so that the last block is evicted first
             cached[id_] = None
             cached.move_to_end(id_)
         while len(cached) > num_tokens // block:
@@ -114,12 +116,12 @@ def simulated(job: Job) -> dict[str, Any]:
     if policy == _ONE:
         hit = one_cache(load, setup.size().num_pages * replicas * _PAGE, _BLOCK)
         return {"hit": hit, "took_s": time.process_time() - began_s}
-    found = simulate(setup, load)
-    ttfts = [one.timings.first_token_s - one.sent_s for one in found.logs]
+    result = simulate(setup, load)
+    ttfts = [log.timings.first_token_s - log.sent_s for log in result.logs]
     return {
-        "hit": found.report.hit_rate,
+        "hit": result.report.hit_rate,
         "ttft_s": mean(ttfts),
-        "busy": mean(found.busy),
+        "busy": mean(result.busy),
         "took_s": time.process_time() - began_s,
     }
 
@@ -160,7 +162,7 @@ def real(given: argparse.Namespace) -> dict[str, float]:
         "hit": hit,
         "simulated": again.report.hit_rate,
         "requests": len(streams),
-        "ttft_s": mean(one.ttft_s for one in streams),
+        "ttft_s": mean(stream.ttft_s for stream in streams),
         _ONE: one_cache(load, 2 * size.num_pages * size.page_size, load.arrivals[0].block_size),
     }
 
@@ -200,18 +202,18 @@ def compared(runs: dict[str, Any], given: argparse.Namespace) -> tuple[Rows, Row
     all_: Rows = []
     for trace, replicas in product(_SPEED, _SIZES):
         jobs = {one: (trace, replicas, one, given.requests, given.weight) for one in _RUNS}
-        found = {one: runs[str(job)] for one, job in jobs.items() if str(job) in runs}
-        if not found:
+        results = {one: runs[str(job)] for one, job in jobs.items() if str(job) in runs}
+        if not results:
             continue
         name = f"{trace.removeprefix('mooncake-')}, {replicas} replicas"
-        if {_ONE, "prefix"} <= found.keys():
-            least, hit = found[_ONE]["hit"] - _POINTS["simulated"], found["prefix"]["hit"]
+        if {_ONE, "prefix"} <= results.keys():
+            least, hit = results[_ONE]["hit"] - _POINTS["simulated"], results["prefix"]["hit"]
             asked.append((f"{name}: hit rate", least, hit, _share, "at least"))
-        if {*POLICIES} <= found.keys():
-            others_s = min(found[one]["ttft_s"] for one in POLICIES if one != "prefix")
-            mean_s = found["prefix"]["ttft_s"]
+        if {*POLICIES} <= results.keys():
+            others_s = min(results[one]["ttft_s"] for one in POLICIES if one != "prefix")
+            mean_s = results["prefix"]["ttft_s"]
             asked.append((f"{name}: mean TTFT", others_s, mean_s, _seconds, "below"))
-        all_.append((name, *[_cell(found[one]) if one in found else "" for one in _RUNS]))
+        all_.append((name, *[_cell(results[one]) if one in results else "" for one in _RUNS]))
     return asked, all_
 
 

@@ -79,20 +79,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--only", nargs="+", choices=FORMS, default=list(FORMS), metavar="FORM")
-    given = parser.parse_args()
-    names = ["plain requests", *given.only]
+    args = parser.parse_args()
+    names = ["plain requests", *args.only]
     runs: dict[str, list[tuple[float, str]]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        command = our_command(given.model, given.threads)
-        port = Server("Twostroke", command, Path(place), stack).port
+    with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
+        command = our_command(args.model, args.threads)
+        port = Server("Twostroke", command, Path(folder_name), stack).port
         _ask(port, {})
-        for number in range(given.rounds):
-            note(f"Round {number + 1} of {given.rounds}")
+        for number in range(args.rounds):
+            note(f"Round {number + 1} of {args.rounds}")
             for name in names:
                 runs[name].append(_longest_gap(port, _varied(FORMS.get(name, {}), number)))
     facts = machine_facts()
-    result = {**facts, "model": given.model, "runs": runs}
-    save("hostile", result, _text(given, runs, facts))
+    result = {**facts, "model": args.model, "runs": runs}
+    save("hostile", result, _text(args, runs, facts))
 
 
 def _varied(form: dict[str, object], number: int) -> dict[str, object]:

@@ -92,17 +92,17 @@ def _worker(given: argparse.Namespace) -> None:
         _ask(engine, _prompt(engine, 99, 300))  # the first steps find untouched memory
         most = engine.context_length - _OUTPUT - _QUESTION
         system = _prompt(engine, 1, min(given.tokens, most))
-        found = []
+        results = []
         for question in given.questions:
             hints = Hints(keep_s=3600.0) if given.folder else Hints()
             prompt = system + _prompt(engine, 1000 + question, _QUESTION)
-            found.append(_ask(engine, prompt, hints))
+            results.append(_ask(engine, prompt, hints))
         if given.folder:
             engine.client.loop.pages.flush(60.0)
             (totals,) = engine.client.loop.snapshot().tiers
-            print(json.dumps({"found": found, "tokens": len(system), "read_s": totals.read_s}))
+            print(json.dumps({"found": results, "tokens": len(system), "read_s": totals.read_s}))
         else:
-            print(json.dumps({"found": found, "tokens": len(system)}))
+            print(json.dumps({"found": results, "tokens": len(system)}))
 
 
 def _in_a_process(given: argparse.Namespace, folder: str | None, *questions: int) -> Any:
@@ -203,29 +203,29 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--questions", type=int, nargs="*", default=(), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        _worker(given)
+    args = parser.parse_args()
+    if args.worker:
+        _worker(args)
         return
     result: dict[str, Any] = dict(machine_facts())
     text: list[str] = []
-    with tempfile.TemporaryDirectory() as place:
-        if given.only != "slow":
-            found = result["restart"] = _restart(given, place)
-            cold_s, warm_s = median(found["cold_s"]), median(found["warm_s"])
+    with tempfile.TemporaryDirectory() as folder_name:
+        if args.only != "slow":
+            outcome = result["restart"] = _restart(args, folder_name)
+            cold_s, warm_s = median(outcome["cold_s"]), median(outcome["warm_s"])
             rows = [
-                ("prompt, tokens", f"{found['prompt_tokens'] + _QUESTION:,}"),
-                ("of these found on disk", f"{found['cached_tokens']:,}"),
+                ("prompt, tokens", f"{outcome['prompt_tokens'] + _QUESTION:,}"),
+                ("of these found on disk", f"{outcome['cached_tokens']:,}"),
                 ("first token, without a page cache", f"{cold_s:.2f} s"),
                 ("first token after a restart", f"{warm_s:.3f} s"),
-                ("of this, pages are read for", f"{found['read_s']:.3f} s"),
-                ("times shorter", f"{found['factor']:.1f}"),
-                ("same tokens", "yes" if found["same_tokens"] else "NO"),
+                ("of this, pages are read for", f"{outcome['read_s']:.3f} s"),
+                ("times shorter", f"{outcome['factor']:.1f}"),
+                ("same tokens", "yes" if outcome["same_tokens"] else "NO"),
             ]
             header = (f"restart; asked at least {_LEAST_FACTOR:g} times shorter", "")
             text += ["## Pages on disk after a restart", "", table(header, rows), ""]
-        if given.only != "restart":
-            slow = result["slow"] = _slow(given, place)
+        if args.only != "restart":
+            slow = result["slow"] = _slow(args, folder_name)
             lines = [
                 (
                     "is slow" if one["is_known"] else "becomes slow",

@@ -51,7 +51,7 @@ async def _replay(
     port: int, model: str, times_s: list[float], prompts: list[list[int]], num_tokens: list[int]
 ) -> list[dict[str, float]]:
     start_s = time.monotonic() + _LEAD_S
-    found: list[dict[str, float]] = [{} for _ in times_s]
+    results: list[dict[str, float]] = [{} for _ in times_s]
 
     async def one(at: int) -> None:
         now_s, usage = time.monotonic() - start_s, dict[str, Any]()
@@ -60,13 +60,13 @@ async def _replay(
             log["last_s"] = time.monotonic() - start_s
             log["first_s"] = log["first_s"] or log["last_s"]
         log["num_cached"] = usage["prompt_tokens_details"]["cached_tokens"]
-        found[at] = log
+        results[at] = log
 
     async with asyncio.TaskGroup() as group:
         for at, due_s in enumerate(times_s):
             await asyncio.sleep(max(0.0, start_s + due_s - time.monotonic()))
             group.create_task(one(at))
-    return found
+    return results
 
 
 async def ask(
@@ -83,22 +83,22 @@ async def ask(
     Raises:
         RuntimeError: the server refused, or wrote another number of tokens.
     """
-    asked = {
+    payload = {
         "model": model, "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0,
         "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     usage = {} if usage is None else usage
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        body = json.dumps(asked).encode()
+        body = json.dumps(payload).encode()
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
         )
         head = await reader.readuntil(b"\r\n\r\n")
         if b" 200 " not in head.partition(b"\r\n")[0]:
-            said = (await reader.read()).decode(errors="replace")
-            raise RuntimeError(f"the server refused: {said[:300]}")
+            output = (await reader.read()).decode(errors="replace")
+            raise RuntimeError(f"the server refused: {output[:300]}")
         async for line in _lines(reader):
             if not line.startswith(b"data: {"):
                 continue

@@ -46,8 +46,8 @@ def main() -> None:
     prompts = FreshPrompts(heldout_tokens(load(given.model)))
     result: dict[str, Any] = {**machine_facts(), "model": given.model}
     rows: list[tuple[str, ...]] = []
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
+        folder = Path(folder_name)
         keys = {name: _key(folder, name, weight) for name, weight in _WEIGHTS.items()}
         command = [sys.executable, "-m", "benchmarks.serving.overload_clients"]
         worker = Worker("clients", command, folder / "clients.log")
@@ -153,8 +153,8 @@ class _Bench:
             p99s = [_percentile(ttfts, 99) for ttfts in (alone, flooded)]
             result[f"trickle-{length}"] = {"alone_s": alone, "flooded_s": flooded}
             what = f"TTFT p99 of a trickle, {length} tokens each ({len(flooded)} requests)"
-            found = f"{1000 * p99s[0]:.0f} / {1000 * p99s[1]:.0f} ms, x {p99s[1] / p99s[0]:.1f}"
-            rows.append((f"{what}: alone / beside a flood", found, "x 2"))
+            outcome = f"{1000 * p99s[0]:.0f} / {1000 * p99s[1]:.0f} ms, x {p99s[1] / p99s[0]:.1f}"
+            rows.append((f"{what}: alone / beside a flood", outcome, "x 2"))
         return rows
 
     def _ttfts(self, length: int, seconds: float, loops: list[dict[str, Any]]) -> list[float]:
@@ -165,10 +165,10 @@ class _Bench:
         ]
         for one in requests:
             one["num_tokens"] = _TRICKLE_ANSWER
-        found = self._run(warm_s + seconds, requests, loops)["requests"]
-        answered = [tries[0] for tries in found if tries[0]["status"] == 200]
-        if len(answered) < len(found):
-            note(f"{len(found) - len(answered)} of {len(found)} requests were refused")
+        result = self._run(warm_s + seconds, requests, loops)["requests"]
+        answered = [tries[0] for tries in result if tries[0]["status"] == 200]
+        if len(answered) < len(result):
+            note(f"{len(result) - len(answered)} of {len(result)} requests were refused")
         return [one["first_s"] - one["sent_s"] for one in answered]
 
     def shares(self, result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -176,7 +176,7 @@ class _Bench:
         seconds = self._given.seconds
         loops = [self._loop(name, self._given.running + 8) for name in ("light", "heavy")]
         tokens = self._run(_WARM_S + seconds, loops=loops)["tokens"]
-        _, light, heavy = (sum(one[int(_WARM_S) :]) for one in tokens)
+        _, light, heavy = (sum(token[int(_WARM_S) :]) for token in tokens)
         share, whole = heavy / (light + heavy), light + heavy
         result["shares"] = {"light": light, "heavy": heavy, "seconds": seconds}
         what = f"tenants of weights 1 and 3, {whole:,} tokens in {seconds} s: share of the second"

@@ -77,15 +77,15 @@ class _Crowd:
 
     async def _try(self, asked: dict[str, Any]) -> dict[str, float]:
         sent_s = self._now_s()
-        found = {"sent_s": sent_s, "status": 0, "first_s": 0.0, "end_s": 0.0, "retry_s": 1.0}
+        results = {"sent_s": sent_s, "status": 0, "first_s": 0.0, "end_s": 0.0, "retry_s": 1.0}
         async for kind, value in self._ask(asked["prompt"], asked["num_tokens"], asked["key"]):
             if kind == "token":
-                self._count(self._tokens, asked["prompt"], is_first=not found["first_s"])
-                found["first_s"] = found["first_s"] or self._now_s()
+                self._count(self._tokens, asked["prompt"], is_first=not results["first_s"])
+                results["first_s"] = results["first_s"] or self._now_s()
             else:
-                found[kind] = value
-        found["end_s"] = self._now_s()
-        return found
+                results[kind] = value
+        results["end_s"] = self._now_s()
+        return results
 
     async def _loop(self, asked: dict[str, Any]) -> list[int]:
         """Let clients ask until the time is over; return the tokens computed in each second."""

@@ -98,7 +98,9 @@ async def crowd(ports: Sequence[int], num_clients: int, seconds: float, given: A
 
 def rate(streams: Sequence[Stream], begin_s: float, end_s: float) -> float:
     """Return the tokens a second between two times."""
-    return sum(begin_s <= at < end_s for one in streams for at in one.at_s) / (end_s - begin_s)
+    return sum(begin_s <= at < end_s for stream in streams for at in stream.at_s) / (
+        end_s - begin_s
+    )
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
@@ -119,9 +121,9 @@ def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float
     texts: list[tuple[int, ...]] = []
     while len(dispatcher.prefix_tree) < num_blocks:
         keys = tuple([rng.getrandbits(64) for _ in range(_KEYS)])
-        ticket = dispatcher.decide(RoutingKey(keys, bytes_of_blocks(_KEYS) + 100, keys[0]))
-        assert ticket is not None
-        dispatcher.end(ticket)
+        routed_request = dispatcher.decide(RoutingKey(keys, bytes_of_blocks(_KEYS) + 100, keys[0]))
+        assert routed_request is not None
+        dispatcher.end(routed_request)
         texts.append(keys)
     asked, open_ = [], []
     for _ in range(count):
@@ -131,17 +133,17 @@ def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float
     wall_s, own_s = [], []
     for one in asked:
         began_s, began = time.perf_counter(), time.thread_time()
-        ticket = dispatcher.decide(one)
+        routed_request = dispatcher.decide(one)
         own_s.append(time.thread_time() - began)
         wall_s.append(time.perf_counter() - began_s)
-        open_.append(ticket)
+        open_.append(routed_request)
         if len(open_) > 2 * num_replicas and (oldest := open_.pop(0)) is not None:
             dispatcher.record_first_token(oldest)
             dispatcher.end(oldest)
-    found = dict[str, float]()
+    result = dict[str, float]()
     for name, values in (("wall", sorted(wall_s)), ("processor", sorted(own_s))):
-        found |= {f"{name} p50": values[count // 2], f"{name} p99": values[int(0.99 * count)]}
-    return found
+        result |= {f"{name} p50": values[count // 2], f"{name} p99": values[int(0.99 * count)]}
+    return result
 
 
 def streams(given: argparse.Namespace) -> dict[str, Any]:
@@ -160,10 +162,10 @@ def streams(given: argparse.Namespace) -> dict[str, Any]:
             note(f"Round {number} of {given.rounds}")
             for name in sorted(ways, reverse=bool(number % 2)):  # a machine's speed drifts
                 began_s = time.perf_counter()
-                found = asyncio.run(crowd(ways[name], given.clients, given.seconds, given))
+                result = asyncio.run(crowd(ways[name], given.clients, given.seconds, given))
                 if number:  # the first round only warms up
-                    seen[name] += found
-                    rates[name].append(rate(found, began_s + _RAMP_S, began_s + given.seconds))
+                    seen[name] += result
+                    rates[name].append(rate(result, began_s + _RAMP_S, began_s + given.seconds))
         logs = "".join([path.read_text() for path in folder.glob("replica*.log")])
     own_s = dict(re.findall(r'"request_id": "(\w+)".*?"ttft_s": ([0-9.e-]+)', logs))
     for one in (*seen["own choice"], *seen["router"]):
@@ -184,8 +186,8 @@ def main() -> int:
     """Measure, print and keep the tables; return 1 if a limit is missed."""
     given = _arguments()
     given.words = _words()
-    found = streams(given)
-    added, gained = found["added_s"], found["gained"]
+    result = streams(given)
+    added, gained = result["added_s"], result["gained"]
     rows = [
         (f"TTFT {name} beyond the server's own, against own choice", 1e3 * limit,
          1e3 * (added["router"][name] - added["own choice"][name]), "ms")
@@ -207,18 +209,18 @@ def main() -> int:
     ]
     took = " and ".join(f"{1e6 * timed[f'processor {name}']:.0f}" for name in _DECISION_S)
     more = (
-        f"TTFT p50 and p99, tokens a second: {_all(found, 'own choice')} with own choice, "
-        f"{_all(found, 'router')} with the router. A decision takes {took} us of processor time."
+        f"TTFT p50 and p99, tokens a second: {_all(result, 'own choice')} with own choice, "
+        f"{_all(result, 'router')} with the router. A decision takes {took} us of processor time."
     )
     facts = machine_facts()
     under = caption(
         facts,
-        f"{given.clients} streams, {found['requests']['own choice']} and "
-        f"{found['requests']['router']} requests",
+        f"{given.clients} streams, {result['requests']['own choice']} and "
+        f"{result['requests']['router']} requests",
         f"{given.replicas} replicas, {given.blocks:,} blocks",
     )
     text = "\n\n".join([table(("figure", "asked", "reached"), lines), more, under])
-    save("router", {"facts": facts, "streams": found, "decisions": timed, "costs_s": costs}, text)
+    save("router", {"facts": facts, "streams": result, "decisions": timed, "costs_s": costs}, text)
     return 0 if is_met else 1
 
 

@@ -37,17 +37,17 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     with contextlib.suppress(*ends):
         while True:
             head = await reader.readuntil(b"\r\n\r\n")
-            found = re.search(rb"(?i)content-length: (\d+)", head)
-            body = await reader.readexactly(int(found[1]) if found else 0)
+            match = re.search(rb"(?i)content-length: (\d+)", head)
+            body = await reader.readexactly(int(match[1]) if match else 0)
             path = head.split()[1]
             if path == b"/v1/completions":
                 await _stream(writer, json.loads(body)["max_tokens"])
                 continue
             rows: dict[str, Any] = {"status": "ok", "data": [{"id": MODEL_NAME}]}
-            said = json.dumps(rows).encode()
+            output = json.dumps(rows).encode()
             status = 404 if path == b"/api/load" else 200
             writer.write(
-                b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(said)) + said
+                b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(output)) + output
             )
     writer.close()
 

@@ -39,17 +39,17 @@ def main() -> None:
     given = _arguments()
     prompts = FreshPrompts(heldout_tokens(load(given.model)))
     runs: dict[str, list[dict[str, Any]]] = {_ALONE: [], _IDLE: [], _SLOW: []}
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
         workers = {}
         for name, script in (
             ("client", "benchmarks.serving.load_clients"),
             ("crowd", "benchmarks.serving.slow_reader_clients"),
         ):
             command = [sys.executable, "-m", script]
-            workers[name] = Worker(name, command, Path(place) / f"{name}.log")
+            workers[name] = Worker(name, command, Path(folder_name) / f"{name}.log")
             stack.callback(workers[name].close)
         ours = our_command(given.model, given.threads)
-        server = Server("Twostroke", ours, Path(place), stack)
+        server = Server("Twostroke", ours, Path(folder_name), stack)
         bench = _Bench(given, server, workers["client"], workers["crowd"], prompts)
         for number in range(given.rounds + 1):
             note(f"Round {number} of {given.rounds}" if number else "Warming up")

@@ -91,22 +91,22 @@ async def _measure(given: argparse.Namespace, folder: Path) -> dict[str, list[fl
         keys = ApiKeys.read(None, None, folder)
         assert keys is not None
         usage = UsageBook("model")
-        upkeep = KeyRefresher(records, keys, usage)
+        refresher = KeyRefresher(records, keys, usage)
         layers = KeyCheck(LimitCheck(_answer, [_PATH].__contains__), keys)
-        found: dict[str, list[float]] = {"without": [], "with": [], "upkeep": []}
+        results: dict[str, list[float]] = {"without": [], "with": [], "upkeep": []}
         for number in range(given.rounds + 1):
             note(f"Round {number} of {given.rounds}" if number else "Warming up")
             without = await _run(_answer, texts[0], None, given.requests)
             with_ = await _run(layers, texts[number % _NUM_KEYS], usage, given.requests)
             before_s = time.process_time()
-            await upkeep.start()
+            await refresher.start()
             await asyncio.sleep(given.seconds)
-            await upkeep.stop()
+            await refresher.stop()
             idle = (time.process_time() - before_s) / given.seconds
             if number:
                 for name, value in (("without", without), ("with", with_), ("upkeep", idle)):
-                    found[name].append(value)
-    return found
+                    results[name].append(value)
+    return results
 
 
 def _events(count: int) -> dict[str, float]:
@@ -116,15 +116,15 @@ def _events(count: int) -> dict[str, float]:
     event = b"data: " + json.dumps({**body, "created": 1, "model": "model"}).encode() + b"\n\n"
     kind = (b"content-type", b"text/event-stream")
     heads = {"ours": [kind, (USAGE_HEADER, b"9 3 0")], "others": [kind]}
-    found = {}
+    results = {}
     for name, headers in heads.items():
         meter = UsageMeter(9, 0, TokenRate())
         meter.begin(Head(200, headers), strips_usage=True)
         began_s = time.process_time()
         for _ in range(count):
             meter.take(event)
-        found[name] = (time.process_time() - began_s) / count
-    return found
+        results[name] = (time.process_time() - began_s) / count
+    return results
 
 
 def main() -> None:
@@ -133,23 +133,23 @@ def main() -> None:
     parser.add_argument("--requests", type=positive, default=20_000, help="of a round")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--seconds", type=positive, default=2, help="of upkeep, each round")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        found = asyncio.run(_measure(given, Path(place)))
-    cost = [with_ - out for with_, out in zip(found["with"], found["without"], strict=True)]
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder_name:
+        outcome = asyncio.run(_measure(args, Path(folder_name)))
+    cost = [with_ - out for with_, out in zip(outcome["with"], outcome["without"], strict=True)]
     rows = [
         ("a request, its key, limits and usage", spread((1e3 * s for s in cost), 4, " ms")),
-        ("upkeep, a second", spread((1e3 * s for s in found["upkeep"]), 2, " ms")),
+        ("upkeep, a second", spread((1e3 * s for s in outcome["upkeep"]), 2, " ms")),
     ]
-    events = [_events(10 * given.requests) for _ in range(given.rounds)]
+    events = [_events(10 * args.requests) for _ in range(args.rounds)]
     for name in events[0]:
-        times = spread((1e6 * one[name] for one in events), 2, " us")
+        times = spread((1e6 * event[name] for event in events), 2, " us")
         rows.append((f"an event at a router, from a server of {name}", times))
     header = (f"processor time; asked at most {1e3 * _LIMIT_S:g} ms a request", "")
     result: dict[str, Any] = {
         **machine_facts(),
         "limit_s": _LIMIT_S,
-        "seconds": found,
+        "seconds": outcome,
         "events_s": events,
     }
     text = ["## Keys, limits and usage", "", table(header, rows), ""]

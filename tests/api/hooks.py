@@ -131,9 +131,9 @@ def refusals_have_a_reason(ctx: Any, response: Any, case: Any) -> None:
         return
     error = json.loads(response.text)["error"]
     message = error if isinstance(error, str) else error["message"]
-    found = [why for why, forms in REASONS.items() if any(re.search(f, message) for f in forms)]
-    assert found, f"A right request was refused: {message}"
-    counts[f"refused for {found[0]}"] += 1
+    results = [why for why, forms in REASONS.items() if any(re.search(f, message) for f in forms)]
+    assert results, f"A right request was refused: {message}"
+    counts[f"refused for {results[0]}"] += 1
 
 
 @schemathesis.check
@@ -219,10 +219,10 @@ def _reconcile_response(body: dict[str, Any]) -> None:
 
 
 def _limit(body: dict[str, Any]) -> int:
-    found = (
+    result = (
         body.get("max_output_tokens") or body.get("max_completion_tokens") or body.get("max_tokens")
     )
-    return int(found) if _is_int(found) else _MOST_TOKENS
+    return int(result) if _is_int(result) else _MOST_TOKENS
 
 
 def _reconcile_prompt(body: dict[str, Any]) -> None:
@@ -238,9 +238,9 @@ def _reconcile_prompt(body: dict[str, Any]) -> None:
 def _reconcile_tools(body: dict[str, Any]) -> None:
     tools = body.get("tools") or []
     names = []
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         function = tool.get("function", tool)
-        function["name"] = f"f{place}"
+        function["name"] = f"f{index}"
         names.append(function["name"])
     choice = body.get("tool_choice")
     if choice is not None and not tools:

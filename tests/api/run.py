@@ -110,9 +110,9 @@ def _size(url: str) -> float:
 
 def _metric(url: str, name: str) -> float:
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
-        found = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
-    assert found is not None, name
-    return float(found[1])
+        match = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
+    assert match is not None, name
+    return float(match[1])
 
 
 def _get(url: str) -> Any:

@@ -142,18 +142,18 @@ def test_a_damaged_step_is_refused(word, value, said):
 
 @pytest.mark.seeds(2)
 def test_random_frames_are_read_or_refused(seed):
-    chance, steps = random.Random(seed), sender()
+    rng, steps = random.Random(seed), sender()
     steps.fill(tree_plan())
     good = steps.encode_step()
     for _ in range(1000):
         data = bytearray(good)
-        for _ in range(chance.randrange(1, 4)):
-            at = chance.randrange(len(data))
-            data[at] = chance.choice([0, 1, 127, 128, 255, chance.randrange(256)])
-        if chance.random() < 0.2:
-            data = data[: chance.randrange(len(data))]
-        if chance.random() < 0.05:
-            data = bytearray(chance.randbytes(chance.randrange(400)))
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(len(data))
+            data[at] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
+        if rng.random() < 0.2:
+            data = data[: rng.randrange(len(data))]
+        if rng.random() < 0.05:
+            data = bytearray(rng.randbytes(rng.randrange(400)))
         reader = FrameReader(LIMITS)
         try:
             frame = reader.read(data)

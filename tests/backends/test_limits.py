@@ -103,7 +103,7 @@ def test_threads_beyond_the_usable_cores_do_not_lower_the_limits(
     monkeypatch.setattr(limits_module, "measure_peak", measure_peak)
     monkeypatch.setattr(limits_module, "measure_bandwidth", lambda *_: 100.0)
     limits = [limits_module.machine("portable", threads, 10**6) for threads in (1, 2, 3, 64)]
-    assert [found.num_threads for found in limits] == [1, 2, 2, 2]
+    assert [limit.num_threads for limit in limits] == [1, 2, 2, 2]
     assert measured == [1, 2]  # the others are read from the cache
 
     monkeypatch.setattr(hardware, "core_limits", lambda _: [])

@@ -50,8 +50,8 @@ def test_a_small_model_reserves_little_of_plenty_of_memory() -> None:
     """The cache is as large as the weights and one context, or as the running short requests."""
     page_bytes = 16 * TOKEN_BYTES
     assert size().num_pages == 512 + WEIGHT_BYTES // page_bytes
-    found = size(running=256)
-    assert found == CacheSize(CONTEXT, 2048, 16, 2048 * page_bytes)
+    result = size(running=256)
+    assert result == CacheSize(CONTEXT, 2048, 16, 2048 * page_bytes)
     assert size(running=10_000).num_pages == 8 * 512
     assert size(running=256, context_length=64).num_pages == 8 * 4
 
@@ -65,33 +65,33 @@ def test_int8_pages_hold_almost_twice_as_many_tokens() -> None:
 
 def test_pages_take_half_of_what_is_free() -> None:
     free = 10**9
-    found = size(free, running=256)
-    assert 512 <= found.num_pages < 2048
-    assert 0.45 * free < found.cache_bytes + WEIGHT_BYTES < 0.6 * free
+    result = size(free, running=256)
+    assert 512 <= result.num_pages < 2048
+    assert 0.45 * free < result.cache_bytes + WEIGHT_BYTES < 0.6 * free
 
 
 def test_one_whole_context_may_take_more_than_half() -> None:
-    found = size(WEIGHT_BYTES + 128 * 2**20 + 200 * MB)
-    assert (found.num_pages, found.context_length) == (512, CONTEXT)
+    result = size(WEIGHT_BYTES + 128 * 2**20 + 200 * MB)
+    assert (result.num_pages, result.context_length) == (512, CONTEXT)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_requested_memory_is_filled_and_not_exceeded(page_size: int) -> None:
-    found = size(memory_bytes=200 * MB, page_size=page_size)
-    assert found.page_size == page_size
-    assert 0 <= 200 * MB - found.cache_bytes < page_size * TOKEN_BYTES
-    assert found.cache_bytes == found.num_pages * page_size * TOKEN_BYTES
+    result = size(memory_bytes=200 * MB, page_size=page_size)
+    assert result.page_size == page_size
+    assert 0 <= 200 * MB - result.cache_bytes < page_size * TOKEN_BYTES
+    assert result.cache_bytes == result.num_pages * page_size * TOKEN_BYTES
 
 
 def test_ranks_that_divide_places_store_their_share_of_each_page() -> None:
     mesh = Mesh(column_parts=(1, 1), kv_by_tokens=True)
     parts = [rank.program for rank in shard(PROGRAM, mesh)]
     for here, share in ((parts, 1.0), (parts[:1], 0.5)):  # on one machine, on two
-        found = size_kv_cache(
+        result = size_kv_cache(
             PROGRAM, CacheOptions(200 * MB), 256, WEIGHT_BYTES, 10**11, parts=here, mesh=mesh
         )
-        assert found.page_size == 128
-        assert found.cache_bytes == found.num_pages * 128 * TOKEN_BYTES * share
+        assert result.page_size == 128
+        assert result.cache_bytes == result.num_pages * 128 * TOKEN_BYTES * share
 
 
 def test_the_last_page_of_a_context_can_be_partial() -> None:
@@ -104,11 +104,11 @@ def test_a_context_longer_than_the_models_names_the_option() -> None:
 
 
 def test_too_little_memory_says_weights_cache_and_what_would_fit() -> None:
-    said = refusal(WEIGHT_BYTES + 128 * 2**20 + 24 * MB)
+    output = refusal(WEIGHT_BYTES + 128 * 2**20 + 24 * MB)
     for part in ("98 MB for its weights", "189 MB of KV cache", "8192 tokens", "256 MB of memory"):
-        assert part in said
-    assert "1040 tokens would fit: use --context-length 1040." in said
-    assert "--kv-memory" not in said
+        assert part in output
+    assert "1040 tokens would fit: use --context-length 1040." in output
+    assert "--kv-memory" not in output
 
 
 @pytest.mark.parametrize("free_mb", [24, 0])
@@ -119,21 +119,21 @@ def test_a_limit_of_a_control_group_is_named(free_mb: int) -> None:
         size_kv_cache(
             PROGRAM, CacheOptions(), 256, WEIGHT_BYTES, available_bytes, group_limit=limit
         )
-    said = str(caught.value)
-    assert "free (memory.max of /sys/fs/cgroup/box allows 300 MB)" in said
+    output = str(caught.value)
+    assert "free (memory.max of /sys/fs/cgroup/box allows 300 MB)" in output
     remedy = "use --context-length 1040." if free_mb else "Raise that limit, or take a smaller"
-    assert remedy in said
+    assert remedy in output
 
 
 def test_a_small_cache_error_offers_both_options() -> None:
-    said = refusal(memory_bytes=24 * MB)
-    assert said.endswith("use --context-length 1040, or --kv-memory 189MB.")
+    output = refusal(memory_bytes=24 * MB)
+    assert output.endswith("use --context-length 1040, or --kv-memory 189MB.")
 
 
 def test_a_cache_larger_than_memory_has_its_own_sentence() -> None:
-    said = refusal(10**9, memory_bytes=2 * 10**9)
-    assert "--kv-memory asks for 2,000 MB" in said
-    assert re.search(r"Lower --kv-memory to at most 767MB, which holds \d+ tokens", said)
+    output = refusal(10**9, memory_bytes=2 * 10**9)
+    assert "--kv-memory asks for 2,000 MB" in output
+    assert re.search(r"Lower --kv-memory to at most 767MB, which holds \d+ tokens", output)
 
 
 @pytest.mark.parametrize("options", [{}, {"memory_bytes": 10**6}])
@@ -143,17 +143,17 @@ def test_weights_that_fill_the_memory_leave_no_context(options: dict[str, int]) 
 
 def test_layers_with_a_window_need_pages_for_the_window_only() -> None:
     """One cache group of six has no window; the others need 512 positions and 256 rows."""
-    found = size_kv_cache(GEMMA, CacheOptions(), 256, WEIGHT_BYTES, 10**11, max_running=10**4)
+    result = size_kv_cache(GEMMA, CacheOptions(), 256, WEIGHT_BYTES, 10**11, max_running=10**4)
     num_near = (512 + 256 + 16 - 3) // 16 + 1
-    assert found.num_pages == 8 * (2048 + 5 * num_near)
-    assert found.cache_bytes == found.num_pages * 16 * 3 * 1024
-    assert found.cache_bytes < 0.2 * 8 * 32768 * 18 * 1024
+    assert result.num_pages == 8 * (2048 + 5 * num_near)
+    assert result.cache_bytes == result.num_pages * 16 * 3 * 1024
+    assert result.cache_bytes < 0.2 * 8 * 32768 * 18 * 1024
 
 
 def test_below_the_window_every_group_needs_equally_many_pages() -> None:
     options = CacheOptions(context_length=320)
-    found = size_kv_cache(GEMMA, options, 256, WEIGHT_BYTES, 10**11, max_running=10**4)
-    assert found.num_pages == 8 * 6 * 20
+    result = size_kv_cache(GEMMA, options, 256, WEIGHT_BYTES, 10**11, max_running=10**4)
+    assert result.num_pages == 8 * 6 * 20
 
 
 @given(
@@ -172,14 +172,14 @@ def test_every_advice_works_when_it_is_followed(
         page_size=page_size,
     )
     for _ in range(3):  # lowering the cache may make the context the next thing to lower
-        found = _size_or_refusal(program, options, free_mb * MB)
-        if isinstance(found, CacheSize):
-            assert _groups(program, page_size).num_needed(found.context_length) <= found.num_pages
-            assert found.cache_bytes <= free_mb * MB - WEIGHT_BYTES
+        result = _size_or_refusal(program, options, free_mb * MB)
+        if isinstance(result, CacheSize):
+            assert _groups(program, page_size).num_needed(result.context_length) <= result.num_pages
+            assert result.cache_bytes <= free_mb * MB - WEIGHT_BYTES
             return
-        advised = _follow(found, options)
+        advised = _follow(result, options)
         if advised is None:
-            assert "no context would fit" in found
+            assert "no context would fit" in result
             return
         options = advised
     pytest.fail("the advice led nowhere")
@@ -198,8 +198,8 @@ def _size_or_refusal(program: Program, options: CacheOptions, free_bytes: int) -
 
 def _follow(message: str, options: CacheOptions) -> CacheOptions | None:
     """Return the options that an error message advises; None without advice."""
-    if found := re.search(r"use --context-length (\d+)", message):
-        return replace(options, context_length=int(found[1]))
-    if found := re.search(r"--kv-memory (?:to at most )?(\d+)MB", message):
-        return replace(options, memory_bytes=int(found[1]) * MB)
+    if match := re.search(r"use --context-length (\d+)", message):
+        return replace(options, context_length=int(match[1]))
+    if match := re.search(r"--kv-memory (?:to at most )?(\d+)MB", message):
+        return replace(options, memory_bytes=int(match[1]) * MB)
     return None

@@ -40,16 +40,16 @@ class Sender(ReferenceBackend):
 
     def run(self, plan: StepPlan) -> StepResult:
         self.steps.fill(plan)
-        found = unpack(self.reader.read(self.steps.encode_step()))
+        result = unpack(self.reader.read(self.steps.encode_step()))
         expected = flatten(plan.slices)
         for part in (0, 1, 3):  # tokens, positions, sampled rows
-            assert np.array_equal(found[part], expected[part])
-        assert [places(span) for span in found[2]] == [places(span) for span in expected[2]]
+            assert np.array_equal(result[part], expected[part])
+        assert [places(span) for span in result[2]] == [places(span) for span in expected[2]]
         copies = [
-            {copy for span in spans for copy in span.copies} for spans in (found[2], expected[2])
+            {copy for span in spans for copy in span.copies} for spans in (result[2], expected[2])
         ]
         assert copies[0] == copies[1]
-        self.num_branches += sum(len(span.above) > 0 for span in found[2])
+        self.num_branches += sum(len(span.above) > 0 for span in result[2])
         self.num_copies += len(copies[0])
         return super().run(plan)
 
@@ -65,8 +65,8 @@ def places(span: RowSpan) -> tuple[slice, int, list[int], list[list[int]]]:
 
 @pytest.mark.seeds(3)
 def test_a_frame_says_what_its_plan_does(seed: int) -> None:
-    chance = random.Random(seed)
-    requests = random_requests(chance, 6, PROGRAM.vocab_size, 60, 12)
+    rng = random.Random(seed)
+    requests = random_requests(rng, 6, PROGRAM.vocab_size, 60, 12)
     setting = Setting(NUM_PAGES, 40, 5, True, Continuous(), guesses=seed)
     sender = Sender()
     known, _ = run_schedule(sender, setting, [fresh(r) for r in requests], CONTEXT)

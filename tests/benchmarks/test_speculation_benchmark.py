@@ -12,13 +12,13 @@ def _run(*steps: TimedStep) -> Run:
     return Run([], 0, 0, 0.0, list(steps))
 
 
-def _step(step_s: float, guesses: int = 0, right: int = 0, asking_s: float = 0.0) -> TimedStep:
-    return TimedStep(2 + guesses, guesses, 2, 2 + right, step_s, asking_s)
+def _step(step_s: float, num_drafts: int = 0, right: int = 0, asking_s: float = 0.0) -> TimedStep:
+    return TimedStep(2 + num_drafts, num_drafts, 2, 2 + right, step_s, asking_s)
 
 
 def test_slow_moments_do_not_show():
     plain = _run(*[_step(0.010)] * 20, *[_step(0.050)] * 9)
-    guessed = _run(*[_step(0.010)] * 20, *[_step(0.015, guesses=2, right=1)] * 10)
+    guessed = _run(*[_step(0.010)] * 20, *[_step(0.015, num_drafts=2, right=1)] * 10)
     usual = Usual([plain, guessed])
     assert _ratio(usual, plain, guessed) == pytest.approx((40 + 30) / (20 + 15) / 2)
 
@@ -32,7 +32,7 @@ def test_looking_for_guesses_counts():
 
 def test_rare_sizes_have_their_own_time_in_their_runs_measure():
     often = _run(*[_step(0.010)] * 10)
-    rare = _run(*[_step(0.020)] * 10, _step(0.900, guesses=70))
+    rare = _run(*[_step(0.020)] * 10, _step(0.900, num_drafts=70))
     usual = Usual([often, rare])
     assert _ratio(usual, often, rare) == pytest.approx(11 * 10 / (10 * 10 + 450))
 

@@ -31,13 +31,13 @@ def test_a_line_that_is_measured_again_replaces_itself():
     SpeculationResult("tiny, auto", [_line("chat", 4, 1.3), _line("code", 1, 2.0)]).save()
     SpeculationResult("tiny, eagle", [_line("chat", 1, 1.0)]).save()
     auto, eagle = speculation_results.load_results("here")
-    assert {(one.task, one.streams): one.ratios[0] for one in auto.lines} == {
+    assert {(line.task, line.streams): line.ratios[0] for line in auto.lines} == {
         ("chat", 1): 1.5,
         ("chat", 4): 1.3,
         ("code", 1): 2.0,
     }
     assert auto.chosen == chosen
-    assert [one.task for one in eagle.lines] == ["chat"]
+    assert [line.task for line in eagle.lines] == ["chat"]
 
 
 def test_the_report_has_both_tables():

@@ -33,12 +33,12 @@ def line(id_: object, **fields: Any) -> dict[str, Any]:
 
 
 def write(path: Path, *lines: object) -> str:
-    path.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return str(path)
 
 
 def ids(path: Path) -> list[str]:
-    return [json.loads(one)["custom_id"] for one in path.read_text().splitlines()]
+    return [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
 
 
 def test_results_are_in_the_order_of_the_input(cli: Cli, tiny: str, tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_interrupted_run_says_how_to_go_on(cli: Cli, endless: str, tmp_path: Pat
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    said = f"2 of 3 lines have results in {partial}; the same command runs the rest."
-    assert err.decode() == f"twostroke: {said}\n"
+    output = f"2 of 3 lines have results in {partial}; the same command runs the rest."
+    assert err.decode() == f"twostroke: {output}\n"
     assert sorted(ids(partial)) == ["a", "b"]
     assert not out.exists()
     given = write(tmp_path / "in.jsonl", line("a"), line("b"), line("long"))
@@ -346,9 +346,9 @@ def test_what_a_proxy_says_is_one_line(cli: Cli, tmp_path: Path, odd: str) -> No
     assert ran.code == 1
     assert (ids(out), ids(errors)) == (["pretty"], ["proxy"])
     assert len(out.read_text().splitlines()) == 1
-    said = json.loads(errors.read_text())["response"]
-    assert said["status_code"] == 413
-    assert "Too large" in said["body"]["error"]["message"]
+    output = json.loads(errors.read_text())["response"]
+    assert output["status_code"] == 413
+    assert "Too large" in output["body"]["error"]["message"]
 
 
 def test_proxy_without_a_server_is_asked_ten_times(

@@ -289,8 +289,8 @@ class Keyboard:
     def wait_for(self, text: str, timeout_s: float = 30) -> None:
         """Read the screen until `text` appears after the text of the previous wait."""
         deadline = time.monotonic() + timeout_s
-        while (found := self.seen.find(text, self._from)) < 0:
+        while (result := self.seen.find(text, self._from)) < 0:
             assert time.monotonic() < deadline, f"{text!r} did not come: {self.seen[-500:]!r}"
             if select.select([self._master], [], [], 0.1)[0]:
                 self.seen += os.read(self._master, 65536).decode(errors="replace")
-        self._from = found + len(text)
+        self._from = result + len(text)

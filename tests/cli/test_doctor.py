@@ -46,14 +46,14 @@ def test_every_level_is_shown_with_its_reason(cli: Cli) -> None:
 
 
 def test_json_is_for_scripts(cli: Cli) -> None:
-    found = json.loads(cli("doctor", "--json", "--threads", "1").out)
-    assert list(found) == ["machine", "levels", "measured", "auto", "gpu"]
-    assert found["auto"]["num_threads"] == 1
-    assert found["levels"][found["auto"]["level"]]["runs"] is True
-    assert found["levels"]["portable"] == {"runs": True, "report": "runs (needs nothing)"}
-    assert found["measured"]["small_bytes_per_s"] > 1e8
-    assert found["measured"]["peak_ops_per_s"] > 1e8
-    assert found["machine"]["memory_bytes"] > found["machine"]["memory_free_bytes"] > 0
+    body = json.loads(cli("doctor", "--json", "--threads", "1").out)
+    assert list(body) == ["machine", "levels", "measured", "auto", "gpu"]
+    assert body["auto"]["num_threads"] == 1
+    assert body["levels"][body["auto"]["level"]]["runs"] is True
+    assert body["levels"]["portable"] == {"runs": True, "report": "runs (needs nothing)"}
+    assert body["measured"]["small_bytes_per_s"] > 1e8
+    assert body["measured"]["peak_ops_per_s"] > 1e8
+    assert body["machine"]["memory_bytes"] > body["machine"]["memory_free_bytes"] > 0
 
 
 def test_several_memory_nodes_are_shown_with_their_threads(
@@ -66,9 +66,9 @@ def test_several_memory_nodes_are_shown_with_their_threads(
     lines = " ".join(cli("doctor", "--threads", "4").out.split())
     assert "free; on 2 nodes: 3 cores near node 0, 1 cores near node 2 system" in lines
     assert "(--threads); 3 on node 0, 1 on node 2, their weights near them context" in lines
-    found = json.loads(cli("doctor", "--json", "--threads", "4").out)
-    assert found["machine"]["memory_nodes"][1] == {"number": 2, "cores": [3]}
-    assert found["auto"]["places"] == [
+    body = json.loads(cli("doctor", "--json", "--threads", "4").out)
+    assert body["machine"]["memory_nodes"][1] == {"number": 2, "cores": [3]}
+    assert body["auto"]["places"] == [
         {"node": 0, "num_threads": 3},
         {"node": 2, "num_threads": 1},
     ]
@@ -135,10 +135,10 @@ def test_limits_of_control_groups_are_shown_with_their_files(
     memory = MemoryLimit(350 * 10**6, 200 * 10**6, f"memory.max of {box}")
     monkeypatch.setattr(hardware, "memory_limits", lambda _: [memory])
     monkeypatch.setattr(hardware, "core_limits", lambda _: [CoreLimit(0.5, f"cpu.max of {box}")])
-    said = " ".join(cli("doctor").out.split())
-    assert f"350 MB, 200 MB of it free; limited by memory.max of {box} system" in said
-    assert f", 1 core; cpu.max of {box} allows 0.5 memory" in said
-    found = json.loads(cli("doctor", "--json").out)
-    assert found["machine"]["memory_limit"]["source"] == f"memory.max of {box}"
-    assert found["machine"]["core_limit"] == {"num_cores": 0.5, "source": f"cpu.max of {box}"}
-    assert found["auto"]["num_threads"] == 1
+    output = " ".join(cli("doctor").out.split())
+    assert f"350 MB, 200 MB of it free; limited by memory.max of {box} system" in output
+    assert f", 1 core; cpu.max of {box} allows 0.5 memory" in output
+    body = json.loads(cli("doctor", "--json").out)
+    assert body["machine"]["memory_limit"]["source"] == f"memory.max of {box}"
+    assert body["machine"]["core_limit"] == {"num_cores": 0.5, "source": f"cpu.max of {box}"}
+    assert body["auto"]["num_threads"] == 1

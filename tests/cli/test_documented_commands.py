@@ -44,7 +44,7 @@ def words_of(line: str) -> list[str]:
         words = shlex.split(bare, comments=True)
     except ValueError:  # half a command
         return []
-    ends = [place for place, word in enumerate(words) if word in {"|", "&&", "&", ">", ";"}]
+    ends = [index for index, word in enumerate(words) if word in {"|", "&&", "&", ">", ";"}]
     return words[: ends[0]] if ends else words
 
 
@@ -67,10 +67,10 @@ def command_of(words: list[str]) -> tuple[click.Command, list[str]] | None:
     if " ".join(words[:2]) in COMMANDS:
         words = [" ".join(words[:2]), *words[2:]]
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
-        found = command.get_command(context, words[0])
-        if found is None:
+        result = command.get_command(context, words[0])
+        if result is None:
             return None if words[0].isupper() or command is not group else (group, words)
-        command, words = found, words[1:]
+        command, words = result, words[1:]
     return command, words
 
 
@@ -98,10 +98,10 @@ def every_option() -> set[str]:
 def test_documented_calls_name_commands_and_options_that_exist() -> None:
     faults, count = [], 0
     for page, line, words in calls():
-        found = command_of(words)
-        if found is None:
+        result = command_of(words)
+        if result is None:
             continue
-        command, rest = found
+        command, rest = result
         count += 1
         if command is group and words and not words[0].startswith("-"):
             faults.append(f"{page}: no command: {line}")

@@ -38,15 +38,15 @@ def test_lines_are_json_in_the_order_of_the_texts(cli: Cli, tiny: str, tmp_path:
     ):
         ran = cli("embed", tiny, *arguments, *SMALL, "-q", stdin=stdin)
         assert (ran.code, ran.err) == (0, "")
-        found = [json.loads(line) for line in ran.out.splitlines()]
-        assert [list(one) for one in found] == [["index", "prompt_tokens", "embedding"]] * 3
-        assert [one["index"] for one in found] == [0, 1, 2]
-        for one, right in zip(found, known, strict=True):
+        result = [json.loads(line) for line in ran.out.splitlines()]
+        assert [list(one) for one in result] == [["index", "prompt_tokens", "embedding"]] * 3
+        assert [one["index"] for one in result] == [0, 1, 2]
+        for one, right in zip(result, known, strict=True):
             assert one["prompt_tokens"] == right.usage.prompt_tokens
             assert one["embedding"] == right.vector.tolist()
     ran = cli("embed", tiny, "hello world", "--pooling", "last", "--dimensions", "5", *SMALL, "-q")
-    found = json.loads(ran.out)["embedding"]
-    np.testing.assert_array_equal(np.array(found, np.float32), last.vector)
+    result = json.loads(ran.out)["embedding"]
+    np.testing.assert_array_equal(np.array(result, np.float32), last.vector)
 
 
 def test_only_line_feeds_end_a_line(cli: Cli, tiny: str) -> None:

@@ -44,26 +44,26 @@ def test_json_is_one_object_as_promised(
     ran = cli("generate", tiny, "-p", "hello world", *GREEDY, "--json")
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.count("\n") == 1
-    found = json.loads(ran.out)
-    assert list(found) == ["text", "token_ids", "finish_reason", "usage", "timings"]
-    assert found["token_ids"] == expected["chat"]
-    assert found["finish_reason"] == "length"
-    assert list(found["usage"]) == [
+    body = json.loads(ran.out)
+    assert list(body) == ["text", "token_ids", "finish_reason", "usage", "timings"]
+    assert body["token_ids"] == expected["chat"]
+    assert body["finish_reason"] == "length"
+    assert list(body["usage"]) == [
         "prompt_tokens",
         "cached_tokens",
         "completion_tokens",
         "accepted_tokens",
         "rejected_tokens",
     ]
-    assert found["usage"]["completion_tokens"] == 12
-    assert list(found["timings"]) == [
+    assert body["usage"]["completion_tokens"] == 12
+    assert list(body["timings"]) == [
         "ttft_s",
         "prefill_tokens_per_s",
         "decode_tokens_per_s",
         "mfu",
         "mbu",
     ]
-    assert all(value > 0 for value in found["timings"].values())
+    assert all(value > 0 for value in body["timings"].values())
 
 
 def test_what_was_not_measured_is_null(cli: Cli, tiny: str) -> None:
@@ -143,9 +143,9 @@ def test_the_reference_needs_no_native_library(
     timings = json.loads(ran.out)["timings"]
     assert timings["decode_tokens_per_s"] > 0
     assert (timings["mfu"], timings["mbu"]) == (None, None)
-    said = cli("generate", tiny, "hello", *GREEDY, "--backend", "reference").err
-    assert "decode" in said
-    assert "%" not in said
+    output = cli("generate", tiny, "hello", *GREEDY, "--backend", "reference").err
+    assert "decode" in output
+    assert "%" not in output
 
 
 def test_the_same_seed_gives_the_same_answer(cli: Cli, tiny: str) -> None:
@@ -158,9 +158,9 @@ def test_a_stop_string_ends_the_answer(cli: Cli, tiny: str) -> None:
     whole = cli("generate", tiny, "hello", *GREEDY, "-q").out.removesuffix("\n")
     stop = whole[3:5]
     ran = cli("generate", tiny, "hello", *GREEDY, "--stop", stop, "--json")
-    found = json.loads(ran.out)
-    assert found["finish_reason"] == "stop"
-    assert found["text"] == whole[: whole.index(stop)]
+    body = json.loads(ran.out)
+    assert body["finish_reason"] == "stop"
+    assert body["text"] == whole[: whole.index(stop)]
 
 
 def test_the_reference_backend_agrees(cli: Cli, tiny: str, expected: dict[str, list[int]]) -> None:

@@ -108,8 +108,8 @@ def test_what_cannot_be_is_refused_with_the_limit(cli, config, wide, text, reaso
     if ran.out and not is_json:
         assert ran.out.startswith("No")
     elif ran.out:
-        found = json.loads(ran.out)
-        for plan in found.get("plans", [found]):
+        body = json.loads(ran.out)
+        for plan in body.get("plans", [body]):
             check_refused(plan)
 
 
@@ -164,10 +164,8 @@ def test_every_yes_keeps_to_what_was_asked(cli, config, seed):
     """Of random questions, many without a solution, each chosen plan keeps all limits."""
     draw, num_chosen = random.Random(seed), 0
     for _ in range(20):
-        asked = {
-            name: draw.choice(values) for name, values in _DRAWN.items() if draw.random() < 0.5
-        }
-        options = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+        body = {name: draw.choice(values) for name, values in _DRAWN.items() if draw.random() < 0.5}
+        options = [word for name, value in body.items() for word in (f"--{name}", str(value))]
         device = draw.choice(["L4", "L40S", "H100-SXM", "T4"])
         ran = cli("plan", config, "--on", device, "--json", *options)
         if ran.code == 2:

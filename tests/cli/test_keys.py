@@ -38,9 +38,9 @@ def test_key_is_printed_once_and_never_listed(keys: Callable[..., Ran], tmp_path
     assert ran.err.startswith(f"Key {id_} of the tenant anna.")
     held = ApiKeys.read(None, None, tmp_path / "records")
     assert held is not None
-    found = held.find(text.encode())
-    assert found is not None
-    assert (found.id, found.tenant, found.limits.requests_per_minute) == (id_, "anna", 60)
+    result = held.find(text.encode())
+    assert result is not None
+    assert (result.id, result.tenant, result.limits.requests_per_minute) == (id_, "anna", 60)
     for words in (("list",), ("list", "--json"), ("list", "--all")):
         ran = keys(*words)
         assert id_ in ran.out
@@ -87,9 +87,9 @@ def test_first_key_says_which_batches_end(keys: Callable[..., Ran], tmp_path: Pa
                 expires_at=2e9,
             )
             records.post(partial(insert, batch=made)).result(20)
-    said = keys("add", "app").err
-    assert "2 open batches were made without a key." in said
-    assert "they are cancelled" in said
+    output = keys("add", "app").err
+    assert "2 open batches were made without a key." in output
+    assert "they are cancelled" in output
     assert "open batch" not in keys("add", "other").err
 
 

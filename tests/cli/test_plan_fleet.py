@@ -18,8 +18,8 @@ def test_a_fleet_is_another_command_of_two_words(cli, config, tmp_path):
     path.write_text(path.read_text() + "mfu: 0.5\nmbu: 0.7\n")
     first = cli("plan", "fleet", str(path)).out.splitlines()[0]
     assert first.endswith("Engines reach 50% of arithmetic and 70% of bandwidth.")
-    found = json.loads(cli("plan", "fleet", str(path), "--json").out)
-    assert found["models"][0]["carried"] == found["models"][0]["load"]
+    body = json.loads(cli("plan", "fleet", str(path), "--json").out)
+    assert body["models"][0]["carried"] == body["models"][0]["load"]
     path.write_text(path.read_text() + "budget: 0.01\n")
     ran = cli("plan", "fleet", str(path))
     assert (ran.code, ran.out) == (9, "")
@@ -81,9 +81,9 @@ def test_hosting_is_compared_with_apis(cli, config):
     signals = [line.split(":")[0] for line in lines[-3:]]
     assert signals == ["Cost", "Latency", "Reliability"]
     more = ("--api", "gpt-4.1", "--api-ttft", "500", "--api-tpot", "1", "--json")
-    found = json.loads(cli(*given, *more).out)
-    assert [one["api"] for one in found["comparisons"]] == ["GPT-4.1"]
-    assert len(found["swings"]) > 6
+    body = json.loads(cli(*given, *more).out)
+    assert [comparison["api"] for comparison in body["comparisons"]] == ["GPT-4.1"]
+    assert len(body["swings"]) > 6
     for wrong, reason in (
         (("--api", "GPT-4.2"), "--api must be one of"),
         (("--on", "here"), "--on cannot be 'here'"),

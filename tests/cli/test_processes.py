@@ -37,8 +37,8 @@ def test_a_signal_ends_the_answer_with_a_whole_line(endless: str, number: signal
         out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert (first + out).endswith(b"\n")
-    said = b"twostroke: Interrupted.\n" if number == signal.SIGINT else b""
-    assert err == said
+    output = b"twostroke: Interrupted.\n" if number == signal.SIGINT else b""
+    assert err == output
 
 
 @pytest.mark.parametrize("after_s", [0.1, 0.2, 0.4, 1.5])
@@ -137,9 +137,9 @@ def test_controls_are_shown_on_a_terminal_and_kept_in_a_pipe(tiny: str) -> None:
 def test_the_server_answers_and_drains(tiny: str, shared_cache: Path) -> None:
     with started("serve", tiny, "--port", "0", "--name", "mine", "--name", "other") as process:
         assert process.stderr is not None
-        said = process.stderr.readline().decode()
-        assert "Twostroke serves mine at http://127.0.0.1:" in said
-        url = said.split(" at ")[1].split()[0]
+        output = process.stderr.readline().decode()
+        assert "Twostroke serves mine at http://127.0.0.1:" in output
+        url = output.split(" at ")[1].split()[0]
         with httpx.Client(base_url=url, trust_env=False, timeout=20) as http:
             assert http.get("/health").status_code == 200
             listed = {entry["id"] for entry in http.get("/v1/models").json()["data"]}
@@ -160,9 +160,11 @@ def test_a_static_batch_that_does_not_fill_starts_after_its_time(
     options = ("--policy", "static", "--batch-size", "8", "--max-wait", "0.1")
     with started("serve", tiny, "--port", "0", *options) as process:
         assert process.stderr is not None
-        said = process.stderr.readline().decode()
-        assert "until 8 of them make a batch (--batch-size), or until the first has waited" in said
-        url = said.split(" at ")[1].split()[0]
+        output = process.stderr.readline().decode()
+        assert (
+            "until 8 of them make a batch (--batch-size), or until the first has waited" in output
+        )
+        url = output.split(" at ")[1].split()[0]
         body = {"prompt": "hello", "max_tokens": 3}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30, trust_env=False)
         assert answer.status_code == 200
@@ -215,8 +217,8 @@ def test_a_server_for_others_asks_for_keys_or_says_that_it_does_not(
     arguments = ("--port", "0", "--host", "0.0.0.0", "--api-keys", str(tmp_path / "keys"))
     with started("serve", tiny, *arguments) as process:
         assert process.stderr is not None
-        said = process.stderr.readline().decode()
-        url = said.split(" at ")[1].split()[0]
+        output = process.stderr.readline().decode()
+        url = output.split(" at ")[1].split()[0]
         with httpx.Client(base_url=url, trust_env=False, timeout=20) as http:
             assert http.get("/v1/models").status_code == 401
             for key in ("sk-file", "sk-variable"):

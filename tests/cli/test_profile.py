@@ -56,12 +56,12 @@ def test_each_step_is_a_table_with_advice(cli: Cli, tiny: str) -> None:
 
 
 def test_json_is_for_scripts(cli: Cli, tiny: str) -> None:
-    found = json.loads(cli("profile", tiny, *SMALL, "--json").out)
-    assert list(found) == ["model", "backend", "machine", "steps"]
-    assert found["machine"]["bandwidth"] == 1e9
-    names = [step["name"].split(",")[0] for step in found["steps"]]
+    body = json.loads(cli("profile", tiny, *SMALL, "--json").out)
+    assert list(body) == ["model", "backend", "machine", "steps"]
+    assert body["machine"]["bandwidth"] == 1e9
+    names = [step["name"].split(",")[0] for step in body["steps"]]
     assert names == ["decode", "decode", "prefill"]
-    for step in found["steps"]:
+    for step in body["steps"]:
         assert set(step["whole"]) == FIGURES
         assert step["num_measured"] == 2
         rows = step["operations"]
@@ -92,10 +92,10 @@ def test_layers_are_rows_of_their_own(cli: Cli, tiny: str) -> None:
 
 def test_the_picture_holds_each_operation(cli: Cli, tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "roof.svg"
-    found = json.loads(cli("profile", tiny, *SMALL, "--json", "--plot", str(path)).out)
+    body = json.loads(cli("profile", tiny, *SMALL, "--json", "--plot", str(path)).out)
     root = ET.fromstring(path.read_text(encoding="utf-8"))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    for step in found["steps"]:
+    for step in body["steps"]:
         assert any((text or "").startswith(step["name"]) for text in texts)
         for row in step["operations"]:
             if row["flops"]:
@@ -138,9 +138,9 @@ def test_ranks_show_what_they_wait_for(cli: Cli, tiny: str) -> None:
     [headings, *_] = [line for line in ran.out.splitlines() if line.startswith("OPERATION")]
     words = headings.split()
     assert [words.count(word) for word in ("RANK", "WAITING")] == [2, 2]
-    found = json.loads(cli("profile", tiny, *ranks, "--steps", "2", "--json").out)
-    for step in found["steps"]:
-        names = {one["name"]: one["ranks"] for one in step["operations"]}
+    body = json.loads(cli("profile", tiny, *ranks, "--steps", "2", "--json").out)
+    for step in body["steps"]:
+        names = {operation["name"]: operation["ranks"] for operation in step["operations"]}
         assert set(names["gather"]) == {"0", "1"}
         for times in names.values():
             assert all(time["time_s"] >= time["waiting_s"] >= 0 for time in times.values())

@@ -41,7 +41,7 @@ def test_a_load_of_which_nothing_ends_in_time_is_reported(cli, config):
 
 
 def test_python_and_the_command_have_the_same_defaults(config):
-    options = {one.name: one.default for one in command.params}
+    options = {param.name: param.default for param in command.params}
     setup = SimulationSetup(load_planned_model(config), find_device("L4"))
     for name in ("replicas", "routing", "prefill_replicas", "disaggregate", "draft_cost"):
         assert options[name] == getattr(setup, name)
@@ -62,11 +62,11 @@ def test_requests_that_come_at_once_have_no_rate(cli, config, tmp_path):
 
 def test_json_and_a_record_hold_the_run(cli, config, tmp_path):
     path = str(tmp_path / "run.json")
-    found = json.loads(cli("simulate", config, *SMALL, "--json", "--record", path).out)
-    assert found["report"]["num_completed"] == 40
+    body = json.loads(cli("simulate", config, *SMALL, "--json", "--record", path).out)
+    assert body["report"]["num_completed"] == 40
     again = cli("simulate", config, "--on", "h100-sxm", "--trace", path, "--json")
     for name, latency in json.loads(again.out)["report"]["latencies"].items():
-        wanted = found["report"]["latencies"][name]["mean"]
+        wanted = body["report"]["latencies"][name]["mean"]
         assert latency["mean"] == pytest.approx(wanted, rel=1e-6)
 
 
@@ -75,12 +75,12 @@ def test_a_sweep_shows_what_it_tried(cli, config):
     ran = cli(*given)
     assert "requests/s 90% of requests meet the objectives. The run is too short" in ran.out
     assert "REQUESTS/S" in ran.out
-    found = json.loads(cli(*given, "--json").out)
-    assert found["warning"].startswith("The run is too short for a reliable result: 40 requests ")
+    body = json.loads(cli(*given, "--json").out)
+    assert body["warning"].startswith("The run is too short for a reliable result: 40 requests ")
     ran = cli(*given, "--ttft", "0.01")
     assert (ran.code, ran.out) == (9, "")
     assert "Even at" in ran.err
-    assert found["capacity"] == max(one["rate"] for one in found["probes"] if one["meets"])
+    assert body["capacity"] == max(probe["rate"] for probe in body["probes"] if probe["meets"])
 
 
 def test_prompts_are_prefilled_on_other_replicas_on_request(cli, config):

@@ -25,13 +25,13 @@ def aider(*options: str) -> str:
     command += ["--no-analytics", "--no-show-model-warnings", "--map-tokens", "0", "--no-pretty"]
     command += ["--message", "Make greet print goodbye in place of hello.", "greet.py", *options]
     environment = os.environ | {"OPENAI_API_BASE": BASE_URL, "OPENAI_API_KEY": "none"}
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         (folder / "greet.py").write_text(CODE)
         (folder / ".aider.model.settings.yml").write_text(SETTINGS)
         for git in (["init", "-q"], ["add", "greet.py"]):
             subprocess.run(["git", *git], cwd=folder, check=True)
-        environment |= {"HOME": place, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        environment |= {"HOME": folder_name, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )

@@ -36,9 +36,9 @@ def continued() -> None:
 
 
 def tools() -> None:
-    asked = {"model": MODEL, "max_tokens": 100, "tools": [TOOL]}
+    request = {"model": MODEL, "max_tokens": 100, "tools": [TOOL]}
     answer = client.messages.create(
-        messages=WEATHER_QUESTION, tool_choice={"type": "tool", "name": "get_weather"}, **asked
+        messages=WEATHER_QUESTION, tool_choice={"type": "tool", "name": "get_weather"}, **request
     )
     assert answer.stop_reason == "tool_use"
     [call] = [block for block in answer.content if block.type == "tool_use"]
@@ -49,7 +49,7 @@ def tools() -> None:
         {"role": "assistant", "content": answer.content},
         {"role": "user", "content": [result]},
     ]
-    assert client.messages.create(messages=messages, **asked).content
+    assert client.messages.create(messages=messages, **request).content
 
 
 def batches() -> None:

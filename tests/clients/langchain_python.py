@@ -63,7 +63,7 @@ def tools() -> None:
     answer = model.bind_tools([get_weather], tool_choice="any").invoke(asked)
     [call, *_] = answer.tool_calls
     result = get_weather.invoke(call["args"])
-    results = [ToolMessage(result, tool_call_id=one["id"]) for one in answer.tool_calls]
+    results = [ToolMessage(result, tool_call_id=tool_call["id"]) for tool_call in answer.tool_calls]
     assert model.invoke([*asked, answer, *results]).content
 
 
@@ -105,13 +105,13 @@ def agents() -> None:
     """Let an agent use a tool, and answer in a form, over each protocol and streamed."""
     claude = ChatAnthropic(base_url=ROOT_URL, api_key="none", model=MODEL, max_tokens=100)
     responses = ChatOpenAI(max_tokens=100, use_responses_api=True, **ASKED)
-    asked = {"messages": [HumanMessage("What is the weather in Paris now?")]}
+    request = {"messages": [HumanMessage("What is the weather in Paris now?")]}
     for made in (model, responses, claude):
         for form in (None, ProviderStrategy(Weather)):
-            said = _agent(made, form).invoke(asked)
-            assert any(isinstance(one, ToolMessage) for one in said["messages"])
-            assert form is None or isinstance(said["structured_response"], Weather)
-            assert list(_agent(made, form).stream(asked, stream_mode="messages"))
+            output = _agent(made, form).invoke(request)
+            assert any(isinstance(message, ToolMessage) for message in output["messages"])
+            assert form is None or isinstance(output["structured_response"], Weather)
+            assert list(_agent(made, form).stream(request, stream_mode="messages"))
 
 
 run(plain, stream, completions, tools, json_schema, logprobs, agents, cancel)

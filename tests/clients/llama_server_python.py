@@ -24,23 +24,23 @@ def agent_completes() -> None:
     assert agent.health()["status"] == "ok"
     assert agent.tokenize("The capital of France is") == 5
     plain = ContractSpec(name="plain", mode="plain")
-    found = agent.complete("The capital of France is", max_tokens=8, contract=plain)
-    assert "Paris" in found.text
-    assert found.prompt_tokens == 5
+    result = agent.complete("The capital of France is", max_tokens=8, contract=plain)
+    assert "Paris" in result.text
+    assert result.prompt_tokens == 5
     grammar = ContractSpec(name="yes", mode="gbnf", grammar='root ::= "yes" | "no"')
     assert agent.complete("Is 2 even?", max_tokens=8, contract=grammar).text in {"yes", "no"}
     schema = ContractSpec(name="person", mode="json_schema", json_schema=PERSON)
-    found = agent.complete("Ada, 36, as JSON: ", max_tokens=60, contract=schema)
-    assert set(json.loads(found.text)) == {"name", "age"}
+    result = agent.complete("Ada, 36, as JSON: ", max_tokens=60, contract=schema)
+    assert set(json.loads(result.text)) == {"name", "age"}
 
 
 def monitor_reads_the_state() -> None:
     """What llamastat shows of /health, /slots, /props, /v1/models and /metrics."""
     command = ["llamastat", "--url", ROOT_URL, "--once", "--json", "--no-host"]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = json.loads(shown)
-    assert found["ok"]
-    assert MODEL in shown
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    body = json.loads(output)
+    assert body["ok"]
+    assert MODEL in output
 
 
 def chat_is_answered() -> None:
@@ -90,10 +90,10 @@ def chat_calls_a_tool() -> None:
 def chat_keeps_to_a_form() -> None:
     schema = {"title": "Person", **PERSON}
     for method in ("json_schema", "function_calling"):
-        found = chat.with_structured_output(schema, method=method).invoke("Ada is 36 years old.")
-        assert set(found) == {"name", "age"}
-    found = chat.bind(grammar='root ::= "yes" | "no"').invoke("Is 2 even?")
-    assert found.content in {"yes", "no"}
+        result = chat.with_structured_output(schema, method=method).invoke("Ada is 36 years old.")
+        assert set(result) == {"name", "age"}
+    result = chat.bind(grammar='root ::= "yes" | "no"').invoke("Is 2 even?")
+    assert result.content in {"yes", "no"}
 
 
 def editors_fill_gaps() -> None:
@@ -106,10 +106,10 @@ def editors_fill_gaps() -> None:
     gap |= {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    return "}
     gap |= {"n_predict": 16, "n_indent": 4, "top_k": 40, "top_p": 0.99, "response_fields": names}
     gap |= {"samplers": ["top_k", "top_p", "infill"], "stop": ["\n"]}
-    found = requests.post(f"{ROOT_URL}/infill", json=gap, timeout=60).json()
-    assert set(found) == set(names)
-    assert found["content"].strip()
-    assert found["timings/prompt_n"] > 0
+    body = requests.post(f"{ROOT_URL}/infill", json=gap, timeout=60).json()
+    assert set(body) == set(names)
+    assert body["content"].strip()
+    assert body["timings/prompt_n"] > 0
 
 
 run(

@@ -49,8 +49,8 @@ def completions() -> None:
 
 def form() -> None:
     for one in (model, forms):  # as a tool, and as a JSON schema
-        said = one.structured_predict(Weather, PromptTemplate("In Paris it is 17 degrees."))
-        assert isinstance(said, Weather)
+        output = one.structured_predict(Weather, PromptTemplate("In Paris it is 17 degrees."))
+        assert isinstance(output, Weather)
 
 
 def form_streamed() -> None:

@@ -37,21 +37,21 @@ def plain() -> None:
 
 
 def json_schema() -> None:
-    said = llm(
+    output = llm(
         "-m", "ours", "-o", "max_tokens", "60", "--schema", "name str, age int", "Anna is 30"
     )
-    assert set(json.loads(said)) == {"name", "age"}
+    assert set(json.loads(output)) == {"name", "age"}
 
 
 def tools() -> None:
     weather = 'def weather(city: str) -> str:\n    "The weather in a city."\n    return "sunny"'
-    said = llm(
+    output = llm(
         *("-m", "ours", "-o", "max_tokens", "300", "--functions", weather, "--td"),
         "What is the weather in Paris?",
         is_told=True,
     )
-    assert "weather({'city': 'Paris'})" in said
-    assert "sunny" in said
+    assert "weather({'city': 'Paris'})" in output
+    assert "sunny" in output
 
 
 def continued() -> None:

@@ -91,9 +91,9 @@ def logprobs() -> None:
 
 
 def tools() -> None:
-    asked = {"model": MODEL, "tools": [TOOL], "temperature": 0, "max_tokens": 100}
+    request = {"model": MODEL, "tools": [TOOL], "temperature": 0, "max_tokens": 100}
     answer = client.chat.completions.create(
-        messages=WEATHER_QUESTION, tool_choice="required", parallel_tool_calls=False, **asked
+        messages=WEATHER_QUESTION, tool_choice="required", parallel_tool_calls=False, **request
     )
     message = answer.choices[0].message
     [call] = message.tool_calls
@@ -101,7 +101,7 @@ def tools() -> None:
     assert set(json.loads(call.function.arguments)) == {"city", "unit"}
     result = {"role": "tool", "tool_call_id": call.id, "content": "17 degrees, cloudy"}
     messages = [*WEATHER_QUESTION, message.model_dump(exclude_none=True), result]
-    assert client.chat.completions.create(messages=messages, **asked).choices
+    assert client.chat.completions.create(messages=messages, **request).choices
 
 
 def streamed_tools() -> None:
@@ -123,26 +123,28 @@ def streamed_tools() -> None:
 def json_schema() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON, "strict": True}}
     question = [{"role": "user", "content": "Describe Anna, who is 30, as JSON."}]
-    asked = {"model": MODEL, "messages": question, "max_tokens": 60, "temperature": 0}
-    answer = client.chat.completions.create(response_format=form, **asked)
+    request = {"model": MODEL, "messages": question, "max_tokens": 60, "temperature": 0}
+    answer = client.chat.completions.create(response_format=form, **request)
     assert set(json.loads(answer.choices[0].message.content)) == {"name", "age"}
-    parsed = client.chat.completions.parse(response_format=Person, **asked)
+    parsed = client.chat.completions.parse(response_format=Person, **request)
     assert isinstance(parsed.choices[0].message.parsed, Person)
 
 
 def responses() -> None:
-    asked = {"model": MODEL, "max_output_tokens": 20, "temperature": 0}
-    answer = client.responses.create(instructions="Be brief.", input=QUESTION, **asked)
+    request = {"model": MODEL, "max_output_tokens": 20, "temperature": 0}
+    answer = client.responses.create(instructions="Be brief.", input=QUESTION, **request)
     Response.model_validate(answer.to_dict())  # which the SDK does not do by itself
     assert answer.output_text
     assert answer.status in {"completed", "incomplete"}
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
-    more = client.responses.create(input="And at night?", previous_response_id=answer.id, **asked)
+    more = client.responses.create(input="And at night?", previous_response_id=answer.id, **request)
     assert more.previous_response_id == answer.id
     assert more.usage.input_tokens > answer.usage.output_tokens
-    said = [item.role for item in client.responses.input_items.list(more.id, order="asc", limit=2)]
-    assert said == ["user", "assistant", "user"]
-    again = client.responses.create(input=[*QUESTION, *answer.output, *QUESTION], **asked)
+    messages = [
+        item.role for item in client.responses.input_items.list(more.id, order="asc", limit=2)
+    ]
+    assert messages == ["user", "assistant", "user"]
+    again = client.responses.create(input=[*QUESTION, *answer.output, *QUESTION], **request)
     assert again.output_text
     assert client.responses.retrieve(answer.id).output_text == answer.output_text
     client.responses.delete(answer.id)
@@ -153,9 +155,9 @@ def responses() -> None:
 
 
 def streamed_responses() -> None:
-    asked = {"model": MODEL, "input": QUESTION, "max_output_tokens": 20, "temperature": 0}
+    request = {"model": MODEL, "input": QUESTION, "max_output_tokens": 20, "temperature": 0}
     include = ["message.output_text.logprobs"]
-    events = list(client.responses.create(stream=True, include=include, top_logprobs=2, **asked))
+    events = list(client.responses.create(stream=True, include=include, top_logprobs=2, **request))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[0].type == "response.created"
     for event in events:
@@ -175,20 +177,20 @@ def streamed_responses() -> None:
 
 def tools_in_responses() -> None:
     function = {"type": "function", "strict": True, **TOOL["function"]}
-    asked = {"model": MODEL, "tools": [function], "temperature": 0, "max_output_tokens": 100}
+    request = {"model": MODEL, "tools": [function], "temperature": 0, "max_output_tokens": 100}
     forced = {"tool_choice": "required", "parallel_tool_calls": False}
-    answer = client.responses.create(input=WEATHER_QUESTION, **forced, **asked)
+    answer = client.responses.create(input=WEATHER_QUESTION, **forced, **request)
     [call] = answer.output
     assert (answer.status, call.type, call.status) == ("completed", "function_call", "completed")
     assert set(json.loads(call.arguments)) == {"city", "unit"}
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "17 degrees"}
-    kept = client.responses.create(input=[result], previous_response_id=answer.id, **asked)
-    resent = client.responses.create(input=[*WEATHER_QUESTION, call, result], **asked)
+    kept = client.responses.create(input=[result], previous_response_id=answer.id, **request)
+    resent = client.responses.create(input=[*WEATHER_QUESTION, call, result], **request)
     assert kept.usage.input_tokens == resent.usage.input_tokens
     assert kept.output_text == resent.output_text
     person = {"type": "function", "name": "tell", "parameters": PERSON, "strict": True}
     with client.responses.stream(
-        input="Describe Anna, who is 30.", **forced, **asked | {"tools": [person]}
+        input="Describe Anna, who is 30.", **forced, **request | {"tools": [person]}
     ) as stream:
         kinds = {event.type for event in stream}
         Response.model_validate(stream.get_final_response().to_dict())
@@ -198,11 +200,11 @@ def tools_in_responses() -> None:
 
 
 def forms_in_responses() -> None:
-    asked = {"model": MODEL, "input": "Describe Anna, who is 30, as JSON.", "temperature": 0}
+    request = {"model": MODEL, "input": "Describe Anna, who is 30, as JSON.", "temperature": 0}
     form = {"type": "json_schema", "name": "p", "schema": PERSON, "strict": True}
-    answer = client.responses.create(text={"format": form}, max_output_tokens=60, **asked)
+    answer = client.responses.create(text={"format": form}, max_output_tokens=60, **request)
     assert set(json.loads(answer.output_text)) == {"name", "age"}
-    parsed = client.responses.parse(text_format=Person, max_output_tokens=60, **asked)
+    parsed = client.responses.parse(text_format=Person, max_output_tokens=60, **request)
     assert isinstance(parsed.output_parsed, Person)
 
 
@@ -253,8 +255,8 @@ def errors() -> None:
         ({"model": "nobody"}, openai.NotFoundError),
         ({"max_tokens": 10**6}, openai.BadRequestError),
     ):
-        asked = {"model": MODEL, "messages": QUESTION} | wrong
-        error = refusal(client.chat.completions.create, **asked)
+        request = {"model": MODEL, "messages": QUESTION} | wrong
+        error = refusal(client.chat.completions.create, **request)
         assert isinstance(error, kind)
         assert error.body["message"]
         assert error.request_id

@@ -96,17 +96,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=", ".join(CLIENTS))
     parser.add_argument("--model", default="qwen2.5-coder-0.5b")
-    given = parser.parse_args()
-    if unknown := set(given.clients) - set(CLIENTS):
+    args = parser.parse_args()
+    if unknown := set(args.clients) - set(CLIENTS):
         parser.error(f"there is no client {', '.join(sorted(unknown))}: {', '.join(CLIENTS)}")
     failed = []
-    environment = os.environ | {"MODEL": given.model, "MODEL_FILE": str(resolve(given.model))}
+    environment = os.environ | {"MODEL": args.model, "MODEL_FILE": str(resolve(args.model))}
     with ExitStack() as stack:
         servers: dict[tuple[str, ...], str] = {}
-        for name in given.clients or CLIENTS:
+        for name in args.clients or CLIENTS:
             client = CLIENTS[name]
             if client.serve not in servers:
-                server = _server([given.model, *client.serve])
+                server = _server([args.model, *client.serve])
                 servers[client.serve] = stack.enter_context(server)
             url = servers[client.serve]
             print(f"== {name}: {', '.join(client.packages)}", flush=True)

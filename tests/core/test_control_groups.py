@@ -198,12 +198,16 @@ def test_the_lowest_memory_limit_applies(
 ) -> None:
     groups, mounts, files, (limit_bytes, free_bytes, source) = MEMORY[name]
     monkeypatch.setattr(hardware, "_ROOT", made_up(tmp_path, groups, mounts, files))
-    found = hardware.memory_limit()
-    assert found is not None
-    assert (found.limit_bytes, found.free_bytes, found.source) == (limit_bytes, free_bytes, source)
+    result = hardware.memory_limit()
+    assert result is not None
+    assert (result.limit_bytes, result.free_bytes, result.source) == (
+        limit_bytes,
+        free_bytes,
+        source,
+    )
     assert hardware.memory_total() == limit_bytes
     assert hardware.memory_available() == free_bytes
-    assert hardware.scarcest_memory() == found
+    assert hardware.scarcest_memory() == result
 
 
 @pytest.mark.parametrize(

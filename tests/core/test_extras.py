@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def installed_from(url: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the package was installed from this address, or (None) from a package index."""
     text = None if url is None else json.dumps({"url": url, "dir_info": {}})
-    found = SimpleNamespace(read_text=lambda _name: text)
-    monkeypatch.setattr("importlib.metadata.distribution", lambda _name: found)
+    result = SimpleNamespace(read_text=lambda _name: text)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _name: result)
 
 
 def test_a_package_of_an_index_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

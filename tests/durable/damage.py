@@ -170,8 +170,8 @@ def keep_things(folder: Path) -> dict[str, str]:
         responses = [http.post("/v1/responses", json=talk).json()["id"] for _ in range(2)]
         talk["previous_response_id"] = responses[0]
         responses.append(http.post("/v1/responses", json=talk).json()["id"])
-        said = [{"type": "message", "role": "user", "content": "hello"}]
-        talks = http.post("/v1/conversations", json={"items": said}).json()["id"]
+        messages = [{"type": "message", "role": "user", "content": "hello"}]
+        talks = http.post("/v1/conversations", json={"items": messages}).json()["id"]
         chat = {"messages": [{"role": "user", "content": "hello"}], "store": True, "max_tokens": 4}
         chat_id = http.post("/v1/chat/completions", json=chat).json()["id"]
         results = batch.get("output_file_id") or batch["error_file_id"]

@@ -34,7 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=1, help="the first operation to try")
     parser.add_argument("--every", type=int, default=1, help="try only every N-th operation")
-    given = parser.parse_args()
+    args = parser.parse_args()
     if "TWOSTROKE_DISK" not in os.environ:
         return _with_faults(sys.argv)
     import workload  # noqa: F401 so that each case has it at once
@@ -43,7 +43,7 @@ def main() -> int:
     total = _count(faults)
     held, failed, num_again = Counter[str](), 0, 0
     for name, (number, seed) in FAULTS.items():
-        for at in range(given.first, total + 1, given.every):
+        for at in range(args.first, total + 1, args.every):
             try:
                 num_again += _case(faults, at, number, seed * at)
                 held[name] += 1
@@ -101,9 +101,9 @@ def _case(faults: ctypes.CDLL, at: int, number: int, seed: int) -> int:
             plan = (-1, 0, 0)  # one fault a case
         assert code == 0, f"the batch does not go on: {said[-1:]}"
         text = (folder / "files" / assured["output"]).read_text()
-        found = Counter(json.loads(line)["custom_id"] for line in text.splitlines())
-        assert found == Counter(ran.keys()), f"lines lost or doubled: {found}"
-        assert len(found) == 12
+        counts = Counter(json.loads(line)["custom_id"] for line in text.splitlines())
+        assert counts == Counter(ran.keys()), f"lines lost or doubled: {counts}"
+        assert len(counts) == 12
     return sum(ran.values()) - len(ran)
 
 

@@ -36,14 +36,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    chance, campaign, began_s = random.Random(given.seed), Campaign(), time.monotonic()
+    args = parser.parse_args()
+    chance, campaign, began_s = random.Random(args.seed), Campaign(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(given.kills):
+        for _ in range(args.kills):
             campaign.round(Path(folder), chance.uniform(0.0, 0.5))
         campaign.round(Path(folder), None)
     print(
-        f"{given.kills} kills in {time.monotonic() - began_s:.0f} s, {campaign.num_in_batch} of "
+        f"{args.kills} kills in {time.monotonic() - began_s:.0f} s, {campaign.num_in_batch} of "
         f"them while lines ran; {campaign.num_batches} batches of {NUM_LINES} lines ended, each "
         f"line with one result; no result was lost"
     )
@@ -69,10 +69,10 @@ class Campaign:
         command += ["--threads", "1", "--no-access-log", "--records", str(folder / "records")]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
-            said = process.stderr.readline()
-            found = _ADDRESS.search(said)
-            assert found is not None, f"the server does not start: {said}{process.stderr.read()}"
-            with closing(httpx.Client(base_url=found[0], timeout=10, trust_env=False)) as http:
+            output = process.stderr.readline()
+            match = _ADDRESS.search(output)
+            assert match is not None, f"the server does not start: {output}{process.stderr.read()}"
+            with closing(httpx.Client(base_url=match[0], timeout=10, trust_env=False)) as http:
                 end_s = time.monotonic() + (60 if kill_after_s is None else kill_after_s)
                 with suppress(httpx.HTTPError):
                     self._look(http)
@@ -103,8 +103,8 @@ class Campaign:
     def _check(self, http: httpx.Client, batch: dict[str, Any]) -> None:
         text = http.get(f"/v1/files/{batch['output_file_id']}/content").text
         lines = [json.loads(line) for line in text.splitlines()]
-        found = Counter(line["custom_id"] for line in lines)
-        assert found == Counter(str(i) for i in range(NUM_LINES)), "lines are lost or doubled"
+        counts = Counter(line["custom_id"] for line in lines)
+        assert counts == Counter(str(i) for i in range(NUM_LINES)), "lines are lost or doubled"
         for line in lines:
             answer = line["response"]["body"]["choices"][0]["text"]
             assert self._answers.setdefault(line["custom_id"], answer) == answer
@@ -120,8 +120,8 @@ def _begin(http: httpx.Client) -> str:
         lines.append(json.dumps(line))
     file = {"file": ("in.jsonl", "\n".join(lines).encode())}
     uploaded = http.post("/v1/files", data={"purpose": "batch"}, files=file).json()
-    asked = {"input_file_id": uploaded["id"], "endpoint": URL, "completion_window": "24h"}
-    response = http.post("/v1/batches", json=asked)
+    payload = {"input_file_id": uploaded["id"], "endpoint": URL, "completion_window": "24h"}
+    response = http.post("/v1/batches", json=payload)
     assert response.status_code == 200, response.text
     return str(response.json()["id"])
 

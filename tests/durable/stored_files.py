@@ -24,7 +24,7 @@ import numpy as np
 from file_damages import DAMAGES
 
 from support.heads import write_random_heads
-from support.stored_pages import WORTH, content_of, kind
+from support.stored_pages import PAGE_VALUE, content_of, kind
 from support.tiny import write_tiny_folder, write_tiny_gguf
 from twostroke.backends import machine_limits as limits
 from twostroke.backends.activation_bits import resolve as activations
@@ -102,8 +102,8 @@ def make_calibration(folder: Path, number: int) -> list[Path]:
         calibration.MeasuredStep(1, 512, rows, 1e-3, 2e-3, 3e-4 + number)
         for rows in (1, 2 + number)
     )
-    found = calibration.Calibration(points, "2026-01-01", 1)
-    calibration._store(f"model{number}", found)
+    result = calibration.Calibration(points, "2026-01-01", 1)
+    calibration._store(f"model{number}", result)
     return list((folder / "calibrations").iterdir())
 
 
@@ -128,8 +128,8 @@ def make_bits(folder: Path, number: int) -> list[Path]:
 
 def make_sensitivity(folder: Path, number: int) -> list[Path]:
     path = folder / f"sensitivity-{number}.json"
-    found = Sensitivity(f"model{number}", {"a": {"Q4_K": 0.125}}, {"a 3": 0.5 + number})
-    sensitivity._write(path, found)
+    result = Sensitivity(f"model{number}", {"a": {"Q4_K": 0.125}}, {"a 3": 0.5 + number})
+    sensitivity._write(path, result)
     return [path]
 
 
@@ -158,8 +158,8 @@ def make_pieces(folder: Path, number: int) -> list[Path]:
 def read_pieces(folder: Path) -> Any:
     os.environ["TWOSTROKE_CACHE"] = str(folder)
     remade: list[list[int]] = []
-    found = SavedWork(load_path(folder / "model.gguf")).pieces(64, lambda: remade)
-    return None if found is remade else found
+    result = SavedWork(load_path(folder / "model.gguf")).pieces(64, lambda: remade)
+    return None if result is remade else result
 
 
 def make_matrices(folder: Path, number: int) -> list[Path]:
@@ -170,8 +170,8 @@ def make_matrices(folder: Path, number: int) -> list[Path]:
 
 
 def read_matrices(folder: Path) -> Any:
-    found = SavedMatrices(folder).get("blk.0.weight", (2, 256), FORMATS["Q8_0"])
-    return None if found is None else found.data.tolist()
+    result = SavedMatrices(folder).get("blk.0.weight", (2, 256), FORMATS["Q8_0"])
+    return None if result is None else result.data.tolist()
 
 
 def make_checkpoint(folder: Path, number: int) -> list[Path]:
@@ -181,11 +181,11 @@ def make_checkpoint(folder: Path, number: int) -> list[Path]:
 
 
 def read_checkpoint(folder: Path) -> Any:
-    found = load_checkpoint(folder, {"model": "m"})
-    if found is None:
+    result = load_checkpoint(folder, {"model": "m"})
+    if result is None:
         return None
-    values = {name: array.tolist() for name, array in found.arrays.items()}
-    return found.token_ids, found.seconds, found.num_steps, values
+    values = {name: array.tolist() for name, array in result.arrays.items()}
+    return result.token_ids, result.seconds, result.num_steps, values
 
 
 def make_answers(folder: Path, number: int) -> list[Path]:
@@ -198,8 +198,8 @@ def make_answers(folder: Path, number: int) -> list[Path]:
 
 
 def read_answers(folder: Path) -> Any:
-    found = load_answers(folder, 8)
-    return [(one.prompt, one.tokens.tolist(), one.hidden.tolist()) for one in found] or None
+    result = load_answers(folder, 8)
+    return [(one.prompt, one.tokens.tolist(), one.hidden.tolist()) for one in result] or None
 
 
 def make_heads(folder: Path, number: int) -> list[Path]:
@@ -209,8 +209,8 @@ def make_heads(folder: Path, number: int) -> list[Path]:
 
 
 def read_heads(folder: Path) -> Any:
-    found = load_heads(folder)
-    return found.facts, sorted(found.tensors)
+    result = load_heads(folder)
+    return result.facts, sorted(result.tensors)
 
 
 def make_record(folder: Path, number: int) -> list[Path]:
@@ -225,15 +225,23 @@ def make_record(folder: Path, number: int) -> list[Path]:
 
 def read_record(folder: Path) -> Any:
     os.environ["TWOSTROKE_CACHE"] = str(folder)
-    found = [(one.name, one.title, one.files[0].sha256, one.num_bytes) for one in stored_records()]
-    return found or None
+    results = [
+        (
+            stored_record.name,
+            stored_record.title,
+            stored_record.files[0].sha256,
+            stored_record.num_bytes,
+        )
+        for stored_record in stored_records()
+    ]
+    return results or None
 
 
 def make_pages(folder: Path, number: int) -> list[Path]:
     tier = DiskTier(folder / "pages", kind(), 1 << 30, "m")
     tier.wait()
     for page in (2 * number, 2 * number + 1):
-        tier.offer(page.to_bytes(32, "big"), memoryview(bytearray(content_of(page))), WORTH)
+        tier.offer(page.to_bytes(32, "big"), memoryview(bytearray(content_of(page))), PAGE_VALUE)
     [about] = (folder / "pages").glob("*/*.json")
     return [*sorted((folder / "pages").glob("*/??/*")), about]
 
@@ -242,13 +250,13 @@ def read_pages(folder: Path) -> Any:
     tier = DiskTier(folder / "pages", kind(), 1 << 30, "m")
     tier.wait()
     read_folder(folder / "pages", 0.0)
-    found = {}
+    results = {}
     for page in range(4):
         buffer = bytearray(len(content_of(0)))
         if tier.fetch(page.to_bytes(32, "big"), memoryview(buffer)):
-            found[page] = bytes(buffer) == content_of(page)
+            results[page] = bytes(buffer) == content_of(page)
     list(verify(folder / "pages"))
-    return found
+    return results
 
 
 def lacks_pages(found: Any, _before: Any) -> bool:
@@ -269,7 +277,7 @@ def make_partial(folder: Path, number: int) -> list[Path]:
         }
         for line in range(4)
     ]
-    (folder / "in.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in requests))
+    (folder / "in.jsonl").write_text("".join(f"{json.dumps(request)}\n" for request in requests))
     with (
         ResultFile(folder / "out", resumes=True) as out,
         ResultFile(folder / "err", resumes=True) as err,
@@ -311,9 +319,9 @@ def make_ray(folder: Path, number: int) -> list[Path]:
 
 def read_ray(folder: Path) -> Any:
     os.environ["TWOSTROKE_CACHE"] = str(folder)
-    found = OwnRay()
-    found.find()
-    return found._read()
+    result = OwnRay()
+    result.find()
+    return result._read()
 
 
 def make_model(folder: Path, number: int) -> list[Path]:
@@ -445,7 +453,7 @@ def check_case(
     path, other_path = kept.make(folder, 0)[number], kept.make(other, 1)[number]
     DAMAGES[damage][0](path, other_path, random.Random(seed))
     try:
-        found = kept.read(folder)
+        result = kept.read(folder)
     except TwostrokeError as error:
         names = (path.name, path.parent.name, *kept.names)
         if not any(name in str(error) for name in names):
@@ -458,10 +466,10 @@ def check_case(
     except (Exception, HangError) as error:
         raise AssertionError(f"{type(error).__name__}: {error}") from error
     if not kept.is_checked and damage in {"a folder", "a pipe", "unreadable"}:
-        assert found == before, "what is no file is read as if it were missing"
+        assert result == before, "what is no file is read as if it were missing"
     if kept.is_checked and not (damage == "swapped" and kept.may_be_swapped):
-        is_same = found == before
-        assert is_same or kept.may_lack(found, before), f"other values: {str(found)[:200]}"
+        is_same = result == before
+        assert is_same or kept.may_lack(result, before), f"other values: {str(result)[:200]}"
 
 
 def main() -> int:

@@ -68,15 +68,15 @@ def run(folder: Path, assured: dict[str, str], pipe: int) -> None:
             find = partial(
                 stored_batches.find, id_=assured["batch"], tenant=TENANT, protocol="openai"
             )
-            found = await records.read(find)
-            assert found is not None, "an assured batch is lost"
-            if not found.is_open:
-                assert (found.status, found.completed) == ("completed", NUM_LINES), found
-                report("output", str(found.output_file))
+            result = await records.read(find)
+            assert result is not None, "an assured batch is lost"
+            if not result.is_open:
+                assert (result.status, result.completed) == ("completed", NUM_LINES), result
+                report("output", str(result.output_file))
                 await running.stop()
                 return
             await asyncio.sleep(0.002)
-        raise AssertionError(f"the batch does not end: {found}")
+        raise AssertionError(f"the batch does not end: {result}")
 
     with closing(Records(folder)) as records:
         asyncio.run(go(records))

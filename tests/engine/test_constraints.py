@@ -70,8 +70,8 @@ def engine_of(
 
 def answers(llm: LLM, **hints: Any) -> list[Completion]:
     prompts = [prompt for prompt in PROMPTS for _ in ASKED]
-    found = llm.generate(prompts, ASKED * len(PROMPTS), **hints)
-    return [one for each in found for one in each]
+    result = llm.generate(prompts, ASKED * len(PROMPTS), **hints)
+    return [one for each in result for one in each]
 
 
 def said(found: list[Completion]) -> list[Any]:
@@ -86,15 +86,15 @@ def plain(path: Path) -> list[Any]:
 
 def test_answers_match_their_constraint(path: Path) -> None:
     with engine_of(path) as llm:
-        found = answers(llm)
+        result = answers(llm)
     params = [one for one in ASKED for _ in range(one.n)] * len(PROMPTS)
-    for asked, answer in zip(params, found, strict=True):
+    for asked, answer in zip(params, result, strict=True):
         if asked.constraint is JSON and answer.finish_reason is FinishReason.STOP:
             check(json.loads(answer.text))
         elif asked.constraint is REGEX:
             is_whole = answer.finish_reason is FinishReason.STOP and not asked.stop
             assert regex.fullmatch(PATTERN, answer.text, partial=not is_whole), answer.text
-    reasons = [answer.finish_reason for answer in found]
+    reasons = [answer.finish_reason for answer in result]
     assert reasons.count(FinishReason.STOP) > len(reasons) / 2
     assert FinishReason.LENGTH in reasons
 

@@ -33,12 +33,12 @@ def test_percentiles_are_close_to_those_of_the_values() -> None:
     histogram = Histogram()
     for value in values:
         histogram.observe(value)
-    found = histogram.read()
+    result = histogram.read()
     exact = statistics.quantiles(values, n=100)
-    assert found.count == 5000
-    assert found.mean == pytest.approx(statistics.fmean(values))
+    assert result.count == 5000
+    assert result.mean == pytest.approx(statistics.fmean(values))
     for percent in (10, 50, 90, 99):
-        assert found.percentile(percent / 100) == pytest.approx(exact[percent - 1], rel=0.07)
+        assert result.percentile(percent / 100) == pytest.approx(exact[percent - 1], rel=0.07)
 
 
 def test_counts_that_stay_are_kept_once() -> None:
@@ -55,9 +55,9 @@ def test_values_beyond_the_bounds_are_counted_too() -> None:
     histogram = Histogram()
     histogram.observe(0.0)
     histogram.observe(1e9)
-    found = histogram.read()
-    assert found.count == 2
-    assert found.percentile(1) == TIME_BOUNDS_S[-1]
+    result = histogram.read()
+    assert result.count == 2
+    assert result.percentile(1) == TIME_BOUNDS_S[-1]
     assert Histogram().read().percentile(0.5) is None
     assert Histogram().read().mean is None
 
@@ -85,9 +85,9 @@ def test_gaps_of_a_step_are_counted_together() -> None:
     counter.count_gaps(1.5)
     counter.gaps += [1.5, 1.0, 1.5]
     counter.count_gaps(2.0)
-    found = counter.read().latencies["itl"]
-    assert found.count == 6
-    assert found.sum == pytest.approx(3 * 0.5 + 2 * 0.5 + 1.0)
+    result = counter.read().latencies["itl"]
+    assert result.count == 6
+    assert result.sum == pytest.approx(3 * 0.5 + 2 * 0.5 + 1.0)
     assert not counter.gaps
 
 
@@ -102,7 +102,7 @@ def test_each_class_of_service_is_counted_separately(tmp_path: Path) -> None:
         assert totals.prompt_tokens == 20 * count
         assert totals.completion_tokens == 5 * count
         assert totals.ends == ({FinishReason.LENGTH: 1} if count else {})
-        counts = {name: found.count for name, found in totals.latencies.items()}
+        counts = {name: latency.count for name, latency in totals.latencies.items()}
         assert counts == dict.fromkeys(("queue", "ttft", "tpot", "e2e"), count) | {"itl": 4 * count}
 
 

@@ -55,13 +55,13 @@ def texts_of(count: int) -> list[list[int]]:
 def test_many_texts_come_in_order_through_a_small_queue(tmp_path: Path) -> None:
     texts = texts_of(300)
     with tiny_client(tmp_path, max_waiting_requests=5) as (client, backend):
-        found = list(client.embed(texts, EmbeddingParams(), CALLER))
-        assert [one.index for one in found] == [*range(300)]
-        assert [one.usage.prompt_tokens for one in found] == [len(text) for text in texts]
+        results = list(client.embed(texts, EmbeddingParams(), CALLER))
+        assert [one.index for one in results] == [*range(300)]
+        assert [one.usage.prompt_tokens for one in results] == [len(text) for text in texts]
         for place in (0, 7, 299):
             name = backend._program.last_states
             right = twin(backend.trace(texts[place], [name])[name], "mean")
-            np.testing.assert_allclose(found[place].vector, right, atol=1e-4)
+            np.testing.assert_allclose(results[place].vector, right, atol=1e-4)
         totals = client.loop.snapshot().services[DEFAULT_SERVICE_TIER]
         assert totals.embedded_texts == 300
         assert totals.embedded_tokens == sum(map(len, texts))
@@ -79,7 +79,7 @@ def test_embedded_texts_are_not_counted_as_answers(tmp_path: Path) -> None:
         totals = client.loop.snapshot().services[DEFAULT_SERVICE_TIER]
     assert (totals.embedded_texts, totals.embedded_tokens) == (3, 1 + 2 + 3)
     assert (totals.ends, totals.prompt_tokens, totals.completion_tokens) == ({}, 0, 0)
-    assert {found.count for found in totals.latencies.values()} == {0}
+    assert {latency.count for latency in totals.latencies.values()} == {0}
 
 
 def test_a_full_queue_refuses_a_caller_without_a_text_in_it(tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_later_texts_wait_while_the_queue_is_full(
 ) -> None:
     client, _ = gated
     refuse(client, monkeypatch, 4, 12)
-    found = client.embed(texts_of(20), EmbeddingParams(), CALLER)
-    assert [one.index for one in found] == [*range(20)]
+    result = client.embed(texts_of(20), EmbeddingParams(), CALLER)
+    assert [one.index for one in result] == [*range(20)]
     refuse(client, monkeypatch, 4, 12)
     assert asyncio.run(read_all(client, 20)) == [*range(20)]
     refuse(client, monkeypatch, 1)
@@ -168,8 +168,8 @@ def test_static_batches_do_not_wait_for_texts_that_wait_themselves(tmp_path: Pat
     with tiny_client(tmp_path, batch=batch) as (client, _):
         reading = asyncio.wait_for(read_all(client, 300), 30)
         assert asyncio.run(reading) == [*range(300)]
-        found = list(client.embed(texts_of(300), EmbeddingParams(), CALLER))
-        assert [one.index for one in found] == [*range(300)]
+        results = list(client.embed(texts_of(300), EmbeddingParams(), CALLER))
+        assert [one.index for one in results] == [*range(300)]
 
 
 def test_leaving_early_cancels_all_texts(gated: tuple[Client, GatedBackend]) -> None:
@@ -272,13 +272,13 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_texts_and_ids_become_vectors_of_length_one(llm: LLM) -> None:
     ids = llm.engine.card.tokenizer.encode("hello world")
     alone = llm.embed("hello world")[0]
-    found = llm.embed(["the world is in", "hello world", ids])
-    assert [one.vector.shape for one in found] == [(64,)] * 3
-    assert {one.vector.dtype for one in found} == {np.dtype(np.float32)}
-    np.testing.assert_allclose(found[1].vector, alone.vector, atol=1e-6)
-    np.testing.assert_array_equal(found[1].vector, found[2].vector)
-    assert found[1].usage.prompt_tokens == len(ids)
-    for one in found:
+    result = llm.embed(["the world is in", "hello world", ids])
+    assert [one.vector.shape for one in result] == [(64,)] * 3
+    assert {one.vector.dtype for one in result} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(result[1].vector, alone.vector, atol=1e-6)
+    np.testing.assert_array_equal(result[1].vector, result[2].vector)
+    assert result[1].usage.prompt_tokens == len(ids)
+    for one in result:
         assert np.linalg.norm(one.vector) == pytest.approx(1, abs=1e-6)
         assert one.timings.last_token_s >= one.timings.started_s >= one.timings.arrival_s > 0
     assert llm.embed([]) == []
@@ -287,9 +287,9 @@ def test_texts_and_ids_become_vectors_of_length_one(llm: LLM) -> None:
 def test_fewer_dimensions_keep_the_first_values(llm: LLM) -> None:
     whole = llm.embed("hello world")[0].vector
     for count in (1, 10, 64):
-        found = llm.embed("hello world", dimensions=count)[0].vector
+        result = llm.embed("hello world", dimensions=count)[0].vector
         part = whole[:count].astype(np.float64)
-        np.testing.assert_allclose(found, part / np.linalg.norm(part), atol=1e-5)
+        np.testing.assert_allclose(result, part / np.linalg.norm(part), atol=1e-5)
 
 
 def test_without_pooling_each_token_has_its_own_vector(llm: LLM) -> None:
@@ -297,8 +297,8 @@ def test_without_pooling_each_token_has_its_own_vector(llm: LLM) -> None:
     last, mean, each = (llm.embed(text, pooling=word)[0] for word in ("last", "mean", "none"))
     assert each.vector.shape == (each.usage.prompt_tokens, len(mean.vector))
     for states, pooled in ((each.vector[-1], last), (each.vector.mean(axis=0), mean)):
-        found = states / np.linalg.norm(states)
-        np.testing.assert_allclose(found, pooled.vector, atol=1e-4)
+        result = states / np.linalg.norm(states)
+        np.testing.assert_allclose(result, pooled.vector, atol=1e-4)
     first_values = llm.embed(text, pooling="none", dimensions=3)[0].vector
     np.testing.assert_array_equal(first_values, each.vector[:, :3])
     assert "one for each token" in repr(each)
@@ -315,11 +315,11 @@ def test_vectors_of_too_many_tokens_are_refused(llm: LLM, monkeypatch: pytest.Mo
 def test_the_mean_is_the_default_and_never_uses_cached_pages(llm: LLM) -> None:
     text = "hello world " * 20
     llm.generate(text, SamplingParams(max_tokens=1))
-    found = {pooling: llm.embed(text, pooling=pooling)[0] for pooling in ("auto", "mean", "last")}
-    np.testing.assert_array_equal(found["auto"].vector, found["mean"].vector)
-    assert np.abs(found["mean"].vector - found["last"].vector).max() > 1e-3
-    assert found["mean"].usage.cached_tokens == 0
-    assert found["last"].usage.cached_tokens > 0
+    results = {pooling: llm.embed(text, pooling=pooling)[0] for pooling in ("auto", "mean", "last")}
+    np.testing.assert_array_equal(results["auto"].vector, results["mean"].vector)
+    assert np.abs(results["mean"].vector - results["last"].vector).max() > 1e-3
+    assert results["mean"].usage.cached_tokens == 0
+    assert results["last"].usage.cached_tokens > 0
 
 
 def test_async_embeddings_equal_blocking_ones(tmp_path: Path) -> None:
@@ -383,5 +383,5 @@ def test_a_sentence_transformers_folder_chooses_the_pooling(tmp_path: Path) -> N
     flags = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(flags))
     with LLM(folder, EngineOptions(ComputeOptions("reference"), SMALL)) as llm:
-        found = [llm.embed("hello world", pooling=word)[0].vector for word in ("auto", "last")]
-    np.testing.assert_array_equal(*found)
+        results = [llm.embed("hello world", pooling=word)[0].vector for word in ("auto", "last")]
+    np.testing.assert_array_equal(*results)

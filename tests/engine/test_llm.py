@@ -92,10 +92,10 @@ def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 def test_each_prompt_has_its_own_answers_in_order(llm: LLM) -> None:
     prompts = ["hello", "the world is", "a"]
-    found = llm.generate(prompts, GREEDY)
-    assert [len(answers) for answers in found] == [1, 1, 1]
+    result = llm.generate(prompts, GREEDY)
+    assert [len(answers) for answers in result] == [1, 1, 1]
     alone = [llm.generate(prompt, GREEDY)[0][0].token_ids for prompt in prompts]
-    assert [answers[0].token_ids for answers in found] == alone
+    assert [answers[0].token_ids for answers in result] == alone
     assert all(len(tokens) == 8 for tokens in alone)
 
 
@@ -122,8 +122,8 @@ def test_no_prompts_have_no_answers(llm: LLM) -> None:
 
 def test_each_prompt_can_have_its_own_params(llm: LLM) -> None:
     each = [SamplingParams(max_tokens=count, n=2, ignore_eos=True) for count in (1, 3)]
-    found = llm.generate(["a", "a"], each)
-    assert [[len(one.token_ids) for one in answers] for answers in found] == [[1, 1], [3, 3]]
+    result = llm.generate(["a", "a"], each)
+    assert [[len(answer.token_ids) for answer in answers] for answers in result] == [[1, 1], [3, 3]]
     with pytest.raises(UsageError, match="one entry for each prompt: 2, got 1"):
         llm.generate(["a", "a"], each[:1])
 
@@ -258,8 +258,8 @@ def test_a_static_batch_does_not_wait_for_prompts_that_never_come(path: Path) ->
         ComputeOptions(backend="reference"), SMALL, BatchOptions(policy="static", batch_size=4)
     )
     with LLM(str(path), options) as llm:
-        found = llm.generate(["a"] * 6, GREEDY)
-        assert len({answers[0].token_ids for answers in found}) == 1
+        result = llm.generate(["a"] * 6, GREEDY)
+        assert len({answers[0].token_ids for answers in result}) == 1
 
 
 def test_a_folder_is_called_by_its_name(tmp_path: Path) -> None:
@@ -317,9 +317,9 @@ def test_more_prompts_than_the_queue_takes_are_answered_in_order(path: Path) -> 
     )
     prompts = [f"hello {number}" for number in range(20)]
     with LLM(str(path), options) as llm:
-        found = llm.generate(prompts, GREEDY)
+        result = llm.generate(prompts, GREEDY)
         alone = [llm.generate(prompt, GREEDY)[0][0].token_ids for prompt in prompts]
-    assert [answers[0].token_ids for answers in found] == alone
+    assert [answers[0].token_ids for answers in result] == alone
 
 
 def test_a_stream_does_not_wait_for_the_rest_of_a_static_batch(path: Path) -> None:
@@ -363,8 +363,8 @@ def test_an_answer_can_fill_the_gap_before_a_suffix(tmp_path: Path) -> None:
         ]
         suffix = tokenizer.decode([7, 8])
         known = [answers[0].token_ids for answers in llm.generate(prompts, GREEDY)]
-        found = llm.generate(["hello", tokenizer.encode("the")], GREEDY, suffix=suffix)
-        assert [answers[0].token_ids for answers in found] == known
+        result = llm.generate(["hello", tokenizer.encode("the")], GREEDY, suffix=suffix)
+        assert [answers[0].token_ids for answers in result] == known
         outputs = llm.stream("hello", GREEDY, suffix=suffix)
         assert [token for output in outputs for token in output.token_ids] == [*known[0]]
         end = max(marks.end_ids)

@@ -51,13 +51,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 def answers(client: Client, prompts: list[list[int]]) -> list[tuple[int, ...] | str]:
     """Compute prompts together; return the tokens of each, or its error."""
     generations = [client.generate(prompt, GREEDY) for prompt in prompts]
-    found: list[tuple[int, ...] | str] = []
+    results: list[tuple[int, ...] | str] = []
     for generation in generations:
         try:
-            found.append(generation.wait()[0].token_ids)
+            results.append(generation.wait()[0].token_ids)
         except TwostrokeError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 def test_a_request_that_breaks_a_step_fails_alone(tmp_path: Path) -> None:
@@ -67,10 +67,10 @@ def test_a_request_that_breaks_a_step_fails_alone(tmp_path: Path) -> None:
         backend.poison = 99
         backend.gate.clear()
         threading.Timer(0.2, backend.gate.set).start()
-        found = answers(client, prompts)
-        assert found[0] == expected[0]
-        assert found[2:] == expected[2:]
-        assert str(found[1]).startswith("The engine failed on this request: ValueError")
+        result = answers(client, prompts)
+        assert result[0] == expected[0]
+        assert result[2:] == expected[2:]
+        assert str(result[1]).startswith("The engine failed on this request: ValueError")
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
         assert client.loop.health is Health.READY
 
@@ -105,8 +105,8 @@ def test_missing_tokens_after_wrong_drafts_do_not_matter(
     """After a right draft they matter, because the request's own next token cannot be sampled."""
     with tiny_client(tmp_path) as (client, _):
         expected = answers(client, [[5]])[0]
-    guessing = SpeculationOptions("ngram", count=4)
-    with tiny_client(tmp_path, speculation=guessing) as (client, backend):
+    speculation = SpeculationOptions("ngram", count=4)
+    with tiny_client(tmp_path, speculation=speculation) as (client, backend):
         run = backend.run
 
         def draw_nothing_behind_drafts(plan: StepPlan) -> StepResult:
@@ -257,11 +257,11 @@ def test_a_dynamic_batch_starts_when_its_time_is_over(tmp_path: Path) -> None:
 
 def test_every_policy_gives_the_same_tokens(tmp_path: Path) -> None:
     prompts = [[5], [6, 7], [8, 9, 10], [11]]
-    found = []
+    results = []
     for policy in ("continuous", "dynamic", "static"):
         with engine(tmp_path, policy=policy, batch_size=4, token_budget=5) as built:
-            found.append(answers(built.client, prompts))
-    assert found[0] == found[1] == found[2]
+            results.append(answers(built.client, prompts))
+    assert results[0] == results[1] == results[2]
 
 
 def test_a_batch_larger_than_max_running_is_refused(tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def test_pages_of_one_backend_serve_another(tmp_path: Path, family: str, kind: s
         asked, again = request(seed), request(seed)
         first.scheduler.add(asked)
         first.run()
-        ticket = second.scheduler.add(again)
-        transfer = second.transfers.begin(ticket)
+        state = second.scheduler.add(again)
+        transfer = second.transfers.begin(state)
         assert transfer is not None
         index = first.scheduler.prefix_cache._index
         assert index is not None

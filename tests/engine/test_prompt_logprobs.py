@@ -66,8 +66,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 
 def test_prompt_logprobs_follow_from_the_logits(backend: Backend) -> None:
-    chance = random.Random(3)
-    requests = random_requests(chance, 12, vocab_size=200, longest=60, most_output=6)
+    rng = random.Random(3)
+    requests = random_requests(rng, 12, vocab_size=200, longest=60, most_output=6)
     for number, request in enumerate(requests):
         request.params = replace(
             request.params, max_tokens=(0, 1, 40)[number % 3], prompt_logprobs=3
@@ -162,5 +162,5 @@ def test_a_failing_prompt_does_not_harm_others(tmp_path: Path) -> None:
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return log-probabilities, (rows, vocab_size)."""
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    found: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return found
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result

@@ -24,10 +24,10 @@ def test_a_code_model_fills_a_gap_and_stops_at_the_suffix(
     params = SamplingParams(temperature=0, max_tokens=48)
     with LLM(real_model("qwen2.5-coder-1.5b"), OPTIONS) as llm:
         before = "function average(numbers) {\n  let sum = 0;\n"
-        found = llm.generate(before, params, suffix="\n  return sum / numbers.length;\n}\n")[0][0]
-    assert "sum += numbers[i];" in found.text
-    assert "return" not in found.text
-    assert found.finish_reason.value == "stop"
+        result = llm.generate(before, params, suffix="\n  return sum / numbers.length;\n}\n")[0][0]
+    assert "sum += numbers[i];" in result.text
+    assert "return" not in result.text
+    assert result.finish_reason.value == "stop"
 
 
 @pytest.mark.model

@@ -99,8 +99,8 @@ def test_a_wrong_answer_is_generated_again(server: LiveServer) -> None:
 
 def test_an_answer_that_stays_wrong_has_its_rule(server: LiveServer) -> None:
     say(server, *WRONGS)
-    found = list(all_ways(server, asking()))
-    assert found == [(WRONGS[MAX_REDRAWS], MISS)] * 6
+    results = list(all_ways(server, asking()))
+    assert results == [(WRONGS[MAX_REDRAWS], MISS)] * 6
 
 
 def test_a_strict_answer_that_stays_wrong_is_an_error(server: LiveServer) -> None:
@@ -214,8 +214,8 @@ def test_a_complete_call_before_the_cut_is_generated_again(
     say(server, CALL(WRONG) + CALL(RIGHT), CALL(AGAIN), CALL(RIGHT) + CALL(RIGHT))
     tools = [{"name": "note", "parameters": TAGS}]
     params = SamplingParams(temperature=0, max_tokens=len(CALL(WRONG) + begun))
-    found = Shared(server).chat(TALK, params, tools=tools, stream=stream)
-    answers = list(found)
+    result = Shared(server).chat(TALK, params, tools=tools, stream=stream)
+    answers = list(result)
     calls = [call.arguments for answer in answers for call in answer.tool_calls]
     assert calls == [json.loads(RIGHT)]
     assert answers[-1].finish_reason is FinishReason.LENGTH

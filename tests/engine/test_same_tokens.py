@@ -134,41 +134,41 @@ def smollm2(smollm2_path: Path) -> Iterator[Pair]:
 
 @pytest.mark.seeds(2)
 def test_tokens_do_not_depend_on_the_schedule(tiny: Pair, seed: int) -> None:
-    chance = random.Random(seed)
-    requests = random_requests(chance, 32, vocab_size=280, longest=80, most_output=60)
-    assert_same_tokens(tiny, chance, requests, fewest_pages=10)
+    rng = random.Random(seed)
+    requests = random_requests(rng, 32, vocab_size=280, longest=80, most_output=60)
+    assert_same_tokens(tiny, rng, requests, fewest_pages=10)
 
 
 @pytest.mark.seeds(1)
 def test_tokens_of_every_family_do_not_depend_on_the_schedule(family: Pair, seed: int) -> None:
-    chance = random.Random(seed)
-    requests = random_requests(chance, 12, vocab_size=280, longest=80, most_output=30)
+    rng = random.Random(seed)
+    requests = random_requests(rng, 12, vocab_size=280, longest=80, most_output=30)
     num_groups = len(family.plain.facts.windows)
-    assert_same_tokens(family, chance, requests, fewest_pages=9 * num_groups)
+    assert_same_tokens(family, rng, requests, fewest_pages=9 * num_groups)
 
 
 @pytest.mark.seeds(1)
 def test_tokens_over_windows_and_int8_do_not_depend_on_the_schedule(
     windowed: Pair, seed: int
 ) -> None:
-    chance = random.Random(seed)
-    requests = random_requests(chance, 32, vocab_size=250, longest=80, most_output=60)
-    assert_same_tokens(windowed, chance, requests, fewest_pages=30)
+    rng = random.Random(seed)
+    requests = random_requests(rng, 32, vocab_size=250, longest=80, most_output=60)
+    assert_same_tokens(windowed, rng, requests, fewest_pages=30)
 
 
 @pytest.mark.seeds(1)
 def test_tokens_with_fewer_bits_do_not_depend_on_the_schedule(fewer_bits: Pair, seed: int) -> None:
-    chance = random.Random(seed)
-    requests = random_requests(chance, 16, vocab_size=280, longest=80, most_output=30)
-    assert_same_tokens(fewer_bits, chance, requests, fewest_pages=10)
+    rng = random.Random(seed)
+    requests = random_requests(rng, 16, vocab_size=280, longest=80, most_output=30)
+    assert_same_tokens(fewer_bits, rng, requests, fewest_pages=10)
 
 
 @pytest.mark.model
 @pytest.mark.seeds(1)
 def test_tokens_of_the_real_model_do_not_depend_on_the_schedule(smollm2: Pair, seed: int) -> None:
-    chance = random.Random(seed)
-    requests = random_requests(chance, 8, vocab_size=49152, longest=80, most_output=8)
-    assert_same_tokens(smollm2, chance, requests, fewest_pages=12)
+    rng = random.Random(seed)
+    requests = random_requests(rng, 8, vocab_size=49152, longest=80, most_output=8)
+    assert_same_tokens(smollm2, rng, requests, fewest_pages=12)
 
 
 def assert_same_tokens(
@@ -188,8 +188,8 @@ def assert_same_tokens(
 
 @pytest.mark.seeds(2)
 def test_drafts_do_not_change_tokens(tiny: Pair, seed: int) -> None:
-    chance = random.Random(seed)
-    requests = random_requests(chance, 32, vocab_size=280, longest=80, most_output=60)
+    rng = random.Random(seed)
+    requests = random_requests(rng, 32, vocab_size=280, longest=80, most_output=60)
     crowded = Setting(
         num_pages=24 if seed % 2 else 200,
         token_budget=100,
@@ -212,8 +212,8 @@ def test_drafts_do_not_change_tokens(tiny: Pair, seed: int) -> None:
 
 
 def test_a_small_pool_preempts_and_a_shared_prefix_hits(tiny: Pair) -> None:
-    chance = random.Random(1)
-    requests = random_requests(chance, 32, vocab_size=280, longest=40, most_output=100)
+    rng = random.Random(1)
+    requests = random_requests(rng, 32, vocab_size=280, longest=40, most_output=100)
     crowded = Setting(
         num_pages=24, token_budget=64, max_running=32, prefix_cache=True, policy=Continuous()
     )

@@ -37,9 +37,9 @@ TEXT = [9, 2, 30, 4, 101, 17, 2, 2, 8, 9, 2, 30, 77, 5, 6, 60, 61, 62, 63, 64, 9
 
 
 def vectors_of(backend: Backend, setting: Setting, requests: list[Request]) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    run_schedule(backend, setting, requests, CONTEXT, vectors=found)
-    return found
+    results: dict[str, bytes] = {}
+    run_schedule(backend, setting, requests, CONTEXT, vectors=results)
+    return results
 
 
 def text_request(tokens: list[int], pooling: str, name: str = "t") -> Request:
@@ -117,14 +117,14 @@ def pair(
 
 @pytest.mark.seeds(1)
 def test_vectors_do_not_depend_on_the_schedule(pair: Pair, seed: int) -> None:
-    chance = random.Random(seed)
-    requests = random_requests(chance, 20, vocab_size=280, longest=80, most_output=60)
+    rng = random.Random(seed)
+    requests = random_requests(rng, 20, vocab_size=280, longest=80, most_output=60)
     for number, request in enumerate(requests):
         if number % 3:
             request.pooling = (Pooling.MEAN, Pooling.LAST)[number % 2]
             request.params, request.priority = SamplingParams(), 1
     fewest = 9 * len(pair.plain.facts.windows)
-    settings = [Setting.chosen_by(chance, fewest, 5 * fewest) for _ in range(2)]
+    settings = [Setting.chosen_by(rng, fewest, 5 * fewest) for _ in range(2)]
     settings = [replace(setting, guesses=None) for setting in settings]
     # So few pages that somebody has to give way.
     settings.append(Setting(fewest, 9, 8, prefix_cache=True, policy=Continuous()))
@@ -132,7 +132,7 @@ def test_vectors_do_not_depend_on_the_schedule(pair: Pair, seed: int) -> None:
     right = vectors_of(pair.plain, alone, [fresh(r) for r in requests])
     assert len(right) == sum(r.pooling is not None for r in requests)
     for setting in settings:
-        shuffled = [fresh(r) for r in chance.sample(requests, len(requests))]
+        shuffled = [fresh(r) for r in rng.sample(requests, len(requests))]
         assert vectors_of(pair.shared, setting, shuffled) == right, setting
 
 
@@ -147,7 +147,7 @@ def test_preemption_does_not_change_a_vector(pair: Pair, pooling: str) -> None:
     victim.priority = 1
     embedder = embedder_of(victim)
     scheduler.add(victim)
-    found = []
+    result = []
     for step in range(30):
         if step == 2:
             urgent = Request("u", [9] * 120, 120, SamplingParams(max_tokens=1), 0, priority=-1)
@@ -156,7 +156,7 @@ def test_preemption_does_not_change_a_vector(pair: Pair, pooling: str) -> None:
         if plan is None:
             break
         deltas = scheduler.commit(plan, pair.shared.run(plan))
-        found += [embedder.take(delta, 0.0) for delta in deltas if delta.request is victim]
+        result += [embedder.take(delta, 0.0) for delta in deltas if delta.request is victim]
     assert victim.num_preemptions == 1
     assert victim.is_finished
-    assert [output.embedding.tobytes() for output in found if output is not None] == [right]
+    assert [output.embedding.tobytes() for output in result if output is not None] == [right]

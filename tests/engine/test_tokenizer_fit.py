@@ -35,8 +35,8 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path: Path) -> No
     folder = write_tiny_folder(tmp_path / "tiny", Tiny())
     num_rows = load_path(folder).spec.vocab_size
     change(folder, text_tokens=7, special_tokens=0)
-    said = f"has {num_rows + 7} tokens, its embedding table {num_rows} rows: .* another model"
-    with pytest.raises(ModelFormatError, match=said):
+    output = f"has {num_rows + 7} tokens, its embedding table {num_rows} rows: .* another model"
+    with pytest.raises(ModelFormatError, match=output):
         build_tokenizer(load_path(folder))
 
 

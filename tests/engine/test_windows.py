@@ -46,17 +46,17 @@ def test_tokens_do_not_depend_on_the_schedule(
 ) -> None:
     model = backend(tmp_path, slides)
     assert len(model.facts.windows) == num_groups
-    chance = random.Random(7)
-    requests = random_requests(chance, 12, vocab_size=280, longest=80, most_output=40)
+    rng = random.Random(7)
+    requests = random_requests(rng, 12, vocab_size=280, longest=80, most_output=40)
     fewest = PageGroups(16, model.facts.windows).num_needed(120)
-    settings = [Setting.chosen_by(chance, fewest, 2 * fewest) for _ in range(3)]
+    settings = [Setting.chosen_by(rng, fewest, 2 * fewest) for _ in range(3)]
     crowded = Setting(fewest, 64, 32, prefix_cache=True, policy=Continuous())
     expected, _ = run_schedule(
         model, settings[0].alone(NUM_PAGES), [fresh(r) for r in requests], CONTEXT
     )
     num_preemptions = num_cached = 0
     for setting in [*settings, crowded]:
-        again = [fresh(r) for r in chance.sample(requests, len(requests))]
+        again = [fresh(r) for r in rng.sample(requests, len(requests))]
         answers, count = run_schedule(model, setting, again, CONTEXT)
         assert answers == expected, setting
         num_preemptions += count

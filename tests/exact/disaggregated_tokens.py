@@ -36,34 +36,32 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=500, help="in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nixl", action="store_true", help="let NIXL move the pages")
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.environ["TWOSTROKE_PEER_SECRET"] = "a secret of the tests"
     num_wrong, began_s = 0, time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         tiny = [write_tiny_gguf(folder / f"{name}.gguf", tiny_of(name)) for name in _FAMILIES]
-        models = [given.model, *map(str, tiny)]
+        models = [args.model, *map(str, tiny)]
         cases = [
             Case(model, kv_format, *way)
             for (model, kv_format), way in zip(
                 [(model, kv_format) for kv_format in _FORMATS for model in models],
-                cycle(_NIXL_WAYS if given.nixl else _WAYS),
+                cycle(_NIXL_WAYS if args.nixl else _WAYS),
                 strict=False,
             )
         ]
         for number, case in enumerate(cases):
-            count = given.prompts * (number + 1) // len(cases) - given.prompts * number // len(
-                cases
-            )
-            found = compare(case, count, given.seed + number, folder)
-            is_wrong = found.different or found.transfers.get("done", 0) < _LEAST_SHARE * count
+            count = args.prompts * (number + 1) // len(cases) - args.prompts * number // len(cases)
+            result = compare(case, count, args.seed + number, folder)
+            is_wrong = result.different or result.transfers.get("done", 0) < _LEAST_SHARE * count
             num_wrong += bool(is_wrong)
             way = "shared memory" if case.host == "127.0.0.1" else case.link
             print(
                 f"{'WRONG  ' if is_wrong else ''}{Path(case.model).stem} {case.kv_format}, "
-                f"{way}, guesses "
-                f"{case.speculate}: {len(found.different)} of {count} prompts' {found.num_answers} "
-                f"answers differ; {found.transfers} {found.num_bytes / 1e6:.1f} MB",
+                f"{way}, speculation {case.speculate}: {len(result.different)} of {count} prompts' "
+                f"{result.num_answers} answers differ; {result.transfers} "
+                f"{result.num_bytes / 1e6:.1f} MB",
                 flush=True,
             )
     print(f"{num_wrong} of {len(cases)} cases went wrong, in {time.monotonic() - began_s:.0f} s.")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.disaggregation import LINKS, NIXL_LINKS, SECRET
-from support.disaggregation_faults import play_each, play_round
+from support.disaggregation_faults import run_each_fault, run_round
 from support.disaggregation_kills import CARRIER_KINDS, KINDS, SIDES, campaign
 
 if TYPE_CHECKING:
@@ -39,21 +39,21 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--first", type=int, default=0, help="kill to go on with, without rounds")
     parser.add_argument("--nixl", action="store_true", help="let NIXL move the pages")
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.environ["TWOSTROKE_PEER_SECRET"] = SECRET
-    links = NIXL_LINKS if given.nixl else LINKS
-    rounds_links = links if given.nixl else ("shared", "tcp")
+    links = NIXL_LINKS if args.nixl else LINKS
+    rounds_links = links if args.nixl else ("shared", "tcp")
     logging.disable(logging.WARNING)  # lost connections are no news here
     counts, began_s = Counter[str](), time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
-        for link in links if not given.first else ():
-            play_each(Path(place), link, counts)
-        for seed in range(given.seed, given.seed + given.rounds) if not given.first else ():
+    with tempfile.TemporaryDirectory() as folder_name:
+        for link in links if not args.first else ():
+            run_each_fault(Path(folder_name), link, counts)
+        for seed in range(args.seed, args.seed + args.rounds) if not args.first else ():
             print(f"\rround {seed}", end="", file=sys.stderr, flush=True)
-            play_round(seed, Path(place), counts, rounds_links)
+            run_round(seed, Path(folder_name), counts, rounds_links)
     for what, count in sorted(counts.items()):
         print(f"  {what}: {count:,}")
-    wrong = _kill(given.kills, given.seed, given.first, links if given.nixl else ("",))
+    wrong = _kill(args.kills, args.seed, args.first, links if args.nixl else ("",))
     words = f"{len(wrong)} things went wrong" if wrong else "No request was lost"
     print("\n".join([*wrong, f"{words}, in {time.monotonic() - began_s:.0f} s."]))
     return 1 if wrong else 0
@@ -70,8 +70,10 @@ def _kill(count: int, seed: int, first: int, links: Sequence[str]) -> list[str]:
     every = [(side, kind) for side in SIDES for kind in kinds]
     faults = [every[number % len(every)] for number in range(count)]
     random.Random(seed).shuffle(faults)
-    with tempfile.TemporaryDirectory() as place:
-        counts, wrong = asyncio.run(campaign(Path(place), faults, seed, first=first, link=links[0]))
+    with tempfile.TemporaryDirectory() as folder_name:
+        counts, wrong = asyncio.run(
+            campaign(Path(folder_name), faults, seed, first=first, link=links[0])
+        )
     print(f"{count - first} faults of processes{links[0] and ', ' + links[0]}:")
     for what, number in sorted(counts.items()):
         print(f"  {what}: {number:,}")

@@ -72,7 +72,7 @@ class Fleet:
         command = (*our_command(str(model), 1), "--accept-quality", "--kv-memory", "4MB")
         names = [f"server-{number}" for number in range(_NUM_SERVERS)]
         self.servers = [Server(name, command, folder, stack) for name in names]
-        named = [("--replica", f"http://127.0.0.1:{one.port}") for one in self.servers]
+        named = [("--replica", f"http://127.0.0.1:{server.port}") for server in self.servers]
         route = (
             sys.executable,
             "-m",
@@ -94,8 +94,8 @@ class Fleet:
 
     def _deaths_of(self, server: Server) -> int:
         url = f"http://127.0.0.1:{server.port}/metrics"
-        found = _DEATHS.search(httpx.get(url, timeout=20, trust_env=False).text)
-        return int(float(found[1])) if found else 0
+        match = _DEATHS.search(httpx.get(url, timeout=20, trust_env=False).text)
+        return int(float(match[1])) if match else 0
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """Send a request that takes the likeliest tokens."""
@@ -131,11 +131,11 @@ class Fleet:
                 text = f"hello {number} {len(expected) % 4}"
                 body = {"model": "bench", "prompt": text, "temperature": 0, "max_tokens": 24}
                 answer = http.post("/v1/completions", json=body)
-                found = answer.text
+                result = answer.text
                 if answer.status_code == 200:
-                    found = answer.json()["choices"][0]["text"]
-                if expected.setdefault(text, found) != found or answer.status_code != 200:
-                    self.wrong.append(f"{text!r}: {answer.status_code} {found[:200]!r}")
+                    result = answer.json()["choices"][0]["text"]
+                if expected.setdefault(text, result) != result or answer.status_code != 200:
+                    self.wrong.append(f"{text!r}: {answer.status_code} {result[:200]!r}")
 
     def run(self) -> None:
         """Try all killers beside two clients."""

@@ -249,8 +249,8 @@ class Campaign:
 
     async def _ready(self, count: int) -> None:
         for _ in range(300):
-            found = await self._http.get(f"{self.url}/health")
-            if found.json()["ready"] == count:
+            response = await self._http.get(f"{self.url}/health")
+            if response.json()["ready"] == count:
                 return
             await asyncio.sleep(0.1)
         self.seen.wrong.append(f"a replica did not come back after {self.seen.fault[0]}")
@@ -280,8 +280,8 @@ class Campaign:
             url = f"{self.url}/v1/chat/completions"
             async with self._http.stream("POST", url, json=body) as answer:
                 if answer.status_code != 200:
-                    said = (await answer.aread())[:200]
-                    self._lose(f"before its first byte: {answer.status_code} {said!r}")
+                    output = (await answer.aread())[:200]
+                    self._lose(f"before its first byte: {answer.status_code} {output!r}")
                     return
                 async for line in answer.aiter_lines():
                     piece, error, is_whole = _read(line)
@@ -314,10 +314,10 @@ def _read(line: str) -> tuple[str, str, bool]:
         return "", "", True
     if not line.startswith("data: "):
         return "", "", False
-    found: dict[str, Any] = json.loads(line[6:])
-    if "error" in found:
-        return "", found["error"]["message"], False
-    return found["choices"][0]["delta"].get("content") or "", "", False
+    body: dict[str, Any] = json.loads(line[6:])
+    if "error" in body:
+        return "", body["error"]["message"], False
+    return body["choices"][0]["delta"].get("content") or "", "", False
 
 
 def free_ports(count: int) -> list[int]:
@@ -379,13 +379,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="fault to begin with, to go on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=_TOLD_S, default=list(_TOLD_S))
-    given = parser.parse_args()
-    kinds = given.kinds
+    args = parser.parse_args()
+    kinds = args.kinds
     if "cut" in kinds and not _leave_network():
         print("No packets are dropped: that needs Linux, root and iptables.")
         kinds.remove("cut")
-    seen = asyncio.run(campaign(given.faults, given.seed, kinds, given.first))
-    print(f"{given.faults - given.first} faults, then a rolling update: {dict(seen.ends)}")
+    seen = asyncio.run(campaign(args.faults, args.seed, kinds, args.first))
+    print(f"{args.faults - args.first} faults, then a rolling update: {dict(seen.ends)}")
     for kind, told_s in sorted(seen.told_s.items()):
         print(f"  {kind}: {len(told_s)} errors, the last after {max(told_s):.2f} s")
     for what, count in Counter(seen.wrong).most_common(20):

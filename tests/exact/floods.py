@@ -42,16 +42,16 @@ def main() -> int:
     parser.add_argument("--bodies", type=int, default=16, help="of each path")
     parser.add_argument("--megabytes", type=float, default=7.5, help="of each body")
     parser.add_argument("--seed", type=int, default=0, help="which bodies, where there are more")
-    given = parser.parse_args()
+    args = parser.parse_args()
     logging.getLogger("twostroke.serve").setLevel(logging.ERROR)  # not each unknown field
-    num_bytes, wrong = int(given.megabytes * 1e6), []
+    num_bytes, wrong = int(args.megabytes * 1e6), []
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         options = ServeOptions(drain_s=1, api_keys=ApiKeys(dict(KEYS)))
         records = stack.enter_context(closing(Records(folder / "records")))
         server = stack.enter_context(live_server(folder, options, records=records))
-        wrong += _flood_server(server, given.bodies, num_bytes, given.seed)
-        wrong += _flood_router(server, given.bodies, num_bytes, given.seed)
+        wrong += _flood_server(server, args.bodies, num_bytes, args.seed)
+        wrong += _flood_router(server, args.bodies, num_bytes, args.seed)
     for line in wrong:
         print(line)
     print(f"{len(wrong)} faults")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from support.engines import tiny_client
-from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, content_of, kind
+from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, PAGE_VALUE, content_of, kind
 from support.stores import SECRET, Store, missing, store
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
@@ -115,7 +115,7 @@ def damage_pages(numbers: range, seed: str, place: Place) -> Counter[str]:
         for number, key in enumerate([*keys, *theirs]):
             # All kinds have other bytes, so that a wrong page would be seen.
             content = memoryview(content_of(number + 1000 * list(tiers).index(of)))
-            tier.offer(of.name(key), content, WORTH)
+            tier.offer(of.name(key), content, PAGE_VALUE)
     whole = {
         of: [place.read(place.where(tier, of.name(key))) for key in [*keys, *theirs]]
         for of, tier in tiers.items()
@@ -136,10 +136,10 @@ def damage_pages(numbers: range, seed: str, place: Place) -> Counter[str]:
             bad = tenants[number]
         place.write(where, bad)
         page = bytearray(PAGE_BYTES)
-        found = own.fetch(name, memoryview(page))
+        result = own.fetch(name, memoryview(page))
         is_whole = bad == mine[number]
         counts["nothing changed" if is_whole else what] += 1
-        if found != is_whole or (found and bytes(page) != content_of(number)):
+        if result != is_whole or (result and bytes(page) != content_of(number)):
             counts["WRONG"] += 1
         place.write(where, mine[number])
     return counts
@@ -188,10 +188,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="page to begin with, to go on")
     parser.add_argument("--rounds", type=int, default=30, help="of tiny engines")
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
+    args = parser.parse_args()
     logging.getLogger("twostroke").setLevel(logging.ERROR)
     os.environ["TWOSTROKE_STORE_KEY"] = SECRET
-    rng, wrong = random.Random(f"{given.seed} {given.first}"), 0
+    rng, wrong = random.Random(f"{args.seed} {args.first}"), 0
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
 
         def new(name: str) -> Path:
@@ -205,9 +205,9 @@ def main() -> int:
             first, second = (Entries(stack.enter_context(store(new(name)))) for name in ("c", "d"))
             places.append(("entries", first, second))
         for name, first, second in places:
-            found = damage_pages(range(given.first, given.pages), f"{given.seed} {name}", first)
-            under = damage_under_engines(given.rounds, rng, new(name), second)
-            for what, counts in ((name, found), (f"engines with {name}", under)):
+            result = damage_pages(range(args.first, args.pages), f"{args.seed} {name}", first)
+            under = damage_under_engines(args.rounds, rng, new(name), second)
+            for what, counts in ((name, result), (f"engines with {name}", under)):
                 wrong += counts["WRONG"]
                 told = ", ".join(f"{n:,} {of}" for of, n in sorted(counts.items()))
                 print(f"{what}: {told}")

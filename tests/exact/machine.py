@@ -29,11 +29,11 @@ def main() -> int:
     parser.add_argument("--operations", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=sys.maxsize, help="at most so many")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
-    given = parser.parse_args()
+    args = parser.parse_args()
     counts, began_s, said_s = Counter[str](), time.monotonic(), 0.0
-    first, end = given.seed, given.seed + given.rounds
-    with multiprocessing.Pool(min(given.rounds, len(os.sched_getaffinity(0)))) as pool:
-        while first < end and counts["operations"] < given.operations:
+    first, end = args.seed, args.seed + args.rounds
+    with multiprocessing.Pool(min(args.rounds, len(os.sched_getaffinity(0)))) as pool:
+        while first < end and counts["operations"] < args.operations:
             seeds = range(first, min(end, first + _TOGETHER))
             first += _TOGETHER
             for seed, found, fault in pool.imap_unordered(play, seeds):

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from support.residency import fewest_loads
-from support.several_models import Several, serving, write_models
+from support.several_models import ModelServer, serving, write_models
 
 _NAMES = "abc"
 
@@ -25,7 +25,7 @@ _NAMES = "abc"
 class Campaign:
     """Asks a server, and notes when it asked for what."""
 
-    def __init__(self, server: Several, seed: int) -> None:
+    def __init__(self, server: ModelServer, seed: int) -> None:
         """Ask `server` at random by `seed`."""
         self.server, self.rng = server, random.Random(seed)
         self.asked: list[tuple[float, str]] = []
@@ -77,17 +77,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         models = write_models(Path(folder), _NAMES)
         with serving(Path(folder), models, "--max-waiting", "1000") as server:
-            campaign = Campaign(server, given.seed)
-            part = given.requests // 12
+            campaign = Campaign(server, args.seed)
+            part = args.requests // 12
             began_s = time.monotonic()
             for work, count in (
                 (campaign.ask_for_what_is_out, part),
                 (campaign.alternate, 5 * part),
-                (campaign.burst, given.requests - 6 * part),
+                (campaign.burst, args.requests - 6 * part),
             ):
                 work(count)
                 took_s = time.monotonic() - began_s

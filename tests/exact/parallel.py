@@ -84,20 +84,20 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, help="kill or freeze a rank so many times instead")
-    given = parser.parse_args()
-    given.models = given.models or ([_REAL[0]] if given.kills else [*_REAL, TINY])
-    given.meshes = given.meshes or (rank_kills.USUAL if given.kills else list(MESHES)[1:])
-    given.context = given.prompt_tokens + 3 * given.tokens
+    args = parser.parse_args()
+    args.models = args.models or ([_REAL[0]] if args.kills else [*_REAL, TINY])
+    args.meshes = args.meshes or (rank_kills.USUAL if args.kills else list(MESHES)[1:])
+    args.context = args.prompt_tokens + 3 * args.tokens
     totals = Totals()
     with tempfile.TemporaryDirectory() as folder:
-        for name, path in models(given.models, Path(folder)):
-            if given.kills:
-                totals.failed += rank_kills.run(name, path, given)
+        for name, path in models(args.models, Path(folder)):
+            if args.kills:
+                totals.failed += rank_kills.run(name, path, args)
                 continue
-            sizes = sorted({page_size(MESHES[mesh]) for mesh in given.meshes})
-            for kv_format, size in product(given.kv_formats, sizes):
-                _compare(name, path, kv_format, size, given, totals)
-    if not given.kills:
+            sizes = sorted({page_size(MESHES[mesh]) for mesh in args.meshes})
+            for kv_format, size in product(args.kv_formats, sizes):
+                _compare(name, path, kv_format, size, args, totals)
+    if not args.kills:
         print(f"{totals.differing} of {totals.compared} answers differ")
         totals.failed += [] if totals.compared else ["nothing was compared"]
     for failure in totals.failed:
@@ -146,21 +146,21 @@ def _answers(
         MESHES[mesh], given.context, kv_format,
         memory_bytes=given.memory, token_budget=_BUDGET, drafts=_DRAFTS,
     )  # fmt: skip
-    found: list[Answer] = []
+    results: list[Answer] = []
     happened = Counter({"chunked prompts": 0, "cached tokens": 0})
     with LLM(path, options) as llm:
         if (number := len(ranks())) != MESHES[mesh].num_ranks - 1:
             raise TwostrokeError(f"{number} ranks were started.")
         for prompts, params in job.batches(given.seed):
             for prompt, answer in zip(prompts, llm.generate(prompts, params), strict=True):
-                found.append(all_of(answer))
+                results.append(all_of(answer))
                 cached = answer[0].usage.cached_tokens
                 happened["cached tokens"] += cached
                 happened["chunked prompts"] += len(prompt) - cached > _BUDGET
         seen = llm.engine.client.loop.snapshot()
     happened["right guesses"] = sum(seen.speculation.accepted.values())
     happened["preemptions"] = seen.scheduler.num_preemptions
-    return found, happened
+    return results, happened
 
 
 if __name__ == "__main__":

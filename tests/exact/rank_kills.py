@@ -89,13 +89,13 @@ def _judge(where: str, seen: Seen, load_s: float, left: list[str]) -> list[str]:
         f"{seen.differing} of {seen.answers} answers differ; left: {', '.join(left) or 'nothing'}",
         flush=True,
     )
-    found = {
+    results = {
         "answers differ": seen.differing > 0,
         f"not detected within {_DETECTED_S} s": max(seen.detected_s) > _DETECTED_S,
         f"no token within {within_s:.1f} s": max(seen.continued_s) > within_s,
         f"left {', '.join(left)}": bool(left),
     }
-    return [f"{where}: {what}" for what, is_so in found.items() if is_so]
+    return [f"{where}: {what}" for what, is_so in results.items() if is_so]
 
 
 async def _load(

@@ -39,12 +39,12 @@ def main() -> int:
     """Play the campaign; return 0 if every step went well."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=4, help="of actors and of servers, in turn")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         # A cache of its own has the record of its own Ray; the model is that of the user.
         campaign = Campaign(Path(folder))
         try:
-            campaign.play(given.kills)
+            campaign.play(args.kills)
         finally:
             campaign.twostroke("down", check=False)
         campaign.check_traces()
@@ -132,13 +132,13 @@ class Campaign:
         return took_s
 
     def _status(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.twostroke("status", "--json").stdout)
-        return found
+        body: dict[str, Any] = json.loads(self.twostroke("status", "--json").stdout)
+        return body
 
     def _servers(self) -> list[int]:
         """Return the processes of the replicas that are ready."""
         replicas = self._status()["pools"][0]["replicas"]
-        return [one["state"]["pid"] for one in replicas if one["phase"] == "ready"]
+        return [replica["state"]["pid"] for replica in replicas if replica["phase"] == "ready"]
 
     def _server(self) -> int:
         """Return the process of a replica; without one, 0 would mean this process and its kin."""
@@ -228,7 +228,7 @@ def _lives(pid: int) -> bool:
 
 def _traces() -> set[str]:
     """Return the processes of fleets and of Ray, and the files of shared memory."""
-    found = {f"/dev/shm/{path.name}" for path in Path("/dev/shm").iterdir()}
+    results = {f"/dev/shm/{path.name}" for path in Path("/dev/shm").iterdir()}
     for path in Path("/proc").iterdir():
         if path.name.isdecimal():
             try:
@@ -236,8 +236,8 @@ def _traces() -> set[str]:
             except (OSError, UnicodeDecodeError):
                 continue
             if any(one in words for one in _OURS):
-                found.add(f"process {path.name}")
-    return found
+                results.add(f"process {path.name}")
+    return results
 
 
 if __name__ == "__main__":

@@ -79,11 +79,11 @@ class Campaign:
             async for line in answer.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
-                said = json.loads(line[6:])
-                if "error" in said:
-                    return text, said["error"]["code"], first_s
+                payload = json.loads(line[6:])
+                if "error" in payload:
+                    return text, payload["error"]["code"], first_s
                 first_s = first_s or time.monotonic()
-                text += said["choices"][0]["text"]
+                text += payload["choices"][0]["text"]
                 if began is not None:
                     began.set()
         return text, "", first_s
@@ -96,7 +96,7 @@ class Campaign:
 
     async def fault(self, kind: str, number: int) -> Fault:
         """Do one fault under load; what runs was never asked before, or it would run alone."""
-        found = Fault(kind, self.load_s)
+        result = Fault(kind, self.load_s)
         begins = [asyncio.Event() for _ in range(_RUNNING)]
         running = [
             asyncio.create_task(self.ask(f"Number {number}-{n}: {prompt}", _LONG, begin))
@@ -109,39 +109,39 @@ class Campaign:
         pid, at_s = self.engine, time.monotonic()
         os.kill(pid, _FAULTS[kind])
         for _, error, _ in await asyncio.gather(*running):
-            found.num_told += error == "engine_died"
+            result.num_told += error == "engine_died"
             if error != "engine_died":
-                found.wrong.append(f"a running stream ended with {error or 'an answer'}")
-        found.told_s = time.monotonic() - at_s
+                result.wrong.append(f"a running stream ended with {error or 'an answer'}")
+        result.told_s = time.monotonic() - at_s
         answers = await asyncio.gather(*waiting)
         for prompt, (text, error, _) in zip(asked, answers, strict=True):
             if error or text != self.expected[prompt]:
-                found.wrong.append(error or f"another answer: {text!r}")
+                result.wrong.append(error or f"another answer: {text!r}")
             else:
-                found.num_answered += 1
+                result.num_answered += 1
         firsts = [first_s - at_s for _, _, first_s in answers if first_s > at_s]
-        found.back_s = min(firsts, default=0.0)
+        result.back_s = min(firsts, default=0.0)
         limit_s = _TOLD_S[kind]
-        if found.told_s > limit_s:
-            found.wrong.append(f"told after {found.told_s:.2f} s")
-        if found.back_s > found.told_s + _BACK_S + self.load_s:
-            found.wrong.append(f"back after {found.back_s:.2f} s")
+        if result.told_s > limit_s:
+            result.wrong.append(f"told after {result.told_s:.2f} s")
+        if result.back_s > result.told_s + _BACK_S + self.load_s:
+            result.wrong.append(f"back after {result.back_s:.2f} s")
         if exists(pid):
-            found.wrong.append("the old process is left")
-        return found
+            result.wrong.append("the old process is left")
+        return result
 
     async def left(self, before: int) -> list[str]:
         """Return what is left of the load: pages, descriptors, processes."""
-        found = []
+        results = []
         state = (await self.http.get("/api/state")).json()
         await asyncio.sleep(1)  # connections end
         if state["pages"]["held"]:
-            found.append(f"{state['pages']['held']} pages are held")
+            results.append(f"{state['pages']['held']} pages are held")
         if (now := self.num_files()) > before:
-            found.append(f"{now - before} descriptors more than before")
+            results.append(f"{now - before} descriptors more than before")
         if (count := len(descendants(self.server.pid))) != 1:
-            found.append(f"{count} processes instead of one")
-        return found
+            results.append(f"{count} processes instead of one")
+        return results
 
     def num_files(self) -> int:
         """The server's open files."""
@@ -185,12 +185,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    command = (*our_command(given.model, 2), "--max-running", str(_RUNNING), "--dashboard")
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+    args = parser.parse_args()
+    command = (*our_command(args.model, 2), "--max-running", str(_RUNNING), "--dashboard")
+    with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
         began_s = time.monotonic()
-        server = Server("Twostroke", (*command, "--no-access-log"), Path(place), stack)
-        return min(1, asyncio.run(campaign(given, server, time.monotonic() - began_s)))
+        server = Server("Twostroke", (*command, "--no-access-log"), Path(folder_name), stack)
+        return min(1, asyncio.run(campaign(args, server, time.monotonic() - began_s)))
 
 
 if __name__ == "__main__":

@@ -135,11 +135,11 @@ class Soak:
         """Return what is left once everybody has gone."""
         await asyncio.sleep(3)
         state = (await self.http.get("/api/state")).json()
-        found = []
+        results = []
         if state["pages"]["held"]:
-            found.append(f"{state['pages']['held']} pages are held")
+            results.append(f"{state['pages']['held']} pages are held")
         if state["requests"]["running"] or state["requests"]["num_waiting"]:
-            found.append(f"requests: {state['requests']}")
+            results.append(f"requests: {state['requests']}")
         # A client that is cut off as it connects may forget a connection, which the server then
         # closes as idle.
         end_s = time.monotonic() + RequestLimits().idle_timeout_s + 5
@@ -149,10 +149,10 @@ class Soak:
             now = _files(self.server.pid)
         if len(now) > len(files):
             more = Counter(now) - Counter(files)
-            found.append(f"{len(now) - len(files)} descriptors more than before: {dict(more)}")
+            results.append(f"{len(now) - len(files)} descriptors more than before: {dict(more)}")
         if (count := len(descendants(self.server.pid))) != 1:
-            found.append(f"{count} processes instead of one")
-        return found
+            results.append(f"{count} processes instead of one")
+        return results
 
     def growth_mb(self, seconds: float) -> float:
         """Return by how much the memory grows along the line through all looks."""
@@ -176,11 +176,11 @@ def _megabytes(pid: int) -> float:
 
 def _files(pid: int) -> list[str]:
     """What the process's descriptors name, without the numbers of sockets and pipes."""
-    found = []
+    results = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found.append(str(path.readlink()).partition(":[")[0])
-    return found
+            results.append(str(path.readlink()).partition(":[")[0])
+    return results
 
 
 def _told(counts: Counter[str]) -> str:
@@ -217,12 +217,12 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    command = (*our_command(given.model, 2), "--dashboard", "--no-access-log")
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        kept = ("--records", f"{place}/records", "--keep-responses", "100")
-        server = Server("Twostroke", (*command, *kept), Path(place), stack)
-        return asyncio.run(soak(given, server))
+    args = parser.parse_args()
+    command = (*our_command(args.model, 2), "--dashboard", "--no-access-log")
+    with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
+        kept = ("--records", f"{folder_name}/records", "--keep-responses", "100")
+        server = Server("Twostroke", (*command, *kept), Path(folder_name), stack)
+        return asyncio.run(soak(args, server))
 
 
 if __name__ == "__main__":

@@ -38,22 +38,22 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=100, help="at most")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     # As short as can be, for there to be pages for few requests.
-    given.context = given.prompt_tokens + 3 * given.tokens
-    with LLM(given.model, _options(SpeculationOptions("off"), None, given.context)) as llm:
-        job = make_job(llm, given.prompts, given.prompt_tokens, given.tokens, given.seed)
+    args.context = args.prompt_tokens + 3 * args.tokens
+    with LLM(args.model, _options(SpeculationOptions("off"), None, args.context)) as llm:
+        job = make_job(llm, args.prompts, args.prompt_tokens, args.tokens, args.seed)
         began = time.monotonic()
         expected = [
             all_of(answer) for answer in llm.generate(job.prompts, job.params, speculate="off")
         ]
-        _say(f"{given.model}: {len(expected)} answers without guesses", began)
+        _say(f"{args.model}: {len(expected)} answers without guesses", began)
         cost = llm.engine.card.cost
-        pages = -(-given.context // _PAGE_SIZE)
+        pages = -(-args.context // _PAGE_SIZE)
         memory = pages * cost.program.page_bytes(_PAGE_SIZE, cost.cache)
-    methods = [*given.methods, *(["draft"] if given.draft else [])]
-    methods += ["heads"] if given.heads else []
-    held = [_holds(method, job, expected, memory, given) for method in methods]
+    methods = [*args.methods, *(["draft"] if args.draft else [])]
+    methods += ["heads"] if args.heads else []
+    held = [_holds(method, job, expected, memory, args) for method in methods]
     return int(not all(held))
 
 
@@ -65,20 +65,20 @@ def _holds(
     named = {"draft": given.draft} if method in {"draft", "auto"} else {}
     if method == "heads" or (method == "auto" and given.heads):
         named |= {"heads": given.heads}
-    guessing = SpeculationOptions("auto" if method == "heads" else method, count=count, **named)
-    with LLM(given.model, _options(guessing, memory, given.context)) as llm:
+    speculation = SpeculationOptions("auto" if method == "heads" else method, count=count, **named)
+    with LLM(given.model, _options(speculation, memory, given.context)) as llm:
         began = time.monotonic()
         found, cached = [], 0
         for prompts, params in job.batches(given.seed):
             for answer in llm.generate(prompts, params):
                 found.append(all_of(answer))
                 cached += answer[0].usage.cached_tokens
-        stats, guesses = (
+        stats, draft_stats = (
             llm.engine.client.loop.snapshot().scheduler,
             llm.engine.client.loop.snapshot().speculation,
         )
     wrong = [i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
-    proposed, accepted = sum(guesses.proposed.values()), sum(guesses.accepted.values())
+    proposed, accepted = sum(draft_stats.proposed.values()), sum(draft_stats.accepted.values())
     _say(
         f"{method}: {len(wrong)} of {len(found)} answers differ; {accepted} of {proposed} guesses "
         f"right, {cached} tokens from the cache, {stats.num_preemptions} preemptions",
@@ -92,14 +92,14 @@ def _holds(
     return not wrong
 
 
-def _options(guessing: SpeculationOptions, memory: int | None, context: int) -> EngineOptions:
+def _options(speculation: SpeculationOptions, memory: int | None, context: int) -> EngineOptions:
     cache = CacheOptions(
         memory_bytes=memory,
         context_length=context,
         page_size=_PAGE_SIZE,
         prefix_cache=memory is not None,
     )
-    return EngineOptions(ComputeOptions(), cache, speculation=guessing)
+    return EngineOptions(ComputeOptions(), cache, speculation=speculation)
 
 
 def _say(what: str, began: float) -> None:

@@ -146,11 +146,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--show", action="store_true", help="print each answer that is no call")
-    given = parser.parse_args()
-    with LLM(given.model, EngineOptions(cache=CacheOptions(context_length=2048))) as llm:
-        print(f"{given.model}, temperature {given.temperature:g}")
-        found = [_ask(llm, system, given) for system in ("", _SYSTEM)]
-    return int(any(kinds["looks like a call"] for kinds in found))
+    args = parser.parse_args()
+    with LLM(args.model, EngineOptions(cache=CacheOptions(context_length=2048))) as llm:
+        print(f"{args.model}, temperature {args.temperature:g}")
+        results = [_ask(llm, system, args) for system in ("", _SYSTEM)]
+    return int(any(kinds["looks like a call"] for kinds in results))
 
 
 def _ask(llm: LLM, system: str, given: argparse.Namespace) -> Counter[str]:

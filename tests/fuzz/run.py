@@ -71,8 +71,8 @@ def run_child(target: str, cases: int, seed: int) -> tuple[int, float, int]:
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
         assert process.stderr is not None
         for line in process.stderr:
-            if found := re.search(r"number_of_executed_units: *(\d+)", line):
-                executed = int(found[1])
+            if match := re.search(r"number_of_executed_units: *(\d+)", line):
+                executed = int(match[1])
             if not re.match(r"#\d+\s+(NEW|REDUCE)|INFO: |stat::|WARNING: Failed to find", line):
                 print(f"  {line.rstrip()}", flush=True)
         code = process.wait()

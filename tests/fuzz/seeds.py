@@ -43,13 +43,13 @@ def seeds(target: str) -> dict[str, bytes]:
 
 def words() -> list[str]:
     """Return the texts in the readers' sources: keys, families, kinds of rope, and so on."""
-    found: dict[str, None] = dict.fromkeys([*ARCHITECTURES, *FORMATS])
+    result: dict[str, None] = dict.fromkeys([*ARCHITECTURES, *FORMATS])
     for room in ROOMS:
         for path in sorted(Path(*twostroke.__path__, room).glob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found[node.value] = None
-    short = [text for text in found if 2 < len(text) < 60 and " " not in text and text.isascii()]
+                    result[node.value] = None
+    short = [text for text in result if 2 < len(text) < 60 and " " not in text and text.isascii()]
     parts = [text for text in short if text[0] in "._"]
     whole = [text for text in short if text[0] not in "._"]
     return [*whole, *(arch + part for arch in ARCHITECTURES for part in parts if part[0] == ".")]
@@ -100,12 +100,12 @@ def _split() -> dict[str, bytes]:
 
 
 def _safetensors() -> dict[str, bytes]:
-    found = {}
+    results = {}
     for name in ("F32", "F16", "BF16"):
         values = np.arange(8, dtype=np.float32).reshape(2, 4)
         tensors = {key: QuantTensor.from_floats(values, FORMATS[name]) for key in ("a", "b")}
-        found[name] = safetensors_bytes(tensors)
-    return found
+        results[name] = safetensors_bytes(tensors)
+    return results
 
 
 def _hf_folder() -> dict[str, bytes]:
@@ -134,15 +134,15 @@ def _folder_bytes(small: Tiny) -> bytes:
 
 
 def _families() -> dict[str, Tiny]:
-    found = {}
+    results = {}
     for family, variant in FAMILIES.items():
         own = {"head_dim": variant.sizes.get("head_dim", 16), "family": family, "fmt": "F16"}
         if variant.wide is not None:
             own |= {"num_layers": len(variant.wide.slides), "num_kv_heads": 2, "num_heads": 2}
         if variant.wide is not None and (variant.wide.inputs or variant.num_experts):
             continue  # too large
-        found[family] = Tiny(**(SIZES | own), embedding_fmt="F16")
-    return found
+        results[family] = Tiny(**(SIZES | own), embedding_fmt="F16")
+    return results
 
 
 def _model_bytes(

@@ -199,7 +199,7 @@ def run(program: Program, fmt: str, kv_format: str, driver: Driver) -> bool:
         backend.start(StepPlan((Slice(request, count, 1, samples=True),)))
         backend.start(StepPlan((Slice(request, count + 1, 1, samples=True),)))
         results = result, backend.finish(), backend.finish()
-        assert not any(one.num_compiled for one in results)
+        assert not any(outcome.num_compiled for outcome in results)
         assert len(backend.times()) == len(backend.fused)
         backend.forget(request)
     check_tape(backend, driver, request)
@@ -212,13 +212,13 @@ def run(program: Program, fmt: str, kv_format: str, driver: Driver) -> bool:
 def check_tape(backend: GpuBackend, driver: Driver, request: Request) -> None:
     """Repeat a step that is too large for a graph."""
     backend._graphs.drop()
-    found = []
+    results = []
     for _ in ("noted", "repeated"):
         driver.launches = []
         backend.run(StepPlan((Slice(request, 0, 600, samples=True),)))
-        found.append(driver.launches)
+        results.append(driver.launches)
     assert len(backend._graphs._replays) == 2  # tapes of the step and of its logits
-    others = [a for a, b in zip(*found, strict=True) if a != b]
+    others = [a for a, b in zip(*results, strict=True) if a != b]
     assert len(others) <= 3, others  # what the sampler is sent
 
 
@@ -248,7 +248,7 @@ def main() -> None:
         compiled["ahead" if is_ahead else "late"] += 1
 
     triton.knobs.compilation.listener = listen
-    found = []
+    results = []
     with OnNoGpu():
         for name, *given, architecture in ENGINES:
             driver = Driver(architecture)
@@ -258,11 +258,11 @@ def main() -> None:
             overlaps = run(PROGRAMS[name], *given, driver)
             graphs = {"captured": Graph.num_captured, "replays": Graph.num_replays}
             graphs["overlaps"] = overlaps
-            found.append({"launches": driver.num_launches, **compiled, **graphs})
+            results.append({"launches": driver.num_launches, **compiled, **graphs})
     if "--time" in sys.argv:
         Driver.launch = lambda *_: None
-        found = [microseconds(PROGRAMS[name], arch) for name, *_, arch in ENGINES]
-    json.dump(found, sys.stdout)
+        results = [microseconds(PROGRAMS[name], arch) for name, *_, arch in ENGINES]
+    json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

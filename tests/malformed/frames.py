@@ -130,7 +130,7 @@ class EngineEnd:
         """
         ours, theirs = socket.socketpair()
         link = _Link(theirs)
-        desk = RequestHandler(self._engine, link)
+        handler = RequestHandler(self._engine, link)
         began_s = time.monotonic()
         try:
             close = wire.RECEIVED_BY_ENGINE.frame(wire.Close())
@@ -139,14 +139,14 @@ class EngineEnd:
                 reader = MessageReader(wire.RECEIVED_BY_ENGINE)
                 reader.received += frame + close
                 return f"{len(list(iter(reader.next, None)))} messages"
-            desk.run()
+            handler.run()
             return "closed"
         except InvalidMessageError:
             return "refused"
         finally:
-            for asked in list(desk._open.values()):
+            for asked in list(handler._open.values()):
                 asked.cancel()
-            desk._compiler.shutdown()
+            handler._compiler.shutdown()
             self._engine.client.loop.flush()
             ours.close()
             theirs.close()

@@ -120,12 +120,12 @@ class Samples:
 
 def places(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths inside a JSON value, down to a depth of eight, its own first."""
-    found = [here]
+    result = [here]
     if isinstance(value, dict | list) and len(here) < 8:
         items = value.items() if isinstance(value, dict) else enumerate(value[:20])
         for key, part in items:
-            found += places(part, (*here, key))
-    return found
+            result += places(part, (*here, key))
+    return result
 
 
 def damaged(value: Any, rng: random.Random) -> Any:

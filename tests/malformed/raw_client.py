@@ -24,7 +24,7 @@ class Reply(Frozen):
     closes: bool
 
 
-class Asker:
+class RawClient:
     """One connection, opened again whenever the server has closed it."""
 
     def __init__(self, port: int) -> None:

@@ -209,10 +209,12 @@ class Requests:
 
     def _headers(self) -> dict[bytes, bytes]:
         rng = self.rng
-        found = {rng.choice(_HEADERS): rng.choice(_VALUES) for _ in range(rng.choice((1, 1, 2, 5)))}
+        results = {
+            rng.choice(_HEADERS): rng.choice(_VALUES) for _ in range(rng.choice((1, 1, 2, 5)))
+        }
         if rng.random() < 0.4:
-            found[b"Content-Type"] = rng.choice(_TYPES)
-        return found
+            results[b"Content-Type"] = rng.choice(_TYPES)
+        return results
 
     @staticmethod
     def _case(method: str, target: str, headers: dict[bytes, bytes], body: bytes) -> Case:

@@ -27,7 +27,7 @@ from benchmarks.common.quiet import descendants
 from benchmarks.common.servers import Server, our_command
 from malformed import sockets
 from malformed.frames import REQUESTS, EngineEnd, ServerEnd, answers, damaged_frame
-from malformed.raw_client import Asker, Reply
+from malformed.raw_client import RawClient, Reply
 from malformed.requests_of_schema import Case, Requests
 from support.remote import options
 from support.tiny import Tiny, write_tiny_gguf
@@ -61,7 +61,7 @@ class Campaign:
         self.faults: list[str] = []
         self.counts: Counter[str] = Counter()
         self.sizes: list[list[int]] = []  # of the server and of its engine
-        self._asker = Asker(server.port)
+        self._asker = RawClient(server.port)
         self._good: Any = None
         self.engines = self._engines()
         self.files = 0
@@ -77,15 +77,15 @@ class Campaign:
         """Send malformed requests."""
         document = json.loads((await self._get("/openapi.json")).body)
         requests = [Requests(document, self.seed * 1000 + n) for n in range(_CLIENTS)]
-        askers = [Asker(self.server.port) for _ in requests]
+        clients = [RawClient(self.server.port) for _ in requests]
         for done in range(0, count, _ROUND):
             share = -(-min(_ROUND, count - done) // _CLIENTS)
-            works = zip(requests, askers, strict=True)
+            works = zip(requests, clients, strict=True)
             await asyncio.gather(*(self._ask(*work, share) for work in works))
             await self._batch(requests[0])
             await self._check(done // _ROUND)
-        for asker in askers:
-            asker.close()
+        for client in clients:
+            client.close()
 
     async def raw(self, count: int) -> None:
         """Let clients send what is not HTTP, or go away."""
@@ -119,17 +119,17 @@ class Campaign:
         firsts = settled[0], settled[len(settled) // 2]
         return [[now - then for now, then in zip(settled[-1], one, strict=True)] for one in firsts]
 
-    async def _ask(self, requests: Requests, asker: Asker, count: int) -> None:
+    async def _ask(self, requests: Requests, client: RawClient, count: int) -> None:
         for _ in range(count):
             case = requests.draw()
             self.counts["requests"] += 1
             try:
-                reply = await asker.ask(case.method, case.data)
+                reply = await client.ask(case.method, case.data)
             except (OSError, EOFError, TimeoutError, ValueError) as error:
                 self.faults.append(
                     f"{case.name}: {error!r} instead of a response\n  {_shown(case)}"
                 )
-                asker.close()
+                client.close()
                 continue
             self.counts[f"{reply.status // 100}xx"] += 1
             self.faults += _judge(case, reply)
@@ -137,9 +137,9 @@ class Campaign:
     async def _batch(self, requests: Requests) -> None:
         """Run a batch with odd lines to its end; no line may end with a 5xx."""
         file = json.loads((await self._asker.ask("POST", requests.upload(_LINES))).body)
-        asked = {"input_file_id": file["id"], "endpoint": "/v1/completions"}
-        asked["completion_window"] = "24h"
-        batch = json.loads((await self._post("/v1/batches", asked)).body)
+        body = {"input_file_id": file["id"], "endpoint": "/v1/completions"}
+        body["completion_window"] = "24h"
+        batch = json.loads((await self._post("/v1/batches", body)).body)
         deadline = time.monotonic() + _IDLE_S
         while batch["status"] not in _ENDS and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -160,8 +160,8 @@ class Campaign:
 
     async def _check(self, number: int) -> None:
         """Ask a good request."""
-        if (said := await self._plain()) != self._good:
-            self.faults.append(f"round {number}: the good answer is {said}, was {self._good}")
+        if (output := await self._plain()) != self._good:
+            self.faults.append(f"round {number}: the good answer is {output}, was {self._good}")
         self.counts["good"] += 1
         pids = [self.server.pid, *self.engines]
         with contextlib.suppress(FileNotFoundError):  # as `end` says
@@ -189,17 +189,17 @@ class Campaign:
     async def _held(self) -> dict[str, float]:
         text = (await self._get("/metrics")).body.decode()
         names = ("requests_running", "requests_waiting", "referenced_pages", "engine_deaths_total")
-        found = {one: re.search(rf"^twostroke_{one} (\S+)$", text, re.MULTILINE) for one in names}
-        values = {name: float(value[1]) if value else -1.0 for name, value in found.items()}
+        results = {one: re.search(rf"^twostroke_{one} (\S+)$", text, re.MULTILINE) for one in names}
+        values = {name: float(value[1]) if value else -1.0 for name, value in results.items()}
         return {name: value for name, value in values.items() if value}
 
     def _engines(self) -> list[int]:
-        found = []
+        results = []
         for pid in descendants(self.server.pid):
             with contextlib.suppress(OSError):  # it has ended
                 if b"twostroke.engine.process.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
+                    results.append(pid)
+        return results
 
     def _num_files(self) -> int:
         return len(list(Path(f"/proc/{self.server.pid}/fd").iterdir()))
@@ -240,11 +240,11 @@ async def frames(model: str, count: int, seed: int) -> tuple[Counter[str], list[
     """Send half of the frames to each end; return how they ended, and what is wrong."""
     rng, found, faults = random.Random(seed), Counter[str](), list[str]()
     with _silent(), build(model, options()) as engine:
-        desk = EngineEnd(engine)
+        handler = EngineEnd(engine)
         for _ in range(count // 2):
             frame = damaged_frame(rng.choice(REQUESTS), rng)
             try:
-                found[f"engine: {desk.take(frame)}"] += 1
+                found[f"engine: {handler.take(frame)}"] += 1
             except Exception as error:  # noqa: BLE001 - any kind is a fault
                 faults.append(f"engine: {error!r} for {frame[:300]!r}")
         ready = _ready(engine)

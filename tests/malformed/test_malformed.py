@@ -24,10 +24,10 @@ def test_malformed_requests_and_frames_do_no_harm(
 ) -> None:
     given = run.parse(["--http", "400", "--raw", "120", "--frames", "400"])
     assert run.run(given, tmp_path) == 0, capfd.readouterr().out
-    said = capfd.readouterr().out
-    assert "'batch completed': 2" in said or "'batch failed'" in said
-    assert "'engine: closed'" in said
-    assert "'server: refused'" in said
+    output = capfd.readouterr().out
+    assert "'batch completed': 2" in output or "'batch failed'" in output
+    assert "'engine: closed'" in output
+    assert "'server: refused'" in output
 
 
 def test_the_same_seed_makes_the_same_requests(tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_a_connection_that_stays_open_is_found(monkeypatch: pytest.MonkeyPatch) 
 
     with socket.create_server(("127.0.0.1", 0)) as listener:  # nobody accepts
         raw = sockets.Raw("silent", [b"GET / HTTP/1.1\r\n"])
-        found = asyncio.run(sockets.act(raw, listener.getsockname()[1]))
-    assert found == ["silent: the connection stays open"]
+        result = asyncio.run(sockets.act(raw, listener.getsockname()[1]))
+    assert result == ["silent: the connection stays open"]
 
 
 def test_a_connection_that_ends_while_a_client_sends_is_no_fault(

@@ -222,7 +222,11 @@ def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
     yield open_page
     for context, visit, allowed in contexts:
         context.close()
-        left = [one for one in visit.complaints if not any(part in one for part in allowed)]
+        left = [
+            complaint
+            for complaint in visit.complaints
+            if not any(part in complaint for part in allowed)
+        ]
         assert not left
 
 

@@ -106,8 +106,8 @@ def test_no_barrier_is_found(
         visit.page.click(f"#tab-{view}")
         visit.page.wait_for_timeout(1500)
     visit.page.evaluate(axe.read_text())
-    found = visit.page.evaluate("axe.run()")["violations"]
-    faults = [(fault["id"], fault["impact"], fault["nodes"][0]["html"]) for fault in found]
+    result = visit.page.evaluate("axe.run()")["violations"]
+    faults = [(fault["id"], fault["impact"], fault["nodes"][0]["html"]) for fault in result]
     assert not faults
 
 

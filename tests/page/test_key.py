@@ -111,8 +111,8 @@ def test_everybody_can_give_a_key(key_server: Any, visit: Visiting) -> None:
     page = visit.page
     page.wait_for_selector("dialog.wanted")
     page.evaluate(axe.read_text())
-    found = page.evaluate("axe.run().then(({violations}) => violations.map(({id}) => id))")
-    assert found == []
+    result = page.evaluate("axe.run().then(({violations}) => violations.map(({id}) => id))")
+    assert result == []
     box = page.locator("dialog.wanted").bounding_box()
     assert box["x"] >= 0
     assert 300 < box["width"] <= 360

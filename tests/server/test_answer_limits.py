@@ -63,20 +63,20 @@ PROMPTS: tuple[Any, ...] = (
 def spellings(path: str) -> list[dict[str, Any]]:
     """Return bodies for a path with every value in each field, and with pairs of fields."""
     needed = {"max_tokens": 9} if path == "/v1/messages" else {}
-    found: list[dict[str, Any]] = [{}, needed]
+    result: list[dict[str, Any]] = [{}, needed]
     for name, value in itertools.product(LIMITS, VALUES):
-        found += [{name: value}, needed | {name: value}, {"options": {name: value}}]
+        result += [{name: value}, needed | {name: value}, {"options": {name: value}}]
     for (one, other), first, second in itertools.product(
         itertools.permutations(LIMITS, 2), (1, -1, 0, None, 7.0), (3, -1, None, "3")
     ):
-        found.append({one: first, other: second})
-        found.append({one: first, "options": {other: second}})
+        result.append({one: first, other: second})
+        result.append({one: first, "options": {other: second}})
     for name, value in itertools.product(COUNTS, VALUES):
-        found.append(needed | {name: value, LIMITS[0]: 5})
-        found.append(needed | {name: value, "n": 2, "n_predict": 5, "best_of": value})
+        result.append(needed | {name: value, LIMITS[0]: 5})
+        result.append(needed | {name: value, "n": 2, "n_predict": 5, "best_of": value})
     if "prompt" in BODIES[path]:
-        found += [needed | {"prompt": prompt, "max_tokens": 5, "n": 2} for prompt in PROMPTS]
-    return found
+        result += [needed | {"prompt": prompt, "max_tokens": 5, "n": 2} for prompt in PROMPTS]
+    return result
 
 
 def replicas_count(path: str, body: bytes, *, is_llama_path: bool = False) -> int | None:
@@ -233,8 +233,8 @@ def random_body(path: str, draw: random.Random) -> str:
 
 def num_written(answer: Any) -> int:
     """Return how many tokens a response says that its answers have."""
-    found = re.findall(
+    matches = re.findall(
         r'"(?:completion_tokens|output_tokens|eval_count|tokens_predicted)": ?(\d+)',
         json.dumps(answer),
     )
-    return sum(map(int, found)) if isinstance(answer, list) else int(found[0] if found else 0)
+    return sum(map(int, matches)) if isinstance(answer, list) else int(matches[0] if matches else 0)

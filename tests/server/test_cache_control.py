@@ -23,8 +23,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def kept_s(**fields: Any) -> float:
-    asked = {"max_tokens": 1, "messages": HELLO, **fields}
-    return read(msgspec.convert(asked, MessagesRequest), Tenant("", ResponseStore(1, 1))).keep_s
+    body = {"max_tokens": 1, "messages": HELLO, **fields}
+    return read(msgspec.convert(body, MessagesRequest), Tenant("", ResponseStore(1, 1))).keep_s
 
 
 def text(mark: object) -> list[dict[str, object]]:
@@ -84,7 +84,7 @@ def test_fields_reach_the_engine_and_are_ignored_only_without_a_page_cache(
             monkeypatch.setattr(PoolAccess, "totals", lambda _: (TierTotals("disk"),))
         with live_server(tmp_path, ServeOptions(drain_s=1)) as server:
             pages = server.client.loop.pages
-            pages.on_submit.append(lambda ticket: seen.append(ticket.request.hints.keep_s))
+            pages.on_submit.append(lambda state: seen.append(state.request.hints.keep_s))
             body = {"messages": HELLO, "max_tokens": 2, "prompt_cache_retention": "24h"}
             answer = server.http.post("/v1/chat/completions", json=body)
             assert ("twostroke-ignored" not in answer.headers) == has_cache

@@ -173,8 +173,8 @@ def test_allowed_tools_that_cannot_run_are_left_out(server: LiveServer, path: st
         assert response.headers["twostroke-ignored"] == f"{prefix}.tools[].web_search"
     wrong = allowing(path, "required", [], "web_search")
     refused(ask(server, path, **wrong), 400, f"{prefix}.tools")
-    said = refused(ask(server, path, **allowing(path, "auto", ["h"])), 400, _name(path))
-    assert "must be the name of one of the tools, got 'h'" in said
+    output = refused(ask(server, path, **allowing(path, "auto", ["h"])), 400, _name(path))
+    assert "must be the name of one of the tools, got 'h'" in output
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
@@ -183,8 +183,8 @@ def test_allowed_and_forced_functions_are_not_custom_tools(server: LiveServer, p
     named = {"custom": {"name": "f"}} if path == CHAT else {"name": "f"}
     custom: Fields = {"type": "custom", **named}
     field = "tool_choice.type"
-    said = refused(ask(server, path, **body | {"tool_choice": custom}), 400, field)
-    assert "must be 'function', the type of the tool 'f', got 'custom'" in said
+    output = refused(ask(server, path, **body | {"tool_choice": custom}), 400, field)
+    assert "must be 'function', the type of the tool 'f', got 'custom'" in output
     choice = body["tool_choice"]
     allowed = choice["allowed_tools"] if path == CHAT else choice
     allowed["tools"] = [custom]

@@ -237,14 +237,14 @@ def test_lost_ranks_are_seen_and_streams_go_on(
         ranks.chance = 0.0
         wait_for(lambda: server.http.get("/health").json()["status"] == "recovering")
         assert server.http.get("/health").status_code == 503
-        shown = server.http.get("/api/state").json()["ranks"]
-        assert [(rank["rank"], rank["state"]) for rank in shown] == [(0, "ready"), (1, "lost")]
+        body = server.http.get("/api/state").json()["ranks"]
+        assert [(rank["rank"], rank["state"]) for rank in body] == [(0, "ready"), (1, "lost")]
         assert 'twostroke_rank_ready{rank="1"} 0.0' in server.http.get("/metrics").text
         ranks.gate.set()
         assert waiting.result().json()["choices"] == expected
         assert server.http.get("/health").status_code == 200
-        said = [line for line in caplog.messages if line.startswith("GET /health reports")]
-        assert [line.split()[3] for line in said] == ["recovering", "ready"]
+        messages = [line for line in caplog.messages if line.startswith("GET /health reports")]
+        assert [line.split()[3] for line in messages] == ["recovering", "ready"]
         text = server.http.get("/metrics").text
         assert "twostroke_recoveries_total 1.0" in text
         assert 'twostroke_rank_ready{rank="1"} 1.0' in text
@@ -269,5 +269,5 @@ def test_abort_sends_an_error_to_every_client(tmp_path: Path) -> None:
 def failures(caplog: pytest.LogCaptureFixture, response: httpx.Response) -> list[str]:
     """Return the log lines about the failure of one request."""
     start = f"Request {response.headers['x-request-id']} failed: "
-    said = [record.getMessage() for record in caplog.records]
-    return [text.removeprefix(start) for text in said if text.startswith(start)]
+    messages = [record.getMessage() for record in caplog.records]
+    return [text.removeprefix(start) for text in messages if text.startswith(start)]

@@ -121,9 +121,11 @@ def test_ignored_fields_are_counted_by_known_names_and_logged_once(
     assert 'twostroke_ignored_fields_total{field="user"} 2.0' in metrics
     assert 'twostroke_ignored_fields_total{field="other"} 4.0' in metrics
     assert "temprature" not in metrics
-    said = [record.getMessage() for record in caplog.records if "Ignored" in record.getMessage()]
-    assert len(said) == 3
-    assert "temprature is not a known field. Did you mean 'temperature'?" in said[0]
+    messages = [
+        record.getMessage() for record in caplog.records if "Ignored" in record.getMessage()
+    ]
+    assert len(messages) == 3
+    assert "temprature is not a known field. Did you mean 'temperature'?" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -151,8 +153,8 @@ def test_minus_one_is_no_limit(server: LiveServer) -> None:
 
 def test_misspelt_field_that_is_needed_is_named(server: LiveServer) -> None:
     response = server.http.post(CHAT, json={"mesages": HELLO})
-    said = refused(response, 400, "mesages", "unknown_parameter")
-    assert said == "mesages is not a known field. Did you mean 'messages'?"
+    output = refused(response, 400, "mesages", "unknown_parameter")
+    assert output == "mesages is not a known field. Did you mean 'messages'?"
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 2.0, "top_k": 3.0, "n": 2.0}, {"seed": 1.0}])

@@ -150,7 +150,7 @@ def test_a_service_tier_is_refused_by_its_objective_once_a_rate_is_measured(tmp_
     with live_server(tmp_path, options, max_running=1, token_budget=8) as server:
         with ThreadPoolExecutor(12) as pool:
             server.backend.pause_s = 0.05
-            asked = [pool.submit(server.chat, max_tokens=4, ignore_eos=True) for _ in range(12)]
+            requests = [pool.submit(server.chat, max_tokens=4, ignore_eos=True) for _ in range(12)]
             wait_for(lambda: server.client.loop.snapshot().services["default"].answers == 2)
             refused = server.chat(service_tier="flex")
             assert refused.status_code == 429
@@ -159,7 +159,7 @@ def test_a_service_tier_is_refused_by_its_objective_once_a_rate_is_measured(tmp_
             accepted = pool.submit(server.chat, max_tokens=1, service_tier="priority")
             assert accepted.result().status_code == 200
             server.backend.pause_s = 0.0
-            assert {future.result().status_code for future in asked} == {200}
+            assert {future.result().status_code for future in requests} == {200}
         server.wait_idle()
 
 

@@ -76,8 +76,8 @@ def test_a_higher_limit_may_be_requested(server: LiveServer) -> None:
     assert (
         "the context holds 512: set max_tokens to have more" in refused.json()["error"]["message"]
     )
-    asked = {"prompt": text, "max_tokens": 100_000}
-    ids = server.http.post("/tokenize", json=asked).json()["tokens"]
+    body = {"prompt": text, "max_tokens": 100_000}
+    ids = server.http.post("/tokenize", json=body).json()["tokens"]
     assert len(ids) == 100_000
     again = {"tokens": ids}
     assert "set max_tokens" in server.http.post("/detokenize", json=again).text

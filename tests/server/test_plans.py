@@ -52,9 +52,9 @@ def test_the_answer_is_that_of_the_planner(server: LiveServer) -> None:
             planner.Question(kv_format="int8", prompt=64, streams=3, tpot_s=0.5, token_budget=2048),
         ),
     ):
-        found = server.http.post(plans.PATH, json={"device": "L4", **body}).json()
+        payload = server.http.post(plans.PATH, json={"device": "L4", **body}).json()
         plan = planner.make_plan(planned, device, question)
-        assert found == msgspec.json.decode(msgspec.json.encode(plan))
+        assert payload == msgspec.json.decode(msgspec.json.encode(plan))
 
 
 def test_this_machine_has_its_measured_limits(
@@ -62,7 +62,7 @@ def test_this_machine_has_its_measured_limits(
 ) -> None:
     choices = measured.http.get(plans.PATH).json()
     assert choices["here"] == "a machine"
-    assert {"L4", "H100-SXM"} < {one["name"] for one in choices["devices"]}
+    assert {"L4", "H100-SXM"} < {device["name"] for device in choices["devices"]}
     assert "w4a16" in choices["weights"]
     plan = measured.http.post(plans.PATH, json={"prompt": 64}).json()
     assert plan["device"] == "a machine"

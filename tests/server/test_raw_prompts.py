@@ -80,8 +80,8 @@ def test_texts_of_all_paths_for_embeddings_are_read_alike(server: LiveServer) ->
         ("/api/embed", {"input": RENDERED}),
     ):
         body = server.http.post(path, json=fields).json()
-        found = body[0]["embedding"][0] if isinstance(body, list) else body["embeddings"][0]
-        assert found == pytest.approx(vector["embedding"])
+        result = body[0]["embedding"][0] if isinstance(body, list) else body["embeddings"][0]
+        assert result == pytest.approx(vector["embedding"])
 
 
 def test_messages_are_never_read_so(server: LiveServer) -> None:

@@ -108,29 +108,31 @@ def documents(text: str) -> list[Any]:
 
 def texts(path: str, text: str, *, stream: bool) -> str:
     """Return the text of an answer, whole or streamed."""
-    found = []
-    for one in documents(text):
+    results = []
+    for document in documents(text):
         match path:
-            case "/v1/chat/completions" if one["choices"]:
-                choice = one["choices"][0]
-                found.append(choice["delta" if stream else "message"].get("content") or "")
-            case "/v1/completions" if one["choices"]:
-                found.append(one["choices"][0]["text"])
+            case "/v1/chat/completions" if document["choices"]:
+                choice = document["choices"][0]
+                results.append(choice["delta" if stream else "message"].get("content") or "")
+            case "/v1/completions" if document["choices"]:
+                results.append(document["choices"][0]["text"])
             case "/v1/responses" if stream:
-                found.append(one["delta"] if one["type"] == "response.output_text.delta" else "")
+                results.append(
+                    document["delta"] if document["type"] == "response.output_text.delta" else ""
+                )
             case "/v1/responses":
-                found.append(one["output"][0]["content"][0]["text"])
+                results.append(document["output"][0]["content"][0]["text"])
             case "/v1/messages" if stream:
-                found.append(one.get("delta", {}).get("text", ""))
+                results.append(document.get("delta", {}).get("text", ""))
             case "/v1/messages":
-                found.append(one["content"][0]["text"])
+                results.append(document["content"][0]["text"])
             case "/api/chat":
-                found.append(one["message"]["content"])
+                results.append(document["message"]["content"])
             case "/api/generate":
-                found.append(one["response"])
+                results.append(document["response"])
             case "/completion":
-                found.append(one["content"])
-    return "".join(found)
+                results.append(document["content"])
+    return "".join(results)
 
 
 @pytest.mark.parametrize(("path", "body"), FREE + STRICT)
@@ -194,8 +196,8 @@ def test_wrong_arguments_of_calls_are_generated_again_or_reported(server: LiveSe
         if is_mended:
             assert MISS not in response.text
             calls: dict[int, str] = {}
-            for one in documents(response.text):
-                for choice in one["choices"]:
+            for document in documents(response.text):
+                for choice in document["choices"]:
                     for call in choice["delta" if stream else "message"].get("tool_calls", ()):
                         index = call.get("index", len(calls))
                         calls[index] = calls.get(index, "") + call["function"]["arguments"]
@@ -210,7 +212,9 @@ def test_a_stream_goes_on_until_the_first_value_that_may_change(server: LiveServ
     say(server, WRONG, AGAIN, RIGHT)
     _, body = STRICT[0]
     events = documents(ask(server, "/v1/chat/completions", body, stream=True).text)
-    pieces = [one["choices"][0]["delta"].get("content", "") for one in events if one["choices"]]
+    pieces = [
+        event["choices"][0]["delta"].get("content", "") for event in events if event["choices"]
+    ]
     pieces = [piece for piece in pieces if piece]
     assert len(pieces) > 10
     first_held = RIGHT.index('"tags"')
@@ -224,7 +228,9 @@ def test_names_are_streamed_unless_they_repeat(server: LiveServer) -> None:
     say(server, repeated, other)
     body = {"messages": TALK, "guided_json": schema}
     events = documents(ask(server, "/v1/chat/completions", body, stream=True).text)
-    pieces = [one["choices"][0]["delta"].get("content", "") for one in events if one["choices"]]
+    pieces = [
+        event["choices"][0]["delta"].get("content", "") for event in events if event["choices"]
+    ]
     assert "".join(pieces) == other
     assert "".join(pieces).startswith("".join(pieces[:6]))
     assert len([piece for piece in pieces if piece]) > 8
@@ -239,24 +245,24 @@ def test_scores_and_usage_belong_to_the_answer_that_is_sent(
     body = FREE[0][1] | {"logprobs": True, "stream_options": {"include_usage": True}}
     if not stream:
         del body["stream_options"]
-    found = documents(ask(server, "/v1/chat/completions", body, stream=stream).text)
+    result = documents(ask(server, "/v1/chat/completions", body, stream=stream).text)
     scored = [
         score["token"]
-        for one in found
+        for one in result
         for choice in one["choices"]
         for score in (choice["logprobs"] or {"content": []})["content"]
     ]
     assert "".join(scored) == RIGHT
-    assert found[-1]["usage"]["completion_tokens"] == len(tokens) + 1
+    assert result[-1]["usage"]["completion_tokens"] == len(tokens) + 1
 
 
 def test_each_of_several_answers_is_settled(server: LiveServer) -> None:
     say(server, WRONG, RIGHT)
     for stream in (False, True):
         body = {"messages": TALK, "guided_json": TAGS, "n": 3, "seed": MAX_SEED}
-        found = documents(ask(server, "/v1/chat/completions", body, stream=stream).text)
+        result = documents(ask(server, "/v1/chat/completions", body, stream=stream).text)
         answers = ["", "", ""]
-        for one in found:
+        for one in result:
             for choice in one["choices"]:
                 delta = choice["delta" if stream else "message"]
                 answers[choice["index"]] += delta.get("content") or ""
@@ -321,11 +327,11 @@ def test_a_cancelled_answer_is_not_generated_again(
     async def find_violation(
         checks: AnswerChecks, schema: str, text: str
     ) -> SchemaViolation | None:
-        found = await check_fault(checks, schema, text)
+        result = await check_fault(checks, schema, text)
         [run] = (run for run in runs._runs.values() if not run.is_over)
         cancelling.append(asyncio.create_task(run.cancel()))
         await asyncio.sleep(0)
-        return found
+        return result
 
     cancelling: list[asyncio.Task[None]] = []
     monkeypatch.setattr(AnswerChecks, "find_violation", find_violation)

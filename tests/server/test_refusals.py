@@ -191,14 +191,14 @@ def test_a_conversation_of_too_many_messages_is_refused(
     more = {"max_tokens": 2} if path == "/v1/messages" else {}
     response = server.http.post(path, json={field: TURNS, **more})
     assert response.status_code == 400
-    said = response.json()["error"]["message"]
-    assert said.startswith(field)
-    assert said.endswith(", got 10001.")
+    body = response.json()["error"]["message"]
+    assert body.startswith(field)
+    assert body.endswith(", got 10001.")
 
 
 def test_an_unknown_token_of_a_prompt_is_pointed_at(server: LiveServer) -> None:
-    said = refused(server.complete(prompt=[5, 6, 99_999, -1]), 400, "prompt")
-    assert said.endswith(": the first is 99999, at index 2.")
+    output = refused(server.complete(prompt=[5, 6, 99_999, -1]), 400, "prompt")
+    assert output.endswith(": the first is 99999, at index 2.")
     for path, field in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
         response = server.http.post(path, json={field: [[1, 2], [3, 99999]]})
         assert refused(response, 400, f"{field}[1]").startswith(f"{field}[1] has token ids")
@@ -229,28 +229,28 @@ def test_a_prompt_that_is_much_too_long_is_not_encoded_to_its_end(
     sentence = (
         rf"{start} {field} resulted in at least (\d+) tokens\. Please reduce .* the {field}\."
     )
-    found = re.fullmatch(sentence, message)
-    assert found is not None, message
-    assert 512 < int(found[1]) < len(LONG)
+    match = re.fullmatch(sentence, message)
+    assert match is not None, message
+    assert 512 < int(match[1]) < len(LONG)
 
 
 def test_anthropic_clients_hear_of_such_a_prompt_in_their_words(server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 5}
     response = server.http.post("/v1/messages", json=body)
     assert response.status_code == 400
-    said = response.json()["error"]["message"]
-    found = re.fullmatch(r"prompt is too long: at least (\d+) tokens > 511 maximum", said)
-    assert found is not None, said
-    assert 511 < int(found[1]) < len(LONG)
+    message = response.json()["error"]["message"]
+    match = re.fullmatch(r"prompt is too long: at least (\d+) tokens > 511 maximum", message)
+    assert match is not None, message
+    assert 511 < int(match[1]) < len(LONG)
 
 
 def test_tokens_of_a_long_text_are_counted_to_its_end_on_request(server: LiveServer) -> None:
-    found = server.http.post("/tokenize", json={"prompt": LONG, "max_tokens": len(LONG)})
-    assert found.json()["count"] == len(LONG)
+    response = server.http.post("/tokenize", json={"prompt": LONG, "max_tokens": len(LONG)})
+    assert response.json()["count"] == len(LONG)
     body = {"messages": [{"role": "user", "content": LONG}]}
-    found = server.http.post("/v1/messages/count_tokens", json=body)
-    assert found.status_code == 400  # bounded as prompts are
-    assert "prompt is too long" in found.json()["error"]["message"]
+    response = server.http.post("/v1/messages/count_tokens", json=body)
+    assert response.status_code == 400  # bounded as prompts are
+    assert "prompt is too long" in response.json()["error"]["message"]
 
 
 def test_a_prediction_of_more_tokens_than_any_answer_has_is_refused(server: LiveServer) -> None:

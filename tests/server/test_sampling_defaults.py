@@ -56,8 +56,8 @@ def values_of(server: LiveServer, path: str, body: dict[str, Any]) -> dict[str, 
     finally:
         server.client.loop.submit = submit  # type: ignore[method-assign]
     assert response.status_code == 200, response.text
-    found = asdict(drawn[0])
-    return {name: found[name] for name in MODEL_DEFAULT_FIELDS}
+    result = asdict(drawn[0])
+    return {name: result[name] for name in MODEL_DEFAULT_FIELDS}
 
 
 def usual(params: SamplingParams) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def test_a_request_s_values_precede_all_defaults(path: str, recommending: LiveSe
 
 
 def test_a_server_uses_the_defaults_that_it_reports(recommending: LiveServer) -> None:
-    shown = recommending.http.get("/props").json()["default_generation_settings"]["params"]
-    assert (shown["temperature"], shown["top_k"], shown["top_p"]) == (0.25, 3, 0.95)
+    payload = recommending.http.get("/props").json()["default_generation_settings"]["params"]
+    assert (payload["temperature"], payload["top_k"], payload["top_p"]) == (0.25, 3, 0.95)
     body, _ = PROTOCOLS["/v1/responses"]
     answer = recommending.http.post("/v1/responses", json=body).json()
     assert (answer["temperature"], answer["top_p"]) == (0.25, 0.95)
@@ -101,9 +101,9 @@ def test_a_server_uses_the_defaults_that_it_reports(recommending: LiveServer) ->
 
 def test_samplers_that_a_request_turns_off_stay_off(recommending: LiveServer) -> None:
     body = {**PROTOCOLS["/completion"][0], "samplers": ["temperature"]}
-    found = values_of(recommending, "/completion", body)
+    result = values_of(recommending, "/completion", body)
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert found == {"temperature": 0.25, **off}
+    assert result == {"temperature": 0.25, **off}
 
 
 def test_an_operator_chooses_openai_s_defaults(tmp_path: Path) -> None:

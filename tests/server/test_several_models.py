@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from support.several_models import Several, serving, write_models
+from support.several_models import ModelServer, serving, write_models
 from twostroke.engine.kv_offload.folder import read_folder
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def server(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Several]:
+def server(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     with serving(tmp_path_factory.mktemp("several"), models) as found:
         yield found
 
 
-def pids(server: Several) -> list[int]:
+def pids(server: ModelServer) -> list[int]:
     """Return the process ids of engines, the newest last."""
-    found = []
+    results = []
     for entry in Path("/proc").iterdir():
         try:
             parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[1]
@@ -43,11 +43,11 @@ def pids(server: Several) -> list[int]:
         except OSError:
             continue
         if int(parent) == server.process.pid and b"twostroke.engine.process.main" in command:
-            found.append(int(entry.name))
-    return sorted(found)
+            results.append(int(entry.name))
+    return sorted(results)
 
 
-def test_a_model_loads_on_request_and_another_makes_room(server: Several) -> None:
+def test_a_model_loads_on_request_and_another_makes_room(server: ModelServer) -> None:
     assert server.http.get("/health/ready").status_code == 200
     assert server.loaded == []
     assert server.http.get("/api/load").json()["numerics"] == "", "which nobody can know yet"
@@ -63,12 +63,12 @@ def test_a_model_loads_on_request_and_another_makes_room(server: Several) -> Non
     assert len(loaded) == 2
     assert "c" in loaded
     [gone] = {"a", "b"} - set(loaded)  # the one that has loaded faster
-    said = server.http.get("/api/load").json()
-    assert said["numerics"] == said["numerics_by_model"]["a"]
-    assert set(said["numerics_by_model"]) == {"a", "b", "c"}
-    assert said["horizon_s"] > 0, "the pages of the model that was unloaded are gone"
-    assert said["prompt_tokens"] > 0, "of others than the first"
-    assert said["takes_any_name"] is False
+    body = server.http.get("/api/load").json()
+    assert body["numerics"] == body["numerics_by_model"]["a"]
+    assert set(body["numerics_by_model"]) == {"a", "b", "c"}
+    assert body["horizon_s"] > 0, "the pages of the model that was unloaded are gone"
+    assert body["prompt_tokens"] > 0, "of others than the first"
+    assert body["takes_any_name"] is False
     assert server.count("model_loads_total") == {"a": 1, "b": 1, "c": 1}
     assert server.count("model_unloads_total") == {"a": 0, "b": 0, "c": 0} | {gone: 1}
     present = [one["name"] for one in server.http.get("/api/ps").json()["models"]]
@@ -78,7 +78,7 @@ def test_a_model_loads_on_request_and_another_makes_room(server: Several) -> Non
     assert len(pids(server)) == 2
 
 
-def test_hostile_requests_all_succeed_with_the_same_answers(server: Several) -> None:
+def test_hostile_requests_all_succeed_with_the_same_answers(server: ModelServer) -> None:
     before = sum(server.count("model_loads_total").values())
     with ThreadPoolExecutor(12) as pool:
         asked = "abcacbbcacab" * 3
@@ -87,11 +87,11 @@ def test_hostile_requests_all_succeed_with_the_same_answers(server: Several) -> 
     for name, answer in zip(asked, answers, strict=True):
         assert answer.status_code == 200, answer.text
         texts.setdefault(name, set()).add(answer.json()["choices"][0]["text"])
-    assert [len(found) for found in texts.values()] == [1, 1, 1]
+    assert [len(text) for text in texts.values()] == [1, 1, 1]
     assert sum(server.count("model_loads_total").values()) - before <= 6
 
 
-def test_requests_without_an_engine_load_no_model(server: Several) -> None:
+def test_requests_without_an_engine_load_no_model(server: ModelServer) -> None:
     before = server.count("model_loads_total")
     body = {"model": "a", "prompt": "hello"}
     assert server.http.post("/tokenize", json=body).status_code == 200
@@ -103,7 +103,7 @@ def test_requests_without_an_engine_load_no_model(server: Several) -> None:
     assert server.count("model_loads_total") == before
 
 
-def test_requests_that_can_never_run_load_no_model(server: Several) -> None:
+def test_requests_that_can_never_run_load_no_model(server: ModelServer) -> None:
     loads = server.count("model_loads_total")
     [asleep] = [name for name, state in server.states().items() if state == "unloaded"]
     prompt = server.complete(asleep, prompt="a" * 9000)
@@ -114,7 +114,7 @@ def test_requests_that_can_never_run_load_no_model(server: Several) -> None:
     assert server.count("model_loads_total") == loads
 
 
-def test_embeddings_grammars_and_the_state_of_each_model(server: Several) -> None:
+def test_embeddings_grammars_and_the_state_of_each_model(server: ModelServer) -> None:
     for name in "ab":
         body = {"model": name, "input": "hello"}
         assert server.http.post("/v1/embeddings", json=body).status_code == 200
@@ -123,16 +123,16 @@ def test_embeddings_grammars_and_the_state_of_each_model(server: Several) -> Non
         assert held.json()["choices"][0]["text"] == "ababab"
     state = server.http.get("/api/state", params={"model": "b"}).json()
     assert state["model"]["names"] == ["b"]
-    assert [one["name"] for one in state["models"]] == ["a", "b", "c"]
+    assert [model["name"] for model in state["models"]] == ["a", "b", "c"]
     assert server.http.get("/api/state", params={"model": "x"}).status_code == 404
     assert server.http.get("/props", params={"model": "b"}).json()["model_alias"] == "b"
 
 
-def test_keep_alive_loads_unloads_and_keeps(server: Several) -> None:
+def test_keep_alive_loads_unloads_and_keeps(server: ModelServer) -> None:
     def ollama(**fields: object) -> dict[str, object]:
         answer = server.http.post("/api/generate", json={"model": "a", "stream": False, **fields})
-        found: dict[str, object] = answer.json()
-        return found
+        body: dict[str, object] = answer.json()
+        return body
 
     assert ollama(keep_alive=0)["done_reason"] == "unload"
     server.wait_until("a", "unloaded")
@@ -140,7 +140,7 @@ def test_keep_alive_loads_unloads_and_keeps(server: Several) -> None:
     server.wait_until("a", "loaded")
     assert ollama(prompt="hello", keep_alive="1h", options={"num_predict": 2})["done"]
     [loaded] = [
-        one for one in server.http.get("/api/ps").json()["models"] if one["model"][0] == "a"
+        model for model in server.http.get("/api/ps").json()["models"] if model["model"][0] == "a"
     ]
     left_s = time.mktime(
         time.strptime(loaded["expires_at"][:19], "%Y-%m-%dT%H:%M:%S")
@@ -153,16 +153,16 @@ def test_keep_alive_loads_unloads_and_keeps(server: Several) -> None:
     assert "keep_alive" in wrong.json()["error"]
 
 
-def test_a_model_is_not_unloaded_under_a_stream(server: Several) -> None:
+def test_a_model_is_not_unloaded_under_a_stream(server: ModelServer) -> None:
     server.complete("a")
     server.complete("b")
     body = {"model": "a", "prompt": "hello", "max_tokens": 1500, "stream": True, "temperature": 0}
-    asked: dict[str, float] = {}
+    answered_s: dict[str, float] = {}
 
     def ask_for_c() -> None:
         assert server.complete("c").status_code == 200
         assert server.complete("b").status_code == 200  # perhaps only after the stream
-        asked["answered"] = time.monotonic()
+        answered_s["answered"] = time.monotonic()
 
     other = threading.Thread(target=ask_for_c)
     with server.http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as stream:
@@ -172,7 +172,7 @@ def test_a_model_is_not_unloaded_under_a_stream(server: Several) -> None:
         text = list(lines)
     assert text[-2:] == ["data: [DONE]", ""]
     other.join()
-    assert asked
+    assert answered_s
 
 
 def test_timeouts_and_clients_that_leave_while_a_model_loads(

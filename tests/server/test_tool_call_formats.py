@@ -269,19 +269,19 @@ def test_a_cut_call_is_not_shown_as_text_in_any_protocol(tmp_path: Path) -> None
                     fields.setdefault("options", {})["temperature"] = 0
                     if "api" not in path:
                         del fields["options"]
-                    said = server.http.post(path, json=fields).text
-                    assert "weather" in said
-                    assert not _shown(said).strip(), (path, is_stream, cut, said)
+                    text = server.http.post(path, json=fields).text
+                    assert "weather" in text
+                    assert not _shown(text).strip(), (path, is_stream, cut, text)
 
 
 def _shown(response: str) -> str:
     """Return all text in a response of any protocol, whole or streamed."""
-    found: list[str] = []
+    results: list[str] = []
 
     def look(value: Any) -> None:
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(inner, str) and key in {"content", "text"}:
-                found.append(inner)
+                results.append(inner)
             elif isinstance(inner, dict | list):
                 look(inner)
 
@@ -289,7 +289,7 @@ def _shown(response: str) -> str:
         data = line.removeprefix("data: ")
         if data.startswith("{"):
             look(json.loads(data))
-    return "".join(found)
+    return "".join(results)
 
 
 @pytest.mark.parametrize(("template", "controls"), [CASES[1][::2], CASES[4][::2]])
@@ -302,25 +302,25 @@ def test_forced_calls_are_drawn_in_the_models_form(
         assert answer["finish_reason"] == "tool_calls"
         [call] = answer["message"]["tool_calls"]
         assert json.loads(call["function"]["arguments"])["city"] in {"Oslo", "Rome"}
-        asked = {
+        body = {
             "messages": [{"role": "user", "content": "hello"}],
             "tools": [{"name": "weather", "input_schema": SCHEMA}],
             "tool_choice": {"type": "tool", "name": "weather"},
             "max_tokens": 120,
         }
-        [use] = server.http.post("/v1/messages", json=asked).json()["content"]
+        [use] = server.http.post("/v1/messages", json=body).json()["content"]
         assert use["type"] == "tool_use"
         assert use["input"]["city"] in {"Oslo", "Rome"}
 
 
 def _streamed(server: LiveServer, **fields: Any) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    results: list[tuple[str, str]] = []
     chunks = events(server.chat(stream=True, temperature=0, **fields).text)[:-1]
     for chunk in chunks:
         delta = chunk["choices"][0]["delta"]
         assert not delta.get("content")
         for call in delta.get("tool_calls", ()):
-            if call["index"] == len(found):
-                found.append((call["function"]["name"], ""))
-            found[-1] = (found[-1][0], found[-1][1] + call["function"]["arguments"])
-    return found
+            if call["index"] == len(results):
+                results.append((call["function"]["name"], ""))
+            results[-1] = (results[-1][0], results[-1][1] + call["function"]["arguments"])
+    return results

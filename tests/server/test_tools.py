@@ -245,9 +245,9 @@ def test_a_strict_function_needs_an_enforceable_schema(server: LiveServer) -> No
     ):
         function = {"name": "f", "strict": True, "parameters": parameters}
         tools = [{"type": "function", "function": function}]
-        said = refused(server.chat(tools=tools), 400, "tools[0].function.parameters")
-        assert said.endswith(why)
-        assert not said.endswith("..")
+        output = refused(server.chat(tools=tools), 400, "tools[0].function.parameters")
+        assert output.endswith(why)
+        assert not output.endswith("..")
     many = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}  # checked after
     held = {"name": "f", "strict": True, "parameters": {"properties": {"a": many}}}
     tools = [{"type": "function", "function": held}]
@@ -299,8 +299,8 @@ def test_a_strict_function_whose_schema_the_grammar_refuses_is_named(
         assert "tools[2].function.parameters of the function 'odd'" in said
         assert word in said
     tool = {"name": "odd", "input_schema": schema, "strict": True}
-    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "tools": [tool]}
-    response = server.http.post("/v1/messages", json=asked)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "tools": [tool]}
+    response = server.http.post("/v1/messages", json=body)
     assert response.status_code == 400
     said = response.json()["error"]["message"]
     assert said.startswith("tools[0].input_schema of the function 'odd'")

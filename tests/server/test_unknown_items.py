@@ -108,8 +108,8 @@ def test_a_compaction_of_another_server_is_left_out(server: LiveServer) -> None:
 
 
 def test_only_unknown_items_are_no_conversation(server: LiveServer) -> None:
-    said = refused(ask(server, RESPONSES, input=[{"type": "web_search_call"}]), 400, "input")
-    assert "no items that are known here" in said
+    output = refused(ask(server, RESPONSES, input=[{"type": "web_search_call"}]), 400, "input")
+    assert "no items that are known here" in output
 
 
 @pytest.mark.parametrize("kind", ["additional_tools", "tool_search_output"])
@@ -173,8 +173,8 @@ def test_unknown_blocks_are_named(server: LiveServer) -> None:
 def test_documents_and_search_results_of_text_are_text(server: LiveServer) -> None:
     document = {"type": "document", "title": "T", "source": {"type": "text", "data": "D"}}
     in_blocks = {"type": "document", "source": {"type": "content", "content": [TEXT]}}
-    found = {"type": "search_result", "source": "S", "title": "T", "content": [TEXT]}
-    blocks = [document, in_blocks, found]
+    results = {"type": "search_result", "source": "S", "title": "T", "content": [TEXT]}
+    blocks = [document, in_blocks, results]
     text = "T\nD\nsaid\nT\nS\nsaid"
     expected = num_prompt_tokens(server, CHAT, messages=[{"role": "user", "content": text}])
     messages = [{"role": "user", "content": blocks}]

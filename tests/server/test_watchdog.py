@@ -38,12 +38,12 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
 def heard(listener: socket.socket) -> list[bytes]:
     """Return the messages that have arrived."""
     listener.setblocking(False)
-    found = []
+    results = []
     try:
         while True:
-            found.append(listener.recv(1000))
+            results.append(listener.recv(1000))
     except BlockingIOError:
-        return found
+        return results
 
 
 def feed_for(health: Health, seconds: float) -> None:

@@ -81,13 +81,15 @@ def run(given: argparse.Namespace) -> bool:
                     wrong.append(f"{constraint.text}\n    {answer.text!r}")
         elapsed_s = time.monotonic() - began
         snapshot = client.loop.snapshot()
-    guesses, meter = snapshot.speculation, snapshot.phases
+    speculation, meter = snapshot.speculation, snapshot.phases
     step_s = meter.prefill.time_s + meter.decode.time_s
     print(f"{given.model}: {given.answers} answers in {elapsed_s:.0f} s")
     for what, count in sorted(kept.items()):
         print(f"  {what}: {count}")
-    print(f"  of what a grammar forces {guesses.accepted['grammar']} guesses were right,", end=" ")
-    print(f"of {guesses.proposed['grammar']}")
+    print(
+        f"  of what a grammar forces {speculation.accepted['grammar']} guesses were right,", end=" "
+    )
+    print(f"of {speculation.proposed['grammar']}")
     shares = ", ".join(f"{name} {100 * s / step_s:.1f}%" for name, s in spent.items())
     print(f"  of the {step_s:.0f} s of steps: {shares}")
     for one in wrong[:5]:

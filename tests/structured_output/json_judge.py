@@ -92,13 +92,13 @@ def _rewritten(schema: Any) -> Any:
         return [_rewritten(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {name: _rewritten(inner) for name, inner in schema.items()}
-    if isinstance(found.get("pattern"), str):
-        found["pattern"] = found["pattern"].replace("$", r"\Z")
-    if isinstance(found.get("patternProperties"), dict):
-        patterns = found["patternProperties"]
-        found["patternProperties"] = {one.replace("$", r"\Z"): patterns[one] for one in patterns}
-    return found
+    results = {name: _rewritten(inner) for name, inner in schema.items()}
+    if isinstance(results.get("pattern"), str):
+        results["pattern"] = results["pattern"].replace("$", r"\Z")
+    if isinstance(results.get("patternProperties"), dict):
+        patterns = results["patternProperties"]
+        results["patternProperties"] = {one.replace("$", r"\Z"): patterns[one] for one in patterns}
+    return results
 
 
 def _checker() -> FormatChecker:
@@ -120,14 +120,14 @@ def _is_date(text: str) -> bool:
 
 
 def _is_time(text: str) -> bool:
-    found = _CLOCK.fullmatch(text)
-    if found is None:
+    match = _CLOCK.fullmatch(text)
+    if match is None:
         return False
-    hour, minute, second = (int(found[i]) for i in (1, 2, 3))
-    offset = (int(found[5]), int(found[6])) if found[4] else (0, 0)
+    hour, minute, second = (int(match[i]) for i in (1, 2, 3))
+    offset = (int(match[5]), int(match[6])) if match[4] else (0, 0)
     if hour > 23 or minute > 59 or second > 60 or offset[0] > 23 or offset[1] > 59:
         return False
-    ahead = (60 * offset[0] + offset[1]) * (-1 if found[4] == "-" else 1)
+    ahead = (60 * offset[0] + offset[1]) * (-1 if match[4] == "-" else 1)
     return second < 60 or (60 * hour + minute - ahead) % (24 * 60) == 24 * 60 - 1
 
 

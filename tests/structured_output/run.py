@@ -24,10 +24,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     for part in _PARTS.values():
         part.add_options(parser)
-    given = parser.parse_args()
-    if unknown := set(given.parts) - set(_PARTS):
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(_PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: {', '.join(_PARTS)}")
-    kept = [_PARTS[name].run(given) for name in given.parts or _PARTS]
+    kept = [_PARTS[name].run(args) for name in args.parts or _PARTS]
     return int(not all(kept))
 
 

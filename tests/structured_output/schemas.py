@@ -106,7 +106,7 @@ class Schemas:
             schema["additionalProperties"] = self._schema(depth + 1)
         if self._chance(0.2):
             patterns = self._rng.sample(_NAME_PATTERNS, self._rng.randint(1, 2))
-            schema["patternProperties"] = {one: self._schema(depth + 2) for one in patterns}
+            schema["patternProperties"] = {pattern: self._schema(depth + 2) for pattern in patterns}
         if self._chance(0.15):
             schema["propertyNames"] = self._pick(
                 (

@@ -48,28 +48,32 @@ def _run_draft(forms: Forms, given: argparse.Namespace, draft: str) -> bool:
     folder = given.suite / "tests" / draft
     files = [*sorted(folder.glob("*.json")), *sorted(folder.glob("optional/format/*.json"))]
     assert files, f"the suite is not in {folder}"
-    found = _Found()
+    result = _Found()
     for file in files:
         kind = "format" if file.name == "format.json" or file.parent != folder else "required"
         for group in json.loads(file.read_text()):
-            found.where = f"{file.relative_to(folder)}: {group['description']}"
-            found.count[f"{kind} schemas"] += 1
+            result.where = f"{file.relative_to(folder)}: {group['description']}"
+            result.count[f"{kind} schemas"] += 1
             try:
                 form = forms.form(_with_draft(group["schema"], draft))
             except RequestError as error:
-                found.count[f"{kind} schemas, refused"] += 1
-                found.refused[reason(error)] += 1
-                found.listed.append(f"refused: {found.where}: {reason(error)}")
+                result.count[f"{kind} schemas, refused"] += 1
+                result.refused[reason(error)] += 1
+                result.listed.append(f"refused: {result.where}: {reason(error)}")
                 continue
-            found.count["schemas whose answers are checked after"] += bool(form.unenforced_keywords)
+            result.count["schemas whose answers are checked after"] += bool(
+                form.unenforced_keywords
+            )
             for test in group["tests"]:
-                _try(form, group["schema"], test, found)
+                _try(form, group["schema"], test, result)
     print(f"JSON Schema Test Suite, {draft}, required and optional/format")
-    print(*(f"  {what}: {number}" for what, number in sorted(found.count.items())), sep="\n")
-    print(*(f"  refused, {number}: {why}" for why, number in found.refused.most_common()), sep="\n")
-    print(*(f"  {one}\n" for one in (found.listed if given.list else [])), sep="", end="")
-    print(*(f"  WRONG: {one}\n" for one in found.wrong), sep="", end="")
-    return not found.wrong
+    print(*(f"  {what}: {number}" for what, number in sorted(result.count.items())), sep="\n")
+    print(
+        *(f"  refused, {number}: {why}" for why, number in result.refused.most_common()), sep="\n"
+    )
+    print(*(f"  {one}\n" for one in (result.listed if given.list else [])), sep="", end="")
+    print(*(f"  WRONG: {one}\n" for one in result.wrong), sep="", end="")
+    return not result.wrong
 
 
 @dataclass(slots=True)

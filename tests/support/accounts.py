@@ -42,9 +42,9 @@ def post(router: LiveRouter, key: str, path: str = CHAT, **fields: Any) -> httpx
 
 def used(folder: Path) -> list[tuple[str, str, str, int, int, int, int]]:
     with open_database(folder) as db:
-        found = amounts(db, "0000", "9999")
+        result = amounts(db, "0000", "9999")
     return [
-        (one.owner.key, one.owner.tenant, one.owner.model, *one[1:]) for one in found
+        (one.owner.key, one.owner.tenant, one.owner.model, *one[1:]) for one in result
     ]  # fmt: skip
 
 

@@ -18,8 +18,8 @@ def byte_characters() -> list[str]:
     """Return the 256 characters of the byte-level alphabet, by byte."""
     candidates = (chr(code) for code in range(0x21, 0x180))
     spelled = ((byte_level_bytes(char), char) for char in candidates)
-    found = {value[0]: char for value, char in spelled if len(value) == 1}
-    return [found[value] for value in range(256)]
+    results = {value[0]: char for value, char in spelled if len(value) == 1}
+    return [results[value] for value in range(256)]
 
 
 def byte_metadata(

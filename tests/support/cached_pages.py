@@ -23,6 +23,6 @@ def young_to_old(client: Client, keys: list[bytes]) -> list[int]:
     with client.loop.pages.lock:
         scheduler = client.loop.pages.scheduler
         index = scheduler.prefix_cache.transfers._index
-        place_of = {index.find((0, key)): place for place, key in enumerate(keys)}
+        place_of = {index.find((0, key)): position for position, key in enumerate(keys)}
         _, cached = scheduler._pool.contents()
         return [place_of[page] for page in reversed(cached) if page in place_of]

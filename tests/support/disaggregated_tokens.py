@@ -70,32 +70,32 @@ def compare(case: Case, count: int, seed: int, folder: Path) -> Found:
         role = ("--role", "prefill", "--peer-address", address)
         cache = ("--kv-format", case.kv_format, "--context-length", str(_CONTEXT))
         Server("prefill", (*command, *role, *cache), folder, stack)
-        handover = DisaggregationOptions("decode", None, (address,), "always", case.link)
-        llm = stack.enter_context(LLM(case.model, _options(case, handover)))
+        disaggregation = DisaggregationOptions("decode", None, (address,), "always", case.link)
+        llm = stack.enter_context(LLM(case.model, _options(case, disaggregation)))
         wait_until(lambda: view(llm).decode_side.peers[0].state == "up")
-        found: list[Any] = []
+        result: list[Any] = []
         rng = random.Random(seed)
-        while len(found) < count:
-            part = slice(len(found), len(found) + rng.randint(1, _MOST_TOGETHER))
-            found += map(_all_of, llm.generate(prompts[part], params[part]))
+        while len(result) < count:
+            part = slice(len(result), len(result) + rng.randint(1, _MOST_TOGETHER))
+            result += map(_all_of, llm.generate(prompts[part], params[part]))
         check_clean(llm)
-        borrower = view(llm).decode_side
+        decode_side = view(llm).decode_side
     different = [
-        n for n, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]
+        n for n, pair in enumerate(zip(result, expected, strict=True)) if pair[0] != pair[1]
     ]
-    return Found(sum(map(len, found)), different, borrower.transfers, borrower.num_bytes)
+    return Found(sum(map(len, result)), different, decode_side.transfers, decode_side.num_bytes)
 
 
-def _options(case: Case, handover: DisaggregationOptions | None = None) -> EngineOptions:
+def _options(case: Case, disaggregation: DisaggregationOptions | None = None) -> EngineOptions:
     """Return the options of a decode engine, or of one engine that computes all prompts itself."""
-    is_alone = handover is None
+    is_alone = disaggregation is None
     return EngineOptions(
         ComputeOptions(num_threads=1),
         CacheOptions(context_length=_CONTEXT, kv_format=case.kv_format, prefix_cache=not is_alone),
         BatchOptions(token_budget=_BUDGET),
         SpeculationOptions("off" if is_alone else case.speculate),
         accept_quality=True,
-        disaggregation=handover or DisaggregationOptions(),
+        disaggregation=disaggregation or DisaggregationOptions(),
     )
 
 

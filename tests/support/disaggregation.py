@@ -50,7 +50,7 @@ _LATE_S = 0.15
 
 
 def options(
-    handover: DisaggregationOptions | None = None,
+    disaggregation: DisaggregationOptions | None = None,
     *,
     kv_format: str = "auto",
     memory: int = _MEMORY,
@@ -66,7 +66,7 @@ def options(
         BatchOptions(token_budget=budget),
         SpeculationOptions(speculate),
         accept_quality=True,
-        disaggregation=handover or DisaggregationOptions(),
+        disaggregation=disaggregation or DisaggregationOptions(),
         offload=tiers or OffloadOptions(),
     )
 
@@ -76,10 +76,10 @@ def prefill(path: Path, link: str = "shared", **given: Any) -> Iterator[tuple[LL
     """Yield a prefill engine, and its address."""
     # The former is not known as this machine.
     host = "127.0.0.2" if link in {"tcp", *NIXL_LINKS} else "127.0.0.1"
-    handover = DisaggregationOptions("prefill", f"{host}:0")
+    disaggregation = DisaggregationOptions("prefill", f"{host}:0")
     if link == "sockets":
         given["backend"] = "reference"  # its memory cannot be shared
-    with LLM(path, options(handover, **given)) as llm:
+    with LLM(path, options(disaggregation, **given)) as llm:
         yield llm, f"{host}:{view(llm).prefill_side.port}"
 
 
@@ -88,8 +88,8 @@ def decode(
     path: Path, address: str, rule: str = "always", peer_link: str = "socket", **given: Any
 ) -> Iterator[LLM]:
     """Yield a decode engine that is connected to the prefill engine at `address`."""
-    handover = DisaggregationOptions("decode", None, (address,), rule, peer_link)
-    with LLM(path, options(handover, **given)) as llm:
+    disaggregation = DisaggregationOptions("decode", None, (address,), rule, peer_link)
+    with LLM(path, options(disaggregation, **given)) as llm:
         wait_until(lambda: view(llm).decode_side.peers[0].state == "up")
         yield llm
 
@@ -116,8 +116,8 @@ def view(llm: LLM) -> Any:
 
 def answers(llm: LLM, prompts: Sequence[Sequence[int]], params: Any) -> list[list[Any]]:
     """Return the tokens of all answers."""
-    found = llm.generate(prompts, params)
-    return [[choice.token_ids for choice in choices] for choices in found]
+    result = llm.generate(prompts, params)
+    return [[choice.token_ids for choice in choices] for choices in result]
 
 
 def random_prompts(rng: random.Random, count: int, most: int = 300) -> list[list[int]]:

@@ -23,8 +23,7 @@ from support.disaggregation import (
 )
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
-from twostroke.engine.disaggregation import prefill_connection as peer
-from twostroke.engine.disaggregation import prefill_side as lending
+from twostroke.engine.disaggregation import prefill_connection, prefill_side
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -36,17 +35,17 @@ _FAMILIES = ("llama", "llama", "gemma3", "qwen3-moe")
 _NUM_PROMPTS = 6
 
 
-def be_impatient(patch: pytest.MonkeyPatch) -> None:
+def shorten_timeouts(patch: pytest.MonkeyPatch) -> None:
     """Shorten the timeouts after which a fault is noticed."""
-    patch.setattr(peer, "STALL_TIMEOUT_S", 0.3)
-    patch.setattr(lending, "LEASE_S", 0.5)
+    patch.setattr(prefill_connection, "STALL_TIMEOUT_S", 0.3)
+    patch.setattr(prefill_side, "LEASE_S", 0.5)
     patch.setenv("TWOSTROKE_PEER_SECRET", SECRET)
 
 
-def play_each(folder: Path, link: str, counts: Counter[str]) -> None:
+def run_each_fault(folder: Path, link: str, counts: Counter[str]) -> None:
     """Apply each fault to one message of each kind."""
     with pytest.MonkeyPatch.context() as patch:
-        be_impatient(patch)
+        shorten_timeouts(patch)
         plan: list[str] = []
         Network(patch, _once(plan), counts)
         path = write_tiny_gguf(folder / "m.gguf", tiny_of("llama"))
@@ -74,7 +73,7 @@ def play_each(folder: Path, link: str, counts: Counter[str]) -> None:
             )
 
 
-def play_round(
+def run_round(
     seed: int,
     folder: Path,
     counts: Counter[str],
@@ -87,7 +86,7 @@ def play_round(
     """
     rng = random.Random(seed)
     link = rng.choice(links)
-    chance = rng.choice((0.02, 0.1, 0.3))
+    fault_rate = rng.choice((0.02, 0.1, 0.3))
     given: dict[str, Any] = {
         "kv_format": rng.choice(("f16", "bf16", "int8", "int16")),
         "budget": rng.choice((16, 48, 128)),
@@ -95,7 +94,7 @@ def play_round(
     path = write_tiny_gguf(folder / "m.gguf", tiny_of(rng.choice(_FAMILIES)))
     prompts = random_prompts(rng, _NUM_PROMPTS)
     with pytest.MonkeyPatch.context() as patch:
-        be_impatient(patch)
+        shorten_timeouts(patch)
         with LLM(path, options(**given)) as alone:
             expected = answers(alone, prompts, SAMPLED)
         faults = random.Random(seed)
@@ -103,11 +102,11 @@ def play_round(
 
         def choose(kind: str) -> str:
             del kind
-            hits = is_on[0] and faults.random() < chance
+            hits = is_on[0] and faults.random() < fault_rate
             return faults.choice(FAULTS) if hits else ""
 
         def choose_move() -> str:
-            hits = is_on[0] and faults.random() < chance / 2
+            hits = is_on[0] and faults.random() < fault_rate / 2
             return faults.choice(("fails", "stuck")) if hits else ""
 
         Network(patch, choose, counts)
@@ -116,11 +115,11 @@ def play_round(
         with pair(path, link, **given) as (first, second):
             is_on[0] = True
             client = second.engine.client
-            asked = [client.generate(prompt, SAMPLED) for prompt in prompts]
-            cancelled = {number for number in range(len(asked)) if rng.random() < 0.2}
+            requests = [client.generate(prompt, SAMPLED) for prompt in prompts]
+            cancelled = {number for number in range(len(requests)) if rng.random() < 0.2}
             for number in cancelled:
-                asked[number].cancel()
-            for number, generation in enumerate(asked):
+                requests[number].cancel()
+            for number, generation in enumerate(requests):
                 (answer,) = generation.wait()
                 if number not in cancelled:
                     assert [answer.token_ids] == expected[number], f"prompt {number}"

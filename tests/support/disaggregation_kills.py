@@ -73,10 +73,12 @@ class Pair:
             b"process" if what == "engine" else b"disaggregation.nixl_process"
         )
         until_s = time.monotonic() + _BACK_S
-        while not (found := [one for one in descendants(server) if _is(one, name)]):
+        while not (
+            results := [descendant for descendant in descendants(server) if _is(descendant, name)]
+        ):
             assert time.monotonic() < until_s, f"The {side} server starts no {what}."
             await asyncio.sleep(0.05)
-        os.kill(found[0], signal_)
+        os.kill(results[0], signal_)
 
     async def ask(self, prompt: Sequence[int]) -> str:
         """Return an answer's text, or `error: ` and the message that the client got."""
@@ -84,17 +86,17 @@ class Pair:
         body |= {"temperature": 0, "ignore_eos": True}
         url = f"http://127.0.0.1:{self.servers['decode'].port}/v1/completions"
         try:
-            found = (await self._http.post(url, json=body)).json()
+            payload = (await self._http.post(url, json=body)).json()
         except httpx.HTTPError as error:
             return f"error: {type(error).__name__}"
-        if "error" in found:
-            return f"error: {found['error']['code']}"
-        text: str = found["choices"][0]["text"]
+        if "error" in payload:
+            return f"error: {payload['error']['code']}"
+        text: str = payload["choices"][0]["text"]
         return text
 
     async def trouble(self) -> str:
         """Return a description of what is wrong on idle servers; "" if all is well."""
-        found = ""
+        result = ""
         for side, server in self.servers.items():
             try:
                 url = f"http://127.0.0.1:{server.port}/api/state"
@@ -103,23 +105,23 @@ class Pair:
                 return f"{side} does not answer"
             part = (state.get("handover") or {}).get("lender" if side == "prefill" else "borrower")
             if part is None or state["pages"]["held"]:
-                found = f"{side} holds {state.get('pages', {}).get('held')} pages"
+                result = f"{side} holds {state.get('pages', {}).get('held')} pages"
             elif side == "prefill" and part["num_reading"]:
-                found = f"{part['num_reading']} prompts are being read"
+                result = f"{part['num_reading']} prompts are being read"
             elif side == "decode" and (part["peers"][0]["state"], part["peers"][0]["num_open"]) != (
                 "up",
                 0,
             ):
-                found = f"the peer is {part['peers'][0]}"
-        return found
+                result = f"the peer is {part['peers'][0]}"
+        return result
 
     async def transfers(self) -> dict[str, int]:
         """Return the decode engine's number of KV transfers since its start, by outcome."""
         url = f"http://127.0.0.1:{self.servers['decode'].port}/api/state"
-        found: dict[str, int] = (await self._http.get(url)).json()["handover"]["borrower"][
+        body: dict[str, int] = (await self._http.get(url)).json()["handover"]["borrower"][
             "transfers"
         ]
-        return found
+        return body
 
 
 async def _fault(
@@ -128,14 +130,14 @@ async def _fault(
     """Cause one fault; return the outcomes of the requests, and a list of what was wrong."""
     counts, wrong = Counter[str](), list[str]()
     began_s = time.monotonic()
-    asked = [asyncio.create_task(pair.ask(prompt)) for prompt in prompts]
+    requests = [asyncio.create_task(pair.ask(prompt)) for prompt in prompts]
     await asyncio.sleep(rng.uniform(0.0, _MOMENT_S))
     await pair.harm(side, kind)
-    done, late = await asyncio.wait(asked, timeout=_ANSWERED_S)
+    done, late = await asyncio.wait(requests, timeout=_ANSWERED_S)
     for task in late:
         task.cancel()
         wrong.append("a request hangs")
-    for task, text in zip(asked, texts, strict=True):
+    for task, text in zip(requests, texts, strict=True):
         if task not in done:
             continue
         answer = task.result()

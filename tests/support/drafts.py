@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from twostroke.engine.scheduler import Scheduler
 
 
-def guess(
-    chance: random.Random, request: Request, output: Sequence[int], vocab_size: int
+def random_draft(
+    rng: random.Random, request: Request, output: Sequence[int], vocab_size: int
 ) -> tuple[int, ...]:
     """Return up to 8 draft tokens for a request, of which the whole `output` is known.
 
     Often they are right, often up to some position, sometimes nowhere, and they may continue after
     the end of the request.
     """
-    right = list(output[request.num_output :])[: chance.randint(0, 8)]
-    if right and chance.random() < 0.6:
-        right[chance.randrange(len(right))] = chance.randrange(vocab_size)
-    return (*right, *(chance.randrange(vocab_size) for _ in range(chance.choice((0, 0, 1, 3)))))
+    right = list(output[request.num_output :])[: rng.randint(0, 8)]
+    if right and rng.random() < 0.6:
+        right[rng.randrange(len(right))] = rng.randrange(vocab_size)
+    return (*right, *(rng.randrange(vocab_size) for _ in range(rng.choice((0, 0, 1, 3)))))
 
 
-def guess_tree(
-    chance: random.Random, request: Request, output: Sequence[int], vocab_size: int
+def random_draft_tree(
+    rng: random.Random, request: Request, output: Sequence[int], vocab_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return several drafts as one tree: tokens, and the index of each token's parent.
 
@@ -38,21 +38,21 @@ def guess_tree(
     """
     tokens: list[int] = []
     parents: list[int] = []
-    for _ in range(chance.randint(2, 5)):
+    for _ in range(rng.randint(2, 5)):
         at = ROOT
-        for token in guess(chance, request, output, vocab_size):
+        for token in random_draft(rng, request, output, vocab_size):
             alike = (i for i, p in enumerate(parents) if p == at and tokens[i] == token)
-            found = next(alike, None)
-            if found is None:
-                found = len(tokens)
+            result = next(alike, None)
+            if result is None:
+                result = len(tokens)
                 tokens.append(token)
                 parents.append(at)
-            at = found
+            at = result
     return tuple(tokens), tuple(parents)
 
 
-def add_guesses(
-    chance: random.Random,
+def add_random_drafts(
+    rng: random.Random,
     plan: StepPlan,
     scheduler: Scheduler,
     outputs: Mapping[str, Sequence[int]],
@@ -62,13 +62,13 @@ def add_guesses(
     budget = plan.budget
     for part in plan.slices:
         request = part.request
-        if part.samples and part.start >= request.num_prompt and chance.random() < 0.7:
+        if part.samples and part.start >= request.num_prompt and rng.random() < 0.7:
             output = outputs[request.id]
             parents: tuple[int, ...] = ()
-            if part.count == 1 and chance.random() < 0.6:
-                drafts, parents = guess_tree(chance, request, output, vocab_size)
+            if part.count == 1 and rng.random() < 0.6:
+                drafts, parents = random_draft_tree(rng, request, output, vocab_size)
             else:
-                drafts = guess(chance, request, output, vocab_size)
+                drafts = random_draft(rng, request, output, vocab_size)
             scheduler.add_drafts(part, drafts[:budget], parents[:budget])
             budget -= len(part.drafts)
     return plan.budget - budget

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 POISON, KILLER = VOCAB_SIZE + 1, VOCAB_SIZE + 2  # what fails alone, and what ends the process
 CONTEXT = 48
-_GUESSING = (
+_SPECULATIONS = (
     SpeculationOptions("off"),
     SpeculationOptions("ngram", count=3),
     SpeculationOptions("lookahead", count=3),
@@ -56,8 +56,8 @@ class Backend:
         """None, since the pages of the fake model have no bytes to transfer."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.computed.update(piece.request.id for piece in plan.slices)
-        tokens = [piece.request.prompt for piece in plan.slices]
+        self.computed.update(slice_.request.id for slice_ in plan.slices)
+        tokens = [slice_.request.prompt for slice_ in plan.slices]
         if any(KILLER in prompt for prompt in tokens):
             raise Died
         if self.is_broken:
@@ -104,7 +104,7 @@ class Process(EngineProcess):
         self._theirs = Connection(theirs, wire.RECEIVED_BY_ENGINE)
         self.start_s = 0.0
         self.is_dead = False
-        self.desk: RequestHandler | None = None
+        self.handler: RequestHandler | None = None
         self._rng, self._card = rng, card
         self._computed = computed  # messages, by any process
 
@@ -128,12 +128,12 @@ class Process(EngineProcess):
         )
         policy = make_policy(BatchOptions())
         self.scheduler = Scheduler(config, self.pool, self.index, policy)
-        guessing = rng.choice(_GUESSING)
+        speculation = rng.choice(_SPECULATIONS)
         cost = card.cost.per_step()
-        speculator = build_speculator(guessing, cost, limits=None, rows_together=1)
+        speculator = build_speculator(speculation, cost, limits=None, rows_together=1)
         loop = Loop(cast("Any", self.backend), self.scheduler, speculator, cost)
         client = Client(card, loop)
-        self.desk = RequestHandler(cast("Any", _Engine(client)), cast("Any", self))
+        self.handler = RequestHandler(cast("Any", _Engine(client)), cast("Any", self))
         about = wire.EngineCard(CONTEXT, "tiny", self._card.cost.cache, None, None, 0.0)
         return wire.EngineReady(about, engine_facts(client), read_status(client, ()))
 
@@ -143,36 +143,36 @@ class Process(EngineProcess):
 
     def read(self) -> None:
         """Handle the messages of the server."""
-        assert self.desk is not None
+        assert self.handler is not None
         for message in self._theirs.receive_arrived(0):
             if isinstance(message, wire.Generate):
                 assert message.id not in self._computed, "asked again, though it may have killed"
-            self.desk._handle(message)
+            self.handler._handle(message)
 
     def step(self) -> None:
         """Run a step, of which the process may die."""
-        assert self.desk is not None
+        assert self.handler is not None
         if not self.scheduler.has_work:
             return
         try:
-            cast("Loop", self.desk.loop).step()
+            cast("Loop", self.handler.loop).step()
         except Died:
             self.kill()
             return
         finally:
-            for id_, asked in self.desk._open.items():
+            for id_, asked in self.handler._open.items():
                 if not self.backend.computed.isdisjoint(asked.request_ids):
                     self._computed.add(id_)
-        if self.desk._failure is not None:
-            self.send(wire.EngineFailed(self.desk._failure))
+        if self.handler._failure is not None:
+            self.send(wire.EngineFailed(self.handler._failure))
             self.kill()
 
     def kill(self) -> None:
         if not self.is_dead:
             self.is_dead = True
             self._theirs.close()
-            if self.desk is not None:
-                cast("Loop", self.desk.loop).end.set()
+            if self.handler is not None:
+                cast("Loop", self.handler.loop).end.set()
 
     def describe_end(self) -> str:
         self.kill()

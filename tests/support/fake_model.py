@@ -55,11 +55,11 @@ class FakeModel:
         written: set[int] = set()
         if self._states_in_slots:
             self._advance_states(plan)
-        for piece in reversed(plan.slices):
-            self._write(piece, written)
-        tokens = [token for piece in plan.slices if piece.samples for token in self._draw(piece)]
-        scores = [score for piece in plan.slices for score in self._score(piece)]
-        states = [self._states(piece) for piece in plan.slices if piece.num_pooled]
+        for slice_ in reversed(plan.slices):
+            self._write(slice_, written)
+        tokens = [token for slice_ in plan.slices if slice_.samples for token in self._draw(slice_)]
+        scores = [score for slice_ in plan.slices for score in self._score(slice_)]
+        states = [self._states(slice_) for slice_ in plan.slices if slice_.num_pooled]
         return StepResult(tokens, [None] * len(tokens), scores=scores, states=states)
 
     def content(self, page: int) -> list[int]:
@@ -77,48 +77,48 @@ class FakeModel:
 
     def _advance_states(self, plan: StepPlan) -> None:
         """Write the recurrent state of each slice from the one that it reads."""
-        written = [piece.write_state for piece in plan.slices]
+        written = [slice_.write_state for slice_ in plan.slices]
         assert len({*written}) == len(written), "two slices write one state"
-        assert not {*written} & {piece.read_state for piece in plan.slices}, (
+        assert not {*written} & {slice_.read_state for slice_ in plan.slices}, (
             "a state is overwritten"
         )
-        for piece in plan.slices:
-            request = piece.request
-            assert not piece.drafts, "a recurrent state cannot go back"
+        for slice_ in plan.slices:
+            request = slice_.request
+            assert not slice_.drafts, "a recurrent state cannot go back"
             position, state = 0, _begin(request.salt)
-            if piece.read_state != NO_STATE:
-                position, state = self._states_in_slots[piece.read_state]
-            assert position == piece.start, "a state of another position"
-            tokens = request.tokens[piece.start : piece.start + piece.count]
-            if piece.is_blind:
+            if slice_.read_state != NO_STATE:
+                position, state = self._states_in_slots[slice_.read_state]
+            assert position == slice_.start, "a state of another position"
+            tokens = request.tokens[slice_.start : slice_.start + slice_.count]
+            if slice_.is_blind:
                 tokens = [self._drawn[request][1]]
             for at, token in enumerate(tokens, position):
                 state = self._next_state(request, state, at, token)
-            self._states_in_slots[piece.write_state] = position + len(tokens), state
+            self._states_in_slots[slice_.write_state] = position + len(tokens), state
 
     def _next_state(self, request: Request, state: int, at: int, token: int) -> int:
         return hash((state, token, self.two_arithmetics and at >= request.num_prompt))
 
-    def _write(self, piece: Slice, written: set[int]) -> None:
-        request = piece.request
-        assert piece.count > 0, "an empty slice"
-        assert piece.start >= request.num_computed, "a slice that does not continue"
-        for branch in piece.branches:
+    def _write(self, slice_: Slice, written: set[int]) -> None:
+        request = slice_.request
+        assert slice_.count > 0, "an empty slice"
+        assert slice_.start >= request.num_computed, "a slice that does not continue"
+        for branch in slice_.branches:
             self._copy(request, branch)
-        firsts = [branch.first for branch in piece.branches]
-        ends = [*firsts, len(piece.drafts)]
-        tokens = request.tokens[piece.start : piece.start + piece.count]
-        if piece.is_blind:
+        firsts = [branch.first for branch in slice_.branches]
+        ends = [*firsts, len(slice_.drafts)]
+        tokens = request.tokens[slice_.start : slice_.start + slice_.count]
+        if slice_.is_blind:
             place, token = self._drawn[request]
-            assert place == piece.start, "a token that the step before did not draw"
+            assert place == slice_.start, "a token that the step before did not draw"
             tokens = [token]
-        tokens += piece.drafts[: ends[0]]
-        rows = self._write_run(request, request.pages, piece.start, tokens, written)
-        for branch, end in zip(piece.branches, ends[1:], strict=True):
+        tokens += slice_.drafts[: ends[0]]
+        rows = self._write_run(request, request.pages, slice_.start, tokens, written)
+        for branch, end in zip(slice_.branches, ends[1:], strict=True):
             pages = _pages_of(request, branch)
             for before, row in enumerate(reversed(branch.above), 1):
                 self._store(pages, branch.position - before, rows[row], written)
-            tokens = [*piece.drafts[branch.first : end]]
+            tokens = [*slice_.drafts[branch.first : end]]
             rows += self._write_run(request, pages, branch.position, tokens, written)
 
     def _copy(self, request: Request, branch: DraftBranch) -> None:
@@ -159,14 +159,14 @@ class FakeModel:
             written.add(slot)
             self._slots[slot] = number
 
-    def _draw(self, piece: Slice) -> list[int]:
+    def _draw(self, slice_: Slice) -> list[int]:
         """Sample the token after the newest token, and after each draft."""
-        request = piece.request
-        end = piece.start + piece.count
+        request = slice_.request
+        end = slice_.start + slice_.count
         assert end >= len(request.tokens), "a token is drawn from the middle of a request"
-        cuts = [0, *(1 + branch.first for branch in piece.branches), 1 + len(piece.drafts)]
-        tables = [request.pages, *(_pages_of(request, branch) for branch in piece.branches)]
-        starts = [end, *(branch.position + 1 for branch in piece.branches)]
+        cuts = [0, *(1 + branch.first for branch in slice_.branches), 1 + len(slice_.drafts)]
+        tables = [request.pages, *(_pages_of(request, branch) for branch in slice_.branches)]
+        starts = [end, *(branch.position + 1 for branch in slice_.branches)]
         drawn = []
         for pages, start, first, after in zip(tables, starts, cuts[:-1], cuts[1:], strict=True):
             for at in range(start, start + after - first):
@@ -176,28 +176,28 @@ class FakeModel:
                     for slot in self._slots_of(pages, group, low, at)
                 ]
                 if self._states_in_slots:
-                    seen.append(self._states_in_slots[piece.write_state][1])
+                    seen.append(self._states_in_slots[slice_.write_state][1])
                 drawn.append(_choose(seen, request.seed))
         self._drawn[request] = [end, drawn[0]]
         return drawn
 
-    def _score(self, piece: Slice) -> list[TokenLogprobs]:
+    def _score(self, slice_: Slice) -> list[TokenLogprobs]:
         """Return the log-probabilities of the prompt's tokens after the rows that are scored."""
         scores = []
-        end = piece.start + piece.count + (not piece.samples)
-        for at in range(end - piece.num_scored, end):
+        end = slice_.start + slice_.count + (not slice_.samples)
+        for at in range(end - slice_.num_scored, end):
             seen = [
                 self._slots[slot]
                 for group, low in enumerate(_first_seen(self.windows, at - 1))
-                for slot in self._slots_of(piece.request.pages, group, low, at)
+                for slot in self._slots_of(slice_.request.pages, group, low, at)
             ]
-            scores.append(_likelihood(piece.request, at, seen))
+            scores.append(_likelihood(slice_.request, at, seen))
         return scores
 
-    def _states(self, piece: Slice) -> NDArray[np.float32]:
+    def _states(self, slice_: Slice) -> NDArray[np.float32]:
         """Return hidden states (rows, 1) of the last rows, which identify the rows."""
-        end = piece.start + piece.count
-        slots = self._slots_of(piece.request.pages, 0, end - piece.num_pooled, end)
+        end = slice_.start + slice_.count
+        slots = self._slots_of(slice_.request.pages, 0, end - slice_.num_pooled, end)
         return np.array([[_state(self._slots[slot])] for slot in slots], np.float32)
 
     def _slots_of(

@@ -314,5 +314,5 @@ def _peak() -> int:
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = re.search(r"VmHWM:\s+(\d+)", status.read_text())
-    return int(found[1]) * 1024 if found is not None else 0
+    match = re.search(r"VmHWM:\s+(\d+)", status.read_text())
+    return int(match[1]) * 1024 if match is not None else 0

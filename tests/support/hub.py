@@ -126,8 +126,8 @@ def refusal(name: str, kind: type[Exception] = DownloadError) -> str:
 
 def stored(cache: Path) -> list[str]:
     """Return the names of the files in the hub's cache."""
-    found = (path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file())
-    return sorted(name for name in found if not name.startswith((".locks/", "CACHEDIR.TAG")))
+    results = (path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file())
+    return sorted(name for name in results if not name.startswith((".locks/", "CACHEDIR.TAG")))
 
 
 def partials(cache: Path) -> list[Path]:

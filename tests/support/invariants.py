@@ -50,13 +50,13 @@ def check_scheduler(scheduler: Scheduler, moved: Iterable[Sequence[int]] = ()) -
     """
     waiting, running = scheduler._waiting, scheduler._running
     ended = scheduler._in_flight.ended_requests
-    flights = [part for plan, _ in scheduler._in_flight.steps for part in plan.slices]
-    holders = [all_pages(ticket.request.pages) for ticket in (*running, *ended)]
-    holders += [branch.own_pages for part in flights for branch in part.branches]
+    slices_in_flight = [part for plan, _ in scheduler._in_flight.steps for part in plan.slices]
+    holders = [all_pages(state.request.pages) for state in (*running, *ended)]
+    holders += [branch.own_pages for part in slices_in_flight for branch in part.branches]
     check_pool(scheduler._pool, [*holders, *moved])
     if scheduler._recurrent is not None:
-        slots = Counter(ticket.request.state_slot for ticket in (*running, *ended))
-        slots += Counter(part.write_state for part in flights)
+        slots = Counter(state.request.state_slot for state in (*running, *ended))
+        slots += Counter(part.write_state for part in slices_in_flight)
         del slots[NO_STATE]
         pool = scheduler._recurrent.pool
         assert slots == Counter(
@@ -64,33 +64,33 @@ def check_scheduler(scheduler: Scheduler, moved: Iterable[Sequence[int]] = ()) -
         ), "a recurrent state was lost or kept"
         num_referenced = sum(pool.num_references(slot) > 0 for slot in range(pool.num_slots))
         assert pool.num_available == pool.num_slots - num_referenced
-    for ticket in (*running, *ended):
-        check_flights(ticket.request, flights)
-    assert all(ticket.request.is_in_flight and not ticket.is_running for ticket in ended)
+    for state in (*running, *ended):
+        check_in_flight(state.request, slices_in_flight)
+    assert all(state.request.is_in_flight and not state.is_running for state in ended)
     assert running == sorted(running, key=priority_key), "requests are out of order"
     assert waiting.ready == sorted(waiting.ready, key=priority_key), "a queue is out of order"
-    assert all(ticket.is_running for ticket in running)
-    assert all(not ticket.is_running and not ticket.request.pages for ticket in waiting)
-    assert waiting.num_tokens == sum(len(ticket.request.tokens) for ticket in waiting)
+    assert all(state.is_running for state in running)
+    assert all(not state.is_running and not state.request.pages for state in waiting)
+    assert waiting.num_tokens == sum(len(state.request.tokens) for state in waiting)
     alive = [t.request.id for t in (*waiting, *running) if not t.request.is_finished]
     assert sorted(alive) == sorted(scheduler._states), "a request is lost or in two queues"
     assert len(running) <= scheduler.config.max_running
-    for ticket in running:
-        check_pages(scheduler._pool, ticket.request)
+    for state in running:
+        check_pages(scheduler._pool, state.request)
     owners = scheduler.prefix_cache._claims.values()
     claiming = [*running, *scheduler.prefix_cache.transfers._claiming]
     assert all(owner in claiming for owner in owners), "a claim outlived its owner"
 
 
-def check_flights(request: Request, flights: Sequence[Slice]) -> None:
+def check_in_flight(request: Request, slices_in_flight: Sequence[Slice]) -> None:
     """Assert that a request's slices in flight continue its computed tokens, up to the planned."""
     at = request.num_computed
-    for part in flights:
+    for part in slices_in_flight:
         if part.request is request:
             assert part.start == at, "a slice in flight that does not continue"
             at += part.count
     assert at == request.num_planned
-    num_drawing = sum(part.samples for part in flights if part.request is request)
+    num_drawing = sum(part.samples for part in slices_in_flight if part.request is request)
     num_tokens = len(request.tokens) + max(0, num_drawing - 1)
     assert request.is_finished or at <= num_tokens, "a token that no step draws"
 

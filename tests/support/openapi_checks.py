@@ -43,17 +43,17 @@ class Description:
 
     def check(self, method: str, path: str, response: httpx.Response) -> None:
         """Assert that the document describes a response, which was read completely."""
-        found = self._operation(method, path)
+        result = self._operation(method, path)
         status = response.status_code
         assert response.headers["x-request-id"]
-        if found is None:
+        if result is None:
             assert status in _SENT_TO_ANYONE, f"{method} {path} is not described"
             return
-        parameters = {parameter["name"] for parameter in found["parameters"]}
+        parameters = {parameter["name"] for parameter in result["parameters"]}
         header = "anthropic-version"
         if header in response.request.headers and header not in parameters and status >= 400:
             return  # the form is in the words of the document, not in the schemas of this path
-        responses = found["responses"]
+        responses = result["responses"]
         assert str(status) in responses, f"{method} {path} has a status {status}"
         described = responses[str(status)]
         for header in described["headers"]:

@@ -55,14 +55,14 @@ def slow_pieces(text: str, scores: Mapping[str, float]) -> list[str]:
     """
     pieces = list(text)
     while True:
-        found = [
+        results = [
             (-scores[a + b], place)
             for place, (a, b) in enumerate(pairwise(pieces))
             if a + b in scores and a in scores and b in scores
         ]
-        if not found:
+        if not results:
             return pieces
-        place = min(found)[1]
+        place = min(results)[1]
         pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
 
 

@@ -36,7 +36,7 @@ def words_of(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _words_of_row(row: list[int], bits: int) -> list[int]:
-    whole = sum(code << (place * bits) for place, code in enumerate(row))
+    whole = sum(code << (index * bits) for index, code in enumerate(row))
     count = -(-len(row) * bits // 32)
     return [whole >> (32 * word) & 0xFFFF_FFFF for word in range(count)]
 

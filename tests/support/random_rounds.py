@@ -48,19 +48,19 @@ def play_scheduler(seed: int, counts: Counter[str]) -> None:
 def _operate(machine: SchedulerMachine, rng: random.Random) -> None:
     """Perform one of the operations that are possible now."""
     seed, dt_s = rng.getrandbits(32), rng.choice((0.0, 0.1, 2.0))
-    guesses = rng.choice((None, seed, seed))
+    draft_seed = rng.choice((None, seed, seed))
     possible: list[Callable[[], None]] = [
         machine.flush,
         lambda: machine.add(seed=seed, count=rng.randint(1, 8)),
         lambda: machine.move(seed=seed, count=rng.randint(1, 9)),
-        lambda: machine.steps(count=rng.randint(1, 25), dt_s=dt_s, guesses=guesses),
+        lambda: machine.steps(count=rng.randint(1, 25), dt_s=dt_s, draft_seed=draft_seed),
     ]
     if machine.live:
         possible.append(lambda: machine.end(seed=seed, count=rng.randint(1, 3)))
-    if len(machine.flights) <= machine.steps_ahead:
+    if len(machine.in_flight) <= machine.steps_ahead:
         possible.append(machine.plan)
-    if len(machine.flights) > machine.num_started:
-        possible += [lambda: machine.guess(seed=seed), lambda: machine.recall(seed=seed)]
-    if machine.flights:
+    if len(machine.in_flight) > machine.num_started:
+        possible += [lambda: machine.add_drafts(seed=seed), lambda: machine.recall(seed=seed)]
+    if machine.in_flight:
         possible += [machine.land, lambda: machine.lose(seed=seed)]
     rng.choice(possible)()

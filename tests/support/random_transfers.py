@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from twostroke.engine.scheduler.transfers import Lease, Transfer
 
 
-class Movers:
+class RandomTransfers:
     """Copies leased pages, and transfers the copies back when requests miss the pages."""
 
     def __init__(self, scheduler: Scheduler, model: FakePipeline, counts: Counter[str]) -> None:
@@ -29,13 +29,13 @@ class Movers:
 
     def expect(self, rng: random.Random, request: Request) -> None:
         """Perhaps begin a transfer for a request that was just added."""
-        ticket = self.scheduler._states[request.id]
+        state = self.scheduler._states[request.id]
         if rng.random() < 0.3:
             self._store_known()
             self.scheduler._pool.evict_all()
         if rng.random() < 0.2:
             return
-        transfer = self._all.begin(ticket, rng.choice((1.0, 5.0, math.inf)))
+        transfer = self._all.begin(state, rng.choice((1.0, 5.0, math.inf)))
         if transfer is not None:
             lost = rng.random() * 0.2
             there = {key for key in self._stored if rng.random() >= lost}

@@ -65,10 +65,10 @@ class Post:
             for member in members:
                 self._queue(rank, member).put(data)
             for i, member in enumerate(members):
-                found = self._queue(member, rank).get()
-                assert len(found) == num_bytes[i]
-                memmove(whole, found, len(found))
-                whole += len(found)
+                result = self._queue(member, rank).get()
+                assert len(result) == num_bytes[i]
+                memmove(whole, result, len(result))
+                whole += len(result)
             return int(self.is_cut)
 
         def send(_: Any, to: int, data: int, num_bytes: int) -> int:
@@ -77,9 +77,9 @@ class Post:
             return int(self.is_cut)
 
         def receive(_: Any, sender: int, data: int, num_bytes: int) -> int:
-            found = self._queue(sender, rank).get()
-            assert len(found) == num_bytes
-            memmove(data, found, num_bytes)
+            result = self._queue(sender, rank).get()
+            assert len(result) == num_bytes
+            memmove(data, result, num_bytes)
             return int(self.is_cut)
 
         functions = AllGatherFunction(all_gather), SendFunction(send), ReceiveFunction(receive)
@@ -190,19 +190,19 @@ class ThreadRanks:
     ) -> dict[str, NDArray[np.float32]]:
         """Return values of a sequence that rank 0 holds completely, by name."""
         widths, logits = self.program.value_widths, self.program.ops[-1].output
-        found = {name: np.empty((len(tokens), widths[name]), np.float32) for name in names}
+        results = {name: np.empty((len(tokens), widths[name]), np.float32) for name in names}
         taps = [name for name in names if name != logits]
         self.together(
             lambda rank: self.plans[rank].evaluate(
                 lower_rank(self.parts, rank, taps, activation_bits=self.bits),
                 tokens,
-                found.get(logits) if rank == 0 else None,
-                [found[name] for name in taps] if rank == 0 else [],
+                results.get(logits) if rank == 0 else None,
+                [results[name] for name in taps] if rank == 0 else [],
                 generated=generated,
-                has_logits=logits in found,
+                has_logits=logits in results,
             )
         )
-        return found
+        return results
 
     def together(self, body: Callable[[int], None]) -> None:
         """Call `body(rank)` on all ranks at once; raise the first error."""

@@ -106,10 +106,10 @@ async def started(model: str, **batch: Any) -> AsyncIterator[RemoteEngine]:
 
 
 async def texts(outputs: ServedOutputs, count: int = 1) -> list[str]:
-    found = [""] * count
+    result = [""] * count
     async for output in outputs:
-        found[output.index] += output.text
-    return found
+        result[output.index] += output.text
+    return result
 
 
 async def ask(engine: ServedEngine, params: SamplingParams = GREEDY) -> ServedOutputs:

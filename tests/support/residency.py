@@ -169,7 +169,7 @@ def fewest_loads(
     # By models in memory, and when others were first asked for in vain: the fewest loads so far.
     states: dict[tuple[frozenset[str], tuple[Arrival, ...]], int] = {(frozenset(), ()): 0}
     for when_s, asked in [*arrivals, (float("inf"), "")]:
-        found: dict[tuple[frozenset[str], tuple[Arrival, ...]], int] = {}
+        results: dict[tuple[frozenset[str], tuple[Arrival, ...]], int] = {}
         open_ = list(states.items())
         while open_:
             (inside, pending), loads = open_.pop()
@@ -184,6 +184,6 @@ def fewest_loads(
             if asked and asked not in inside and asked not in (name for _, name in pending):
                 pending = (*pending, (when_s, asked))
             key = inside, pending
-            found[key] = min(loads, found.get(key, loads))
-        states = found
+            results[key] = min(loads, results.get(key, loads))
+        states = results
     return min(states.values())

@@ -11,13 +11,13 @@ Fields = dict[str, Any]
 def events_of(text: str, first: int = 0) -> list[Fields]:
     *blocks, rest = text.split("\n\n")
     assert rest == ""
-    found = []
-    for place, block in enumerate(block for block in blocks if not block.startswith(":")):
+    results = []
+    for index, block in enumerate(block for block in blocks if not block.startswith(":")):
         name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-        assert found[-1]["sequence_number"] == first + place
-    return found
+        results.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {results[-1]['type']}"
+        assert results[-1]["sequence_number"] == first + index
+    return results
 
 
 def kinds_of(events: list[Fields]) -> list[str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec.structs import replace
 
-from support.drafts import add_guesses
+from support.drafts import add_random_drafts
 from support.fake_model import (
     VOCAB_SIZE,
     FakeModel,
@@ -22,7 +22,7 @@ from support.fake_model import (
     expected_states,
 )
 from support.invariants import check_index, check_pool, check_scheduler
-from support.random_transfers import Movers
+from support.random_transfers import RandomTransfers
 from support.requests import random_request, random_windows
 from twostroke.core.errors import OverloadedError
 from twostroke.core.request import NO_PAGE, FinishReason, Pooling
@@ -63,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scores: dict[Request, list[TokenLogprobs | None]] = {}
         self.num_read: dict[Request, int] = {}
         self.earlier: list[Request] = []
-        self.flights: deque[StepPlan] = deque()
+        self.in_flight: deque[StepPlan] = deque()
         self.num_started = 0  # of these
 
     @initialize(seed=_SEEDS, num_pages=st.integers(1, 20))
@@ -111,14 +111,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy = rng.choice((Continuous(), Continuous(), Batched(batch, 1.0), Batched(batch)))
         states = StatePool(num_states) if self.has_states else None
         self.scheduler = Scheduler(config, self.pool, self.index, policy, self.clock, states=states)
-        self.movers = Movers(self.scheduler, self.model, self.counts)
+        self.transfers = RandomTransfers(self.scheduler, self.model, self.counts)
 
     def clock(self) -> float:
         return self.now_s
 
     @rule(seed=_SEEDS, count=st.integers(1, 8))
     def add(self, seed: int, count: int) -> None:
-        rng = self.chance(seed)
+        rng = self.rng_of(seed)
         for _ in range(count):
             self.num_added += 1
             request = random_request(rng, f"r{self.num_added}", self.room, self.earlier)
@@ -147,24 +147,24 @@ class SchedulerMachine(RuleBasedStateMachine):
                 continue
             self.live[request.id] = (request, output, reason)
             if not self.has_states:  # recurrent states are not transferred
-                self.movers.expect(rng, request)
+                self.transfers.expect(rng, request)
             self.counted("add")
 
     @rule(seed=_SEEDS, count=st.integers(1, 5))
     def move(self, seed: int, count: int) -> None:
         """Let KV transfers and leases make progress."""
         for _ in range(count):
-            self.movers.move(self.chance(seed))
+            self.transfers.move(self.rng_of(seed))
             self.counted("move")
 
     @precondition(lambda self: self.live)
     @rule(seed=_SEEDS, count=st.integers(1, 3))
     def end(self, seed: int, count: int) -> None:
         """Cancel a request, or finish it as a stop string would, in any state."""
-        rng = self.chance(seed)
+        rng = self.rng_of(seed)
         ids = sorted(self.live)
         if rng.random() < 0.5:
-            ids = [one for one in ids if self.live[one][0].is_in_flight] or ids
+            ids = [id_ for id_ in ids if self.live[id_][0].is_in_flight] or ids
         for request_id in rng.sample(ids, min(count, len(ids))):
             request = self.live.pop(request_id)[0]
             if rng.random() < 0.5:
@@ -174,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not self.scheduler.finish(request, FinishReason.ERROR)
             self.counted("end in flight" if request.is_in_flight else "end")
 
-    @precondition(lambda self: len(self.flights) <= self.steps_ahead)
+    @precondition(lambda self: len(self.in_flight) <= self.steps_ahead)
     @rule()
     def plan(self) -> None:
         self.start()
@@ -182,12 +182,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.scheduler.plan()
         if plan is not None:
             self.check_plan(plan)
-            self.flights.append(plan)
-            self.counts["tokens drawn ahead"] += sum(piece.is_blind for piece in plan.slices)
+            self.in_flight.append(plan)
+            self.counts["tokens drawn ahead"] += sum(slice_.is_blind for slice_ in plan.slices)
             self.counts["chunks that follow"] += sum(
-                piece.start > piece.request.num_computed for piece in plan.slices
+                slice_.start > slice_.request.num_computed for slice_ in plan.slices
             )
-        elif not self.flights:
+        elif not self.in_flight:
             assert self.scheduler.wait_s != 0, "somebody could run, and nobody does"
         self.counted("plan")
 
@@ -203,40 +203,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request, _, _ in self.live.values():
             assert self.now_s < request.end_by_s, "it should have been stopped"
 
-    @precondition(lambda self: len(self.flights) > self.num_started)
+    @precondition(lambda self: len(self.in_flight) > self.num_started)
     @rule(seed=_SEEDS)
-    def guess(self, seed: int) -> None:
+    def add_drafts(self, seed: int) -> None:
         """Add drafts to the newest step, unless it has some already."""
-        plan = self.flights[-1]
-        if self.scheduler.config.samples_ahead or any(piece.drafts for piece in plan.slices):
+        plan = self.in_flight[-1]
+        if self.scheduler.config.samples_ahead or any(slice_.drafts for slice_ in plan.slices):
             return
         outputs = {request_id: output for request_id, (_, output, _) in self.live.items()}
-        for piece in plan.slices:
-            outputs.setdefault(piece.request.id, [])  # it has ended meanwhile
-        rng = self.chance(seed)
-        self.counts["drafts"] += add_guesses(rng, plan, self.scheduler, outputs, VOCAB_SIZE)
-        self.counts["branches"] += sum(len(piece.branches) for piece in plan.slices)
+        for slice_ in plan.slices:
+            outputs.setdefault(slice_.request.id, [])  # it has ended meanwhile
+        rng = self.rng_of(seed)
+        self.counts["drafts"] += add_random_drafts(rng, plan, self.scheduler, outputs, VOCAB_SIZE)
+        self.counts["branches"] += sum(len(slice_.branches) for slice_ in plan.slices)
         assert plan.num_rows <= self.scheduler.config.step_budget
         self.counted("guess")
 
     def start(self) -> None:
         """Start the newest step, if it is not started."""
-        for plan in list(self.flights)[self.num_started :]:
+        for plan in list(self.in_flight)[self.num_started :]:
             self.model.start(plan)
-        self.num_started = len(self.flights)
+        self.num_started = len(self.in_flight)
 
-    @precondition(lambda self: self.flights)
+    @precondition(lambda self: self.in_flight)
     @rule()
     def land(self) -> None:
         """Finish and commit the oldest step in flight."""
         self.start()
-        slices = [piece for plan in self.flights for piece in plan.slices]
-        pages = {page for piece in slices for page in all_pages(piece.request.pages)}
+        slices = [slice_ for plan in self.in_flight for slice_ in plan.slices]
+        pages = {page for slice_ in slices for page in all_pages(slice_.request.pages)}
         pages.update(page for s in slices for branch in s.branches for page in branch.own_pages)
         assert all(self.pool.num_references(page) for page in pages), "freed while in flight"
-        plan = self.flights.popleft()
+        plan = self.in_flight.popleft()
         self.num_started -= 1
-        moves = {piece.request: piece.request.num_moves for piece in plan.slices}
+        moves = {slice_.request: slice_.request.num_moves for slice_ in plan.slices}
         result = self.model.finish()
         deltas = self.scheduler.commit(plan, result)
         for delta in deltas:
@@ -249,25 +249,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_output(delta.request)
         self.counted("commit")
 
-    @precondition(lambda self: len(self.flights) > self.num_started)
+    @precondition(lambda self: len(self.in_flight) > self.num_started)
     @rule(seed=_SEEDS)
     def recall(self, seed: int) -> None:
         """Now and then undo a step that was not started."""
-        if self.chance(seed).random() < 0.5:
+        if self.rng_of(seed).random() < 0.5:
             return
-        self.flights.pop()
+        self.in_flight.pop()
         self.scheduler.undo_newest_step()
         self.counted("recall")
 
-    @precondition(lambda self: self.flights)
+    @precondition(lambda self: self.in_flight)
     @rule(seed=_SEEDS)
     def lose(self, seed: int) -> None:
         """Now and then lose ranks, with the steps in flight and the content of all pages."""
-        if self.chance(seed).random() < 0.4:
+        if self.rng_of(seed).random() < 0.4:
             return
-        self.flights.clear()
+        self.in_flight.clear()
         self.num_started = 0
-        self.movers.end_all()
+        self.transfers.end_all()
         self.scheduler.preempt_all()
         self.model.lose()
         assert self.pool.num_free == self.pool.num_pages
@@ -276,18 +276,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         count=st.integers(1, 25),
         dt_s=st.sampled_from((0.0, 0.1, 2.0)),
-        guesses=st.none() | _SEEDS | _SEEDS,
+        draft_seed=st.none() | _SEEDS | _SEEDS,
     )
-    def steps(self, count: int, dt_s: float, guesses: int | None = None) -> None:
+    def steps(self, count: int, dt_s: float, draft_seed: int | None = None) -> None:
         for number in range(count):
             self.now_s += dt_s
-            num_flights = -1
-            while num_flights < len(self.flights) <= self.steps_ahead:
-                num_flights = len(self.flights)
+            num_in_flight = -1
+            while num_in_flight < len(self.in_flight) <= self.steps_ahead:
+                num_in_flight = len(self.in_flight)
                 self.plan()
-                if guesses is not None and len(self.flights) > self.num_started:
-                    self.guess(guesses + number)
-            if not self.flights:
+                if draft_seed is not None and len(self.in_flight) > self.num_started:
+                    self.add_drafts(draft_seed + number)
+            if not self.in_flight:
                 return
             self.land()
 
@@ -300,11 +300,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Check that all requests end within a bounded number of steps, and release their pages."""
         if not hasattr(self, "scheduler"):
             return
-        self.movers.end_all()
+        self.transfers.end_all()
         for _ in range((len(self.live) + 1) * (self.room + 1) * (self.steps_ahead + 1)):
             self.scheduler.flush()
             self.steps(1, 0.0)
-            if not self.scheduler.has_work and not self.flights:
+            if not self.scheduler.has_work and not self.in_flight:
                 break
         assert not self.live, "a request did not end"
         assert not self.scheduler.has_work
@@ -318,21 +318,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_plan(self, plan: StepPlan) -> None:
         config = self.scheduler.config
         assert 0 < plan.num_rows <= config.step_budget
-        assert sum(piece.num_scored for piece in plan.slices) <= config.max_scored_rows
-        planned = [piece.request for piece in plan.slices]
+        assert sum(slice_.num_scored for slice_ in plan.slices) <= config.max_scored_rows
+        planned = [slice_.request for slice_ in plan.slices]
         assert len(set(planned)) == len(planned) <= config.max_running
         assert not set(planned) & set(plan.preempted)
         running = [request for request, _, _ in self.live.values() if request.pages]
         best = min(running, key=self.rank, default=None)
-        assert self.flights or best in planned, "the first one starves"
-        assert not self.flights or not plan.preempted, "pages in flight were taken"
+        assert self.in_flight or best in planned, "the first one starves"
+        assert not self.in_flight or not plan.preempted, "pages in flight were taken"
         for victim in plan.preempted:
             assert all(self.rank(other) < self.rank(victim) for other in running), "wrong victim"
-        for piece in plan.slices:
-            assert piece.request.id in self.live, "a step for a request that has ended"
-            is_end = piece.start + piece.count >= len(piece.request.tokens)
-            assert piece.samples == (is_end and piece.request.pooling is None)
-            if piece.start + piece.count < piece.request.num_prompt:
+        for slice_ in plan.slices:
+            assert slice_.request.id in self.live, "a step for a request that has ended"
+            is_end = slice_.start + slice_.count >= len(slice_.request.tokens)
+            assert slice_.samples == (is_end and slice_.request.pooling is None)
+            if slice_.start + slice_.count < slice_.request.num_prompt:
                 self.counts["chunks"] += 1
 
     def check_output(self, request: Request) -> None:
@@ -368,7 +368,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def rank(self, request: Request) -> PriorityKey:
         return self.scheduler._states[request.id].priority_key
 
-    def chance(self, seed: int) -> random.Random:
+    def rng_of(self, seed: int) -> random.Random:
         """Return random numbers that differ between operations, even with one seed."""
         return random.Random(f"{seed} {self.num_done}")
 
@@ -376,8 +376,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_done += 1
         self.counts["operations"] += 1
         self.counts[operation] += 1
-        check_scheduler(self.scheduler, self.movers.held())
-        self.movers.check()
+        check_scheduler(self.scheduler, self.transfers.held())
+        self.transfers.check()
         self.check_pages()
         if self.index is not None:
             check_index(self.index)
@@ -387,7 +387,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request, _, _ in self.live.values():
             for pages, window in zip(request.pages, self.windows, strict=False):
                 lowest = request.num_computed + 1 - (window or sys.maxsize)
-                for place, page in enumerate(pages):
-                    last = (place + 1) * self.pool.page_size - 1
+                for index, page in enumerate(pages):
+                    last = (index + 1) * self.pool.page_size - 1
                     assert (page != NO_PAGE) == (last >= lowest), "held, and not seen, or not held"
                     self.counts["empty places"] += page == NO_PAGE

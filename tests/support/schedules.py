@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import replace
 
-from support.drafts import add_guesses
+from support.drafts import add_random_drafts
 from support.invariants import check_scheduler
 from support.vectors import embedder_of
 from twostroke.core.frozen import Frozen
@@ -40,22 +40,22 @@ class Setting(Frozen):
     cancels: int | None = None  # the seed of requests that end early, if some are to
 
     @classmethod
-    def chosen_by(cls, chance: random.Random, fewest_pages: int, most_pages: int) -> Setting:
+    def chosen_by(cls, rng: random.Random, fewest_pages: int, most_pages: int) -> Setting:
         """Return a random setting; small pools preempt, small budgets cut prompts into chunks."""
-        max_running = chance.choice((1, 2, 5, 32))
+        max_running = rng.choice((1, 2, 5, 32))
         policies: tuple[Policy, ...] = (
             Continuous(),
             Continuous(),
             Batched(min(4, max_running), 0.0),
             Batched(min(3, max_running)),
         )
-        num_pages = chance.randint(fewest_pages, most_pages)
+        num_pages = rng.randint(fewest_pages, most_pages)
         return cls(
             num_pages=num_pages,
-            token_budget=max(max_running, chance.choice((1, 7, 16, 33, 100, 1000))),
+            token_budget=max(max_running, rng.choice((1, 7, 16, 33, 100, 1000))),
             max_running=max_running,
-            prefix_cache=chance.random() < 0.7,
-            policy=chance.choice(policies),
+            prefix_cache=rng.random() < 0.7,
+            policy=rng.choice(policies),
             max_scored_rows=(1, 3, 40, 128)[num_pages % 4],
             guesses=num_pages if num_pages % 2 else None,
         )
@@ -74,7 +74,7 @@ class Setting(Frozen):
 
 
 def random_requests(
-    chance: random.Random, count: int, vocab_size: int, longest: int, most_output: int
+    rng: random.Random, count: int, vocab_size: int, longest: int, most_output: int
 ) -> list[Request]:
     """Return requests with shared prefixes, of several lengths, greedy and sampled.
 
@@ -82,20 +82,19 @@ def random_requests(
     none of them has penalties, so that rows of the sampler go from step to step.
     """
     prefixes = [
-        [chance.randrange(vocab_size) for _ in range(chance.randint(1, longest // 2))]
-        for _ in range(3)
+        [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest // 2))] for _ in range(3)
     ]
     requests = []
     for number in range(count):
-        prefix = chance.choice([[], *prefixes])
-        more = chance.randint(1, longest - len(prefix))
-        tokens = prefix + [chance.randrange(vocab_size) for _ in range(more)]
+        prefix = rng.choice([[], *prefixes])
+        more = rng.randint(1, longest - len(prefix))
+        tokens = prefix + [rng.randrange(vocab_size) for _ in range(more)]
         params = SamplingParams(
-            max_tokens=chance.randint(1, most_output),
-            temperature=chance.choice((0.0, 0.0, 0.8, 1.5)),
-            top_k=chance.choice((0, 5)),
-            top_p=chance.choice((1.0, 0.9)),
-            repetition_penalty=chance.choice((1.0, 1.2)),
+            max_tokens=rng.randint(1, most_output),
+            temperature=rng.choice((0.0, 0.0, 0.8, 1.5)),
+            top_k=rng.choice((0, 5)),
+            top_p=rng.choice((1.0, 0.9)),
+            repetition_penalty=rng.choice((1.0, 1.2)),
             logprobs=2,
         )
         requests.append(
@@ -104,8 +103,8 @@ def random_requests(
                 tokens,
                 len(tokens),
                 params,
-                seed=chance.getrandbits(64),
-                priority=chance.choice((0, 0, 0, 1, -1)),
+                seed=rng.getrandbits(64),
+                priority=rng.choice((0, 0, 0, 1, -1)),
             )
         )
     if requests[0].seed % 2:
@@ -159,7 +158,7 @@ def run_schedule(
     )
     states = StatePool(count) if (count := backend.facts.num_states) else None
     scheduler = Scheduler(config, pool, index, setting.policy, states=states)
-    chance, ends = random.Random(setting.guesses), random.Random(setting.cancels)
+    rng, ends = random.Random(setting.guesses), random.Random(setting.cancels)
     outputs = {name: tokens for name, (tokens, _) in (known or {}).items()}
     logprobs: dict[str, list[TokenLogprobs | None]] = {r.id: [] for r in requests}
     embedders = {r.id: embedder_of(r) for r in requests if r.pooling is not None}
@@ -167,22 +166,22 @@ def run_schedule(
         scheduler.add(request)
     open_ = list(requests)
     scheduler.flush()
-    flights: deque[StepPlan] = deque()
-    while scheduler.has_work or flights:
-        plan = scheduler.plan() if len(flights) <= setting.draws_ahead else None
+    in_flight: deque[StepPlan] = deque()
+    while scheduler.has_work or in_flight:
+        plan = scheduler.plan() if len(in_flight) <= setting.draws_ahead else None
         if plan is not None:
             if setting.guesses is not None and known is not None:
-                add_guesses(chance, plan, scheduler, outputs, vocab_size=200)
-            flights.append(plan)
+                add_random_drafts(rng, plan, scheduler, outputs, vocab_size=200)
+            in_flight.append(plan)
             if setting.draws_ahead:
                 cast("StartRunner", backend).start(plan)
                 continue
-        if not flights:
+        if not in_flight:
             scheduler.flush()
             continue
         if setting.cancels is not None and ends.random() < 0.2:
             scheduler.finish(ends.choice(requests), FinishReason.CANCEL)
-        plan = flights.popleft()
+        plan = in_flight.popleft()
         runner = cast("StartRunner", backend)
         result = runner.finish() if setting.draws_ahead else backend.run(plan)
         for delta in scheduler.commit(plan, result):

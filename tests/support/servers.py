@@ -149,6 +149,6 @@ def events(text: str) -> list[Any]:
     parts = text.split("\n\n")
     assert parts.pop() == ""
     assert all(part.startswith("data: ") for part in parts if not part.startswith(":"))
-    found = [part.removeprefix("data: ") for part in parts if not part.startswith(":")]
-    assert found[-1] == "[DONE]"
-    return [json.loads(part) for part in found[:-1]] + ["[DONE]"]
+    results = [part.removeprefix("data: ") for part in parts if not part.startswith(":")]
+    assert results[-1] == "[DONE]"
+    return [json.loads(part) for part in results[:-1]] + ["[DONE]"]

@@ -105,13 +105,13 @@ class ServiceMachine:
         try:
             outputs = await self.engine.generate(prompts, params, caller, rng.choice(_HINTS))
             self.open[me] = outputs
-            found: dict[int, list[int]] = {}
+            results: dict[int, list[int]] = {}
             async for output in outputs:
-                found.setdefault(output.index, []).extend(output.token_ids)
+                results.setdefault(output.index, []).extend(output.token_ids)
                 if output.finish_reason is FinishReason.CANCEL:
                     assert me in self.cancelled, "nobody cancelled it"
                 elif output.finish_reason is not None:
-                    self.check_answer(prompts, params, caller, output.index, found)
+                    self.check_answer(prompts, params, caller, output.index, results)
             self.counts["cancelled" if me in self.cancelled else "answered"] += 1
             if me in self.cancelled:
                 self.deaths[key] += self.engine.num_deaths > num_deaths
@@ -192,7 +192,7 @@ class ServiceMachine:
         process = self.process
         if process.is_dead:
             return
-        if process.desk is None:
+        if process.handler is None:
             if self.rng.random() < 0.3:
                 process.send(process.load())
                 self.counts["load"] += 1
@@ -209,7 +209,7 @@ class ServiceMachine:
         chance = self.rng.random()
         if chance < 0.3 or self.process.is_dead:
             return
-        if chance < 0.5 and self.process.desk is not None:
+        if chance < 0.5 and self.process.handler is not None:
             self.process.backend.is_broken = True
         else:
             self.process.kill()
@@ -246,22 +246,22 @@ class ServiceMachine:
         for _ in range(1000):
             await self.work()
             await self.settle()
-            if self.process.desk is not None and not self.process.scheduler.has_work:
+            if self.process.handler is not None and not self.process.scheduler.has_work:
                 break
         self.process.read()
-        process, book = self.process, self.engine._pending
-        assert process.desk is not None
-        assert not book.open
-        assert not book.unsent
-        assert not process.desk._open
-        assert not process.desk.call_by_request
+        process, pending = self.process, self.engine._pending
+        assert process.handler is not None
+        assert not pending.open
+        assert not pending.unsent
+        assert not process.handler._open
+        assert not process.handler.call_by_request
         stats = process.scheduler.stats()
         assert stats.num_referenced_pages == stats.num_waiting == stats.num_running == 0
         self.count_pages()
 
     def count_pages(self) -> None:
         """Add up the counts of the process's scheduler."""
-        if self.process.desk is not None:
+        if self.process.handler is not None:
             stats = self.process.scheduler.stats()
             self.counts["preemptions"] += stats.num_preemptions
             self.counts["hit tokens"] += stats.num_hit_tokens
@@ -269,17 +269,17 @@ class ServiceMachine:
     def check(self) -> None:
         for error in self.wrong:
             raise error
-        book = self.engine._pending
-        assert book.unsent.keys() <= book.open.keys()
-        if book.unsent and book.is_up and book._running_alone is None:
-            first = next(iter(book.unsent.values()))
-            assert book.crash_history.must_run_alone(first.message), "it waits for nothing"
-            assert len(book.open) > len(book.unsent), "it waits for nobody"
+        pending = self.engine._pending
+        assert pending.unsent.keys() <= pending.open.keys()
+        if pending.unsent and pending.is_up and pending._running_alone is None:
+            first = next(iter(pending.unsent.values()))
+            assert pending.crash_history.must_run_alone(first.message), "it waits for nothing"
+            assert len(pending.open) > len(pending.unsent), "it waits for nobody"
         process = self.process
-        if process.desk is not None:
+        if process.handler is not None:
             check_scheduler(process.scheduler)
             check_index(process.index)
             ids = {request.id for request in process.scheduler.view().running}
-            assert not ids & process.desk.call_by_request.keys(), (
+            assert not ids & process.handler.call_by_request.keys(), (
                 "it holds pages, and nobody was told"
             )

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-TWO = "410MB"  # has room for two tiny models, not for three
+MEMORY_FOR_TWO = "410MB"  # has room for two tiny models, not for three
 _LOADED = re.compile(r"Loaded (\S+) in ([\d.]+) s")
 
 
 @dataclass(frozen=True)
-class Several:
+class ModelServer:
     """A running server of several models; `log` is its standard error."""
 
     http: httpx.Client
@@ -57,8 +57,8 @@ class Several:
 
     def load_times(self) -> list[tuple[str, float]]:
         """Return each load so far, with its seconds, from the log."""
-        found = _LOADED.findall(self.log.read_text())
-        return [(name, float(seconds)) for name, seconds in found]
+        matches = _LOADED.findall(self.log.read_text())
+        return [(name, float(seconds)) for name, seconds in matches]
 
 
 def write_models(folder: Path, names: str = "abc") -> list[str]:
@@ -70,18 +70,20 @@ def write_models(folder: Path, names: str = "abc") -> list[str]:
 
 
 @contextmanager
-def serving(folder: Path, models: list[str], *options: str, memory: str = TWO) -> Iterator[Several]:
+def serving(
+    folder: Path, models: list[str], *options: str, memory: str = MEMORY_FOR_TWO
+) -> Iterator[ModelServer]:
     """Yield a server of `models`; SIGTERM ends it afterwards."""
     log = folder / "log"
     fixed = ("--port", "0", "--threads", "1", "--kv-memory", "4MB", "--accept-quality")
     command = ("serve", "--models", ",".join(models), "--memory", memory, *fixed, *options)
     with log.open("wb") as out, started(*command, stderr=out) as process:
         deadline_s = time.monotonic() + 60
-        while (found := re.search(r"at (http://\S+),", log.read_text())) is None:
+        while (match := re.search(r"at (http://\S+),", log.read_text())) is None:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
-        with httpx.Client(base_url=found[1], timeout=120, trust_env=False) as http:
-            yield Several(http, process, log)
+        with httpx.Client(base_url=match[1], timeout=120, trust_env=False) as http:
+            yield ModelServer(http, process, log)
         process.send_signal(signal.SIGTERM)
         process.wait(40)

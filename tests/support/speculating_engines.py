@@ -34,11 +34,11 @@ def engine_of(
         backend, _, level = backend.partition(":")
     compute = ComputeOptions(backend=backend, level=level or None)
     cache = cache or CacheOptions(memory_bytes=6_000_000 if backend == "cpu" else None)
-    guessing = SpeculationOptions(**speculation)
-    return LLM(str(path), EngineOptions(compute, cache, speculation=guessing))
+    speculation_options = SpeculationOptions(**speculation)
+    return LLM(str(path), EngineOptions(compute, cache, speculation=speculation_options))
 
 
-def said(answers: list[list[Completion]]) -> list[Any]:
+def comparable_fields(answers: list[list[Completion]]) -> list[Any]:
     """Return the parts of answers that must be equal with and without speculation."""
     return [
         (
@@ -57,6 +57,10 @@ def said(answers: list[list[Completion]]) -> list[Any]:
 def everything(llm: LLM, **hints: Any) -> list[Any]:
     """Return a model's answers to all prompts with all sampling parameters."""
     return [
-        *said(llm.generate(PROMPTS, GREEDY, **hints)),
-        *(one for params in SAMPLED for one in said(llm.generate(PROMPTS, params, **hints))),
+        *comparable_fields(llm.generate(PROMPTS, GREEDY, **hints)),
+        *(
+            one
+            for params in SAMPLED
+            for one in comparable_fields(llm.generate(PROMPTS, params, **hints))
+        ),
     ]

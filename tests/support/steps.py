@@ -40,11 +40,11 @@ class Steps:
 
     def cancel(self, request_id: str) -> Request | None:
         """Cancel a request, as its caller may at any time; None if it has ended."""
-        ticket = self.scheduler._states.get(request_id)
-        if ticket is None:
+        state = self.scheduler._states.get(request_id)
+        if state is None:
             return None
-        assert self.scheduler.finish(ticket.request, FinishReason.CANCEL)
-        return ticket.request
+        assert self.scheduler.finish(state.request, FinishReason.CANCEL)
+        return state.request
 
     def plan(self) -> StepPlan:
         plan = self.scheduler.plan()
@@ -68,7 +68,7 @@ class Steps:
         """Run a step; return how many tokens each request computed, in the plan's order."""
         plan = self.plan()
         self.land(plan, token)
-        return {piece.request.id: piece.count for piece in plan.slices}
+        return {slice_.request.id: slice_.count for slice_ in plan.slices}
 
     def finish(self, max_steps: int = 1000) -> None:
         """Run steps until all requests have ended; check that they released their pages."""

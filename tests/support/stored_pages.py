@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 PAGE_BYTES = 3000
-WORTH = PageValue(0.01, 0, 1e9)
+PAGE_VALUE = PageValue(0.01, 0, 1e9)
 
 
 def kind(**changes: Any) -> KvCacheSpec:

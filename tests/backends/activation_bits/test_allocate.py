@@ -12,10 +12,10 @@ from twostroke.backends.activation_bits.tree import KnapsackItem, allocate
 
 @pytest.mark.seeds(20)
 def test_no_other_choice_within_the_budget_is_cheaper(seed: int):
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     parts = [
-        [KnapsackItem(10 * (1 + chance.random()), 0.0)]
-        + [KnapsackItem(10 * chance.random(), chance.randint(1, 50) / 100) for _ in range(2)]
+        [KnapsackItem(10 * (1 + rng.random()), 0.0)]
+        + [KnapsackItem(10 * rng.random(), rng.randint(1, 50) / 100) for _ in range(2)]
         for _ in range(5)
     ]
     chosen = allocate(parts, 1.0)

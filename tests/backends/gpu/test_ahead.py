@@ -67,10 +67,10 @@ def test_tokens_drawn_ahead_are_those_of_one_step_at_a_time(
         count = len(tokens)
         assert name in cancelled or count == len(right[name][0])
         assert tokens == right[name][0][:count]
-        for found, known in zip(reports, right[name][1], strict=name not in cancelled):
-            assert (found is None) == (known is None)
-            if found is not None and known is not None:
-                assert found.logprob == pytest.approx(known.logprob, abs=2e-3)
+        for report, known in zip(reports, right[name][1], strict=name not in cancelled):
+            assert (report is None) == (known is None)
+            if report is not None and known is not None:
+                assert report.logprob == pytest.approx(known.logprob, abs=2e-3)
 
 
 def test_tokens_drawn_on_the_device_stay_there() -> None:
@@ -222,7 +222,7 @@ def answers(tiny: str, monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[li
 
     def count(self: GpuBackend, plan: StepPlan, frame: Any) -> None:
         nonlocal num_blind
-        num_blind += sum(piece.is_blind for piece in plan.slices)
+        num_blind += sum(slice_.is_blind for slice_ in plan.slices)
         find_blind(self, plan, frame)
 
     monkeypatch.setattr(recipe_module, "create_backend", make)
@@ -235,9 +235,11 @@ def answers(tiny: str, monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[li
     )
     prompts = ["hello world", "the world is the world", "of the world to the world of the world"]
     with LLM(tiny, options=options) as llm:
-        said = llm.generate([text for text in prompts for _ in ASKED], ASKED * len(prompts))
+        output = llm.generate([text for text in prompts for _ in ASKED], ASKED * len(prompts))
     return [
-        (one.text, one.token_ids, one.finish_reason) for answers in said for one in answers
+        (answer.text, answer.token_ids, answer.finish_reason)
+        for answers in output
+        for answer in answers
     ], num_blind
 
 

@@ -105,8 +105,8 @@ def test_attention_equals_its_twin(seed: int) -> None:
         for i in range(count):
             own = q[first_row + i].reshape(heads.num_heads, -1).astype(np.float32)
             expected = attend(heads, own, *lines, start + i)
-            found = output[first_row + i].numpy()
-            np.testing.assert_allclose(found, expected, rtol=5e-3, atol=5e-3)
+            result = output[first_row + i].numpy()
+            np.testing.assert_allclose(result, expected, rtol=5e-3, atol=5e-3)
 
 
 def test_pieces_depend_on_the_context_alone() -> None:

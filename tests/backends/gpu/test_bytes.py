@@ -66,8 +66,8 @@ def stored(
     matrix = hadamard(keys.shape[-1]).astype(np.float32)
     width = keys.shape[-1] & -keys.shape[-1]
     spread = (keys - mean) * factor @ matrix / np.float32(np.sqrt(width))
-    found = rounded(spread, "int8") @ matrix * np.float32(np.sqrt(width))
-    return found / factor + mean, rounded(values, "int8")
+    result = rounded(spread, "int8") @ matrix * np.float32(np.sqrt(width))
+    return result / factor + mean, rounded(values, "int8")
 
 
 def read(page: Any, heads: Any, place: int) -> list[Any]:
@@ -129,14 +129,14 @@ def test_heads_are_stored_with_a_scale_each(kv_format: str, dim: int) -> None:
     shape = pages.heads(op, 4, 1)
     for row, table in ((0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
         page = pages.memory.view(8, -1)[tables[table, positions[row] // page_size]]
-        found = read(page, shape, positions[row] % page_size)
+        result = read(page, shape, positions[row] % page_size)
         own = product[row].reshape(-1, dim)[heads:].reshape(2, kv_heads, dim)
         keys, values = stored(own[0], own[1], kv_format, mean, factor)
         if kv_format == "int8":
             width = dim & -dim
-            found[0] = found[0] @ hadamard(dim).astype(np.float32) * np.sqrt(width)
+            result[0] = result[0] @ hadamard(dim).astype(np.float32) * np.sqrt(width)
             keys = (keys - mean) * factor
-        for ours, right in zip(found, (keys, values), strict=True):
+        for ours, right in zip(result, (keys, values), strict=True):
             step = np.abs(right).max(-1, keepdims=True) / (127 if is_balanced else 16)
             assert (np.abs(ours - right) <= 1.5 * step + 1e-6).all()
             assert np.abs(ours - right).mean() <= 0.02 * step.mean() + 1e-6  # ties apart
@@ -185,7 +185,7 @@ def test_logits_are_those_of_a_reference_that_rounds(
         kv_format=kv_format,
         max_rows=64,
     )
-    found = ours.score(TOKENS)
+    result = ours.score(TOKENS)
     assert f"{kv_format} keys and values" in ours.facts.detail
-    lost, differs = np.abs(exact - right).mean(), np.abs(found - right).mean()
+    lost, differs = np.abs(exact - right).mean(), np.abs(result - right).mean()
     assert differs < 0.1 * lost  # a number that falls on the other side

@@ -67,33 +67,33 @@ class Started:
 
 @pytest.fixture
 def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"ms": 2.0, "gpu_ms": 1.0, "detail": ""}
-    monkeypatch.setattr(gpu_measure.Engines, "measured", lambda *_: {**found})
+    results = {"ms": 2.0, "gpu_ms": 1.0, "detail": ""}
+    monkeypatch.setattr(gpu_measure.Engines, "measured", lambda *_: {**results})
 
 
 def test_ways_to_multiply_are_right() -> None:
-    found = gpu_products.products(("Q4_K",), ((256, 512),), (20, 70))
-    assert set(found["Q4_K 256 x 512, 70 rows"]) >= {"128 by 256, 1 parts", "written out"}
-    assert not [way for ways in found.values() for way in ways if "wrong" in way]
+    result = gpu_products.products(("Q4_K",), ((256, 512),), (20, 70))
+    assert set(result["Q4_K 256 x 512, 70 rows"]) >= {"128 by 256, 1 parts", "written out"}
+    assert not [way for ways in result.values() for way in ways if "wrong" in way]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[str, Any]:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(out), *options])
     gpu.main()
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    body: dict[str, Any] = json.loads(out.read_text())
+    return body
 
 
 def test_rows_share_an_engine_and_each_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = Started(monkeypatch)
-    found = run(monkeypatch, tmp_path / "out.json")["rows"]
-    assert list(found) == ["right", *ROWS]
+    result = run(monkeypatch, tmp_path / "out.json")["rows"]
+    assert list(result) == ["right", *ROWS]
     assert len(started.rooms) == 2
-    assert [name for name in ROWS if "ready_s" in found[name]] == ["few", "other"]
+    assert [name for name in ROWS if "ready_s" in result[name]] == ["few", "other"]
     for name in ("few", "eager", "drafts", "other"):
-        row = found[name]
+        row = result[name]
         assert row["ms"] > 0
         assert row["compiled_late"] == 0
         kernels = row["kernels"]
@@ -101,10 +101,10 @@ def test_rows_share_an_engine_and_each_is_saved(
         assert row["gpu_ms"] == pytest.approx(
             sum(k["us"] for k in kernels.values()) / 1e3, rel=0.01
         )
-    drafts, tokens = found["drafts"], 1 + 0.5 + 0.5**2
+    drafts, tokens = result["drafts"], 1 + 0.5 + 0.5**2
     assert drafts["tokens_s"] == pytest.approx(1e3 * tokens / drafts["ms"], abs=0.06)
-    assert found["attention"]["step"].endswith(": attention")
-    assert "ms" in found["attention"]
+    assert result["attention"]["step"].endswith(": attention")
+    assert "ms" in result["attention"]
     printed = capsys.readouterr().out
     assert '| right | {"differ": 0' in printed
     assert "Predictions are" in printed
@@ -114,12 +114,12 @@ def test_too_little_memory_for_all_rows_is_enough_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = Started(monkeypatch, num_refused=1)
-    found = run(monkeypatch, tmp_path / "out.json", "--row", "few")["rows"]
-    assert found["few"]["ms"]
+    result = run(monkeypatch, tmp_path / "out.json", "--row", "few")["rows"]
+    assert result["few"]["ms"]
     assert started.rooms[1] < started.rooms[0]
     Started(monkeypatch, num_refused=9)
-    found = run(monkeypatch, tmp_path / "out.json", "--row", "other")["rows"]
-    assert found["other"]["refused"] == "too little"
+    result = run(monkeypatch, tmp_path / "out.json", "--row", "other")["rows"]
+    assert result["other"]["refused"] == "too little"
 
 
 @pytest.mark.usefixtures("_nothing_is_measured")
@@ -131,8 +131,8 @@ def test_what_there_is_no_time_for_is_left_for_later(
     assert "6 parts are left, from right on: go on with --continue." in capsys.readouterr().out
     monkeypatch.setattr(gpu, "_CHECK_S", 0.0)
     assert list(run(monkeypatch, out, "--minutes", "0.1")["rows"]) == ["right"]
-    found = run(monkeypatch, out, "--continue", "--row", "right", "--row", "few")["rows"]
-    assert list(found) == ["right", "few"]
+    result = run(monkeypatch, out, "--continue", "--row", "right", "--row", "few")["rows"]
+    assert list(result) == ["right", "few"]
 
 
 @pytest.mark.usefixtures("_nothing_is_measured")
@@ -151,9 +151,9 @@ def test_a_part_that_fails_does_not_end_the_campaign(
     closed: list[bool] = []
     monkeypatch.setattr(gpu_measure.Engines, "close", lambda _: closed.append(True))
     fail(ValueError)
-    found = run(monkeypatch, out, "--row", "right", "--row", "few")["rows"]
-    assert found["right"]["failed"] == "ValueError: The GPU failed: illegal address."
-    assert found["few"]["ms"]
+    result = run(monkeypatch, out, "--row", "right", "--row", "few")["rows"]
+    assert result["right"]["failed"] == "ValueError: The GPU failed: illegal address."
+    assert result["few"]["ms"]
     assert closed
     fail(DeviceLostError)
     monkeypatch.setattr(gpu, "_is_alive", lambda: False)
@@ -168,5 +168,5 @@ def test_a_part_that_fails_does_not_end_the_campaign(
     assert began[0][-1] == "--continue"
     assert 4 < float(began[0][-2]) <= 5
     out.write_text(json.dumps({"rows": {}, "running": "few"}))
-    found = run(monkeypatch, out, "--continue", "--row", "few")["rows"]
-    assert found["few"] == {"failed": "It did not end."}
+    result = run(monkeypatch, out, "--continue", "--row", "few")["rows"]
+    assert result["few"] == {"failed": "It did not end."}

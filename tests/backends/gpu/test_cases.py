@@ -37,5 +37,5 @@ def test_each_kernel_of_each_case_is_given_all_that_it_takes(architecture: int) 
 def test_a_kernel_waits_before_it_accesses_memory_or_ends(
     code: list[str], fault: str | None
 ) -> None:
-    found = _early([(16 * i, text) for i, text in enumerate(code)])
-    assert found is None if fault is None else fault in str(found)
+    result = _early([(16 * i, text) for i, text in enumerate(code)])
+    assert result is None if fault is None else fault in str(result)

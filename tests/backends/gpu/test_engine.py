@@ -156,8 +156,8 @@ def test_what_the_backend_cannot_do_is_said_in_a_sentence(
 def test_requests_together_are_answered_as_each_alone(windows: tuple[int | None, ...]) -> None:
     """Requests are preempted, chunked and cached, with draft trees; the twin runs one by one."""
     model = tiny_model(num_layers=1, windows=windows)
-    chance = random.Random(11)
-    requests = random_requests(chance, 16, vocab_size=280, longest=16, most_output=70)
+    rng = random.Random(11)
+    requests = random_requests(rng, 16, vocab_size=280, longest=16, most_output=70)
     crowded = Setting(
         num_pages=9,
         token_budget=60,
@@ -206,14 +206,14 @@ def test_embeddings_scores_and_constraints_are_the_cpu_backends(tiny: str) -> No
     shape = SamplingParams(
         max_tokens=12, temperature=0, constraint=Constraint("regex", "(yes|no) [0-9]{3}")
     )
-    found = []
+    results = []
     for backend in ("cpu", "gpu"):
         with engine(tiny, backend) as llm:
             vectors = np.array([one.vector for one in llm.embed(PROMPTS)])
             ((scored,),) = llm.generate(PROMPTS[1:2], params)
             ((formed,),) = llm.generate(PROMPTS[:1], shape)
-            found.append((vectors, scored.prompt_logprobs, formed.text))
-    (right, scores, text), (ours, own_scores, own_text) = found
+            results.append((vectors, scored.prompt_logprobs, formed.text))
+    (right, scores, text), (ours, own_scores, own_text) = results
     np.testing.assert_allclose(ours, right, atol=5e-3)
     assert own_text == text
     assert re.fullmatch("(yes|no) [0-9]{3}", own_text)
@@ -260,18 +260,18 @@ def test_a_gpus_limits_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "has_driver", lambda: False)
     assert doctor.measure_gpu() is None
     monkeypatch.setattr(device, "has_driver", lambda: True)
-    found = doctor.measure_gpu()
-    assert found is not None
-    assert "copying" in doctor.gpu_lines(found)["bandwidth"]
-    assert "BF16" in doctor.gpu_lines(found)["peak"]
+    result = doctor.measure_gpu()
+    assert result is not None
+    assert "copying" in doctor.gpu_lines(result)["bandwidth"]
+    assert "BF16" in doctor.gpu_lines(result)["peak"]
 
     def refuse() -> None:
         raise BackendError("T4 is an sm_75.")
 
     monkeypatch.setattr(device, "find_device", refuse)
-    found = doctor.measure_gpu()
-    assert found is not None
-    assert doctor.gpu_lines(found) == {"not used": "T4 is an sm_75."}
+    result = doctor.measure_gpu()
+    assert result is not None
+    assert doctor.gpu_lines(result) == {"not used": "T4 is an sm_75."}
 
 
 def test_a_full_gpu_has_no_limits_and_the_rest_goes_on(
@@ -292,10 +292,10 @@ def test_a_full_gpu_has_no_limits_and_the_rest_goes_on(
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     ):
         failing(text)
-        found = doctor.measure_gpu()
-        assert found is not None
-        assert found["copy_bytes_per_s"] is None
-        lines = doctor.gpu_lines(found)
+        result = doctor.measure_gpu()
+        assert result is not None
+        assert result["copy_bytes_per_s"] is None
+        lines = doctor.gpu_lines(result)
         assert "has too little free memory to measure" in lines["limits"]
         assert set(lines) == {"device", "memory", "limits"}
     with caplog.at_level("INFO", "twostroke.engine"), engine(tiny, "gpu") as llm:

@@ -61,29 +61,29 @@ def test_rows_choose_as_in_the_reference_and_stand_in_the_order_of_experts(seed:
     scores[0, 0] = -0.0
     scores[-1, -1] = -np.inf
     bias = rng.integers(-1, 2, experts).astype(np.float32) if seed % 2 else None
-    found = routes_of(scores, used, more=seed, normalize=seed > 2, bias=bias)
+    result = routes_of(scores, used, more=seed, normalize=seed > 2, bias=bias)
     if bias is not None:
         scores += bias
     chosen = choose_experts(scores, used)
-    np.testing.assert_array_equal(found.expert_ids[: rows * used].reshape(rows, used), chosen)
+    np.testing.assert_array_equal(result.expert_ids[: rows * used].reshape(rows, used), chosen)
     shares = np.exp(scores - scores.max(1, keepdims=True))
     shares = np.take_along_axis(shares / shares.sum(1, keepdims=True), chosen, axis=1)
     if seed > 2:
         shares /= shares.sum(1, keepdims=True)
-    got = found.shares[: rows * used].reshape(rows, used)
+    got = result.shares[: rows * used].reshape(rows, used)
     np.testing.assert_allclose(got, shares, rtol=1e-5, atol=1e-7)
     order = np.argsort(chosen.reshape(-1), kind="stable")
-    np.testing.assert_array_equal(found.order[: rows * used], order)
+    np.testing.assert_array_equal(result.order[: rows * used], order)
     items = [
-        (expert, int(first), min(found.block, int(count - done)))
+        (expert, int(first), min(result.block, int(count - done)))
         for expert, count in enumerate(np.bincount(chosen.reshape(-1), minlength=experts))
-        for done in range(0, count, found.block)
+        for done in range(0, count, result.block)
         for first in [(chosen < expert).sum() + done]
     ]
-    assert found.header[:2].tolist() == [rows * used, len(items)]
-    assert len(items) <= found.max_items
-    assert [tuple(item[:3]) for item in found.items.view(-1, 4)[: len(items)].tolist()] == items
-    assert (found.expert_ids[rows * used :] == -99).all()  # no rows of the step
+    assert result.header[:2].tolist() == [rows * used, len(items)]
+    assert len(items) <= result.max_items
+    assert [tuple(item[:3]) for item in result.items.view(-1, 4)[: len(items)].tolist()] == items
+    assert (result.expert_ids[rows * used :] == -99).all()  # no rows of the step
 
 
 def test_a_score_that_is_not_a_number_makes_such_shares() -> None:

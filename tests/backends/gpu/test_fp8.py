@@ -147,8 +147,8 @@ def test_a_value_that_is_not_a_number_stays_in_its_row() -> None:
     x = rng.standard_normal((70, 256)).astype(np.float16)
     x[3, 5] = np.nan
     header = torch.tensor([70, 0, 0, 0], dtype=torch.int32)
-    found = rounded_on_gpu(gpu, header, torch.from_numpy(x), layout)
-    is_nan = E4M3[found.codes.view(torch.uint8).numpy()[:70]]
+    result = rounded_on_gpu(gpu, header, torch.from_numpy(x), layout)
+    is_nan = E4M3[result.codes.view(torch.uint8).numpy()[:70]]
     assert np.argwhere(np.isnan(is_nan)).tolist() == [[3, 10]]  # where packed rows have input 5
 
 
@@ -196,10 +196,10 @@ def test_steps_of_many_rows_are_close(monkeypatch: pytest.MonkeyPatch, name: str
 
 def fp8_tensors(program: Program) -> dict[str, QuantTensor]:
     """Return random weights: attention has a scale for each block, others one for each row."""
-    found = {}
+    results = {}
     for name, tensor in random_tensors(program).items():
         is_product = len(tensor.shape) > 1 and name.startswith("blk.")
         fmt = e4m3(128) if "attn" in name else e4m3(tensor.shape[-1])
         values = tensor.dequantize()
-        found[name] = QuantTensor.from_floats(values, fmt) if is_product else tensor
-    return found
+        results[name] = QuantTensor.from_floats(values, fmt) if is_product else tensor
+    return results

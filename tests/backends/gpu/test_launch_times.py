@@ -53,8 +53,8 @@ def test_chains_with_unlike_results_do_not_overlap(
             return 1e-6
 
     monkeypatch.setattr(launch_times, "_Chain", Chain)
-    found = launch_times._measure(HOPPER)
-    assert found == LaunchTimes(1e-6, None if wrong else 1e-6)
+    result = launch_times._measure(HOPPER)
+    assert result == LaunchTimes(1e-6, None if wrong else 1e-6)
 
 
 @pytest.mark.parametrize(

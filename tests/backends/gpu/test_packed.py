@@ -101,9 +101,9 @@ def test_rows_that_repeat_without_memory_are_packed() -> None:
     """Benchmarks make weights of real shapes from such rows."""
     tensor = random_matrix(np.random.default_rng(5), FORMS[0], (1, 512))
     data = np.broadcast_to(tensor.data, (64, tensor.data.shape[1]))
-    found = pack(QuantTensor(tensor.format, (64, 512), data), CPU)
+    result = pack(QuantTensor(tensor.format, (64, 512), data), CPU)
     right = pack(QuantTensor(tensor.format, (64, 512), data.copy()), CPU)
-    assert torch.equal(found.codes, right.codes)
+    assert torch.equal(result.codes, right.codes)
 
 
 @pytest.mark.parametrize("fmt", FORMS[3:7], ids=lambda fmt: fmt.name)
@@ -113,7 +113,7 @@ def test_a_large_matrix_is_packed_in_parts(fmt, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(packed, "_CODES_AT_ONCE", 70 * 512)
     parts = pack(tensor, CPU).pointers
     for name, right in whole.pointers.items():
-        found = parts[name]
-        assert found.is_contiguous()
-        assert found.shape == right.shape
-        assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))
+        result = parts[name]
+        assert result.is_contiguous()
+        assert result.shape == right.shape
+        assert torch.equal(result.view(torch.uint8), right.view(torch.uint8))

@@ -43,12 +43,12 @@ def lookup(table: int, a, b, c):
 
 def permuted(word, places: int):
     """Return the result of PTX's `prmt`: bytes of a word, chosen by four bits each; 4 gives 0."""
-    found = np.zeros_like(word)
+    result = np.zeros_like(word)
     for at in range(4):
         place = places >> 4 * at & 15
         if place < 4:
-            found |= (word >> np.uint32(8 * place) & np.uint32(255)) << np.uint32(8 * at)
-    return found
+            result |= (word >> np.uint32(8 * place) & np.uint32(255)) << np.uint32(8 * at)
+    return result
 
 
 def execute(assembly: str, inputs: dict[str, np.ndarray], element: torch.dtype):
@@ -65,29 +65,29 @@ def execute(assembly: str, inputs: dict[str, np.ndarray], element: torch.dtype):
         target, *given = (part.strip() for part in rest.split(","))
         match name.split(".")[0]:
             case "mov":
-                found = value(given[0])
+                result = value(given[0])
             case "shr":
-                found = value(given[0]) >> np.uint32(int(given[1]))
+                result = value(given[0]) >> np.uint32(int(given[1]))
             case "shl":
-                found = value(given[0]) << np.uint32(int(given[1]))
+                result = value(given[0]) << np.uint32(int(given[1]))
             case "and":
-                found = value(given[0]) & value(given[1])
+                result = value(given[0]) & value(given[1])
             case "xor":
-                found = value(given[0]) ^ value(given[1])
+                result = value(given[0]) ^ value(given[1])
             case "prmt":
                 assert given[1] == "0"
-                found = permuted(value(given[0]), int(given[2], 0))
+                result = permuted(value(given[0]), int(given[2], 0))
             case "lop3":
-                found = lookup(int(given[3], 0), *map(value, given[:3]))
+                result = lookup(int(given[3], 0), *map(value, given[:3]))
             case "fma":
                 a, b, c = (halves(value(part), element) for part in given)
                 exact = torch.from_numpy(a * b + c).to(element)
                 assert (exact.double().numpy() == a * b + c).all()
                 low, high = exact.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
-                found = low | high << np.uint32(16)
+                result = low | high << np.uint32(16)
             case _:
                 raise AssertionError(name)
-        registers[target] = found.astype(np.uint32)
+        registers[target] = result.astype(np.uint32)
     return registers
 
 
@@ -113,11 +113,11 @@ def test_assembly_makes_the_codes(layout: PackedLayout, element: torch.dtype) ->
         given = code_constants(listing([], 90, element), layout, is_centered=is_centered)
         for step, assembly in enumerate(given["ASSEMBLY"]):
             assert not re.search(r"\$[6-9]", assembly)
-            inputs = {f"${layout.planes + place}": value for place, value in enumerate(pair)}
-            found = execute(assembly, inputs, element)
+            inputs = {f"${layout.planes + index}": value for index, value in enumerate(pair)}
+            result = execute(assembly, inputs, element)
             shift = 0 if layout.bits == 8 else given["SHIFT"]
             for plane, codes in enumerate(planes_of(layout, words, high, step)):
-                np.testing.assert_array_equal(halves(found[f"${plane}"], element), codes + shift)
+                np.testing.assert_array_equal(halves(result[f"${plane}"], element), codes + shift)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}{layout.scales}")
@@ -128,9 +128,9 @@ def test_assembly_makes_the_codes_in_float32(layout: PackedLayout) -> None:
     pair = [(low | upper << 16).astype(np.uint32) for low, upper in (words, high)]
     given = number_constants(listing([], 90), layout)
     for index, assembly in enumerate(given["ASSEMBLY"]):
-        found = execute(assembly, {"$2": pair[0], "$3": pair[1]}, torch.bfloat16)
+        result = execute(assembly, {"$2": pair[0], "$3": pair[1]}, torch.bfloat16)
         codes = [*planes_of(layout, words, high, index // layout.planes)][index % layout.planes]
-        got = np.stack([found["$0"], found["$1"]]).view(np.float32)
+        got = np.stack([result["$0"], result["$1"]]).view(np.float32)
         np.testing.assert_array_equal(got, codes + given["SHIFT"] - layout.half)
 
 
@@ -140,8 +140,8 @@ def test_assembly_makes_the_numbers_of_matrices_in_float32() -> None:
     given = number_constants(listing([], 90), PackedLayout(8, 128, table="e4m3"))
     assert given["SHIFT"] == 0
     for index, assembly in enumerate(given["ASSEMBLY"]):
-        found = execute(assembly, {"$2": codes.view(np.uint32)[:, 0]}, torch.bfloat16)
-        got = np.stack([found["$0"], found["$1"]], 1).view(np.float32)
+        result = execute(assembly, {"$2": codes.view(np.uint32)[:, 0]}, torch.bfloat16)
+        got = np.stack([result["$0"], result["$1"]], 1).view(np.float32)
         np.testing.assert_array_equal(got, E4M3[codes[:, index % 2 :: 2]] / 256)
 
 
@@ -151,9 +151,9 @@ def test_assembly_makes_the_numbers_of_matrices(element: torch.dtype) -> None:
     codes = codes[np.isfinite(E4M3[codes])].reshape(-1, 4)  # two words of two planes
     layout = PackedLayout(8, 128, table="e4m3")
     (text, *_) = code_constants(listing([], 90, element), layout, is_centered=True)["ASSEMBLY"]
-    found = execute(text, {"$2": codes.view(np.uint32)[:, 0]}, element)
+    result = execute(text, {"$2": codes.view(np.uint32)[:, 0]}, element)
     for plane in range(2):
-        numbers = halves(found[f"${plane}"], element)
+        numbers = halves(result[f"${plane}"], element)
         np.testing.assert_array_equal(numbers.T, E4M3[codes[:, plane::2]] / 256)
 
 
@@ -162,6 +162,6 @@ def test_assembly_makes_the_numbers_of_pages(element: torch.dtype) -> None:
     codes = np.random.default_rng(1).permutation(np.arange(256).repeat(4)).astype(np.uint8)
     codes = codes[np.isfinite(E4M3[codes])]
     text = assembly_of(listing([], 90, element), "fp8")
-    found = execute(text, {"$2": codes.view(np.uint32)}, element)
-    numbers = np.stack([*halves(found["$0"], element), *halves(found["$1"], element)], axis=1)
+    result = execute(text, {"$2": codes.view(np.uint32)}, element)
+    numbers = np.stack([*halves(result["$0"], element), *halves(result["$1"], element)], axis=1)
     np.testing.assert_array_equal(numbers.reshape(-1), E4M3[codes] / 256)

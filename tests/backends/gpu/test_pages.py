@@ -42,8 +42,8 @@ def test_a_page_is_what_was_written_to_it(kv_format: str, monkeypatch: pytest.Mo
         with pages.filling(page) as view_:
             view_[:] = bytes([page + 1]) * pages.page_bytes
     backend.copy_page(2, 0)
-    found = [bytes(pages.read(page)) for page in range(4)]
-    assert found == [bytes([value]) * pages.page_bytes for value in (3, 2, 3, 4)]
+    results = [bytes(pages.read(page)) for page in range(4)]
+    assert results == [bytes([value]) * pages.page_bytes for value in (3, 2, 3, 4)]
     content, memory = pages.read(1), weakref.ref(pages.memory)
     with pages.filling(1) as view_:
         view_[:] = bytes(pages.page_bytes)
@@ -110,8 +110,8 @@ def test_a_prompt_that_another_engine_reads_has_the_same_tokens(
         expected = answers(alone, prompts, GREEDY)
     with pair(path, "tcp", **ON_GPU) as (first, second):
         assert answers(second, prompts, GREEDY) == expected
-        borrower = view(second).decode_side
-        assert borrower.transfers["done"] >= 2
-        assert borrower.peers[0].link == "socket"
+        decode_side = view(second).decode_side
+        assert decode_side.transfers["done"] >= 2
+        assert decode_side.peers[0].link == "socket"
         for llm in (first, second):
             check_clean(llm)

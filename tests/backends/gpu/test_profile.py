@@ -28,9 +28,9 @@ def test_each_launch_stands_beside_its_bytes_and_its_floor(tmp_path: Path) -> No
     given = ["--backend", "gpu", "--streams", "1", "--context", "5", "--steps", "1", "--json"]
     ran = CliRunner().invoke(command, [str(path), *given])
     assert ran.exit_code == 0, ran.output
-    found = json.loads(ran.stdout)
-    assert "interpreted kernels" in found["backend"]
-    (step,) = found["steps"]
+    body = json.loads(ran.stdout)
+    assert "interpreted kernels" in body["backend"]
+    (step,) = body["steps"]
     rows = {row["name"]: row for row in step["operations"]}
     assert list(rows) == [
         "embed", "norm", "attn_q,k,v", "rope rope", "attention", "attn_output", "add norm",
@@ -43,8 +43,8 @@ def test_each_launch_stands_beside_its_bytes_and_its_floor(tmp_path: Path) -> No
     assert down["bytes"] == weights * 34 // 32  # Q8_0: 34 bytes for 32 weights
     for row in rows.values():
         floors = (
-            row["bytes"] / found["machine"]["bandwidth"],
-            row["flops"] / found["machine"]["peak"],
+            row["bytes"] / body["machine"]["bandwidth"],
+            row["flops"] / body["machine"]["peak"],
         )
         assert row["floor_s"] >= max(floors) * 0.999
     for figure in ("bytes", "flops", "floor_s"):

@@ -161,7 +161,7 @@ def test_requests_together_are_answered_as_each_alone() -> None:
 
 @pytest.mark.parametrize("fmt", ["BF16", "Q4_K", "Q8_0"])
 def test_all_rows_are_multiplied_in_tiles_of_one_shape(fmt: str) -> None:
-    found = []
+    results = []
     for same_tokens in (True, False):
         launches: list[Any] = []
         gpu = replace(listing(launches, 90), same_tokens=same_tokens)
@@ -179,9 +179,12 @@ def test_all_rows_are_multiplied_in_tiles_of_one_shape(fmt: str) -> None:
                 packed = pack(tensor, torch.device("meta"))
                 products_packed.launch(gpu, header, rows, x, packed, output)
         assert len(launches) == 4
-        shapes = [(one.constants, one.num_warps, one.num_stages, one.grid[1]) for one in launches]
-        found.append(all(shape == shapes[0] for shape in shapes))
-    assert found == [True, False]
+        shapes = [
+            (launch.constants, launch.num_warps, launch.num_stages, launch.grid[1])
+            for launch in launches
+        ]
+        results.append(all(shape == shapes[0] for shape in shapes))
+    assert results == [True, False]
 
 
 def test_pieces_are_those_of_each_row_alone() -> None:

@@ -49,9 +49,9 @@ def test_every_draw_is_that_of_the_definition(vocab_size: int, seed: int) -> Non
         assert (reported is None) == (right_logprobs is None)
         if reported is not None and right_logprobs is not None:
             assert reported.top_ids == right_logprobs.top_ids
-            found = [reported.logprob, *reported.top_logprobs]
+            results = [reported.logprob, *reported.top_logprobs]
             known = [right_logprobs.logprob, *right_logprobs.top_logprobs]
-            np.testing.assert_allclose(found, known, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(results, known, rtol=1e-6, atol=1e-6)
 
 
 def test_a_given_token_is_reported_and_nothing_is_drawn() -> None:
@@ -65,8 +65,8 @@ def test_a_given_token_is_reported_and_nothing_is_drawn() -> None:
     rows["given"], rows["num_logprobs"] = [7, 80, 9], 4
     tokens, found = sample(rows, logits)
     assert tokens == [7, 80, NO_TOKEN]
-    for place, token in enumerate((7, 80)):
-        right, reported = score(request, logits[place], token), found[place]
+    for index, token in enumerate((7, 80)):
+        right, reported = score(request, logits[index], token), found[index]
         assert right is not None
         assert reported is not None
         assert reported.top_ids == right.top_ids

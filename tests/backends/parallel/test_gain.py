@@ -148,11 +148,11 @@ class MeetingRanks(ParallelBackend):
 
 
 def test_the_link_is_measured():
-    found = measure_link(MeetingRanks("ucx"))
-    assert found.latency_s == pytest.approx(2e-6)
-    assert found.bandwidth == pytest.approx(2 * 2**20 / 1e-3)
-    assert found.start_s == pytest.approx(5e-6)
-    assert found.noise == pytest.approx(0.1, rel=0.01)
+    result = measure_link(MeetingRanks("ucx"))
+    assert result.latency_s == pytest.approx(2e-6)
+    assert result.bandwidth == pytest.approx(2 * 2**20 / 1e-3)
+    assert result.start_s == pytest.approx(5e-6)
+    assert result.noise == pytest.approx(0.1, rel=0.01)
     assert measure_link(MeetingRanks("shared")).seconds(10**9) == pytest.approx(2e-6)
 
 
@@ -163,13 +163,13 @@ def test_the_engine_says_what_to_expect(tmp_path):
         ("ab", "ucx", "on 2 machines, connected by UCX"),
     ):
         ranks = tuple(RankFacts(i, host, 1, 0, 0) for i, host in enumerate(hosts))
-        said = describe_gain(
+        output = describe_gain(
             facts=SimpleNamespace(ranks=ranks, link=link, steps_ahead=0),
             cost=two.cost,
             mesh=Mesh(column_parts=(1, 1)),
             limits=MACHINE,
             backend=MeetingRanks(link),
         )
-        assert said.startswith(f"2 ranks {where}. A collective takes 2.0 µs")
-        assert "Expected speed against one process here: " in said
-        assert said.endswith("x.")
+        assert output.startswith(f"2 ranks {where}. A collective takes 2.0 µs")
+        assert "Expected speed against one process here: " in output
+        assert output.endswith("x.")

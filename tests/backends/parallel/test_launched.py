@@ -104,8 +104,10 @@ def test_a_rank_that_was_asked_for_something_else_is_reported(caplog):
         with closing(ranks), closing(connect(ranks)) as connection:
             connection.send(RankArrival(1, 2, other))
             ranks(1).kill()
-        said = "Rank 1 was started with 'qwen, pipeline 2', but follows rank 0, which has 'smollm2,"
-        assert (said in caplog.text) == reports
+        output = (
+            "Rank 1 was started with 'qwen, pipeline 2', but follows rank 0, which has 'smollm2,"
+        )
+        assert (output in caplog.text) == reports
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):

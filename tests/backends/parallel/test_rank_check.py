@@ -77,11 +77,11 @@ def test_the_command_compares_and_measures(tmp_path):
         for rank in (0, 1)
     ]
     outputs = [rank.communicate(timeout=TIMEOUT_S) for rank in ranks]
-    found = json.loads(outputs[0][0])
-    assert [rank["interface"] for rank in found["ranks"]] == ["lo", "lo"]
-    assert [sentence.split(" on ")[0] for sentence in found["mismatches"]] == ["Rank 0", "Rank 1"]
-    assert all(str(tmp_path) in sentence for sentence in found["mismatches"])
-    assert found["link"].startswith("UCX")
-    assert found["times"][0]["latency_s"] > 0
+    body = json.loads(outputs[0][0])
+    assert [rank["interface"] for rank in body["ranks"]] == ["lo", "lo"]
+    assert [sentence.split(" on ")[0] for sentence in body["mismatches"]] == ["Rank 0", "Rank 1"]
+    assert all(str(tmp_path) in sentence for sentence in body["mismatches"])
+    assert body["link"].startswith("UCX")
+    assert body["times"][0]["latency_s"] > 0
     assert [rank.returncode for rank in ranks] == [1, 0], outputs
     assert outputs[1][0] == ""

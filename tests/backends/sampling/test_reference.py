@@ -37,19 +37,19 @@ def kept(params: SamplingParams, logits) -> list[int]:
 def test_weights_are_the_exponential_to_a_few_parts_in_a_million(temperature):
     logits = np.linspace(-27 * temperature, 0, 5001).astype(np.float32)
     exact = np.exp(logits.astype(float) / temperature) * UNIT
-    found = weights(logits, np.float32(0), temperature).astype(float)
-    assert np.max(np.abs(found - exact) / np.maximum(exact, 2**22)) < 5e-6
+    result = weights(logits, np.float32(0), temperature).astype(float)
+    assert np.max(np.abs(result - exact) / np.maximum(exact, 2**22)) < 5e-6
 
 
 def test_weights_are_integers_and_the_likeliest_weighs_one_unit():
-    found = weights(random_logits(np.random.default_rng(0), 999, "normal"), np.float32(20), 1.0)
-    assert (found == np.floor(found)).all()
+    result = weights(random_logits(np.random.default_rng(0), 999, "normal"), np.float32(20), 1.0)
+    assert (result == np.floor(result)).all()
     assert weights(row(3.25), np.float32(3.25), 0.6)[0] == UNIT
 
 
 def test_a_token_less_likely_by_more_than_two_to_the_41_weighs_nothing():
-    found = weights(row(0, -40 * math.log(2), -41.1 * math.log(2), -INF), np.float32(0), 1.0)
-    assert found.tolist() == [UNIT, 1, 0, 0]
+    result = weights(row(0, -40 * math.log(2), -41.1 * math.log(2), -INF), np.float32(0), 1.0)
+    assert result.tolist() == [UNIT, 1, 0, 0]
 
 
 # Greedy

@@ -94,17 +94,17 @@ def read(
 def test_pieces_do_not_depend_on_the_cuts(
     text: str, said: str, calls: list[tuple[str, str]] | None
 ) -> None:
-    found = read(text, [])
-    assert found[0] == said
+    result = read(text, [])
+    assert result[0] == said
     if calls is None:
-        assert [json.loads(arguments) for _, arguments in found[1]] == [json.loads(ARGUMENTS)]
+        assert [json.loads(arguments) for _, arguments in result[1]] == [json.loads(ARGUMENTS)]
     else:
-        assert found[1] == calls
+        assert result[1] == calls
     rng = random.Random(0)
     for _ in range(50):
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 12)))
-        assert read(text, cuts) == found
-    assert read(text, list(range(len(text)))) == found
+        assert read(text, cuts) == result
+    assert read(text, list(range(len(text)))) == result
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -129,18 +129,18 @@ def test_every_form_is_read_however_it_is_cut(name: str) -> None:
         text = form.write(two[:1]).replace(form.middle, f"{form.id_mark}abc123XYZ{form.middle}")
         texts[text] = ("", two[:1])
     for text, (said, calls) in texts.items():
-        found = read(text, [], form)
-        assert found[0] == said
+        result = read(text, [], form)
+        assert result[0] == said
         if calls is None:
-            read_back = [json.loads(arguments) for _, arguments in found[1]]
+            read_back = [json.loads(arguments) for _, arguments in result[1]]
             assert read_back == [json.loads(ARGUMENTS), {}]
         else:
-            assert found[1] == calls
-        assert read(text, list(range(len(text))), form) == found
+            assert result[1] == calls
+        assert read(text, list(range(len(text))), form) == result
         rng = random.Random(0)
         for _ in range(20):
             cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 12)))
-            assert read(text, cuts, form) == found
+            assert read(text, cuts, form) == result
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -190,8 +190,8 @@ def test_a_pure_answer_is_calls_or_text_that_may_contain_calls(name: str) -> Non
                 for piece in reader.feed(text[start:end])
             ]
             pieces += reader.finish()
-            found = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
-            assert (found, reader.num_calls) == (said, num_calls), text
+            result = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+            assert (result, reader.num_calls) == (said, num_calls), text
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -268,11 +268,11 @@ def test_beginning_of_a_call_that_the_limit_cut_is_not_text(name: str) -> None:
         reader = CallReader(("f", "g-2"), form)
         pieces = [*reader.feed(text[: cut // 2]), *reader.feed(text[cut // 2 : cut])]
         pieces += reader.finish(is_cut=True)
-        said = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+        output = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
         if cut >= end:
             assert reader.num_calls >= 1
         if cut >= min(end, name_end):
-            assert not said, (cut, said)
+            assert not output, (cut, output)
     for plain in ("5 <", "{", '{"name": "other', "a [", '{"city": '):
         reader = CallReader(("f",), form)
         pieces = reader.feed(plain) + reader.finish(is_cut=True)

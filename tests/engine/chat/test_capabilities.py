@@ -169,18 +169,18 @@ def test_several_calls_reach_templates_that_take_one_or_short_ids(template: str)
             "role": "assistant",
             "content": "Well.",
             "tool_calls": [
-                CALL | {"id": one, "function": {"name": one, "arguments": "{}"}} for one in ids
+                CALL | {"id": id_, "function": {"name": id_, "arguments": "{}"}} for id_ in ids
             ],
         },
-        *[result(one, f"of {one}") for one in reversed(ids)],
+        *[result(id_, f"of {id_}") for id_ in reversed(ids)],
         result("nobody's", "left"),
     ]
     text = Chat(tokenizer_of(template)).render(messages).text
-    for one in ids:
-        assert text.count(f"of {one}") == 1
+    for id_ in ids:
+        assert text.count(f"of {id_}") == 1
     assert text.count("left") == 1
     if template == family_templates.LLAMA:  # each result after its call
-        places = [text.index(part) for one in ids for part in (f'"{one}"', f"of {one}")]
+        places = [text.index(part) for id_ in ids for part in (f'"{id_}"', f"of {id_}")]
         assert places == sorted(places)
 
 
@@ -205,8 +205,8 @@ def test_tools_are_added_to_the_text_of_a_system_message() -> None:
     for messages in ([USER], [system, USER]):
         text = chat.render(messages, TOOLS).text
         assert ("Be kind." in text) is (len(messages) == 2)
-        shown = json.loads(text.partition("<|tool|>")[2].partition("<|/tool|>")[0])
-        assert shown == [tool["function"] for tool in TOOLS]
+        body = json.loads(text.partition("<|tool|>")[2].partition("<|/tool|>")[0])
+        assert body == [tool["function"] for tool in TOOLS]
     assert "<|tool|>" not in chat.render([system, USER]).text
 
 

@@ -40,14 +40,14 @@ CHATS = {name: chat_of(source) for name, source in strict_templates.TEMPLATES.it
 def conversation(*kinds: str) -> list[dict[str, Any]]:
     """Return messages of these kinds; each message's text has a different word."""
     messages: list[dict[str, Any]] = []
-    for place, kind in enumerate(kinds):
-        text = f"words{place}said"
+    for index, kind in enumerate(kinds):
+        text = f"words{index}said"
         if "call" in kind:
             content = text if kind == "text and call" else ""
             messages.append({"role": "assistant", "content": content, "tool_calls": [CALL]})
             if kind == "unanswered call":
                 continue
-            result = {"role": "tool", "tool_call_id": CALL["id"], "content": f"result{place}given"}
+            result = {"role": "tool", "tool_call_id": CALL["id"], "content": f"result{index}given"}
             messages.append(result)
         elif kind in {"empty", "null"}:
             messages.append({"role": "assistant", "content": "" if kind == "empty" else None})
@@ -90,8 +90,8 @@ def said(*turns: str) -> list[dict[str, Any]]:
 )
 def test_refused_orders_are_found_by_trying_the_template(name: str, refused: str) -> None:
     order = CHATS[name]._plain.turn_order
-    found = [kind for kind in order.__struct_fields__ if not getattr(order, kind)]
-    assert sorted(found) == sorted(refused.split())
+    results = [kind for kind in order.__struct_fields__ if not getattr(order, kind)]
+    assert sorted(results) == sorted(refused.split())
 
 
 @given(st.sampled_from(sorted(CHATS)), st.lists(st.sampled_from(KINDS), min_size=1, max_size=9))
@@ -99,7 +99,11 @@ def test_refused_orders_are_found_by_trying_the_template(name: str, refused: str
 def test_every_template_shows_all_texts_of_every_conversation(name: str, kinds: list[str]) -> None:
     messages = conversation(*kinds)
     text = CHATS[name].render(messages).text
-    missing = [one["content"] for one in messages if one["content"] and one["content"] not in text]
+    missing = [
+        message["content"]
+        for message in messages
+        if message["content"] and message["content"] not in text
+    ]
     assert not missing, text
 
 
@@ -129,7 +133,7 @@ def test_texts_stay_in_their_order(kinds: list[str]) -> None:
     for name in ("ALTERNATES", "WITH_LAST_QUESTION", "NO_SYSTEM"):
         if messages:
             text = CHATS[name].render(messages).text
-            places = [text.index(one["content"]) for one in messages if one["content"]]
+            places = [text.index(message["content"]) for message in messages if message["content"]]
             assert places == sorted(places), name
 
 

@@ -24,12 +24,12 @@ from support.disaggregation import (
     view,
     wait_until,
 )
-from support.disaggregation_faults import play_round
+from support.disaggregation_faults import run_round
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.engine.disaggregation import messages
 from twostroke.engine.disaggregation import prefill_connection as peer
-from twostroke.engine.disaggregation import prefill_side as lending
+from twostroke.engine.disaggregation import prefill_side as prefill_side_module
 from twostroke.engine.disaggregation.connection import check_spec, connect_to_prefill_engine
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ PROMPT = [3 + n % 200 for n in range(100)]  # six full pages, and a part of one
 
 @pytest.mark.seeds(6)
 def test_faults_cost_time_and_no_request(seed: int, tmp_path: Path) -> None:
-    play_round(seed, tmp_path, Counter())
+    run_round(seed, tmp_path, Counter())
 
 
 @pytest.mark.seeds(6)
 def test_moves_that_fail_and_write_on_cost_time_and_no_request(seed: int, tmp_path: Path) -> None:
-    play_round(seed, tmp_path, Counter(), NIXL_LINKS, fake_nixl.use_fake_nixl)
+    run_round(seed, tmp_path, Counter(), NIXL_LINKS, fake_nixl.use_fake_nixl)
 
 
 def _outcomes(folder: Path, answer: Callable[[Connection[Any], Any], None], within_s: float) -> Any:
@@ -103,7 +103,7 @@ def test_a_lost_connection_ends_its_transfers_at_once(tmp_path: Path) -> None:
 def test_a_lease_ends_though_nothing_more_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lending, "LEASE_S", 0.3)
+    monkeypatch.setattr(prefill_side_module, "LEASE_S", 0.3)
     monkeypatch.setattr(peer, "STALL_TIMEOUT_S", 0.1)
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
     Network(monkeypatch, lambda kind: "lost" if kind in {"FetchPages", "Abort"} else "", Counter())
@@ -120,23 +120,23 @@ def test_leases_end_in_any_order_and_leave_the_first_pages_longest(
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
     with prefill(path) as (llm, address):
         client, prompt = llm.engine.client, [*PROMPT, *PROMPT[:60]]  # ten full pages
-        pages, lender = client.loop.pages, client.loop.pages.on_close[-1].__self__  # type: ignore[attr-defined]
+        pages, prefill_side = client.loop.pages, client.loop.pages.on_close[-1].__self__  # type: ignore[attr-defined]
         connection, memory = connect_to_prefill_engine(
             ("127.0.0.1", int(address.rpartition(":")[2])), b""
         )
         assert memory is not None
         os.close(memory)
-        check_spec(connection, lender.spec)
+        check_spec(connection, prefill_side.spec)
         connection.send(messages.PrefillPrompt(1, prompt, b"", (0,)))
         offers: list[messages.Offer] = []
-        while sum(len(one.pages) for one in offers) < 10:
-            said = connection.receive()
-            offers += [said] if isinstance(said, messages.Offer) else []
+        while sum(len(offer.pages) for offer in offers) < 10:
+            output = connection.receive()
+            offers += [output] if isinstance(output, messages.Offer) else []
         assert len(offers) > 2
         if order == "backward":
             offers.reverse()
         for number, offered in enumerate([] if order == "at once" else offers, start=1):
-            held = [page for one in offers[number - 1 :] for _, _, page in one.pages]
+            held = [page for offer in offers[number - 1 :] for _, _, page in offer.pages]
             with pages.lock:
                 assert all(pages.scheduler._pool.num_references(page) for page in held)
             connection.send(messages.FetchPages(number, 1, offered.number, [], is_last=True))

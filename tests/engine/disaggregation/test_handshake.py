@@ -46,8 +46,8 @@ def test_another_format_is_refused_and_prompts_are_read_here(
 ) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
     with prefill(path, kv_format="int8") as (_, address):
-        handover = DisaggregationOptions("decode", None, (address,), "always")
-        with LLM(path, options(handover, kv_format="f16")) as llm:
+        disaggregation = DisaggregationOptions("decode", None, (address,), "always")
+        with LLM(path, options(disaggregation, kv_format="f16")) as llm:
             wait_until(lambda: view(llm).decode_side.peers[0].state == "refused")
             assert llm.generate(["hello"])
             assert view(llm).decode_side.decisions["gone"] == 1
@@ -59,8 +59,8 @@ def test_a_refusal_leaves_no_open_file(tmp_path: Path) -> None:
     with prefill(path, kv_format="int8") as (_, address):
         count = _num_shared()
         assert count, "nothing is shared"
-        handover = DisaggregationOptions("decode", None, (address,), "always")
-        with LLM(path, options(handover, kv_format="f16")) as llm:
+        disaggregation = DisaggregationOptions("decode", None, (address,), "always")
+        with LLM(path, options(disaggregation, kv_format="f16")) as llm:
             wait_until(lambda: view(llm).decode_side.peers[0].state == "refused")
             wait_until(lambda: _num_shared() == count)
 
@@ -104,10 +104,10 @@ def test_strangers_that_prove_nothing_are_few_and_keep_nobody_out_later() -> Non
     with listening() as (listener, proved), ExitStack() as stack:
         address = "127.0.0.1", listener.port
         strangers = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(40)]
-        greeted = [bool(one.recv(1)) for one in strangers]
+        greeted = [bool(stranger.recv(1)) for stranger in strangers]
         assert sum(greeted) == 32, "the others are closed at once"
-        for one in strangers:
-            one.close()
+        for stranger in strangers:
+            stranger.close()
         wait_until(lambda: _proves(address))
         assert proved.wait(10)
 

@@ -31,7 +31,7 @@ from support.disaggregation import (
     view,
     wait_until,
 )
-from support.disaggregation_faults import play_round
+from support.disaggregation_faults import run_round
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.core.distributed_options import DisaggregationOptions
@@ -70,15 +70,15 @@ _SIZE, _COUNT = 1 << 18, 256
 def pages() -> Iterator[list[tuple[int, Any]]]:
     """Yield the files of two engines' pages and views of them; only the first is not zero."""
     with ExitStack() as stack:
-        found = []
+        results = []
         for value in (1, 0):
             file = os.memfd_create("pages")
             stack.callback(os.close, file)
             os.ftruncate(file, _SIZE * _COUNT)
             view_ = np.frombuffer(mmap.mmap(file, _SIZE * _COUNT), np.uint8)
             view_[:] = value
-            found.append((file, view_.reshape(_COUNT, _SIZE)))
-        yield found
+            results.append((file, view_.reshape(_COUNT, _SIZE)))
+        yield results
 
 
 def _check_tokens(folder: Path, link: str, family: str) -> None:
@@ -88,10 +88,10 @@ def _check_tokens(folder: Path, link: str, family: str) -> None:
         expected = answers(alone, prompts, SAMPLED)
     with pair(path, link) as (first, second):
         assert answers(second, prompts, SAMPLED) == expected
-        borrower = view(second).decode_side
-        assert borrower.peers[0].link == TITLES[link]
-        assert set(borrower.transfers) == {"done"}
-        assert borrower.transfers["done"] >= 8
+        decode_side = view(second).decode_side
+        assert decode_side.peers[0].link == TITLES[link]
+        assert set(decode_side.transfers) == {"done"}
+        assert decode_side.transfers["done"] >= 8
         for llm in (first, second):
             check_clean(llm)
 
@@ -213,9 +213,9 @@ def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
         transfers = llm.engine.client.loop.pages.scheduler.prefix_cache.transfers
         held, close = list[int](), fake_nixl.FakeNixlProcess.close
 
-        def note(carrier: fake_nixl.FakeNixlProcess) -> None:
+        def note(process: fake_nixl.FakeNixlProcess) -> None:
             held.append(transfers.num_held_pages)
-            close(carrier)
+            close(process)
 
         monkeypatch.setattr(fake_nixl.FakeNixlProcess, "close", note)
         assert answers(llm, [prompt], SAMPLED) == expected
@@ -234,7 +234,7 @@ def test_the_tokens_are_those_of_one_engine_with_the_real_one(tmp_path: Path, li
 @is_real
 @pytest.mark.seeds(2)
 def test_faults_cost_time_and_no_request_with_the_real_one(seed: int, tmp_path: Path) -> None:
-    play_round(seed, tmp_path, Counter(), NIXL_LINKS)
+    run_round(seed, tmp_path, Counter(), NIXL_LINKS)
 
 
 @is_real
@@ -245,11 +245,11 @@ def test_nothing_is_written_once_a_carrier_is_closed(
 ) -> None:
     every = range(_COUNT)
     both = [NixlProcess(file, _COUNT, _SIZE) for file, _ in pages]
-    lender, borrower = both
+    prefill_side, decode_side = both
     try:
-        lender.connect(borrower.address, 5)
-        borrower.connect(lender.address, 5)
-        mover = lender if is_write else borrower
+        prefill_side.connect(decode_side.address, 5)
+        decode_side.connect(prefill_side.address, 5)
+        mover = prefill_side if is_write else decode_side
         mover.move([3, 1], [0, 2], 5, is_write=is_write)
         target = pages[1][1]
         assert target[[0, 2] if is_write else [3, 1]].all()
@@ -259,11 +259,11 @@ def test_nothing_is_written_once_a_carrier_is_closed(
         threading.Timer(0.01, process.send_signal, (signal_,)).start()
         with suppress(NixlProcessError):
             mover.move(every, every, 1, is_write=is_write)
-        borrower.close()
+        decode_side.close()
         before = target.copy()
         process.send_signal(signal.SIGCONT)
         with suppress(NixlProcessError):
-            lender.move(every, every, 1, is_write=True)
+            prefill_side.move(every, every, 1, is_write=True)
         assert (target == before).all()
     finally:
         for one in both:

@@ -33,9 +33,9 @@ def test_answers_are_those_of_one_engine(
 ) -> None:
     monkeypatch.setenv("TWOSTROKE_PEER_SECRET", "a secret of the tests")
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of(family))
-    found = compare(Case(str(path), *how), 40, 1, tmp_path)
-    assert not found.different
-    assert found.transfers["done"] >= 20
+    result = compare(Case(str(path), *how), 40, 1, tmp_path)
+    assert not result.different
+    assert result.transfers["done"] >= 20
 
 
 def test_a_prefill_engine_that_reads_prompts_between_its_deaths_is_started_again(

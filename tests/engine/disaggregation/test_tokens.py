@@ -52,10 +52,10 @@ def test_the_tokens_are_those_of_one_engine(
         expected = answers(alone, prompts, SAMPLED)
     with pair(path, link, kv_format=kv_format) as (first, second):
         assert answers(second, prompts, SAMPLED) == expected
-        borrower = view(second).decode_side
-        assert set(borrower.transfers) == {"done"}
-        assert borrower.transfers["done"] >= 8
-        assert borrower.peers[0].link == ("shared memory" if link == "shared" else "socket")
+        decode_side = view(second).decode_side
+        assert set(decode_side.transfers) == {"done"}
+        assert decode_side.transfers["done"] >= 8
+        assert decode_side.peers[0].link == ("shared memory" if link == "shared" else "socket")
         assert view(first).prefill_side.num_expired_leases == 0
         hits = second.engine.client.loop.snapshot().scheduler.num_hit_tokens
         assert hits > sum(map(len, prompts)) - 16 * len(prompts) - 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, content_of, kind
+from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, PAGE_VALUE, content_of, kind
 from twostroke.core.errors import UsageError
 from twostroke.engine.kv_offload.disk import ABOUT, DiskTier, stored_pages
 from twostroke.engine.kv_offload.folder import clean, read_folder, verify
@@ -30,7 +30,7 @@ def tier_of(folder: Path, of: KvCacheSpec | None = None, most_bytes: int = 10**9
     return tier
 
 
-def put(tier: DiskTier, of: KvCacheSpec, number: int, worth: PageValue = WORTH) -> bool:
+def put(tier: DiskTier, of: KvCacheSpec, number: int, worth: PageValue = PAGE_VALUE) -> bool:
     return tier.offer(of.name(KEYS[number]), memoryview(content_of(number)), worth)
 
 
@@ -80,8 +80,8 @@ def test_damaged_pages_are_missed(
     for what, damage in DAMAGES.items():
         damaged = damage(rng, whole[0], whole[1:])
         files[0].write_bytes(damaged)
-        found = get(tier, of.name(KEYS[0]))
-        assert found is None or damaged == whole[0], what
+        result = get(tier, of.name(KEYS[0]))
+        assert result is None or damaged == whole[0], what
     assert "A damaged page was removed from the page cache" in caplog.text
     for other in OTHER_KINDS:  # a file of another kind, under the right name
         elsewhere = tier_of(tmp_path / "o", other)

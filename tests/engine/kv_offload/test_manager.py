@@ -91,9 +91,9 @@ def test_pages_used_twice_are_found_after_a_restart(tmp_path: Path) -> None:
         assert totals(client).pages_written == 6
     with engine(tmp_path) as (client, paging):
         assert answer(client, PROMPT) == (tokens, 96)
-        found = totals(client)
-        assert (found.hits, found.pages_read, found.pages_stored) == (1, 6, 6)
-        assert found.saved_s > 0
+        result = totals(client)
+        assert (result.hits, result.pages_read, result.pages_stored) == (1, 6, 6)
+        assert result.saved_s > 0
         assert answer(client, [*PROMPT[:40], 7, 8, 9])[1] == 32, "it is in memory now"
         wait_for(lambda: client.loop.snapshot().scheduler.num_referenced_pages == 0)
 
@@ -212,8 +212,8 @@ def test_other_engines_are_asked_for_what_the_tiers_lack(tmp_path: Path) -> None
     with engine(tmp_path) as (client, _):
         pages, left = client.loop.pages, []
 
-        def other_engine(ticket: RequestState) -> bool:
-            transfer = pages.begin(ticket)
+        def other_engine(state: RequestState) -> bool:
+            transfer = pages.begin(state)
             if transfer is not None:
                 left.append((transfer.first_page, len(transfer.keys)))
                 pages.end(transfer)
@@ -310,8 +310,8 @@ def test_a_disk_that_becomes_slow_costs_at_most_a_twentieth_of_computing(
         transfers = client.loop.pages.scheduler.prefix_cache.transfers
         begin, drop = transfers.begin, transfers.drop
 
-        def begun(ticket: RequestState, within_s: float) -> Transfer | None:
-            transfer = begin(ticket, within_s)
+        def begun(state: RequestState, within_s: float) -> Transfer | None:
+            transfer = begin(state, within_s)
             if transfer is not None:
                 began_s[transfer] = transfer.expires_at_s - within_s
             return transfer

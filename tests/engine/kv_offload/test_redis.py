@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, content_of, kind
+from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, PAGE_VALUE, content_of, kind
 from support.stores import SECRET, Store, missing, store
 from twostroke.core.errors import UsageError
 from twostroke.engine.kv_offload.redis import RedisTier, check_store
@@ -40,19 +40,19 @@ def server(tmp_path: Path) -> Iterator[Store]:
 
 
 def put(
-    tier: RedisTier, number: int, of: KvCacheSpec | None = None, worth: PageValue = WORTH
+    tier: RedisTier, number: int, of: KvCacheSpec | None = None, worth: PageValue = PAGE_VALUE
 ) -> bool:
     return tier.offer((of or kind()).name(KEYS[number]), memoryview(content_of(number)), worth)
 
 
 def get(tier: RedisTier, number: int, of: KvCacheSpec | None = None) -> bytes | None:
     page = bytearray(PAGE_BYTES)
-    found = tier.fetch((of or kind()).name(KEYS[number]), memoryview(page))
-    return bytes(page) if found else None
+    result = tier.fetch((of or kind()).name(KEYS[number]), memoryview(page))
+    return bytes(page) if result else None
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 def test_a_page_is_found_by_another_machine_with_the_secret(

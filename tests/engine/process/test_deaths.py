@@ -155,10 +155,10 @@ def test_a_failure_of_the_watch_does_not_end_it(
     faults: list[Any] = [ArithmeticError("odd"), ArithmeticError("odd"), "it was tested"]
 
     def fault(*_: object) -> str | None:
-        found = faults.pop(0) if faults else None
-        if isinstance(found, Exception):
-            raise found
-        return found
+        result = faults.pop(0) if faults else None
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     async def run() -> None:
         async with started(model) as engine:
@@ -202,9 +202,9 @@ def test_whatever_fails_at_the_desk_is_answered(
     constraint = Constraint("regex", "a")
     with build(model, options()) as engine:
         recorder = Recorder()
-        desk = RequestHandler(engine, cast("Any", recorder))
-        desk._handle(wire.Compile(1, constraint))
-        desk._compiler.submit(int).result()  # after it
+        handler = RequestHandler(engine, cast("Any", recorder))
+        handler._handle(wire.Compile(1, constraint))
+        handler._compiler.submit(int).result()  # after it
         assert recorder.sent == [wire.RequestsStarted([1]), wire.Compiled(1)]
 
         def fail(*_: object, **__: object) -> None:
@@ -212,9 +212,9 @@ def test_whatever_fails_at_the_desk_is_answered(
 
         monkeypatch.setattr(engine.client.grammars, "compile", fail)
         monkeypatch.setattr(engine.client, "submit_prompts", fail)
-        desk._handle(wire.Compile(2, constraint))
-        desk._compiler.submit(int).result()
-        desk._handle(wire.Generate(3, PROMPTS, GREEDY, ANYONE, NO_HINTS))
+        handler._handle(wire.Compile(2, constraint))
+        handler._compiler.submit(int).result()
+        handler._handle(wire.Generate(3, PROMPTS, GREEDY, ANYONE, NO_HINTS))
         *_, compiled, accepted = recorder.sent
     assert isinstance(compiled, wire.Compiled)
     assert isinstance(accepted, wire.Accepted)
@@ -226,17 +226,17 @@ def test_what_is_cancelled_while_its_constraint_is_compiled_does_not_run(model: 
     params = SamplingParams(max_tokens=3000, constraint=Constraint("regex", "a+"))
     with build(model, options()) as engine:
         recorder = Recorder()
-        desk = RequestHandler(engine, cast("Any", recorder))
-        held, compiled = threading.Event(), desk._compiler.submit(int)
-        desk._compiler.submit(held.wait)
+        handler = RequestHandler(engine, cast("Any", recorder))
+        held, compiled = threading.Event(), handler._compiler.submit(int)
+        handler._compiler.submit(held.wait)
         compiled.result()
-        desk._handle(wire.Generate(1, PROMPTS, params, ANYONE, NO_HINTS))
-        desk._handle(wire.Cancel(1))
+        handler._handle(wire.Generate(1, PROMPTS, params, ANYONE, NO_HINTS))
+        handler._handle(wire.Cancel(1))
         held.set()
-        desk._compiler.submit(int).result()
+        handler._compiler.submit(int).result()
         ends = [o for m in recorder.sent if isinstance(m, wire.OutputBatch) for _, o in m.outputs]
     assert [output.finish_reason for output in ends][-2:] == [FinishReason.CANCEL] * 2
-    assert not desk._open
+    assert not handler._open
 
 
 def test_a_descriptor_beyond_1023_is_read() -> None:

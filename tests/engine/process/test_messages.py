@@ -92,10 +92,10 @@ def test_messages_are_taken_even_if_the_reader_stops_at_one() -> None:
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4)])
 def test_outputs_arrive_as_they_were(shape: tuple[int, ...]) -> None:
     vector = np.arange(4, dtype=np.float32).reshape(shape)
-    said = wire.OutputBatch([(1, Output(0, "hello", (5,))), (2, LAST), (3, Output(0, "", ()))])
-    said.outputs[2][1].embedding = vector
-    (found,) = received(wire.RECEIVED_BY_SERVER, from_engine(said))
-    assert found.outputs[:2] == said.outputs[:2]
+    output = wire.OutputBatch([(1, Output(0, "hello", (5,))), (2, LAST), (3, Output(0, "", ()))])
+    output.outputs[2][1].embedding = vector
+    (found,) = received(wire.RECEIVED_BY_SERVER, from_engine(output))
+    assert found.outputs[:2] == output.outputs[:2]
     assert np.array_equal(found.outputs[2][1].embedding, vector)
 
 

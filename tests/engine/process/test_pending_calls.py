@@ -25,11 +25,11 @@ def run(test: Callable[[Callable[..., None]], None]) -> None:
     """Run `test` with a function that submits prompts of given lengths; no engine process runs."""
 
     async def inside() -> None:
-        book = PendingCalls(lambda _: None)
-        book.is_up = False
+        pending = PendingCalls(lambda _: None)
+        pending.is_up = False
 
         def ask(*lengths: int, tenant: str = "a", priority: int = 0, n: int = 1) -> None:
-            caller, id_ = Caller(priority, tenant), len(book.open)
+            caller, id_ = Caller(priority, tenant), len(pending.open)
             prompts = [[1] * length for length in lengths]
             message: Any = wire.Generate(
                 id_, prompts, SamplingParams(n=max(n, 1)), caller, NO_HINTS
@@ -37,8 +37,8 @@ def run(test: Callable[[Callable[..., None]], None]) -> None:
             if n == 0:
                 message = wire.EmbedTexts(id_, prompts, EmbeddingParams(), caller)
             outputs = RemoteOutputs(message, len(prompts) * max(n, 1), lambda _: None)
-            book.check_room(outputs, CONFIG, 1.5)
-            book.add(outputs)
+            pending.check_room(outputs, CONFIG, 1.5)
+            pending.add(outputs)
 
         test(ask)
 
@@ -89,12 +89,12 @@ def test_a_timeout_that_the_engine_did_not_keep_says_whether_anything_was_comput
     has_begun: bool,
 ) -> None:
     async def work() -> None:
-        book = PendingCalls(lambda _: None)
+        pending = PendingCalls(lambda _: None)
         message = wire.Generate(1, [[1]], SamplingParams(), Caller(timeout_s=-1), NO_HINTS)
         outputs = RemoteOutputs(message, 1, lambda _: None)
-        book.add(outputs)
+        pending.add(outputs)
         outputs.has_started = has_begun
-        book.end_timed_out()
+        pending.end_timed_out()
         with pytest.raises(DeadlineError) as late:
             await outputs.accepted
         assert late.value.facts["is_unrun"] is not has_begun

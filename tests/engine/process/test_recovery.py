@@ -59,11 +59,11 @@ def engine_of(
     create_backend = recipe_module.create_backend
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        found = create_backend(*args, **kwargs)
+        result = create_backend(*args, **kwargs)
         if kwargs["share_threads_with"] is not None:
-            return found  # a draft model's backend
-        made.append(Ranks(found, steps_ahead))
-        return found
+            return result  # a draft model's backend
+        made.append(Ranks(result, steps_ahead))
+        return result
 
     options = EngineOptions(
         ComputeOptions(backend=backend),
@@ -86,13 +86,15 @@ def said(llm: LLM) -> list[Any]:
     is_exact = llm.engine.client.loop.facts.name == "cpu"
     return [
         (
-            one.text,
-            one.token_ids,
-            one.finish_reason,
-            (one.logprobs, one.prompt_logprobs) if is_exact else len(one.prompt_logprobs or ()),
+            answer.text,
+            answer.token_ids,
+            answer.finish_reason,
+            (answer.logprobs, answer.prompt_logprobs)
+            if is_exact
+            else len(answer.prompt_logprobs or ()),
         )
         for answers in llm.generate(prompts, ASKED * len(TEXTS))
-        for one in answers
+        for answer in answers
     ]
 
 
@@ -111,16 +113,16 @@ def test_tokens_do_not_depend_on_steps_in_flight_or_lost_ranks(
     tmp_path: Path, backend: str, method: str, count: int | None
 ) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    guessing: dict[str, Any] = {"method": method, "count": count}
+    speculation: dict[str, Any] = {"method": method, "count": count}
     if method == "draft":
-        guessing["draft"] = str(path)
+        speculation["draft"] = str(path)
     if method in {"eagle", "medusa"}:
-        guessing["heads"] = str(write_random_heads(tmp_path / method, path, method))
+        speculation["heads"] = str(write_random_heads(tmp_path / method, path, method))
     with engine_of(path, backend, 0, 0.0, method="off") as (llm, _):
         plain = said(llm)
     num_losses = 0
     for steps_ahead, chance in ((0, 0.05), (1, 0.0), (2, 0.05)):
-        with engine_of(path, backend, steps_ahead, chance, **guessing) as (llm, ranks):
+        with engine_of(path, backend, steps_ahead, chance, **speculation) as (llm, ranks):
             assert said(llm) == plain
             loop = llm.engine.client.loop
             stats, guesses = loop.snapshot().scheduler, loop.snapshot().speculation
@@ -151,13 +153,13 @@ def client_of(folder: Path, steps_ahead: int) -> Iterator[tuple[Client, Backend,
 
 def answers(client: Client, prompts: list[list[int]]) -> list[tuple[int, ...] | str]:
     generations = [client.generate(prompt, GREEDY) for prompt in prompts]
-    found: list[tuple[int, ...] | str] = []
+    results: list[tuple[int, ...] | str] = []
     for generation in generations:
         try:
-            found.append(generation.wait()[0].token_ids)
+            results.append(generation.wait()[0].token_ids)
         except TwostrokeError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 2])
@@ -173,8 +175,8 @@ def test_requests_come_and_go_while_ranks_are_replaced(tmp_path: Path, steps_ahe
         for one in (1, 3):
             generations[one].cancel()
         ranks.gate.set()
-        found = [generation.wait()[0] for generation in generations]
-        for one, answer in enumerate(found):
+        results = [generation.wait()[0] for generation in generations]
+        for one, answer in enumerate(results):
             if one in (1, 3):
                 assert answer.finish_reason is FinishReason.CANCEL
             else:
@@ -245,10 +247,10 @@ def test_a_request_that_breaks_a_step_fails_alone_with_others_in_flight(tmp_path
             backend.poison, ranks.chance = 99, chance
             backend.gate.clear()
             threading.Timer(0.1, backend.gate.set).start()
-            found = answers(client, prompts)
+            result = answers(client, prompts)
             at = prompts.index([99] * 50)
-            assert str(found.pop(at)).startswith("The engine failed on this request: ValueError")
-            assert found == expected[:at] + expected[at + 1 :]
+            assert str(result.pop(at)).startswith("The engine failed on this request: ValueError")
+            assert result == expected[:at] + expected[at + 1 :]
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 

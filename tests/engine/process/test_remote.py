@@ -67,18 +67,20 @@ def test_answers_are_those_of_an_engine_in_this_process(model: str) -> None:
     )
 
     async def run(engine: ServedEngine) -> list[Any]:
-        found: list[Any] = []
+        result: list[Any] = []
         for params in (GREEDY, seeded, held):
             said: dict[int, list[Any]] = {}
             async for output in await engine.generate(PROMPTS, params, ANYONE, NO_HINTS):
                 parts = output.text, output.token_ids, output.logprobs
                 ends = output.finish_reason, output.stop, output.usage
                 said.setdefault(output.index, []).append((parts, ends))
-            found.append(said)
+            result.append(said)
         vectors = await engine.embed(PROMPTS, EmbeddingParams(), ANYONE)
-        found += [(one.index, np.asarray(one.embedding).tobytes()) async for one in vectors]
-        found.append(await engine.compile(Constraint("regex", "a*")))
-        return found
+        result += [
+            (vector.index, np.asarray(vector.embedding).tobytes()) async for vector in vectors
+        ]
+        result.append(await engine.compile(Constraint("regex", "a*")))
+        return result
 
     async def there() -> list[Any]:
         async with started(model) as engine:

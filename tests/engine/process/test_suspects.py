@@ -57,47 +57,47 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 def test_what_was_there_at_two_deaths_runs_alone() -> None:
     async def work() -> None:
-        desk = Desk()
+        handler = Desk()
         for _ in range(2):
-            desk.ask(7, begins=True)
-            desk.ask(8, begins=True)
-            desk.die()
-        other = desk.ask(1, begins=True)
-        suspect, late = desk.ask(7), desk.ask(2)
-        assert desk.sent == [other.message.id]  # it waits for the other, and others for it
-        desk.book.remove(other)
-        assert desk.sent == [other.message.id, suspect.message.id]
-        desk.book.on_output(suspect)
-        assert desk.sent[2:] == [late.message.id]
+            handler.ask(7, begins=True)
+            handler.ask(8, begins=True)
+            handler.die()
+        other = handler.ask(1, begins=True)
+        suspect, late = handler.ask(7), handler.ask(2)
+        assert handler.sent == [other.message.id]  # it waits for the other, and others for it
+        handler.book.remove(other)
+        assert handler.sent == [other.message.id, suspect.message.id]
+        handler.book.on_output(suspect)
+        assert handler.sent[2:] == [late.message.id]
 
     run(work())
 
 
 def test_a_suspect_that_leaves_lets_others_go() -> None:
     async def work() -> None:
-        desk = Desk()
+        handler = Desk()
         for _ in range(2):
-            desk.ask(7, begins=True)
-            desk.die()
-        suspect, late = desk.ask(7), desk.ask(2)
-        assert desk.sent == [suspect.message.id]
-        desk.book.remove(suspect)
-        assert desk.sent[1:] == [late.message.id]
+            handler.ask(7, begins=True)
+            handler.die()
+        suspect, late = handler.ask(7), handler.ask(2)
+        assert handler.sent == [suspect.message.id]
+        handler.book.remove(suspect)
+        assert handler.sent[1:] == [late.message.id]
 
     run(work())
 
 
 def test_a_suspect_that_waits_does_not_hold_up_others_for_ever() -> None:
     async def work() -> None:
-        desk = Desk()
+        handler = Desk()
         for _ in range(2):
-            desk.ask(7, begins=True)
-            desk.die()
-        desk.ask(7)
-        late = desk.ask(2)
-        desk.die()  # before it has begun
-        assert desk.sent == [3]
-        assert late.message.id in desk.book.unsent
+            handler.ask(7, begins=True)
+            handler.die()
+        handler.ask(7)
+        late = handler.ask(2)
+        handler.die()  # before it has begun
+        assert handler.sent == [3]
+        assert late.message.id in handler.book.unsent
 
     run(work())
 
@@ -138,23 +138,23 @@ def test_no_number_of_deaths_beside_other_requests_refuses_a_request() -> None:
 
 def test_after_a_third_death_a_request_stays_alone_to_its_end() -> None:
     async def work() -> None:
-        desk = Desk()
+        handler = Desk()
         for _ in range(2):
-            desk.ask(7, begins=True)
-            desk.ask(8, begins=True)
-            desk.die()
-        suspect = desk.ask(7, begins=True)
-        joined = desk.ask(1, begins=True)
-        desk.book.on_output(suspect)
-        assert joined.message.id in desk.sent  # it joined after the first output
-        desk.die()
-        assert not desk.book.crash_history.is_refused(suspect.message)
-        again = desk.ask(7, begins=True)
-        late = desk.ask(2)
-        desk.book.on_output(again)
-        assert late.message.id in desk.book.unsent
-        desk.book.remove(again)
-        assert late.message.id in desk.sent
+            handler.ask(7, begins=True)
+            handler.ask(8, begins=True)
+            handler.die()
+        suspect = handler.ask(7, begins=True)
+        joined = handler.ask(1, begins=True)
+        handler.book.on_output(suspect)
+        assert joined.message.id in handler.sent  # it joined after the first output
+        handler.die()
+        assert not handler.book.crash_history.is_refused(suspect.message)
+        again = handler.ask(7, begins=True)
+        late = handler.ask(2)
+        handler.book.on_output(again)
+        assert late.message.id in handler.book.unsent
+        handler.book.remove(again)
+        assert late.message.id in handler.sent
 
     run(work())
 

@@ -50,8 +50,8 @@ class Line:
             plan = self.scheduler.plan()
             self.now_s += 1.0
             if plan is not None:
-                self.started += [piece.request.id for piece in plan.slices if not piece.start]
-                num = sum(piece.num_drawn for piece in plan.slices)
+                self.started += [slice_.request.id for slice_ in plan.slices if not slice_.start]
+                num = sum(slice_.num_drawn for slice_ in plan.slices)
                 self.scheduler.commit(plan, StepResult([1] * num, [None] * num))
 
 

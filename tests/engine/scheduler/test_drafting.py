@@ -24,19 +24,19 @@ def waiting_slice(num_pages=64, max_tokens=20, **limits):
 
 
 def test_a_chain_of_drafts_is_taken_unchanged():
-    steps, request, _, piece = waiting_slice()
-    assert list(steps.scheduler.add_drafts(piece, [7, 8, 9])) == [0, 1, 2]
-    assert (piece.drafts, piece.branches) == ((7, 8, 9), ())
+    steps, request, _, slice_ = waiting_slice()
+    assert list(steps.scheduler.add_drafts(slice_, [7, 8, 9])) == [0, 1, 2]
+    assert (slice_.drafts, slice_.branches) == ((7, 8, 9), ())
     assert len(request.pages[0]) == 3
     check_scheduler(steps.scheduler)
 
 
 def test_a_tree_is_laid_out_so_that_paths_are_long():
-    steps, request, plan, piece = waiting_slice()
-    assert steps.scheduler.add_drafts(piece, *TREE) == [0, 2, 5, 3, 1, 4]
-    assert piece.drafts == (10, 12, 15, 13, 11, 14)
-    assert parents_of(6, piece.branches) == [ROOT, 0, 1, 0, ROOT, 4]
-    low, high = piece.branches
+    steps, request, plan, slice_ = waiting_slice()
+    assert steps.scheduler.add_drafts(slice_, *TREE) == [0, 2, 5, 3, 1, 4]
+    assert slice_.drafts == (10, 12, 15, 13, 11, 14)
+    assert parents_of(6, slice_.branches) == [ROOT, 0, 1, 0, ROOT, 4]
+    low, high = slice_.branches
     # Five prompt tokens and one of output: drafts begin at position 6, in the second page of 4.
     assert (low.position, low.own_page_index, low.above, low.is_copied) == (7, 1, (0, 1), True)
     assert (high.position, high.own_page_index, high.above, high.is_copied) == (6, 1, (0,), True)
@@ -47,16 +47,16 @@ def test_a_tree_is_laid_out_so_that_paths_are_long():
 
 
 def test_a_tree_without_branches_is_a_chain():
-    steps, _, _, piece = waiting_slice()
-    assert steps.scheduler.add_drafts(piece, (7, 8, 9), (ROOT, 0, 1)) == [0, 1, 2]
-    assert (piece.drafts, piece.branches) == ((7, 8, 9), ())
+    steps, _, _, slice_ = waiting_slice()
+    assert steps.scheduler.add_drafts(slice_, (7, 8, 9), (ROOT, 0, 1)) == [0, 1, 2]
+    assert (slice_.drafts, slice_.branches) == ((7, 8, 9), ())
 
 
 def test_a_branch_that_begins_a_page_shares_no_rows():
     """A branch that leaves its path at the beginning of a page has no rows to copy."""
-    steps, _, _, piece = waiting_slice()
-    assert steps.scheduler.add_drafts(piece, (1, 2, 3, 4), (ROOT, 0, 1, 1)) == [0, 1, 2, 3]
-    [branch] = piece.branches
+    steps, _, _, slice_ = waiting_slice()
+    assert steps.scheduler.add_drafts(slice_, (1, 2, 3, 4), (ROOT, 0, 1, 1)) == [0, 1, 2, 3]
+    [branch] = slice_.branches
     assert (branch.position, branch.own_page_index, branch.page_index) == (8, 2, 1)
     assert (branch.above, branch.is_copied, branch.num_own) == ((), False, 1)
 
@@ -66,8 +66,8 @@ def test_paths_end_where_the_request_must():
     steps.add("r", 5, max_tokens=4)
     steps.step()
     plan = steps.plan()
-    [piece] = plan.slices  # one token is out, one will be drawn: two drafts could be of use
-    assert steps.scheduler.add_drafts(piece, *TREE) == [0, 2, 3, 1, 4]
+    [slice_] = plan.slices  # one token is out, one will be drawn: two drafts could be of use
+    assert steps.scheduler.add_drafts(slice_, *TREE) == [0, 2, 3, 1, 4]
 
 
 @pytest.mark.parametrize(
@@ -81,17 +81,17 @@ def test_paths_end_where_the_request_must():
     ],
 )
 def test_without_room_a_tree_loses_branches_and_then_its_end(num_pages, expected):
-    steps, request, plan, piece = waiting_slice(num_pages, max_tokens=None, cache=False)
-    assert list(steps.scheduler.add_drafts(piece, *TREE)) == expected
-    assert piece.drafts == tuple(TREE[0][i] for i in expected)
+    steps, request, plan, slice_ = waiting_slice(num_pages, max_tokens=None, cache=False)
+    assert list(steps.scheduler.add_drafts(slice_, *TREE)) == expected
+    assert slice_.drafts == tuple(TREE[0][i] for i in expected)
     assert not request.num_preemptions
     check_scheduler(steps.scheduler)
     steps.land(plan)
 
 
 def test_pages_of_branches_come_back_when_their_request_ends_in_flight():
-    steps, request, plan, piece = waiting_slice()
-    steps.scheduler.add_drafts(piece, *TREE)
+    steps, request, plan, slice_ = waiting_slice()
+    steps.scheduler.add_drafts(slice_, *TREE)
     steps.cancel("r")
     check_scheduler(steps.scheduler)
     steps.land(plan)
@@ -104,16 +104,16 @@ def test_the_right_drafts_are_the_longest_matching_path(seed):
     rng = random.Random(seed)
     parents = [rng.randrange(-1, i) for i in range(rng.randint(1, 12))]
     drafts = [rng.randrange(2) for _ in parents]
-    steps, _, _, piece = waiting_slice(256)
-    taken = steps.scheduler.add_drafts(piece, drafts, parents)
+    steps, _, _, slice_ = waiting_slice(256)
+    taken = steps.scheduler.add_drafts(slice_, drafts, parents)
     assert sorted(taken) == list(range(len(parents)))
     text = [rng.randrange(2) for _ in range(14)]  # what would be drawn
-    found = parents_of(len(drafts), piece.branches)
-    depths = [len(path_to(i, found)) for i in range(len(drafts))]
+    result = parents_of(len(drafts), slice_.branches)
+    depths = [len(path_to(i, result)) for i in range(len(drafts))]
     drawn = [text[0], *(text[depth] for depth in depths)]
-    right = accepted_drafts(piece.drafts, piece.branches, drawn)
-    said = [piece.drafts[i] for i in right]
+    right = accepted_drafts(slice_.drafts, slice_.branches, drawn)
+    said = [slice_.drafts[i] for i in right]
     assert said == text[: len(said)]
-    assert [found[i] for i in right] == [ROOT, *right][: len(right)]
+    assert [result[i] for i in right] == [ROOT, *right][: len(right)]
     ways = ([drafts[i] for i in path_to(node, parents)] for node in range(len(drafts)))
     assert len(said) == max((len(way) for way in ways if way == text[: len(way)]), default=0)

@@ -46,11 +46,11 @@ class Service:
     def step(self) -> None:
         plan = self.scheduler.plan()
         assert plan is not None
-        for piece in plan.slices:
-            self.computed[piece.request.tenant] += piece.count
-            if piece.start == piece.request.num_cached and piece.request.num_output == 0:
-                self.started.append(piece.request.id)
-        num_drawn = sum(piece.num_drawn for piece in plan.slices)
+        for slice_ in plan.slices:
+            self.computed[slice_.request.tenant] += slice_.count
+            if slice_.start == slice_.request.num_cached and slice_.request.num_output == 0:
+                self.started.append(slice_.request.id)
+        num_drawn = sum(slice_.num_drawn for slice_ in plan.slices)
         self.scheduler.commit(plan, StepResult([1] * num_drawn, [None] * num_drawn))
 
 
@@ -115,12 +115,12 @@ def test_one_tenant_is_served_in_the_order_of_arrival_and_priority():
         arrivals.append((arrival + most * request.priority, arrival, request.id))
         if rng.random() < 0.5:
             plan = scheduler.plan()
-            num = sum(piece.num_drawn for piece in plan.slices)
+            num = sum(slice_.num_drawn for slice_ in plan.slices)
             scheduler.commit(plan, StepResult([1] * num, [None] * num))
-    by_rank = sorted(scheduler._states.values(), key=lambda ticket: ticket.priority_key)
-    alive = {ticket.request.id for ticket in by_rank}
+    by_rank = sorted(scheduler._states.values(), key=lambda state: state.priority_key)
+    alive = {state.request.id for state in by_rank}
     right = [name for _, _, name in sorted(arrivals) if name in alive]
-    assert [ticket.request.id for ticket in by_rank] == right
+    assert [state.request.id for state in by_rank] == right
     assert len(right) > 100
 
 

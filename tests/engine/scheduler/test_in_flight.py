@@ -13,19 +13,19 @@ from twostroke.core.request import FinishReason
 
 def sizes(steps, count):
     """Return the number of rows in each of the next steps, with the maximum number in flight."""
-    flights = deque()
+    in_flight = deque()
     rows = []
     while len(rows) < count:
         plan = None
-        if len(flights) <= steps.scheduler.config.steps_ahead:
+        if len(in_flight) <= steps.scheduler.config.steps_ahead:
             plan = steps.scheduler.plan()
         if plan is not None:
             rows.append(plan.num_rows)
-            flights.append(plan)
+            in_flight.append(plan)
         else:
-            steps.land(flights.popleft())
-    while flights:
-        steps.land(flights.popleft())
+            steps.land(in_flight.popleft())
+    while in_flight:
+        steps.land(in_flight.popleft())
     return rows
 
 
@@ -52,8 +52,8 @@ def test_chunks_of_a_prompt_follow_each_other():
     steps = Steps(token_budget=24, steps_ahead=2)
     request = steps.add("r", 20, max_tokens=2)
     plans = [steps.plan() for _ in range(3)]
-    pieces = [(p.start, p.count, p.samples) for plan in plans for p in plan.slices]
-    assert pieces == [(0, 8, False), (8, 8, False), (16, 4, True)]
+    slices = [(p.start, p.count, p.samples) for plan in plans for p in plan.slices]
+    assert slices == [(0, 8, False), (8, 8, False), (16, 4, True)]
     assert (request.num_computed, request.num_planned, request.num_pending) == (0, 20, 0)
     steps.land(plans[0])
     assert steps.scheduler.plan() is None, "the next token is not known"
@@ -67,8 +67,8 @@ def test_a_chunk_in_flight_is_not_found_by_others():
     steps.add("first", 20, max_tokens=1)
     steps.plan()
     steps.add("second", 20, max_tokens=1)
-    [piece] = steps.plan().slices
-    assert (piece.request.id, piece.start) == ("first", 8)
+    [slice_] = steps.plan().slices
+    assert (slice_.request.id, slice_.start) == ("first", 8)
 
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCEL, FinishReason.STOP])
@@ -94,9 +94,9 @@ def test_drafts_in_flight_are_taken_while_another_step_runs():
     steps.step()
     plans = [steps.plan(), steps.plan()]
     assert [plan.slices[0].request.id for plan in plans] == ["a", "b"]
-    piece = plans[1].slices[0]
-    steps.scheduler.add_drafts(piece, (10, 11, 12, 13), (-1, -1, 0, 1))
-    assert piece.branches
+    slice_ = plans[1].slices[0]
+    steps.scheduler.add_drafts(slice_, (10, 11, 12, 13), (-1, -1, 0, 1))
+    assert slice_.branches
     check_scheduler(steps.scheduler)
     for plan in plans:
         steps.land(plan)
@@ -107,14 +107,14 @@ def test_pages_are_taken_from_others_only_when_no_step_is_in_flight():
     steps = Steps(num_pages=4, cache=False, steps_ahead=1)
     first = steps.add("a", 4, max_tokens=12)
     last = steps.add("b", 4, max_tokens=12)
-    flights = deque()
+    in_flight = deque()
     while steps.scheduler.has_work:
-        plan = steps.scheduler.plan() if len(flights) < 2 else None
+        plan = steps.scheduler.plan() if len(in_flight) < 2 else None
         if plan is None:
-            steps.land(flights.popleft())
+            steps.land(in_flight.popleft())
             continue
-        assert not plan.preempted or not flights
-        flights.append(plan)
+        assert not plan.preempted or not in_flight
+        in_flight.append(plan)
         check_scheduler(steps.scheduler)
     assert first.num_preemptions == 0
     assert last.num_preemptions > 0
@@ -128,13 +128,13 @@ def test_an_urgent_request_waits_for_steps_in_flight_and_not_longer():
     plans = [steps.plan()]
     steps.add("urgent", [40, 41], max_tokens=1)
     plans.append(steps.plan())
-    assert [piece.request.id for plan in plans for piece in plan.slices] == ["slow", "slow"]
+    assert [slice_.request.id for plan in plans for slice_ in plan.slices] == ["slow", "slow"]
     steps.land(plans[0])
     assert steps.scheduler.plan() is None
     steps.land(plans[1])
     plan = steps.plan()
     assert plan.preempted == (slow,)
-    assert [piece.request.id for piece in plan.slices] == ["urgent"]
+    assert [slice_.request.id for slice_ in plan.slices] == ["urgent"]
     steps.land(plan)
     steps.finish()
 
@@ -168,7 +168,7 @@ def test_all_pages_can_be_lost():
     assert (stats.num_running, stats.num_waiting) == (0, 2)
     assert stats.num_free_pages == steps.pool.num_pages
     assert gone.pages == []
-    assert [piece.request.id for piece in steps.plan().slices] == ["a", "b"]
+    assert [slice_.request.id for slice_ in steps.plan().slices] == ["a", "b"]
 
 
 def test_steps_are_committed_in_their_order():
@@ -183,16 +183,16 @@ def test_steps_are_committed_in_their_order():
 
 def play(steps):
     """Run to the end with the maximum number of steps in flight; return each step's requests."""
-    flights, names = deque(), []
-    while steps.scheduler.has_work or flights:
-        may_start = len(flights) <= steps.scheduler.config.steps_ahead
+    in_flight, names = deque(), []
+    while steps.scheduler.has_work or in_flight:
+        may_start = len(in_flight) <= steps.scheduler.config.steps_ahead
         plan = steps.scheduler.plan() if may_start else None
         check_scheduler(steps.scheduler)
         if plan is None:
-            steps.land(flights.popleft())
+            steps.land(in_flight.popleft())
         else:
-            flights.append(plan)
-            names.append("".join(piece.request.id for piece in plan.slices))
+            in_flight.append(plan)
+            names.append("".join(slice_.request.id for slice_ in plan.slices))
     return names
 
 
@@ -217,15 +217,15 @@ def test_requests_that_wait_for_their_tokens_delay_nobody_and_go_together():
     assert play(steps) == ["apq", "a"] * 4
     steps = Steps(steps_ahead=1, samples_ahead=True)
     steps.add("p", [1, 2], max_tokens=9, presence_penalty=1.0)
-    flights = deque([steps.plan()])
+    in_flight = deque([steps.plan()])
     steps.add("q", [3, 4], max_tokens=9, presence_penalty=1.0)  # in the step between
-    flights.append(steps.plan())
-    steps.land(flights.popleft())
-    flights.append(steps.plan())
-    assert [[p.request.id for p in plan.slices] for plan in flights] == [["q"], ["p"]]
-    steps.land(flights.popleft())
+    in_flight.append(steps.plan())
+    steps.land(in_flight.popleft())
+    in_flight.append(steps.plan())
+    assert [[p.request.id for p in plan.slices] for plan in in_flight] == [["q"], ["p"]]
+    steps.land(in_flight.popleft())
     assert steps.scheduler.plan() is None, "it would be a step for one of them"
-    steps.land(flights.popleft())
+    steps.land(in_flight.popleft())
     assert play(steps)[:3] == ["pq"] * 3
 
 

@@ -39,7 +39,7 @@ class Bench:
             return []
         self.scheduler.commit(plan, self.model.run(plan))
         check_scheduler(self.scheduler)
-        return [piece.request.id for piece in plan.slices]
+        return [slice_.request.id for slice_ in plan.slices]
 
 
 def test_continuous_lets_requests_join_at_any_step():

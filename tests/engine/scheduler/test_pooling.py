@@ -34,15 +34,15 @@ SETTINGS = settings(
 
 def states_of(steps: Steps, *requests: Request) -> list[list[float]]:
     """Run steps until all requests have ended; return the hidden states that each reported."""
-    found: dict[Request, list[float]] = {request: [] for request in requests}
+    results: dict[Request, list[float]] = {request: [] for request in requests}
     while steps.scheduler.has_work:
         plan = steps.plan()
         for delta in steps.scheduler.commit(plan, steps.model.run(plan)):
             assert not delta.tokens or delta.request.pooling is None
             if delta.states is not None:
-                found[delta.request] += delta.states[:, 0].tolist()
+                results[delta.request] += delta.states[:, 0].tolist()
         check_scheduler(steps.scheduler)
-    return [found[request] for request in requests]
+    return [results[request] for request in requests]
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 63, 64])

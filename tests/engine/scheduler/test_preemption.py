@@ -28,7 +28,7 @@ def test_urgent_request_preempts_a_less_urgent_one():
     steps.add("urgent", max_tokens=1)
     plan = steps.plan()
     assert plan.preempted == (second,)
-    assert [piece.request.id for piece in plan.slices] == ["a", "urgent"]
+    assert [slice_.request.id for slice_ in plan.slices] == ["a", "urgent"]
     assert (second.pages, second.num_computed, second.num_preemptions) == ([], 0, 1)
     steps.land(plan)
     steps.finish()
@@ -136,6 +136,6 @@ def test_slice_of_a_preempted_request_goes_back_into_the_budget():
     while first.num_preemptions == 0 and not first.is_finished:
         plan = steps.plan()
         assert plan.num_rows <= 8
-        assert not {piece.request for piece in plan.slices} & set(plan.preempted)
+        assert not {slice_.request for slice_ in plan.slices} & set(plan.preempted)
         steps.land(plan)
     steps.finish()

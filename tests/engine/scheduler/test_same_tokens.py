@@ -47,17 +47,17 @@ def random_scheduler(rng):
 def serve(scheduler, model, requests, rng):
     """Let requests arrive at random steps, and run until all have ended."""
     todo = list(requests)
-    flights = deque()
+    in_flight = deque()
     while todo or scheduler.has_work:
         while todo and rng.random() < 0.4:
             scheduler.add(todo.pop())
         if not todo:
             scheduler.flush()
-        plan = scheduler.plan() if len(flights) <= scheduler.config.steps_ahead else None
+        plan = scheduler.plan() if len(in_flight) <= scheduler.config.steps_ahead else None
         if plan is not None:
-            flights.append((plan, model.run(plan)))
-        elif flights:
-            scheduler.commit(*flights.popleft())
+            in_flight.append((plan, model.run(plan)))
+        elif in_flight:
+            scheduler.commit(*in_flight.popleft())
 
 
 @pytest.mark.rounds

@@ -12,13 +12,13 @@ from twostroke.core.request import FinishReason, Request
 
 def scores_of(steps: Steps, *requests: Request) -> list[list[object]]:
     """Run steps until all requests have ended; return the scores of each."""
-    found: dict[Request, list[object]] = {request: [] for request in requests}
+    results: dict[Request, list[object]] = {request: [] for request in requests}
     while steps.scheduler.has_work:
         plan = steps.plan()
         for delta in steps.scheduler.commit(plan, steps.model.run(plan)):
-            found.setdefault(delta.request, []).extend(delta.scores)
+            results.setdefault(delta.request, []).extend(delta.scores)
         check_scheduler(steps.scheduler)
-    return [found[request] for request in requests]
+    return [results[request] for request in requests]
 
 
 def test_a_long_prompt_is_cut_so_that_few_rows_have_logits() -> None:
@@ -27,7 +27,7 @@ def test_a_long_prompt_is_cut_so_that_few_rows_have_logits() -> None:
     cuts = []
     for _ in range(3):
         plan = steps.plan()
-        cuts.append([(piece.count, piece.num_scored, piece.samples) for piece in plan.slices])
+        cuts.append([(slice_.count, slice_.num_scored, slice_.samples) for slice_ in plan.slices])
         steps.land(plan)
     assert cuts == [[(6, 6, False)], [(6, 6, False)], [(3, 2, True)]]
     assert request.num_output == 1
@@ -63,7 +63,7 @@ def test_rows_computed_again_are_not_scored_again() -> None:
     steps.add("urgent", 30, priority=-1, max_tokens=1)
     steps.step()
     plan = steps.plan()
-    assert [(piece.count, piece.num_scored) for piece in plan.slices] == [(10, 5)]
+    assert [(slice_.count, slice_.num_scored) for slice_ in plan.slices] == [(10, 5)]
     assert plan.slices[0].request is victim
     steps.land(plan)
     steps.finish()

@@ -89,7 +89,7 @@ def test_pages_that_arrived_are_evicted_before_those_that_they_continue() -> Non
     steps.scheduler.prefix_cache.transfers.end(transfer)
     assert chain is not None
     assert steps.index is not None
-    places = {steps.index.find((0, key)): place for place, key in enumerate(chain.keys)}
+    places = {steps.index.find((0, key)): index for index, key in enumerate(chain.keys)}
     _, cached = steps.pool.contents()
     assert [places[page] for page in reversed(cached) if page in places] == [0, 1, 2]
 
@@ -182,11 +182,11 @@ def steps_of(steps: Steps, transfer: Transfer) -> set[str]:
     assert plan is not None
     steps.scheduler.commit(plan, steps.model.run(plan))
     check_pool(steps.pool, [*_held(steps), list(transfer.pages.values())])
-    return {piece.request.id for piece in plan.slices}
+    return {slice_.request.id for slice_ in plan.slices}
 
 
 def _held(steps: Steps) -> list[list[int]]:
-    return [page for ticket in steps.scheduler._running for page in ticket.request.pages]
+    return [page for state in steps.scheduler._running for page in state.request.pages]
 
 
 def test_arrived_pages_are_let_go_to_bring_more() -> None:

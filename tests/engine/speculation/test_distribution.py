@@ -120,7 +120,7 @@ def guesses(rng: random.Random, how: str, request: Request) -> tuple[int, ...]:
         return tuple(rng.choices(range(VOCAB_SIZE), k=2))
     if how == "now and then":
         return tuple(rng.choices(range(VOCAB_SIZE), k=rng.randrange(3)))
-    found: list[int] = []
+    results: list[int] = []
     for place in range(2):
         if how == "other model":
             [last] = rng.choices(range(VOCAB_SIZE), OTHER_MODEL[last])
@@ -128,8 +128,8 @@ def guesses(rng: random.Random, how: str, request: Request) -> tuple[int, ...]:
             last = LIKELIEST[last][0]
         else:  # what a draft that knew the seed would say
             last = (request.seed + place) % VOCAB_SIZE
-        found.append(last)
-    return tuple(found)
+        results.append(last)
+    return tuple(results)
 
 
 def tree(rng: random.Random, how: str, request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:

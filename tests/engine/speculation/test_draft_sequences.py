@@ -20,7 +20,7 @@ TOKEN_IDS = (10, 20, 30, 40)
 def guesses_of(*draws: tuple[int, dict[int, float]]) -> DraftSequence:
     """Return a draft sequence with these tokens, each with the probabilities of its step."""
     rate = AcceptanceRate([(kind + 0.5) / 10 for kind in range(10)], 0.6).for_request()
-    found = DraftSequence(Request("r", [], 0, SamplingParams(), 0), rate, 10, TOKEN_IDS)
+    result = DraftSequence(Request("r", [], 0, SamplingParams(), 0), rate, 10, TOKEN_IDS)
     for drawn, chances in draws:
         top = sorted(chances.items(), key=lambda item: -item[1])
         logprobs = TokenLogprobs(
@@ -28,8 +28,8 @@ def guesses_of(*draws: tuple[int, dict[int, float]]) -> DraftSequence:
             tuple(token for token, _ in top),
             tuple(math.log(chance) for _, chance in top),
         )
-        assert found.take(drawn, logprobs)
-    return found
+        assert result.take(drawn, logprobs)
+    return result
 
 
 def test_drafts_have_the_targets_ids_and_rates_by_probability() -> None:
@@ -42,8 +42,8 @@ def test_drafts_have_the_targets_ids_and_rates_by_probability() -> None:
 
 
 def test_likely_tokens_become_leaves() -> None:
-    found = guesses_of((0, {0: 0.55, 1: 0.35, 2: 0.02}), (3, {3: 0.85, 0: 0.12}))
-    proposal = found.proposal("eagle", 8)
+    result = guesses_of((0, {0: 0.55, 1: 0.35, 2: 0.02}), (3, {3: 0.85, 0: 0.12}))
+    proposal = result.proposal("eagle", 8)
     assert proposal is not None
     by_token = dict(zip(proposal.tokens, proposal.parents, strict=True))
     first, second = proposal.tokens.index(10), proposal.tokens.index(40)
@@ -55,40 +55,40 @@ def test_likely_tokens_become_leaves() -> None:
 
 
 def test_no_more_are_proposed_than_are_wanted() -> None:
-    found = guesses_of((0, {0: 0.5, 1: 0.3, 2: 0.2}), (0, {0: 0.5, 1: 0.3, 2: 0.2}))
-    proposal = found.proposal("eagle", 3)
+    result = guesses_of((0, {0: 0.5, 1: 0.3, 2: 0.2}), (0, {0: 0.5, 1: 0.3, 2: 0.2}))
+    proposal = result.proposal("eagle", 3)
     assert proposal is not None
     assert len(proposal.tokens) == 3
 
 
 def test_a_token_that_was_not_drawn_is_not_drafted() -> None:
-    found = guesses_of()
-    assert not found.take(NO_TOKEN, None)
-    assert found.proposal("eagle", 8) is None
+    result = guesses_of()
+    assert not result.take(NO_TOKEN, None)
+    assert result.proposal("eagle", 8) is None
 
 
 def test_a_text_with_wrong_drafts_is_left_alone_and_tried_again() -> None:
-    found = guesses_of((1, {1: 0.97}))
-    proposal = found.proposal("eagle", 8)
+    result = guesses_of((1, {1: 0.97}))
+    proposal = result.proposal("eagle", 8)
     assert proposal is not None
     for _ in range(40):
-        found.rate.learn(proposal, DraftOutcome([0], [], [10]))
-    assert found.rate.first < 0.1
-    assert not found.rate.pays(0.2)
-    assert found.rate.pays(0.01)
+        result.rate.learn(proposal, DraftOutcome([0], [], [10]))
+    assert result.rate.first < 0.1
+    assert not result.rate.pays(0.2)
+    assert result.rate.pays(0.01)
     tries = 0
-    while not found.rate.pays(0.2):
+    while not result.rate.pays(0.2):
         tries += 1
     assert 10 < tries < 1000
 
 
 def test_odds_learn_from_leaves_too() -> None:
-    found = guesses_of((0, {0: 0.55, 1: 0.45}))
-    before = found.rate.of(4)
+    result = guesses_of((0, {0: 0.55, 1: 0.45}))
+    before = result.rate.of(4)
     for _ in range(30):
-        proposal = found.proposal("eagle", 8)
+        proposal = result.proposal("eagle", 8)
         assert proposal is not None
         leaf = proposal.tokens.index(20)
-        found.rate.learn(proposal, DraftOutcome(range(2), [leaf], [20, 30, 30]))
-    assert found.rate.of(4) > before + 0.2
-    assert found.rate.of(5) < 0.4
+        result.rate.learn(proposal, DraftOutcome(range(2), [leaf], [20, 30, 30]))
+    assert result.rate.of(4) > before + 0.2
+    assert result.rate.of(5) < 0.4

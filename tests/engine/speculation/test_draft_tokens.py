@@ -54,10 +54,10 @@ def test_a_long_prompt_is_followed_in_pieces(text: str, stride: int) -> None:
     while transcript.follow(request) or transcript.is_behind:
         num_rounds += 1
         assert num_rounds <= 3 * len(request.tokens)
-        said = transcript.tokens
+        output = transcript.tokens
         assert not transcript.is_ready
-        assert len(said) == transcript.num_settled
-        assert said == at_once.tokens[: len(said)]
+        assert len(output) == transcript.num_settled
+        assert output == at_once.tokens[: len(output)]
     assert num_rounds or stride >= len(request.tokens)
     assert transcript.is_ready
     assert transcript.tokens == at_once.tokens
@@ -84,18 +84,18 @@ def test_settled_tokens_never_change() -> None:
     assert transcript.tokens[: transcript.num_prompt] == prompt
 
 
-def draft_sequence_of(guesses: list[int], sure: list[float]) -> DraftModelSequence:
+def draft_sequence_of(drafts: list[int], sure: list[float]) -> DraftModelSequence:
     rate, ids = AcceptanceRate(PRIOR).for_request(), range(DRAFT.vocab_size)
-    found = DraftModelSequence(request_of("hello"), rate, 10, ids, draft_tokens=transcript_of())
-    for guess, sureness in zip(guesses, sure, strict=False):
-        found.take(guess, TokenLogprobs(math.log(sureness)))
-    return found
+    result = DraftModelSequence(request_of("hello"), rate, 10, ids, draft_tokens=transcript_of())
+    for draft, sureness in zip(drafts, sure, strict=False):
+        result.take(draft, TokenLogprobs(math.log(sureness)))
+    return result
 
 
 def test_drafts_are_translated_into_the_targets_tokens() -> None:
-    guesses = DRAFT.encode(" world abc")
-    assert len(guesses) > len(TARGET.encode(" world abc"))
-    proposal = draft_sequence_of(guesses, [0.9, 0.5, 0.8, 0.95, 0.6, 0.4, 0.9] * 3).proposal(
+    drafts = DRAFT.encode(" world abc")
+    assert len(drafts) > len(TARGET.encode(" world abc"))
+    proposal = draft_sequence_of(drafts, [0.9, 0.5, 0.8, 0.95, 0.6, 0.4, 0.9] * 3).proposal(
         "draft", 24
     )
     assert proposal is not None
@@ -138,8 +138,8 @@ def test_bytes_that_are_not_text_are_left_out(odd: list[int]) -> None:
     request, transcript = Request("r", ids, len(ids), SamplingParams(), 0), transcript_of()
     for token in TARGET.encode("hello world hello world abc"):
         transcript.follow(request)
-        said = TARGET.decode(request.tokens).replace("\ufffd", "")
-        assert DRAFT.decode(transcript.tokens) == said
+        output = TARGET.decode(request.tokens).replace("\ufffd", "")
+        assert DRAFT.decode(transcript.tokens) == output
         request.tokens.append(token)
     assert transcript.num_read > len(TARGET.encode("hello world")) + len(odd)
 

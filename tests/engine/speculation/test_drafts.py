@@ -126,12 +126,12 @@ def test_a_request_that_reports_on_its_prompt_keeps_the_draft(path: Path, other:
     prompt = list(range(20, 230))
     params = SamplingParams(temperature=0, max_tokens=24, prompt_logprobs=1, ignore_eos=True)
     native_dir()
-    compute, guessing = (
+    compute, speculation = (
         ComputeOptions(backend="cpu"),
         SpeculationOptions("draft", str(other), count=2),
     )
     batch = BatchOptions(token_budget=64, max_running=8)
-    options = EngineOptions(compute, CacheOptions(memory_bytes=6_000_000), batch, guessing)
+    options = EngineOptions(compute, CacheOptions(memory_bytes=6_000_000), batch, speculation)
     with LLM(str(path), options) as llm:
         [[answer]] = llm.generate([prompt], params)
         assert answer.usage.completion_tokens == 24

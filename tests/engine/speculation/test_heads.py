@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from support.draft_costs import cheap_up_to
 from support.heads import write_random_heads
 from support.native import load_level
-from support.speculating_engines import GREEDY, PROMPTS, engine_of, everything, said
+from support.speculating_engines import GREEDY, PROMPTS, comparable_fields, engine_of, everything
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.core.errors import (
@@ -66,7 +66,9 @@ def test_answers_are_the_same(
 ) -> None:
     with engine_of(path, method=kind, heads=heads[kind], count=count) as llm:
         assert everything(llm) == plain
-        assert said(llm.generate(PROMPTS, GREEDY)) == plain[: len(PROMPTS)]  # with prefix hits
+        assert (
+            comparable_fields(llm.generate(PROMPTS, GREEDY)) == plain[: len(PROMPTS)]
+        )  # with prefix hits
         stats = llm.engine.client.loop.snapshot().speculation
         if count is not None:
             assert stats.proposed[kind] > 300
@@ -82,9 +84,9 @@ def test_all_backends_run_heads(path: Path, heads: dict[str, str], backend: str,
         load_level(backend.removeprefix("cpu:"))  # skips where this machine lacks it
     params = [replace(GREEDY, max_tokens=12), SamplingParams(max_tokens=12, seed=1)] * 2
     with engine_of(path, backend, method="off") as llm:
-        plain = said(llm.generate(PROMPTS, params))
+        plain = comparable_fields(llm.generate(PROMPTS, params))
     with engine_of(path, backend, method=kind, heads=heads[kind], count=3) as llm:
-        assert said(llm.generate(PROMPTS, params)) == plain
+        assert comparable_fields(llm.generate(PROMPTS, params)) == plain
         assert llm.engine.client.loop.snapshot().speculation.proposed[kind] > 20
 
 
@@ -129,9 +131,9 @@ def test_eagle_drafts_no_further_than_rows_are_cheap(
         propose, counts = eagle.propose, []
 
         def with_price(requests: Any, price: Any) -> Any:
-            found = propose(requests, cheap_up_to(cheap, price))
-            counts.extend(len(eagle._draft_sequences[one].tokens) for one in requests)
-            return found
+            result = propose(requests, cheap_up_to(cheap, price))
+            counts.extend(len(eagle._draft_sequences[request].tokens) for request in requests)
+            return result
 
         eagle.propose = with_price
         llm.generate(PROMPTS[:1], GREEDY)
@@ -153,9 +155,9 @@ def test_a_slow_first_step_does_not_count(
 
         def with_price(requests: Any, price: Any) -> Any:  # 0.2 s are ten tokens, a ms a twentieth
             price = replace(price, row_chance=0.0, tokens_per_s=50.0, max_drafts=2, seconds=None)
-            found = propose(requests, price)
-            guessed.append(found[0] is not None)
-            return found
+            result = propose(requests, price)
+            guessed.append(result[0] is not None)
+            return result
 
         monkeypatch.setattr(proposer._runner.runner, "run", slow_at_first)
         clock = SimpleNamespace(monotonic=lambda: now_s)
@@ -175,9 +177,9 @@ def test_preempted_requests_get_drafts_again(path: Path, heads: dict[str, str], 
     params = [GREEDY, SamplingParams(max_tokens=60, ignore_eos=True, seed=5, n=6)] * 4
     cache = CacheOptions(memory_bytes=65_000, context_length=224)
     with engine_of(path, method="off") as llm:
-        plain = said(llm.generate(prompts, params))
+        plain = comparable_fields(llm.generate(prompts, params))
     with engine_of(path, cache=cache, method=kind, heads=heads[kind], count=4) as llm:
-        assert said(llm.generate(prompts, params)) == plain
+        assert comparable_fields(llm.generate(prompts, params)) == plain
         assert llm.engine.client.loop.snapshot().scheduler.num_preemptions > 0
 
 
@@ -212,10 +214,10 @@ def test_answers_up_to_the_end_of_the_context_are_drafted(
     folder = str(write_random_heads(tmp_path / kind, short, kind))
     params = SamplingParams(temperature=0, ignore_eos=True)
     with engine_of(short, method="off") as llm:
-        plain = said(llm.generate([[3]], params))
+        plain = comparable_fields(llm.generate([[3]], params))
     with engine_of(short, method=kind, heads=folder, count=count) as llm:
         for _ in range(2):
-            assert said(llm.generate([[3]], params)) == plain
+            assert comparable_fields(llm.generate([[3]], params)) == plain
         assert llm.engine.client.loop.speculator._proposers  # none was given up
 
 
@@ -224,9 +226,9 @@ def test_heads_with_a_shorter_context_start_again(path: Path, tmp_path: Path) ->
     facts = json.loads((folder / "heads.json").read_text())
     (folder / "heads.json").write_text(json.dumps(facts | {"context_length": 40}))
     with engine_of(path, method="off") as llm:
-        plain = said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=160)))
+        plain = comparable_fields(llm.generate(PROMPTS, replace(GREEDY, max_tokens=160)))
     with engine_of(path, method="eagle", heads=str(folder), count=4) as llm:
-        assert said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=160))) == plain
+        assert comparable_fields(llm.generate(PROMPTS, replace(GREEDY, max_tokens=160))) == plain
         assert llm.engine.client.loop.speculator._proposers
         assert llm.engine.client.loop.snapshot().speculation.proposed["eagle"] > 4 * 4 * 50
 

@@ -97,16 +97,16 @@ class Drafting:
 
     def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
         self.clock.now_s += 4 * READING_S * len(requests)
-        return [self.guess(request, min(8, price.max_drafts)) for request in requests]
+        return [self.draft(request, min(8, price.max_drafts)) for request in requests]
 
-    def guess(self, request: Request, most: int) -> Proposal | None:
+    def draft(self, request: Request, most: int) -> Proposal | None:
         odds = self.requests.setdefault(request, self.odds.for_request())
         coming = self.texts[request.id][len(request.tokens) :][:most]
         if not coming:
             return None
-        guesses = [t if self.rng.random() < self.right else VOCAB_SIZE for t in coming]
-        kinds = (0,) * len(guesses)
-        return Proposal(self.name, tuple(guesses), (odds.of(0),) * len(guesses), kinds)
+        drafts = [t if self.rng.random() < self.right else VOCAB_SIZE for t in coming]
+        kinds = (0,) * len(drafts)
+        return Proposal(self.name, tuple(drafts), (odds.of(0),) * len(drafts), kinds)
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
         self.requests[request].learn(proposal, outcome)
@@ -179,13 +179,13 @@ class Simulation:
             plan = line.plan()
             assert plan is not None
             began_s = self.clock.now_s
-            guesses = self.speculator.extend(plan, line.add_drafts)
+            drafts = self.speculator.extend(plan, line.add_drafts)
             asking_s = self.clock.now_s - began_s
             batch, result = BatchShape.of(plan), StepResult(*drawn(plan, known))
             line.commit(plan, result)
             step_s = float(np.interp(batch.num_rows, ROWS, STEP_S))
             elapsed_s = asking_s + step_s * self.noise.draw()
-            self.speculator.learn(plan, guesses, batch, result, elapsed_s)
+            self.speculator.learn(plan, drafts, batch, result, elapsed_s)
             for part in plan.slices:
                 if part.request.is_finished:
                     self.speculator.finish(part.request)
@@ -237,8 +237,8 @@ def test_predictable_text_is_faster(clock):
 def test_a_draft_that_does_not_pay_costs_little(clock, seed):
     for right in (0.5, 0.6):
         for num_streams in (4, 8, 16):
-            found = Simulation(clock, seed, right=right).speedup(TEXTS["random"], num_streams, 7)
-            assert found > 0.93, (right, num_streams)
+            result = Simulation(clock, seed, right=right).speedup(TEXTS["random"], num_streams, 7)
+            assert result > 0.93, (right, num_streams)
 
 
 def test_a_draft_is_faster_where_it_pays(clock):

@@ -154,13 +154,13 @@ def test_of_many_requests_in_short_steps_some_are_looked_at_in_turn():
     requests = [make([1, 2, 3, 4, number, 1, 2], [3]) for number in range(100, 108)]
     seen = []
     for _ in requests:
-        found = proposer.propose(requests, short)
-        seen += [index for index, proposal in enumerate(found) if proposal]
+        result = proposer.propose(requests, short)
+        seen += [index for index, proposal in enumerate(result) if proposal]
     assert sorted(seen) == list(range(8))
     lucky = seen[-1]
-    proposer.learn(requests[lucky], found[lucky], RIGHT)
+    proposer.learn(requests[lucky], result[lucky], RIGHT)
     for _ in requests:
         assert proposer.propose(requests, short)[lucky]
-    proposer.learn(requests[lucky], found[lucky], WRONG)
+    proposer.learn(requests[lucky], result[lucky], WRONG)
     assert sum(bool(proposer.propose(requests, short)[lucky]) for _ in requests) == 1
     assert all(proposer.propose(requests, DraftCost(0.0, 1.0, 4)))

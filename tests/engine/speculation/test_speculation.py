@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from support.draft_costs import cheap_up_to
 from support.gguf_writer import I32, Typed, write_gguf
 from support.native import native_dir
-from support.speculating_engines import GREEDY, PROMPTS, engine_of, everything, said
+from support.speculating_engines import GREEDY, PROMPTS, comparable_fields, engine_of, everything
 from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf
 from twostroke import LLM, AsyncLLM, SamplingParams
 from twostroke.core.errors import RequestError, UsageError
@@ -42,9 +42,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(path: Path) -> list[Any]:
     with engine_of(path, method="off") as llm:
-        found = everything(llm)
+        result = everything(llm)
         assert llm.engine.client.loop.snapshot().speculation.passes == 0
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_answers_are_the_same(
 
 def test_the_reference_backend_speculates(path: Path) -> None:
     with engine_of(path, "reference", method="off") as llm:
-        plain = said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=20)))
+        plain = comparable_fields(llm.generate(PROMPTS, replace(GREEDY, max_tokens=20)))
     with engine_of(path, "reference", method="draft", draft=str(path), count=3) as llm:
-        assert said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=20))) == plain
+        assert comparable_fields(llm.generate(PROMPTS, replace(GREEDY, max_tokens=20))) == plain
         assert llm.engine.client.loop.snapshot().speculation.accepted["draft"] > 20
 
 
@@ -154,8 +154,8 @@ def test_lookahead_runs_only_on_request(path: Path) -> None:
 def test_async_callers_can_give_hints(path: Path) -> None:
     async def answer() -> int:
         compute = ComputeOptions()
-        guessing = SpeculationOptions(draft=str(path), count=4)
-        options = EngineOptions(compute, SMALL, speculation=guessing)
+        speculation = SpeculationOptions(draft=str(path), count=4)
+        options = EngineOptions(compute, SMALL, speculation=speculation)
         async with await AsyncLLM.load(str(path), options) as llm:
             last = None
             async for output in llm.generate("hello", LONG, speculate="draft"):
@@ -171,24 +171,28 @@ def test_async_callers_can_give_hints(path: Path) -> None:
 def test_a_context_that_fills_up_ends_as_without_drafts(path: Path) -> None:
     """The last tokens of the context leave no room for drafts."""
     prompt = [5 + i % 200 for i in range(490)]
-    found = []
+    results = []
     for speculation in ({"method": "off"}, {"draft": str(path), "count": 24}):
         with engine_of(path, **speculation) as llm:
-            found.append(said(llm.generate(prompt, SamplingParams(temperature=0, ignore_eos=True))))
-    assert found[0] == found[1]
-    assert len(found[0][0][1]) == 22
+            results.append(
+                comparable_fields(
+                    llm.generate(prompt, SamplingParams(temperature=0, ignore_eos=True))
+                )
+            )
+    assert results[0] == results[1]
+    assert len(results[0][0][1]) == 22
 
 
 def test_a_text_longer_than_the_drafts_context_continues_without_it(
     path: Path, other: Path
 ) -> None:
     prompt = [5 + i % 200 for i in range(280)]
-    found = []
+    results = []
     for speculation in ({"method": "off"}, {"method": "draft", "draft": str(other), "count": 4}):
         with engine_of(path, **speculation) as llm:
             params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-            found.append(said(llm.generate(prompt, params)))
-    assert found[0] == found[1]
+            results.append(comparable_fields(llm.generate(prompt, params)))
+    assert results[0] == results[1]
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +235,9 @@ def test_a_draft_can_lack_rows_for_its_targets_control_tokens(path: Path, tmp_pa
     write_gguf(target, metadata, tensors)
     prompt = [40, 50, len(tokens) + 1, 60]
     with engine_of(target, method="off") as llm:
-        plain = said(llm.generate(prompt, LONG))
+        plain = comparable_fields(llm.generate(prompt, LONG))
     with engine_of(target, method="draft", draft=str(path), count=3) as llm:
-        assert said(llm.generate(prompt, LONG)) == plain
+        assert comparable_fields(llm.generate(prompt, LONG)) == plain
         assert llm.engine.client.loop.snapshot().speculation.accepted["draft"] > 40
 
 
@@ -254,7 +258,7 @@ def test_a_draft_without_letters_is_refused(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> None:
-    found = []
+    results = []
     for memory in (300_000, 450_000):
         options = EngineOptions(
             ComputeOptions(),
@@ -265,9 +269,9 @@ def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> Non
         with LLM(str(path), options) as llm:
             _, draft, _ = llm.engine.client.loop.speculator._proposers
             assert isinstance(draft, DraftModel)
-            found.append(draft._runner.runner.facts.num_pages)
-            assert found[-1] == llm.engine.facts.num_pages
-    assert found[0] < found[1]
+            results.append(draft._runner.runner.facts.num_pages)
+            assert results[-1] == llm.engine.facts.num_pages
+    assert results[0] < results[1]
 
 
 @pytest.mark.parametrize(("cheap", "most"), [(1, 1), (3, 3), (24, 8)])
@@ -280,9 +284,9 @@ def test_a_draft_model_drafts_no_further_than_rows_are_cheap(
         propose, counts = draft.propose, []
 
         def with_price(requests: Any, price: Any) -> Any:
-            found = propose(requests, cheap_up_to(cheap, price))
-            counts.extend(len(one.tokens) for one in found if one is not None)
-            return found
+            result = propose(requests, cheap_up_to(cheap, price))
+            counts.extend(len(one.tokens) for one in result if one is not None)
+            return result
 
         draft.propose = with_price
         llm.generate(PROMPTS[:1], LONG)

@@ -16,7 +16,7 @@ def search(tokens: list[int], context: list[int], most: int = 8) -> tuple[int, l
 
     Only the `most` latest occurrences of three equal tokens are compared, as in the index.
     """
-    found = []
+    result = []
     for end in range(len(tokens) - 1, 2, -1):
         length = 0
         while length < min(end, len(context), LONGEST) and (
@@ -24,12 +24,12 @@ def search(tokens: list[int], context: list[int], most: int = 8) -> tuple[int, l
         ):
             length += 1
         if length >= 3:
-            found.append((length, end))
-    found = found[:most]
-    if not found:
+            result.append((length, end))
+    result = result[:most]
+    if not result:
         return None
-    longest = max(length for length, _ in found)
-    return longest, [end for length, end in found if length == longest]
+    longest = max(length for length, _ in result)
+    return longest, [end for length, end in result if length == longest]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -48,8 +48,8 @@ def test_the_index_finds_what_a_full_search_finds(seed):
         start = rng.randrange(len(tokens) + 1)
         for context in (tokens, tokens[start : start + 40], more):
             match = index.match(context)
-            found = None if match is None else (match.length, list(match.ends))
-            assert found == search(tokens, context)
+            result = None if match is None else (match.length, list(match.ends))
+            assert result == search(tokens, context)
 
 
 def test_a_lookup_in_a_long_text_reads_few_places():

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.cpu import tiny_model
-from support.drafts import guess_tree
+from support.drafts import random_draft_tree
 from support.engines import tiny_client
 from support.native import native_dir
 from support.schedules import Setting, fresh, random_requests, run_schedule
@@ -44,8 +44,8 @@ MODEL: dict[str, Any] = {"num_layers": 2, "head_dim": 32}
 
 
 def requests_of(seed: int, count: int = 12) -> list[Request]:
-    chance = random.Random(seed)
-    return random_requests(chance, count, vocab_size=200, longest=60, most_output=40)
+    rng = random.Random(seed)
+    return random_requests(rng, count, vocab_size=200, longest=60, most_output=40)
 
 
 def run(backend: Any, setting: Setting, requests: list[Request], known: Any = None) -> Any:
@@ -56,8 +56,8 @@ def run(backend: Any, setting: Setting, requests: list[Request], known: Any = No
 class KeepsItsOwnPages(drafting.DraftPages):
     """A planted fault: after a right branch, the request continues with another branch's pages."""
 
-    def settle(self, piece, last):  # type: ignore[no-untyped-def]
-        super().settle(piece, min(last, piece.branches[0].first - 1) if piece.branches else ROOT)
+    def settle(self, slice_, last):  # type: ignore[no-untyped-def]
+        super().settle(slice_, min(last, slice_.branches[0].first - 1) if slice_.branches else ROOT)
 
 
 class DropsAStore(drafting.DraftPages):
@@ -105,8 +105,8 @@ def test_interpreting_backends_run_trees(name: str, windows: tuple[int | None, .
         request.params = SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.1)
     plain = run(backend, SETTING.alone(NUM_PAGES), [fresh(r) for r in requests])
     again = [fresh(r) for r in requests]
-    found = run(backend, SETTING, again, plain)
-    assert [found[r.id][0] for r in again] == [plain[r.id][0] for r in again]
+    result = run(backend, SETTING, again, plain)
+    assert [result[r.id][0] for r in again] == [plain[r.id][0] for r in again]
     assert sum(request.num_moves for request in again) > 5
     backend.close()
 
@@ -126,9 +126,9 @@ class GuessesTrees:
 
     def _propose(self, request: Request) -> Proposal:
         output = self.outputs[request.tokens[0]]
-        tokens, parents = guess_tree(self.chance, request, output, 200)
+        tokens, parents = random_draft_tree(self.chance, request, output, 200)
         while not tokens:
-            tokens, parents = guess_tree(self.chance, request, output, 200)
+            tokens, parents = random_draft_tree(self.chance, request, output, 200)
         count = len(tokens)
         return Proposal("tree", tokens, (0.5,) * count, (0,) * count, parents).best_first()
 
@@ -172,9 +172,9 @@ def test_trees_do_not_change_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         speculator = Speculator([guesser], lambda _: FixedDraftBudget(24), step_time)
         monkeypatch.setattr("support.engines.build_speculator", lambda *_, **__: speculator)  # noqa: B023
         with tiny_client(tmp_path) as (client, _):
-            found = complete(client, prompts, params)
+            result = complete(client, prompts, params)
             stats, pages = client.loop.snapshot().speculation, client.loop.snapshot().scheduler
-        for got, right in zip(found, expected, strict=True):
+        for got, right in zip(result, expected, strict=True):
             assert (got.text, got.token_ids, got.stop) == (right.text, right.token_ids, right.stop)
             assert [p and p.top_ids for p in got.logprobs or ()] == [
                 p and p.top_ids for p in right.logprobs or ()

@@ -79,19 +79,19 @@ def by_definition(
 def test_masks_are_those_of_the_definition(
     tokenizer: Tokenizer, grammars: Grammars, pattern: bytes, seed: int
 ) -> None:
-    chance, compiled = random.Random(seed), regex.compile(pattern)
+    rng, compiled = random.Random(seed), regex.compile(pattern)
     matcher = grammars.matcher(Constraint("regex", pattern.decode()))
     output: list[int] = []
     for _ in range(25):
         text = b"".join(map(tokenizer.token_bytes, output))
         expected = by_definition(tokenizer, compiled, text)
-        found = allowed_after(matcher, output, expected.size)
+        result = allowed_after(matcher, output, expected.size)
         if matcher.forced(output):  # then words are cut as the tokenizer does
-            assert np.flatnonzero(found).tolist() == list(matcher.forced(output)[:1])
-            assert not (found & ~expected).any()
+            assert np.flatnonzero(result).tolist() == list(matcher.forced(output)[:1])
+            assert not (result & ~expected).any()
         else:
-            assert np.flatnonzero(found).tolist() == np.flatnonzero(expected).tolist(), text
-        token = chance.choice(np.flatnonzero(found).tolist())
+            assert np.flatnonzero(result).tolist() == np.flatnonzero(expected).tolist(), text
+        token = rng.choice(np.flatnonzero(result).tolist())
         if token in tokenizer.eos_ids:
             break
         output.append(token)
@@ -102,21 +102,19 @@ def test_masks_after_drafts_are_those_without_drafts(
     tokenizer: Tokenizer, grammars: Grammars, seed: int
 ) -> None:
     """Random trees of right and wrong drafts, some with end tokens; the matcher does not move."""
-    chance = random.Random(seed)
-    constraint = Constraint("regex", chance.choice(PATTERNS).decode())
+    rng = random.Random(seed)
+    constraint = Constraint("regex", rng.choice(PATTERNS).decode())
     size = tokenizer.vocab_size + UNUSED
     shared, output = grammars.matcher(constraint), list[int]()
     for _ in range(4):
         drafts, parents = list[int](), list[int]()
-        for i in range(chance.randrange(12)):
+        for i in range(rng.randrange(12)):
             above = [] if i == 0 else path_to(i - 1, parents)  # depth first, as in a step
-            parent = chance.choice([ROOT, *above, *above[-1:] * 3])
+            parent = rng.choice([ROOT, *above, *above[-1:] * 3])
             path = [*output, *on_path(drafts, parents, parent)]
             likely = possible(grammars, constraint, path, size)
             drafts.append(
-                chance.choice(likely)
-                if likely and chance.random() < 0.8
-                else chance.randrange(size)
+                rng.choice(likely) if likely and rng.random() < 0.8 else rng.randrange(size)
             )
             parents.append(parent)
         masks = np.zeros((1 + len(drafts), shared.num_words), np.uint32)
@@ -125,14 +123,14 @@ def test_masks_after_drafts_are_those_without_drafts(
             path = on_path(drafts, parents, draft)
             if is_possible(grammars, constraint, output, path, size):
                 expected = allowed_after(grammars.matcher(constraint), [*output, *path], size)
-                found = as_flags(masks[1 + draft], size)
-                assert np.flatnonzero(found).tolist() == np.flatnonzero(expected).tolist()
+                result = as_flags(masks[1 + draft], size)
+                assert np.flatnonzero(result).tolist() == np.flatnonzero(expected).tolist()
         following = [
             t for t in possible(grammars, constraint, output, size) if t not in tokenizer.eos_ids
         ]
         if not following:
             break
-        output.append(chance.choice(following))
+        output.append(rng.choice(following))
 
 
 def on_path(drafts: Sequence[int], parents: Sequence[int], draft: int) -> list[int]:
@@ -260,8 +258,8 @@ def test_a_cached_constraint_does_not_wait_for_others_to_compile(
         return compile_(constraint, deadline)
 
     monkeypatch.setattr(grammars, "_compile", slow)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(grammars.matcher(other)))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(grammars.matcher(other)))
     thread.start()
     assert began.wait(20)
     assert grammars.cached(known)
@@ -269,7 +267,7 @@ def test_a_cached_constraint_does_not_wait_for_others_to_compile(
     assert grammars.matcher(known).count_allowed((), tokenizer.encode("a")) == 1
     may_go_on.set()
     thread.join(20)
-    assert found[0].count_allowed((), tokenizer.encode("b")) == 1
+    assert results[0].count_allowed((), tokenizer.encode("b")) == 1
 
 
 def test_matchers_of_new_requests_are_copied_when_they_are_first_asked(

@@ -47,7 +47,7 @@ class FakeCluster:
 
     def pass_time(self) -> None:
         for name, state in list(self.servers.items()):
-            placed = sum(bool(one.url) for one in self.servers.values())
+            placed = sum(bool(server.url) for server in self.servers.values())
             if state.is_ending:
                 del self.servers[name]
             elif state.url:
@@ -59,7 +59,9 @@ class FakeCluster:
     @property
     def ready(self) -> list[str]:
         """The replicas that answer, by name."""
-        return sorted(name for name, one in self.servers.items() if one.is_ready and name != ROUTER)
+        return sorted(
+            name for name, server in self.servers.items() if server.is_ready and name != ROUTER
+        )
 
 
 class FakeRouter:
@@ -244,5 +246,5 @@ def test_decode_replicas_follow_prompts_to_another_machine() -> None:
     for _ in range(60):
         play(manager, cluster, clock, 1)
         assert sum(name.startswith("m/") for name in cluster.ready) >= 2
-    found = [cluster.pools[name].options for name in cluster.ready if name.startswith("m/")]
-    assert [one["prefill-peer"] for one in found] == [["elsewhere:7800"]] * 2
+    results = [cluster.pools[name].options for name in cluster.ready if name.startswith("m/")]
+    assert [one["prefill-peer"] for one in results] == [["elsewhere:7800"]] * 2

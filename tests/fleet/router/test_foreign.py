@@ -77,5 +77,5 @@ def test_a_context_is_as_long_as_other_servers_say(row: dict[str, Any], fakes: L
     replica = fakes.start(FakeReplica())
     replica.row = row
     with live_router(replica.url) as router:
-        found = router.router.fleet.context_length
-    assert found == (4096 if row == {"meta": 1} else 2048)
+        result = router.router.fleet.context_length
+    assert result == (4096 if row == {"meta": 1} else 2048)

@@ -80,8 +80,8 @@ def test_a_request_that_is_lost_before_its_first_byte_is_sent_to_another(
     bad.behaviour = behaviour
     with live_router(bad.url, good.url, policy="round-robin") as router:
         answers = [post(router.url) for _ in range(4)]
-    assert [one.status_code for one in answers] == [200] * 4
-    assert all(one.text.endswith("data: [DONE]\n\n") for one in answers)
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
     assert bad.seen
 
 
@@ -93,7 +93,7 @@ def test_what_is_lost_after_its_first_byte_ends_with_an_error_event(
     bad.behaviour = good.behaviour = cut_in_body
     with live_router(bad.url, good.url, access_log=True) as router:
         answer = post(router.url)
-        wait_for(lambda: "'replica_failed'" in str([vars(one) for one in caplog.records]))
+        wait_for(lambda: "'replica_failed'" in str([vars(record) for record in caplog.records]))
     first, error, last, end = answer.text.split("\n\n")
     assert (first, last) == ('data: {"n":1}', "data: [DONE]")  # and no part of the second event
     assert end == ""
@@ -131,13 +131,13 @@ def test_a_body_that_is_too_short_is_cut_off(fakes: Loop) -> None:
 
 def test_a_request_that_replicas_lose_again_and_again_is_given_up(fakes: Loop) -> None:
     replicas = [fakes.start(FakeReplica()) for _ in range(5)]
-    for one in replicas:
-        one.behaviour = cut_at_once
-    with live_router(*(one.url for one in replicas)) as router:
+    for replica in replicas:
+        replica.behaviour = cut_at_once
+    with live_router(*(replica.url for replica in replicas)) as router:
         answer = post(router.url)
     assert answer.status_code == 502
     assert answer.json()["error"]["code"] == "replica_failed"
-    assert sum(len(one.seen) for one in replicas) <= 4  # it might be what kills them
+    assert sum(len(replica.seen) for replica in replicas) <= 4  # it might be what kills them
 
 
 def test_headers_are_those_of_the_request_without_those_of_the_connection(fakes: Loop) -> None:
@@ -236,7 +236,7 @@ def test_a_request_waits_for_a_replica_that_comes_back(fakes: Loop) -> None:
 
 def test_a_stored_answer_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> None:
     replicas = [fakes.start(FakeReplica()) for _ in range(3)]
-    for number, one in enumerate(replicas):
+    for number, replica in enumerate(replicas):
 
         async def answer(exchange: Exchange, number: int = number) -> None:
             if exchange.method == "GET" and not exchange.path.endswith(f"resp_{number}"):
@@ -244,8 +244,8 @@ def test_a_stored_answer_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> 
             else:
                 await exchange.answer({"id": f"resp_{number}", "by": number})
 
-        one.behaviour = answer
-    with live_router(*(one.url for one in replicas), policy="round-robin") as router:
+        replica.behaviour = answer
+    with live_router(*(replica.url for replica in replicas), policy="round-robin") as router:
         ask = lambda **more: httpx.post(  # noqa: E731
             router.url + "/v1/responses",
             json={"model": "tiny", "input": "x", **more},
@@ -255,8 +255,8 @@ def test_a_stored_answer_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> 
         for _ in range(4):
             assert ask(previous_response_id=first["id"])["by"] == first["by"]
         assert ask(previous_response_id="resp_2")["by"] == 2  # which this router never saw
-        found = httpx.get(router.url + "/v1/responses/resp_1", trust_env=False).json()
-        assert found["by"] == 1
+        body = httpx.get(router.url + "/v1/responses/resp_1", trust_env=False).json()
+        assert body["by"] == 1
 
 
 def test_a_stored_conversation_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> None:
@@ -298,7 +298,7 @@ def test_a_stored_conversation_is_asked_of_the_replica_that_stores_it(fakes: Loo
 
 def test_a_stored_answer_of_any_length_is_found(fakes: Loop) -> None:
     replicas = [fakes.start(FakeReplica()) for _ in range(2)]
-    replicas.sort(key=lambda one: one.url)
+    replicas.sort(key=lambda replica: replica.url)
 
     async def has_it(exchange: Exchange) -> None:
         await exchange.answer({"id": "resp_1", "text": "x" * 2_000_000})
@@ -307,10 +307,10 @@ def test_a_stored_answer_of_any_length_is_found(fakes: Loop) -> None:
         await exchange.answer({"error": {}}, 404)
 
     replicas[0].behaviour, replicas[1].behaviour = has_not, has_it
-    with live_router(*(one.url for one in replicas)) as router:
+    with live_router(*(replica.url for replica in replicas)) as router:
         wait_for(lambda: len(router.router.fleet.ready) == 2)
-        found = httpx.get(router.url + "/v1/responses/resp_1", trust_env=False)
-        assert (found.status_code, len(found.json()["text"])) == (200, 2_000_000)
+        response = httpx.get(router.url + "/v1/responses/resp_1", trust_env=False)
+        assert (response.status_code, len(response.json()["text"])) == (200, 2_000_000)
 
 
 def test_an_id_that_breaks_lines_is_asked_of_nobody(fakes: Loop) -> None:
@@ -397,28 +397,28 @@ def test_files_are_passed_on_piece_by_piece_to_one_replica(fakes: Loop) -> None:
     async def keep(exchange: Exchange) -> None:
         await exchange.answer({"id": "file-1", "bytes": len(exchange.body)})
 
-    for one in replicas:
-        one.behaviour = keep
+    for replica in replicas:
+        replica.behaviour = keep
     data = b"z" * (9 << 20)
-    with live_router(*(one.url for one in replicas)) as router:
+    with live_router(*(replica.url for replica in replicas)) as router:
         for _ in range(2):
             answer = httpx.post(
                 router.url + "/v1/files", files={"file": ("x.jsonl", data)}, trust_env=False
             )
             assert answer.json()["bytes"] > len(data)
         httpx.get(router.url + "/v1/files/file-1", trust_env=False)
-    assert sorted(len(one.seen) for one in replicas) == [0, 0, 3]
+    assert sorted(len(replica.seen) for replica in replicas) == [0, 0, 3]
 
 
 def test_files_are_at_a_server_that_keeps_them(fakes: Loop) -> None:
     replicas = [fakes.start(FakeReplica()) for _ in range(3)]
-    for one in replicas:
-        one.load = {"keeps_files": one is replicas[2]}
-    with live_router(*(one.url for one in replicas)) as router:
+    for replica in replicas:
+        replica.load = {"keeps_files": replica is replicas[2]}
+    with live_router(*(replica.url for replica in replicas)) as router:
         for number in range(8):  # tenants
             headers = {"x-api-key": f"sk-{number}"}
             assert httpx.get(router.url + "/v1/files", headers=headers, trust_env=False).is_success
-    assert [len(one.seen) for one in replicas] == [0, 0, 8]
+    assert [len(replica.seen) for replica in replicas] == [0, 0, 8]
     with live_router(replicas[0].url) as router:
         refused = httpx.get(router.url + "/v1/files", trust_env=False)
     assert refused.status_code == 404

@@ -42,8 +42,8 @@ def test_a_text_that_is_not_utf8_is_the_replicas_to_refuse(fakes: Loop, field: s
     replica = fakes.start(FakeReplica())
     with live_router(replica.url) as router:
         body = b'{"%s": "\xff", "messages": []}' % field.encode()
-        found = httpx.post(router.url + "/v1/chat/completions", content=body, trust_env=False)
-    assert (found.status_code, [one.body for one in replica.seen]) == (200, [body])
+        response = httpx.post(router.url + "/v1/chat/completions", content=body, trust_env=False)
+    assert (response.status_code, [one.body for one in replica.seen]) == (200, [body])
 
 
 def test_bodies_that_are_not_utf8_are_not_made_to_ask_for_usage() -> None:
@@ -59,20 +59,20 @@ def test_a_list_of_models_that_is_none_spoils_no_other(fakes: Loop, body: bytes)
     with live_router(odd.url, well.url) as router:
         wait_for(lambda: len(router.router.fleet.ready) == 2)
         odd.said = {"/v1/models": body}
-        found = httpx.get(router.url + "/v1/models", trust_env=False)
-    assert [row["id"] for row in found.json()["data"]] == ["b"]
+        response = httpx.get(router.url + "/v1/models", trust_env=False)
+    assert [row["id"] for row in response.json()["data"]] == ["b"]
 
 
 def test_anthropics_list_of_models_names_the_first_and_the_last_of_all(fakes: Loop) -> None:
     replicas = [fakes.start(Odd(name)) for name in "ab"]
-    with live_router(*(one.url for one in replicas)) as router:
+    with live_router(*(replica.url for replica in replicas)) as router:
         wait_for(lambda: len(router.router.fleet.ready) == 2)
-        for name, one in zip("ab", replicas, strict=True):
+        for name, replica in zip("ab", replicas, strict=True):
             row = '{"data":[{"id":"%s"}],"first_id":"%s","last_id":"%s"}'
-            one.said = {"/v1/models": (row % (name, name, name)).encode()}
-        found = httpx.get(router.url + "/v1/models", trust_env=False).json()
-    ids = [row["id"] for row in found["data"]]
-    assert (sorted(ids), [found["first_id"], found["last_id"]]) == (["a", "b"], ids)
+            replica.said = {"/v1/models": (row % (name, name, name)).encode()}
+        body = httpx.get(router.url + "/v1/models", trust_env=False).json()
+    ids = [row["id"] for row in body["data"]]
+    assert (sorted(ids), [body["first_id"], body["last_id"]]) == (["a", "b"], ids)
 
 
 @pytest.mark.parametrize("path", ["/api/load", "/health"])
@@ -99,9 +99,9 @@ def test_work_beyond_all_measure_is_not_counted(fakes: Loop) -> None:
             seen = replica.num_odd
             wait_for(lambda seen=seen: replica.num_odd > seen + 1)
             for path in ("/metrics", "/api/state"):
-                found = httpx.get(router.url + path, trust_env=False)
-                assert found.status_code == 200
-            assert found.json()["wanted_replicas"] == 1
+                response = httpx.get(router.url + path, trust_env=False)
+                assert response.status_code == 200
+            assert response.json()["wanted_replicas"] == 1
 
 
 @pytest.mark.parametrize("name", ["a" * 64, "a..b", f"b.{'a' * 64}.c"])

@@ -66,11 +66,11 @@ def test_tokens_are_taken_at_admission_and_settled_by_the_answer(
     _, text = add(tmp_path, limits=KeyLimits(tokens_per_minute=100))
     with accounting(tmp_path, replica.url) as router:
         url, headers = router.url + CHAT, {"x-api-key": text}
-        asked = {**BODY, "max_tokens": 200}
+        body = {**BODY, "max_tokens": 200}
         codes: list[int] = []
 
         async def ask(client: httpx.AsyncClient) -> None:
-            codes.append((await client.post(url, json=asked, headers=headers)).status_code)
+            codes.append((await client.post(url, json=body, headers=headers)).status_code)
 
         async def flood() -> None:
             async with httpx.AsyncClient(timeout=20, trust_env=False) as client:
@@ -165,8 +165,10 @@ def test_batches_are_refused_and_what_is_there_can_be_read(fakes: Loop, tmp_path
         replica.load = load
         with accounting(tmp_path, replica.url) as router:
             for method, path in (("GET", "/v1/batches"), ("DELETE", "/v1/files/x")):
-                asked = httpx.request(method, router.url + path, headers=headers, trust_env=False)
-                assert (asked.status_code, "This router keeps accounts" in asked.text) == (
+                response = httpx.request(
+                    method, router.url + path, headers=headers, trust_env=False
+                )
+                assert (response.status_code, "This router keeps accounts" in response.text) == (
                     400,
                     True,
                 )

@@ -89,13 +89,13 @@ def killed_by(word: bytes, death: Callable[[Exchange], Any] = dies) -> Callable[
 
 def fleet(fakes: Loop, behaviour: Callable[[Exchange], Any]) -> list[FakeReplica]:
     replicas = [fakes.start(FakeReplica()) for _ in range(_NUM_REPLICAS)]
-    for one in replicas:
-        one.behaviour = behaviour
+    for replica in replicas:
+        replica.behaviour = behaviour
     return replicas
 
 
 def num_seen(replicas: list[FakeReplica], word: bytes) -> int:
-    return sum(word in seen.body for one in replicas for seen in one.seen)
+    return sum(word in seen.body for replica in replicas for seen in replica.seen)
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -106,7 +106,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
 
 def test_a_killer_ends_three_engines_on_any_path_and_none_afterwards(fakes: Loop) -> None:
     replicas = fleet(fakes, killed_by(b"KILL"))
-    with live_router(*(one.url for one in replicas), wait_s=0.5) as router:
+    with live_router(*(replica.url for replica in replicas), wait_s=0.5) as router:
         for number, (path, body) in enumerate(BODIES):
             word = f"KILL{number}-"
             refused = post(router.url, path, body(word))
@@ -133,7 +133,7 @@ def _killer() -> EngineKillerError:
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_small_fleet_is_not_asked_more_often(fakes: Loop, count: int) -> None:
     replicas = fleet(fakes, killed_by(b"KILL"))[:count]
-    with live_router(*(one.url for one in replicas), wait_s=20.0) as router:
+    with live_router(*(replica.url for replica in replicas), wait_s=20.0) as router:
         assert post(router.url, _CHAT, {"messages": said("KILL")}).status_code == 400
         assert num_seen(replicas, b"KILL") == MAX_TRIES
 
@@ -142,7 +142,7 @@ def test_a_small_fleet_is_not_asked_more_often(fakes: Loop, count: int) -> None:
 def test_a_killer_in_streams_is_known_by_their_errors(fakes: Loop, path: str) -> None:
     replicas = fleet(fakes, killed_by(b"KILL", dies_in_stream))
     body = dict(BODIES)[path]("KILL") | {"stream": True}
-    with live_router(*(one.url for one in replicas)) as router:
+    with live_router(*(replica.url for replica in replicas)) as router:
         for _ in range(MAX_TRIES):
             answer = post(router.url, path, body)
             assert EngineDiedError.SENTENCE in answer.text.splitlines()[-2]
@@ -158,7 +158,7 @@ def test_a_text_with_the_words_of_the_error_is_no_death(fakes: Loop) -> None:
         await exchange.say(b"0\r\n\r\n")
 
     replicas = fleet(fakes, quotes)
-    with live_router(*(one.url for one in replicas)) as router:
+    with live_router(*(replica.url for replica in replicas)) as router:
         for _ in range(2 * MAX_TRIES):
             assert post(router.url, _CHAT, {"messages": said("Hi")}).status_code == 200
 
@@ -168,7 +168,7 @@ def test_servers_that_have_no_room_are_no_deaths(fakes: Loop) -> None:
         await exchange.answer({"error": {"message": "stopping"}}, 503)
 
     replicas = fleet(fakes, full)
-    with live_router(*(one.url for one in replicas), wait_s=0.1) as router:
+    with live_router(*(replica.url for replica in replicas), wait_s=0.1) as router:
         for _ in range(2):
             answer = post(router.url, _CHAT, {"messages": said("Hi")})
             assert (answer.status_code, "stopping" in answer.text) == (503, True)
@@ -207,8 +207,8 @@ def test_what_ran_beside_a_killer_is_answered(fakes: Loop) -> None:
         live_router(*(one.url for one in replicas), wait_s=20.0) as router,
         ThreadPoolExecutor(8) as pool,
     ):
-        asked = [pool.submit(post, router.url, _CHAT, {"messages": said(t)}) for t in texts]
-        assert [one.result(30).status_code for one in asked] == [400] + [200] * 7
+        requests = [pool.submit(post, router.url, _CHAT, {"messages": said(t)}) for t in texts]
+        assert [one.result(30).status_code for one in requests] == [400] + [200] * 7
         assert num_seen(replicas, b"KILL") == MAX_TRIES
 
 

@@ -23,19 +23,19 @@ def test_a_model_whose_replicas_are_down_is_named(fakes: Loop) -> None:
         wait_for(lambda: len(router.router.fleet.ready) == 2)
         other.health = (503, {})
         wait_for(lambda: len(router.router.fleet.ready) == 1)
-        found = post(router.url, _BODY | {"model": "b"})
+        result = post(router.url, _BODY | {"model": "b"})
     text = "No replica of the model 'b' can answer now: of 1, 1 down."
-    assert (found.status_code, found.json()["error"]["message"]) == (503, text)
+    assert (result.status_code, result.json()["error"]["message"]) == (503, text)
 
 
 def test_models_are_those_of_all_and_requests_go_to_who_has_theirs(fakes: Loop) -> None:
     one, other = fakes.start(FakeReplica("a", "b")), fakes.start(FakeReplica("c"))
     with live_router(one.url, other.url) as router:
-        found = httpx.get(router.url + "/v1/models", trust_env=False).json()
+        body = httpx.get(router.url + "/v1/models", trust_env=False).json()
         for _ in range(3):
             assert post(router.url, _BODY | {"model": "c"}).status_code == 200
         httpx.get(router.url + "/v1/models/b", trust_env=False)
-    assert {row["id"] for row in found["data"]} == {"a", "b", "c"}
+    assert {row["id"] for row in body["data"]} == {"a", "b", "c"}
     assert ([row.path for row in one.seen], len(other.seen)) == (["/v1/models/b"], 3)
 
 
@@ -56,15 +56,15 @@ def test_a_model_is_found_under_all_its_names(fakes: Loop) -> None:
 
 def test_a_name_that_no_replica_has_is_answered_with_those_of_all(fakes: Loop) -> None:
     replicas = [fakes.start(FakeReplica(name)) for name in ("alpha", "beta")]
-    for one in replicas:
-        one.load = {"takes_any_name": False}
-    with live_router(*(one.url for one in replicas)) as router:
+    for replica in replicas:
+        replica.load = {"takes_any_name": False}
+    with live_router(*(replica.url for replica in replicas)) as router:
         wait_for(lambda: len(router.router.fleet.ready) == 2)
-        found = post(router.url, _BODY | {"model": "alpa"})
+        result = post(router.url, _BODY | {"model": "alpa"})
         text = "The model 'alpa' does not exist. Did you mean 'alpha'? Served: alpha, beta."
-        assert (found.status_code, found.json()["error"]["message"]) == (404, text)
+        assert (result.status_code, result.json()["error"]["message"]) == (404, text)
         assert httpx.get(router.url + "/v1/models/gamma", trust_env=False).status_code == 404
-        assert not any(one.seen for one in replicas)
+        assert not any(replica.seen for replica in replicas)
         assert post(router.url, {"messages": []}).status_code == 200, "it names none"
 
 

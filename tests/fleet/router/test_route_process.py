@@ -48,11 +48,11 @@ def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
 def refusal(*arguments: str, **variables: str) -> tuple[int, str]:
     """Return the exit code and what a router says that does not start."""
     environment = {name: value for name, value in os.environ.items() if name not in _SECRET}
-    found = subprocess.run(
+    completed = subprocess.run(
         [*_ROUTE, "--port", "0", "--replica", "http://127.0.0.1:1", *arguments],
         env=environment | _ENV | variables, capture_output=True, timeout=60, check=False,
     )  # fmt: skip
-    return found.returncode, found.stderr.decode()
+    return completed.returncode, completed.stderr.decode()
 
 
 @pytest.mark.slow
@@ -78,17 +78,17 @@ def test_a_limit_holds_for_two_servers_together(tmp_path: Path) -> None:
         options = ("--records", str(folder), "--policy", "round-robin", *named)
         stack.enter_context(running(*_ROUTE, "--port", str(port), *options))
         wait_for(is_up, 60)
-        found = [
+        results = [
             httpx.post(
                 f"{url}/v1/completions", json={**body, "stream": bool(number % 2)},
                 headers=headers, timeout=30, trust_env=False,
             )
             for number in range(8)
         ]  # fmt: skip
-        assert [one.status_code for one in found][:5] == [200] * 5
-        assert found[-1].status_code == 429
-        assert found[1].text.endswith("data: [DONE]\n\n")
-        num_answered = sum(one.status_code == 200 for one in found)
+        assert [one.status_code for one in results][:5] == [200] * 5
+        assert results[-1].status_code == 429
+        assert results[1].text.endswith("data: [DONE]\n\n")
+        num_answered = sum(one.status_code == 200 for one in results)
         state = httpx.get(f"{url}/api/state", headers=headers, trust_env=False).json()
         assert all(one["requests"] >= 2 for one in state["replicas"])
         direct = httpx.get(f"http://127.0.0.1:{ports[0]}/v1/models", headers=headers)
@@ -99,7 +99,7 @@ def test_a_limit_holds_for_two_servers_together(tmp_path: Path) -> None:
     with open_database(folder) as db:
         [amount] = amounts(db, "0000", "9999")
     assert (amount.owner.key, amount.owner.tenant) == (key.id, "anna")
-    num_prompt = found[0].json()["usage"]["prompt_tokens"]
+    num_prompt = results[0].json()["usage"]["prompt_tokens"]
     assert amount[1:] == (num_answered, num_answered * num_prompt, 0, 4 * num_answered)
 
 

@@ -287,8 +287,8 @@ def test_ours_tell_what_their_own_accounts_have(trusting: LiveServer, tmp_path: 
         (CHAT, {"max_tokens": "many"}),
     ]
     expected, seen = [0, 0, 0, 0], trusting.api.observers
-    book = Sums(expected)
-    seen.append(book)
+    usage_book = Sums(expected)
+    seen.append(usage_book)
     with accounting(tmp_path, trusting.url) as router:
         wait_for(lambda: bool(router.router.fleet.ready))
         assert router.router.fleet.context_length == trusting.client.card.context_length
@@ -297,7 +297,7 @@ def test_ours_tell_what_their_own_accounts_have(trusting: LiveServer, tmp_path: 
             assert "twostroke-usage" not in answer.text + str(answer.headers), path
             if '"stream": true' in json.dumps(fields) and "v1/c" in path:
                 assert answer.text.endswith("data: [DONE]\n\n")
-    seen.remove(book)
+    seen.remove(usage_book)
     assert used(tmp_path) == [(key.id, "anna", "tiny", *expected)]
 
 
@@ -317,8 +317,8 @@ def test_ours_tell_usage_also_after_a_sign_of_life(
 
         monkeypatch.setattr(server.client.grammars, "_compile", slow)
         wait_for(lambda: bool(router.router.fleet.ready))
-        asked = {"include_usage": True}
-        answer = post(router, text, stream=True, stream_options=asked, guided_regex="a{3}")
+        body = {"include_usage": True}
+        answer = post(router, text, stream=True, stream_options=body, guided_regex="a{3}")
     assert answer.text.startswith(": keep-alive")
     assert "twostroke-usage" not in answer.text
     usage = json.loads(answer.text.split("data: ")[-2])["usage"]
@@ -334,8 +334,8 @@ def test_tenants_have_prefixes_of_their_own_behind_a_router(
     keys = [add(tmp_path, name, tenant)[1] for name, tenant in names.items()]
     with accounting(tmp_path, trusting.url) as router:
         wait_for(lambda: bool(router.router.fleet.ready))
-        found = [post(router, key, "/v1/completions", **body).json()["usage"] for key in keys]
-    cached = [one["prompt_tokens_details"]["cached_tokens"] for one in found]
+        results = [post(router, key, "/v1/completions", **body).json()["usage"] for key in keys]
+    cached = [one["prompt_tokens_details"]["cached_tokens"] for one in results]
     assert cached[0] == cached[2] == 0 < cached[1]
 
 

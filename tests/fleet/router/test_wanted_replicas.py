@@ -26,9 +26,9 @@ def _fleet(*models: str) -> ReplicaRegistry:
 
 def _metric(fleet: ReplicaRegistry) -> float:
     text = RouterMetrics(fleet).expose("")[0].decode()
-    found = re.search(r"^twostroke_router_wanted_replicas (\S+)$", text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+    match = re.search(r"^twostroke_router_wanted_replicas (\S+)$", text, re.MULTILINE)
+    assert match is not None
+    return float(match[1])
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def _metric(fleet: ReplicaRegistry) -> float:
 )
 def test_work_says_how_many_replicas_are_wanted(work_s: tuple[float, ...], count: int) -> None:
     fleet = _fleet("m", "m", "m", "m")
-    for place, seconds in enumerate(work_s):
-        fleet.dispatcher.report(place, seconds, None)
+    for index, seconds in enumerate(work_s):
+        fleet.dispatcher.report(index, seconds, None)
     assert fleet.dispatcher.decide(RoutingKey((), 0, 0)) is not None
     assert _metric(fleet) == wanted_replicas(fleet) == wanted_replicas(fleet, "m") == count
 

@@ -38,9 +38,9 @@ class Fleet:
         asked = RoutingKey(keys, _SIZE * len(keys), keys[0] if keys else 0)
         return self.dispatcher.decide(asked, None, tried)
 
-    def finish(self, ticket) -> None:
-        self.dispatcher.record_first_token(ticket)
-        self.dispatcher.end(ticket)
+    def finish(self, routed_request) -> None:
+        self.dispatcher.record_first_token(routed_request)
+        self.dispatcher.end(routed_request)
         self.dispatcher.unit_s = [1.0] * len(self.dispatcher)
 
 
@@ -57,9 +57,9 @@ def test_a_conversation_comes_back_to_its_pages() -> None:
 def test_prompts_of_an_idle_fleet_fill_the_caches_of_all() -> None:
     fleet, places = Fleet(), Counter[int]()
     for number in range(100):
-        ticket = fleet.ask(mix(number))
-        fleet.finish(ticket)
-        places[ticket.index] += 1
+        routed_request = fleet.ask(mix(number))
+        fleet.finish(routed_request)
+        places[routed_request.index] += 1
     assert len(places) == 4
     assert max(places.values()) < 50
 
@@ -98,10 +98,10 @@ def test_a_pace_is_that_of_first_tokens_once_there_was_one() -> None:
 
     def answer(took_s: float, *, is_whole_answer: bool) -> list[float]:
         start = next(starts)
-        ticket = fleet.ask(*range(start, start + 1000))
+        routed_request = fleet.ask(*range(start, start + 1000))
         fleet.now_s += took_s
-        fleet.dispatcher.record_first_token(ticket, is_whole_answer=is_whole_answer)
-        fleet.dispatcher.end(ticket)
+        fleet.dispatcher.record_first_token(routed_request, is_whole_answer=is_whole_answer)
+        fleet.dispatcher.end(routed_request)
         return fleet.dispatcher.unit_s
 
     num_units = 1000 * _SIZE + 2000
@@ -118,10 +118,10 @@ def test_without_streams_a_pace_is_that_of_the_fastest_answers() -> None:
     paces = [list(fleet.dispatcher.unit_s)]
     for number in range(40):
         start = 1000 * number
-        ticket = fleet.ask(*range(start, start + 1000))
+        routed_request = fleet.ask(*range(start, start + 1000))
         fleet.now_s += 6.0 if number in {4, 5} else 60.0  # most answers have many tokens
-        fleet.dispatcher.record_first_token(ticket, is_whole_answer=True)
-        fleet.dispatcher.end(ticket)
+        fleet.dispatcher.record_first_token(routed_request, is_whole_answer=True)
+        fleet.dispatcher.end(routed_request)
         paces.append(list(fleet.dispatcher.unit_s))
     num_units = 1000 * _SIZE + 2000
     assert paces[5] == pytest.approx([6 / num_units, 60 / num_units])
@@ -132,10 +132,10 @@ def test_without_streams_a_pace_is_that_of_the_fastest_answers() -> None:
 def test_the_first_token_of_one_replica_leaves_no_other_with_the_pace_of_whole_answers() -> None:
     fleet = Fleet("round-robin", count=2)
     for start, took_s in ((0, 60.0), (1000, 60.0), (2000, 6.0)):
-        ticket = fleet.ask(*range(start, start + 1000))
+        routed_request = fleet.ask(*range(start, start + 1000))
         fleet.now_s += took_s
-        fleet.dispatcher.record_first_token(ticket, is_whole_answer=start < 2000)
-        fleet.dispatcher.end(ticket)
+        fleet.dispatcher.record_first_token(routed_request, is_whole_answer=start < 2000)
+        fleet.dispatcher.end(routed_request)
     one, other = fleet.dispatcher.unit_s
     assert one == pytest.approx(other)
 
@@ -144,8 +144,8 @@ def test_a_replica_that_was_slow_once_gets_its_part_of_short_prompts() -> None:
     fleet = Fleet(count=2)
     for number in range(16):
         fleet.dispatcher.unit_s = [1.0, 1.3]  # which nothing corrects that is not sent there
-        ticket = fleet.ask(*range(100 * number, 100 * number + 11))
-        fleet.dispatcher.record_first_token(ticket)
+        routed_request = fleet.ask(*range(100 * number, 100 * number + 11))
+        fleet.dispatcher.record_first_token(routed_request)
     assert min(map(fleet.dispatcher.num_open, (0, 1))) >= 6
 
 
@@ -253,9 +253,9 @@ def test_keys_follow_the_text_and_the_salt() -> None:
 
 
 def test_a_turn_of_a_conversation_begins_as_the_one_before() -> None:
-    said = '{"role":"user","content":"' + "x" * 3000 + '"}'
-    one = f'{{"model":"m","messages":[{said}],"stream":true}}'.encode()
-    two = f'{{"temperature":0,"messages":[{said},{said}],"model":"m"}}'.encode()
+    output = '{"role":"user","content":"' + "x" * 3000 + '"}'
+    one = f'{{"model":"m","messages":[{output}],"stream":true}}'.encode()
+    two = f'{{"temperature":0,"messages":[{output},{output}],"model":"m"}}'.encode()
     first, second = read_prompt(one, b"").key, read_prompt(two, b"").key
     assert second.block_keys[: len(first.block_keys)] == first.block_keys
     other = read_prompt(one.replace(b'"model":"m"', b'"model":"n"'), b"").key

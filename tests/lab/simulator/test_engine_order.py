@@ -28,13 +28,13 @@ def random_load(seed: int) -> Workload:
 
     Some share prefix blocks, and the pages are too few for all requests.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     arrivals = []
     for number in range(14):
-        blocks = tuple(chance.choice(((0, 1, 2), (0, 1), (0, 3), (4 + number,), ())))
-        prompt = max(1, 32 * len(blocks) - chance.randrange(20)) if blocks else 5
-        step = 0 if number < 2 else chance.randrange(30)
-        arrivals.append(RequestArrival(step + 0.5, prompt, chance.randint(1, 60), blocks, 32))
+        blocks = tuple(rng.choice(((0, 1, 2), (0, 1), (0, 3), (4 + number,), ())))
+        prompt = max(1, 32 * len(blocks) - rng.randrange(20)) if blocks else 5
+        step = 0 if number < 2 else rng.randrange(30)
+        arrivals.append(RequestArrival(step + 0.5, prompt, rng.randint(1, 60), blocks, 32))
     ordered = sorted(arrivals, key=lambda arrival: arrival.at_s)
     return Workload("random", (RequestArrival(0.0, 40, 100), *ordered))
 

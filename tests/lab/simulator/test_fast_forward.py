@@ -44,14 +44,14 @@ def times(shape) -> Totals:
 
 def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> SimulatedFleet:
     """Return a simulated fleet with few pages; `seen` gets the state of pages after each step."""
-    chance, clock = random.Random(seed), Clock(START_S)
-    count, size = chance.choice((1, 3)), chance.choice((4, 16))
-    windows = chance.choice(((None,), (None, 24), (40,)))
-    num_pages = chance.choice((300, 700, 5000)) // size * len(windows)
+    rng, clock = random.Random(seed), Clock(START_S)
+    count, size = rng.choice((1, 3)), rng.choice((4, 16))
+    windows = rng.choice(((None,), (None, 24), (40,)))
+    num_pages = rng.choice((300, 700, 5000)) // size * len(windows)
     batch = BatchOptions(
-        policy=chance.choice(("continuous", "continuous", "static")),
+        policy=rng.choice(("continuous", "continuous", "static")),
         batch_size=3,
-        max_running=chance.choice((3, 8)),
+        max_running=rng.choice((3, 8)),
         token_budget=24,
     )
     facts = BackendFacts(
@@ -64,10 +64,10 @@ def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> SimulatedFleet
         weight_bytes=0,
         cache_bytes=0,
     )
-    cache = CacheOptions(prefix_cache=chance.random() < 0.8)
+    cache = CacheOptions(prefix_cache=rng.random() < 0.8)
     prefill = None
-    if count > 1 and cache.prefix_cache and chance.random() < 0.5:
-        rule = chance.choice(("always", "auto"))
+    if count > 1 and cache.prefix_cache and rng.random() < 0.5:
+        rule = rng.choice(("always", "auto"))
         prefill = PrefillSettings(1, rule, StepCost(((each_row, Cost(1)),)), size, 4.0)
     replicas = []
     for number in range(count):
@@ -75,7 +75,7 @@ def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> SimulatedFleet
         scheduler = build_scheduler(cache, batch, size=sizes, facts=facts, clock=clock.read)
         watch(scheduler, number, clock, seen, is_quiet=is_quiet)
         replicas.append(SimulatedReplica(scheduler, times, clock, VOCAB_SIZE, size))
-    routing = chance.choice(tuple(POLICIES))
+    routing = rng.choice(tuple(POLICIES))
     return SimulatedFleet(replicas, routing, clock, VOCAB_SIZE, prefill=prefill)
 
 

@@ -127,14 +127,14 @@ def test_models_with_windows_are_simulated(sliding):
 
 @pytest.mark.seeds(3)
 def test_quick_times_are_those_of_the_roofline(setup, sliding, seed):
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     for _ in range(20):
-        model = chance.choice((setup, sliding)).model
-        count = chance.randint(1, 20)
-        starts = tuple(chance.randint(0, 4000) for _ in range(count))
-        counts = tuple(chance.choice((1, 1, 1, 300)) for _ in range(count))
-        batch = BatchShape(starts, counts, chance.randint(0, count))
-        question = Question(count=chance.choice((1, 2)), mfu=0.5)
+        model = rng.choice((setup, sliding)).model
+        count = rng.randint(1, 20)
+        starts = tuple(rng.randint(0, 4000) for _ in range(count))
+        counts = tuple(rng.choice((1, 1, 1, 300)) for _ in range(count))
+        batch = BatchShape(starts, counts, rng.randint(0, count))
+        question = Question(count=rng.choice((1, 2)), mfu=0.5)
         for calibration in (None, Calibration((DECODE, PREFILL), "", 1)):
             roofline = Roofline(model, setup.device, question, calibration)
             for shape in (batch, replace(batch, num_sampled=count), batch):
@@ -145,12 +145,12 @@ def test_quick_times_are_those_of_the_roofline(setup, sliding, seed):
 
 @pytest.mark.seeds(3)
 def test_times_of_a_run_are_those_of_its_steps(setup, sliding, seed):
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     for calibration, simulated in product(
         (None, Calibration((DECODE, PREFILL), "", 1)), (setup, sliding)
     ):
         roofline = Roofline(simulated.model, setup.device, Question(), calibration)
-        starts = tuple(chance.randint(0, 4000) for _ in range(chance.randint(1, 20)))
+        starts = tuple(rng.randint(0, 4000) for _ in range(rng.randint(1, 20)))
         run = DecodeRun.of_steps(starts, 50)
         steps = [roofline.totals(run.shape_at(step))[:3] for step in range(50)]
         assert [*zip(*roofline.totals(run)[:3], strict=True)] == steps
@@ -184,9 +184,9 @@ def test_prefix_hits_are_counted_in_whole_pages(setup):
 
 
 def test_routing_by_prefix_finds_more_hits(setup):
-    chance = random.Random(0)
+    rng = random.Random(0)
     arrivals = [
-        RequestArrival(n / 20, 600 + chance.randrange(200), 20, (chance.randrange(12), 99 + n), 512)
+        RequestArrival(n / 20, 600 + rng.randrange(200), 20, (rng.randrange(12), 99 + n), 512)
         for n in range(300)
     ]
     rates = {}

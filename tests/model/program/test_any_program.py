@@ -67,13 +67,13 @@ def random_program(chance: random.Random) -> Program:
 
 def test_every_value_is_that_of_one_rank() -> None:
     for seed in range(25):
-        chance = random.Random(seed)
-        program = random_program(chance)
-        shares = [tuple(chance.choices((1, 1, 2, 3), k=chance.randint(1, 4))) for _ in range(2)]
+        rng = random.Random(seed)
+        program = random_program(rng)
+        shares = [tuple(rng.choices((1, 1, 2, 3), k=rng.randint(1, 4))) for _ in range(2)]
         stages = shares[1][: max(1, len(program.layer_outputs))]
-        mesh = Mesh(stages, chance.randint(1, 2), shares[0])
+        mesh = Mesh(stages, rng.randint(1, 2), shares[0])
         tensors = random_tensors(program)
-        tokens = [chance.randrange(NUM_IDS) for _ in range(13)]
+        tokens = [rng.randrange(NUM_IDS) for _ in range(13)]
         names = list(program.value_widths) if seed % 2 else ["logits"]
         expected = ReferenceBackend(program, tensors, 1, 16).trace(tokens, names)
         ranks = ReferenceBackend(program, tensors, 1, 16, mesh=mesh).trace(tokens, names)

@@ -77,12 +77,12 @@ def test_decode_reads_each_weight_once_and_the_whole_context() -> None:
 
 
 def test_a_steps_cost_is_that_of_its_operations() -> None:
-    model, chance = cost_model("Llama-3-8B"), random.Random(5)
+    model, rng = cost_model("Llama-3-8B"), random.Random(5)
     short = model.per_step()
     for _ in range(50):
-        starts = tuple(chance.randrange(3000) for _ in range(chance.randrange(9)))
-        counts = tuple(chance.randrange(1, 600) for _ in starts)
-        batch = BatchShape(starts, counts, chance.randrange(len(starts) + 1))
+        starts = tuple(rng.randrange(3000) for _ in range(rng.randrange(9)))
+        counts = tuple(rng.randrange(1, 600) for _ in starts)
+        batch = BatchShape(starts, counts, rng.randrange(len(starts) + 1))
         parts = [model.operation(op, batch) for op in model.program.ops]
         assert short.of(batch) == sum(parts, Cost(0))
 
@@ -100,12 +100,12 @@ def test_a_branch_reads_its_context_by_itself() -> None:
 
 
 def test_rows_attend_to_their_window_and_no_further() -> None:
-    chance = random.Random(2)
+    rng = random.Random(2)
     for _ in range(200):
         start, count, window = (
-            chance.randrange(60),
-            chance.randrange(1, 40),
-            chance.randrange(1, 50),
+            rng.randrange(60),
+            rng.randrange(1, 40),
+            rng.randrange(1, 50),
         )
         batch = BatchShape.prefill(count, start)
         ends = range(start + 1, start + count + 1)
@@ -199,22 +199,22 @@ def test_ranks_share_the_work_of_a_step() -> None:
 
 
 def test_parts_of_rows_attend_to_what_the_step_attends_to() -> None:
-    chance = random.Random(6)
+    rng = random.Random(6)
     for _ in range(50):
-        starts = tuple(chance.randrange(300) for _ in range(chance.randint(1, 6)))
-        batch = BatchShape(starts, tuple(chance.randint(1, 90) for _ in starts), 3)
-        count, window = chance.randint(1, 5), chance.choice((None, 40))
+        starts = tuple(rng.randrange(300) for _ in range(rng.randint(1, 6)))
+        batch = BatchShape(starts, tuple(rng.randint(1, 90) for _ in starts), 3)
+        count, window = rng.randint(1, 5), rng.choice((None, 40))
         parts = [batch.part(index, count) for index in range(count)]
         assert sum(part.num_attended(window) for part in parts) == batch.num_attended(window)
         assert {part.whole_step.num_rows for part in parts} == {batch.num_rows}
 
 
 def test_kv_splits_are_counted_by_the_rows_that_attend_to_them() -> None:
-    chance = random.Random(7)
+    rng = random.Random(7)
     for _ in range(20):
-        starts = tuple(chance.randrange(300) for _ in range(3))
-        batch = BatchShape(starts, tuple(chance.randint(1, 90) for _ in starts), 3)
-        window = chance.choice((None, 40, 64, 100))
+        starts = tuple(rng.randrange(300) for _ in range(3))
+        batch = BatchShape(starts, tuple(rng.randint(1, 90) for _ in starts), 3)
+        window = rng.choice((None, 40, 64, 100))
         seen = [
             (request, position, piece)
             for request, (start, count) in enumerate(batch.spans)

@@ -38,13 +38,13 @@ class Model(Frozen):
 
     def meshes(self, count: int) -> list[Mesh]:
         """Return random meshes of up to 18 ranks, with equal and unequal shares."""
-        chance, ends = random.Random(self.seed), stage_ends(self.program, self.program.ops)
+        rng, ends = random.Random(self.seed), stage_ends(self.program, self.program.ops)
 
         def shares(max_share: int) -> tuple[int, ...]:
-            return tuple(chance.choice((1, 1, 2, 3)) for _ in range(chance.randint(1, max_share)))
+            return tuple(rng.choice((1, 1, 2, 3)) for _ in range(rng.randint(1, max_share)))
 
         return [
-            Mesh(shares(min(3, len(ends))), chance.randint(1, 2), shares(3), bool(number % 2))
+            Mesh(shares(min(3, len(ends))), rng.randint(1, 2), shares(3), bool(number % 2))
             for number in range(count)
         ]
 
@@ -63,9 +63,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_every_value_is_that_of_one_rank(model: Model) -> None:
-    program, chance = model.program, random.Random(model.seed)
+    program, rng = model.program, random.Random(model.seed)
     names = list(program.value_widths)
-    tokens = [chance.randrange(program.vocab_size) for _ in range(90)]
+    tokens = [rng.randrange(program.vocab_size) for _ in range(90)]
     expected = ReferenceBackend(program, model.tensors, 1, 16).trace(tokens, names)
     meshes = [Mesh(column_parts=(1,) * degree) for degree in (2, 3, 7)]
     meshes += [Mesh(column_parts=(1,) * 7, kv_by_tokens=True), Mesh(row_parts=3, kv_by_tokens=True)]
@@ -79,11 +79,11 @@ def test_every_value_is_that_of_one_rank(model: Model) -> None:
 @pytest.mark.parametrize("model", ["mistral", "mixtral", "gemma3", "olmo2"], indirect=True)
 def test_tokens_are_those_of_one_rank(model: Model) -> None:
     """Any schedule gives the same tokens: chunked prefill, prefix hits, drafts, preemption."""
-    program, chance = model.program, random.Random(model.seed)
+    program, rng = model.program, random.Random(model.seed)
     plain = ReferenceBackend(program, model.tensors, NUM_PAGES, 16)
     fewest = -(-CONTEXT // 16) * len(plain.facts.windows)
-    requests = random_requests(chance, 4, program.vocab_size, 60, 6)
-    setting = Setting.chosen_by(chance, fewest, 3 * fewest)
+    requests = random_requests(rng, 4, program.vocab_size, 60, 6)
+    setting = Setting.chosen_by(rng, fewest, 3 * fewest)
     expected, _ = run_schedule(plain, setting, [fresh(r) for r in requests], CONTEXT)
     mesh = model.meshes(2)[1]
     ranks = ReferenceBackend(program, model.tensors, NUM_PAGES, page_size(mesh), mesh=mesh)

@@ -30,8 +30,8 @@ def begin(server: LiveServer, num_lines: int, **fields: Any) -> str:
     text = "\n".join(json.dumps({"custom_id": f"n{n}", **line}) for n in range(num_lines))
     files = {"file": ("in.jsonl", text.encode())}
     file = server.http.post("/v1/files", data={"purpose": "batch"}, files=files).json()
-    asked = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
-    batch: str = server.http.post("/v1/batches", json=asked).json()["id"]
+    payload = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
+    batch: str = server.http.post("/v1/batches", json=payload).json()["id"]
     return batch
 
 

@@ -84,11 +84,11 @@ def test_stream_of_a_revoked_key_finishes(tmp_path: Path) -> None:
     body = {"prompt": "hello", "max_tokens": 4, "stream": True, "ignore_eos": True}
     with keyed_server(folder, tmp_path) as server:
         server.backend.gate.clear()
-        found: list[str] = []
+        results: list[str] = []
 
         def read() -> None:
             with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as told:
-                found.extend(told.iter_lines())
+                results.extend(told.iter_lines())
 
         reader = threading.Thread(target=read)
         reader.start()
@@ -97,7 +97,7 @@ def test_stream_of_a_revoked_key_finishes(tmp_path: Path) -> None:
         wait_for(lambda: status(server, text) == 401, 2)
         server.backend.gate.set()
         reader.join()
-        assert found[-2:] == ["data: [DONE]", ""]
+        assert results[-2:] == ["data: [DONE]", ""]
 
 
 def test_keys_of_a_file_stay_valid_beside_keys_of_the_database(tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def test_no_key_is_in_the_records_or_the_log(
     assert all(secret.encode() not in path.read_bytes() for path in files)
     assert secret not in caplog.text
     figures = [getattr(record, FIGURES, {}) for record in caplog.records]
-    assert all(secret not in str(found) for found in figures)
-    assert {found["key"] for found in figures if found.get("status") == 200} == {key.id}
+    assert all(secret not in str(figure) for figure in figures)
+    assert {figure["key"] for figure in figures if figure.get("status") == 200} == {key.id}
 
 
 def test_locked_records_leave_the_keys_as_they_are(
@@ -162,11 +162,11 @@ def test_locked_records_leave_the_keys_as_they_are(
             raise RecordsError("The database is locked by another program.")
 
     keys = ApiKeys.read(None, None, folder)
-    upkeep = KeyRefresher(Broken(), keys, UsageBook("tiny"))  # type: ignore[arg-type]
+    refresher = KeyRefresher(Broken(), keys, UsageBook("tiny"))  # type: ignore[arg-type]
 
     async def look() -> None:
-        await upkeep.start()
-        await upkeep.stop()
+        await refresher.start()
+        await refresher.stop()
 
     asyncio.run(look())
     assert keys is not None
@@ -187,11 +187,11 @@ def test_last_use_waits_for_records_that_cannot_be_written(tmp_path: Path) -> No
             async def fail(_work: Any) -> Any:
                 raise RecordsError("The disk is full.")
 
-            upkeep, write = KeyRefresher(records, keys, UsageBook("tiny")), records.write
+            refresher, write = KeyRefresher(records, keys, UsageBook("tiny")), records.write
             records.write = fail  # type: ignore[method-assign]
-            await upkeep._refresh(records, writes=True)
+            await refresher._refresh(records, writes=True)
             records.write = write  # type: ignore[method-assign]
-            await upkeep._refresh(records, writes=True)
+            await refresher._refresh(records, writes=True)
 
     asyncio.run(look())
     with open_database(folder) as db:
@@ -317,9 +317,9 @@ def test_lost_database_opens_no_server(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match=r"remove .*has-keys to serve everybody"):
         ApiKeys.read(None, None, folder)
     (folder / "has-keys").unlink()
-    found = ApiKeys.read(None, None, folder)
-    assert found is not None
-    assert not found.are_required
+    result = ApiKeys.read(None, None, folder)
+    assert result is not None
+    assert not result.are_required
 
 
 def test_key_that_cannot_be_printed_is_not_stored(tmp_path: Path) -> None:
@@ -335,15 +335,15 @@ def test_server_that_requires_keys_is_closed_without_any(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="--require-keys needs"):
         ApiKeys.read(None, None, asks=True)
     folder = _new(tmp_path / "records")
-    found = ApiKeys.read(None, None, folder, asks=True)
-    assert found is not None
-    assert (found.are_required, found.refuse_everybody) == (True, True)
-    assert not found.has_valid("")
+    result = ApiKeys.read(None, None, folder, asks=True)
+    assert result is not None
+    assert (result.are_required, result.refuse_everybody) == (True, True)
+    assert not result.has_valid("")
     with open_database(folder, writes=True) as db:
         made, _ = kept.add(db, "shop", "shop")
-    found.replace_stored([made])
-    assert not found.refuse_everybody
-    assert found.has_valid("shop")
+    result.replace_stored([made])
+    assert not result.refuse_everybody
+    assert result.has_valid("shop")
     open_before = ApiKeys({})
     open_before.replace_stored([made])
     open_before.replace_stored([])  # the records were emptied while it runs
@@ -363,12 +363,12 @@ def test_key_may_have_only_its_classes(tmp_path: Path) -> None:
 
     def asked(server: LiveServer, key: str, **fields: object) -> tuple[int, str]:
         server.http.headers["x-api-key"] = key
-        found = server.chat(max_tokens=1, **fields)
-        if found.status_code == 200:
-            return 200, str(found.json().get("service_tier"))
-        error = found.json()["error"]
+        result = server.chat(max_tokens=1, **fields)
+        if result.status_code == 200:
+            return 200, str(result.json().get("service_tier"))
+        error = result.json()["error"]
         assert (error["code"], error["param"]) == ("class_not_allowed", next(iter(fields)))
-        return found.status_code, error["message"]
+        return result.status_code, error["message"]
 
     with keyed_server(folder, tmp_path) as server:
         for key in (common, bulk):

@@ -122,29 +122,29 @@ def test_many_long_requests_at_once_cannot_pass_a_limit_of_tokens(tmp_path: Path
         server.backend.gate.clear()
         headers = {"x-api-key": KEY}
         url = f"{server.url}/v1/completions"
-        asked = {**BODY, "max_tokens": 40, "stream": True}
+        body = {**BODY, "max_tokens": 40, "stream": True}
         codes: list[int] = []
 
         def ask() -> None:
-            codes.append(httpx.post(url, json=asked, headers=headers, timeout=20).status_code)
+            codes.append(httpx.post(url, json=body, headers=headers, timeout=20).status_code)
 
         threads = [threading.Thread(target=ask) for _ in range(12)]
-        for one in threads:
-            one.start()
+        for thread in threads:
+            thread.start()
         wait_for(lambda: len(codes) == 10)
         server.backend.gate.set()
-        for one in threads:
-            one.join()
+        for thread in threads:
+            thread.join()
         assert sorted(codes) == [200] * 2 + [429] * 10
 
 
 def test_parallel_requests_are_counted_until_they_end(tmp_path: Path) -> None:
     with limited(tmp_path, parallel=1) as server:
         server.backend.gate.clear()
-        asked = {**BODY, "stream": True}
+        body = {**BODY, "stream": True}
         with server.connect() as connection:
             headers = f"x-api-key: {KEY}\r\n"
-            connection.sendall(post_bytes("/v1/completions", asked, headers=headers))
+            connection.sendall(post_bytes("/v1/completions", body, headers=headers))
             wait_for(lambda: server.num_busy == 1)
             refused = post(server)
             assert refused.status_code == 429
@@ -163,8 +163,8 @@ def test_other_limits_hold_at_once(tmp_path: Path) -> None:
         others = ("/v1/completions/", "/v1/chat/completions", "/chat/completions", "/tokenize")
         assert post(server).status_code == 200
         headers = {"x-api-key": KEY}
-        found = [httpx.post(server.url + path, json=BODY, headers=headers) for path in others]
-        assert {answer.status_code for answer in found} == {429}
+        results = [httpx.post(server.url + path, json=BODY, headers=headers) for path in others]
+        assert {answer.status_code for answer in results} == {429}
         set_limits(keys, requests_per_minute=600)
         time.sleep(0.15)
         assert post(server).status_code == 200
@@ -175,33 +175,33 @@ def test_other_limits_hold_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_behaviour_passes_a_limit_by_more_than_one_request(seed: int) -> None:
     """In any time span, a key uses at most the limit's tokens, a full bucket and one request."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     now_s, most = 0.0, 400
     account = KeyLimiter(lambda: now_s)
-    limit = chance.choice((60, 600, 6000))
+    limit = rng.choice((60, 600, 6000))
     account.set(KeyLimits(tokens_per_minute=limit, requests_per_minute=120, parallel=40))
     running: list[tuple[Spending, int]] = []
     ends: list[tuple[float, int]] = []
     begins: list[float] = []
     for _ in range(3000):
-        if chance.random() < 0.6:
+        if rng.random() < 0.6:
             refusal = account.refusal()
             if refusal is None:
-                spending, need = account.begin(), chance.randint(1, most)
+                spending, need = account.begin(), rng.randint(1, most)
                 begins.append(now_s)
                 spending.reserve(need)
                 running.append((spending, need))
-            elif "same time" not in refusal[0] and chance.random() < 0.2:
+            elif "same time" not in refusal[0] and rng.random() < 0.2:
                 assert refusal[1] > 0
                 now_s += refusal[1]
                 again = account.refusal()
                 assert again is None or "same time" in again[0]  # the time was true
-        elif running and chance.random() < 0.5:
-            spending, need = running.pop(chance.randrange(len(running)))
-            used = chance.randint(0, need)
+        elif running and rng.random() < 0.5:
+            spending, need = running.pop(rng.randrange(len(running)))
+            used = rng.randint(0, need)
             spending.end(used)
             ends.append((now_s, used))
-        now_s += chance.random() * 0.2
+        now_s += rng.random() * 0.2
     total = sum(used for _, used in ends) + sum(need for _, need in running)
     assert total <= limit * (1 + now_s / 60) + most
     for first in range(0, len(begins), 37):

@@ -179,9 +179,9 @@ def test_usage_waits_for_records_that_cannot_be_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     records = Records(tmp_path)
-    book = UsageBook("tiny")
+    usage_book = UsageBook("tiny")
     owner = Owner("2026-11-26", "0123abcd", "anna", "tiny", is_batch=False)
-    book.put_back({owner: [1, 2, 3, 4]})
+    usage_book.put_back({owner: [1, 2, 3, 4]})
 
     class Failing:
         read = records.read
@@ -190,15 +190,15 @@ def test_usage_waits_for_records_that_cannot_be_written(
             raise RecordsError("The disk is full.")
 
     async def work() -> None:
-        failing = KeyRefresher(Failing(), None, book)  # type: ignore[arg-type]
+        failing = KeyRefresher(Failing(), None, usage_book)  # type: ignore[arg-type]
         await failing.start()
         for writes in (True, False, True):  # a read that succeeds between is not the end of it
             await failing._refresh(failing._records, writes=writes)  # type: ignore[arg-type]
         await failing.stop()
         assert caplog.text.count("Usage waits: The disk is full.") == 1
         assert caplog.text.count("Usage that was not written is lost.") == 1
-        book.put_back({owner: [1, 1, 1, 1]})
-        good = KeyRefresher(records, None, book)
+        usage_book.put_back({owner: [1, 1, 1, 1]})
+        good = KeyRefresher(records, None, usage_book)
         await good.start()
         await good.stop()
 
@@ -215,16 +215,16 @@ def test_usage_that_no_database_takes_does_not_end_upkeep(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     records = Records(tmp_path)
-    book = UsageBook("tiny")
+    usage_book = UsageBook("tiny")
     owner = Owner("2026-11-26", "0123abcd", "anna", "tiny", is_batch=False)
 
     async def work() -> None:
-        upkeep = KeyRefresher(records, None, book)
-        await upkeep.start()
+        refresher = KeyRefresher(records, None, usage_book)
+        await refresher.start()
         for count in (1 << 70, 1):
-            book.put_back({owner: [count, 0, 0, 0]})
-            await upkeep._refresh(records, writes=True)
-        await upkeep.stop()
+            usage_book.put_back({owner: [count, 0, 0, 0]})
+            await refresher._refresh(records, writes=True)
+        await refresher.stop()
 
     asyncio.run(work())
     records.close()
@@ -234,8 +234,8 @@ def test_usage_that_no_database_takes_does_not_end_upkeep(
 
 
 def test_days_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
-    book = UsageBook("tiny")
+    usage_book = UsageBook("tiny")
     monkeypatch.setattr("time.time", lambda: 86_400 * 20_000 - 1)
-    assert book._today() == "2024-10-03"
+    assert usage_book._today() == "2024-10-03"
     monkeypatch.setattr("time.time", lambda: 86_400 * 20_000)
-    assert book._today() == "2024-10-04"
+    assert usage_book._today() == "2024-10-04"

@@ -76,13 +76,13 @@ def said(body: Fields) -> Any:
 
 def test_text_of_a_file_is_read_in_each_protocol(server: LiveServer) -> None:
     for path, part in parts_with(server, b"hello world"):
-        found = server.http.post(path, json=with_part(path, part))
-        assert found.status_code == 200, found.text
+        response = server.http.post(path, json=with_part(path, part))
+        assert response.status_code == 200, response.text
         plain = with_part(
             path, text_part(path, "notes.txt\nhello world" + ("" if path == MESSAGES else "\n"))
         )
         expected = server.http.post(path, json=plain)
-        assert said(found.json()) == said(expected.json()), (path, part)
+        assert said(response.json()) == said(expected.json()), (path, part)
         bodies = [with_part(path, part), plain]
         for body in bodies:
             for name in ("max_tokens", "temperature"):

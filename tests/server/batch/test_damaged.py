@@ -206,8 +206,8 @@ def test_files_are_removed_whatever_they_have_become(records: Records) -> None:
 
 def test_a_command_whose_input_changes_keeps_its_results(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    asked = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
-    path.write_text("".join(json.dumps({"custom_id": f"{i}", **asked}) + "\n" for i in range(300)))
+    body = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    path.write_text("".join(json.dumps({"custom_id": f"{i}", **body}) + "\n" for i in range(300)))
     shown = list[int]()
 
     async def send(line: BatchLine) -> InternalResponse:
@@ -322,8 +322,8 @@ def test_a_command_runs_damaged_results_again_and_keeps_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "in.jsonl"
-    asked = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
-    path.write_text("".join(json.dumps({"custom_id": f"{i}", **asked}) + "\n" for i in range(9)))
+    body = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    path.write_text("".join(json.dumps({"custom_id": f"{i}", **body}) + "\n" for i in range(9)))
     answer = InternalResponse(200, {"x-request-id": "r"}, b'{"choices": [{"text": "some words"}]}')
     out = tmp_path / "out"
     with (
@@ -357,7 +357,7 @@ def test_a_command_runs_damaged_results_again_and_keeps_the_others(
         asyncio.run(run(files_, send, 1, RequestLimits(), BatchProgress(9), lambda _: None))
     assert sent == ["2", "4", "6"]
     assert f"Damaged results in {output.partial} run again: line 3, 5, 7." in caplog.text
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [one["custom_id"] for one in found] == [f"{i}" for i in range(9)]
-    assert {one["response"]["body"]["choices"][0]["text"] for one in found} == {"some words"}
-    assert len({one["id"] for one in found}) == 9
+    results = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["custom_id"] for one in results] == [f"{i}" for i in range(9)]
+    assert {one["response"]["body"]["choices"][0]["text"] for one in results} == {"some words"}
+    assert len({one["id"] for one in results}) == 9

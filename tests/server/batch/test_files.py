@@ -39,8 +39,8 @@ def upload(server: LiveServer, text: str) -> Response:
 
 
 def begin(server: LiveServer, file_id: str) -> Any:
-    asked = {"input_file_id": file_id, "endpoint": "/v1/chat/completions"}
-    return server.http.post("/v1/batches", json={**asked, "completion_window": "24h"}).json()
+    body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions"}
+    return server.http.post("/v1/batches", json={**body, "completion_window": "24h"}).json()
 
 
 def ended(server: LiveServer, path: str, status: str = "status") -> Any:
@@ -74,7 +74,7 @@ def test_batch_whose_input_is_missing_fails_with_a_sentence(
 
 
 def test_lines_that_ended_before_the_input_was_lost_have_their_results(tmp_path: Path) -> None:
-    asked = {"requests": [{"custom_id": f"{i}", "params": SAID} for i in range(40)]}
+    body = {"requests": [{"custom_id": f"{i}", "params": SAID} for i in range(40)]}
     with (
         closing(Records(tmp_path / "records")) as records,
         live_server(tmp_path, records=records) as first,
@@ -82,7 +82,7 @@ def test_lines_that_ended_before_the_input_was_lost_have_their_results(tmp_path:
         file_id = upload(first, "".join(map(line, range(40)))).json()["id"]
         first.backend.pause_s = 0.2
         chats = begin(first, file_id)["id"]
-        messages = first.http.post(MESSAGES, json=asked).json()["id"]
+        messages = first.http.post(MESSAGES, json=body).json()["id"]
         wait_for(lambda: _num_completed(first, chats) > 0)
         first.backend.pause_s = 1.0  # so that not all of them end while the server drains
     for name in names(records):
@@ -107,8 +107,8 @@ def test_lines_that_ended_before_the_input_was_lost_have_their_results(tmp_path:
 
 
 def _num_completed(server: LiveServer, batch_id: str) -> int:
-    found = server.http.get(f"/v1/batches/{batch_id}").json()
-    return int(found["request_counts"]["completed"])
+    body = server.http.get(f"/v1/batches/{batch_id}").json()
+    return int(body["request_counts"]["completed"])
 
 
 def test_uploads_that_arrive_take_room(server: LiveServer, records: Records) -> None:
@@ -126,11 +126,11 @@ def test_uploads_that_arrive_take_room(server: LiveServer, records: Records) -> 
     assert upload(server, line(0) * (4500 // len(line(0)))).status_code == 200
     refused = upload(server, line(0) * (9500 // len(line(0))))
     assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
-    asked = {
+    body = {
         "requests": [{"custom_id": "a", "params": {**SAID, "metadata": {"user_id": "x" * 250}}}]
     }
     other = {"authorization": "Bearer other"}
-    assert server.http.post(MESSAGES, json=asked, headers=other).status_code == 200
+    assert server.http.post(MESSAGES, json=body, headers=other).status_code == 200
     for one in slow:
         one.close()
     wait_for(lambda: not [*begun.iterdir()])
@@ -187,8 +187,8 @@ def test_batch_whose_results_do_not_fit_fails_with_the_results_that_fit(tmp_path
         assert [one["error"]["code"] for one in rest] == ["batch_failed"] * (8 - len(done))
         for id_ in (file_id, batch["output_file_id"], batch["error_file_id"]):
             assert server.http.delete(f"/v1/files/{id_}").status_code == 200
-        asked = {"requests": [{"custom_id": f"{i}", "params": SAID} for i in range(8)]}
-        path = f"{MESSAGES}/{server.http.post(MESSAGES, json=asked).json()['id']}"
+        body = {"requests": [{"custom_id": f"{i}", "params": SAID} for i in range(8)]}
+        path = f"{MESSAGES}/{server.http.post(MESSAGES, json=body).json()['id']}"
         counts = ended(server, path, "processing_status")["request_counts"]
         assert counts["succeeded"] > 0, "the first batch took its room with it"
         assert counts["succeeded"] + counts["errored"] == 8
@@ -203,8 +203,8 @@ def test_open_batches_are_bounded_and_need_room(server: LiveServer, records: Rec
     begun = [begin(server, file_id) for _ in range(3)]
     assert [one.get("status") for one in begun] == ["validating"] * 2 + [None]
     assert begun[2]["error"]["message"] == "2 of your batches have not ended, which is the limit."
-    asked = {"requests": [{"custom_id": "a", "params": SAID}]}
-    assert server.http.post(MESSAGES, json=asked).status_code == 529
+    body = {"requests": [{"custom_id": "a", "params": SAID}]}
+    assert server.http.post(MESSAGES, json=body).status_code == 529
     server.backend.gate.set()
     ended(server, f"/v1/batches/{begun[0]['id']}")
     ended(server, f"/v1/batches/{begun[1]['id']}")
@@ -280,8 +280,8 @@ def test_nothing_is_read_or_written_on_the_event_loop(
     monkeypatch.setattr(runner, "next_lines", noted_read)
     batch = begin(server, upload(server, line(0) + line(1)).json()["id"])
     assert ended(server, f"/v1/batches/{batch['id']}")["status"] == "completed"
-    asked = {"requests": [{"custom_id": "a", "params": SAID}]}
-    made = server.http.post(MESSAGES, json=asked)
+    body = {"requests": [{"custom_id": "a", "params": SAID}]}
+    made = server.http.post(MESSAGES, json=body)
     assert made.status_code == 200
     ended(server, f"{MESSAGES}/{made.json()['id']}", "processing_status")
     assert min(num_works) >= 2

@@ -24,9 +24,9 @@ def one(id_: object = "a", **params: Any) -> dict[str, Any]:
 
 
 def begin(server: LiveServer, *requests: object) -> Any:
-    found = server.http.post(PATH, json={"requests": requests})
-    assert found.status_code == 200, found.text
-    return found.json()
+    response = server.http.post(PATH, json={"requests": requests})
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def ended(server: LiveServer, batch: dict[str, Any]) -> Any:
@@ -46,9 +46,9 @@ def results(server: LiveServer, batch: dict[str, Any]) -> dict[str, Any]:
 
 def refusal(server: LiveServer, content: bytes | str) -> str:
     headers = {"content-type": "application/json"}
-    found = server.http.post(PATH, content=content, headers=headers)
-    assert found.status_code == 400, found.text
-    error = found.json()["error"]
+    response = server.http.post(PATH, content=content, headers=headers)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
     return str(error["message"])
 
@@ -66,15 +66,15 @@ def test_batch_answers_each_request_as_it_would_be_alone(server: LiveServer) -> 
         "errored": 2,
     }
     assert batch["created_at"] < batch["ended_at"] < batch["expires_at"]
-    found = results(server, batch)
-    assert list(found) == [*(f"n{i}" for i in range(10)), "bad", "nobody"]
+    result = results(server, batch)
+    assert list(result) == [*(f"n{i}" for i in range(10)), "bad", "nobody"]
     alone = server.http.post("/v1/messages", json=one()["params"]).json()
     for i in range(10):
-        assert found[f"n{i}"]["type"] == "succeeded"
-        assert found[f"n{i}"]["message"]["content"] == alone["content"]
+        assert result[f"n{i}"]["type"] == "succeeded"
+        assert result[f"n{i}"]["message"]["content"] == alone["content"]
     for id_, kind in (("bad", "invalid_request_error"), ("nobody", "not_found_error")):
-        assert found[id_]["type"] == "errored"
-        assert found[id_]["error"]["error"]["type"] == kind
+        assert result[id_]["type"] == "errored"
+        assert result[id_]["error"]["error"]["type"] == kind
     assert server.http.get("/v1/files").json()["data"] == []
 
 
@@ -144,8 +144,8 @@ def test_ended_batch_is_deleted_with_its_files(server: LiveServer) -> None:
     assert server.http.post(f"{path}/cancel").status_code == 400
     assert server.http.delete(path).json() == {"id": batch["id"], "type": "message_batch_deleted"}
     for gone in (path, f"{path}/results"):
-        found = server.http.get(gone)
-        assert (found.status_code, found.json()["error"]["type"]) == (404, "not_found_error")
+        response = server.http.get(gone)
+        assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
     folder = server.api.batches._records.files._files  # type: ignore[union-attr]
     assert not list(folder.iterdir())
 
@@ -167,10 +167,12 @@ def test_lists_come_in_pages_in_both_directions(server: LiveServer) -> None:
     newest, *older = [ended(server, begin(server, one()))["id"] for _ in range(5)][::-1]
 
     def page(**asked: Any) -> tuple[list[str], bool]:
-        found = server.http.get(PATH, params=asked).json()
-        ids = [batch["id"] for batch in found["data"]]
-        assert (found["first_id"], found["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
-        return ids, found["has_more"]
+        result = server.http.get(PATH, params=asked).json()
+        ids = [batch["id"] for batch in result["data"]]
+        assert (result["first_id"], result["last_id"]) == (
+            (ids[0], ids[-1]) if ids else (None, None)
+        )
+        return ids, result["has_more"]
 
     assert page() == ([newest, *older], False)
     assert page(limit=2, beta="true") == ([newest, older[0]], True)
@@ -179,16 +181,16 @@ def test_lists_come_in_pages_in_both_directions(server: LiveServer) -> None:
     assert page(limit=2, before_id=older[3]) == (older[1:3], True)
     assert page(limit=2, before_id=older[0]) == ([newest], False)
     for name, value in (("limit", "0"), ("limit", "1001"), ("after_id", "x"), ("before_id", "x")):
-        found = server.http.get(PATH, params={name: value})
-        assert found.status_code == 400
-        assert name in found.json()["error"]["message"]
+        result = server.http.get(PATH, params={name: value})
+        assert result.status_code == 400
+        assert name in result.json()["error"]["message"]
 
 
 def test_results_have_the_scheme_that_the_client_uses(server: LiveServer) -> None:
     batch = ended(server, begin(server, one()))
     headers = {"x-forwarded-proto": "https"}
-    found = server.http.get(f"{PATH}/{batch['id']}", headers=headers).json()
-    assert found["results_url"] == batch["results_url"].replace("http://", "https://")
+    body = server.http.get(f"{PATH}/{batch['id']}", headers=headers).json()
+    assert body["results_url"] == batch["results_url"].replace("http://", "https://")
 
 
 def test_full_disk_refuses_a_batch_and_leaves_nothing(
@@ -199,14 +201,14 @@ def test_full_disk_refuses_a_batch_and_leaves_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr("twostroke.server.storage.folder.Temporary.keep", fail)
-        found = server.http.post(PATH, json={"requests": [one()]})
-    assert (found.status_code, found.json()["error"]["type"]) == (503, "api_error")
-    assert "/records" not in found.text
+        response = server.http.post(PATH, json={"requests": [one()]})
+    assert (response.status_code, response.json()["error"]["type"]) == (503, "api_error")
+    assert "/records" not in response.text
     assert server.http.get(PATH).json()["data"] == []
     assert ended(server, begin(server, one()))["request_counts"]["succeeded"] == 1
 
 
 def test_server_without_records_says_how_to_keep_them(shared_server: LiveServer) -> None:
-    found = shared_server.http.get(PATH)
-    assert found.status_code == 404
-    assert "--records" in found.json()["error"]["message"]
+    response = shared_server.http.get(PATH)
+    assert response.status_code == 404
+    assert "--records" in response.json()["error"]["message"]

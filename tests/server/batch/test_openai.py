@@ -31,16 +31,16 @@ def line(id_: object = "a", url: str = CHAT, **fields: Any) -> dict[str, Any]:
 
 
 def upload(server: LiveServer, *lines: object, **form: Any) -> Any:
-    text = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines)
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     files = {"file": ("in.jsonl", text.encode())}
     return server.http.post("/v1/files", data={"purpose": "batch", **form}, files=files).json()
 
 
 def begin(server: LiveServer, *lines: object, window: str = "24h", url: str = CHAT) -> Any:
-    asked = {"input_file_id": upload(server, *lines)["id"], "endpoint": url}
-    found = server.http.post("/v1/batches", json={**asked, "completion_window": window})
-    assert found.status_code == 200, found.text
-    return found.json()
+    body = {"input_file_id": upload(server, *lines)["id"], "endpoint": url}
+    response = server.http.post("/v1/batches", json={**body, "completion_window": window})
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def ended(server: LiveServer, batch: dict[str, Any]) -> Any:
@@ -55,7 +55,7 @@ def ended(server: LiveServer, batch: dict[str, Any]) -> Any:
 
 def content(server: LiveServer, file_id: str) -> list[Any]:
     text = server.http.get(f"/v1/files/{file_id}/content").text
-    return [json.loads(one) for one in text.splitlines()]
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def test_batch_answers_each_line_as_a_request_would(server: LiveServer) -> None:
@@ -112,8 +112,8 @@ def test_all_odd_lines_are_named_and_none_is_run(server: LiveServer) -> None:
     batch = ended(server, batch)
     assert batch["status"] == "failed"
     assert batch["failed_at"]
-    found = [(one["line"], one["code"]) for one in batch["errors"]["data"]]
-    assert found == [
+    results = [(one["line"], one["code"]) for one in batch["errors"]["data"]]
+    assert results == [
         (2, "invalid_json_line"),
         (3, "duplicate_custom_id"),
         (4, "mismatched_url"),
@@ -204,12 +204,12 @@ def test_tenants_do_not_see_each_other(server: LiveServer) -> None:
     assert server.http.delete(path, headers=other).status_code == 404
     for path in ("/v1/files", "/v1/batches"):
         assert server.http.get(path, headers=other).json()["data"] == []
-    asked = {
+    body = {
         "input_file_id": batch["input_file_id"],
         "endpoint": CHAT,
         "completion_window": "24h",
     }
-    assert server.http.post("/v1/batches", json=asked, headers=other).status_code == 404
+    assert server.http.post("/v1/batches", json=body, headers=other).status_code == 404
 
 
 def test_lists_come_in_pages(server: LiveServer) -> None:
@@ -225,8 +225,8 @@ def test_lists_come_in_pages(server: LiveServer) -> None:
     more = server.http.get("/v1/files", params={**inputs, "after": files["last_id"]}).json()
     assert (len(more["data"]), more["has_more"]) == (1, False)
     for path, wrong in (("/v1/files", "order"), ("/v1/batches", "after"), ("/v1/batches", "limit")):
-        found = server.http.get(path, params={wrong: "x"})
-        assert (found.status_code, found.json()["error"]["param"]) == (400, wrong)
+        response = server.http.get(path, params={wrong: "x"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, wrong)
 
 
 def test_files_are_bounded_and_deleted(server: LiveServer) -> None:
@@ -289,15 +289,15 @@ def test_boundary_is_found_wherever_the_form_is_cut(server: LiveServer) -> None:
     headers = {"content-type": "multipart/form-data; boundary=boundary"}
     for size in (1, 3, 7, 1000):
         parts = (form[i : i + size] for i in range(0, len(form), size))
-        found = server.http.post("/v1/files", content=parts, headers=headers).json()
-        assert server.http.get(f"/v1/files/{found['id']}/content").content == text
+        body = server.http.post("/v1/files", content=parts, headers=headers).json()
+        assert server.http.get(f"/v1/files/{body['id']}/content").content == text
 
 
 def test_clients_go_before_lines(server: LiveServer) -> None:
     server.backend.gate.clear()
     begin(server, *(line(f"{i}") for i in range(40)))
     wait_for(lambda: server.num_busy > 0)
-    services = {one.service_tier for one in server.api._open_requests}
+    services = {open_request.service_tier for open_request in server.api._open_requests}
     assert services == {"batch"}
     assert server.api.num_running == 0
     server.backend.gate.set()
@@ -305,9 +305,9 @@ def test_clients_go_before_lines(server: LiveServer) -> None:
 
 def test_server_without_records_says_how_to_keep_them(shared_server: LiveServer) -> None:
     for path in ("/v1/files", "/v1/batches"):
-        found = shared_server.http.get(path)
-        assert found.status_code == 404
-        assert "--records" in found.json()["error"]["message"]
+        response = shared_server.http.get(path)
+        assert response.status_code == 404
+        assert "--records" in response.json()["error"]["message"]
 
 
 def test_next_server_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
@@ -319,8 +319,8 @@ def test_next_server_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     with closing(Records(folder)) as records, live_server(tmp_path, records=records) as second:
         batch = ended(second, batch)
         assert batch["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
-        found = [one["custom_id"] for one in content(second, batch["output_file_id"])]
-        assert found == [f"{i}" for i in range(30)]
+        results = [one["custom_id"] for one in content(second, batch["output_file_id"])]
+        assert results == [f"{i}" for i in range(30)]
 
 
 def test_clients_are_answered_while_the_disk_is_full(

@@ -166,8 +166,8 @@ def test_server_that_died_before_results_were_dropped_leaves_that_to_the_next(
         ended = asyncio.run(first(records))
     with closing(Records(tmp_path)) as records:
         asyncio.run(second(records))
-        found = asyncio.run(
+        result = asyncio.run(
             records.read(lambda db: stored_batches.find(db, "a", "anna", openai.PROTOCOL))
         )
-        assert (found, ended.completed, ended.unrun) == (ended, 3, 2)
+        assert (result, ended.completed, ended.unrun) == (ended, 3, 2)
         assert len(records.files.path(str(ended.output_file)).read_text().splitlines()) == 3

@@ -35,8 +35,8 @@ def begin(server: LiveServer, **fields: Any) -> Fields:
     body = {"filename": "a.txt", "purpose": "user_data", "bytes": 10, "mime_type": "text/plain"}
     response = server.http.post(UPLOADS, json={**body, **fields})
     assert response.status_code == 200, response.text
-    found: Fields = response.json()
-    return found
+    payload: Fields = response.json()
+    return payload
 
 
 def part(server: LiveServer, upload: str, data: bytes) -> str:
@@ -49,8 +49,8 @@ def part(server: LiveServer, upload: str, data: bytes) -> str:
 
 def complete(server: LiveServer, upload: str, *parts: str, **fields: Any) -> Fields:
     body = {"part_ids": list(parts), **fields}
-    found: Fields = server.http.post(f"{UPLOADS}/{upload}/complete", json=body).json()
-    return found
+    payload: Fields = server.http.post(f"{UPLOADS}/{upload}/complete", json=body).json()
+    return payload
 
 
 def store(server: LiveServer, data: bytes, name: str = "a.txt", **fields: Any) -> Any:
@@ -250,8 +250,8 @@ def test_wrong_field_of_a_file_is_named(server: LiveServer, fields: Fields, para
 
 def test_results_of_batches_expire_on_request(server: LiveServer) -> None:
     file = store(server, b"", name="in.jsonl", purpose="batch").json()
-    asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "1h"}
-    wrong = {**asked, "output_expires_after": {"anchor": "created_at", "seconds": 1}}
+    body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "1h"}
+    wrong = {**body, "output_expires_after": {"anchor": "created_at", "seconds": 1}}
     refused = server.http.post("/v1/batches", json=wrong)
     assert refused.json()["error"]["param"] == "output_expires_after.seconds"
 

@@ -51,8 +51,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 def counts(server: LiveServer) -> dict[str, float]:
     lines = server.http.get("/metrics").text.splitlines()
-    found = [line.rsplit(" ", 1) for line in lines if line.startswith("twostroke_constraint")]
-    return {name: float(value) for name, value in found if "_created" not in name}
+    results = [line.rsplit(" ", 1) for line in lines if line.startswith("twostroke_constraint")]
+    return {name: float(value) for name, value in results if "_created" not in name}
 
 
 def counted(

@@ -34,8 +34,8 @@ USAGE, TIMINGS = Usage(3, 0, 9), Timings(0.0, 0.0, 1.0, 2.0)
 def outputs(server: LiveServer, text: str, reason: FinishReason) -> list[Output]:
     """Return an answer as engine outputs, one for each character, which counts as a token."""
     token = server.client.card.tokenizer.encode("a")[0]
-    found = [Output(0, one, (token,), (TokenLogprobs(-1.0, (), ()),)) for one in text]
-    return [*found, Output(0, "", (), finish_reason=reason, usage=USAGE, timings=TIMINGS)]
+    results = [Output(0, one, (token,), (TokenLogprobs(-1.0, (), ()),)) for one in text]
+    return [*results, Output(0, "", (), finish_reason=reason, usage=USAGE, timings=TIMINGS)]
 
 
 def read(server: LiveServer, reading: AnswerFormat, answer: list[Output]) -> list[Event]:

@@ -44,9 +44,9 @@ def serve(folder: Path, records: Records, **options: Any) -> AbstractContextMana
 
 
 def answer(server: LiveServer, **fields: Any) -> Any:
-    found = server.http.post(PATH, json={"input": "hello", "max_output_tokens": 2, **fields})
-    assert found.status_code == 200, found.text
-    return found.json()
+    response = server.http.post(PATH, json={"input": "hello", "max_output_tokens": 2, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def assert_not_continued(server: LiveServer, id_: str, log: str) -> None:

@@ -58,8 +58,8 @@ def test_oldest_is_evicted_over_the_memory() -> None:
 def test_replaced_answer_evicts_others_also_if_it_is_the_oldest() -> None:
     mine = Tenant("", ResponseStore(100, 10_000))
     answers = [kept(name, size=2000) for name in "abc"]
-    for one in answers:
-        mine.put(one)
+    for answer in answers:
+        mine.put(answer)
     mine.replace(answers[0], b"x" * 3500)
     assert [name for name in "abc" if mine.find(name)] == ["a", "c"]
     assert mine.store.num_bytes <= 10_000
@@ -160,14 +160,14 @@ def test_items_of_a_newer_response_survive_an_older_one() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_memory_counts_stored_responses_and_their_ancestors(seed: int) -> None:
-    store, chance = ResponseStore(5, 12_000), random.Random(seed)
+    store, rng = ResponseStore(5, 12_000), random.Random(seed)
     all_: list[StoredResponse] = []
     for number in range(60):
-        if chance.random() < 0.2:
-            Tenant("", store).remove(str(chance.randrange(60)))
+        if rng.random() < 0.2:
+            Tenant("", store).remove(str(rng.randrange(60)))
             continue
-        previous = chance.choice(all_) if all_ and chance.random() < 0.7 else None
-        all_.append(kept(str(number), previous, chance.randrange(500)))
+        previous = rng.choice(all_) if all_ and rng.random() < 0.7 else None
+        all_.append(kept(str(number), previous, rng.randrange(500)))
         Tenant("", store).put(all_[-1])
         alive = {
             step for one in all_ if Tenant("", store).find(one.id) for step in one.conversation()

@@ -62,5 +62,5 @@ def test_others_are_served_while_an_answer_with_many_scores_is_written(
 
 
 def tokens(answer: Any) -> list[list[str]]:
-    found = [choice["logprobs"] for choice in answer["choices"]]
-    return [one.get("tokens") or [token["token"] for token in one["content"]] for one in found]
+    results = [choice["logprobs"] for choice in answer["choices"]]
+    return [one.get("tokens") or [token["token"] for token in one["content"]] for one in results]

@@ -115,12 +115,12 @@ def test_coalesced_responses_equal_responses_written_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def both(seed: int) -> list[bytes]:
-        found = []
+        results = []
         for kind in (WriteCoalescer, Direct):
             monkeypatch.setattr(connection, "WriteCoalescer", kind)
             rng = random.Random(seed)
-            found.append(asyncio.run(received(respond, requests(rng), rng)))
-        return found
+            results.append(asyncio.run(received(respond, requests(rng), rng)))
+        return results
 
     sizes = []
     for seed in range(60):

@@ -147,8 +147,8 @@ def test_a_file_of_keys_names_tenants(tmp_path: Path) -> None:
     keys = ApiKeys.read(file, "sk-4")
     assert keys is not None
     asked = [b"sk-1", b"sk-2", b"sk-3", b"sk-4", b"anna", b"", b"#", b"sk-5"]
-    found = [tenant_of(keys, key) for key in asked]
-    assert found == ["", "anna", "anna", "", None, None, None, None]
+    results = [tenant_of(keys, key) for key in asked]
+    assert results == ["", "anna", "anna", "", None, None, None, None]
     assert ApiKeys.read(None, None) is None
     only = ApiKeys.read(None, "sk-4")
     assert only is not None

@@ -134,19 +134,19 @@ def test_keys_replace_the_host_check_unless_hosts_are_configured() -> None:
 def test_preflight_needs_no_key_and_allows_the_requested_headers(listed: LiveServer) -> None:
     told = listed.http.options(CHAT, headers=PREFLIGHT)
     assert (told.status_code, told.content) == (204, b"")
-    found = told.headers
-    assert found["access-control-allow-origin"] == PAGE
-    assert found["access-control-allow-methods"] == "GET, HEAD, POST, DELETE"
-    assert found["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
-    assert found["access-control-max-age"] == "7200"
-    assert found["vary"] == "Origin"
-    assert "access-control-allow-private-network" not in found
+    result = told.headers
+    assert result["access-control-allow-origin"] == PAGE
+    assert result["access-control-allow-methods"] == "GET, HEAD, POST, DELETE"
+    assert result["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
+    assert result["access-control-max-age"] == "7200"
+    assert result["vary"] == "Origin"
+    assert "access-control-allow-private-network" not in result
     old = PREFLIGHT | {"access-control-request-private-network": "true"}
     told = listed.http.options(CHAT, headers=old)
     assert told.headers["access-control-allow-private-network"] == "true"
     for strange in ("x\xe4", "a;b", "x" * 3000 + "," * 2000):
-        asked = {**PREFLIGHT, "access-control-request-headers": strange.encode("latin-1")}
-        told = httpx.options(listed.url + CHAT, headers=asked, trust_env=False)
+        body = {**PREFLIGHT, "access-control-request-headers": strange.encode("latin-1")}
+        told = httpx.options(listed.url + CHAT, headers=body, trust_env=False)
         assert "access-control-allow-headers" not in told.headers
 
 

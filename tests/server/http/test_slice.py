@@ -24,10 +24,10 @@ _SHORT_NS: Final = 100_000
 
 def attributes(thread: int = 0) -> tuple[int, int]:
     """Return the nice value and the time slice of a thread."""
-    found = ctypes.create_string_buffer(48)
+    result = ctypes.create_string_buffer(48)
     number = _GET_ATTR[platform.machine()]
-    assert ctypes.CDLL(None).syscall(number, thread, found, 48, 0) == 0
-    _, _, _, nice, _, slice_ns, _, _ = struct.unpack("=IIQiIQQQ", found.raw)
+    assert ctypes.CDLL(None).syscall(number, thread, result, 48, 0) == 0
+    _, _, _, nice, _, slice_ns, _, _ = struct.unpack("=IIQiIQQQ", result.raw)
     return nice, slice_ns
 
 

@@ -48,10 +48,10 @@ class SlowGrammars(Grammars):
 
 @pytest.fixture
 def grammars() -> Iterator[SlowGrammars]:
-    found = SlowGrammars()
-    found.prepare()
-    yield found
-    found.may_end.set()
+    result = SlowGrammars()
+    result.prepare()
+    yield result
+    result.may_end.set()
 
 
 def compiling(
@@ -189,12 +189,12 @@ def test_turn_of_a_constraint_that_takes_too_long_ends(
         def noted(constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
             events.append(f"{constraint.notation} begins")
             try:
-                found = compile_(constraint, deadline)
+                result = compile_(constraint, deadline)
             except TimeoutError:
                 events.append(f"{constraint.notation} is given up")
                 raise
             events.append(f"{constraint.notation} is done")
-            return found
+            return result
 
         monkeypatch.setattr(grammars, "_compile", noted)
         response = server.chat(guided_json=schema, max_tokens=5)
@@ -218,9 +218,9 @@ def test_server_never_compiles_on_the_event_loop(
             return compile_(constraint, deadline)
 
         def compile_and_forget(constraint: Constraint, limit_s: float = 1.0) -> GrammarMatcher:
-            found = Grammars.compile(grammars, constraint, limit_s)
+            result = Grammars.compile(grammars, constraint, limit_s)
             grammars._cache.clear()
-            return found
+            return result
 
         monkeypatch.setattr(grammars, "_compile", noted)
         monkeypatch.setattr(grammars, "compile", compile_and_forget)
@@ -275,9 +275,9 @@ def test_stream_shows_that_it_is_alive_while_its_constraint_waits(
             lines = got.iter_lines()
             assert [next(lines) for _ in range(4)] == [": keep-alive", ""] * 2
             may_end.set()
-            said = "\n".join(line for line in lines if line.startswith("data"))
-        assert ("cannot be followed. too wide" in said) == fails
-        assert ('"content":"a' in said) != fails
+            output = "\n".join(line for line in lines if line.startswith("data"))
+        assert ("cannot be followed. too wide" in output) == fails
+        assert ('"content":"a' in output) != fails
         server.wait_idle()
 
 

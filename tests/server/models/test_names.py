@@ -43,8 +43,8 @@ def test_any_name_is_answered_and_repeated_if_it_is_harmless(tmp_path: Path) -> 
         for name in ("gpt-4o", "claude-sonnet-4-5", "x" * 1000, "a\nb"):
             shown = name if len(name) < 200 and name.isprintable() else "tiny"
             assert server.chat(model=name, max_tokens=1).json()["model"] == shown
-        found = server.http.get("/v1/models/gpt-4o").json()
-        assert (found["id"], found["max_model_len"]) == ("gpt-4o", 512)
+        body = server.http.get("/v1/models/gpt-4o").json()
+        assert (body["id"], body["max_model_len"]) == ("gpt-4o", 512)
         response = server.http.post("/v1/embeddings", json={"model": "e", "input": "hello"})
         assert response.json()["model"] == "e"
 

@@ -50,15 +50,15 @@ def test_metrics_count_requests_and_tokens(tmp_path: Path) -> None:
         server.chat(max_tokens=0)
         server.http.get("/nope/1")
         text = server.http.get("/metrics").text
-    found = _samples(text)
+    result = _samples(text)
     responses = "twostroke_http_responses_total"
-    assert found[responses, "/v1/chat/completions", "200"] == 1
-    assert found[responses, "/v1/chat/completions", "400"] == 1
-    assert found[responses, "unknown", "404"] == 1
-    assert found["twostroke_answers_total", "default", "length"] == 2
-    assert found["twostroke_answers_total", "flex", "length"] == 0
-    assert found["twostroke_completion_tokens_total", "default"] == 10
-    assert found["twostroke_prompt_tokens_total", "default"] > 0
+    assert result[responses, "/v1/chat/completions", "200"] == 1
+    assert result[responses, "/v1/chat/completions", "400"] == 1
+    assert result[responses, "unknown", "404"] == 1
+    assert result["twostroke_answers_total", "default", "length"] == 2
+    assert result["twostroke_answers_total", "flex", "length"] == 0
+    assert result["twostroke_completion_tokens_total", "default"] == 10
+    assert result["twostroke_prompt_tokens_total", "default"] > 0
     for name, count in (
         ("time_to_first_token", 2),
         ("queue", 2),
@@ -66,31 +66,31 @@ def test_metrics_count_requests_and_tokens(tmp_path: Path) -> None:
         ("time_per_output_token", 2),
         ("inter_token_latency", 8),
     ):
-        assert found[f"twostroke_{name}_seconds_count", "default"] == count
-    assert found["twostroke_prefix_cache_asked_tokens_total",] > 0
-    assert found["twostroke_rows_per_step_count", "decode"] >= 4
-    assert found["twostroke_pages",] == 256
-    assert found["twostroke_requests_running",] == 0
-    assert found["twostroke_requests_waiting",] == 0
-    assert found["twostroke_referenced_pages",] == 0
-    assert found["twostroke_ready",] == 1
-    assert found["twostroke_step_rows_total", "prefill"] >= 18
-    assert found["twostroke_step_time_seconds_total", "decode"] >= 0
-    assert found["process_resident_memory_bytes",] > 0
+        assert result[f"twostroke_{name}_seconds_count", "default"] == count
+    assert result["twostroke_prefix_cache_asked_tokens_total",] > 0
+    assert result["twostroke_rows_per_step_count", "decode"] >= 4
+    assert result["twostroke_pages",] == 256
+    assert result["twostroke_requests_running",] == 0
+    assert result["twostroke_requests_waiting",] == 0
+    assert result["twostroke_referenced_pages",] == 0
+    assert result["twostroke_ready",] == 1
+    assert result["twostroke_step_rows_total", "prefill"] >= 18
+    assert result["twostroke_step_time_seconds_total", "decode"] >= 0
+    assert result["process_resident_memory_bytes",] > 0
 
 
 def test_embeddings_are_counted_apart_from_answers(tmp_path: Path) -> None:
     with live_server(tmp_path) as server:
         fields = {"input": [[5, 6, 7], [8]], "service_tier": "flex"}
         assert server.http.post("/v1/embeddings", json=fields).status_code == 200
-        found = _samples(server.http.get("/metrics").text)
-    assert found["twostroke_embedded_texts_total", "flex"] == 2
-    assert found["twostroke_embedded_tokens_total", "flex"] == 4
-    assert found["twostroke_embedded_texts_total", "default"] == 0
-    assert found["twostroke_answers_total", "flex", "length"] == 0
-    assert found["twostroke_prompt_tokens_total", "flex"] == 0
+        result = _samples(server.http.get("/metrics").text)
+    assert result["twostroke_embedded_texts_total", "flex"] == 2
+    assert result["twostroke_embedded_tokens_total", "flex"] == 4
+    assert result["twostroke_embedded_texts_total", "default"] == 0
+    assert result["twostroke_answers_total", "flex", "length"] == 0
+    assert result["twostroke_prompt_tokens_total", "flex"] == 0
     for name in ("queue", "request"):
-        assert found[f"twostroke_{name}_seconds_count", "flex"] == 0
+        assert result[f"twostroke_{name}_seconds_count", "flex"] == 0
 
 
 def test_openmetrics_is_sent_on_request(server: LiveServer) -> None:
@@ -113,13 +113,13 @@ def test_llama_servers_metrics_exist_with_their_option(server: LiveServer, tmp_p
     assert "llamacpp" not in server.http.get("/metrics").text
     with live_server(tmp_path, ServeOptions(drain_s=1, llama_metrics=True)) as other:
         other.chat(max_tokens=3, ignore_eos=True)
-        found = _samples(other.http.get("/metrics").text)
-    assert found["llamacpp:prompt_tokens_total",] == 18
-    assert found["llamacpp:tokens_predicted_total",] == 3
-    assert found["llamacpp:n_decode_total",] == 3
-    assert found["llamacpp:requests_processing",] == found["llamacpp:requests_deferred",] == 0
-    assert found["llamacpp:prompt_tokens_seconds",] > 0
-    assert found["llamacpp:predicted_tokens_seconds",] > 0
+        result = _samples(other.http.get("/metrics").text)
+    assert result["llamacpp:prompt_tokens_total",] == 18
+    assert result["llamacpp:tokens_predicted_total",] == 3
+    assert result["llamacpp:n_decode_total",] == 3
+    assert result["llamacpp:requests_processing",] == result["llamacpp:requests_deferred",] == 0
+    assert result["llamacpp:prompt_tokens_seconds",] > 0
+    assert result["llamacpp:predicted_tokens_seconds",] > 0
 
 
 @pytest.mark.parametrize("tier", ["auto", "flex", "priority"])
@@ -127,12 +127,12 @@ def test_classes_of_service_are_counted_separately(tmp_path: Path, tier: str) ->
     service = "default" if tier == "auto" else tier
     with live_server(tmp_path) as server:
         server.chat(max_tokens=3, ignore_eos=True, service_tier=tier)
-        found = _samples(server.http.get("/metrics").text)
-    for one in SERVICE_TIERS:
-        count = int(one == service)
-        assert found["twostroke_answers_total", one, "length"] == count
-        assert found["twostroke_completion_tokens_total", one] == 3 * count
-        assert found["twostroke_inter_token_latency_seconds_count", one] == 2 * count
+        result = _samples(server.http.get("/metrics").text)
+    for service_tier in SERVICE_TIERS:
+        count = int(service_tier == service)
+        assert result["twostroke_answers_total", service_tier, "length"] == count
+        assert result["twostroke_completion_tokens_total", service_tier] == 3 * count
+        assert result["twostroke_inter_token_latency_seconds_count", service_tier] == 2 * count
 
 
 def test_histograms_are_complete(server: LiveServer) -> None:
@@ -158,17 +158,17 @@ def test_objectives_are_counted_and_goodput_is_shown(tmp_path: Path) -> None:
     with live_server(tmp_path, ServeOptions(objectives=objectives, drain_s=1)) as server:
         server.chat(max_tokens=3, ignore_eos=True)
         server.chat(max_tokens=3, ignore_eos=True, service_tier="flex")
-        found = _samples(server.http.get("/metrics").text)
+        result = _samples(server.http.get("/metrics").text)
     answers = "twostroke_objective_answers_total"
-    assert found[answers, "default", "ttft", "met"] == 1
-    assert found[answers, "default", "all", "met"] == 1
-    assert found[answers, "flex", "ttft", "met"] == 1
-    assert found[answers, "flex", "tpot", "missed"] == 1
-    assert found[answers, "flex", "all", "missed"] == 1
-    assert (answers, "default", "tpot", "met") not in found
-    assert found["twostroke_good_tokens_total", "default"] == 3
-    assert found["twostroke_good_tokens_total", "flex"] == 0
-    assert found["twostroke_objective_limit_seconds", "flex", "tpot"] == 1e-9
+    assert result[answers, "default", "ttft", "met"] == 1
+    assert result[answers, "default", "all", "met"] == 1
+    assert result[answers, "flex", "ttft", "met"] == 1
+    assert result[answers, "flex", "tpot", "missed"] == 1
+    assert result[answers, "flex", "all", "missed"] == 1
+    assert (answers, "default", "tpot", "met") not in result
+    assert result["twostroke_good_tokens_total", "default"] == 3
+    assert result["twostroke_good_tokens_total", "flex"] == 0
+    assert result["twostroke_objective_limit_seconds", "flex", "tpot"] == 1e-9
 
 
 def test_document_lists_exactly_the_metrics(server: LiveServer) -> None:
@@ -181,19 +181,19 @@ def test_document_lists_exactly_the_metrics(server: LiveServer) -> None:
 
 
 def test_hand_overs_are_counted(server: LiveServer) -> None:
-    found = {
+    results = {
         (sample.name.removeprefix("twostroke_handover_"), *sample.labels.values()): sample.value
         for family in _families(server)
         for sample in family.samples
         if family.name.startswith("twostroke_handover_")
     }
-    assert found["prompts_total", "there"] == 3
-    assert found["prompts_total", "gone"] == 0
-    assert found["transfers_total", "lost"] == 1
-    assert found["bytes_total",] == 10**6
-    assert found["peer_up", "there:7800"] == 1
-    assert found["prefill_per_decode",] > 0
-    assert found["leases_late_total",] == 1
+    assert results["prompts_total", "there"] == 3
+    assert results["prompts_total", "gone"] == 0
+    assert results["transfers_total", "lost"] == 1
+    assert results["bytes_total",] == 10**6
+    assert results["peer_up", "there:7800"] == 1
+    assert results["prefill_per_decode",] > 0
+    assert results["leases_late_total",] == 1
 
 
 def test_document_has_the_labels_of_every_metric(server: LiveServer) -> None:

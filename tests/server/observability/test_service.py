@@ -70,9 +70,9 @@ def test_priority_goes_first_and_flex_last(tmp_path: Path) -> None:
         wait_for(lambda: stats().scheduler.num_running == 1)
         order: list[str] = []
         threads = []
-        for place, tier in enumerate(("flex", "default", "priority")):
+        for index, tier in enumerate(("flex", "default", "priority")):
             threads.append(_in_thread(server, tier, order))
-            wait_for(lambda expected=place + 1: stats().scheduler.num_waiting == expected)
+            wait_for(lambda expected=index + 1: stats().scheduler.num_waiting == expected)
         server.backend.gate.set()
         first.wait()
         for thread in threads:

@@ -36,8 +36,8 @@ _PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-
 def test_a_request_is_a_span_with_its_parts(server: LiveServer) -> None:
     with _traced(server) as spans:
         response = server.chat(max_tokens=4, ignore_eos=True, service_tier="priority", seed=3)
-        found = spans(4)
-    root = found["chat tiny"]
+        result = spans(4)
+    root = result["chat tiny"]
     told = root.attributes
     usage = response.json()["usage"]
     assert root.parent is None
@@ -55,7 +55,7 @@ def test_a_request_is_a_span_with_its_parts(server: LiveServer) -> None:
     assert told["http.response.status_code"] == 200
     assert told["twostroke.class"] == "priority"
     assert told["twostroke.request_id"] == response.headers["x-request-id"]
-    parts = [found[name] for name in ("queue", "prefill", "decode")]
+    parts = [result[name] for name in ("queue", "prefill", "decode")]
     for part in parts:
         assert part.parent.span_id == root.context.span_id
         assert part.context.trace_id == root.context.trace_id
@@ -105,8 +105,8 @@ def test_refused_request_is_a_span_without_parts(server: LiveServer) -> None:
     with _traced(server) as spans:
         server.chat(model="other")
         server.http.get("/health")
-        found = spans(1)
-    span = found["POST /v1/chat/completions"]
+        result = spans(1)
+    span = result["POST /v1/chat/completions"]
     assert span.attributes["error.type"] == "model_not_found"
     assert span.status.status_code.name == "UNSET"  # the client's fault, as conventions have it
 
@@ -211,9 +211,9 @@ def _traced(server: LiveServer) -> Iterator[Any]:
             return len(exporter.get_finished_spans()) >= count
 
         wait_for(has_come)
-        found = {span.name: span for span in exporter.get_finished_spans()}
-        assert len(found) == count
-        return found
+        results = {span.name: span for span in exporter.get_finished_spans()}
+        assert len(results) == count
+        return results
 
     server.api.observers.append(traces)
     try:

@@ -368,7 +368,11 @@ def test_gaps_name_the_keywords_that_the_grammar_does_not_enforce(grammars: Gram
         for whole in (schema, {"$defs": {"p": schema}, "anyOf": [{"$ref": "#/$defs/p"}]}):
             matcher = grammars.matcher(Constraint("json_schema", json.dumps(whole)))
             name = gap.partition(" ")[0]
-            assert [one for one in matcher.unenforced_keywords if one.startswith(name)], (
+            assert [
+                unenforced_keyword
+                for unenforced_keyword in matcher.unenforced_keywords
+                if unenforced_keyword.startswith(name)
+            ], (
                 whole,
                 matcher.unenforced_keywords,
             )

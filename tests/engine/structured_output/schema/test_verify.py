@@ -48,9 +48,9 @@ def verifier() -> Verifier:
     ],
 )
 def test_wrong_answer_is_reported(verifier: Verifier, schema: Any, answer: str, keyword: str):
-    found = verifier.fault(json.dumps(schema), answer)
-    assert found is not None
-    assert found.keyword == keyword
+    result = verifier.fault(json.dumps(schema), answer)
+    assert result is not None
+    assert result.keyword == keyword
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_right_answer_is_not_reported(verifier: Verifier, schema: Any, answer: s
 
 def test_location_is_the_keywords(verifier: Verifier):
     schema = {"properties": {"tags": {"items": {"maxLength": 1}}}}
-    found = verifier.fault(json.dumps(schema), '{"tags": ["a", "bc"]}')
-    assert found == SchemaViolation("maxLength", "/properties/tags/items/maxLength", ("tags", 1))
+    result = verifier.fault(json.dumps(schema), '{"tags": ["a", "bc"]}')
+    assert result == SchemaViolation("maxLength", "/properties/tags/items/maxLength", ("tags", 1))
 
 
 @pytest.mark.parametrize("reference", ["http://127.0.0.1:{}/x", "https://127.0.0.1:{}/x#/a"])
@@ -107,16 +107,16 @@ def branching(limits: dict[str, int]) -> str:
 
 
 def test_long_check_ends_and_lets_other_threads_run(verifier: Verifier):
-    found = []
+    results = []
     schema, answer = branching({"maxItems": 1, "minItems": 1}), deep(60)
-    checking = threading.Thread(target=lambda: found.append(verifier.fault(schema, answer)))
+    checking = threading.Thread(target=lambda: results.append(verifier.fault(schema, answer)))
     checking.start()
     count = 0
     while checking.is_alive():
         time.sleep(0.001)
         count += 1
     assert count > 10
-    assert found == [SchemaViolation("unknown")]  # the reason is what took too long
+    assert results == [SchemaViolation("unknown")]  # the reason is what took too long
     assert verifier.fault('{"type": "null"}', "null") is None  # by a new process
 
 
@@ -125,10 +125,10 @@ def test_hostile_schemas_end(verifier: Verifier):
     for pattern in patterns:
         schema = json.dumps({"pattern": pattern, "not": {"pattern": pattern}})
         try:
-            found = verifier.fault(schema, json.dumps("a" * 20_000 + "!"))
+            result = verifier.fault(schema, json.dumps("a" * 20_000 + "!"))
         except UncheckedError:
             continue
-        assert found is not None
+        assert result is not None
     with pytest.raises(UncheckedError):
         verifier.fault('{"not": ' * 20_000 + "{}" + "}" * 20_000, "1")
     with pytest.raises(UncheckedError):

@@ -235,10 +235,10 @@ def test_too_long_a_prompt_is_refused_in_anthropics_words(
 ) -> None:
     long = [{"role": "user", "content": "x" * 600}]
     count = server.http.post(COUNT, json={"messages": long}).json()["input_tokens"]
-    said = refused(ask(server, messages=long), 400, "invalid_request_error")
-    assert said == f"prompt is too long: {count} tokens > 511 maximum"
-    said = refused(ask(strict, max_tokens=500), 400, "invalid_request_error")
-    assert said == (
+    output = refused(ask(server, messages=long), 400, "invalid_request_error")
+    assert output == f"prompt is too long: {count} tokens > 511 maximum"
+    output = refused(ask(strict, max_tokens=500), 400, "invalid_request_error")
+    assert output == (
         "input length and `max_tokens` exceed context limit: 18 + 500 > 512, "
         "decrease input length or `max_tokens` and try again"
     )
@@ -290,8 +290,8 @@ def test_failures_are_reported_before_and_in_mid_stream(tmp_path: Path) -> None:
         first = server.client.card.tokenizer.encode("hello")[0]
         server.backend.poison = first
         for stream in (False, True):
-            said = refused(ask(server, stream=stream), 500, "api_error")
-            assert said == "The engine failed on this request."
+            output = refused(ask(server, stream=stream), 500, "api_error")
+            assert output == "The engine failed on this request."
         server.backend.poison = None
         body = {"messages": HELLO, "max_tokens": 400, "stream": True, **LONG}
         with server.http.stream("POST", PATH, json=body) as response:
@@ -369,9 +369,9 @@ def _told(response: httpx.Response) -> tuple[str, str, str | None]:
         body = response.json()
         return body["content"][0]["text"], body["stop_reason"], body["stop_sequence"]
     data = [line.removeprefix("data: ") for line in response.text.splitlines() if "data: " in line]
-    found = [json.loads(line) for line in data]
-    text = "".join(e["delta"]["text"] for e in found if e["type"] == "content_block_delta")
-    (end,) = [event["delta"] for event in found if event["type"] == "message_delta"]
+    results = [json.loads(line) for line in data]
+    text = "".join(e["delta"]["text"] for e in results if e["type"] == "content_block_delta")
+    (end,) = [event["delta"] for event in results if event["type"] == "message_delta"]
     return text, end["stop_reason"], end["stop_sequence"]
 
 

@@ -81,18 +81,18 @@ def test_forced_call_is_a_block_with_its_input(server: LiveServer) -> None:
 
 def test_streamed_call_comes_in_pieces_of_json(server: LiveServer) -> None:
     response = ask(server, stream=True, **FORCED)
-    found = _events(response)
-    kinds = [event["type"] for event in found]
+    result = _events(response)
+    kinds = [event["type"] for event in result]
     assert kinds[:3] == ["message_start", "content_block_start", "ping"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(kinds[3:-3]) == {"content_block_delta"}
-    block = found[1]["content_block"]
+    block = result[1]["content_block"]
     assert block.pop("id").startswith("toolu_")
     assert block == {"type": "tool_use", "name": "weather", "input": {}}
-    deltas = [event["delta"] for event in found[3:-3]]
+    deltas = [event["delta"] for event in result[3:-3]]
     assert {delta["type"] for delta in deltas} == {"input_json_delta"}
     assert "".join(delta["partial_json"] for delta in deltas) == '{"city": "Oslo"}'
-    assert found[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert result[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert re.search(r'event: ping\ndata: {"type":"ping"}\n\n', response.text)
 
 
@@ -103,24 +103,24 @@ def test_several_calls_are_blocks_one_behind_the_other(server: LiveServer) -> No
         messages = [{"role": "user", "content": seed_text}]
         fields = {"tools": [TOOL, other], "tool_choice": many, "messages": messages}
         whole = ask(server, max_tokens=200, **fields).json()
-        found = _events(ask(server, max_tokens=200, stream=True, **fields))
-        starts = [event for event in found if event["type"] == "content_block_start"]
+        result = _events(ask(server, max_tokens=200, stream=True, **fields))
+        starts = [event for event in result if event["type"] == "content_block_start"]
         assert [event["index"] for event in starts] == list(range(len(starts)))
-        stops = [event["index"] for event in found if event["type"] == "content_block_stop"]
+        stops = [event["index"] for event in result if event["type"] == "content_block_stop"]
         assert stops == list(range(len(starts)))
         names = [event["content_block"]["name"] for event in starts]
         calls = [block for block in whole["content"] if block["type"] == "tool_use"]
         assert [call["name"] for call in calls] == names[: len(calls)]
-        assert found[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+        assert result[-2]["delta"]["stop_reason"] == whole["stop_reason"]
 
 
 def test_text_with_tools_is_text(server: LiveServer) -> None:
     whole = ask(server, tools=[TOOL], max_tokens=5).json()
-    found = _events(ask(server, tools=[TOOL], max_tokens=5, stream=True))
-    text = "".join(e["delta"]["text"] for e in found if e["type"] == "content_block_delta")
+    result = _events(ask(server, tools=[TOOL], max_tokens=5, stream=True))
+    text = "".join(e["delta"]["text"] for e in result if e["type"] == "content_block_delta")
     assert whole["content"] == [{"type": "text", "text": text}]
     assert whole["stop_reason"] == "max_tokens"
-    assert found[-3] == {"type": "content_block_stop", "index": 0}
+    assert result[-3] == {"type": "content_block_stop", "index": 0}
 
 
 def test_call_that_is_cut_is_no_call(server: LiveServer) -> None:

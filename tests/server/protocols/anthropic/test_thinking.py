@@ -123,8 +123,8 @@ def test_earlier_reasoning_reaches_the_template(server: LiveServer) -> None:
         text = {"type": "text", "text": "b"}
         answer = {"role": "assistant", "content": [*blocks, text]}
         said = {"messages": [*HELLO, answer, *HELLO]}
-        found: int = server.http.post(COUNT, json=said).json()["input_tokens"]
-        return found
+        body: int = server.http.post(COUNT, json=said).json()["input_tokens"]
+        return body
 
     plain = count()
     thought = {"type": "thinking", "thinking": "hm", "signature": "x"}

@@ -27,16 +27,16 @@ def post(server: LiveServer, path: str, *messages: Any, **fields: Any) -> Any:
 def test_a_last_answer_is_continued(server: LiveServer, content: Any) -> None:
     last = BEGUN | {"content": content}
     asked = post(server, f"/v1{PATH}", USER, last, continue_final_message=True)
-    found = post(server, PATH, USER, last)
-    assert found["choices"] == asked["choices"]
-    assert found["usage"]["prompt_tokens"] == asked["usage"]["prompt_tokens"]
+    result = post(server, PATH, USER, last)
+    assert result["choices"] == asked["choices"]
+    assert result["usage"]["prompt_tokens"] == asked["usage"]["prompt_tokens"]
 
 
 def test_a_last_answer_is_not_continued_where_the_request_says_so(server: LiveServer) -> None:
     usual = post(server, f"/v1{PATH}", USER, BEGUN)["usage"]["prompt_tokens"]
     for fields in ({"add_generation_prompt": True}, {"continue_final_message": False}):
-        found = post(server, PATH, USER, BEGUN, **fields)
-        assert found["usage"]["prompt_tokens"] == usual
+        result = post(server, PATH, USER, BEGUN, **fields)
+        assert result["usage"]["prompt_tokens"] == usual
     closed = post(server, PATH, USER, BEGUN, add_generation_prompt=False)["usage"]
     assert closed["prompt_tokens"] < usual
 

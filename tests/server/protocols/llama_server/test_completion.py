@@ -117,9 +117,9 @@ def test_prompts_may_be_texts_ids_both_and_several(server: LiveServer) -> None:
     plain = post(server, **GREEDY | {"prompt": "hello of the"})
     assert plain["tokens_evaluated"] == len(ids)
     for prompt in (ids, [*ids[:1], " of the"], ["hello of the"], {"prompt_string": "hello of the"}):
-        found = post(server, **GREEDY | {"prompt": prompt})
-        found = found[0] if isinstance(found, list) else found
-        assert found["content"] == plain["content"]
+        result = post(server, **GREEDY | {"prompt": prompt})
+        result = result[0] if isinstance(result, list) else result
+        assert result["content"] == plain["content"]
     prompts = ["hello of the", ids, [*ids[:1], " of the"]]
     several = post(server, **GREEDY | {"prompt": prompts})
     assert [one["index"] for one in several] == [0, 1, 2]
@@ -223,8 +223,8 @@ def test_ids_that_are_none_are_refused(server: LiveServer) -> None:
 
 def test_limits_have_three_names(server: LiveServer) -> None:
     for name in ("n_predict", "max_tokens", "max_completion_tokens"):
-        found = post(server, prompt="hello", ignore_eos=True, **{name: 2})
-        assert found["tokens_predicted"] == 2
+        result = post(server, prompt="hello", ignore_eos=True, **{name: 2})
+        assert result["tokens_predicted"] == 2
     assert refused(server, n_predict=-2)["message"] == "n_predict must be at least -1, got -2."
 
 
@@ -252,8 +252,8 @@ def test_grammars_and_schemas_hold(server: LiveServer) -> None:
     fields = {"prompt": "x", "n_predict": 40, "temperature": 0}
     assert post(server, **fields, grammar='root ::= "yes" | "no"')["content"] in {"yes", "no"}
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
-    found = post(server, **fields, json_schema={**schema, "additionalProperties": False})
-    assert json.loads(found["content"]) == {"a": 1}
+    result = post(server, **fields, json_schema={**schema, "additionalProperties": False})
+    assert json.loads(result["content"]) == {"a": 1}
     assert post(server, **fields, grammar="", n=1)["tokens_predicted"] > 0
     error = refused(server, grammar='root ::= "a"', json_schema={})
     assert "json_schema cannot be combined with grammar" in error["message"]
@@ -300,19 +300,22 @@ def test_probabilities_after_sampling_match_the_sampler(server: LiveServer) -> N
     fields = {"prompt": "hello", "n_predict": 4, "post_sampling_probs": True}
     greedy = post(server, **fields, n_probs=3, temperature=0, repeat_penalty=1.5)
     assert greedy["generation_settings"]["post_sampling_probs"]
-    for one in greedy["completion_probabilities"]:
-        assert (one["prob"], one["top_probs"][0]["id"]) == (1.0, one["id"])
-        assert [other["prob"] for other in one["top_probs"]] == [1.0, 0.0, 0.0]
-        assert not {"logprob", "top_logprobs"} & one.keys()
+    for completion_probability in greedy["completion_probabilities"]:
+        assert (completion_probability["prob"], completion_probability["top_probs"][0]["id"]) == (
+            1.0,
+            completion_probability["id"],
+        )
+        assert [other["prob"] for other in completion_probability["top_probs"]] == [1.0, 0.0, 0.0]
+        assert not {"logprob", "top_logprobs"} & completion_probability.keys()
     drawing = {"temperature": 1.5, "top_k": 8, "top_p": 0.9, "min_p": 0.01, "seed": 5}
     drawn = post(server, **fields, **drawing, n_probs=8)
     raw = post(server, **(fields | {"post_sampling_probs": False}), **drawing, n_probs=8)
-    for one, before in zip(
+    for completion_probability, before in zip(
         drawn["completion_probabilities"], raw["completion_probabilities"], strict=True
     ):
-        probabilities = [other["prob"] for other in one["top_probs"]]
+        probabilities = [other["prob"] for other in completion_probability["top_probs"]]
         assert sum(probabilities) == pytest.approx(1)
-        assert one["prob"] in [other for other in probabilities if other > 0]
+        assert completion_probability["prob"] in [other for other in probabilities if other > 0]
         shares = [math.exp(other["logprob"] / 1.5) for other in before["top_logprobs"]]
         for place in range(1, 8):
             if probabilities[place]:
@@ -394,8 +397,8 @@ def test_progress_of_a_long_prompt_is_shown_step_by_step(tmp_path: Path) -> None
         for path, body in bodies.items():
             response = server.http.post(path, json=body | fields)
             lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
-            found = [json.loads(line.removeprefix("data: ")) for line in lines]
-            shown = [one["prompt_progress"] for one in found if "prompt_progress" in one]
+            results = [json.loads(line.removeprefix("data: ")) for line in lines]
+            shown = [one["prompt_progress"] for one in results if "prompt_progress" in one]
             counts = [one["processed"] for one in shown]
             assert len(counts) > 2, path
             assert counts == sorted(set(counts))

@@ -74,10 +74,10 @@ def test_other_files_come_first_each_after_its_name(server: LiveServer) -> None:
         {"filename": "a.h", "text": "to be", "time": [1, 2]},
         {"text": "of the", "time": 3.5},
     ]
-    found = fill(server, input_extra=files)["prompt"]
+    result = fill(server, input_extra=files)["prompt"]
     mark = shown(server, [marks.file])
     before = f"{mark}a.h\nto be{mark}tmp\nof the{mark}filename\n"
-    assert found == before + shown(server, ids(server, "hello", " world"))
+    assert result == before + shown(server, ids(server, "hello", " world"))
 
 
 def test_the_file_mark_in_a_text_stays_text(server: LiveServer) -> None:
@@ -85,9 +85,9 @@ def test_the_file_mark_in_a_text_stays_text(server: LiveServer) -> None:
     assert marks is not None
     assert marks.file is not None
     text = shown(server, [marks.file])
-    found = fill(server, input_extra=[{"text": text}], return_tokens=True)
+    result = fill(server, input_extra=[{"text": text}], return_tokens=True)
     count = len(server.client.card.tokenizer.encode(text))
-    assert found["tokens_evaluated"] > count
+    assert result["tokens_evaluated"] > count
 
 
 def test_text_beyond_the_context_is_cut(server: LiveServer) -> None:

@@ -90,10 +90,10 @@ def test_tokens_come_with_their_pieces(server: LiveServer) -> None:
     tokenizer = server.client.card.tokenizer
     ids = tokenizer.encode("hello é")
     assert post(server, "/tokenize", content="hello é")["tokens"] == ids
-    found = post(server, "/tokenize", content="hello é", with_pieces=True)["tokens"]
-    assert [one["id"] for one in found] == ids
-    assert found[0]["piece"] == "hello"
-    assert [one["piece"] for one in found][-2:] == [[0xC3], [0xA9]]
+    result = post(server, "/tokenize", content="hello é", with_pieces=True)["tokens"]
+    assert [one["id"] for one in result] == ids
+    assert result[0]["piece"] == "hello"
+    assert [one["piece"] for one in result][-2:] == [[0xC3], [0xA9]]
     mixed = post(server, "/tokenize", content=[7, "hello"])["tokens"]
     assert mixed == [7, *tokenizer.encode("hello")]
     assert post(server, "/tokenize", content="<|im_end|>")["count"] == 1
@@ -119,10 +119,10 @@ def test_embeddings_without_pooling_have_a_vector_for_each_token(server: LiveSer
     texts = [[*ids], [*ids, *ids]]
     for path in ("/embedding", "/embeddings"):
         body = {"content": texts, "pooling": "none"}
-        found = server.http.post(path, json=body).json()
-        assert [len(one["embedding"]) for one in found] == [len(ids), 2 * len(ids)]
+        payload = server.http.post(path, json=body).json()
+        assert [len(one["embedding"]) for one in payload] == [len(ids), 2 * len(ids)]
         pooled = server.http.post(path, json={"content": texts, "pooling": "last"}).json()
-        last, unit = found[0]["embedding"][-1], pooled[0]["embedding"][0]
+        last, unit = payload[0]["embedding"][-1], pooled[0]["embedding"][0]
         assert np.allclose(last / np.linalg.norm(last), unit, atol=1e-4)
     error = server.http.post("/embeddings", json={"content": "a", "pooling": "nome"}).json()
     assert "Did you mean 'none'?" in error["error"]["message"]
@@ -132,9 +132,9 @@ def test_embeddings_are_lists_of_vectors(server: LiveServer) -> None:
     texts = ["hello", "of the"]
     expected = [one["embedding"] for one in post(server, "/v1/embeddings", input=texts)["data"]]
     for path, name in (("/embedding", "content"), ("/embeddings", "input")):
-        found = post(server, path, **{name: texts})
-        assert [one["index"] for one in found] == [0, 1]
-        assert np.array_equal([one["embedding"][0] for one in found], expected)
+        result = post(server, path, **{name: texts})
+        assert [one["index"] for one in result] == [0, 1]
+        assert np.array_equal([one["embedding"][0] for one in result], expected)
     for wrong in ({}, {"content": ""}, {"content": "x", "embd_normalize": -1}):
         error = server.http.post("/embedding", json=wrong).json()["error"]
         assert error["code"] == 400

@@ -89,8 +89,8 @@ def test_whole_answer_has_ollamas_shape(server: LiveServer) -> None:
 
 def test_streamed_pieces_make_the_whole_answer(server: LiveServer) -> None:
     say(server, f"{THOUGHT}It is.")
-    found = {"role": "assistant", "content": "It is.", "thinking": "Well.", "done_reason": "stop"}
-    assert message(server) == message(server, think=True) == found
+    results = {"role": "assistant", "content": "It is.", "thinking": "Well.", "done_reason": "stop"}
+    assert message(server) == message(server, think=True) == results
     cut = message(server, options={"num_predict": len(server.backend.script) - 3})
     assert cut["done_reason"] == "length"
     assert "It is.".startswith(cut["content"])
@@ -101,10 +101,10 @@ def test_streamed_pieces_make_the_whole_answer(server: LiveServer) -> None:
 
 def test_calls_come_whole_with_their_arguments_as_objects(server: LiveServer) -> None:
     say(server, f"{THOUGHT}Look:\n{CALL}{CALL}")
-    found = message(server, tools=TOOLS)
+    result = message(server, tools=TOOLS)
     functions = [{"function": {"index": i, "name": "f", "arguments": {"a": 1}}} for i in (0, 1)]
-    assert found["tool_calls"] == functions
-    assert (found["content"], found["done_reason"]) == ("Look:", "stop")
+    assert result["tool_calls"] == functions
+    assert (result["content"], result["done_reason"]) == ("Look:", "stop")
     say(server, "rain")
     earlier = [
         *HELLO,
@@ -116,10 +116,10 @@ def test_calls_come_whole_with_their_arguments_as_objects(server: LiveServer) ->
 
 def test_a_call_that_is_cut_is_not_shown(server: LiveServer) -> None:
     num_tokens = len(say(server, f"<think></think>{CALL}")) - 18
-    found = message(server, tools=TOOLS, options={"num_predict": num_tokens})
-    assert "tool_calls" not in found
-    assert not found["content"]
-    assert found["done_reason"] == "length"
+    result = message(server, tools=TOOLS, options={"num_predict": num_tokens})
+    assert "tool_calls" not in result
+    assert not result["content"]
+    assert result["done_reason"] == "length"
 
 
 def test_format_is_kept_to(server: LiveServer) -> None:
@@ -173,13 +173,13 @@ def test_a_request_without_content_finds_the_model_loaded(server: LiveServer) ->
 
 
 def test_context_goes_on_from_an_earlier_answer(server: LiveServer) -> None:
-    said = say(server, "It is.")
+    output = say(server, "It is.")
     first = ask(server, "generate", stream=False, think=False, system="Be brief.").json()
     tokenizer = server.client.card.tokenizer
     text = tokenizer.decode(first["context"], skip_special=False)
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello")
     assert text.endswith("It is.<|endoftext|>")
-    assert first["eval_count"] == len(said) + 1
+    assert first["eval_count"] == len(output) + 1
     second = ask(server, "generate", stream=False, think=False, context=first["context"]).json()
     assert second["context"][: len(first["context"])] == first["context"]
     assert second["prompt_eval_count"] > len(first["context"])

@@ -18,10 +18,10 @@ def test_listed_models_can_be_shown_and_pulled(server: LiveServer) -> None:
     assert tagged["capabilities"] == ["completion", "tools"]
     assert tagged["details"]["format"] == "gguf"
     assert loaded["context_length"] == 512
-    shown = server.http.post("/api/show", json={"name": tagged["name"]}).json()
-    assert shown["details"] == tagged["details"]
-    assert shown["model_info"]["llama.context_length"] == 512
-    assert "<|im_start|>" in shown["template"]
+    body = server.http.post("/api/show", json={"name": tagged["name"]}).json()
+    assert body["details"] == tagged["details"]
+    assert body["model_info"]["llama.context_length"] == 512
+    assert "<|im_start|>" in body["template"]
     assert server.http.post("/api/pull", json={"model": "tiny"}).json() == {"status": "success"}
     assert server.http.get("/api/version").json()["version"] >= "0.14.0"
     assert server.http.head("/").status_code == 200

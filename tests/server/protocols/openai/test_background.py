@@ -41,13 +41,13 @@ def ask(server: LiveServer, **fields: Any) -> Fields:
     body = {"input": "hello", "max_output_tokens": 8, "temperature": 0, **fields}
     response = server.http.post(PATH, json={"background": True, **body})
     assert response.status_code == 200, response.text
-    found: Fields = response.json()
-    return found
+    payload: Fields = response.json()
+    return payload
 
 
 def read(server: LiveServer, id_: str) -> Fields:
-    found: Fields = server.http.get(f"{PATH}/{id_}").json()
-    return found
+    body: Fields = server.http.get(f"{PATH}/{id_}").json()
+    return body
 
 
 def ended(server: LiveServer, id_: str) -> Fields:
@@ -69,11 +69,11 @@ def test_response_is_returned_at_once_and_computed_later(gated: LiveServer) -> N
     assert (queued["status"], queued["background"], queued["output"]) == ("queued", True, [])
     assert read(gated, queued["id"])["status"] == "queued"
     gated.backend.gate.set()
-    found = ended(gated, queued["id"])
+    result = ended(gated, queued["id"])
     whole = gated.http.post(
         PATH, json={"input": "hello", "max_output_tokens": 8, "temperature": 0}
     ).json()
-    assert plain(found) | {"background": False} == plain(whole)
+    assert plain(result) | {"background": False} == plain(whole)
 
 
 def test_events_can_be_followed_from_any_number_and_again_at_the_end(gated: LiveServer) -> None:
@@ -163,10 +163,10 @@ def test_response_that_is_too_large_with_its_conversation_is_stored_alone(
     second = ask(gated, previous_response_id=first["id"])
     monkeypatch.setattr(store, "MAX_CONVERSATION_ITEMS", 3)  # there are four with the answer
     gated.backend.gate.set()
-    found = ended(gated, second["id"])
-    assert found["status"] == "incomplete"
-    assert found["store"] is False
-    assert found["output"][0]["content"][0]["text"]
+    result = ended(gated, second["id"])
+    assert result["status"] == "incomplete"
+    assert result["store"] is False
+    assert result["output"][0]["content"][0]["text"]
     body = {"input": "a", "previous_response_id": second["id"], "max_output_tokens": 1}
     refused = gated.http.post(PATH, json=body)
     assert refused.status_code == 400

@@ -200,16 +200,16 @@ PREDICTED = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
 
 
 def test_a_prediction_is_used_and_counted(tmp_path: Path) -> None:
-    guessing = SpeculationOptions("ngram", count=4)
-    with live_server(tmp_path, speculation=guessing) as server:
+    speculation = SpeculationOptions("ngram", count=4)
+    with live_server(tmp_path, speculation=speculation) as server:
         plain = server.chat(speculate="off", user="a", **PREDICTED).json()
         assert set(plain["usage"]["completion_tokens_details"].values()) == {0}
         text = plain["choices"][0]["message"]["content"]
         for content in (text, [{"type": "text", "text": text}]):
             prediction = {"type": "content", "content": content}
-            found = server.chat(prediction=prediction, **PREDICTED).json()
-            assert found["choices"] == plain["choices"]
-            details = found["usage"]["completion_tokens_details"]
+            body = server.chat(prediction=prediction, **PREDICTED).json()
+            assert body["choices"] == plain["choices"]
+            details = body["usage"]["completion_tokens_details"]
             assert details["accepted_prediction_tokens"] > 0
         streamed = server.chat(
             prediction=prediction, stream=True, stream_options={"include_usage": True}, **PREDICTED
@@ -353,11 +353,11 @@ def test_both_names_of_the_length_limit_work(server: LiveServer, hello: Fields, 
 def test_a_token_limit_is_none_or_positive_and_lowered_to_the_context(
     server: LiveServer, hello: Fields
 ) -> None:
-    asked = {"stop": ["e"], **hello}
+    body = {"stop": ["e"], **hello}
     for value in (-1, 2**31, 2**63):
-        assert server.chat(max_tokens=value, **asked).status_code == 200
+        assert server.chat(max_tokens=value, **body).status_code == 200
     for value in (0, -2):
-        message = server.chat(max_tokens=value, **asked).json()["error"]["message"]
+        message = server.chat(max_tokens=value, **body).json()["error"]["message"]
         assert message == f"max_tokens must be -1 or at least 1, got {value}."
 
 
@@ -384,13 +384,13 @@ def test_parts_and_roles_reach_the_template(server: LiveServer, hello: Fields) -
 
 def test_last_message_is_continued_on_request(server: LiveServer) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the world"}]
-    asked = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
-    ids = server.http.post("/tokenize", json=asked).json()["tokens"]
+    payload = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    ids = server.http.post("/tokenize", json=payload).json()["tokens"]
     plain = server.complete(prompt=ids, max_tokens=6, temperature=0).json()
-    found = server.chat(**asked, max_tokens=6, temperature=0).json()
-    assert found["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
-    assert found["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
-    both = server.chat(**asked | {"add_generation_prompt": True})
+    body = server.chat(**payload, max_tokens=6, temperature=0).json()
+    assert body["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+    assert body["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    both = server.chat(**payload | {"add_generation_prompt": True})
     assert both.status_code == 400
     assert both.json()["error"]["param"] == "continue_final_message"
 

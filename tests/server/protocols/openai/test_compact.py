@@ -25,8 +25,8 @@ TURNS = [
 def compact(server: LiveServer, **fields: Any) -> Fields:
     response = server.http.post(f"{PATH}/compact", json=fields)
     assert response.status_code == 200, response.text
-    found: Fields = response.json()
-    return found
+    body: Fields = response.json()
+    return body
 
 
 def test_compacted_conversation_takes_the_place_of_its_items(server: LiveServer) -> None:
@@ -37,11 +37,11 @@ def test_compacted_conversation_takes_the_place_of_its_items(server: LiveServer)
     summary = decode_summary(item["encrypted_content"])
     assert summary
     assert compacted["usage"]["output_tokens"] > 0
-    asked = {"role": "user", "content": "again"}
+    body = {"role": "user", "content": "again"}
     later = {"max_output_tokens": 2, "temperature": 0}
-    answer = server.http.post(PATH, json={"input": [item, asked], **later}).json()
+    answer = server.http.post(PATH, json={"input": [item, body], **later}).json()
     told = f"Summary of the conversation so far:\n\n{summary}"
-    spelled = [{"role": "user", "content": told}, asked]
+    spelled = [{"role": "user", "content": told}, body]
     same = server.http.post(PATH, json={"input": spelled, **later}).json()
     assert answer["usage"]["input_tokens"] == same["usage"]["input_tokens"]
     listed = server.http.get(f"{PATH}/{answer['id']}/input_items").json()["data"]
@@ -59,11 +59,11 @@ def test_stored_answers_are_compacted_with_their_conversation(server: LiveServer
 
 def test_compaction_of_another_server_is_left_out(server: LiveServer) -> None:
     later = {"max_output_tokens": 2, "temperature": 0}
-    asked = {"role": "user", "content": "again"}
+    body = {"role": "user", "content": "again"}
     for content in ("gAAAAABo", encode_summary("x")[:-3] + "!"):
         other = {"type": "compaction", "encrypted_content": content}
-        answer = server.http.post(PATH, json={"input": [other, asked], **later}).json()
-        plain = server.http.post(PATH, json={"input": [asked], **later}).json()
+        answer = server.http.post(PATH, json={"input": [other, body], **later}).json()
+        plain = server.http.post(PATH, json={"input": [body], **later}).json()
         assert answer["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
 
 

@@ -107,11 +107,11 @@ def test_echo_puts_the_prompt_first(
     decode = server.client.card.tokenizer.decode
     texts = [prompt] if isinstance(prompt, str) else [decode(ids) for ids in prompt]
     bodies = events(response.text)[:-1] if stream else [response.json()]
-    found = dict.fromkeys(range(len(texts)), "")
+    result = dict.fromkeys(range(len(texts)), "")
     for body in bodies:
         for choice in body["choices"]:
-            found[choice["index"]] += choice["text"]
-    assert list(found.values()) == [f"{text}hello" for text in texts]
+            result[choice["index"]] += choice["text"]
+    assert list(result.values()) == [f"{text}hello" for text in texts]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -42,8 +42,8 @@ def answer(server: LiveServer, **fields: Any) -> Fields:
     body = {"max_output_tokens": 3, "temperature": 0, **fields}
     response = server.http.post("/v1/responses", json=body)
     assert response.status_code == 200, response.text
-    found: Fields = response.json()
-    return found
+    payload: Fields = response.json()
+    return payload
 
 
 def texts_of(items: list[Fields]) -> list[str]:

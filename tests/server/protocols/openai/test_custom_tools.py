@@ -136,7 +136,7 @@ def test_tools_of_a_namespace_have_its_name(server: LiveServer) -> None:
 
 def test_a_request_of_a_coding_agent_is_answered(server: LiveServer) -> None:
     say(server, called("patch", PATCH))
-    asked: Fields = {
+    body: Fields = {
         "instructions": "You are a coding agent.",
         "input": [
             {
@@ -161,7 +161,7 @@ def test_a_request_of_a_coding_agent_is_answered(server: LiveServer) -> None:
         "text": {"verbosity": "low"},
         "client_metadata": {"x": "y"},
     }
-    response = server.http.post("/v1/responses", json=asked)
+    response = server.http.post("/v1/responses", json=body)
     assert response.status_code == 200, response.text
     assert "response.custom_tool_call_input.done" in response.text
 

@@ -82,8 +82,8 @@ def test_base64_has_the_same_numbers_lowest_byte_first(server: LiveServer) -> No
 
 def test_fewer_dimensions_have_length_one_again(server: LiveServer) -> None:
     whole = vectors(embed(server))[0].astype(np.float64)
-    found = vectors(embed(server, dimensions=10, user="me", model="tiny"))[0]
-    np.testing.assert_allclose(found, whole[:10] / np.linalg.norm(whole[:10]), atol=1e-5)
+    result = vectors(embed(server, dimensions=10, user="me", model="tiny"))[0]
+    np.testing.assert_allclose(result, whole[:10] / np.linalg.norm(whole[:10]), atol=1e-5)
 
 
 def test_the_client_may_choose_the_pooling(server: LiveServer) -> None:
@@ -97,10 +97,10 @@ def test_the_client_may_choose_the_pooling(server: LiveServer) -> None:
 def test_large_requests_are_answered_in_order(server: LiveServer) -> None:
     texts = ["the " * (1 + place % 5) for place in range(400)]
     body = embed(server, input=texts, dimensions=4)
-    found = vectors(body)
-    assert len(found) == 400
-    np.testing.assert_allclose(found[:5], found[-5:], atol=1e-4)
-    assert len({tuple(row.round(2).tolist()) for row in found[:5]}) == 5
+    result = vectors(body)
+    assert len(result) == 400
+    np.testing.assert_allclose(result[:5], result[-5:], atol=1e-4)
+    assert len({tuple(row.round(2).tolist()) for row in result[:5]}) == 5
     encode = server.client.card.tokenizer.encode
     assert body.json()["usage"]["prompt_tokens"] == sum(len(encode(text)) for text in texts)
 
@@ -111,14 +111,14 @@ def test_ids_and_texts_may_follow_each_other(server: LiveServer, path: str) -> N
     mixed = [5, "hello", 6, " world"]
     ids = [5, *encode("hello"), 6, *encode(" world")]
     inputs: list[Any] = [mixed, [[5, "hello"], "a", ids, mixed]]
-    answers = [server.http.post(path, json={"input": one}).json() for one in inputs]
+    answers = [server.http.post(path, json={"input": input_}).json() for input_ in inputs]
     if path == "/v1/embeddings":
         assert answers[0]["usage"]["prompt_tokens"] == len(ids)
         answers = [body["data"] for body in answers]
     assert [len(answer) for answer in answers] == [1, 4]
-    found = [row["embedding"] for row in answers[1][2:]]
-    assert np.allclose(found[0], found[1], atol=1e-4)
-    assert np.allclose(answers[0][0]["embedding"], found[0], atol=1e-4)
+    results = [row["embedding"] for row in answers[1][2:]]
+    assert np.allclose(results[0], results[1], atol=1e-4)
+    assert np.allclose(answers[0][0]["embedding"], results[0], atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +285,8 @@ def test_large_vectors_are_encoded_outside_of_the_event_loop(
     monkeypatch.setattr(llama_embeddings, "encode_vectors", encode)
     with live_server(tmp_path) as server:
         body = {"content": [[5] * 60, [6]], "pooling": "none"}
-        found = server.http.post("/embeddings", json=body).json()
-    assert [len(one["embedding"]) for one in found] == [60, 1]
+        payload = server.http.post("/embeddings", json=body).json()
+    assert [len(one["embedding"]) for one in payload] == [60, 1]
     assert threads
     assert all("readers" in name for name in threads)
 

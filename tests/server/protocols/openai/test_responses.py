@@ -40,8 +40,8 @@ def ask(server: LiveServer, **fields: Any) -> httpx.Response:
 def answer(server: LiveServer, **fields: Any) -> Fields:
     response = ask(server, **fields)
     assert response.status_code == 200, response.text
-    found: Fields = response.json()
-    return found
+    body: Fields = response.json()
+    return body
 
 
 def stream(server: LiveServer, **fields: Any) -> list[Fields]:

@@ -58,8 +58,8 @@ def ask(server: LiveServer, **fields: Any) -> httpx.Response:
 def answer(server: LiveServer, **fields: Any) -> Fields:
     response = ask(server, **fields)
     assert response.status_code == 200, response.text
-    found: Fields = response.json()
-    return found
+    body: Fields = response.json()
+    return body
 
 
 def stream(server: LiveServer, **fields: Any) -> list[Fields]:
@@ -168,8 +168,8 @@ def test_items_are_referred_to_by_their_ids(server: LiveServer) -> None:
     first = answer(server)
     ids = [_items(server, first["id"])[0]["id"], first["output"][0]["id"]]
     references = [{"type": "item_reference", "id": ids[0]}, {"id": ids[1]}]
-    said = [HELLO, {"role": "assistant", "content": text_of(first)}, HELLO]
-    second = same_as_chat(server, said, input=[*references, HELLO])
+    messages = [HELLO, {"role": "assistant", "content": text_of(first)}, HELLO]
+    second = same_as_chat(server, messages, input=[*references, HELLO])
     listed = _items(server, second["id"], order="asc")
     assert [item["id"] for item in listed[:2]] == ids
     unknown = ask(server, input=[{"id": "msg_0"}])
@@ -182,20 +182,20 @@ def test_input_items_are_listed_in_pages(server: LiveServer) -> None:
     second = answer(server, input="more", previous_response_id=first["id"])
     path = f"{PATH}/{second['id']}/input_items"
     whole = server.http.get(path, params={"order": "asc"}).json()
-    said = [(item["role"], item["content"][0]["text"]) for item in whole["data"]]
+    messages = [(item["role"], item["content"][0]["text"]) for item in whole["data"]]
     expected = [("user", "hello"), ("assistant", "x"), ("user", "hello")]
-    assert said == [*expected, ("assistant", text_of(first)), ("user", "more")]
+    assert messages == [*expected, ("assistant", text_of(first)), ("user", "more")]
     assert whole["object"] == "list"
     assert not whole["has_more"]
     ids = [item["id"] for item in whole["data"]]
     assert (whole["first_id"], whole["last_id"]) == (ids[0], ids[-1])
-    found: list[str] = []
+    result: list[str] = []
     page = {"has_more": True}
     while page["has_more"]:
-        asked = {"limit": 2} | ({"after": found[-1]} if found else {})
-        page = server.http.get(path, params=asked).json()
-        found += [item["id"] for item in page["data"]]
-    assert found == ids[::-1]
+        body = {"limit": 2} | ({"after": result[-1]} if result else {})
+        page = server.http.get(path, params=body).json()
+        result += [item["id"] for item in page["data"]]
+    assert result == ids[::-1]
     kinds = [item["content"][0]["type"] for item in whole["data"]]
     assert kinds == ["input_text", "output_text", "input_text", "output_text", "input_text"]
 
@@ -259,8 +259,8 @@ def test_the_oldest_responses_leave(tmp_path: Path, is_small: bool) -> None:
     size = {"max_stored_bytes": 7000} if is_small else {"max_stored": 2}
     with live_server(tmp_path, ServeOptions(drain_s=1, **size)) as server:
         ids = [answer(server)["id"] for _ in range(4)]
-        found = [server.http.get(f"{PATH}/{id_}").status_code for id_ in ids]
-        assert found == [404, 404, 200, 200]
+        results = [server.http.get(f"{PATH}/{id_}").status_code for id_ in ids]
+        assert results == [404, 404, 200, 200]
 
 
 def test_a_server_that_keeps_nothing_says_so(tmp_path: Path) -> None:
@@ -277,10 +277,10 @@ def test_tenants_do_not_see_each_other_s_responses(tmp_path: Path) -> None:
             transport = httpx.ASGITransport(create_app(client, options))
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
                 mine, other = {"x-api-key": "me"}, {"x-api-key": "other"}
-                asked: Fields = {"input": "hello " * 20, "max_output_tokens": 2}
-                body = (await http.post(PATH, json=asked, headers=mine)).json()
-                path, more = f"{PATH}/{body['id']}", asked | {"previous_response_id": body["id"]}
-                item = asked | {"input": [{"id": body["output"][0]["id"]}, HELLO]}
+                payload: Fields = {"input": "hello " * 20, "max_output_tokens": 2}
+                body = (await http.post(PATH, json=payload, headers=mine)).json()
+                path, more = f"{PATH}/{body['id']}", payload | {"previous_response_id": body["id"]}
+                item = payload | {"input": [{"id": body["output"][0]["id"]}, HELLO]}
                 assert (await http.get(path, headers=other)).status_code == 404
                 assert (await http.delete(path, headers=other)).status_code == 404
                 assert (await http.post(PATH, json=more, headers=other)).status_code == 400
@@ -291,7 +291,7 @@ def test_tenants_do_not_see_each_other_s_responses(tmp_path: Path) -> None:
                     assert response.status_code == 200
                     assert "twostroke-ignored" not in response.headers
                 for who, is_cached in ((other, False), (mine, True)):
-                    usage = (await http.post(PATH, json=asked, headers=who)).json()["usage"]
+                    usage = (await http.post(PATH, json=payload, headers=who)).json()["usage"]
                     assert bool(usage["input_tokens_details"]["cached_tokens"]) is is_cached
 
     asyncio.run(run())

@@ -41,13 +41,13 @@ def outputs(server: LiveServer, text: str, reason: FinishReason) -> list[Output]
     tokenizer = server.client.card.tokenizer
     ids = tokenizer.encode(text)
     usage, timings = Usage(3, 0, len(ids)), Timings(0.0, 0.0, 1.0, 2.0)
-    found = [
+    results = [
         Output(0, tokenizer.decode([id_]), (id_,), (TokenLogprobs(-1.0, (), ()),)) for id_ in ids
     ]
-    found[0].usage = usage
+    results[0].usage = usage
     last = Output(0, "", (), (), finish_reason=reason, usage=usage, timings=timings)
-    assert "".join(one.text for one in found) == text
-    return [*found, last]
+    assert "".join(one.text for one in results) == text
+    return [*results, last]
 
 
 def streamed(reply: ResponseInfo, answer: list[Output]) -> list[Fields]:
@@ -63,8 +63,8 @@ def whole(reply: ResponseInfo, answer: list[Output]) -> Fields:
     usage = answer[-1].usage
     assert usage is not None
     told = reply.reader().read_whole([join(answer)], usage)
-    found: Fields = json.loads(encode_json(ResponsesEncoder(reply).whole_response(told)))
-    return found
+    body: Fields = json.loads(encode_json(ResponsesEncoder(reply).whole_response(told)))
+    return body
 
 
 def test_reasoning_is_an_item_before_the_message(shared_server: LiveServer) -> None:

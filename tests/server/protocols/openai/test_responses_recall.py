@@ -67,7 +67,9 @@ def test_an_answer_is_read_once_for_all_references_to_it(monkeypatch: pytest.Mon
     calls: list[str] = []
     monkeypatch.setattr(recall, "items_of", counted(calls))
     given = [{"type": "item_reference", "id": f"msg_{n % 100}"} for n in range(200)]
-    assert [one["content"] for one in messages(given, tenant)] == [str(n % 100) for n in range(200)]
+    assert [message["content"] for message in messages(given, tenant)] == [
+        str(n % 100) for n in range(200)
+    ]
     assert len(calls) == 1
 
 
@@ -101,15 +103,15 @@ def test_every_item_of_a_conversation_has_an_id_of_its_own(server: LiveServer) -
     given = [{"id": "msg_mine"}, mine, {"id": first["output"][0]["id"]}, {"id": "msg_mine"}]
     second = ask(server, input=given, previous_response_id=first["id"]).json()
     path = f"{PATH}/{second['id']}/input_items"
-    found: list[str] = []
+    result: list[str] = []
     page: Fields = {"has_more": True}
-    while page["has_more"] and len(found) < 20:
-        asked = {"limit": 1, "order": "asc"} | ({"after": found[-1]} if found else {})
-        page = server.http.get(path, params=asked).json()
-        found += [item["id"] for item in page["data"]]
-    assert len(found) == len(set(found)) == 7
-    assert (found[0], found[2]) == ("msg_mine", first["output"][0]["id"])
-    assert ask(server, input=[{"id": found[-1]}]).status_code == 200
+    while page["has_more"] and len(result) < 20:
+        body = {"limit": 1, "order": "asc"} | ({"after": result[-1]} if result else {})
+        page = server.http.get(path, params=body).json()
+        result += [item["id"] for item in page["data"]]
+    assert len(result) == len(set(result)) == 7
+    assert (result[0], result[2]) == ("msg_mine", first["output"][0]["id"])
+    assert ask(server, input=[{"id": result[-1]}]).status_code == 200
 
 
 def test_items_are_not_read_where_streams_are_written(

@@ -105,9 +105,9 @@ def test_parallel_calls_are_items_one_behind_the_other(server: LiveServer) -> No
     assert [event["item"]["name"] for event in added] == names
     assert len({event["item"]["id"] for event in added}) == len(added)
     assert len({item["call_id"] for item in body["output"]}) == len(added)
-    for place, item in enumerate(events[-1]["response"]["output"]):
-        deltas = [e["delta"] for e in events if e.get("output_index") == place and "delta" in e]
-        assert "".join(deltas) == item["arguments"] == body["output"][place]["arguments"]
+    for index, item in enumerate(events[-1]["response"]["output"]):
+        deltas = [e["delta"] for e in events if e.get("output_index") == index and "delta" in e]
+        assert "".join(deltas) == item["arguments"] == body["output"][index]["arguments"]
 
 
 def test_a_call_that_is_cut_is_incomplete(server: LiveServer) -> None:

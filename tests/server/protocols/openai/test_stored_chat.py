@@ -42,8 +42,8 @@ def test_only_completions_with_store_can_be_read_again(server: LiveServer) -> No
     assert "choices" in server.chat(max_tokens=1, metadata={"a": "b"}).json()
     assert ids(server) == []
     completion = store(server, metadata={"a": "b"})
-    found = server.http.get(f"{PATH}/{completion['id']}").json()
-    assert found == {**completion, "metadata": {"a": "b"}}
+    payload = server.http.get(f"{PATH}/{completion['id']}").json()
+    assert payload == {**completion, "metadata": {"a": "b"}}
     assert server.http.get(f"/v1/responses/{completion['id']}").status_code == 404
     body = {"input": "x", "previous_response_id": completion["id"]}
     assert server.http.post("/v1/responses", json=body).status_code == 400
@@ -55,13 +55,13 @@ def test_only_completions_with_store_can_be_read_again(server: LiveServer) -> No
 def test_streamed_answers_are_stored_whole(server: LiveServer) -> None:
     fields: dict[str, Any] = {"temperature": 0, "n": 2, "logprobs": True}
     *chunks, _ = events(store_stream(server, **fields))
-    found = server.http.get(f"{PATH}/{chunks[0]['id']}").json()
+    body = server.http.get(f"{PATH}/{chunks[0]['id']}").json()
     whole = server.chat(max_tokens=3, **fields).json()
-    for kept, one in zip(found["choices"], whole["choices"], strict=True):
-        assert kept["message"] == one["message"]
-        tokens = [[token["token"] for token in it["logprobs"]["content"]] for it in (kept, one)]
+    for kept, choice in zip(body["choices"], whole["choices"], strict=True):
+        assert kept["message"] == choice["message"]
+        tokens = [[token["token"] for token in it["logprobs"]["content"]] for it in (kept, choice)]
         assert tokens[0] == tokens[1]
-    assert found["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert body["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
 
 def store_stream(server: LiveServer, **fields: Any) -> str:
@@ -132,5 +132,5 @@ def test_long_lists_of_one_tenant_wait_for_other_tenants(
         finally:
             may_end.set()
         assert other.result().json()["data"] == []
-        assert all(len(found.result()) == 1 for found in lists)
+        assert all(len(result.result()) == 1 for result in lists)
     assert begun == [1, 0, 1, 1]

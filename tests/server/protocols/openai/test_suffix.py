@@ -39,9 +39,9 @@ def _ids(server: LiveServer, prefix: str, suffix: str) -> list[int]:
 
 @pytest.mark.parametrize("prompt", ["hello", ["hello", "the"], [7, 8], ""])
 def test_an_answer_is_that_to_prefix_suffix_middle(server: LiveServer, prompt: Any) -> None:
-    found = server.complete(**GAP | {"prompt": prompt, "ignore_eos": True}).json()
+    body = server.complete(**GAP | {"prompt": prompt, "ignore_eos": True}).json()
     several = prompt if prompt and isinstance(prompt, list) and prompt != [7, 8] else [prompt]
-    for choice, one in zip(found["choices"], several, strict=True):
+    for choice, one in zip(body["choices"], several, strict=True):
         text = one if isinstance(one, str) else server.client.card.tokenizer.decode(one)
         plain = {"prompt": _ids(server, text, " world"), "max_tokens": 6, "seed": 4}
         known = server.complete(**plain, ignore_eos=True).json()["choices"][0]
@@ -86,16 +86,16 @@ def test_the_marks_of_the_model_take_no_place_among_the_clients_stop_ids(
 
 def test_log_probabilities_belong_to_the_answer(server: LiveServer) -> None:
     fields = {**GAP, "logprobs": 1, "temperature": 0, "ignore_eos": True}
-    found = server.complete(**fields).json()["choices"][0]["logprobs"]
+    body = server.complete(**fields).json()["choices"][0]["logprobs"]
     prompt = {"prompt": _ids(server, "hello", " world"), "suffix": None}
-    assert found == server.complete(**fields | prompt).json()["choices"][0]["logprobs"]
+    assert body == server.complete(**fields | prompt).json()["choices"][0]["logprobs"]
 
 
 def test_echo_repeats_the_prompt_alone_and_scores_nothing(server: LiveServer) -> None:
     plain = server.complete(**GAP).json()["choices"][0]["text"]
     for prompt in ("hello", server.client.card.tokenizer.encode("hello")):
-        found = server.complete(**GAP | {"prompt": prompt, "echo": True}).json()["choices"][0]
-        assert found["text"] == f"hello{plain}"
+        body = server.complete(**GAP | {"prompt": prompt, "echo": True}).json()["choices"][0]
+        assert body["text"] == f"hello{plain}"
     for more in ({"logprobs": 1}, {"max_tokens": 0}):
         error = server.complete(**GAP | {"echo": True} | more).json()["error"]
         assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")

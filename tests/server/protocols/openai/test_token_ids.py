@@ -91,7 +91,10 @@ def test_prompt_scores_equal_the_scores_of_an_echo(server: LiveServer) -> None:
     path = "/v1/completions"
     [choice] = answer(server, path, prompt_logprobs=0)["choices"]
     [echo] = answer(server, path, echo=True, logprobs=0)["choices"]
-    scores = [next(iter(one.values()))["logprob"] for one in choice["prompt_logprobs"][1:]]
+    scores = [
+        next(iter(prompt_logprob.values()))["logprob"]
+        for prompt_logprob in choice["prompt_logprobs"][1:]
+    ]
     assert scores == echo["logprobs"]["token_logprobs"][1 : 1 + len(scores)]
     [only] = answer(server, path, prompt_logprobs=0, max_tokens=0)["choices"]
     assert only["prompt_logprobs"] == choice["prompt_logprobs"]

@@ -52,8 +52,8 @@ def test_begin_of_text_can_be_left_out(server: LiveServer, monkeypatch: pytest.M
 
 
 def test_text_of_a_special_token_becomes_it_unless_the_request_says_no(server: LiveServer) -> None:
-    for place, text in enumerate(SPECIAL_TOKENS):
-        assert post(server, "/tokenize", prompt=text)["tokens"] == [place]
+    for index, text in enumerate(SPECIAL_TOKENS):
+        assert post(server, "/tokenize", prompt=text)["tokens"] == [index]
         ids = post(server, "/tokenize", prompt=text, parse_special=False)["tokens"]
         assert len(ids) > 1
         assert post(server, "/detokenize", tokens=ids) == both(text)
