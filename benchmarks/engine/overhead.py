@@ -49,8 +49,8 @@ _LIMIT_S = 1e-3  # a step
 class FreeBackend:
     """Marshals steps as the cpu backend does, and computes nothing: tokens are drawn by chance.
 
-    So nothing that is guessed is right. Tokens that repeat would all be, and would be guessed, many
-    a step, as rows that cost nothing always pay.
+    So no draft is accepted. If tokens repeated, all drafts would be accepted, and each step would
+    have many of them, as rows that cost nothing always pay.
     """
 
     def __init__(self, facts: BackendFacts, max_pages: int, vocab_size: int) -> None:

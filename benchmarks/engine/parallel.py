@@ -68,27 +68,27 @@ def main() -> None:
 
 
 def _measure_model(
-    name: str, model: str, given: argparse.Namespace, folder: Path
+    name: str, model: str, args: argparse.Namespace, folder: Path
 ) -> tuple[list[tuple[tuple[str, ...], dict[str, Any]]], list[tuple[str, ...]]]:
     """Measure a row's cases with one model, whose engines stay for all of them.
 
     Returns the line and the figures of each case, and a line of memory for each rank.
     """
     row = ROWS[name]
-    cases = [c for c in row.cases if c.model == model and c.work in (given.works or WORKS)]
+    cases = [c for c in row.cases if c.model == model and c.work in (args.works or WORKS)]
     if not cases:
         return [], []
     note(f"== {name}: {model}")
     path = parallel_rows.path_of(model)
     tokens = FreshPrompts(heldout_tokens(load(path)))
-    sides = list(row.sides(path, cases[0], given, folder))
+    sides = list(row.sides(path, cases[0], args, folder))
     try:
         for side in sides:
             side.about = side.ask("about") or {}
         limits = sides[0].ask("limits") or {}
         done = []
         for case in cases:
-            result = measure(WORKS[case.work], sides, tokens, given.rounds)
+            result = measure(WORKS[case.work], sides, tokens, args.rounds)
             done.append(_result(name, case, result, sides, limits))
         return done, _memory(f"{model}, {cases[0].title}", *sides[:2])
     finally:

@@ -55,31 +55,31 @@ def path_of(model: str) -> str:
     return str(resolve(model))
 
 
-def _on_one_host(path: str, case: Case, given: argparse.Namespace, folder: Path) -> Iterator[Side]:
-    del given
+def _on_one_host(path: str, case: Case, args: argparse.Namespace, folder: Path) -> Iterator[Side]:
+    del args
     yield _one(path, folder)
     yield _ours(case.title, path, folder, case.degrees)
 
 
-def _beside_heads(path: str, case: Case, given: argparse.Namespace, folder: Path) -> Iterator[Side]:
+def _beside_heads(path: str, case: Case, args: argparse.Namespace, folder: Path) -> Iterator[Side]:
     """The same ranks, by heads and by places."""
-    del given
+    del args
     by_heads = case.degrees | {"kv_shares": "heads"}
     yield _ours(f"{case.title} by heads", path, folder, by_heads)
     yield _ours(f"{case.title} by places", path, folder, by_heads | {"kv_shares": "places"})
 
 
-def _over_network(path: str, case: Case, given: argparse.Namespace, folder: Path) -> Iterator[Side]:
-    del given
+def _over_network(path: str, case: Case, args: argparse.Namespace, folder: Path) -> Iterator[Side]:
+    del args
     yield _one(path, folder)
     launcher = (sys.executable, "-m", "benchmarks.engine.two_hosts")
     yield _ours(case.title, path, folder, case.degrees, launcher)
 
 
-def _beside_llama(path: str, case: Case, given: argparse.Namespace, folder: Path) -> Iterator[Side]:
+def _beside_llama(path: str, case: Case, args: argparse.Namespace, folder: Path) -> Iterator[Side]:
     """Ours whole and divided, llama.cpp whole, and with its layers in another process."""
-    yield from _on_one_host(path, case, given, folder)
-    python = environments.python_of(LLAMA, given.llama_env, "rpc")
+    yield from _on_one_host(path, case, args, folder)
+    python = environments.python_of(LLAMA, args.llama_env, "rpc")
     flash = {f"flash attention {'on' if on else 'off'}": on for on in (False, True)}
     ways = {way: {"flash_attention": on} for way, on in flash.items()}
     for name, layers in ((LLAMA, 0), (f"{LLAMA}, rpc-server", _EVERY_LAYER)):
@@ -89,14 +89,14 @@ def _beside_llama(path: str, case: Case, given: argparse.Namespace, folder: Path
 
 
 def _before_and_after(
-    path: str, case: Case, given: argparse.Namespace, folder: Path
+    path: str, case: Case, args: argparse.Namespace, folder: Path
 ) -> Iterator[Side]:
     del case
-    if given.before is None:
+    if args.before is None:
         raise SystemExit("The row before needs --before CHECKOUT.")
-    python = given.before / ".venv" / "bin" / "python"
+    python = args.before / ".venv" / "bin" / "python"
     name = f"{OURS}, before"
-    command = ["env", "--chdir", str(given.before), str(python)]
+    command = ["env", "--chdir", str(args.before), str(python)]
     command += ["-m", "benchmarks.peers.worker_twostroke", path, "--threads", str(_THREADS)]
     yield Side(name, Worker(name, command, folder / f"{name}.log"))
     yield _one(path, folder)

@@ -77,36 +77,36 @@ class Run:
 
 @dataclass(slots=True)
 class Pair:
-    """The same job without and with guesses, round by round."""
+    """The same job without and with speculation, round by round."""
 
     task: str
     streams: int
     plain: list[Run]
-    guessed: list[Run]
+    speculative: list[Run]
 
     @property
     def ratios(self) -> list[float]:
-        """How many times faster guesses make it."""
-        pairs = zip(self.plain, self.guessed, strict=True)
-        return [guessed.tokens_per_s / plain.tokens_per_s for plain, guessed in pairs]
+        """The speed-up of each round by speculation."""
+        pairs = zip(self.plain, self.speculative, strict=True)
+        return [speculative.tokens_per_s / plain.tokens_per_s for plain, speculative in pairs]
 
     @property
     def accepted(self) -> float:
-        """The share of guesses that were right."""
-        right = sum(run.accepted for run in self.guessed)
-        tried = right + sum(run.rejected for run in self.guessed)
+        """The share of drafts that were accepted."""
+        right = sum(run.accepted for run in self.speculative)
+        tried = right + sum(run.rejected for run in self.speculative)
         return right / tried if tried else 0.0
 
     @property
     def per_pass(self) -> float:
         """How many tokens of one stream a step brought."""
-        num_tokens = sum(len(answer) for run in self.guessed for answer in run.answers)
-        return num_tokens / (num_tokens - sum(run.accepted for run in self.guessed))
+        num_tokens = sum(len(answer) for run in self.speculative for answer in run.answers)
+        return num_tokens / (num_tokens - sum(run.accepted for run in self.speculative))
 
     @property
     def runs(self) -> list[Run]:
         """All of both kinds."""
-        return [*self.plain, *self.guessed]
+        return [*self.plain, *self.speculative]
 
     def line(self, usual: Usual) -> Line:
         """Return the stored result of the pair; `usual` is how long steps take."""
@@ -114,9 +114,9 @@ class Pair:
             self.task,
             self.streams,
             self.ratios,
-            usual.token_s(self.plain) / usual.token_s(self.guessed),
+            usual.token_s(self.plain) / usual.token_s(self.speculative),
             [run.tokens_per_s for run in self.plain],
-            [run.tokens_per_s for run in self.guessed],
+            [run.tokens_per_s for run in self.speculative],
             self.per_pass,
             self.accepted,
             sum(run.is_disturbed for run in self.runs),
@@ -156,7 +156,7 @@ class Usual:
     def token_s(self, runs: Iterable[Run]) -> float:
         """Return the seconds of a token, had each step taken its usual time.
 
-        Looking for guesses takes the share of a step that it was seen to take.
+        Looking for drafts takes the share of a step that it was seen to take.
         """
         seconds, num_tokens = 0.0, 0
         for run in runs:
@@ -171,7 +171,7 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--draft", help="a smaller model that guesses")
+    parser.add_argument("--draft", help="a smaller model that proposes drafts")
     parser.add_argument("--heads", help="a folder of heads trained for the model")
     parser.add_argument("--speculate", default="auto")
     parser.add_argument("--drafts", type=int, help="so many always, instead of as many as pay")
@@ -205,28 +205,28 @@ def main() -> None:
     print("\n".join([*result.parts(), describe_smallest_gain(result.lines)]))
 
 
-def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace) -> Pair:
-    """Answer a task's prompts in turn without and with guesses."""
+def measure(engine: Engine, task: Task, streams: int, args: argparse.Namespace) -> Pair:
+    """Answer a task's prompts in turn without and with speculation."""
     pair = Pair(task.name, streams, [], [])
-    for number in range(given.rounds + 1):
+    for number in range(args.rounds + 1):
         rng = random.Random(f"{task.name} {streams} {number}")
         prompts = [task.prompt(engine.card, rng) for _ in range(_ANSWERS * streams)]
-        params = task.params(given.tokens)
-        sides = [("off", pair.plain), (given.speculate, pair.guessed)]
+        params = task.params(args.tokens)
+        sides = [("off", pair.plain), (args.speculate, pair.speculative)]
         results = {}
         for method, runs in sides if number % 2 else reversed(sides):
             caller = Caller(tenant=f"{task.name} {streams} {number} {method}")
             run = results[method] = answer(engine, prompts, streams, params, caller, Hints(method))
             if number:  # the first round warms up, and lets the engine learn its machine
                 runs.append(run)
-        if results["off"].answers != results[given.speculate].answers:
-            raise SystemExit(f"{task.name}: guesses changed an answer")
-    plain, guessed = (
-        median(run.tokens_per_s for run in runs) for runs in (pair.plain, pair.guessed)
+        if results["off"].answers != results[args.speculate].answers:
+            raise SystemExit(f"{task.name}: speculation changed an answer")
+    plain, speculative = (
+        median(run.tokens_per_s for run in runs) for runs in (pair.plain, pair.speculative)
     )
     note(
-        f"{task.name}, {streams} streams: {plain:,.0f} to {guessed:,.0f} tokens/s, "
-        f"{median(pair.ratios):.2f} x, {pair.accepted:.0%} of guesses right"
+        f"{task.name}, {streams} streams: {plain:,.0f} to {speculative:,.0f} tokens/s, "
+        f"{median(pair.ratios):.2f} x, {pair.accepted:.0%} of drafts accepted"
     )
     return pair
 
@@ -284,12 +284,12 @@ async def _answer(
     return outputs
 
 
-def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen]:
+def measure_acceptance(engine: Engine, args: argparse.Namespace) -> list[Chosen]:
     """Answer with predictions of which a chosen share is right; one stream."""
     rng = random.Random(5)
     task = TASKS["random"]  # which does not repeat itself
-    prompts = [task.prompt(engine.card, rng) for _ in range(given.rounds)]
-    params = task.params(given.tokens)
+    prompts = [task.prompt(engine.card, rng) for _ in range(args.rounds)]
+    params = task.params(args.tokens)
     results = []
     for share in _RIGHT:
         ratios, right, tried, passes = [], 0, 0, 0
@@ -302,26 +302,29 @@ def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen
             )
             before = engine.client.loop.snapshot().speculation.passes
             caller = Caller(tenant=f"guessed {share} {number}")
-            guessed = answer(engine, [prompt], 1, params, caller, Hints("ngram", expected))
-            if guessed.answers != plain.answers:
-                raise SystemExit("guesses changed an answer")
+            speculative = answer(engine, [prompt], 1, params, caller, Hints("ngram", expected))
+            if speculative.answers != plain.answers:
+                raise SystemExit("speculation changed an answer")
             passes += engine.client.loop.snapshot().speculation.passes - before
-            right, tried = right + guessed.accepted, tried + guessed.accepted + guessed.rejected
-            ratios.append(guessed.tokens_per_s / plain.tokens_per_s)
+            right, tried = (
+                right + speculative.accepted,
+                tried + speculative.accepted + speculative.rejected,
+            )
+            ratios.append(speculative.tokens_per_s / plain.tokens_per_s)
         per_pass = tried / passes if passes else 0.0
         results.append(Chosen(share, ratios, right / tried if tried else 0.0, per_pass))
         note(f"{share:.0%} of the prediction right: {median(ratios):.2f} x")
     return results
 
 
-def _name(given: argparse.Namespace) -> str:
-    """Return what the measured way of guessing is called."""
-    draft = given.draft and Path(given.draft).name
-    helpers = [name for name in (draft, given.heads and "heads") if name]
-    name = ", ".join([given.model, given.speculate, *helpers])
-    if given.activation_bits != ComputeOptions().activation_bits:
-        name += f", {given.activation_bits}-bit activations"
-    return f"{name}, {given.drafts} drafts" if given.drafts else name
+def _name(args: argparse.Namespace) -> str:
+    """Return the name of the measured proposer of drafts."""
+    draft = args.draft and Path(args.draft).name
+    helpers = [name for name in (draft, args.heads and "heads") if name]
+    name = ", ".join([args.model, args.speculate, *helpers])
+    if args.activation_bits != ComputeOptions().activation_bits:
+        name += f", {args.activation_bits}-bit activations"
+    return f"{name}, {args.drafts} drafts" if args.drafts else name
 
 
 if __name__ == "__main__":

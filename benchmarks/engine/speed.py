@@ -122,26 +122,24 @@ _HEADER = (
 )
 
 
-def _measure_engine(given: argparse.Namespace, result: dict[str, Any]) -> list[str]:
-    compute = ComputeOptions(given.backend, given.threads, given.level, activation_bits=15)
-    prompts = FreshPrompts(heldout_tokens(load(given.model)))
-    with build(
-        given.model, EngineOptions(compute, speculation=SpeculationOptions("off"))
-    ) as engine:
+def _measure_engine(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
+    compute = ComputeOptions(args.backend, args.threads, args.level, activation_bits=15)
+    prompts = FreshPrompts(heldout_tokens(load(args.model)))
+    with build(args.model, EngineOptions(compute, speculation=SpeculationOptions("off"))) as engine:
         limits = _limits(engine)
-        works = [WORKS[name] for name in given.only]
-        rows = _measure_rows(engine, works, limits, prompts, given.rounds)
+        works = [WORKS[name] for name in args.only]
+        rows = _measure_rows(engine, works, limits, prompts, args.rounds)
         batch = Row(Work("full batch", _POLICY_BATCH, PROMPT_LENGTH, 32))
         _run_once(engine, batch, limits, prompts)
     result["engine"] = msgspec.to_builtins(engine.facts)
     result["limits"] = msgspec.to_builtins(limits)
     result["speed"] = [msgspec.to_builtins(row) for row in rows]
-    text = _speed_text(rows, engine, limits) if "speed" in given.parts else []
-    if "policies" in given.parts:
+    text = _speed_text(rows, engine, limits) if "speed" in args.parts else []
+    if "policies" in args.parts:
         note("Replaying one trace under each policy")
         load_tokens_per_s = _POLICY_LOAD * batch.tokens_per_s[0]
         trace = poisson_trace(prompts, _POLICY_REQUESTS, load_tokens_per_s, seed=0)
-        served = compare_policies(given.model, compute, trace, _POLICY_BATCH)
+        served = compare_policies(args.model, compute, trace, _POLICY_BATCH)
         result["policies"] = [
             {key: value for key, value in msgspec.to_builtins(one).items() if key != "answers"}
             for one in served
@@ -209,23 +207,23 @@ def _policies_text(served: list[PolicyResult], tokens_per_s: float) -> list[str]
     return [table(header, lines), "", about, ""]
 
 
-def _measure_footprint(given: argparse.Namespace, result: dict[str, Any]) -> list[str]:
+def _measure_footprint(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
     lines: list[tuple[str, str]] = []
-    if "start" in given.parts:
+    if "start" in args.parts:
         note("Starting cold processes")
-        command = generate_command(given.model, "-p", _PROMPT, "--max-tokens", "2")
-        times = result["first_token_s"] = [live(command).first_s for _ in range(2 * given.rounds)]
+        command = generate_command(args.model, "-p", _PROMPT, "--max-tokens", "2")
+        times = result["first_token_s"] = [live(command).first_s for _ in range(2 * args.rounds)]
         lines.append(("start of the process to first token", spread(times, 2, " s")))
-    if "memory" in given.parts:
-        lines += _measure_memory(given.model, result)
-    if "size" in given.parts:
+    if "memory" in args.parts:
+        lines += _measure_memory(args.model, result)
+    if "size" in args.parts:
         note("Installing into a fresh environment")
         size = installed_size()
         result["installed"] = msgspec.to_builtins(size)
         lines.append(("installed environment without pip", f"{size.without_pip / 1e6:.0f} MB"))
         lines.append(("installed environment with pip", f"{size.total / 1e6:.0f} MB"))
         lines.append(("`pip install .`, all included", f"{size.install_s:.0f} s"))
-    if "build" in given.parts:
+    if "build" in args.parts:
         note("Building the native libraries")
         result["build_s"] = build_s()
         lines.append(("native build on two cores", f"{result['build_s']:.0f} s"))

@@ -60,7 +60,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measure(model: str, programs: Path, given: argparse.Namespace) -> list[Record]:
+def _measure(model: str, programs: Path, args: argparse.Namespace) -> list[Record]:
     """Run fresh processes in turn: short ones for the start, then one each for memory."""
     note(f"== {model}")
     path = resolve(model)
@@ -73,21 +73,21 @@ def _measure(model: str, programs: Path, given: argparse.Namespace) -> list[Reco
     }
     starts: dict[str, list[float]] = {name: [] for name in engines}
     disturbed = 0
-    for number in range(given.rounds + 1):
-        note(f"Round {number} of {given.rounds}" if number else "Warming up")
+    for number in range(args.rounds + 1):
+        note(f"Round {number} of {args.rounds}" if number else "Warming up")
         for name, (command, arguments) in engines.items():
-            life = live(command(*arguments, _SENTENCE, 2, given.threads))
+            life = live(command(*arguments, _SENTENCE, 2, args.threads))
             if number:
                 starts[name].append(life.first_s)
                 disturbed += life.others_share > MAX_SHARE
     peaks = {
-        name: live(command(*arguments, long, rest, given.threads), OFTEN_S)
+        name: live(command(*arguments, long, rest, args.threads), OFTEN_S)
         for name, (command, arguments) in engines.items()
     }
     resident = {name: [life.resident / 1e6] for name, life in peaks.items()}
     anonymous = {name: life.anonymous / 1e6 for name, life in peaks.items()}
     return [
-        _record(model, "start", starts, disturbed_runs=disturbed, num_runs=2 * given.rounds),
+        _record(model, "start", starts, disturbed_runs=disturbed, num_runs=2 * args.rounds),
         _record(model, "memory", resident, num_runs=2, others={"anonymous_mb": anonymous}),
     ]
 

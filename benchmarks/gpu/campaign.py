@@ -128,10 +128,10 @@ class Campaign:
     has ended CUDA in this one.
     """
 
-    def __init__(self, given: argparse.Namespace, result: dict[str, Any]) -> None:
+    def __init__(self, args: argparse.Namespace, result: dict[str, Any]) -> None:
         from benchmarks.gpu.measure import Engines
 
-        self._given, self._result, self._began_s = given, result, time.monotonic()
+        self._given, self._result, self._began_s = args, result, time.monotonic()
         self._engines = Engines(ROWS.values(), result["limits"])
         self._seen: set[object] = set()  # engines that were started
 

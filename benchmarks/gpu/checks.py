@@ -39,8 +39,8 @@ def correct(fmt: str) -> dict[str, Any]:
         tensors = random_tensors(program, fmt, rng)
         right = ReferenceBackend(program, tensors, 1, _PAGE).score(tokens)
         for kv in ("f16", "int8", "fp8") if fmt == "BF16" else ("f16",):
-            given: Any = {"kv_format": kv, "max_rows": max(256, count)}
-            ours: Any = GpuBackend(program, tensors, 80, _PAGE, find_device(), **given)
+            kwargs: Any = {"kv_format": kv, "max_rows": max(256, count)}
+            ours: Any = GpuBackend(program, tensors, 80, _PAGE, find_device(), **kwargs)
             result = compare([(right, ours.score(tokens), tokens)])
             ours.close()
             own = {"mean_kl": result.mean_kl, "top1": result.top1_agreement}
@@ -98,8 +98,8 @@ def same_tokens(count: int = _SEQUENCES) -> dict[str, Any]:
     params = SamplingParams(temperature=0, logprobs=5)
     for model, fmt in (("small", "BF16"), ("small", "Q4_K"), ("small-experts", "Q4_K")):
         program = program_of(model)
-        given = program, random_tensors(program, fmt, rng), 16 * 20, _PAGE, find_device()
-        backend: Any = GpuBackend(*given, max_rows=1024, same_tokens=True)
+        arguments = program, random_tensors(program, fmt, rng), 16 * 20, _PAGE, find_device()
+        backend: Any = GpuBackend(*arguments, max_rows=1024, same_tokens=True)
         known, differ = [], {"batched": 0, "chunked": 0, "drafted": 0}
         requests = []
         for number in range(count):

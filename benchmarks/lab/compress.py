@@ -81,15 +81,15 @@ def main() -> None:
     save("compress", {**facts, "models": results}, "\n\n".join(texts))
 
 
-def _measure(model: str, given: argparse.Namespace) -> list[tuple[str, ...]]:
-    folder, num_tokens = FOLDER / model, given.tokens
+def _measure(model: str, args: argparse.Namespace) -> list[tuple[str, ...]]:
+    folder, num_tokens = FOLDER / model, args.tokens
     source, pieces = twin_and_pieces(model, num_tokens)
     llama = _Llama(source, pieces)
     made: dict[Path, float] = {}  # files, and the seconds that each took
-    for name in given.formats:
+    for name in args.formats:
         is_goal = name not in MIXES
-        makers = [maker for maker in given.makers if maker == "twostroke" or not is_goal]
-        if given.tune and "twostroke" in makers:
+        makers = [maker for maker in args.makers if maker == "twostroke" or not is_goal]
+        if args.tune and "twostroke" in makers:
             makers.append("tuned")
         for maker in makers:
             began, out = time.perf_counter(), folder / f"{maker} {name} {num_tokens}.gguf"
@@ -98,7 +98,7 @@ def _measure(model: str, given: argparse.Namespace) -> list[tuple[str, ...]]:
                 note(f"Making {out.name}")
                 if maker in {"twostroke", "tuned"}:
                     wanted = QuantizationGoal(bits=float(name)) if is_goal else name
-                    minutes = given.tune if maker == "tuned" else 0.0
+                    minutes = args.tune if maker == "tuned" else 0.0
                     quantize(
                         *(str(source), wanted, out, None, num_tokens, note), tuning_minutes=minutes
                     )
@@ -142,10 +142,10 @@ def twin_and_pieces(model: str, num_tokens: int) -> tuple[Path, list[list[int]]]
 
 def _check_differ(*texts: str) -> None:
     """Check that no text has a longer part of another one."""
-    for one in texts:
+    for text in texts:
         for other in texts:
             parts = (other[i : i + 100] for i in range(0, len(other) - 100, 50))
-            assert one is other or not any(part in one for part in parts), "the texts overlap"
+            assert text is other or not any(part in text for part in parts), "the texts overlap"
 
 
 def _write(source: Path, out: Path, mix: FormatMix, rounded: Rounder) -> None:

@@ -104,22 +104,20 @@ def _arguments() -> argparse.Namespace:
 class _Pair:
     """The server with its clients, and its simulation."""
 
-    def __init__(
-        self, given: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
-    ) -> None:
-        planned = load_planned_model(given.model)
+    def __init__(self, args: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) -> None:
+        planned = load_planned_model(args.model)
         note("Measuring steps")
-        points = measured_points(given.model, STEPS, note, num_threads=given.threads)
+        points = measured_points(args.model, STEPS, note, num_threads=args.threads)
         self.setup = SimulationSetup(
             planned,
-            this_machine(given.threads),
+            this_machine(args.threads),
             Question(),
             CacheOptions(memory_bytes=_KV_BYTES),
-            calibration=Calibration(points, "", given.threads),
+            calibration=Calibration(points, "", args.threads),
             is_here=True,
         )
         self.vocab_size = planned.program.vocab_size
-        command = (*our_command(given.model, given.threads), "--kv-memory", str(_KV_BYTES))
+        command = (*our_command(args.model, args.threads), "--kv-memory", str(_KV_BYTES))
         self._server = Server("Twostroke", command, folder, stack)
         path = [sys.executable, "-m", "benchmarks.serving.load_clients"]
         self._clients = Worker("clients", path, folder / "load.log")
@@ -185,20 +183,20 @@ class _Pair:
         ]
 
 
-def _latency(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str:
+def _latency(args: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str:
     """Compare latencies at shares of the knee."""
-    trace = read_trace(given.trace).changed(scale=given.scale)
-    requests = _Requests(trace.first(given.requests), trace.arrivals[given.requests :])
-    fresh = FreshPrompts(heldout_tokens(load_model(given.model)))
+    trace = read_trace(args.trace).changed(scale=args.scale)
+    requests = _Requests(trace.first(args.requests), trace.arrivals[args.requests :])
+    fresh = FreshPrompts(heldout_tokens(load_model(args.model)))
     overhead_s = _find_overhead(pair, fresh)
-    burst, other = (one.changed(speed=1e6) for one in requests.halves(given.requests // 3))
+    burst, other = (halve.changed(speed=1e6) for halve in requests.halves(args.requests // 3))
     _, steps = pair.watched(other, _texts(fresh, other))
     both = pair.measure(burst, _texts(fresh, burst)), pair.simulate(burst, steps)
     rates = [one.num_requests / one.duration_s for one in map(_report, both)]
     rows = [("all at once", "requests/s", *(f"{r:.2f}" for r in rates), _error(*rates[::-1]), "")]
     note(" ".join(rows[0]))
     kept: dict[str, Any] = {"knee_per_s": rates[0], "overhead_s": overhead_s, "loads": {}}
-    for percent in given.loads:
+    for percent in args.loads:
         try:
             outcome = _in_blocks(pair, fresh, requests, percent / 100 * rates[0])
         except SystemExit as error:  # what was measured before is kept
@@ -213,7 +211,7 @@ def _latency(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> 
     result["latency"] = msgspec.to_builtins(kept)
     disturbed = sum(share > MAX_SHARE for share in pair.others_share)
     text = (
-        f"{given.requests} requests of {given.trace}, lengths times {given.scale:g}: "
+        f"{args.requests} requests of {args.trace}, lengths times {args.scale:g}: "
         f"{disturbed} of {len(pair.others_share)} runs were disturbed. A request takes "
         f"{overhead_s * 1e3:.1f} ms outside the engine."
     )
@@ -296,15 +294,17 @@ def _compared(load: str, measured: RunReport, simulated: RunReport) -> Iterator[
         yield (load, figure, *cells, _error(both[1] or 0.0, both[0] or 1.0), limit)
 
 
-def _hits(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str:
+def _hits(args: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str:
     """Compare hit rates of the prefix cache on prompts of which a page is a block."""
     scale = 16 / 512
-    load = read_trace(given.shared).first(given.requests // 2).changed(scale=scale)
-    burst = load.first(given.requests // 8).changed(speed=1e6)
+    load = read_trace(args.shared).first(args.requests // 2).changed(scale=scale)
+    burst = load.first(args.requests // 8).changed(speed=1e6)
     seconds = simulate(pair.setup, burst).report.duration_s
     load = load.changed(speed=0.7 * len(burst.arrivals) / seconds / load.rate)
     note("Prefix hits")
-    prompts = [one.tokens(n, pair.vocab_size).tolist() for n, one in enumerate(load.arrivals)]
+    prompts = [
+        arrival.tokens(n, pair.vocab_size).tolist() for n, arrival in enumerate(load.arrivals)
+    ]
     measured = make_report(pair.measure(load, prompts), Objectives())
     simulated = simulate(pair.setup, load).report
     result["hits"] = msgspec.to_builtins({"measured": measured, "simulated": simulated})
@@ -312,17 +312,17 @@ def _hits(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str
     row = (load.name, *(f"{rate:.1%}" for rate in rates), f"{(rates[1] - rates[0]) * 100:+.1f}")
     header = ("trace", "measured", "simulated", "points (at most 2)")
     return (
-        f"## Prefix hits\n\n{table(header, [row])}\n\n{given.requests // 2} requests, lengths "
+        f"## Prefix hits\n\n{table(header, [row])}\n\n{args.requests // 2} requests, lengths "
         f"times 1/32, {_KV_BYTES >> 20} MB of keys and values."
     )
 
 
-def _speed(given: argparse.Namespace, result: dict[str, Any]) -> str:
+def _speed(args: argparse.Namespace, result: dict[str, Any]) -> str:
     """Measure how many requests are simulated in a second of processor time."""
     note("Speed")
-    load = read_trace(given.trace).first(_SPEED_REQUESTS)
+    load = read_trace(args.trace).first(_SPEED_REQUESTS)
     setup = SimulationSetup(
-        load_planned_model(given.model).with_weights("bf16"),
+        load_planned_model(args.model).with_weights("bf16"),
         find_device("A100-80GB"),
         Question(mfu=0.02, mbu=0.03),
         replicas=_SPEED_REPLICAS,

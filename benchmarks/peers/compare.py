@@ -72,23 +72,23 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measure_model(given: argparse.Namespace, model: str) -> tuple[dict[str, Any], str]:
+def _measure_model(args: argparse.Namespace, model: str) -> tuple[dict[str, Any], str]:
     """Measure all rows of one model and keep each as it is done."""
     note(f"== {model}")
     loaded = load(model)
     tokens = heldout_tokens(loaded)
-    names = given.only or rows_of(model, list(WORKS))
+    names = args.only or rows_of(model, list(WORKS))
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
-        sides = start(given, model, loaded, [WORKS[name] for name in names], folder)
+        sides = start(args, model, loaded, [WORKS[name] for name in names], folder)
         try:
             limits = sides[0].ask("limits") or {}
-            quality = [] if given.no_quality else _quality(given, loaded, sides, tokens, folder)
-            run = Run(given, model, sides, limits, quality)
+            quality = [] if args.no_quality else _quality(args, loaded, sides, tokens, folder)
+            run = Run(args, model, sides, limits, quality)
             prompts = FreshPrompts(tokens)
             rows = []
             for name in names:
-                row = measure(WORKS[name], sides, prompts, given.rounds)
+                row = measure(WORKS[name], sides, prompts, args.rounds)
                 keep(_record(run, name, row))
                 rows.append(row)
         finally:
@@ -96,14 +96,14 @@ def _measure_model(given: argparse.Namespace, model: str) -> tuple[dict[str, Any
                 side.worker.close()
     result = {
         "model": model,
-        "threads": given.threads,
-        "rounds": given.rounds,
+        "threads": args.threads,
+        "rounds": args.rounds,
         "limits": limits,
         "engines": {side.name: side.about for side in sides},
         "speed": [row.as_json() for row in rows],
         "quality": [msgspec.to_builtins(line) for line in quality],
     }
-    return result, _text(model, given, rows, sides, quality)
+    return result, _text(model, args, rows, sides, quality)
 
 
 class Run(Frozen):
@@ -153,23 +153,23 @@ def _record(run: Run, name: str, row: Row) -> Record:
     )
 
 
-def _setting(given: argparse.Namespace) -> str:
+def _setting(args: argparse.Namespace) -> str:
     """Return what is not usual about a run: levels and threads."""
-    parts = [given.level] if given.level else []
-    parts += [f"llama.cpp {given.llama_level}"] if given.llama_level != "native" else []
-    parts += [f"{given.threads} threads"] if given.threads != 2 else []
+    parts = [args.level] if args.level else []
+    parts += [f"llama.cpp {args.llama_level}"] if args.llama_level != "native" else []
+    parts += [f"{args.threads} threads"] if args.threads != 2 else []
     return ", ".join(parts)
 
 
 def _quality(
-    given: argparse.Namespace, loaded: LoadedModel, sides: list[Side], tokens: list[int],
+    args: argparse.Namespace, loaded: LoadedModel, sides: list[Side], tokens: list[int],
     folder: Path,
 ) -> list[Quality]:  # fmt: skip
     """Compare every engine's logits on the held-out text with the reference's."""
     note("Comparing logits on the held-out text")
     parts = pieces(tokens, 512)
     right = reference_logits(loaded, parts)
-    compute = ComputeOptions(given.backend, given.threads, given.level, activation_bits=15)
+    compute = ComputeOptions(args.backend, args.threads, args.level, activation_bits=15)
     lines = engine_quality(loaded, right, parts, compute)
     for bits in OTHER_BITS:
         if any(side.name == ours_with(bits) for side in sides):
@@ -207,7 +207,7 @@ def _answers_quality(side: Side, right: Logits, parts: list[list[int]]) -> list[
 
 
 def _text(
-    model: str, given: argparse.Namespace, rows: list[Row], sides: list[Side],
+    model: str, args: argparse.Namespace, rows: list[Row], sides: list[Side],
     quality: list[Quality],
 ) -> str:  # fmt: skip
     """Return the report of one model."""
@@ -229,7 +229,7 @@ def _text(
     if quality:
         parts += [table(Quality.header(), [line.cells() for line in quality]), ""]
     parts += [f"- {side.name} {side.about.get('version', '')} {side.failure}" for side in sides]
-    facts = caption(machine_facts(), model, f"{given.rounds} rounds", _setting(given) or "as usual")
+    facts = caption(machine_facts(), model, f"{args.rounds} rounds", _setting(args) or "as usual")
     return "\n".join([*parts, "", facts])
 
 

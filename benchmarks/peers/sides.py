@@ -78,14 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def start(
-    given: argparse.Namespace, model: str, loaded: LoadedModel, works: list[Work], folder: Path
+    args: argparse.Namespace, model: str, loaded: LoadedModel, works: list[Work], folder: Path
 ) -> list[Side]:
     """Start every engine, one after the other, and ask each what it is.
 
     `folder` takes their logs. A peer that cannot load the model stays, with its failure.
     """
     sides = []
-    for side in _sides(given, model, loaded, works, folder):
+    for side in _sides(args, model, loaded, works, folder):
         note(f"Starting {side.name}")
         side.about = side.ask("about") or {}
         sides.append(side)
@@ -103,39 +103,39 @@ def _kv_memory(loaded: LoadedModel, works: Iterable[Work]) -> int:
 
 
 def _sides(
-    given: argparse.Namespace, model: str, loaded: LoadedModel, works: Iterable[Work], folder: Path
+    args: argparse.Namespace, model: str, loaded: LoadedModel, works: Iterable[Work], folder: Path
 ) -> Iterator[Side]:
-    path, threads = str(resolve(model)), ["--threads", str(given.threads)]
+    path, threads = str(resolve(model)), ["--threads", str(args.threads)]
 
     def worker(name: str, *command: str) -> Worker:
         return Worker(name, [*command, *threads], folder / f"{name}.log")
 
-    ours = ["--backend", given.backend, *(("--level", given.level) if given.level else ())]
+    ours = ["--backend", args.backend, *(("--level", args.level) if args.level else ())]
     if kv_memory := _kv_memory(loaded, works):
         ours += ["--kv-memory", str(kv_memory)]
     own = [sys.executable, *_script("twostroke"), model, *ours]
     yield Side(OURS, worker(OURS, *own))
-    if given.backend in {"auto", "cpu"}:
+    if args.backend in {"auto", "cpu"}:
         for bits in OTHER_BITS:
             name = ours_with(bits)
             yield Side(name, worker(name, *own, "--activation-bits", str(bits)))
-    if LLAMA in given.peers:
-        python = environments.python_of(LLAMA, given.llama_env, given.llama_level)
+    if LLAMA in args.peers:
+        python = environments.python_of(LLAMA, args.llama_env, args.llama_level)
         flash = {f"flash attention {'on' if on else 'off'}": on for on in (False, True)}
         ways = {way: {"flash_attention": on} for way, on in flash.items()}
         llama = worker(LLAMA, str(python), *_script("llama"), path)
         yield Side(LLAMA, llama, ways, scores=True)
-    if "openvino" in given.peers:
-        python = environments.python_of("openvino", given.openvino_env)
+    if "openvino" in args.peers:
+        python = environments.python_of("openvino", args.openvino_env)
         openvino = worker("OpenVINO GenAI", str(python), *_script("openvino"), path)
         yield Side("OpenVINO GenAI", openvino, keeps=False)
-    if "vllm" in given.peers:
-        python = environments.python_of("vllm", given.vllm_env)
+    if "vllm" in args.peers:
+        python = environments.python_of("vllm", args.vllm_env)
         weights = environments.bf16_weights(path, python)
         vllm = worker("vLLM", str(python), *_script("vllm"), str(weights))
         yield Side("vLLM", vllm, {"bf16": {}})
-    if "transformers" in given.peers:
-        python = environments.python_of("transformers", given.transformers_env)
+    if "transformers" in args.peers:
+        python = environments.python_of("transformers", args.transformers_env)
         weights = environments.bf16_weights(path, python)
         plain = worker("transformers", str(python), *_script("transformers"), str(weights))
         yield Side("transformers", plain, {"bf16": {}}, keeps=False, scores=True)

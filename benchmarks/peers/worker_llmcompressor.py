@@ -35,20 +35,20 @@ def main(method: str, folder: str, pieces: str, out: str, group: str) -> None:
         "strategy": "group",
         "group_size": int(group),
     }
-    given = {
+    kwargs = {
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": ["lm_head"],
     }
     if name == "gptq":
-        recipe = [GPTQModifier(**given)]
+        recipe = [GPTQModifier(**kwargs)]
     elif name == "awq":
-        recipe = [AWQModifier(), QuantizationModifier(**given)]
+        recipe = [AWQModifier(), QuantizationModifier(**kwargs)]
     else:
         every = list(chain.from_iterable(tokens))
         starts = range(0, len(every) - _LENGTH + 1, _LENGTH)
         tokens = [every[start : start + _LENGTH] for start in starts]
         tuned = {"iters": int(iterations or 200), "enable_torch_compile": False, "batch_size": 4}
-        recipe = [AutoRoundModifier(**given, **tuned)]
+        recipe = [AutoRoundModifier(**kwargs, **tuned)]
     columns = {"input_ids": tokens, "attention_mask": [[1] * len(piece) for piece in tokens]}
     oneshot(
         model=folder,

@@ -44,7 +44,7 @@ def main() -> None:
     bits = given.activation_bits
     bits = bits if bits == AUTO_BITS else int(bits)
     compute = ComputeOptions(given.backend, given.threads, given.level, activation_bits=bits)
-    # Engines are compared at computing the same: guesses ahead have a benchmark of their own.
+    # Engines are compared at computing the same: speculation has its own benchmark.
     options = EngineOptions(
         compute,
         CacheOptions(memory_bytes=given.kv_memory),

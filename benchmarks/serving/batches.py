@@ -120,11 +120,11 @@ def _write(path: Path, texts: Sequence[str], num_tokens: int) -> Path:
     return path
 
 
-def _rate(name: str, path: Path, given: argparse.Namespace) -> Rate:
+def _rate(name: str, path: Path, args: argparse.Namespace) -> Rate:
     """Return how fast a file is answered, from the loaded model on; raises SystemExit if not."""
-    threads = ("--threads", str(given.threads))
+    threads = ("--threads", str(args.threads))
     command = [sys.executable, "-m", "twostroke", "batch", str(path), "--speculate", "off"]
-    command += ["-o", str(path.with_suffix(".out")), "--model", given.model, *threads]
+    command += ["-o", str(path.with_suffix(".out")), "--model", args.model, *threads]
     if name == _ENGINE:
         command = [
             sys.executable,
@@ -133,9 +133,9 @@ def _rate(name: str, path: Path, given: argparse.Namespace) -> Rate:
             "--engine",
             str(path),
             "--model",
-            given.model,
+            args.model,
         ]
-        command += [*threads, "--tokens", str(given.tokens)]
+        command += [*threads, "--tokens", str(args.tokens)]
     began_s, others_s = time.monotonic(), busy_s() - _own_s()
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     others_s = busy_s() - _own_s() - others_s
@@ -153,12 +153,12 @@ def _own_s() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def _answer(given: argparse.Namespace) -> None:
+def _answer(args: argparse.Namespace) -> None:
     """Answer the prompts of a file with the engine alone, and say so as `twostroke batch` does."""
-    prompts = [json.loads(line)["body"]["prompt"] for line in given.engine.open()]
-    params = SamplingParams(max_tokens=given.tokens, temperature=0, ignore_eos=True)
-    options = EngineOptions(ComputeOptions(num_threads=given.threads))
-    with LLM(given.model, options) as llm:
+    prompts = [json.loads(line)["body"]["prompt"] for line in args.engine.open()]
+    params = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True)
+    options = EngineOptions(ComputeOptions(num_threads=args.threads))
+    with LLM(args.model, options) as llm:
         began_s = time.monotonic()
         answers = llm.generate(prompts, params, speculate="off")
         elapsed_s = time.monotonic() - began_s
@@ -171,14 +171,14 @@ class _Bench:
 
     def __init__(
         self,
-        given: argparse.Namespace,
+        args: argparse.Namespace,
         folder: Path,
         prompts: FreshPrompts,
         stack: contextlib.ExitStack,
     ) -> None:
-        self._given, self._folder, self._prompts = given, folder, prompts
+        self._given, self._folder, self._prompts = args, folder, prompts
         self._random = random.Random(7)
-        ours = (*our_command(given.model, given.threads), "--records", str(folder / "records"))
+        ours = (*our_command(args.model, args.threads), "--records", str(folder / "records"))
         self._server = Server("Twostroke", ours, folder, stack)
 
     def run(self, name: str) -> dict[str, Any]:
@@ -257,16 +257,16 @@ def _p99(values: list[float]) -> float:
 
 
 def _records(
-    given: argparse.Namespace, rates: dict[str, list[Rate]], waits: dict[str, list[Any]]
+    args: argparse.Namespace, rates: dict[str, list[Rate]], waits: dict[str, list[Any]]
 ) -> list[Record]:
     results = []
-    command = f'make bench WHAT=batches ARGS="--model {given.model}"'
+    command = f'make bench WHAT=batches ARGS="--model {args.model}"'
     if rates[_FILE]:
         results.append(
             Record(
                 row="batch-file",
-                name=f"{given.lines} lines of {_PROMPT} tokens in, {given.tokens} out, from a file",
-                model=given.model,
+                name=f"{args.lines} lines of {_PROMPT} tokens in, {args.tokens} out, from a file",
+                model=args.model,
                 unit="tokens/s",
                 entries=[Entry("Twostroke", "", [run.tokens_per_s for run in rates[_FILE]])],
                 command=command,
@@ -282,7 +282,7 @@ def _records(
             Record(
                 row="batch-client",
                 name="first token of a client beside a full batch, p99 of each round",
-                model=given.model,
+                model=args.model,
                 unit="ms",
                 entries=[
                     Entry("Twostroke", "", [_p99(_pooled([r], "ttft_s")) for r in waits[_BESIDE]])
@@ -303,7 +303,7 @@ def _records(
 
 
 def _text(
-    given: argparse.Namespace, rates: dict[str, list[Rate]], waits: dict[str, list[Any]]
+    args: argparse.Namespace, rates: dict[str, list[Rate]], waits: dict[str, list[Any]]
 ) -> str:
     parts = []
     if rates[_FILE]:
@@ -311,10 +311,10 @@ def _text(
             mine.tokens_per_s / bare.tokens_per_s
             for mine, bare in zip(rates[_FILE], rates[_ENGINE], strict=True)
         ]
-        what = f"{given.lines} lines, {_PROMPT} tokens in, {given.tokens} out"
+        what = f"{args.lines} lines, {_PROMPT} tokens in, {args.tokens} out"
         rows = [(name, spread(run.tokens_per_s for run in mine)) for name, mine in rates.items()]
         parts.append(table((what, "tokens/s"), rows))
-        share = spread([100 * one for one in shares], 1, "%")
+        share = spread([100 * share for share in shares], 1, "%")
         parts.append(
             f"The file has {share} of the engine's tokens; asked are {_ASKED:.0%}. "
             f"{_num_disturbed(rates)} of {2 * len(shares)} runs were disturbed."
@@ -337,7 +337,7 @@ def _text(
             f"at most 1. "
             f"{disturbed} of {len(runs)} runs were disturbed."
         )
-    facts = caption(machine_facts(), given.model, f"{given.rounds} rounds")
+    facts = caption(machine_facts(), args.model, f"{args.rounds} rounds")
     return "\n\n".join([*parts, facts])
 
 

@@ -135,9 +135,9 @@ def _is_behind(target: Target, targets: list[Target]) -> bool:
     return median(target.values("tokens_per_s")) <= _BEHIND * max(rates)
 
 
-def _time_starts(given: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+def _time_starts(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Start our server with an engine in a process of its own, and in one, in turns."""
-    ours = our_command(given.model, given.threads)
+    ours = our_command(args.model, args.threads)
     kinds = {_OURS: ours, _ONE: (*ours, "--in-process")}
     taken_s: dict[str, list[float]] = {key: [] for key in kinds}
     for _ in range(_STARTS):
@@ -148,30 +148,30 @@ def _time_starts(given: argparse.Namespace, folder: Path) -> dict[str, list[floa
 
 
 def _start(
-    given: argparse.Namespace, folder: Path, clients: Worker, stack: contextlib.ExitStack
+    args: argparse.Namespace, folder: Path, clients: Worker, stack: contextlib.ExitStack
 ) -> Iterator[Target]:
     """Start everyone who answers, one after the other."""
-    threads = ("--threads", str(given.threads))
+    threads = ("--threads", str(args.threads))
     bare = Worker(
-        _BARE, [sys.executable, "-m", "benchmarks.peers.worker_twostroke", given.model, *threads],
+        _BARE, [sys.executable, "-m", "benchmarks.peers.worker_twostroke", args.model, *threads],
         folder / "bare.log",
     )  # fmt: skip
     stack.callback(bare.close)
     bare.ask("about")
     yield Target(_BARE, "", bare, bare.pid, None)
-    ours = our_command(given.model, given.threads)
+    ours = our_command(args.model, args.threads)
     server = Server(_OURS, ours, folder, stack)
     yield Target(_OURS, "", clients, server.pid, server.port)
-    if given.in_process:
+    if args.in_process:
         server = Server(f"{_OURS}-one", (*ours, "--in-process"), folder, stack)
         yield Target(_ONE, "", clients, server.pid, server.port)
-    if given.without_llama:
+    if args.without_llama:
         return
-    program = environments.llama_programs(given.llama_programs) / "llama-server"
-    cells = 256 * -(-(given.prompt_tokens + given.tokens) // 256)  # it pads a stream's cache
+    program = environments.llama_programs(args.llama_programs) / "llama-server"
+    cells = 256 * -(-(args.prompt_tokens + args.tokens) // 256)  # it pads a stream's cache
     options = (
-        *("-m", str(resolve(given.model)), "-np", str(given.clients)),
-        *("-c", str(cells * given.clients), "-t", str(given.threads), "-tb", str(given.threads)),
+        *("-m", str(resolve(args.model)), "-np", str(args.clients)),
+        *("-c", str(cells * args.clients), "-t", str(args.threads), "-tb", str(args.threads)),
         *("--alias", MODEL_NAME, "--cache-ram", "0", "-fit", "off"),
     )
     for flash in ("off", "on"):
@@ -181,20 +181,20 @@ def _start(
         yield Target(_LLAMA, way, clients, server.pid, server.port)
 
 
-def _record(given: argparse.Namespace, targets: list[Target]) -> Record:
+def _record(args: argparse.Namespace, targets: list[Target]) -> Record:
     runs = [run for target in targets for run in target.runs]
     figures = ("ttft_p50_s", "ttft_p95_s", "itl_p50_s", "itl_p95_s", "client_s", "server_s")
-    threads = f" --threads {given.threads}" if given.threads != 2 else ""
+    threads = f" --threads {args.threads}" if args.threads != 2 else ""
     return Record(
-        row=f"serve-{given.clients}",
-        name=f"server, {given.clients} streaming clients, {given.prompt_tokens} tokens in,"
-        f" {given.tokens} out",
-        model=given.model,
+        row=f"serve-{args.clients}",
+        name=f"server, {args.clients} streaming clients, {args.prompt_tokens} tokens in,"
+        f" {args.tokens} out",
+        model=args.model,
         unit="tokens/s",
         entries=[
             Entry(t.name, t.way, t.values("tokens_per_s")) for t in targets if t.name != _BARE
         ],
-        command=f'make bench WHAT=serving ARGS="--model {given.model}{threads}"',
+        command=f'make bench WHAT=serving ARGS="--model {args.model}{threads}"',
         setting=threads.strip(" -").replace("threads ", "threads: "),
         disturbed_runs=sum(run["others_share"] > MAX_SHARE for run in runs),
         num_runs=len(runs),
@@ -206,13 +206,13 @@ def _record(given: argparse.Namespace, targets: list[Target]) -> Record:
 
 
 def _text(
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     targets: list[Target],
     memory: dict[str, int],
     starts: dict[str, list[float]],
 ) -> str:
     header = (
-        f"{given.clients} clients, {given.prompt_tokens} in, {given.tokens} out", "tokens/s",
+        f"{args.clients} clients, {args.prompt_tokens} in, {args.tokens} out", "tokens/s",
         "TTFT p50", "TTFT p95", "ITL p50", "ITL p95", "clients' processor time", "disturbed runs",
     )  # fmt: skip
     lines = []
@@ -232,7 +232,7 @@ def _text(
         about.append(f"It gives {rates[_OURS] / best:.2f} times those of llama-server.")
     about += [f"{key} takes {size / 1e6:,.0f} MB after this." for key, size in memory.items()]
     about += [f"{key} is ready after {spread(taken, 2)} s." for key, taken in starts.items()]
-    facts = caption(machine_facts(), given.model, f"{given.rounds} rounds")
+    facts = caption(machine_facts(), args.model, f"{args.rounds} rounds")
     return "\n".join(["## Through the server", "", table(header, lines), "", *about, "", facts])
 
 

@@ -51,10 +51,10 @@ _MEMORY = 56_000  # bytes for pages, for each token of a prompt: more than two o
 _WARM = 4  # prompts after which all of it has been used
 
 
-def _options(given: argparse.Namespace, disaggregation: DisaggregationOptions) -> EngineOptions:
+def _options(args: argparse.Namespace, disaggregation: DisaggregationOptions) -> EngineOptions:
     return EngineOptions(
         ComputeOptions(num_threads=1),
-        CacheOptions(context_length=given.tokens + 64, memory_bytes=_MEMORY * given.tokens),
+        CacheOptions(context_length=args.tokens + 64, memory_bytes=_MEMORY * args.tokens),
         speculation=SpeculationOptions("off"),
         disaggregation=disaggregation,
     )
@@ -75,18 +75,18 @@ def _note_steps(engine: Engine) -> list[tuple[float, float]]:
     return steps
 
 
-def _prefill_worker(given: argparse.Namespace) -> None:
+def _prefill_worker(args: argparse.Namespace) -> None:
     """Be the prefill engine, and answer questions."""
     answers = claim_output()
-    disaggregation = DisaggregationOptions("prefill", f"{given.host}:0")
-    with build(given.model, _options(given, disaggregation)) as engine:
+    disaggregation = DisaggregationOptions("prefill", f"{args.host}:0")
+    with build(args.model, _options(args, disaggregation)) as engine:
         steps, look = _note_steps(engine), engine.client.disaggregation_stats
         assert look is not None
 
         def address() -> dict[str, Any]:
             prefill_side = look().prefill_side
             assert prefill_side is not None
-            return {"address": f"{given.host}:{prefill_side.port}"}
+            return {"address": f"{args.host}:{prefill_side.port}"}
 
         def read(prompt: list[int]) -> dict[str, Any]:
             engine.client.generate(prompt, _ONE).wait()
@@ -98,7 +98,7 @@ def _prefill_worker(given: argparse.Namespace) -> None:
 class Pair:
     """A decode engine in this process, and its prefill engine in another one."""
 
-    def __init__(self, given: argparse.Namespace, stack: ExitStack, link: str = "") -> None:
+    def __init__(self, args: argparse.Namespace, stack: ExitStack, link: str = "") -> None:
         """Start both, and wait until they have met; without a `link` they share memory."""
         command = [
             sys.executable,
@@ -106,21 +106,21 @@ class Pair:
             "benchmarks.serving.disaggregation",
             "--worker",
             "--model",
-            given.model,
+            args.model,
         ]
-        command += ["--tokens", str(given.tokens), "--host", given.host]
-        if given.namespace:
-            command = ["ip", "netns", "exec", given.namespace, *command]
+        command += ["--tokens", str(args.tokens), "--host", args.host]
+        if args.namespace:
+            command = ["ip", "netns", "exec", args.namespace, *command]
         folder = Path(stack.enter_context(TemporaryDirectory()))
         self.prefill = Worker("prefill", command, folder / "log")
         stack.callback(self.prefill.close)
         address = self.prefill.ask("address")["address"]
         disaggregation = DisaggregationOptions("decode", None, (address,), "always", link or "auto")
-        self.engine = stack.enter_context(build(given.model, _options(given, disaggregation)))
+        self.engine = stack.enter_context(build(args.model, _options(args, disaggregation)))
         self.steps = _note_steps(self.engine)
         while self.view().peers[0].state != "up":
             time.sleep(0.05)
-        self._rng, self._num_tokens = random.Random(given.seed), given.tokens
+        self._rng, self._num_tokens = random.Random(args.seed), args.tokens
 
     def prompts(self, count: int) -> Iterator[list[int]]:
         """Yield prompts that nobody has seen, of whole pages and a token."""
@@ -142,16 +142,16 @@ class Pair:
         return output.timings.first_token_s
 
 
-def transfer(given: argparse.Namespace) -> dict[str, Any]:
+def transfer(args: argparse.Namespace) -> dict[str, Any]:
     """Return bytes/s of transfers and of copies, by shared memory and by each link."""
     os.environ["TWOSTROKE_PEER_SECRET"] = "a secret of the benchmark"
     links = ("socket", *(() if nixl.obstacle() else ("nixl-read", "nixl-write")))
     between = "one host" if obstacle() else "two network namespaces"
-    result = _transfer(given, "")
-    return result | {"links": {link: _apart(given, link) for link in links}, "between": between}
+    result = _transfer(args, "")
+    return result | {"links": {link: _apart(args, link) for link in links}, "between": between}
 
 
-def _apart(given: argparse.Namespace, link: str) -> dict[str, Any]:
+def _apart(args: argparse.Namespace, link: str) -> dict[str, Any]:
     """Return what `_transfer` returns for engines that share no memory."""
     command = [
         sys.executable,
@@ -160,10 +160,10 @@ def _apart(given: argparse.Namespace, link: str) -> dict[str, Any]:
         "--link",
         link,
         "--model",
-        given.model,
+        args.model,
     ]
     for name in ("tokens", "rounds", "seed"):
-        command += [f"--{name}", str(getattr(given, name))]
+        command += [f"--{name}", str(getattr(args, name))]
     with ExitStack() as stack:
         if obstacle() is None:
             hosts = stack.enter_context(two_hosts())
@@ -176,13 +176,13 @@ def _apart(given: argparse.Namespace, link: str) -> dict[str, Any]:
         return body
 
 
-def _transfer(given: argparse.Namespace, link: str) -> dict[str, Any]:
+def _transfer(args: argparse.Namespace, link: str) -> dict[str, Any]:
     """Return bytes/s of transfers and of copies, the first of them into unused memory."""
     ways, asked, copies, num_bytes = [], [], [], 0
     with ExitStack() as stack:
-        pair = Pair(given, stack, link)
-        for number, prompt in enumerate(pair.prompts(_WARM + given.rounds)):
-            note(f"Transfer {number + 1} of {_WARM + given.rounds} {link}")
+        pair = Pair(args, stack, link)
+        for number, prompt in enumerate(pair.prompts(_WARM + args.rounds)):
+            note(f"Transfer {number + 1} of {_WARM + args.rounds} {link}")
             pair.prefill.ask("read", prompt=prompt)
             before = pair.view()
             pair.ask(prompt)
@@ -204,13 +204,13 @@ def _transfer(given: argparse.Namespace, link: str) -> dict[str, Any]:
     }
 
 
-def first(given: argparse.Namespace) -> dict[str, Any]:
+def first(args: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds from the last prefill step to the first token, and of the step there."""
     late, own = [], []
     with ExitStack() as stack:
-        pair = Pair(given, stack)
-        for number, prompt in enumerate(pair.prompts(_WARM + given.rounds)):
-            note(f"First token {number + 1} of {_WARM + given.rounds}")
+        pair = Pair(args, stack)
+        for number, prompt in enumerate(pair.prompts(_WARM + args.rounds)):
+            note(f"First token {number + 1} of {_WARM + args.rounds}")
             token_s = pair.ask(prompt)
             end_s = pair.prefill.ask("last")["end_s"]
             began_s, ended_s = pair.steps[-1]

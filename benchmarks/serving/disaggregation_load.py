@@ -54,17 +54,17 @@ _LATE = 3  # times as long as alone, for the first token of a prompt
 class Servers:
     """Starts servers that stop with the stack."""
 
-    def __init__(self, given: argparse.Namespace, stack: ExitStack) -> None:
+    def __init__(self, args: argparse.Namespace, stack: ExitStack) -> None:
         """Serve a model."""
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self._stack, self._peer = stack, f"127.0.0.1:{free_port()}"
         self._command = (
-            *our_command(given.model, 1),
+            *our_command(args.model, 1),
             "--no-access-log",
             "--context-length",
             "4096",
         )
-        self._rng = random.Random(given.seed)
+        self._rng = random.Random(args.seed)
 
     def start(self, name: str, *words: str) -> int:
         """Start a server; return its port."""
@@ -99,7 +99,7 @@ async def _stamps(
 
 
 async def _beside(
-    servers: Servers, ports: list[int], given: argparse.Namespace, every_s: float
+    servers: Servers, ports: list[int], args: argparse.Namespace, every_s: float
 ) -> dict[str, Any]:
     """Let prompts arrive beside streams; both take the servers in turn."""
     streams: list[list[float]] = [[] for _ in range(_STREAMS)]
@@ -114,19 +114,19 @@ async def _beside(
     start_s, waits = time.monotonic(), list[float]()
 
     async def one(number: int) -> None:
-        prompt, stamps = servers.prompt(given.tokens), list[float]()
+        prompt, stamps = servers.prompt(args.tokens), list[float]()
         due_s = start_s + number * every_s
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         await _stamps(ports[number % len(ports)], _ANSWER, prompt, stamps)
         waits.append(stamps[0] - due_s)
 
-    await asyncio.gather(*map(one, range(given.prompts)))
+    await asyncio.gather(*map(one, range(args.prompts)))
     end_s = time.monotonic()
     for task in tasks:
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-    pairs = [pair for one in streams for pair in pairwise(one)]
+    pairs = [pair for stream in streams for pair in pairwise(stream)]
     gaps = [after - before for before, after in pairs if start_s <= after <= end_s]
     in_time = sum(gap <= _IN_TIME_S for gap in gaps)
     return {
@@ -141,7 +141,7 @@ async def _beside(
     }
 
 
-def streams(given: argparse.Namespace) -> dict[str, Any]:
+def streams(args: argparse.Namespace) -> dict[str, Any]:
     """Return latencies with roles (`apart`) and of two replicas (`mixed`).
 
     Prompts arrive as fast as one engine reads them while nothing else runs.
@@ -149,22 +149,22 @@ def streams(given: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in ("mixed", "apart"):
         with ExitStack() as stack:
-            servers = Servers(given, stack)
+            servers = Servers(args, stack)
             if name == "mixed":
                 ports = [servers.start("first"), servers.start("second")]
                 stamps: list[float] = []
                 began_s = time.monotonic()
-                asyncio.run(_stamps(ports[0], 1, servers.prompt(given.tokens), stamps))
+                asyncio.run(_stamps(ports[0], 1, servers.prompt(args.tokens), stamps))
                 results["alone_s"] = stamps[0] - began_s
             else:
                 servers.prefill()
                 ports = [servers.decode("always")]
             note(f"Streams and prompts, {name}")
-            results[name] = asyncio.run(_beside(servers, ports, given, results["alone_s"]))
+            results[name] = asyncio.run(_beside(servers, ports, args, results["alone_s"]))
     return results
 
 
-def auto(given: argparse.Namespace) -> list[dict[str, Any]]:
+def auto(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a line for each mix and load, with the times of requests by rule, round by round.
 
     All rules of a round get the same arrivals, one rule after another; each round begins with
@@ -173,20 +173,20 @@ def auto(given: argparse.Namespace) -> list[dict[str, Any]]:
     """
     lines = []
     with ExitStack() as stack:
-        servers = Servers(given, stack)
+        servers = Servers(args, stack)
         servers.prefill()
         ports = {name: servers.decode(name.split()[0]) for name in RULES}
-        for mix in given.mixes:
+        for mix in args.mixes:
             lengths, answer = MIXES[mix]
             send = partial(_send, servers, lengths, answer)
             for port in ports.values():  # each learns the pace here and there
                 send(port, [0.0, 0.1])
             alone_s = min(max(send(ports["never"], [0.0] * _BURST)) / _BURST for _ in range(2))
-            for load in given.loads:
+            for load in args.loads:
                 seconds: dict[str, list[float]] = {name: [] for name in RULES}
-                for turn in range(given.turns):
-                    rng = random.Random(f"{given.seed} {mix} {load} {turn}")
-                    times_s = arrivals(rng, alone_s / load, given.seconds)
+                for turn in range(args.turns):
+                    rng = random.Random(f"{args.seed} {mix} {load} {turn}")
+                    times_s = arrivals(rng, alone_s / load, args.seconds)
                     first = turn % len(RULES)
                     for name in (*RULES[first:], *RULES[:first]):
                         note(f"Auto: {mix}, load {load:g}, {len(times_s)} requests, {name}")
@@ -209,13 +209,13 @@ def arrivals(rng: random.Random, every_s: float, until_s: float) -> list[float]:
     return times_s
 
 
-def virtual(given: argparse.Namespace) -> list[dict[str, Any]]:
+def virtual(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the same of simulated engines, whose rule is the same code: one or two beside one.
 
     Nothing disturbs these, so what the rule gains or loses is exact. Steps take what the model's
     operations need at shares of this machine's speed that a thread reaches (`_SHARES`).
     """
-    model = load_planned_model(given.model)
+    model = load_planned_model(args.model)
     setup = SimulationSetup(
         model,
         this_machine(),
@@ -226,13 +226,13 @@ def virtual(given: argparse.Namespace) -> list[dict[str, Any]]:
         link=_LINK,
     )
     lines = []
-    for engines, mix, load in product((1, 2), given.mixes, given.loads):
+    for engines, mix, load in product((1, 2), args.mixes, args.loads):
         lengths, answer = MIXES[mix]
         burst = Workload("burst", (RequestArrival(0.0, lengths, answer),) * _BURST)
         alone_s = max(_times(setup, burst)) / _BURST
         seconds: dict[str, list[float]] = {name: [] for name in DISAGGREGATE}
-        for turn in range(given.turns):
-            rng = random.Random(f"{given.seed} {mix} {load} {turn}")
+        for turn in range(args.turns):
+            rng = random.Random(f"{args.seed} {mix} {load} {turn}")
             until_s = _VIRTUAL * alone_s / load / engines
             times_s = arrivals(rng, alone_s / load / engines, until_s)
             sent = Workload(mix, tuple(RequestArrival(at_s, lengths, answer) for at_s in times_s))

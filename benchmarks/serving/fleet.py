@@ -126,30 +126,30 @@ def simulated(job: Job) -> dict[str, Any]:
     }
 
 
-def real(given: argparse.Namespace) -> dict[str, float]:
+def real(args: argparse.Namespace) -> dict[str, float]:
     """Return the hit rates of two real servers behind a router, and of the same simulated."""
-    load = read_trace(_REAL).first(given.real_requests)
-    load = load.changed(speed=load.arrivals[-1].at_s / given.real_s, scale=_SCALE)
+    load = read_trace(_REAL).first(args.real_requests)
+    load = load.changed(speed=load.arrivals[-1].at_s / args.real_s, scale=_SCALE)
     load = _fitting(load, _REAL_CONTEXT)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         sizes = ("--kv-memory", str(_REAL_KV), "--context-length", str(_REAL_CONTEXT))
-        command = (*our_command(given.model, 1), *sizes)
+        command = (*our_command(args.model, 1), *sizes)
         ports = [Server(f"replica {n}", command, folder, stack).port for n in (1, 2)]
         named = [word for port in ports for word in ("--replica", f"http://127.0.0.1:{port}")]
         code = "from twostroke.cli import main; main()"
         route = (sys.executable, "-c", code, "route", "--no-access-log", *named)
         port = Server("router", route, folder, stack).port
-        note(f"Sending {len(load.arrivals)} requests within {given.real_s} s")
+        note(f"Sending {len(load.arrivals)} requests within {args.real_s} s")
         streams = asyncio.run(
-            _replay(load, port, load_planned_model(given.model).program.vocab_size)
+            _replay(load, port, load_planned_model(args.model).program.vocab_size)
         )
         time.sleep(1.5)  # until the router has asked its replicas again
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/state", timeout=10) as answer:
             rows = json.load(answer)["replicas"]
     hit = sum(r["cached_tokens"] for r in rows) / sum(r["prompt_tokens"] for r in rows)
     setup = SimulationSetup(
-        load_planned_model(given.model),
+        load_planned_model(args.model),
         this_machine(),
         Question(),
         CacheOptions(memory_bytes=_REAL_KV, context_length=_REAL_CONTEXT),
@@ -180,9 +180,9 @@ async def _replay(load: Workload, port: int, vocab_size: int) -> list[Stream]:
     return await asyncio.gather(*[one(number) for number in range(len(load.arrivals))])
 
 
-def simulate_all(jobs: list[Job], kept: dict[str, Any], given: argparse.Namespace) -> None:
+def simulate_all(jobs: list[Job], kept: dict[str, Any], args: argparse.Namespace) -> None:
     """Simulate, several at once, and keep each outcome as soon as it is there."""
-    with ProcessPoolExecutor(given.processes) as pool:
+    with ProcessPoolExecutor(args.processes) as pool:
         runs = {pool.submit(simulated, job): job for job in jobs}
         for number, run in enumerate(as_completed(runs), 1):
             job, got = runs[run], run.result()
@@ -193,7 +193,7 @@ def simulate_all(jobs: list[Job], kept: dict[str, Any], given: argparse.Namespac
             note(f"{text}, simulated in {got['took_s']:.0f} s")
 
 
-def compared(runs: dict[str, Any], given: argparse.Namespace) -> tuple[Rows, Rows]:
+def compared(runs: dict[str, Any], args: argparse.Namespace) -> tuple[Rows, Rows]:
     """Return what was asked beside what was reached, and the figures of each policy.
 
     Runs that were not made, now or before, are left out.
@@ -201,7 +201,7 @@ def compared(runs: dict[str, Any], given: argparse.Namespace) -> tuple[Rows, Row
     asked: Rows = []
     all_: Rows = []
     for trace, replicas in product(_SPEED, _SIZES):
-        jobs = {one: (trace, replicas, one, given.requests, given.weight) for one in _RUNS}
+        jobs = {run: (trace, replicas, run, args.requests, args.weight) for run in _RUNS}
         results = {one: runs[str(job)] for one, job in jobs.items() if str(job) in runs}
         if not results:
             continue
@@ -210,10 +210,10 @@ def compared(runs: dict[str, Any], given: argparse.Namespace) -> tuple[Rows, Row
             least, hit = results[_ONE]["hit"] - _POINTS["simulated"], results["prefix"]["hit"]
             asked.append((f"{name}: hit rate", least, hit, _share, "at least"))
         if {*POLICIES} <= results.keys():
-            others_s = min(results[one]["ttft_s"] for one in POLICIES if one != "prefix")
+            others_s = min(results[policy]["ttft_s"] for policy in POLICIES if policy != "prefix")
             mean_s = results["prefix"]["ttft_s"]
             asked.append((f"{name}: mean TTFT", others_s, mean_s, _seconds, "below"))
-        all_.append((name, *[_cell(results[one]) if one in results else "" for one in _RUNS]))
+        all_.append((name, *[_cell(results[run]) if run in results else "" for run in _RUNS]))
     return asked, all_
 
 

@@ -159,7 +159,7 @@ def _post(port: int, body: dict[str, object]) -> Any:
 
 
 def _text(
-    given: argparse.Namespace, runs: dict[str, list[tuple[float, str]]], facts: dict[str, Any]
+    args: argparse.Namespace, runs: dict[str, list[tuple[float, str]]], facts: dict[str, Any]
 ) -> str:
     plain, *_ = (median(gap for gap, _ in mine) for mine in runs.values())
     header = ("a neighbour that asks for", "longest gap", "more than plain", "its own answer")
@@ -170,7 +170,7 @@ def _text(
         worst = max(worst, more)
         lines.append((name, spread(gaps_ms, 0, " ms"), f"{1e3 * more:+.0f} ms", mine[-1][1][:90]))
     about = f"At most {1e3 * worst:.0f} ms more than a plain neighbour; the goal is under 100."
-    rounds = caption(facts, given.model, f"{given.rounds} rounds")
+    rounds = caption(facts, args.model, f"{args.rounds} rounds")
     return "\n".join(["## Hostile forms", "", table(header, lines), "", about, "", rounds])
 
 

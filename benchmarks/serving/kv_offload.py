@@ -86,18 +86,18 @@ def _ask(engine: Engine, prompt: list[int], hints: Hints = Hints()) -> dict[str,
     }
 
 
-def _worker(given: argparse.Namespace) -> None:
+def _worker(args: argparse.Namespace) -> None:
     """Ask one engine, in this process, and print what it said."""
-    with build(given.model, _options(given.folder)) as engine:
+    with build(args.model, _options(args.folder)) as engine:
         _ask(engine, _prompt(engine, 99, 300))  # the first steps find untouched memory
         most = engine.context_length - _OUTPUT - _QUESTION
-        system = _prompt(engine, 1, min(given.tokens, most))
+        system = _prompt(engine, 1, min(args.tokens, most))
         results = []
-        for question in given.questions:
-            hints = Hints(keep_s=3600.0) if given.folder else Hints()
+        for question in args.questions:
+            hints = Hints(keep_s=3600.0) if args.folder else Hints()
             prompt = system + _prompt(engine, 1000 + question, _QUESTION)
             results.append(_ask(engine, prompt, hints))
-        if given.folder:
+        if args.folder:
             engine.client.loop.pages.flush(60.0)
             (totals,) = engine.client.loop.snapshot().tiers
             print(json.dumps({"found": results, "tokens": len(system), "read_s": totals.read_s}))
@@ -105,33 +105,33 @@ def _worker(given: argparse.Namespace) -> None:
             print(json.dumps({"found": results, "tokens": len(system)}))
 
 
-def _in_a_process(given: argparse.Namespace, folder: str | None, *questions: int) -> Any:
+def _in_a_process(args: argparse.Namespace, folder: str | None, *questions: int) -> Any:
     command = [
         sys.executable,
         "-m",
         "benchmarks.serving.kv_offload",
         "--worker",
         "--model",
-        given.model,
+        args.model,
     ]
-    command += ["--tokens", str(given.tokens), "--questions", *map(str, questions)]
+    command += ["--tokens", str(args.tokens), "--questions", *map(str, questions)]
     command += ["--folder", folder] if folder else []
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _restart(given: argparse.Namespace, folder: str) -> dict[str, Any]:
+def _restart(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Return the first tokens' times: computed, and after each of some restarts."""
-    questions = range(1, given.rounds + 1)
+    questions = range(1, args.rounds + 1)
     note("An engine without a page cache reads the prompt")
-    without = _in_a_process(given, None, *questions)
+    without = _in_a_process(args, None, *questions)
     note("An engine with a page cache reads it")
-    first = _in_a_process(given, folder, 0)
+    first = _in_a_process(args, folder, 0)
     note(f"First token after {first['found'][0]['ttft_s']:.2f} s")
     warm, same = [], True
     for number in questions:
-        note(f"Restart {number} of {given.rounds}")
-        again = _in_a_process(given, folder, number)
+        note(f"Restart {number} of {args.rounds}")
+        again = _in_a_process(args, folder, number)
         (found,) = again["found"]
         warm.append(found["ttft_s"])
         same &= found["tokens"] == without["found"][number - 1]["tokens"]
@@ -148,11 +148,11 @@ def _restart(given: argparse.Namespace, folder: str) -> dict[str, Any]:
     }
 
 
-def _slow(given: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
+def _slow(args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     """Return the first tokens' times with a slow disk and without any, by length and kind."""
-    seeds = [(length, length + number) for length in _LENGTHS for number in range(given.pairs)]
+    seeds = [(length, length + number) for length in _LENGTHS for number in range(args.pairs)]
     note("An engine stores the prompts")
-    with build(given.model, _options(folder)) as engine:
+    with build(args.model, _options(folder)) as engine:
         for length, seed in seeds:
             _ask(engine, _prompt(engine, seed, length), Hints(keep_s=3600.0))
             _ask(engine, _prompt(engine, _OTHER + seed, _REMINDER), Hints(keep_s=3600.0))
@@ -161,24 +161,24 @@ def _slow(given: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     vars(tiers)["DiskTier"] = SlowDisk
     try:
         for is_known in (True, False):
-            rows += _pairs(given, folder, is_known=is_known)
+            rows += _pairs(args, folder, is_known=is_known)
     finally:
         vars(tiers)["DiskTier"] = DiskTier
     return rows
 
 
-def _pairs(given: argparse.Namespace, folder: str, *, is_known: bool) -> list[dict[str, Any]]:
+def _pairs(args: argparse.Namespace, folder: str, *, is_known: bool) -> list[dict[str, Any]]:
     """Return a row for each length, of a disk that is slow from the start or becomes slow."""
     rows = []
     SlowDisk.is_slow = is_known
-    with build(given.model, _options(folder)) as slow, build(given.model, _options(None)) as plain:
+    with build(args.model, _options(folder)) as slow, build(args.model, _options(None)) as plain:
         for engine in (slow, plain):
             for number in range(3):  # what steps take is known from then on
                 _ask(engine, _prompt(engine, 7700 + number, 600))
         for length in _LENGTHS:
             note(f"A disk that {'is' if is_known else 'becomes'} slow: {length} tokens")
             times: dict[str, list[float]] = {"slow": [], "plain": []}
-            for number in range(given.pairs):
+            for number in range(args.pairs):
                 prompt = _prompt(plain, length + number, length)
                 order = [("slow", slow), ("plain", plain)]
                 for name, engine in order if number % 2 else order[::-1]:

@@ -93,13 +93,13 @@ class _Bench:
 
     def __init__(
         self,
-        given: argparse.Namespace,
+        args: argparse.Namespace,
         server: Server,
         worker: Worker,
         prompts: FreshPrompts,
         keys: dict[str, str],
     ) -> None:
-        self._given, self._port, self._worker = given, server.port, worker
+        self._given, self._port, self._worker = args, server.port, worker
         self._prompts, self._keys = prompts, keys
 
     def load(self, result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -218,14 +218,14 @@ def _percentile(values: Iterable[float], percent: float) -> float:
     return every[max(0, math.ceil(len(every) * percent / 100) - 1)] if every else math.nan
 
 
-def _text(given: argparse.Namespace, rows: list[tuple[str, ...]], result: dict[str, Any]) -> str:
+def _text(args: argparse.Namespace, rows: list[tuple[str, ...]], result: dict[str, Any]) -> str:
     header = ("", "measured", "asked")
     set_up = (
         f"prompts of {_PROMPT} tokens, answers of {_ANSWER}",
-        f"--max-running {given.running} --max-waiting {given.waiting}",
+        f"--max-running {args.running} --max-waiting {args.waiting}",
         f"{result['others_share']:.1%} of the processor taken by others",
     )
-    facts = caption(machine_facts(), given.model, *set_up)
+    facts = caption(machine_facts(), args.model, *set_up)
     return "\n".join(["## Overload and fairness", "", table(header, rows), "", facts])
 
 

@@ -146,26 +146,26 @@ def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float
     return result
 
 
-def streams(given: argparse.Namespace) -> dict[str, Any]:
+def streams(args: argparse.Namespace) -> dict[str, Any]:
     """Return the streams and the rates of both ways, which take turns."""
     seen: dict[str, list[Stream]] = {"own choice": [], "router": []}
     rates: dict[str, list[float]] = {name: [] for name in seen}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        command = (*our_command(given.model, 1), "--log-format", "json")
+        command = (*our_command(args.model, 1), "--log-format", "json")
         ports = [Server(f"replica {n}", command, folder, stack).port for n in (1, 2)]
         code = "from twostroke.cli import main; main()"
         named = [word for port in ports for word in ("--replica", f"http://127.0.0.1:{port}")]
         route = (sys.executable, "-c", code, "route", "--no-access-log", *named)
         ways = {"own choice": ports, "router": [Server("router", route, folder, stack).port]}
-        for number in range(given.rounds + 1):
-            note(f"Round {number} of {given.rounds}")
+        for number in range(args.rounds + 1):
+            note(f"Round {number} of {args.rounds}")
             for name in sorted(ways, reverse=bool(number % 2)):  # a machine's speed drifts
                 began_s = time.perf_counter()
-                result = asyncio.run(crowd(ways[name], given.clients, given.seconds, given))
+                result = asyncio.run(crowd(ways[name], args.clients, args.seconds, args))
                 if number:  # the first round only warms up
                     seen[name] += result
-                    rates[name].append(rate(result, began_s + _RAMP_S, began_s + given.seconds))
+                    rates[name].append(rate(result, began_s + _RAMP_S, began_s + args.seconds))
         logs = "".join([path.read_text() for path in folder.glob("replica*.log")])
     own_s = dict(re.findall(r'"request_id": "(\w+)".*?"ttft_s": ([0-9.e-]+)', logs))
     for one in (*seen["own choice"], *seen["router"]):

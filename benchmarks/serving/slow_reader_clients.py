@@ -115,10 +115,10 @@ def _is_closed(one: socket.socket) -> bool:
 def _read_head(one: socket.socket) -> None:
     seen = b""
     while b"\r\n\r\n" not in seen:
-        piece = one.recv(4096)
-        if not piece:
+        data = one.recv(4096)
+        if not data:
             raise RuntimeError("the server closed a connection")
-        seen += piece
+        seen += data
     if b" 200 " not in seen.partition(b"\r\n")[0]:
         raise RuntimeError(f"the server refused: {seen[:100]!r}")
 

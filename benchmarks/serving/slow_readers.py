@@ -80,13 +80,13 @@ class _Bench:
 
     def __init__(
         self,
-        given: argparse.Namespace,
+        args: argparse.Namespace,
         server: Server,
         client: Worker,
         crowd: Worker,
         prompts: FreshPrompts,
     ) -> None:
-        self._given, self._server, self._prompts = given, server, prompts
+        self._given, self._server, self._prompts = args, server, prompts
         self._client, self._crowd = client, crowd
         self._memory_before: int | None = None  # any crowd
 
@@ -139,9 +139,9 @@ def _engine_counts(port: int) -> tuple[float, float]:
     return float(running[1]), float(waiting[1])
 
 
-def _text(given: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> str:
+def _text(args: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> str:
     header = (
-        f"one client, {given.tokens} tokens an answer, among {given.crowd:,}", "tokens/s",
+        f"one client, {args.tokens} tokens an answer, among {args.crowd:,}", "tokens/s",
         "share of alone", "ITL p95", "server's memory grew by", "cut off", "disturbed runs",
     )  # fmt: skip
     alone = median(run["tokens_per_s"] for run in runs[_ALONE])
@@ -160,7 +160,7 @@ def _text(given: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> s
                 f"{disturbed} of {len(mine)}",
             )
         )
-    facts = caption(machine_facts(), given.model, f"{given.rounds} rounds")
+    facts = caption(machine_facts(), args.model, f"{args.rounds} rounds")
     return "\n".join(["## Among clients that hardly read", "", table(header, lines), "", facts])
 
 

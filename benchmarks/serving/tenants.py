@@ -83,7 +83,7 @@ async def _run(app: ASGIApp, text: str, usage: UsageBook | None, count: int) -> 
     return (time.process_time() - began_s) / count
 
 
-async def _measure(given: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+async def _measure(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     limits = KeyLimits(requests_per_minute=_MANY, tokens_per_minute=_MANY, parallel=_MANY)
     with open_database(folder, writes=True, creates=True) as db:
         texts = [kept.add(db, f"key{n}", "anna", limits=limits)[1] for n in range(_NUM_KEYS)]
@@ -94,15 +94,15 @@ async def _measure(given: argparse.Namespace, folder: Path) -> dict[str, list[fl
         refresher = KeyRefresher(records, keys, usage)
         layers = KeyCheck(LimitCheck(_answer, [_PATH].__contains__), keys)
         results: dict[str, list[float]] = {"without": [], "with": [], "upkeep": []}
-        for number in range(given.rounds + 1):
-            note(f"Round {number} of {given.rounds}" if number else "Warming up")
-            without = await _run(_answer, texts[0], None, given.requests)
-            with_ = await _run(layers, texts[number % _NUM_KEYS], usage, given.requests)
+        for number in range(args.rounds + 1):
+            note(f"Round {number} of {args.rounds}" if number else "Warming up")
+            without = await _run(_answer, texts[0], None, args.requests)
+            with_ = await _run(layers, texts[number % _NUM_KEYS], usage, args.requests)
             before_s = time.process_time()
             await refresher.start()
-            await asyncio.sleep(given.seconds)
+            await asyncio.sleep(args.seconds)
             await refresher.stop()
-            idle = (time.process_time() - before_s) / given.seconds
+            idle = (time.process_time() - before_s) / args.seconds
             if number:
                 for name, value in (("without", without), ("with", with_), ("upkeep", idle)):
                     results[name].append(value)

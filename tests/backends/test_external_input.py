@@ -37,11 +37,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_path(write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
 
 
-def cpu(level: str, *given: Any, **named: Any) -> CpuBackend:
+def cpu(level: str, *args: Any, **named: Any) -> CpuBackend:
     library = load_level(level)
     if level == "amx" and library.ts_linear_request_tiles() == 0:
         pytest.skip("the operating system refuses tiles")
-    return CpuBackend(*given, 2, level=level, **named)
+    return CpuBackend(*args, 2, level=level, **named)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -67,7 +67,7 @@ def places(span: RowSpan) -> tuple[slice, int, list[int], list[list[int]]]:
 def test_a_frame_says_what_its_plan_does(seed: int) -> None:
     rng = random.Random(seed)
     requests = random_requests(rng, 6, PROGRAM.vocab_size, 60, 12)
-    setting = Setting(NUM_PAGES, 40, 5, True, Continuous(), guesses=seed)
+    setting = Setting(NUM_PAGES, 40, 5, True, Continuous(), draft_seed=seed)
     sender = Sender()
     known, _ = run_schedule(sender, setting, [fresh(r) for r in requests], CONTEXT)
     run_schedule(sender, setting, [fresh(r) for r in requests], CONTEXT, known)

@@ -94,8 +94,8 @@ def _event(text: str | None, tokens: int | None = None) -> bytes:
 def test_the_client_counts_pieces_of_text_wherever_chunks_are_cut():
     stream = _event("a") + _event("") + _event("bc") + _event(None, 3) + b"data: [DONE]\n\n"
     for cut in (1, 7, 30, len(stream)):
-        pieces = [stream[i : i + cut] for i in range(0, len(stream), cut)]
-        counts, sent = _answer(_OK, *pieces, b"")
+        chunks = [stream[i : i + cut] for i in range(0, len(stream), cut)]
+        counts, sent = _answer(_OK, *chunks, b"")
         assert counts == [1, 1]
     asked = json.loads(sent.partition(b"\r\n\r\n")[2])
     assert asked["prompt"] == [5, 6]

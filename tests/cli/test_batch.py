@@ -293,7 +293,7 @@ def test_server_says_when_to_ask_again(
 ) -> None:
     monkeypatch.setenv("TWOSTROKE_API_KEY", "secret")
     prompts = [*map(str, range(12)), "bad", "slow", "cut"]
-    given = write(tmp_path / "in.jsonl", *(line(one, prompt=one) for one in prompts))
+    given = write(tmp_path / "in.jsonl", *(line(prompt, prompt=prompt) for prompt in prompts))
     out = tmp_path / "out.jsonl"
     ran = cli("batch", given, "-o", str(out), "--url", busy, "--concurrency", "4")
     assert ran.code == 0, ran.err
@@ -378,9 +378,9 @@ def test_line_waits_as_long_as_the_queue_is_full(
 
     answer, number = inside.post, [0]
 
-    async def post(*given: Any) -> inside.InternalResponse:
+    async def post(*args: Any) -> inside.InternalResponse:
         number[0] += 1
-        return inside.InternalResponse(429, {}, b"{}") if number[0] < 3000 else await answer(*given)
+        return inside.InternalResponse(429, {}, b"{}") if number[0] < 3000 else await answer(*args)
 
     monkeypatch.setattr(inside, "post", post)
     monkeypatch.setattr("twostroke.cli.batch._RETRY_INTERVAL_S", 0)

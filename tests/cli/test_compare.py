@@ -105,9 +105,9 @@ def test_chosen_bits_are_measured_against_fifteen(
 
 
 def test_check_fails_for_a_coarser_format(cli: Cli, tiny: str, coarse: str) -> None:
-    given = ("compare", coarse, "--against", tiny, "--readers", "reference", "--tokens", "128")
-    assert cli(*given).code == 0
-    ran = cli(*given, "--check")
+    arguments = ("compare", coarse, "--against", tiny, "--readers", "reference", "--tokens", "128")
+    assert cli(*arguments).code == 0
+    ran = cli(*arguments, "--check")
     assert ran.code == 1
     assert "Beyond the limits (mean KL below 0.001" in ran.err
     assert "reference" in ran.err

@@ -122,10 +122,10 @@ def test_options_in_the_text_are_those_of_a_command() -> None:
     for page in PAGES:
         if page.parent.name == "benchmarks":  # whose scripts have options of their own
             continue
-        for piece in INLINE.findall(BLOCK.sub("", page.read_text())):
-            option = re.match(r"--[a-z][a-z0-9-]*", piece)
+        for span in INLINE.findall(BLOCK.sub("", page.read_text())):
+            option = re.match(r"--[a-z][a-z0-9-]*", span)
             if option is not None and option[0] not in known:
-                faults.append(f"{page.name}: {piece}")
+                faults.append(f"{page.name}: {span}")
     assert not faults, "\n".join(faults)
 
 
@@ -164,9 +164,9 @@ def test_targets_of_make_exist() -> None:
 def test_files_that_pages_name_exist() -> None:
     faults = []
     for page in PAGES:
-        for piece in INLINE.findall(BLOCK.sub("", page.read_text())):
-            if piece.startswith(FILES) and re.fullmatch(r"[\w./*-]+", piece):
-                bare = piece.rstrip("/")
+        for span in INLINE.findall(BLOCK.sub("", page.read_text())):
+            if span.startswith(FILES) and re.fullmatch(r"[\w./*-]+", span):
+                bare = span.rstrip("/")
                 if not (ROOT / bare).exists() and not any(ROOT.glob(bare)):
-                    faults.append(f"{page.name}: {piece}")
+                    faults.append(f"{page.name}: {span}")
     assert not faults, "\n".join(faults)

@@ -57,8 +57,8 @@ def test_key_that_was_not_kept_leaves_no_mark(
     keys: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def full(*given: Any, **options: Any) -> Iterator[Any]:
-        with open_database(*given, **options) as db:
+    def full(*args: Any, **options: Any) -> Iterator[Any]:
+        with open_database(*args, **options) as db:
             yield db
             raise RecordsError("The database cannot be written: the disk is full.")
 

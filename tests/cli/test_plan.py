@@ -31,9 +31,20 @@ def test_tables_and_formulas_are_printed(cli, config):
 
 
 def test_the_command_that_a_plan_prints_simulates_its_load(cli, config):
-    given = ("--on", "H100-SXM", "--mfu", "0.5", "--mbu", "0.8", "--tpot", "25", "--cached", "0.25")
-    planned = json.loads(cli("plan", config, *given, "--json").out)
-    printed = cli("plan", config, *given).out.splitlines()
+    arguments = (
+        "--on",
+        "H100-SXM",
+        "--mfu",
+        "0.5",
+        "--mbu",
+        "0.8",
+        "--tpot",
+        "25",
+        "--cached",
+        "0.25",
+    )
+    planned = json.loads(cli("plan", config, *arguments, "--json").out)
+    printed = cli("plan", config, *arguments).out.splitlines()
     (command,) = (line for line in printed if line.startswith("  twostroke simulate"))
     words = shlex.split(command)[1:]
     report = json.loads(cli(*words, "--requests", "1500", "--json").out)["report"]
@@ -58,8 +69,8 @@ def test_a_context_that_does_not_fit_is_made_shorter(cli, tmp_path):
 
 
 def test_json_holds_what_the_tables_show(cli, config):
-    given = ("--on", "A100-80GB", "--weights", "w4a16", "--streams", "8", "--json")
-    plan = json.loads(cli("plan", config, *given).out)
+    arguments = ("--on", "A100-80GB", "--weights", "w4a16", "--streams", "8", "--json")
+    plan = json.loads(cli("plan", config, *arguments).out)
     assert plan["chosen"]["streams"] == 8
     assert plan["stored"] == "w4a16"
     assert plan["chosen"] in plan["rows"]
@@ -105,13 +116,13 @@ def test_wrong_options_are_named_as_they_are_written(cli, config):
 
 
 def test_an_impossible_plan_has_its_own_exit_code(cli, config):
-    given = ("plan", config, "--on", "L4", "--tpot", "0.01")
-    ran = cli(*given)
+    arguments = ("plan", config, "--on", "L4", "--tpot", "0.01")
+    ran = cli(*arguments)
     assert ran.code == 9
     assert "times the objective" in ran.err
     assert "WHAT IF" in ran.out
     assert ran.out.startswith("No: Each further token takes at least ")
-    ran = cli(*given, "--json")
+    ran = cli(*arguments, "--json")
     assert ran.code == 9
     assert json.loads(ran.out)["verdict"] in ran.err
     assert cli("plan", config, "--on", "L4", "--tpot", "1000").code == 0
@@ -124,12 +135,12 @@ def test_a_model_that_does_not_fit_prints_nothing_but_the_error(cli, config, tmp
         (("--streams", "5000"), "5000 streams do not fit"),
         (("--streams", "8", "--token-budget", "9"), "At most 1 of 8 streams can decode at once"),
     ):
-        given = ("plan", config, "--on", "L4", *more, "--plot", str(path))
-        ran = cli(*given)
+        arguments = ("plan", config, "--on", "L4", *more, "--plot", str(path))
+        ran = cli(*arguments)
         assert (ran.code, ran.out, ran.err.count("\n")) == (9, "", 1)
         assert reason in ran.err
         assert not path.exists()
-        ran = cli(*given, "--json")
+        ran = cli(*arguments, "--json")
         assert json.loads(ran.out)["verdict"] in ran.err
 
 
@@ -153,8 +164,8 @@ def test_a_path_that_is_no_model_is_refused(cli, tmp_path):
 
 def test_the_plot_names_both_strokes_and_the_objectives(cli, config, tmp_path):
     path = tmp_path / "plan.svg"
-    given = ("--on", "H100-SXM", "--tpot", "10", "--ttft", "100", "--plot")
-    assert cli("plan", config, *given, str(path)).code == 0
+    arguments = ("--on", "H100-SXM", "--tpot", "10", "--ttft", "100", "--plot")
+    assert cli("plan", config, *arguments, str(path)).code == 0
     root = ET.fromstring(path.read_text(encoding="utf-8"))
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     for expected in (
@@ -168,17 +179,17 @@ def test_the_plot_names_both_strokes_and_the_objectives(cli, config, tmp_path):
     assert any(text.startswith("prefill, 1,024 tokens: the whole step, ") for text in texts)
     assert any(text.startswith("attention ") for text in texts)
     first = path.read_bytes()
-    assert cli("plan", config, *given, str(path)).code == 0
+    assert cli("plan", config, *arguments, str(path)).code == 0
     assert path.read_bytes() == first
     image = tmp_path / "plan.PNG"
-    assert cli("plan", config, *given, str(image)).code == 0
+    assert cli("plan", config, *arguments, str(image)).code == 0
     assert image.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_report_is_whole_and_fetches_nothing(cli, config, tmp_path):
     path = tmp_path / "plan.html"
-    given = ("--on", "H100-SXM", "--tpot", "10", "--html", str(path))
-    lines = cli("plan", config, *given, "--explain").out.splitlines()
+    arguments = ("--on", "H100-SXM", "--tpot", "10", "--html", str(path))
+    lines = cli("plan", config, *arguments, "--explain").out.splitlines()
     page = path.read_text(encoding="utf-8")
     assert page.count("<svg") == 2
     ids = re.findall(r'\bid="([^"]+)"', page)
@@ -197,8 +208,8 @@ def test_the_report_is_whole_and_fetches_nothing(cli, config, tmp_path):
 def test_names_do_not_become_markup(cli, config, tmp_path):
     folder = tmp_path / "<b>$x$ & co"
     Path(config).rename(folder)
-    given = ("--on", "H100-SXM", "--plot", str(tmp_path / "a.svg"), "--html")
-    assert cli("plan", str(folder), *given, str(tmp_path / "a.html")).code == 0
+    arguments = ("--on", "H100-SXM", "--plot", str(tmp_path / "a.svg"), "--html")
+    assert cli("plan", str(folder), *arguments, str(tmp_path / "a.html")).code == 0
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert "&lt;b&gt;$x$ &amp; co on H100-SXM" in page
     assert "<b>" not in page
@@ -237,7 +248,7 @@ def test_a_full_disk_leaves_the_old_file(cli, config, tmp_path, monkeypatch):
     assert ran.err == f"twostroke: '{path}' cannot be written: No space left on device.\n"
     assert ran.out == ""
     assert path.read_text() == "old"
-    assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["plan.html"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["plan.html"]
 
 
 def test_steps_count_for_as_many_threads_as_they_were_measured_on(cli, tiny, monkeypatch):
@@ -245,8 +256,8 @@ def test_steps_count_for_as_many_threads_as_they_were_measured_on(cli, tiny, mon
     identity = load_planned_model(str(tiny)).identity
     shapes = (StepShape.decode(1, 20), StepShape.prefill(30))
     measure(str(tiny), identity, shapes, lambda _: None, num_steps=2, num_threads=1)
-    given = ("plan", tiny, "--prompt", "16", "--output", "8", "--threads")
-    ran = cli(*given, "1")
+    arguments = ("plan", tiny, "--prompt", "16", "--output", "8", "--threads")
+    ran = cli(*arguments, "1")
     assert "Times are corrected by 2 steps measured on 1 thread on" in ran.out
     assert "--threads 1" in next(
         line for line in ran.out.splitlines() if "twostroke simulate" in line
@@ -254,11 +265,11 @@ def test_steps_count_for_as_many_threads_as_they_were_measured_on(cli, tiny, mon
     monkeypatch.setattr(
         "twostroke.lab.planner.calibrate_from_server", lambda *_: 1
     )  # a server's threads
-    ran = cli(*given[:-1], "--calibrate", "--server", "http://127.0.0.1:1")
+    ran = cli(*arguments[:-1], "--calibrate", "--server", "http://127.0.0.1:1")
     assert "--threads 1" in next(
         line for line in ran.out.splitlines() if "twostroke simulate" in line
     )
-    ran = cli(*given, "2")
+    ran = cli(*arguments, "2")
     assert "Times are corrected" not in ran.out
     assert "Steps were measured on 1 thread: --threads 1 plans with them." in ran.err
     ran = cli("plan", tiny, "--on", "L4", "--threads", "1")

@@ -73,15 +73,15 @@ def test_every_plan_refuses_requests_beyond_the_context(cli, tmp_path):
 
 
 def test_hosting_is_compared_with_apis(cli, config):
-    given = ("plan", "buy", config, "--on", "H100-SXM", "--requests-per-day", "100000")
-    lines = cli(*given, "--hours", "office", "--cached", "0.5").out.splitlines()
+    arguments = ("plan", "buy", config, "--on", "H100-SXM", "--requests-per-day", "100000")
+    lines = cli(*arguments, "--hours", "office", "--cached", "0.5").out.splitlines()
     assert lines[0].startswith("llama-8b on 2 replicas of H100-SXM")
     assert any(line.startswith("GPT-4.1 ") for line in lines)
     assert any(line.startswith("The prices of DeepSeek R1 are from 2025-02") for line in lines)
     signals = [line.split(":")[0] for line in lines[-3:]]
     assert signals == ["Cost", "Latency", "Reliability"]
     more = ("--api", "gpt-4.1", "--api-ttft", "500", "--api-tpot", "1", "--json")
-    body = json.loads(cli(*given, *more).out)
+    body = json.loads(cli(*arguments, *more).out)
     assert [comparison["api"] for comparison in body["comparisons"]] == ["GPT-4.1"]
     assert len(body["swings"]) > 6
     for wrong, reason in (
@@ -97,19 +97,19 @@ def test_hosting_is_compared_with_apis(cli, config):
         (("--api-ttft", "5"), "--api-ttft has no effect without --api-tpot"),
         (("--api-tpot", "5"), "--api-tpot has no effect without --api-ttft"),
     ):
-        ran = cli(*given, *wrong)
+        ran = cli(*arguments, *wrong)
         assert (ran.code, ran.out) == (2, "")
         assert reason in ran.err
-    ran = cli(*given, "--on", "MI325X")
+    ran = cli(*arguments, "--on", "MI325X")
     assert (ran.code, ran.err) == (
         2,
         "twostroke: --price is needed: no price of MI325X is known.\n",
     )
-    ran = cli(*given, "--prices", ".")
+    ran = cli(*arguments, "--prices", ".")
     assert (ran.code, ran.err) == (
         4,
         "twostroke: '.' cannot be read: it is a folder, not a file.\n",
     )
-    ran = cli(*given, "--tpot", "0.01")
+    ran = cli(*arguments, "--tpot", "0.01")
     assert (ran.code, ran.out) == (9, "")
     assert "times the objective" in ran.err

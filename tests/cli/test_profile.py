@@ -76,15 +76,15 @@ def test_a_disturbed_measurement_says_so(
     cli: Cli, tiny: str, monkeypatch: pytest.MonkeyPatch, share: float | None, is_said: bool
 ) -> None:
     monkeypatch.setattr(module.OtherPrograms, "share", lambda watch: share)
-    given = ("profile", tiny, "--prefill", "8", "--steps", "1")
-    assert ("other programs took 50% of the processors" in cli(*given).out) == is_said
-    [step] = json.loads(cli(*given, "--json").out)["steps"]
+    arguments = ("profile", tiny, "--prefill", "8", "--steps", "1")
+    assert ("other programs took 50% of the processors" in cli(*arguments).out) == is_said
+    [step] = json.loads(cli(*arguments, "--json").out)["steps"]
     assert step["others_share"] == share
 
 
 def test_layers_are_rows_of_their_own(cli: Cli, tiny: str) -> None:
-    given = ("--streams", "2", "--context", "9", "--steps", "1")
-    ran = cli("profile", tiny, *given, "--layers")
+    arguments = ("--streams", "2", "--context", "9", "--steps", "1")
+    ran = cli("profile", tiny, *arguments, "--layers")
     for layer in (0, 1):
         assert f"ffn_down add [{layer}]" in ran.out
     assert "prefill" not in ran.out  # only what was asked for

@@ -250,13 +250,13 @@ def test_what_was_rounded_before_an_interruption_is_not_rounded_again(
     where, name = (choose, "round_matrix") if target == "q4_0" else (SavedMatrices, "add")
     rounding, calls = getattr(where, name), list[int]()
 
-    def counted(*given: object) -> object:
-        if str(given[1]).endswith(".factors"):
-            return rounding(*given)
+    def counted(*args: object) -> object:
+        if str(args[1]).endswith(".factors"):
+            return rounding(*args)
         calls.append(len(calls))
         if len(calls) == 5:
             signal.raise_signal(signal.SIGINT)
-        return rounding(*given)
+        return rounding(*args)
 
     monkeypatch.setattr(where, name, counted)
     out = folder / ("x.gguf" if target == "q4_0" else "x")

@@ -32,9 +32,9 @@ def test_a_load_of_which_nothing_ends_in_time_is_reported(cli, config):
     ran = cli("simulate", config, "--on", "h100-sxm", "--rate", "2", "--requests", "3")
     assert ran.code == 0
     assert ran.out.splitlines()[-1].endswith(" per 1M output tokens.")
-    given = ("--on", "h100-sxm", "--rate", "400", "--requests", "100")
-    report = json.loads(cli("simulate", config, *given, "--json").out)["report"]
-    out = cli("simulate", config, *given).out
+    arguments = ("--on", "h100-sxm", "--rate", "400", "--requests", "100")
+    report = json.loads(cli("simulate", config, *arguments, "--json").out)["report"]
+    out = cli("simulate", config, *arguments).out
     carried = report["num_completed"] / report["duration_s"]
     assert f"all of them take {report['duration_s']:.3g} s, {carried:.3g} requests/s." in out
     assert "0 requests/s of" not in out
@@ -71,13 +71,13 @@ def test_json_and_a_record_hold_the_run(cli, config, tmp_path):
 
 
 def test_a_sweep_shows_what_it_tried(cli, config):
-    given = ("simulate", config, *SMALL, "--prompt", "2000", "--sweep", "--ttft", "150")
-    ran = cli(*given)
+    arguments = ("simulate", config, *SMALL, "--prompt", "2000", "--sweep", "--ttft", "150")
+    ran = cli(*arguments)
     assert "requests/s 90% of requests meet the objectives. The run is too short" in ran.out
     assert "REQUESTS/S" in ran.out
-    body = json.loads(cli(*given, "--json").out)
+    body = json.loads(cli(*arguments, "--json").out)
     assert body["warning"].startswith("The run is too short for a reliable result: 40 requests ")
-    ran = cli(*given, "--ttft", "0.01")
+    ran = cli(*arguments, "--ttft", "0.01")
     assert (ran.code, ran.out) == (9, "")
     assert "Even at" in ran.err
     assert body["capacity"] == max(probe["rate"] for probe in body["probes"] if probe["meets"])
@@ -92,8 +92,8 @@ def test_prompts_are_prefilled_on_other_replicas_on_request(cli, config):
 
 
 def test_this_machine_has_the_pages_of_its_engine(cli, tiny):
-    given = ("--rate", "5", "--requests", "10", "--prompt", "20", "--output", "5")
-    ran = cli("simulate", tiny, *given, "--mbu", "1")
+    arguments = ("--rate", "5", "--requests", "10", "--prompt", "20", "--output", "5")
+    ran = cli("simulate", tiny, *arguments, "--mbu", "1")
     assert ran.code == 0
     assert "10 requests" in ran.out
     assert "Times are limits, which no engine passes" in ran.out

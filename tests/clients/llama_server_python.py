@@ -52,8 +52,8 @@ def chat_is_answered() -> None:
 
 def chat_streams_with_timings() -> None:
     whole: Any = None
-    for piece in chat.bind(timings_per_token=True, return_progress=True).stream(QUESTION):
-        whole = piece if whole is None else whole + piece
+    for chunk in chat.bind(timings_per_token=True, return_progress=True).stream(QUESTION):
+        whole = chunk if whole is None else whole + chunk
     assert whole.content
     assert whole.response_metadata["timings"]["predicted_n"] > 0
 

@@ -126,7 +126,7 @@ def remote_tokenizer() -> None:
         samples = harness(f"remote-{task}", "local-completions", arguments, task)
         assert samples
         if task == "twostroke_choice":
-            assert [one["resps"] for one in samples] == [one["resps"] for one in ours(task)]
+            assert [sample["resps"] for sample in samples] == [one["resps"] for one in ours(task)]
     chat = harness(
         *("remote-chat", "local-completions", arguments, "twostroke_answer"),
         "--apply_chat_template",

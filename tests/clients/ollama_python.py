@@ -38,9 +38,9 @@ def chat() -> None:
     answer = CLIENT.chat(MODEL, QUESTION, options=SHORT)
     assert answer.done
     assert answer.eval_count
-    pieces = list(CLIENT.chat(MODEL, QUESTION, options=SHORT, stream=True))
-    assert "".join(piece.message.content or "" for piece in pieces) == answer.message.content
-    assert pieces[-1].done_reason in {"stop", "length"}
+    chunks = list(CLIENT.chat(MODEL, QUESTION, options=SHORT, stream=True))
+    assert "".join(chunk.message.content or "" for chunk in chunks) == answer.message.content
+    assert chunks[-1].done_reason in {"stop", "length"}
 
 
 def tools() -> None:
@@ -106,7 +106,7 @@ def from_another_loop() -> None:
     async def ask() -> str:
         client = ollama.AsyncClient(host=ROOT_URL)
         stream = await client.chat(MODEL, QUESTION, options=SHORT, stream=True)
-        return "".join([piece.message.content or "" async for piece in stream])
+        return "".join([chunk.message.content or "" async for chunk in stream])
 
     assert asyncio.run(ask())
 
@@ -115,8 +115,8 @@ def separators() -> None:
     """The package splits its lines with `str.splitlines`, which ends them at more than \\n."""
     text = "".join(f"a{chr(code)}b" for code in (0x85, 0x2028, 0x2029, 0x0B, 0x0C, 0x1C, 0x1E))
     form = {"type": "object", "properties": {"text": {"const": text}}, "required": ["text"]}
-    pieces = CLIENT.chat(MODEL, QUESTION, format=form, stream=True)
-    answer = "".join(piece.message.content or "" for piece in pieces)
+    chunks = CLIENT.chat(MODEL, QUESTION, format=form, stream=True)
+    answer = "".join(chunk.message.content or "" for chunk in chunks)
     assert json.loads(answer) == {"text": text}
 
 

@@ -56,8 +56,8 @@ def test_many_texts_come_in_order_through_a_small_queue(tmp_path: Path) -> None:
     texts = texts_of(300)
     with tiny_client(tmp_path, max_waiting_requests=5) as (client, backend):
         results = list(client.embed(texts, EmbeddingParams(), CALLER))
-        assert [one.index for one in results] == [*range(300)]
-        assert [one.usage.prompt_tokens for one in results] == [len(text) for text in texts]
+        assert [result.index for result in results] == [*range(300)]
+        assert [result.usage.prompt_tokens for result in results] == [len(text) for text in texts]
         for place in (0, 7, 299):
             name = backend._program.last_states
             right = twin(backend.trace(texts[place], [name])[name], "mean")
@@ -169,7 +169,7 @@ def test_static_batches_do_not_wait_for_texts_that_wait_themselves(tmp_path: Pat
         reading = asyncio.wait_for(read_all(client, 300), 30)
         assert asyncio.run(reading) == [*range(300)]
         results = list(client.embed(texts_of(300), EmbeddingParams(), CALLER))
-        assert [one.index for one in results] == [*range(300)]
+        assert [result.index for result in results] == [*range(300)]
 
 
 def test_leaving_early_cancels_all_texts(gated: tuple[Client, GatedBackend]) -> None:

@@ -292,10 +292,12 @@ def test_steps_for_which_there_is_no_memory_become_smaller(
         assert refused
         assert refused == sorted(refused, reverse=True)
         assert all(2 * later <= num_rows for num_rows, later in itertools.pairwise(refused))
-        told = [record.getMessage() for record in caplog.records]
+        events = [record.getMessage() for record in caplog.records]
         limit = refused[-1] // 2
-        assert told[-1] == f"The GPU has no memory left. Steps compute at most {limit} tokens now."
-        assert len(told) == len(refused)
+        assert (
+            events[-1] == f"The GPU has no memory left. Steps compute at most {limit} tokens now."
+        )
+        assert len(events) == len(refused)
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 

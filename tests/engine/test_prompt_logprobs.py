@@ -95,15 +95,15 @@ def test_answers_have_their_prompts_logprobs(client: Client) -> None:
     first, second = client.generate(PROMPT, params).wait()
     assert first.token_ids == plain.token_ids
     assert plain.prompt_logprobs == ()
-    assert [one.top_ids for one in first.prompt_logprobs] == [
-        one.top_ids for one in second.prompt_logprobs
+    assert [prompt_logprob.top_ids for prompt_logprob in first.prompt_logprobs] == [
+        prompt_logprob.top_ids for prompt_logprob in second.prompt_logprobs
     ]
     assert len(first.prompt_logprobs) == len(PROMPT) - 1
     assert all(len(found.top_ids) == 2 for found in first.prompt_logprobs)
     longer = SamplingParams(max_tokens=0, prompt_logprobs=0)
     (scored,) = client.generate([*PROMPT, *plain.token_ids], longer).wait()
-    found = [one.logprob for one in scored.prompt_logprobs[len(PROMPT) - 1 :]]
-    assert found == pytest.approx([one.logprob for one in plain.logprobs], abs=1e-5)
+    found = [prompt_logprob.logprob for prompt_logprob in scored.prompt_logprobs[len(PROMPT) - 1 :]]
+    assert found == pytest.approx([logprob.logprob for logprob in plain.logprobs], abs=1e-5)
 
 
 def test_logprobs_of_a_long_prompt_come_step_by_step(client: Client) -> None:

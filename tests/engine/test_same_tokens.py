@@ -196,7 +196,7 @@ def test_drafts_do_not_change_tokens(tiny: Pair, seed: int) -> None:
         max_running=32,
         prefix_cache=True,
         policy=Continuous(),
-        guesses=seed,
+        draft_seed=seed,
     )
     expected, _ = run_schedule(
         tiny.plain, crowded.alone(NUM_PAGES), [fresh(r) for r in requests], CONTEXT

@@ -125,7 +125,7 @@ def test_vectors_do_not_depend_on_the_schedule(pair: Pair, seed: int) -> None:
             request.params, request.priority = SamplingParams(), 1
     fewest = 9 * len(pair.plain.facts.windows)
     settings = [Setting.chosen_by(rng, fewest, 5 * fewest) for _ in range(2)]
-    settings = [replace(setting, guesses=None) for setting in settings]
+    settings = [replace(setting, draft_seed=None) for setting in settings]
     # So few pages that somebody has to give way.
     settings.append(Setting(fewest, 9, 8, prefix_cache=True, policy=Continuous()))
     alone = settings[0].alone(NUM_PAGES)

@@ -4,7 +4,7 @@ Run it with `make long SUITE=disaggregation-nixl`.
 
 Engines on a real model and on tiny ones with windows and experts, with every format of keys and
 values, hand prompts over in shared memory and by TCP, or with `--nixl` by NIXL. Answers are greedy
-or drawn, constrained, guessed ahead, one or three for a prompt. Tokens, texts and log-probabilities
+or drawn, constrained, speculative, one or three for a prompt. Tokens, texts and log-probabilities
 must be those of one engine without a prefix cache. A case in which few prompts were handed over
 fails, too.
 """

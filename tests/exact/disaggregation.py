@@ -51,8 +51,8 @@ def main() -> int:
         for seed in range(args.seed, args.seed + args.rounds) if not args.first else ():
             print(f"\rround {seed}", end="", file=sys.stderr, flush=True)
             run_round(seed, Path(folder_name), counts, rounds_links)
-    for what, count in sorted(counts.items()):
-        print(f"  {what}: {count:,}")
+    for name, count in sorted(counts.items()):
+        print(f"  {name}: {count:,}")
     wrong = _kill(args.kills, args.seed, args.first, links if args.nixl else ("",))
     words = f"{len(wrong)} things went wrong" if wrong else "No request was lost"
     print("\n".join([*wrong, f"{words}, in {time.monotonic() - began_s:.0f} s."]))
@@ -75,8 +75,8 @@ def _kill(count: int, seed: int, first: int, links: Sequence[str]) -> list[str]:
             campaign(Path(folder_name), faults, seed, first=first, link=links[0])
         )
     print(f"{count - first} faults of processes{links[0] and ', ' + links[0]}:")
-    for what, number in sorted(counts.items()):
-        print(f"  {what}: {number:,}")
+    for name, number in sorted(counts.items()):
+        print(f"  {name}: {number:,}")
     return wrong
 
 

@@ -38,7 +38,7 @@ _NUM_PAGES = 40
 _GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-class Place(Protocol):
+class StoreUnderTest(Protocol):
     """Where pages are stored, and how what is there can be changed."""
 
     def tier(self, of: KvCacheSpec) -> OffloadTier:
@@ -101,13 +101,13 @@ class Entries:
         self._client.set(where, data)
 
 
-def damage_pages(numbers: range, seed: str, place: Place) -> Counter[str]:
+def damage_pages(numbers: range, seed: str, store_under_test: StoreUnderTest) -> Counter[str]:
     """Damage stored pages; return how many were missed, by damage, and what was wrong.
 
     Each fault follows from the seed and its number.
     """
     counts: Counter[str] = Counter()
-    tiers = {of: place.tier(of) for of in (kind(), *OTHER_KINDS)}
+    tiers = {of: store_under_test.tier(of) for of in (kind(), *OTHER_KINDS)}
     keys = [(0, bytes([number]) * 32) for number in range(_NUM_PAGES)]
     theirs = [(0, bytes([number]) * 31 + b"t") for number in range(_NUM_PAGES)]  # another tenant's
     own = tiers[kind()]
@@ -116,37 +116,40 @@ def damage_pages(numbers: range, seed: str, place: Place) -> Counter[str]:
             # All kinds have other bytes, so that a wrong page would be seen.
             content = memoryview(content_of(number + 1000 * list(tiers).index(of)))
             tier.offer(of.name(key), content, PAGE_VALUE)
-    whole = {
-        of: [place.read(place.where(tier, of.name(key))) for key in [*keys, *theirs]]
+    pages_by_kind = {
+        of: [
+            store_under_test.read(store_under_test.where(tier, of.name(key)))
+            for key in [*keys, *theirs]
+        ]
         for of, tier in tiers.items()
     }
-    mine, tenants = whole[kind()][:_NUM_PAGES], whole[kind()][_NUM_PAGES:]
+    mine, tenants = pages_by_kind[kind()][:_NUM_PAGES], pages_by_kind[kind()][_NUM_PAGES:]
     for fault in numbers:
         rng = random.Random(f"{seed} {fault}")
         number = rng.randrange(_NUM_PAGES)
         name = kind().name(keys[number])
-        where = place.where(own, name)
+        where = store_under_test.where(own, name)
         what = rng.choice([*DAMAGES, "of another kind", "of another tenant"])
         if what in DAMAGES:
             others = [*mine[:number], *mine[number + 1 :]]
             bad = DAMAGES[what](rng, mine[number], others)
         elif what == "of another kind":
-            bad = whole[rng.choice(OTHER_KINDS)][number]
+            bad = pages_by_kind[rng.choice(OTHER_KINDS)][number]
         else:
             bad = tenants[number]
-        place.write(where, bad)
+        store_under_test.write(where, bad)
         page = bytearray(PAGE_BYTES)
         result = own.fetch(name, memoryview(page))
         is_whole = bad == mine[number]
         counts["nothing changed" if is_whole else what] += 1
         if result != is_whole or (result and bytes(page) != content_of(number)):
             counts["WRONG"] += 1
-        place.write(where, mine[number])
+        store_under_test.write(where, mine[number])
     return counts
 
 
 def damage_under_engines(
-    rounds: int, rng: random.Random, folder: Path, place: Place
+    rounds: int, rng: random.Random, folder: Path, store_under_test: StoreUnderTest
 ) -> Counter[str]:
     """Damage the pages of tiny engines; return how many answers were right and wrong."""
     counts: Counter[str] = Counter()
@@ -156,19 +159,19 @@ def damage_under_engines(
         right = [client.generate(prompt, _GREEDY).wait()[0].token_ids for prompt in prompts]
     of = kind(page_bytes=page_bytes, groups=PageGroups(16))
     for _ in range(rounds):
-        stored = place.stored()
+        stored = store_under_test.stored()
         for where in rng.sample(stored, len(stored) // 2):
-            data = place.read(where)
+            data = store_under_test.read(where)
             if len(data) < 200:  # it was cut before
                 continue
-            others = [place.read(one) for one in rng.sample(stored, min(3, len(stored)))]
-            place.write(where, rng.choice(list(DAMAGES.values()))(rng, data, others))
+            others = [store_under_test.read(one) for one in rng.sample(stored, min(3, len(stored)))]
+            store_under_test.write(where, rng.choice(list(DAMAGES.values()))(rng, data, others))
             counts["damaged"] += 1
         with tiny_client(folder) as (client, _):
             OffloadManager(
                 client.loop.pages,
                 of,
-                [place.tier(of)],
+                [store_under_test.tier(of)],
                 prefill_s=lambda first, end: (end - first) * 0.01,
             )
             for number in rng.sample(range(len(prompts)), len(prompts)):
@@ -209,8 +212,8 @@ def main() -> int:
             under = damage_under_engines(args.rounds, rng, new(name), second)
             for what, counts in ((name, result), (f"engines with {name}", under)):
                 wrong += counts["WRONG"]
-                told = ", ".join(f"{n:,} {of}" for of, n in sorted(counts.items()))
-                print(f"{what}: {told}")
+                summary = ", ".join(f"{n:,} {of}" for of, n in sorted(counts.items()))
+                print(f"{what}: {summary}")
     print("Nothing was wrong." if not wrong else f"{wrong} times something was wrong.")
     return min(1, wrong)
 

@@ -1,8 +1,8 @@
 """`make long SUITE=machine`: random operations on pages, scheduler, engine and supervisor.
 
-Each round puts together other sizes, windows, policies and methods of guessing, does operations in
-a random order, checks what must hold after each, and sees everything end. A round that fails is
-run again by its seed: `--seed N --rounds 1`.
+Each round combines other sizes, windows, policies and methods of speculation, does operations in a
+random order, checks the invariants after each, and lets everything end. A round that fails is run
+again by its seed: `--seed N --rounds 1`.
 """
 
 from __future__ import annotations

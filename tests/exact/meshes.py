@@ -82,7 +82,7 @@ def page_bytes(mesh: ParallelOptions, cost: CostModel) -> int:
 
 
 def plain(context: int, kv_format: str) -> EngineOptions:
-    """Return the options of one process with room for all, without guesses and reuse."""
+    """Return the options of one process with room for all, without speculation and reuse."""
     cache = CacheOptions(
         context_length=context, page_size=PAGE_SIZE, prefix_cache=False, kv_format=kv_format
     )
@@ -93,7 +93,7 @@ def crowded(mesh: ParallelOptions, context: int, kv_format: str, **sizes: Any) -
     """Return the options of a mesh in which much happens.
 
     `sizes` are `memory_bytes`, `token_budget` and `drafts`: little memory preempts requests, a
-    small budget cuts prompts into chunks, and drafts are always guessed.
+    small budget cuts prompts into chunks, and drafts are always proposed.
     """
     own_size = None if mesh.kv_shares == "places" else PAGE_SIZE
     cache = CacheOptions(sizes["memory_bytes"], context, page_size=own_size, kv_format=kv_format)

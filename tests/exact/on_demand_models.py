@@ -28,7 +28,7 @@ class Campaign:
     def __init__(self, server: ModelServer, seed: int) -> None:
         """Ask `server` at random by `seed`."""
         self.server, self.rng = server, random.Random(seed)
-        self.asked: list[tuple[float, str]] = []
+        self.arrivals: list[tuple[float, str]] = []
         self.texts: dict[str, set[str]] = {name: set() for name in _NAMES}
         self.waits: list[float] = []
         self.failures: list[str] = []
@@ -36,7 +36,7 @@ class Campaign:
     def ask(self, name: str) -> None:
         """Ask for a model and note the answer."""
         began_s = time.monotonic()
-        self.asked.append((began_s, name))
+        self.arrivals.append((began_s, name))
         answer = self.server.complete(name, max_tokens=8)
         self.waits.append(time.monotonic() - began_s)
         if answer.status_code == 200:
@@ -44,7 +44,7 @@ class Campaign:
         else:
             self.failures.append(f"{name}: {answer.status_code} {answer.text[:200]}")
 
-    def ask_for_what_is_out(self, count: int) -> None:
+    def ask_for_unloaded_models(self, count: int) -> None:
         """Ask for a model that is not loaded, each time when the last answer is there."""
         for _ in range(count):
             loaded = self.server.loaded
@@ -85,22 +85,22 @@ def main() -> int:
             part = args.requests // 12
             began_s = time.monotonic()
             for work, count in (
-                (campaign.ask_for_what_is_out, part),
+                (campaign.ask_for_unloaded_models, part),
                 (campaign.alternate, 5 * part),
                 (campaign.burst, args.requests - 6 * part),
             ):
                 work(count)
                 took_s = time.monotonic() - began_s
-                print(f"{len(campaign.asked)} requests after {took_s:.0f} s.", flush=True)
+                print(f"{len(campaign.arrivals)} requests after {took_s:.0f} s.", flush=True)
             loads = server.load_times()
-    sizes, asked = dict.fromkeys(_NAMES, 1), sorted(campaign.asked)
+    sizes, arrivals = dict.fromkeys(_NAMES, 1), sorted(campaign.arrivals)
     shortest_s = min(seconds for _, seconds in loads)
     print("\n".join([f"{len(campaign.failures)} requests failed.", *campaign.failures[:5]]))
     longest_s = max(campaign.waits)
     print(f"{len(loads)} loads of {shortest_s:.1f} s or more; longest answer {longest_s:.1f} s.")
     fewest = 0
     for words, window_s in (("the longest answer", longest_s), ("one load", 0.99 * shortest_s)):
-        fewest = fewest_loads(asked, sizes, 2, window_s)
+        fewest = fewest_loads(arrivals, sizes, 2, window_s)
         print(
             f"Fewest loads if each may wait for {words}, {window_s:.1f} s: {fewest} "
             f"(ours: {len(loads) / fewest:.2f} times)."

@@ -2,9 +2,9 @@
 
 Prompts of prose and code are answered by one process with room for all. Then ranks answer them, in
 each mesh that suits the model: in batches of 1 to 16, prompts in chunks, with a prefix cache, with
-guesses, and with so few pages that requests lose theirs. Tokens, texts and log-probabilities must
-be the same. A run in which nothing was guessed rightly, found in the cache, cut into chunks or
-preempted shows nothing, and fails, too.
+speculation, and with so few pages that requests are preempted. Tokens, texts and log-probabilities
+must be the same. A run without accepted drafts, cache hits, chunked prompts or preemptions shows
+nothing, and fails, too.
 
 With `--kills N` ranks are killed or frozen under load instead (rank_kills.py).
 """
@@ -106,29 +106,29 @@ def main() -> int:
 
 
 def _compare(
-    name: str, path: str, kv_format: str, size: int, given: argparse.Namespace, totals: Totals
+    name: str, path: str, kv_format: str, size: int, args: argparse.Namespace, totals: Totals
 ) -> None:
     """Answer by one process, then by each mesh with pages of `size` tokens."""
     began = time.monotonic()
     # What prompts have in common, one half of the longest, fills a page.
-    prompt_tokens = max(given.prompt_tokens, 2 * size + 16)
-    given.context = prompt_tokens + 3 * given.tokens
-    with LLM(path, plain(given.context, kv_format)) as llm:
-        job = make_job(llm, given.prompts, prompt_tokens, given.tokens, given.seed, _LOGPROBS)
+    prompt_tokens = max(args.prompt_tokens, 2 * size + 16)
+    args.context = prompt_tokens + 3 * args.tokens
+    with LLM(path, plain(args.context, kv_format)) as llm:
+        job = make_job(llm, args.prompts, prompt_tokens, args.tokens, args.seed, _LOGPROBS)
         expected = [all_of(answer) for answer in llm.generate(job.prompts, job.params)]
         cost = llm.engine.card.cost
         groups = PageGroups(size, llm.engine.facts.windows)
-        num_pages = groups.num_needed(given.context, _BUDGET)
+        num_pages = groups.num_needed(args.context, _BUDGET)
     took_s = time.monotonic() - began
     print(f"{name}, {kv_format}: {len(expected)} answers by one process; {took_s:.0f} s")
-    for mesh in given.meshes:
+    for mesh in args.meshes:
         if page_size(MESHES[mesh]) != size or not suits(MESHES[mesh], cost.program):
             continue
-        given.memory = num_pages * page_bytes(MESHES[mesh], cost)
+        args.memory = num_pages * page_bytes(MESHES[mesh], cost)
         where, began = f"{name}, {kv_format}, {mesh}", time.monotonic()
         traces = Traces()
         try:
-            found, happened = _answers(path, kv_format, mesh, job, given)
+            found, happened = _answers(path, kv_format, mesh, job, args)
         except TwostrokeError as error:
             print(f"{where}: {error}", flush=True)
             totals.failed += [] if isinstance(error, UsageError) else [f"{where}: {error}"]
@@ -139,26 +139,26 @@ def _compare(
 
 
 def _answers(
-    path: str, kv_format: str, mesh: str, job: Job, given: argparse.Namespace
+    path: str, kv_format: str, mesh: str, job: Job, args: argparse.Namespace
 ) -> tuple[list[Answer], Counter[str]]:
     """Return a mesh's answers, and how often each thing happened that could change them."""
     options = crowded(
-        MESHES[mesh], given.context, kv_format,
-        memory_bytes=given.memory, token_budget=_BUDGET, drafts=_DRAFTS,
+        MESHES[mesh], args.context, kv_format,
+        memory_bytes=args.memory, token_budget=_BUDGET, drafts=_DRAFTS,
     )  # fmt: skip
     results: list[Answer] = []
     happened = Counter({"chunked prompts": 0, "cached tokens": 0})
     with LLM(path, options) as llm:
         if (number := len(ranks())) != MESHES[mesh].num_ranks - 1:
             raise TwostrokeError(f"{number} ranks were started.")
-        for prompts, params in job.batches(given.seed):
+        for prompts, params in job.batches(args.seed):
             for prompt, answer in zip(prompts, llm.generate(prompts, params), strict=True):
                 results.append(all_of(answer))
                 cached = answer[0].usage.cached_tokens
                 happened["cached tokens"] += cached
                 happened["chunked prompts"] += len(prompt) - cached > _BUDGET
         seen = llm.engine.client.loop.snapshot()
-    happened["right guesses"] = sum(seen.speculation.accepted.values())
+    happened["accepted drafts"] = sum(seen.speculation.accepted.values())
     happened["preemptions"] = seen.scheduler.num_preemptions
     return results, happened
 

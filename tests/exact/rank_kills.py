@@ -55,25 +55,25 @@ class Seen:
     is_over: bool = False
 
 
-def run(name: str, path: str, given: argparse.Namespace) -> list[str]:
+def run(name: str, path: str, args: argparse.Namespace) -> list[str]:
     """Do it for each mesh, print how it went, and return what was wrong."""
-    with LLM(path, plain(given.context, "f16")) as llm:
-        job = make_job(llm, given.prompts, given.prompt_tokens, given.tokens, given.seed, (None,))
+    with LLM(path, plain(args.context, "f16")) as llm:
+        job = make_job(llm, args.prompts, args.prompt_tokens, args.tokens, args.seed, (None,))
         job.params[:] = [replace(params, n=1) for params in job.params]
         expected = [one[0].token_ids for one in llm.generate(job.prompts, job.params)]
         cost = llm.engine.card.cost
         windows = llm.engine.facts.windows
     failures = []
-    for mesh in given.meshes:
+    for mesh in args.meshes:
         traces, began = Traces(), time.monotonic()
         groups = PageGroups(page_size(MESHES[mesh]), windows)
-        memory = _STREAMS * groups.num_needed(given.context) * page_bytes(MESHES[mesh], cost)
+        memory = _STREAMS * groups.num_needed(args.context) * page_bytes(MESHES[mesh], cost)
         sizes = {"memory_bytes": memory, "token_budget": 64, "drafts": 4}
-        with LLM(path, crowded(MESHES[mesh], given.context, "f16", **sizes)) as llm:
+        with LLM(path, crowded(MESHES[mesh], args.context, "f16", **sizes)) as llm:
             load_s = time.monotonic() - began
-            number = -(-given.kills // len(given.meshes))
+            number = -(-args.kills // len(args.meshes))
             try:
-                seen = asyncio.run(_load(llm.engine.client, job, expected, number, given.seed))
+                seen = asyncio.run(_load(llm.engine.client, job, expected, number, args.seed))
             except TwostrokeError as error:
                 failures.append(f"{name}, {mesh}: {error}")
                 continue

@@ -148,16 +148,16 @@ class Campaign:
         return len(list(Path(f"/proc/{self.server.pid}/fd").iterdir()))
 
 
-async def campaign(given: argparse.Namespace, server: Server, load_s: float) -> int:
+async def campaign(args: argparse.Namespace, server: Server, load_s: float) -> int:
     """Do all faults; return how many went wrong."""
     limits = httpx.Limits(max_connections=_STREAMS + 4, max_keepalive_connections=0)
     url = f"http://127.0.0.1:{server.port}"
     failed, all_ = 0, list[Fault]()
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as http:
-        here = Campaign(http, server, load_s, given.seed)
+        here = Campaign(http, server, load_s, args.seed)
         await here.learn()
         before = here.num_files()
-        for number in range(given.kills):
+        for number in range(args.kills):
             kind = ("kill", "crash", "stop")[number % 3]
             fault = await here.fault(kind, number)
             all_.append(fault)
@@ -168,13 +168,18 @@ async def campaign(given: argparse.Namespace, server: Server, load_s: float) -> 
     for kind in _FAULTS:
         mine = [one for one in all_ if one.kind == kind]
         if mine:
-            told, back = (max(getattr(one, name) for one in mine) for name in ("told_s", "back_s"))
-            print(
-                f"{kind}: {len(mine)} times; callers told after at most {told:.2f} s, the next "
-                f"first token after at most {back:.2f} s (loading takes {load_s:.2f} s)"
+            told_s, back_s = (
+                max(getattr(one, name) for one in mine) for name in ("told_s", "back_s")
             )
-    told, answered = sum(one.num_told for one in all_), sum(one.num_answered for one in all_)
-    print(f"{told} streams were told, {answered} of those that waited were answered;")
+            print(
+                f"{kind}: {len(mine)} times; callers told after at most {told_s:.2f} s, the next "
+                f"first token after at most {back_s:.2f} s (loading takes {load_s:.2f} s)"
+            )
+    num_told, num_answered = (
+        sum(one.num_told for one in all_),
+        sum(one.num_answered for one in all_),
+    )
+    print(f"{num_told} streams were told, {num_answered} of those that waited were answered;")
     print(f"{failed} faults went wrong; left: {', '.join(left) or 'nothing'}")
     return failed + len(left)
 

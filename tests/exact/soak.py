@@ -187,19 +187,19 @@ def _told(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
 
 
-async def soak(given: argparse.Namespace, server: Server) -> int:
+async def soak(args: argparse.Namespace, server: Server) -> int:
     """Run the load; return 0 if nothing was found."""
-    limits = httpx.Limits(max_connections=given.clients + 4, max_keepalive_connections=0)
-    url, seconds = f"http://127.0.0.1:{server.port}", given.minutes * 60
+    limits = httpx.Limits(max_connections=args.clients + 4, max_keepalive_connections=0)
+    url, seconds = f"http://127.0.0.1:{server.port}", args.minutes * 60
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as http:
-        here = Soak(http, server, given.seed)
+        here = Soak(http, server, args.seed)
         for kind in (here.stream, here.whole, here.schema, here.embed, here.store):
             await kind()  # files and caches that are opened when they are first needed
         await here.http.get("/api/state")
         await asyncio.sleep(1)
         files = _files(server.pid)
-        clients = [here.client() for _ in range(given.clients)]
-        await asyncio.gather(here.watch(seconds, given.kill_minutes * 60), *clients)
+        clients = [here.client() for _ in range(args.clients)]
+        await asyncio.gather(here.watch(seconds, args.kill_minutes * 60), *clients)
         left = await here.left(files)
     growth_mb = here.growth_mb(seconds)
     odd = here.counts.keys() - _EXPECTED - {"answered", "left early", "kills"}

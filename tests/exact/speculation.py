@@ -1,11 +1,10 @@
-"""`make long SUITE=speculation`: the same tokens with guesses as without, on real models.
+"""`make long SUITE=speculation`: the same tokens with speculation as without, on real models.
 
-Prompts of prose and code, some of which begin alike, are answered without guesses, without a prefix
-cache and with room for all. Then they are answered again with each method: in batches of 1 to 16,
-with a prefix cache, and with so few pages that requests lose theirs and compute their tokens again.
+Prompts of prose and code, some of which begin alike, are answered without speculation, without a
+prefix cache and with room for all. Then they are answered again with each method: in batches of 1
+to 16, with a prefix cache, and with so few pages that requests are preempted and computed again.
 Some are drawn, some have penalties, log-probabilities or two choices. All of every answer must be
-the same. A run in which nothing was guessed rightly, found in the cache or
-preempted shows nothing, and fails, too.
+the same. A run without accepted drafts, cache hits or preemptions shows nothing, and fails, too.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from jobs import Answer, Job
 
 _PAGE_SIZE = 16
-_DRAFTS = 4  # always, so that much is guessed; "auto" guesses what pays
+_DRAFTS = 4  # always, so that there are many; "auto" proposes only drafts that pay
 
 
 def main() -> int:
@@ -47,7 +46,7 @@ def main() -> int:
         expected = [
             all_of(answer) for answer in llm.generate(job.prompts, job.params, speculate="off")
         ]
-        _say(f"{args.model}: {len(expected)} answers without guesses", began)
+        _say(f"{args.model}: {len(expected)} answers without speculation", began)
         cost = llm.engine.card.cost
         pages = -(-args.context // _PAGE_SIZE)
         memory = pages * cost.program.page_bytes(_PAGE_SIZE, cost.cache)
@@ -58,18 +57,18 @@ def main() -> int:
 
 
 def _holds(
-    method: str, job: Job, expected: list[Answer], memory: int, given: argparse.Namespace
+    method: str, job: Job, expected: list[Answer], memory: int, args: argparse.Namespace
 ) -> bool:
     """Answer with a method, compare, and say how it went."""
     count = None if method == "auto" else _DRAFTS
-    named = {"draft": given.draft} if method in {"draft", "auto"} else {}
-    if method == "heads" or (method == "auto" and given.heads):
-        named |= {"heads": given.heads}
+    named = {"draft": args.draft} if method in {"draft", "auto"} else {}
+    if method == "heads" or (method == "auto" and args.heads):
+        named |= {"heads": args.heads}
     speculation = SpeculationOptions("auto" if method == "heads" else method, count=count, **named)
-    with LLM(given.model, _options(speculation, memory, given.context)) as llm:
+    with LLM(args.model, _options(speculation, memory, args.context)) as llm:
         began = time.monotonic()
         found, cached = [], 0
-        for prompts, params in job.batches(given.seed):
+        for prompts, params in job.batches(args.seed):
             for answer in llm.generate(prompts, params):
                 found.append(all_of(answer))
                 cached += answer[0].usage.cached_tokens
@@ -80,7 +79,7 @@ def _holds(
     wrong = [i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
     proposed, accepted = sum(draft_stats.proposed.values()), sum(draft_stats.accepted.values())
     _say(
-        f"{method}: {len(wrong)} of {len(found)} answers differ; {accepted} of {proposed} guesses "
+        f"{method}: {len(wrong)} of {len(found)} answers differ; {accepted} of {proposed} drafts "
         f"right, {cached} tokens from the cache, {stats.num_preemptions} preemptions",
         began,
     )

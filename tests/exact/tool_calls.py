@@ -153,12 +153,12 @@ def main() -> int:
     return int(any(kinds["looks like a call"] for kinds in results))
 
 
-def _ask(llm: LLM, system: str, given: argparse.Namespace) -> Counter[str]:
+def _ask(llm: LLM, system: str, args: argparse.Namespace) -> Counter[str]:
     """Return how many answers are of each kind, and print it."""
     card = llm.engine.card
     turns, wanted = [], []
     prompts = [(name, text) for name, (_, _, texts) in _FUNCTIONS.items() for text in texts]
-    for name, text in prompts[:: max(1, len(prompts) // given.prompts)][: given.prompts]:
+    for name, text in prompts[:: max(1, len(prompts) // args.prompts)][: args.prompts]:
         tools = to_tools(_offered(name), "auto", parallel=None)
         assert tools is not None
         messages = [{"role": "system", "content": system}] if system else []
@@ -167,7 +167,7 @@ def _ask(llm: LLM, system: str, given: argparse.Namespace) -> Counter[str]:
         )
         turns.append(chat_of(card).prepare_answer(prompt, tools))
         wanted.append(name)
-    params = SamplingParams(max_tokens=given.tokens, temperature=given.temperature, seed=0)
+    params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=0)
     answers = llm.generate(
         [card.tokenizer.encode_prompt(turn.prompt) for turn in turns],
         [turn.constrained(params) for turn in turns],
@@ -182,7 +182,7 @@ def _ask(llm: LLM, system: str, given: argparse.Namespace) -> Counter[str]:
         if kind == "calls" and turn.answer_format().form.mark not in answer.text:
             kind = "calls without marks"
         kinds[kind] += 1
-        if given.show and kind != "calls":
+        if args.show and kind != "calls":
             print(f"  {kind}, {name}: {answer.text!r}")
     print(f"  {'with' if system else 'without'} a system prompt, of {len(turns)}:", end=" ")
     print(", ".join(f"{kinds[kind]} {kind}" for kind in _KINDS if kinds[kind]))

@@ -148,8 +148,8 @@ def table_rows(fmt: Format, architecture: int) -> Case:
     launches: list[Launch] = []
     gpu = listing(launches, architecture)
     output = _empty(16, DEPTH, dtype=torch.float32)
-    given = {"factor": 1.0, "results": _empty(16, sampling.RESULT_INTS)}
-    take_packed.launch(gpu, _empty(4), 16, _packed(fmt), _empty(16), output, **given)
+    kwargs = {"factor": 1.0, "results": _empty(16, sampling.RESULT_INTS)}
+    take_packed.launch(gpu, _empty(4), 16, _packed(fmt), _empty(16), output, **kwargs)
     return Case(launches)
 
 
@@ -203,10 +203,10 @@ def paged(kv_format: str, step: str, architecture: int) -> Case:
     source = rope.HeadSource(parts)
     q = _empty(rows, heads * dim, dtype=gpu.element)
     places = rope.SlotMapping(*(_empty(rows + 3) for _ in range(5)))
-    given = (source, source, source), (turn, turn), shape, pages.memory
+    arguments = (source, source, source), (turn, turn), shape, pages.memory
     is_even = kv_format == "int8"
     balance = _empty(3, kv_heads * dim, dtype=torch.float32) if is_even else None
-    rope.launch(gpu, _empty(4), rows, places, *given, q, balance)
+    rope.launch(gpu, _empty(4), rows, places, *arguments, q, balance)
     floats = [_empty(1 << 20, dtype=torch.float32) for _ in range(2)]
     work = attention.AttentionItems(frame, frame, _empty(1 << 16), floats[0], floats[1])
     block = attention.small_block(4) if step == "decode" else attention.large_block(4, dim)

@@ -94,8 +94,8 @@ class Driver(NoGpu):
     def get_current_device(self) -> int:
         return self.architecture  # for each there are kernels of its own
 
-    def launch(self, *given: Any) -> None:
-        grid, arguments = given[:3], given[9:]
+    def launch(self, *args: Any) -> None:
+        grid, arguments = args[:3], args[9:]
         assert all(type(size) is int and size > 0 for size in grid), grid
         for argument in arguments:
             is_tensor = isinstance(argument, torch.Tensor)
@@ -168,8 +168,8 @@ def front_end(all_stages: Callable[..., None]) -> Callable[..., None]:
         metadata |= {"shared": 0, "name": "none", "tmem_size": None}
         return b"none"
 
-    def add(self: Any, stages: dict[str, Any], *given: Any) -> None:
-        all_stages(self, stages, *given)
+    def add(self: Any, stages: dict[str, Any], *args: Any) -> None:
+        all_stages(self, stages, *args)
         first = stages["ttir"]
         stages.clear()
         stages |= {"ttir": first, "cubin": end}

@@ -78,7 +78,7 @@ async def read_reply(reader: asyncio.StreamReader, method: str) -> Reply:
             raise ValueError(f"not a response: {line!r}")
         if int(status) >= 200:
             break
-    headers = {name.lower(): value for name, _, value in (one.partition(": ") for one in lines)}
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
     closes = headers.get("connection", "").lower() == "close"
     if method == "HEAD" or status in {"204", "304"}:
         body = b""

@@ -189,7 +189,9 @@ class Campaign:
     async def _held(self) -> dict[str, float]:
         text = (await self._get("/metrics")).body.decode()
         names = ("requests_running", "requests_waiting", "referenced_pages", "engine_deaths_total")
-        results = {one: re.search(rf"^twostroke_{one} (\S+)$", text, re.MULTILINE) for one in names}
+        results = {
+            name: re.search(rf"^twostroke_{name} (\S+)$", text, re.MULTILINE) for name in names
+        }
         values = {name: float(value[1]) if value else -1.0 for name, value in results.items()}
         return {name: value for name, value in values.items() if value}
 
@@ -273,28 +275,28 @@ def _silent() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-async def requests(given: argparse.Namespace, server: Server) -> tuple[Campaign, float]:
+async def requests(args: argparse.Namespace, server: Server) -> tuple[Campaign, float]:
     """Send requests and raw bytes."""
-    campaign, began_s = Campaign(server, given.seed), time.monotonic()
+    campaign, began_s = Campaign(server, args.seed), time.monotonic()
     await campaign.begin()
-    await campaign.http(given.http)
-    await campaign.raw(given.raw)
+    await campaign.http(args.http)
+    await campaign.raw(args.raw)
     await campaign.end()
     return campaign, time.monotonic() - began_s
 
 
-def run(given: argparse.Namespace, folder: Path) -> int:
+def run(args: argparse.Namespace, folder: Path) -> int:
     """Do what is asked for, print how it went, and return how many faults there are."""
     tiny = Tiny(context_length=128)
-    model = given.model if given.model != TINY else str(write_tiny_gguf(folder / "tiny.gguf", tiny))
+    model = args.model if args.model != TINY else str(write_tiny_gguf(folder / "tiny.gguf", tiny))
     faults: list[str] = []
-    if given.http or given.raw:
+    if args.http or args.raw:
         command = (*our_command(model, 1), "--accept-quality", "--no-access-log", "--dashboard")
         command += ("--records", str(folder / "records"), "--max-running", "32")
         command += ("--log-level", "error", "--max-waiting", "64", "--keep-responses", "100")
         with contextlib.ExitStack() as stack:
             server = Server("Twostroke", command, folder, stack)
-            campaign, took_s = asyncio.run(requests(given, server))
+            campaign, took_s = asyncio.run(requests(args, server))
         faults += campaign.faults
         if faults:
             print(f"The server's log ends with:\n{server.tail()}")
@@ -306,9 +308,9 @@ def run(given: argparse.Namespace, folder: Path) -> int:
         )
         if sum(campaign.growth[0]) > _MOST_GROWTH_BYTES:
             faults.append("memory has grown by more than it may")
-    if given.frames:
+    if args.frames:
         began_s = time.monotonic()
-        ends, wrong = asyncio.run(frames(model, given.frames, given.seed))
+        ends, wrong = asyncio.run(frames(model, args.frames, args.seed))
         faults += wrong
         print(f"frames {dict(sorted(ends.items()))} in {time.monotonic() - began_s:.0f} s")
     for fault in faults[:_SHOWN]:

@@ -97,7 +97,7 @@ class Raw(Frozen):
     """
 
     name: str
-    pieces: list[bytes]
+    chunks: list[bytes]
     pause_s: float = 0.0
     end: str = "half"
     most: int = 1
@@ -167,8 +167,8 @@ def _gone(rng: random.Random) -> Raw:
 def _slow(rng: random.Random) -> Raw:
     request = _HEAD + b"Content-Length: %d\r\n\r\n" % len(_BODY) + _BODY
     step = rng.choice((1, 7, 40))
-    pieces = [request[at : at + step] for at in range(0, len(request), step)]
-    return Raw("slow", pieces[: rng.randrange(1, len(pieces) + 1)], 0.001)
+    chunks = [request[at : at + step] for at in range(0, len(request), step)]
+    return Raw("slow", chunks[: rng.randrange(1, len(chunks) + 1)], 0.001)
 
 
 def _garbage(rng: random.Random) -> Raw:
@@ -207,8 +207,8 @@ async def act(raw: Raw, port: int) -> list[str]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     received = b""
     try:
-        for piece in raw.pieces:
-            writer.write(piece)
+        for chunk in raw.chunks:
+            writer.write(chunk)
             if raw.pause_s:
                 await asyncio.sleep(raw.pause_s)
         if raw.end == "reset":
@@ -235,7 +235,7 @@ def judge(raw: Raw, received: bytes) -> list[str]:
     """Return what is wrong with what a client got."""
     statuses = [int(one) for one in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
     final = [status for status in statuses if status >= 200]
-    sent = b"".join(raw.pieces)[:300]
+    sent = b"".join(raw.chunks)[:300]
     faults = []
     if received and not received.startswith(b"HTTP/1.1 "):
         faults.append(f"{raw.name}: {received[:80]!r} is no response to {sent!r}")

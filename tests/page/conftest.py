@@ -207,9 +207,9 @@ def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
     contexts = []
 
     def open_page(
-        server: Server, path: str = "", allowed: tuple[str, ...] = (), **given: Any
+        server: Server, path: str = "", allowed: tuple[str, ...] = (), **options: Any
     ) -> Visit:
-        context = browser.new_context(**({"viewport": _CALM} | given))
+        context = browser.new_context(**({"viewport": _CALM} | options))
         page = context.new_page()
         visit = Visit(page, [])
         contexts.append((context, visit, allowed))

@@ -158,7 +158,7 @@ def test_unexpected_failure_in_mid_stream_is_an_error_event(
         kind = "api_error" if path == "/v1/messages" else "server_error"
         assert data["error"]["type"] == kind
         assert text.endswith("data: [DONE]\n\n") == (path != "/v1/messages")
-    [record] = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert record.getMessage().endswith("failed: ZeroDivisionError: in /secret/path.py")
 
 

@@ -212,14 +212,14 @@ def test_a_stream_goes_on_until_the_first_value_that_may_change(server: LiveServ
     say(server, WRONG, AGAIN, RIGHT)
     _, body = STRICT[0]
     events = documents(ask(server, "/v1/chat/completions", body, stream=True).text)
-    pieces = [
+    chunks = [
         event["choices"][0]["delta"].get("content", "") for event in events if event["choices"]
     ]
-    pieces = [piece for piece in pieces if piece]
-    assert len(pieces) > 10
+    chunks = [chunk for chunk in chunks if chunk]
+    assert len(chunks) > 10
     first_held = RIGHT.index('"tags"')
-    assert "".join(pieces[:-1]) == RIGHT[:first_held]
-    assert pieces[-1] == RIGHT[first_held:]
+    assert "".join(chunks[:-1]) == RIGHT[:first_held]
+    assert chunks[-1] == RIGHT[first_held:]
 
 
 def test_names_are_streamed_unless_they_repeat(server: LiveServer) -> None:
@@ -228,12 +228,12 @@ def test_names_are_streamed_unless_they_repeat(server: LiveServer) -> None:
     say(server, repeated, other)
     body = {"messages": TALK, "guided_json": schema}
     events = documents(ask(server, "/v1/chat/completions", body, stream=True).text)
-    pieces = [
+    chunks = [
         event["choices"][0]["delta"].get("content", "") for event in events if event["choices"]
     ]
-    assert "".join(pieces) == other
-    assert "".join(pieces).startswith("".join(pieces[:6]))
-    assert len([piece for piece in pieces if piece]) > 8
+    assert "".join(chunks) == other
+    assert "".join(chunks).startswith("".join(chunks[:6]))
+    assert len([chunk for chunk in chunks if chunk]) > 8
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -47,16 +47,16 @@ def test_every_protocol_makes_the_same_prompt(server: LiveServer, words: str) ->
     card = server.client.card
     tokens = encode_chat(card, messages)
     assert encode_turn(card, messages, SamplingParams())[0] == tokens  # LLM.chat, twostroke chat
-    given: dict[str, Any] = {"messages": messages}
-    assert _post(server, "/tokenize", **given)["tokens"] == tokens
-    text = _post(server, "/apply-template", **given)["prompt"]
+    kwargs: dict[str, Any] = {"messages": messages}
+    assert _post(server, "/tokenize", **kwargs)["tokens"] == tokens
+    text = _post(server, "/apply-template", **kwargs)["prompt"]
     assert card.tokenizer.encode(text, parse_special=True) == tokens
     counts = [
-        _post(server, "/v1/chat/completions", **given, max_tokens=1)["usage"]["prompt_tokens"],
-        _post(server, "/v1/chat/completions/input_tokens", **given)["input_tokens"],
+        _post(server, "/v1/chat/completions", **kwargs, max_tokens=1)["usage"]["prompt_tokens"],
+        _post(server, "/v1/chat/completions/input_tokens", **kwargs)["input_tokens"],
         _post(server, "/v1/responses/input_tokens", input=messages)["input_tokens"],
-        _post(server, "/v1/messages/count_tokens", **given)["input_tokens"],
-        _post(server, "/api/chat", **given, stream=False, options={"num_predict": 1})[
+        _post(server, "/v1/messages/count_tokens", **kwargs)["input_tokens"],
+        _post(server, "/api/chat", **kwargs, stream=False, options={"num_predict": 1})[
             "prompt_eval_count"
         ],
     ]

@@ -71,10 +71,10 @@ def test_a_model_loads_on_request_and_another_makes_room(server: ModelServer) ->
     assert body["takes_any_name"] is False
     assert server.count("model_loads_total") == {"a": 1, "b": 1, "c": 1}
     assert server.count("model_unloads_total") == {"a": 0, "b": 0, "c": 0} | {gone: 1}
-    present = [one["name"] for one in server.http.get("/api/ps").json()["models"]]
+    present = [model["name"] for model in server.http.get("/api/ps").json()["models"]]
     assert present == [f"{name}:latest" for name in loaded]
     tags = server.http.get("/api/tags").json()["models"]
-    assert [one["name"] for one in tags] == ["a:latest", "b:latest", "c:latest"]
+    assert [tag["name"] for tag in tags] == ["a:latest", "b:latest", "c:latest"]
     assert len(pids(server)) == 2
 
 

@@ -243,12 +243,14 @@ def test_calls_are_sent_in_openais_form(
 def test_a_cut_call_is_not_shown_as_text_in_any_protocol(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "hello"}]
     functions = [tool["function"] for tool in TOOLS]
-    named = [{"name": one["name"], "input_schema": one["parameters"]} for one in functions]
+    named = [
+        {"name": function["name"], "input_schema": function["parameters"]} for function in functions
+    ]
     protocols: dict[str, Callable[[int], Fields]] = {
         "/v1/chat/completions": lambda n: {"messages": talk, "tools": TOOLS, "max_tokens": n},
         "/v1/responses": lambda n: {
             "input": talk,
-            "tools": [{"type": "function", **one} for one in functions],
+            "tools": [{"type": "function", **function} for function in functions],
             "max_output_tokens": n,
         },
         "/v1/messages": lambda n: {"messages": talk, "tools": named, "max_tokens": n},

@@ -260,7 +260,7 @@ def test_a_schema_of_no_object_frees_the_arguments_unless_strict() -> None:
     bodies = [FunctionBody(**function)]
     tools = to_tools(bodies, "auto", parallel=None)
     assert tools is not None
-    assert [one.schema for one in tools.functions] == [{"type": "object"}]
+    assert [function.schema for function in tools.functions] == [{"type": "object"}]
     assert tools.prompt_tools[0]["function"]["parameters"] == parameters
 
 

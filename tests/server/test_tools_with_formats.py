@@ -85,15 +85,15 @@ def whole(server: LiveServer, protocol: str, **fields: Any) -> tuple[str, list[t
     if protocol == "chat":
         message = body["choices"][0]["message"]
         functions = [call["function"] for call in message.get("tool_calls", ())]
-        calls = [(one["name"], one["arguments"]) for one in functions]
+        calls = [(function["name"], function["arguments"]) for function in functions]
         assert body["choices"][0]["finish_reason"] == ("tool_calls" if calls else "stop")
         return message["content"] or "", calls
     if protocol == "responses":
         items = body["output"]
         text = [
-            part["text"] for one in items if one["type"] == "message" for part in one["content"]
+            part["text"] for item in items if item["type"] == "message" for part in item["content"]
         ]
-        called = [one for one in items if one["type"] == "function_call"]
+        called = [item for item in items if item["type"] == "function_call"]
         return "".join(text), [(one["name"], one["arguments"]) for one in called]
     assert body["stop_reason"] in {"end_turn", "tool_use"}
     blocks = body["content"]

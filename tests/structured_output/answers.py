@@ -2,8 +2,8 @@
 
 JSON schemas are made at random; others are regular expressions, choices and a grammar. Each answer
 must be valid, by a validator that is not ours, or be reported by the check of finished answers; an
-answer that was cut by its length must be something that could have become valid. Guesses are on.
-In the end it says what masks and guesses of constraints took of the time of steps.
+answer that was cut by its length must be something that could have become valid. Speculation is on.
+In the end it prints how much time of steps the masks and drafts of constraints took.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.5)
 
 
-def run(given: argparse.Namespace) -> bool:
+def run(args: argparse.Namespace) -> bool:
     """Ask, check, print a table, and return whether no answer is wrong."""
-    rng = random.Random(given.seed)
+    rng = random.Random(args.seed)
     kept, wrong, spent = Counter[str](), list[str](), _clocks()
-    with LLM(given.model, EngineOptions(cache=CacheOptions(context_length=1024))) as llm:
+    with LLM(args.model, EngineOptions(cache=CacheOptions(context_length=1024))) as llm:
         client = llm.engine.client
         client.grammars.prepare()
-        constraints = [_constraint(rng, client.grammars) for _ in range(given.answers)]
+        constraints = [_constraint(rng, client.grammars) for _ in range(args.answers)]
         began = time.monotonic()
-        for first in range(0, given.answers, _TOGETHER):
+        for first in range(0, args.answers, _TOGETHER):
             some = constraints[first : first + _TOGETHER]
             params = [
                 SamplingParams(
-                    max_tokens=given.tokens,
-                    temperature=given.temperature,
-                    seed=given.seed + first + i,
+                    max_tokens=args.tokens,
+                    temperature=args.temperature,
+                    seed=args.seed + first + i,
                     constraint=constraint,
                 )
                 for i, constraint in enumerate(some)
@@ -83,11 +83,12 @@ def run(given: argparse.Namespace) -> bool:
         snapshot = client.loop.snapshot()
     speculation, meter = snapshot.speculation, snapshot.phases
     step_s = meter.prefill.time_s + meter.decode.time_s
-    print(f"{given.model}: {given.answers} answers in {elapsed_s:.0f} s")
+    print(f"{args.model}: {args.answers} answers in {elapsed_s:.0f} s")
     for what, count in sorted(kept.items()):
         print(f"  {what}: {count}")
     print(
-        f"  of what a grammar forces {speculation.accepted['grammar']} guesses were right,", end=" "
+        f"  of what a grammar forces {speculation.accepted['grammar']} drafts were accepted,",
+        end=" ",
     )
     print(f"of {speculation.proposed['grammar']}")
     shares = ", ".join(f"{name} {100 * s / step_s:.1f}%" for name, s in spent.items())

@@ -97,7 +97,9 @@ def _rewritten(schema: Any) -> Any:
         results["pattern"] = results["pattern"].replace("$", r"\Z")
     if isinstance(results.get("patternProperties"), dict):
         patterns = results["patternProperties"]
-        results["patternProperties"] = {one.replace("$", r"\Z"): patterns[one] for one in patterns}
+        results["patternProperties"] = {
+            pattern.replace("$", r"\Z"): patterns[pattern] for pattern in patterns
+        }
     return results
 
 

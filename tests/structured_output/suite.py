@@ -37,15 +37,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="list rejected instances and refusals")
 
 
-def run(given: argparse.Namespace) -> bool:
+def run(args: argparse.Namespace) -> bool:
     """Try all instances, print a table, and return whether none is wrong."""
-    forms = Forms(given.model)
-    kept = [_run_draft(forms, given, draft) for draft in _DRAFTS]
+    forms = Forms(args.model)
+    kept = [_run_draft(forms, args, draft) for draft in _DRAFTS]
     return all(kept)
 
 
-def _run_draft(forms: Forms, given: argparse.Namespace, draft: str) -> bool:
-    folder = given.suite / "tests" / draft
+def _run_draft(forms: Forms, args: argparse.Namespace, draft: str) -> bool:
+    folder = args.suite / "tests" / draft
     files = [*sorted(folder.glob("*.json")), *sorted(folder.glob("optional/format/*.json"))]
     assert files, f"the suite is not in {folder}"
     result = _Found()
@@ -71,7 +71,7 @@ def _run_draft(forms: Forms, given: argparse.Namespace, draft: str) -> bool:
     print(
         *(f"  refused, {number}: {why}" for why, number in result.refused.most_common()), sep="\n"
     )
-    print(*(f"  {one}\n" for one in (result.listed if given.list else [])), sep="", end="")
+    print(*(f"  {one}\n" for one in (result.listed if args.list else [])), sep="", end="")
     print(*(f"  WRONG: {one}\n" for one in result.wrong), sep="", end="")
     return not result.wrong
 

@@ -52,20 +52,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
 
 
-def run(given: argparse.Namespace) -> bool:
+def run(args: argparse.Namespace) -> bool:
     """Walk until enough walks have finished, print a table, and return whether none is wrong."""
     began_s = time.monotonic()
     count, refused, wrong = Counter[str](), Counter[str](), list[str]()
     start = multiprocessing.get_context("spawn")
-    with start.Pool(given.processes, _begin, (given.model,)) as pool:
-        for found in pool.imap_unordered(_task, _seeds(given.seed)):
+    with start.Pool(args.processes, _begin, (args.model,)) as pool:
+        for found in pool.imap_unordered(_task, _seeds(args.seed)):
             count += found[0]
             refused += found[1]
             wrong += found[2]
-            if count["walks that finished"] >= given.walks:
+            if count["walks that finished"] >= args.walks:
                 pool.terminate()
                 break
-    print(f"random walks, seed {given.seed}, {time.monotonic() - began_s:.0f} s")
+    print(f"random walks, seed {args.seed}, {time.monotonic() - began_s:.0f} s")
     print(*(f"  {what}: {number}" for what, number in sorted(count.items())), sep="\n")
     print(*(f"  refused, {number}: {why}" for why, number in refused.most_common(25)), sep="\n")
     print(*(f"  WRONG: {one}\n" for one in wrong[:_MOST_SHOWN]), sep="", end="")
@@ -144,7 +144,7 @@ class Walker:
     def walk(self, form: Form, hints: list[str], rng: random.Random) -> bytes | None:
         """Return a whole answer of a grammar, or None if it became too long."""
         matcher, output, text = form.matcher(), list[int](), b""
-        place = _Place(hints, rng)
+        walk_state = _WalkState(hints, rng)
         mask = np.zeros((1, form.num_words), np.uint32)
         while len(output) < _MOST_TOKENS:
             matcher.masks(output, (), (), mask)
@@ -156,28 +156,30 @@ class Walker:
                 return text
             if not going_on.size:
                 raise RequestError("Nothing may follow.")
-            token = self._token(mask[0], place, hurried=hurried)
+            token = self._token(mask[0], walk_state, hurried=hurried)
             output.append(int(rng.choice(going_on)) if token is None else token)
             text += self._bytes[output[-1]]
-            place.follow(self._bytes[output[-1]])
+            walk_state.follow(self._bytes[output[-1]])
         return None
 
-    def _token(self, row: NDArray[np.uint32], place: _Place, *, hurried: bool) -> int | None:
+    def _token(
+        self, row: NDArray[np.uint32], walk_state: _WalkState, *, hurried: bool
+    ) -> int | None:
         """Return an allowed token that is to be tried, or that comes nearer to the end."""
-        for byte in place.wish():
+        for byte in walk_state.wish():
             token = self._single.get(byte)
             if token is not None and row[token // 32] >> (token % 32) & 1:
                 return token
-            place.give_up()
-        if place.rng.random() < (0.95 if hurried else 0.25):
-            for byte in b'"' if place.in_string else b"}],":
+            walk_state.give_up()
+        if walk_state.rng.random() < (0.95 if hurried else 0.25):
+            for byte in b'"' if walk_state.in_string else b"}],":
                 token = self._single[byte]
                 if row[token // 32] >> (token % 32) & 1:
                     return token
         return None
 
 
-class _Place:
+class _WalkState:
     """Where in a JSON text a walk is, and what it tries there."""
 
     def __init__(self, hints: list[str], rng: random.Random) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FORMATS = {fmt.name: fmt for fmt in FORMATS_BY_KERNEL_ID.values()}
 GROUPED = {fmt.name for fmt in KERNEL_FORMATS}
-BOOKS = {book.name: book for book in CODEBOOKS}
+BOOKS = {codebook.name: codebook for codebook in CODEBOOKS}
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
@@ -68,11 +68,13 @@ def set_halves(name: str, source: np.ndarray, rng: np.random.Generator) -> None:
         if name.endswith("_Z"):
             blocks[:, 4] %= 17  # GPTQ stores zero points less one
         return
-    if book := BOOKS.get(name):
-        blocks[:, 2 : 2 + book.num_groups] %= 32
-        codes = blocks[:, 2 + book.num_groups :]
-        codes %= len(book.levels)
-        codes[book.levels[codes] == 0] = 0  # three magnitudes in two bits: the fourth is in no file
+    if codebook := BOOKS.get(name):
+        blocks[:, 2 : 2 + codebook.num_groups] %= 32
+        codes = blocks[:, 2 + codebook.num_groups :]
+        codes %= len(codebook.levels)
+        codes[codebook.levels[codes] == 0] = (
+            0  # three magnitudes in two bits: the fourth is in no file
+        )
     for start in HALVES[name]:
         halves = (rng.standard_normal(len(blocks)) * 0.02).astype(np.float16)
         halves[rng.random(len(blocks)) < 0.05] = 0
@@ -84,8 +86,8 @@ def take_apart(name: str, source: np.ndarray) -> Parts:
     """Return the parts of blocks (outputs, bytes)."""
     if name in GROUPED:
         return take_groups_apart(name, source)
-    if book := BOOKS.get(name):
-        return take_book_apart(book, source)
+    if codebook := BOOKS.get(name):
+        return take_book_apart(codebook, source)
     blocks = source.reshape(-1, FORMATS[name].block_bytes)
     halves = [
         np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
@@ -133,14 +135,14 @@ def take_groups_apart(name: str, source: np.ndarray) -> Parts:
     )
 
 
-def take_book_apart(book: Codebook, source: np.ndarray) -> Parts:
+def take_book_apart(codebook: Codebook, source: np.ndarray) -> Parts:
     """Return the parts of a codebook format's blocks, in the form that the kernels use."""
-    scales, codes = book.parts(source.reshape(-1, book.format.block_bytes))
+    scales, codes = codebook.parts(source.reshape(-1, codebook.format.block_bytes))
     outputs = len(source)
     return Parts(
         scales.reshape(outputs, -1),
         np.zeros((0, 0), np.float32),
-        book.levels[codes].astype(np.int64).reshape(outputs, -1, book.group),
+        codebook.levels[codes].astype(np.int64).reshape(outputs, -1, codebook.group),
     )
 
 

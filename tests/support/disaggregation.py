@@ -72,37 +72,37 @@ def options(
 
 
 @contextmanager
-def prefill(path: Path, link: str = "shared", **given: Any) -> Iterator[tuple[LLM, str]]:
+def prefill(path: Path, link: str = "shared", **kwargs: Any) -> Iterator[tuple[LLM, str]]:
     """Yield a prefill engine, and its address."""
     # The former is not known as this machine.
     host = "127.0.0.2" if link in {"tcp", *NIXL_LINKS} else "127.0.0.1"
     disaggregation = DisaggregationOptions("prefill", f"{host}:0")
     if link == "sockets":
-        given["backend"] = "reference"  # its memory cannot be shared
-    with LLM(path, options(disaggregation, **given)) as llm:
+        kwargs["backend"] = "reference"  # its memory cannot be shared
+    with LLM(path, options(disaggregation, **kwargs)) as llm:
         yield llm, f"{host}:{view(llm).prefill_side.port}"
 
 
 @contextmanager
 def decode(
-    path: Path, address: str, rule: str = "always", peer_link: str = "socket", **given: Any
+    path: Path, address: str, rule: str = "always", peer_link: str = "socket", **kwargs: Any
 ) -> Iterator[LLM]:
     """Yield a decode engine that is connected to the prefill engine at `address`."""
     disaggregation = DisaggregationOptions("decode", None, (address,), rule, peer_link)
-    with LLM(path, options(disaggregation, **given)) as llm:
+    with LLM(path, options(disaggregation, **kwargs)) as llm:
         wait_until(lambda: view(llm).decode_side.peers[0].state == "up")
         yield llm
 
 
 @contextmanager
-def pair(path: Path, link: str, **given: Any) -> Iterator[tuple[LLM, LLM]]:
+def pair(path: Path, link: str, **options: Any) -> Iterator[tuple[LLM, LLM]]:
     """Yield a prefill engine, and a decode engine that is connected to it."""
     if link == "sockets":
-        given["backend"] = "reference"
+        options["backend"] = "reference"
     peer_link = link if link in NIXL_LINKS else "socket"
     with (
-        prefill(path, link, **given) as (first, address),
-        decode(path, address, peer_link=peer_link, **given) as second,
+        prefill(path, link, **options) as (first, address),
+        decode(path, address, peer_link=peer_link, **options) as second,
     ):
         yield first, second
 
@@ -120,12 +120,14 @@ def answers(llm: LLM, prompts: Sequence[Sequence[int]], params: Any) -> list[lis
     return [[choice.token_ids for choice in choices] for choices in result]
 
 
-def random_prompts(rng: random.Random, count: int, most: int = 300) -> list[list[int]]:
+def random_prompts(rng: random.Random, count: int, max_tokens: int = 300) -> list[list[int]]:
     """Return prompts, some of which begin alike."""
     prompts: list[list[int]] = []
     for _ in range(count):
         begin = rng.choice(prompts)[: rng.randrange(200)] if prompts and rng.random() < 0.3 else []
-        prompts.append([*begin, *(rng.randrange(3, 250) for _ in range(rng.randint(1, most)))])
+        prompts.append(
+            [*begin, *(rng.randrange(3, 250) for _ in range(rng.randint(1, max_tokens)))]
+        )
     return [prompt[:400] for prompt in prompts]
 
 

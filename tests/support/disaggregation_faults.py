@@ -51,8 +51,8 @@ def run_each_fault(folder: Path, link: str, counts: Counter[str]) -> None:
         path = write_tiny_gguf(folder / "m.gguf", tiny_of("llama"))
         rng = random.Random(7)
         prompts = [random_prompts(rng, 3) for _ in range(len(KINDS) * len(FAULTS))]
-        given: dict[str, Any] = {"backend": "reference"} if link == "sockets" else {}
-        with LLM(path, options(**given)) as alone:
+        kwargs: dict[str, Any] = {"backend": "reference"} if link == "sockets" else {}
+        with LLM(path, options(**kwargs)) as alone:
             expected = [answers(alone, some, SAMPLED) for some in prompts]
         with pair(path, link) as (first, second):
             for (kind, fault), some, tokens in zip(
@@ -87,7 +87,7 @@ def run_round(
     rng = random.Random(seed)
     link = rng.choice(links)
     fault_rate = rng.choice((0.02, 0.1, 0.3))
-    given: dict[str, Any] = {
+    kwargs: dict[str, Any] = {
         "kv_format": rng.choice(("f16", "bf16", "int8", "int16")),
         "budget": rng.choice((16, 48, 128)),
     }
@@ -95,7 +95,7 @@ def run_round(
     prompts = random_prompts(rng, _NUM_PROMPTS)
     with pytest.MonkeyPatch.context() as patch:
         shorten_timeouts(patch)
-        with LLM(path, options(**given)) as alone:
+        with LLM(path, options(**kwargs)) as alone:
             expected = answers(alone, prompts, SAMPLED)
         faults = random.Random(seed)
         is_on = [False]
@@ -112,7 +112,7 @@ def run_round(
         Network(patch, choose, counts)
         if use is not None:
             use(patch, choose_move)
-        with pair(path, link, **given) as (first, second):
+        with pair(path, link, **kwargs) as (first, second):
             is_on[0] = True
             client = second.engine.client
             requests = [client.generate(prompt, SAMPLED) for prompt in prompts]

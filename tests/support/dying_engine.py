@@ -78,9 +78,9 @@ class Loop(EngineLoop):
 
     _idle_s = 0.0  # it never waits
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         self.end = threading.Event()
-        super().__init__(*given)
+        super().__init__(*args)
 
     def _run(self) -> None:
         self.end.wait()

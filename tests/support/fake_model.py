@@ -109,8 +109,8 @@ class FakeModel:
         ends = [*firsts, len(slice_.drafts)]
         tokens = request.tokens[slice_.start : slice_.start + slice_.count]
         if slice_.is_blind:
-            place, token = self._drawn[request]
-            assert place == slice_.start, "a token that the step before did not draw"
+            position, token = self._drawn[request]
+            assert position == slice_.start, "a token that the step before did not draw"
             tokens = [token]
         tokens += slice_.drafts[: ends[0]]
         rows = self._write_run(request, request.pages, slice_.start, tokens, written)
@@ -125,9 +125,9 @@ class FakeModel:
         """Copy the beginning of a branch's first page from the request's page."""
         if not branch.is_copied:
             return
-        size, place = self._page_size, branch.own_page_index
+        size, page_index = self._page_size, branch.own_page_index
         for theirs, own in zip(request.pages, branch.pages, strict=True):
-            source, target = theirs[place] * size, own[place - branch.page_index] * size
+            source, target = theirs[page_index] * size, own[page_index - branch.page_index] * size
             self._slots[target : target + size] = self._slots[source : source + size]
 
     def _write_run(
@@ -287,14 +287,21 @@ def expected_output(
     while True:
         for at in range(len(numbers[0]), len(tokens)):
             first_read = _first_read(windows, at)
-            seen = [known[first:] for known, first in zip(numbers, first_read, strict=True)]
+            seen = [
+                group_numbers[first:]
+                for group_numbers, first in zip(numbers, first_read, strict=True)
+            ]
             is_output = two_arithmetics and at >= request.num_prompt
             state = hash((state, tokens[at], is_output))
             row = _numbers(request, tokens[at], is_output, seen)
-            for known, number in zip(numbers, row, strict=True):
-                known.append(number)
+            for group_numbers, number in zip(numbers, row, strict=True):
+                group_numbers.append(number)
         first_seen = _first_seen(windows, len(tokens) - 1)
-        last = [n for known, first in zip(numbers, first_seen, strict=True) for n in known[first:]]
+        last = [
+            n
+            for group_numbers, first in zip(numbers, first_seen, strict=True)
+            for n in group_numbers[first:]
+        ]
         if has_states:
             last.append(state)
         tokens.append(_choose(last, request.seed))
@@ -313,12 +320,18 @@ def expected_scores(request: Request, windows: Windows = (None,)) -> list[TokenL
     scores = []
     for at, token in enumerate(request.prompt[:-1]):
         first_read = _first_read(windows, at)
-        seen = [known[first:] for known, first in zip(numbers, first_read, strict=True)]
+        seen = [
+            group_numbers[first:] for group_numbers, first in zip(numbers, first_read, strict=True)
+        ]
         row = _numbers(request, token, False, seen)
-        for known, number in zip(numbers, row, strict=True):
-            known.append(number)
+        for group_numbers, number in zip(numbers, row, strict=True):
+            group_numbers.append(number)
         first_seen = _first_seen(windows, at)
-        last = [n for known, first in zip(numbers, first_seen, strict=True) for n in known[first:]]
+        last = [
+            n
+            for group_numbers, first in zip(numbers, first_seen, strict=True)
+            for n in group_numbers[first:]
+        ]
         scores.append(_likelihood(request, at + 1, last))
     return scores
 
@@ -328,10 +341,12 @@ def expected_states(request: Request, windows: Windows = (None,)) -> list[float]
     numbers: list[list[int]] = [[] for _ in windows]
     for at, token in enumerate(request.prompt):
         first_read = _first_read(windows, at)
-        seen = [known[first:] for known, first in zip(numbers, first_read, strict=True)]
+        seen = [
+            group_numbers[first:] for group_numbers, first in zip(numbers, first_read, strict=True)
+        ]
         row = _numbers(request, token, False, seen)
-        for known, number in zip(numbers, row, strict=True):
-            known.append(number)
+        for group_numbers, number in zip(numbers, row, strict=True):
+            group_numbers.append(number)
     return [_state(number) for number in numbers[0]]
 
 

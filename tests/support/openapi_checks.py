@@ -114,12 +114,14 @@ class Description:
 class CheckedClient(httpx.Client):
     """An HTTP client that checks each response that is not streamed against the document."""
 
-    def __init__(self, description: Description, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, description: Description, **options: Any) -> None:
+        super().__init__(**options)
         self._description = description
 
-    def send(self, request: httpx.Request, *, stream: bool = False, **given: Any) -> httpx.Response:
-        response = super().send(request, stream=stream, **given)
+    def send(
+        self, request: httpx.Request, *, stream: bool = False, **options: Any
+    ) -> httpx.Response:
+        response = super().send(request, stream=stream, **options)
         if not stream and request.method not in {"HEAD", "OPTIONS"}:
             path = ALIASES.get(request.url.path, request.url.path)
             if response.status_code >= 400 and request.url.path == "/chat/completions":

@@ -28,7 +28,7 @@ def piece_metadata(**keys: object) -> dict[str, object]:
     types += [BYTE] * 256 + [NORMAL] * (len(LETTERS) + len(MADE))
     scores = [-1000.0] * (4 + len(runs)) + [0.0] * 256
     scores += [-1e9] * len(LETTERS)
-    scores += [-float(place) for place in range(len(tokens) - len(scores))]
+    scores += [-float(index) for index in range(len(tokens) - len(scores))]
     metadata = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
@@ -56,14 +56,14 @@ def slow_pieces(text: str, scores: Mapping[str, float]) -> list[str]:
     pieces = list(text)
     while True:
         results = [
-            (-scores[a + b], place)
-            for place, (a, b) in enumerate(pairwise(pieces))
+            (-scores[a + b], index)
+            for index, (a, b) in enumerate(pairwise(pieces))
             if a + b in scores and a in scores and b in scores
         ]
         if not results:
             return pieces
-        place = min(results)[1]
-        pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
+        index = min(results)[1]
+        pieces[index : index + 2] = [pieces[index] + pieces[index + 1]]
 
 
 def spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | None]:

@@ -39,8 +39,8 @@ class RandomTransfers:
         if transfer is not None:
             lost = rng.random() * 0.2
             there = {key for key in self._stored if rng.random() >= lost}
-            wanted = self._all.select_missing(transfer, there.__contains__)
-            self._transfers.append((transfer, wanted))
+            missing = self._all.select_missing(transfer, there.__contains__)
+            self._transfers.append((transfer, missing))
             self._counts["transfers"] += 1
 
     def move(self, rng: random.Random) -> None:
@@ -74,15 +74,15 @@ class RandomTransfers:
         )
 
     def _go_on(self, rng: random.Random, number: int) -> None:
-        transfer, wanted = self._transfers[number]
+        transfer, missing = self._transfers[number]
         if rng.random() < 0.1:
             self._all.drop(transfer)
             self._counts["dropped transfers"] += 1
-        if not wanted or rng.random() < 0.1:
+        if not missing or rng.random() < 0.1:
             self._transfers.pop(number)
             self._all.end(transfer)
             return
-        part = wanted[: rng.randint(1, 4)]
+        part = missing[: rng.randint(1, 4)]
         pages = self._all.allocate(transfer, part)
         part = part[: len(pages)]
         rng.shuffle(part)
@@ -92,20 +92,22 @@ class RandomTransfers:
             if rng.random() < 0.95:  # else it is damaged
                 self._all.add_arrived(transfer, [key])
                 self._counts["arrived pages"] += 1
-        del wanted[: len(part)]
+        del missing[: len(part)]
 
     def _lease(self, rng: random.Random) -> None:
-        if known := self._store_known():
-            lease = self._all.lease(rng.sample(known, min(len(known), rng.choice((1, 4, 20)))))
+        if stored_keys := self._store_known():
+            lease = self._all.lease(
+                rng.sample(stored_keys, min(len(stored_keys), rng.choice((1, 4, 20))))
+            )
             self._leases.append((lease, self._read(lease)))
             self._counts["leased pages"] += len(lease.pages)
 
     def _store_known(self) -> list[PageKey]:
         """Copy all pages in the prefix index; return their keys."""
         index = self.scheduler.prefix_cache._index
-        known = {} if index is None else {key: page for page, key in index._keys.items()}
-        self._stored.update({k: self._model.stages[0].content(p) for k, p in known.items()})
-        return sorted(known)
+        stored_keys = {} if index is None else {key: page for page, key in index._keys.items()}
+        self._stored.update({k: self._model.stages[0].content(p) for k, p in stored_keys.items()})
+        return sorted(stored_keys)
 
     def _release(self, leased: tuple[Lease, dict[PageKey, list[int]]]) -> None:
         lease, content = leased

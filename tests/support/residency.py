@@ -131,9 +131,9 @@ class Stage:
             self._use(model)
             self.num_loads += 1
         taken = [
-            one.num_bytes
-            for one in self.models.values()
-            if one.state is not ModelResidency.UNLOADED
+            model.num_bytes
+            for model in self.models.values()
+            if model.state is not ModelResidency.UNLOADED
         ]
         assert sum(taken) <= self.budget
 

@@ -217,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counts["drafts"] += add_random_drafts(rng, plan, self.scheduler, outputs, VOCAB_SIZE)
         self.counts["branches"] += sum(len(slice_.branches) for slice_ in plan.slices)
         assert plan.num_rows <= self.scheduler.config.step_budget
-        self.counted("guess")
+        self.counted("add drafts")
 
     def start(self) -> None:
         """Start the newest step, if it is not started."""

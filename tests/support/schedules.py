@@ -35,7 +35,7 @@ class Setting(Frozen):
     prefix_cache: bool
     policy: Policy
     max_scored_rows: int = 128
-    guesses: int | None = None  # the seed of random drafts, if there are to be some
+    draft_seed: int | None = None  # the seed of random drafts, if there are to be some
     draws_ahead: int = 0  # steps
     cancels: int | None = None  # the seed of requests that end early, if some are to
 
@@ -57,7 +57,7 @@ class Setting(Frozen):
             prefix_cache=rng.random() < 0.7,
             policy=rng.choice(policies),
             max_scored_rows=(1, 3, 40, 128)[num_pages % 4],
-            guesses=num_pages if num_pages % 2 else None,
+            draft_seed=num_pages if num_pages % 2 else None,
         )
 
     def alone(self, num_pages: int) -> Setting:
@@ -69,7 +69,7 @@ class Setting(Frozen):
             max_running=1,
             prefix_cache=False,
             policy=Continuous(),
-            guesses=None,
+            draft_seed=None,
         )
 
 
@@ -158,7 +158,7 @@ def run_schedule(
     )
     states = StatePool(count) if (count := backend.facts.num_states) else None
     scheduler = Scheduler(config, pool, index, setting.policy, states=states)
-    rng, ends = random.Random(setting.guesses), random.Random(setting.cancels)
+    rng, ends = random.Random(setting.draft_seed), random.Random(setting.cancels)
     outputs = {name: tokens for name, (tokens, _) in (known or {}).items()}
     logprobs: dict[str, list[TokenLogprobs | None]] = {r.id: [] for r in requests}
     embedders = {r.id: embedder_of(r) for r in requests if r.pooling is not None}
@@ -170,7 +170,7 @@ def run_schedule(
     while scheduler.has_work or in_flight:
         plan = scheduler.plan() if len(in_flight) <= setting.draws_ahead else None
         if plan is not None:
-            if setting.guesses is not None and known is not None:
+            if setting.draft_seed is not None and known is not None:
                 add_random_drafts(rng, plan, scheduler, outputs, vocab_size=200)
             in_flight.append(plan)
             if setting.draws_ahead:

@@ -59,8 +59,8 @@ def everything(llm: LLM, **hints: Any) -> list[Any]:
     return [
         *comparable_fields(llm.generate(PROMPTS, GREEDY, **hints)),
         *(
-            one
+            comparable_field
             for params in SAMPLED
-            for one in comparable_fields(llm.generate(PROMPTS, params, **hints))
+            for comparable_field in comparable_fields(llm.generate(PROMPTS, params, **hints))
         ),
     ]

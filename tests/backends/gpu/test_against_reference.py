@@ -35,8 +35,8 @@ VARIANTS: dict[str, Program] = {
 
 
 def gpu_backend(program: Program, tensors: Any, num_pages: int = 2, **options: Any) -> GpuBackend:
-    given = {"element": torch.float32, "kv_format": "f32", "max_rows": 64, "piece": 32}
-    return GpuBackend(program, tensors, num_pages, 16, find_device(), **{**given, **options})
+    kwargs = {"element": torch.float32, "kv_format": "f32", "max_rows": 64, "piece": 32}
+    return GpuBackend(program, tensors, num_pages, 16, find_device(), **{**kwargs, **options})
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -77,8 +77,8 @@ def test_many_rows_of_packed_weights_are_close(parts: int, monkeypatch: pytest.M
     program = build_program(replace(SPEC, hidden_size=512, ffn_size=512, head_dim=64))
     tensors = random_tensors(program, "Q4_K", "Q4_K")
     right = ReferenceBackend(program, tensors, 1, 16)
-    given = {"element": torch.float16, "kv_format": "f16", "max_rows": 128}
-    ours = gpu_backend(program, tensors, num_pages=8, **given)
+    kwargs = {"element": torch.float16, "kv_format": "f16", "max_rows": 128}
+    ours = gpu_backend(program, tensors, num_pages=8, **kwargs)
     tokens = (2 * TOKENS)[:120]
     result = compare([(right.score(tokens), ours.score(tokens), tokens)])
     assert result.mean_kl < 1e-4

@@ -173,9 +173,9 @@ def test_no_size_of_a_step_has_kernels_that_were_not_prepared(
     name: str, *, same_tokens: bool
 ) -> None:
     program = PROGRAMS[name]
-    given = {"max_rows": 2048, "same_tokens": same_tokens}
+    kwargs = {"max_rows": 2048, "same_tokens": same_tokens}
     tensors = random_tensors(program, "F16", "F16")
-    backend = GpuBackend(program, tensors, 8, 16, find_device(), **given)
+    backend = GpuBackend(program, tensors, 8, 16, find_device(), **kwargs)
     kernels = backend._kernels
     prepared, kernels.only_notes = len(kernels), True
     for num_rows in range(64, 2049, 64):

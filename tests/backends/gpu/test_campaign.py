@@ -55,12 +55,12 @@ class Started:
         self.rooms: list[int] = []
         made, num_left = module.GpuBackend, [num_refused]
 
-        def make(*given: Any, **options: Any) -> Any:
-            self.rooms.append(given[2])
+        def make(*args: Any, **options: Any) -> Any:
+            self.rooms.append(args[2])
             num_left[0] -= 1
             if num_left[0] >= 0:
                 raise MemoryLimitError("too little")
-            return made(*given, **options)
+            return made(*args, **options)
 
         monkeypatch.setattr(module, "GpuBackend", make)
 

@@ -50,8 +50,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def gpu_backend(program: Any, tensors: Any, num_pages: int, **options: Any) -> GpuBackend:
-    given = {"element": torch.float32, "kv_format": "f32", "max_rows": 60, "piece": 32}
-    return GpuBackend(program, tensors, num_pages, 16, find_device(), **given, **options)
+    kwargs = {"element": torch.float32, "kv_format": "f32", "max_rows": 60, "piece": 32}
+    return GpuBackend(program, tensors, num_pages, 16, find_device(), **kwargs, **options)
 
 
 def engine(tiny: str, backend: str, num_tokens: int = 256, **options: Any) -> LLM:
@@ -164,7 +164,7 @@ def test_requests_together_are_answered_as_each_alone(windows: tuple[int | None,
         max_running=16,
         prefix_cache=True,
         policy=Continuous(),
-        guesses=3,
+        draft_seed=3,
     )
     expected, _ = run_schedule(
         ReferenceBackend(*model, 64, 16), crowded.alone(64), [fresh(r) for r in requests], 100

@@ -170,8 +170,8 @@ def test_folders_stay_e4m3_and_agree_with_the_reference(tmp_path: Path, kind: st
     program = build_program(loaded.spec)
     tokens = TOKENS[:16]
     right = ReferenceBackend(program, loaded.tensors, 1, 64).score(tokens)
-    given = {"element": torch.float16, "kv_format": "f16", "max_rows": 16, "piece": 32}
-    ours = GpuBackend(program, loaded.tensors, 8, 16, find_device(), **given)
+    kwargs = {"element": torch.float16, "kv_format": "f16", "max_rows": 16, "piece": 32}
+    ours = GpuBackend(program, loaded.tensors, 8, 16, find_device(), **kwargs)
     result = compare([(right, ours.score(tokens), tokens)])
     assert result.mean_kl < 1e-4
     assert "E4M3" not in ours.facts.detail, "no matrix was converted"
@@ -182,12 +182,12 @@ def test_steps_of_many_rows_are_close(monkeypatch: pytest.MonkeyPatch, name: str
     program = build_program(replace(SPEC, num_layers=1, hidden_size=256, ffn_size=256, head_dim=64))
     tensors = fp8_tensors(program)
     right = ReferenceBackend(program, tensors, 1, 128).score(TOKENS)
-    given = {"element": torch.float16, "kv_format": "f16", "max_rows": 128}
+    kwargs = {"element": torch.float16, "kv_format": "f16", "max_rows": 128}
     launched, start = [], getattr(products_fp8, name)
     monkeypatch.setattr(products_fp8, name, lambda *x, **y: launched.append(start(*x, **y)))
     if name == "write_rows":
         monkeypatch.setattr(products_fp8, "LIBRARY_ROWS", 65)
-    ours = GpuBackend(program, tensors, 2, 128, find_device(), **given)
+    ours = GpuBackend(program, tensors, 2, 128, find_device(), **kwargs)
     launched.clear()
     result = compare([(right, ours.score(TOKENS), TOKENS)])
     assert launched

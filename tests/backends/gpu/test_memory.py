@@ -126,9 +126,9 @@ def test_matrices_that_are_written_out_and_rounded_rows_are_counted() -> None:
 def test_sums_in_parts_are_counted(rows: int, architecture: int) -> None:
     planned, reserved, launches = planned_and_reserved(FORMATS["Q4_K"], rows, architecture)
     assert planned >= reserved
-    tiles = [one for one in launches if one.kernel.__name__ == "_product_tiles"]
+    tiles = [launch for launch in launches if launch.kernel.__name__ == "_product_tiles"]
     assert len(tiles) == 4
-    assert max(one.grid[1] for one in tiles) > 1
+    assert max(tile.grid[1] for tile in tiles) > 1
 
 
 def test_models_that_take_turns_on_a_gpu_count_its_memory(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def test_a_sum_is_scaled_by_a_number_that_was_learnt() -> None:
     a, b = (torch.from_numpy(rng.standard_normal((3, 40), np.float32)) for _ in range(2))
     output, weight = torch.zeros(3, 40), torch.tensor([0.25])
     parts = [Parts(x, 40, 40) for x in (a, b)]
-    given = {"factor": 3.0, "weight": weight, "b": parts[1]}
-    pointwise.combine(interpreted(), header(3), 3, parts[0], output, **given)
+    kwargs = {"factor": 3.0, "weight": weight, "b": parts[1]}
+    pointwise.combine(interpreted(), header(3), 3, parts[0], output, **kwargs)
     np.testing.assert_allclose(output, a * 0.75 + b, rtol=1e-6)
     stream = a.clone()
     norm.launch(interpreted(), header(3), 3, residual=stream, delta=parts[1], factor=weight)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def test_each_launch_stands_beside_its_bytes_and_its_floor(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", Tiny(seed=3, fmt="Q8_0", num_layers=1))
-    given = ["--backend", "gpu", "--streams", "1", "--context", "5", "--steps", "1", "--json"]
-    ran = CliRunner().invoke(command, [str(path), *given])
+    arguments = ["--backend", "gpu", "--streams", "1", "--context", "5", "--steps", "1", "--json"]
+    ran = CliRunner().invoke(command, [str(path), *arguments])
     assert ran.exit_code == 0, ran.output
     body = json.loads(ran.stdout)
     assert "interpreted kernels" in body["backend"]

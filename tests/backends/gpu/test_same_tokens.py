@@ -127,9 +127,9 @@ def check_rows(program: Program, fmt: str, kv_format: str = "f16") -> None:
     tensors = random_tensors(program, fmt, fmt)
 
     def make(*, same_tokens: bool) -> GpuBackend:
-        given = {"piece": 32, "max_rows": 128, "same_tokens": same_tokens, "kv_format": kv_format}
+        kwargs = {"piece": 32, "max_rows": 128, "same_tokens": same_tokens, "kv_format": kv_format}
         num_pages = 27 * len(program.cache_groups)
-        return GpuBackend(program, tensors, num_pages, 16, find_device(), **given)
+        return GpuBackend(program, tensors, num_pages, 16, find_device(), **kwargs)
 
     ours, other = make(same_tokens=True), make(same_tokens=False)
     right = computed(ours, [(len(TOKENS), 0)])
@@ -144,11 +144,11 @@ def test_requests_together_are_answered_as_each_alone() -> None:
     """Requests are preempted, chunked and cached, with drafts; log-probabilities are equal, too."""
     model = tiny_model(num_layers=1)
     requests = random_requests(random.Random(11), 4, vocab_size=280, longest=24, most_output=44)
-    crowded = Setting(5, 60, 8, prefix_cache=True, policy=Continuous(), guesses=3)
+    crowded = Setting(5, 60, 8, prefix_cache=True, policy=Continuous(), draft_seed=3)
 
     def backend(num_pages: int) -> GpuBackend:
-        given = {"piece": 32, "max_rows": 64, "same_tokens": True}
-        return GpuBackend(*model, num_pages, 16, find_device(), **given)
+        kwargs = {"piece": 32, "max_rows": 64, "same_tokens": True}
+        return GpuBackend(*model, num_pages, 16, find_device(), **kwargs)
 
     alone = replace(crowded.alone(64), token_budget=64)
     right, _ = run_schedule(backend(64), alone, [fresh(r) for r in requests], 100)
@@ -199,12 +199,12 @@ def test_pieces_are_those_of_each_row_alone() -> None:
                 row, position = first + offset, start + offset
                 (alone,) = divide(np.array([[0, 1, position, table]], np.int32), tiling, 1000)
                 mine = (items.small[:, 0] <= row) & (row < items.small[:, 0] + items.small[:, 1])
-                pieces = items.small[mine]
+                kv_splits = items.small[mine]
                 seen = np.maximum(0, position + 1 - (window or position + 1))
-                pieces = pieces[(pieces[:, 5] > seen) & (pieces[:, 4] <= position)]
-                edges = np.minimum(pieces[:, 5], position + 1).tolist()
+                kv_splits = kv_splits[(kv_splits[:, 5] > seen) & (kv_splits[:, 4] <= position)]
+                edges = np.minimum(kv_splits[:, 5], position + 1).tolist()
                 assert edges == alone.small[:, 5].tolist()
-                assert not (pieces[:, 4] % 64).any()
+                assert not (kv_splits[:, 4] % 64).any()
 
 
 def test_same_tokens_are_refused_where_they_cannot_be_kept() -> None:

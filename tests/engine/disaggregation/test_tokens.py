@@ -45,10 +45,10 @@ def test_the_tokens_are_those_of_one_engine(
     assert link in LINKS
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of(family))
     prompts = random_prompts(random.Random(1), 12)
-    given = {"kv_format": kv_format}
+    kwargs = {"kv_format": kv_format}
     if link == "sockets":
-        given["backend"] = "reference"
-    with LLM(path, options(**given)) as alone:
+        kwargs["backend"] = "reference"
+    with LLM(path, options(**kwargs)) as alone:
         expected = answers(alone, prompts, SAMPLED)
     with pair(path, link, kv_format=kv_format) as (first, second):
         assert answers(second, prompts, SAMPLED) == expected

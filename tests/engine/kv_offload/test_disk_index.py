@@ -66,7 +66,7 @@ def test_the_index_chooses_as_its_plain_twin(seed: int) -> None:
 def test_a_page_never_goes_before_those_that_need_it(seed: int) -> None:
     rng = random.Random(seed)
     sequences = [[(0, s)] * 3 + [(s, place) for place in range(rng.randint(0, 9))] for s in (0, 1)]
-    keys = [list(enumerate(one)) for one in sequences]
+    keys = [list(enumerate(sequence)) for sequence in sequences]
     known = sorted({key for one in keys for key in one})
     chains = [[name_of(known.index(key)) for key in one] for one in keys]
     ledger, now_s = DiskIndex(10**9), NOW_S

@@ -116,10 +116,10 @@ def test_a_system_that_lacks_something_for_a_moment_is_asked_again(
 ) -> None:
     make, refusals = socket.socketpair, [1]
 
-    def scarce(*given: Any) -> Any:
+    def scarce(*args: Any) -> Any:
         if refusals.pop() if refusals else 0:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return make(*given)
+        return make(*args)
 
     async def run() -> None:
         async with started(model) as engine:

@@ -125,12 +125,12 @@ def test_tokens_do_not_depend_on_steps_in_flight_or_lost_ranks(
         with engine_of(path, backend, steps_ahead, chance, **speculation) as (llm, ranks):
             assert said(llm) == plain
             loop = llm.engine.client.loop
-            stats, guesses = loop.snapshot().scheduler, loop.snapshot().speculation
+            stats, speculation_stats = loop.snapshot().scheduler, loop.snapshot().speculation
             assert not loop.speculator._failed
             assert stats.num_referenced_pages == 0
             assert stats.num_recoveries == ranks.num_losses
             assert ranks.most_in_flight == (1 + steps_ahead if steps_ahead else 0)
-            assert method == "off" or sum(guesses.proposed.values()) > 0
+            assert method == "off" or sum(speculation_stats.proposed.values()) > 0
             num_losses += ranks.num_losses
     assert num_losses > 1
 
@@ -289,7 +289,7 @@ def test_cancelled_requests_are_forgotten_after_the_last_step_that_has_them(tmp_
             generation.cancel()
         for generation in generations:
             generation.wait()
-        ids = {request_id for one in generations for request_id in one.request_ids}
+        ids = {request_id for generation in generations for request_id in generation.request_ids}
         wait_for(lambda: set(forgotten) == ids)
         assert len(forgotten) == len(ids)
         assert not any(in_flight)

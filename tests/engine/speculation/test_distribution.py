@@ -104,7 +104,7 @@ def answers(table: Table, params: SamplingParams, how: str) -> NDArray[np.int64]
         assert plan is not None
         for part in plan.slices:
             if part.start >= len(PROMPT):
-                drafts, parents = guesses(rng, how, part.request), ()
+                drafts, parents = random_drafts(rng, how, part.request), ()
                 if how in TREES:
                     drafts, parents = tree(rng, how, part.request)
                 line.add_drafts(part, drafts, parents)
@@ -114,7 +114,7 @@ def answers(table: Table, params: SamplingParams, how: str) -> NDArray[np.int64]
     return np.array([code(request.output) for request in requests])
 
 
-def guesses(rng: random.Random, how: str, request: Request) -> tuple[int, ...]:
+def random_drafts(rng: random.Random, how: str, request: Request) -> tuple[int, ...]:
     last = request.tokens[-1]
     if how == "anything":
         return tuple(rng.choices(range(VOCAB_SIZE), k=2))

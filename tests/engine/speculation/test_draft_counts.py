@@ -226,15 +226,15 @@ def test_the_cheapest_number_of_drafts_is_probed(together: int):
 def test_one_more_draft_must_pay_for_the_rows_that_it_adds() -> None:
     """Two rows take as long as one; each further row takes a third of that."""
 
-    def seconds(num_guesses: int) -> float:
-        return 0.03 + 0.01 * max(0, num_guesses - 1)
+    def seconds(num_drafts: int) -> float:
+        return 0.03 + 0.01 * max(0, num_drafts - 1)
 
     price = DraftCost(0.0, 1 / 0.03, 24, seconds)
     first, second = (price.min_next_chance(n, 0.0, 0.0, 0.012) for n in (0, 1))
     assert first == pytest.approx(0.012 / 0.03), "its row costs nothing"
     assert second == pytest.approx((0.01 + 0.012) / 0.03)
     faster = price.min_next_chance(1, 2.0, 0.0, 0.012)
-    assert faster == pytest.approx(2 * second), "it competes with the other guesses"
+    assert faster == pytest.approx(2 * second), "it competes with the other drafts"
     slower = price.min_next_chance(1, 2.0, 0.01, 0.012)
     assert slower == pytest.approx(1.5 * second), "these took time to make"
     unknown = DraftCost(0.25, 10.0, 24)

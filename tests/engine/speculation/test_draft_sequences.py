@@ -17,7 +17,7 @@ from twostroke.engine.speculation.proposal import DraftOutcome
 TOKEN_IDS = (10, 20, 30, 40)
 
 
-def guesses_of(*draws: tuple[int, dict[int, float]]) -> DraftSequence:
+def drafts_of(*draws: tuple[int, dict[int, float]]) -> DraftSequence:
     """Return a draft sequence with these tokens, each with the probabilities of its step."""
     rate = AcceptanceRate([(kind + 0.5) / 10 for kind in range(10)], 0.6).for_request()
     result = DraftSequence(Request("r", [], 0, SamplingParams(), 0), rate, 10, TOKEN_IDS)
@@ -33,7 +33,7 @@ def guesses_of(*draws: tuple[int, dict[int, float]]) -> DraftSequence:
 
 
 def test_drafts_have_the_targets_ids_and_rates_by_probability() -> None:
-    proposal = guesses_of((1, {1: 0.97}), (3, {3: 0.91})).proposal("eagle", 8)
+    proposal = drafts_of((1, {1: 0.97}), (3, {3: 0.91})).proposal("eagle", 8)
     assert proposal is not None
     assert proposal.tokens == (20, 40)
     assert proposal.chances == pytest.approx((0.95, 0.95))
@@ -42,7 +42,7 @@ def test_drafts_have_the_targets_ids_and_rates_by_probability() -> None:
 
 
 def test_likely_tokens_become_leaves() -> None:
-    result = guesses_of((0, {0: 0.55, 1: 0.35, 2: 0.02}), (3, {3: 0.85, 0: 0.12}))
+    result = drafts_of((0, {0: 0.55, 1: 0.35, 2: 0.02}), (3, {3: 0.85, 0: 0.12}))
     proposal = result.proposal("eagle", 8)
     assert proposal is not None
     by_token = dict(zip(proposal.tokens, proposal.parents, strict=True))
@@ -55,20 +55,20 @@ def test_likely_tokens_become_leaves() -> None:
 
 
 def test_no_more_are_proposed_than_are_wanted() -> None:
-    result = guesses_of((0, {0: 0.5, 1: 0.3, 2: 0.2}), (0, {0: 0.5, 1: 0.3, 2: 0.2}))
+    result = drafts_of((0, {0: 0.5, 1: 0.3, 2: 0.2}), (0, {0: 0.5, 1: 0.3, 2: 0.2}))
     proposal = result.proposal("eagle", 3)
     assert proposal is not None
     assert len(proposal.tokens) == 3
 
 
 def test_a_token_that_was_not_drawn_is_not_drafted() -> None:
-    result = guesses_of()
+    result = drafts_of()
     assert not result.take(NO_TOKEN, None)
     assert result.proposal("eagle", 8) is None
 
 
 def test_a_text_with_wrong_drafts_is_left_alone_and_tried_again() -> None:
-    result = guesses_of((1, {1: 0.97}))
+    result = drafts_of((1, {1: 0.97}))
     proposal = result.proposal("eagle", 8)
     assert proposal is not None
     for _ in range(40):
@@ -83,7 +83,7 @@ def test_a_text_with_wrong_drafts_is_left_alone_and_tried_again() -> None:
 
 
 def test_odds_learn_from_leaves_too() -> None:
-    result = guesses_of((0, {0: 0.55, 1: 0.45}))
+    result = drafts_of((0, {0: 0.55, 1: 0.45}))
     before = result.rate.of(4)
     for _ in range(30):
         proposal = result.proposal("eagle", 8)

@@ -56,8 +56,8 @@ def test_the_catalogues_draft_is_used_if_it_is_asked_for(
     known: list[str | None] = [str(other)]
     monkeypatch.setattr("twostroke.engine.drafters.local_draft", lambda _: known[0])
 
-    def drafts(**given: Any) -> tuple[str | None, tuple[str, ...]]:
-        with engine_of(path, **given) as llm:
+    def drafts(**options: Any) -> tuple[str | None, tuple[str, ...]]:
+        with engine_of(path, **options) as llm:
             return llm.engine.draft, llm.engine.client.loop.speculator.methods
 
     assert drafts() == (None, ("ngram", "lookahead"))

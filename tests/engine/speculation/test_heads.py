@@ -30,7 +30,7 @@ from twostroke.core.options import (
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.engine import drafters as guessers
+from twostroke.engine import drafters
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights import load_heads
 from twostroke.model.weights.heads import save_heads
@@ -94,12 +94,12 @@ def test_all_backends_run_heads(path: Path, heads: dict[str, str], backend: str,
 def test_steps_of_heads_have_no_more_rows_than_there_is_memory_for(
     path: Path, heads: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guessers, "_MIN_STEP_ROWS", 1)
-    monkeypatch.setattr(guessers, "MAX_WAITING_STATES", 8)
-    make, most, counts = guessers.create_backend, [0], list[int]()
+    monkeypatch.setattr(drafters, "_MIN_STEP_ROWS", 1)
+    monkeypatch.setattr(drafters, "MAX_WAITING_STATES", 8)
+    make, most, counts = drafters.create_backend, [0], list[int]()
 
-    def counting(*given: Any, max_rows: int, **more: Any) -> Any:
-        backend = make(*given, max_rows=max_rows, **more)
+    def counting(*args: Any, max_rows: int, **more: Any) -> Any:
+        backend = make(*args, max_rows=max_rows, **more)
         run, most[0] = backend.run, max_rows
 
         def run_counted(plan: Any) -> Any:
@@ -109,7 +109,7 @@ def test_steps_of_heads_have_no_more_rows_than_there_is_memory_for(
         monkeypatch.setattr(backend, "run", run_counted)
         return backend
 
-    monkeypatch.setattr(guessers, "create_backend", counting)
+    monkeypatch.setattr(drafters, "create_backend", counting)
     options = EngineOptions(
         ComputeOptions("reference"),
         batch=BatchOptions(max_running=2, token_budget=16),
@@ -118,7 +118,7 @@ def test_steps_of_heads_have_no_more_rows_than_there_is_memory_for(
     with LLM(str(path), options) as llm:
         llm.generate(PROMPTS, GREEDY)
         assert llm.engine.client.loop.snapshot().speculation.proposed[kind] > 50
-    assert most == [8]  # two requests with four guesses each
+    assert most == [8]  # two requests with four drafts each
     assert 2 < max(counts) <= 8
 
 
@@ -146,7 +146,7 @@ def test_a_slow_first_step_does_not_count(
 ) -> None:
     with engine_of(path, method=kind, heads=heads[kind]) as llm:
         (proposer,) = llm.engine.client.loop.speculator._proposers
-        propose, run, now_s, guessed = proposer.propose, proposer._runner.runner.run, 0.0, []
+        propose, run, now_s, has_drafts = proposer.propose, proposer._runner.runner.run, 0.0, []
 
         def slow_at_first(plan: Any) -> Any:
             nonlocal now_s
@@ -156,7 +156,7 @@ def test_a_slow_first_step_does_not_count(
         def with_price(requests: Any, price: Any) -> Any:  # 0.2 s are ten tokens, a ms a twentieth
             price = replace(price, row_chance=0.0, tokens_per_s=50.0, max_drafts=2, seconds=None)
             result = propose(requests, price)
-            guessed.append(result[0] is not None)
+            has_drafts.append(result[0] is not None)
             return result
 
         monkeypatch.setattr(proposer._runner.runner, "run", slow_at_first)
@@ -167,7 +167,7 @@ def test_a_slow_first_step_does_not_count(
             "twostroke.engine.speculation.payoff.ProposerGain.may_ask", lambda _: True
         )
         llm.generate(PROMPTS[:1], GREEDY)
-    assert sum(guessed) > 10
+    assert sum(has_drafts) > 10
 
 
 @pytest.mark.parametrize("kind", KINDS)

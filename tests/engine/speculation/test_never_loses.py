@@ -125,7 +125,7 @@ class Simulation:
     clock: Clock
     seed: int
     budget_of: Callable[[BatchShape], Any] | None = None
-    right: float | None = None  # of a draft's guesses; guesses are of the text without a draft
+    right: float | None = None  # share of a draft model's tokens; None: drafts from the text
     rng: random.Random = field(init=False)
     noise: Noise = field(init=False)
     speculator: Speculator = field(init=False)
@@ -145,13 +145,13 @@ class Simulation:
 
     def speedup(self, text: tuple[float, int], num_streams: int, rounds: int = 4) -> float:
         """Return how many times faster drafts make the text; the first round only teaches."""
-        plain_s = guessed_s = 0.0
+        plain_s = speculative_s = 0.0
         for number in range(rounds):
             texts = [self.text(*text) for _ in range(num_streams)]
-            plain, guessed = self.token_s(texts, "off"), self.token_s(texts, "auto")
+            plain, speculative = self.token_s(texts, "off"), self.token_s(texts, "auto")
             if number:
-                plain_s, guessed_s = plain_s + plain, guessed_s + guessed
-        return plain_s / guessed_s
+                plain_s, speculative_s = plain_s + plain, speculative_s + speculative
+        return plain_s / speculative_s
 
     def text(self, copies: float, length: int) -> list[int]:
         rng = self.rng

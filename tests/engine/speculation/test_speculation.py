@@ -65,10 +65,10 @@ def test_answers_are_the_same(
     path: Path, other: Path, plain: list[Any], speculation: dict[str, Any]
 ) -> None:
     drafts = {"same": str(path), "other": str(other)}
-    given = {**speculation}
-    if "draft" in given:
-        given["draft"] = drafts[given["draft"]]
-    with engine_of(path, **given) as llm:
+    kwargs = {**speculation}
+    if "draft" in kwargs:
+        kwargs["draft"] = drafts[kwargs["draft"]]
+    with engine_of(path, **kwargs) as llm:
         assert everything(llm) == plain
         assert everything(llm, prediction="hello the world is of the world") == plain
         stats = llm.engine.client.loop.snapshot().speculation

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 NUM_PAGES = 400
 CONTEXT = 200
-SETTING = Setting(NUM_PAGES, 64, 4, prefix_cache=True, policy=Continuous(), guesses=3)
+SETTING = Setting(NUM_PAGES, 64, 4, prefix_cache=True, policy=Continuous(), draft_seed=3)
 MODEL: dict[str, Any] = {"num_layers": 2, "head_dim": 32}
 
 
@@ -63,15 +63,15 @@ class KeepsItsOwnPages(drafting.DraftPages):
 class DropsAStore(drafting.DraftPages):
     """A planted fault: a row that several branches share is not stored in one of their pages."""
 
-    def _branches(self, *given):  # type: ignore[no-untyped-def]
-        return [replace(branch, above=branch.above[1:]) for branch in super()._branches(*given)]
+    def _branches(self, *args):  # type: ignore[no-untyped-def]
+        return [replace(branch, above=branch.above[1:]) for branch in super()._branches(*args)]
 
 
 class BeginsWithNothing(drafting.DraftPages):
     """A planted fault: a branch's first page is not a copy of the request's page."""
 
-    def _branches(self, *given):  # type: ignore[no-untyped-def]
-        return [replace(branch, is_copied=False) for branch in super()._branches(*given)]
+    def _branches(self, *args):  # type: ignore[no-untyped-def]
+        return [replace(branch, is_copied=False) for branch in super()._branches(*args)]
 
 
 @pytest.mark.parametrize("fault", [None, KeepsItsOwnPages, DropsAStore, BeginsWithNothing])
@@ -111,14 +111,14 @@ def test_interpreting_backends_run_trees(name: str, windows: tuple[int | None, .
     backend.close()
 
 
-class GuessesTrees:
+class TreeProposer:
     """A proposer of trees that contain the right tokens among wrong tokens."""
 
     name = "ngram"
 
     def __init__(self, outputs: dict[int, tuple[int, ...]]) -> None:
         self.outputs = outputs  # by the prompt's first token
-        self.chance = random.Random(1)
+        self.rng = random.Random(1)
         self.outcomes: list[tuple[int, int]] = []
 
     def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
@@ -126,9 +126,9 @@ class GuessesTrees:
 
     def _propose(self, request: Request) -> Proposal:
         output = self.outputs[request.tokens[0]]
-        tokens, parents = random_draft_tree(self.chance, request, output, 200)
+        tokens, parents = random_draft_tree(self.rng, request, output, 200)
         while not tokens:
-            tokens, parents = random_draft_tree(self.chance, request, output, 200)
+            tokens, parents = random_draft_tree(self.rng, request, output, 200)
         count = len(tokens)
         return Proposal("tree", tokens, (0.5,) * count, (0,) * count, parents).best_first()
 
@@ -167,9 +167,9 @@ def test_trees_do_not_change_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
             prompt[0]: tuple(answer.token_ids) + (1,) * 9
             for prompt, answer in zip(prompts, expected, strict=True)
         }
-        guesser = GuessesTrees(outputs)
+        proposer = TreeProposer(outputs)
         step_time = StepTimeModel(StepCost(((once, Cost(0, 1)), (each_row, Cost(1)))), None)
-        speculator = Speculator([guesser], lambda _: FixedDraftBudget(24), step_time)
+        speculator = Speculator([proposer], lambda _: FixedDraftBudget(24), step_time)
         monkeypatch.setattr("support.engines.build_speculator", lambda *_, **__: speculator)  # noqa: B023
         with tiny_client(tmp_path) as (client, _):
             result = complete(client, prompts, params)
@@ -179,6 +179,6 @@ def test_trees_do_not_change_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert [p and p.top_ids for p in got.logprobs or ()] == [
                 p and p.top_ids for p in right.logprobs or ()
             ]
-        assert stats.accepted["tree"] == sum(right for right, _ in guesser.outcomes) > 5
-        assert stats.proposed["tree"] == sum(tried for _, tried in guesser.outcomes)
+        assert stats.accepted["tree"] == sum(right for right, _ in proposer.outcomes) > 5
+        assert stats.proposed["tree"] == sum(tried for _, tried in proposer.outcomes)
         assert pages.num_referenced_pages == 0

@@ -53,10 +53,12 @@ def test_every_pool_becomes_what_is_wanted(seed: int) -> None:
     count = len(replicas)
     for _ in range(200):
         actions = choose(replicas, wanted)
-        before = sum(one.phase is READY for one in replicas)
+        before = sum(replica.phase is READY for replica in replicas)
         drained = [
-            ReplicaView(one.name, DRAINING, one.is_current) if one.name in actions.drains else one
-            for one in replicas
+            ReplicaView(replica.name, DRAINING, replica.is_current)
+            if replica.name in actions.drains
+            else replica
+            for replica in replicas
         ]
         after = sum(one.phase is READY for one in drained)
         assert after >= min(before, wanted), "too many ready ones were drained at once"
@@ -72,8 +74,8 @@ def test_every_pool_becomes_what_is_wanted(seed: int) -> None:
             for one in drained
             if not (one.phase is DRAINING and rng.random() < 0.5)
         ]
-    assert [one.phase for one in replicas] == [READY] * wanted
-    assert all(one.is_current for one in replicas)
+    assert [replica.phase for replica in replicas] == [READY] * wanted
+    assert all(replica.is_current for replica in replicas)
 
 
 def test_a_number_rises_at_once_and_falls_after_the_window() -> None:

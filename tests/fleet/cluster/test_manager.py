@@ -247,4 +247,4 @@ def test_decode_replicas_follow_prompts_to_another_machine() -> None:
         play(manager, cluster, clock, 1)
         assert sum(name.startswith("m/") for name in cluster.ready) >= 2
     results = [cluster.pools[name].options for name in cluster.ready if name.startswith("m/")]
-    assert [one["prefill-peer"] for one in results] == [["elsewhere:7800"]] * 2
+    assert [result["prefill-peer"] for result in results] == [["elsewhere:7800"]] * 2

@@ -108,9 +108,11 @@ def test_a_server_that_ignores_tenants_is_named_once(
             assert health["ready"] == len(urls)
             assert health["warning"] == state["warning"]
             assert f"At 1 of {len(urls)} replicas tenants share cached prompts" in state["warning"]
-            trusting = {one["url"]: one["trusts_router"] for one in state["replicas"]}
+            trusting = {replica["url"]: replica["trusts_router"] for replica in state["replicas"]}
             assert trusting == dict.fromkeys(urls, True) | {open_.url: False}
-            [said] = [one.message for one in caplog.records if "ignores tenants" in one.message]
+            [said] = [
+                record.message for record in caplog.records if "ignores tenants" in record.message
+            ]
             assert open_.url in said
         for own in (ApiKeys({"sk-bare": ""}), None):  # nobody's prompts are to be kept apart
             with live_router(open_.url, api_keys=own, replica_key=SECRET) as router:
@@ -189,11 +191,13 @@ def test_a_replica_that_would_answer_otherwise_is_refused(fakes: Loop) -> None:
         replicas = router.router.fleet.replicas
         wait_for(lambda: len(router.router.fleet.ready) == 2)
         assert replicas[other.url] in router.router.fleet.ready  # it has another name
-        assert any("another model file, settings" in one.reason for one in replicas.values())
+        assert any(
+            "another model file, settings" in replica.reason for replica in replicas.values()
+        )
         second.load = {}
         wait_for(lambda: len(router.router.fleet.ready) == 3)
         second.load = {"version": "2"}
-        wait_for(lambda: any("another version" in one.reason for one in replicas.values()))
+        wait_for(lambda: any("another version" in replica.reason for replica in replicas.values()))
     with live_router(*urls, mixed=True) as router:
         wait_for(lambda: len(router.router.fleet.ready) == 3)
 

@@ -180,9 +180,9 @@ def test_servers_that_end_with_a_request_are_known_for_a_minute(fakes: Loop) -> 
         exchange.cut()
 
     replicas = fleet(fakes, killed_by(b"KILL", cut))
-    with live_router(*(one.url for one in replicas)) as router:
+    with live_router(*(replica.url for replica in replicas)) as router:
         statuses = [post(router.url, _CHAT, {"messages": said("KILL")}) for _ in range(3)]
-        assert [one.status_code for one in statuses] == [502, 400, 400]
+        assert [status.status_code for status in statuses] == [502, 400, 400]
         assert num_seen(replicas, b"KILL") == MAX_TRIES
 
 
@@ -204,11 +204,11 @@ def test_what_ran_beside_a_killer_is_answered(fakes: Loop) -> None:
     replicas = fleet(fakes, shared)
     texts = ["KILL", *(f"harmless {number}" for number in range(7))]
     with (
-        live_router(*(one.url for one in replicas), wait_s=20.0) as router,
+        live_router(*(replica.url for replica in replicas), wait_s=20.0) as router,
         ThreadPoolExecutor(8) as pool,
     ):
         requests = [pool.submit(post, router.url, _CHAT, {"messages": said(t)}) for t in texts]
-        assert [one.result(30).status_code for one in requests] == [400] + [200] * 7
+        assert [request.result(30).status_code for request in requests] == [400] + [200] * 7
         assert num_seen(replicas, b"KILL") == MAX_TRIES
 
 

@@ -74,7 +74,7 @@ def test_a_limit_holds_for_two_servers_together(tmp_path: Path) -> None:
             (place := tmp_path / str(number)).mkdir()
             serve = str(_TESTS / "support" / "serve_tiny.py")
             stack.enter_context(running(sys.executable, serve, str(place), str(one), "5"))
-        named = [word for one in ports for word in ("--replica", f"http://127.0.0.1:{one}")]
+        named = [word for port in ports for word in ("--replica", f"http://127.0.0.1:{port}")]
         options = ("--records", str(folder), "--policy", "round-robin", *named)
         stack.enter_context(running(*_ROUTE, "--port", str(port), *options))
         wait_for(is_up, 60)
@@ -85,12 +85,12 @@ def test_a_limit_holds_for_two_servers_together(tmp_path: Path) -> None:
             )
             for number in range(8)
         ]  # fmt: skip
-        assert [one.status_code for one in results][:5] == [200] * 5
+        assert [result.status_code for result in results][:5] == [200] * 5
         assert results[-1].status_code == 429
         assert results[1].text.endswith("data: [DONE]\n\n")
-        num_answered = sum(one.status_code == 200 for one in results)
+        num_answered = sum(result.status_code == 200 for result in results)
         state = httpx.get(f"{url}/api/state", headers=headers, trust_env=False).json()
-        assert all(one["requests"] >= 2 for one in state["replicas"])
+        assert all(replica["requests"] >= 2 for replica in state["replicas"])
         direct = httpx.get(f"http://127.0.0.1:{ports[0]}/v1/models", headers=headers)
         assert direct.status_code == 401  # replicas answer their router alone
         code, said = refusal("--records", str(folder), **_SECRET)

@@ -94,12 +94,12 @@ def test_events_stay_whole_and_in_order_for_a_reader_that_pauses(fakes: Loop) ->
         httpx.stream("POST", router.url + _CHAT, json=_BODY, timeout=20, trust_env=False) as answer,
     ):
         time.sleep(0.5)
-        pieces = []
-        for piece in answer.iter_raw():
-            pieces.append(piece)
+        chunks = []
+        for chunk in answer.iter_raw():
+            chunks.append(chunk)
             if rng.random() < 0.02:
                 time.sleep(0.05)
-    assert b"".join(pieces) == whole
+    assert b"".join(chunks) == whole
 
 
 def test_a_stream_has_a_packet_for_its_head_and_first_event_and_one_for_its_end(

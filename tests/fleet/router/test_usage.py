@@ -335,7 +335,7 @@ def test_tenants_have_prefixes_of_their_own_behind_a_router(
     with accounting(tmp_path, trusting.url) as router:
         wait_for(lambda: bool(router.router.fleet.ready))
         results = [post(router, key, "/v1/completions", **body).json()["usage"] for key in keys]
-    cached = [one["prompt_tokens_details"]["cached_tokens"] for one in results]
+    cached = [result["prompt_tokens_details"]["cached_tokens"] for result in results]
     assert cached[0] == cached[2] == 0 < cached[1]
 
 

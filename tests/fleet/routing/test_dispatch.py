@@ -30,8 +30,8 @@ class Fleet:
         self.dispatcher = Dispatcher(
             policy, lambda: self.now_s, lambda count: _SIZE * count, most_blocks
         )
-        for place in range(count):
-            self.dispatcher.set_open(self.dispatcher.add_replica(f"r{place}"), is_open=True)
+        for index in range(count):
+            self.dispatcher.set_open(self.dispatcher.add_replica(f"r{index}"), is_open=True)
         self.dispatcher.unit_s = [1.0] * count
 
     def ask(self, *keys: int, tried=()):
@@ -55,13 +55,13 @@ def test_a_conversation_comes_back_to_its_pages() -> None:
 
 
 def test_prompts_of_an_idle_fleet_fill_the_caches_of_all() -> None:
-    fleet, places = Fleet(), Counter[int]()
+    fleet, counts = Fleet(), Counter[int]()
     for number in range(100):
         routed_request = fleet.ask(mix(number))
         fleet.finish(routed_request)
-        places[routed_request.index] += 1
-    assert len(places) == 4
-    assert max(places.values()) < 50
+        counts[routed_request.index] += 1
+    assert len(counts) == 4
+    assert max(counts.values()) < 50
 
 
 def test_a_holder_that_is_too_busy_is_passed_over() -> None:
@@ -160,10 +160,10 @@ def test_shut_and_tried_replicas_get_nothing() -> None:
         fleet = Fleet(policy)
         fleet.dispatcher.set_open(1, is_open=False)
         among = np.array([True, True, True, False])
-        places = {
+        counts = {
             fleet.dispatcher.decide(RoutingKey((n,), 10, n), among, {0}).index for n in range(20)
         }
-        assert places == {2}
+        assert counts == {2}
         assert fleet.ask(1, tried={0, 2, 3}) is None
 
 
@@ -187,8 +187,8 @@ def test_two_choices_and_turns_use_all_replicas_and_avoid_the_busiest() -> None:
 
 def test_homes_move_only_where_a_replica_leaves() -> None:
     ring, wait_s = HashRing(), np.zeros(50)
-    for place in range(50):
-        ring.add(place, mix(place))
+    for index in range(50):
+        ring.add(index, mix(index))
     before = [ring.preferred(mix(n), wait_s) for n in range(5000)]
     wait_s[before[0][0]] = np.inf
     for number, pair in enumerate(before):
@@ -212,19 +212,19 @@ def test_prompts_share_what_their_keys_share() -> None:
         keys += tuple(rng.getrandbits(60) for _ in range(rng.randint(0, 5)))
         texts.append(keys)
         path = known.find(keys)
-        for place in (0, 1):
-            asked = [one for one, at in plain if at == place]
-            assert known.num_cached(path, place) == max(
+        for index in (0, 1):
+            asked = [one for one, at in plain if at == index]
+            assert known.num_cached(path, index) == max(
                 [_shared(one, keys) for one in asked] or [0]
             )
-        longest, places = known.longest_prefix(path)
-        assert longest == max(known.num_cached(path, place) for place in (0, 1))
-        assert set(places) == {
+        longest, counts = known.longest_prefix(path)
+        assert longest == max(known.num_cached(path, index) for index in (0, 1))
+        assert set(counts) == {
             p for p in (0, 1) if longest and known.num_cached(path, p) == longest
         }
-        place = rng.randint(0, 1)
-        known.add(keys, path, place)
-        plain.append((keys, place))
+        index = rng.randint(0, 1)
+        known.add(keys, path, index)
+        plain.append((keys, index))
     assert len(known) == len({key for keys in texts for key in keys})
 
 

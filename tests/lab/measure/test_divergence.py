@@ -13,12 +13,12 @@ from twostroke.lab.measure.divergence import compare
 
 def random_pieces(seed: int) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
     rng = np.random.default_rng(seed)
-    pieces = []
+    samples = []
     for length in (2, 9, 30):
         right = rng.standard_normal((length, 17)).astype(np.float32) * 3
         other = right + rng.standard_normal(right.shape).astype(np.float32)
-        pieces.append((right, other, rng.integers(17, size=length).tolist()))
-    return pieces
+        samples.append((right, other, rng.integers(17, size=length).tolist()))
+    return samples
 
 
 def softmax(row: np.ndarray) -> list[float]:
@@ -27,9 +27,9 @@ def softmax(row: np.ndarray) -> list[float]:
 
 
 def test_every_figure_is_as_its_definition_says() -> None:
-    pieces = random_pieces(1)
+    samples = random_pieces(1)
     divergences, agreeing, right_nats, other_nats = [], [], [], []
-    for right, other, tokens in pieces:
+    for right, other, tokens in samples:
         for i in range(len(tokens)):
             p, q = softmax(right[i]), softmax(other[i])
             divergences.append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
@@ -37,7 +37,7 @@ def test_every_figure_is_as_its_definition_says() -> None:
             if i + 1 < len(tokens):
                 right_nats.append(-math.log(p[tokens[i + 1]]))
                 other_nats.append(-math.log(q[tokens[i + 1]]))
-    result = compare(pieces)
+    result = compare(samples)
     assert result.num_rows == 41
     assert result.mean_kl == pytest.approx(np.mean(divergences))
     assert result.max_kl == pytest.approx(max(divergences))
@@ -54,11 +54,11 @@ def test_every_figure_is_as_its_definition_says() -> None:
 
 
 def test_few_rows_at_a_time_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = random_pieces(2)
-    expected = compare(pieces)
+    samples = random_pieces(2)
+    expected = compare(samples)
     for rows in (1, 4, 29, 30):
         monkeypatch.setattr(module, "_CHUNK_VALUES", 17 * rows)
-        parts = compare(pieces)
+        parts = compare(samples)
         assert parts.num_rows == expected.num_rows
         assert parts.mean_kl == pytest.approx(expected.mean_kl)
         assert parts.perplexity == pytest.approx(expected.perplexity)

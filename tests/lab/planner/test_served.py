@@ -50,7 +50,7 @@ def test_the_median_of_steps_of_like_shapes_counts():
     steps = [(8, 0, 8, 0.1, 8 * n, 0.2) for n in (100, 101, 102)]
     steps += [(8, 0, 8, 0.1, 808, 9.0), (8, 0, 8, 0.1, 808, 0.0)]  # disturbed, after a pause
     steps += [(40, 33, 8, 0.1, 900, 0.5)] * 2  # too few
-    steps += [(9, 0, 3, 0.1, 900, 0.5)] * 5  # guesses
+    steps += [(9, 0, 3, 0.1, 900, 0.5)] * 5  # drafts
     assert group_steps(steps) == (ServedStep(8, 0, 8, 808, 0.2, between_s=0.1),)
     assert group_steps([]) == ()
     newer = ServedStep(8, 0, 8, 820, 0.3)

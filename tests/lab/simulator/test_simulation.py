@@ -214,10 +214,10 @@ def test_speculation_follows_the_real_controller(setup):
         / simulate(replace(setup, acceptance=chance), alone).report.duration_s
         for chance in (0.02, 0.7, 0.9)
     }
-    # Eight free guesses: (1 - a^9) / (1 - a) tokens a step, less steps that keep times known.
+    # Eight free drafts: (1 - a^9) / (1 - a) tokens a step, less steps that keep times known.
     assert 2.5 < times[0.7] < 1.05 * (1 - 0.7**9) / 0.3
     assert 5.0 < times[0.9] < 1.05 * (1 - 0.9**9) / 0.1
-    assert times[0.02] > 0.97, "guesses that do not pay are not made"
+    assert times[0.02] > 0.97, "drafts that do not pay are not proposed"
     costly = simulate(replace(setup, acceptance=0.7, draft_cost=0.9), alone)
     assert costly.report.duration_s < 1.05 * plain.report.duration_s
 

@@ -26,8 +26,8 @@ def _stream(
     ids: list[int], *stops: str, include_stop: bool = False
 ) -> tuple[list[str], str | None]:
     decoder = StreamDecoder(TOKENIZER, stops, include_stop=include_stop)
-    pieces = [decoder.feed(id_) for id_ in ids]
-    return [*pieces, decoder.finish()], decoder.stop
+    texts = [decoder.feed(id_) for id_ in ids]
+    return [*texts, decoder.finish()], decoder.stop
 
 
 def _first_to_end(text: str, stops: list[str]) -> tuple[int, str] | None:
@@ -41,8 +41,8 @@ def _first_to_end(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 @given(IDS)
 def test_pieces_join_to_the_decoded_whole(ids: list[int]) -> None:
-    pieces, stop = _stream(ids)
-    assert "".join(pieces) == TOKENIZER.decode(ids)
+    texts, stop = _stream(ids)
+    assert "".join(texts) == TOKENIZER.decode(ids)
     assert stop is None
 
 
@@ -57,9 +57,9 @@ def test_any_split_of_a_text_streams_to_the_same_text(text: str, data: st.DataOb
 
 @given(TEXTS)
 def test_no_piece_ends_inside_a_character(text: str) -> None:
-    pieces, _ = _stream(_byte_ids(text.encode()))
-    assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
-    lengths = [len(piece.encode()) for piece in pieces]
+    texts, _ = _stream(_byte_ids(text.encode()))
+    assert "\ufffd" not in "".join(texts) or "\ufffd" in text
+    lengths = [len(text_part.encode()) for text_part in texts]
     assert sum(lengths) == len(text.encode())
 
 
@@ -67,14 +67,14 @@ def test_no_piece_ends_inside_a_character(text: str) -> None:
 def test_the_first_stop_string_to_end_cuts_the_text(
     text: str, stops: list[str], include: bool
 ) -> None:
-    pieces, stop = _stream(_byte_ids(text.encode()), *stops, include_stop=include)
+    texts, stop = _stream(_byte_ids(text.encode()), *stops, include_stop=include)
     expected = _first_to_end(text, stops)
     if expected is None:
-        assert ("".join(pieces), stop) == (text, None)
+        assert ("".join(texts), stop) == (text, None)
     else:
         end, expected_stop = expected
         assert stop == expected_stop
-        assert "".join(pieces) == text[: end if include else end - len(expected_stop)]
+        assert "".join(texts) == text[: end if include else end - len(expected_stop)]
 
 
 @given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1))
@@ -103,15 +103,15 @@ def test_a_stop_string_is_found_at_every_byte_offset(stop: str) -> None:
         ids = [*_byte_ids(data[:cut]), *TOKENIZER.encode(data[cut:].decode("utf-8", "ignore"))]
         if data[cut:].decode("utf-8", "ignore").encode() != data[cut:]:
             ids = _byte_ids(data)
-        pieces, found_stop = _stream(ids, stop)
+        texts, found_stop = _stream(ids, stop)
         expected = text[: text.index(stop)]
-        assert "".join(pieces) == expected
+        assert "".join(texts) == expected
         assert found_stop == stop
 
 
 def test_a_stop_string_inside_one_token_is_found() -> None:
-    pieces, found_stop = _stream(TOKENIZER.encode("say hello now"), "ell")
-    assert "".join(pieces) == "say h"
+    texts, found_stop = _stream(TOKENIZER.encode("say hello now"), "ell")
+    assert "".join(texts) == "say h"
     assert found_stop == "ell"
 
 
@@ -122,20 +122,20 @@ def test_nothing_follows_a_stop_string() -> None:
 
 
 def test_an_unfinished_character_becomes_a_replacement_at_the_end() -> None:
-    pieces, _ = _stream(_byte_ids("a🎉".encode()[:-1]))
-    assert pieces == ["a", "", "", "", "\ufffd"]
+    texts, _ = _stream(_byte_ids("a🎉".encode()[:-1]))
+    assert texts == ["a", "", "", "", "\ufffd"]
 
 
 def test_bytes_that_are_not_text_become_replacements() -> None:
     data = b"a\xff\xc3(\xf0\x9f\x8eb"
-    pieces, _ = _stream(_byte_ids(data))
-    assert "".join(pieces) == data.decode("utf-8", "replace")
+    texts, _ = _stream(_byte_ids(data))
+    assert "".join(texts) == data.decode("utf-8", "replace")
 
 
 def test_held_text_comes_out_at_the_end() -> None:
-    pieces, stop = _stream(_byte_ids(b"abc\n\nUse"), "\n\nUser:")
-    assert pieces[-1] == "\n\nUse"
-    assert "".join(pieces) == "abc\n\nUse"
+    texts, stop = _stream(_byte_ids(b"abc\n\nUse"), "\n\nUser:")
+    assert texts[-1] == "\n\nUse"
+    assert "".join(texts) == "abc\n\nUse"
     assert stop is None
 
 
@@ -149,8 +149,8 @@ def test_special_tokens_are_not_shown_and_do_not_cut_characters() -> None:
     first, second = _byte_ids("é".encode())
     end = TOKENIZER.find(END)
     assert end is not None
-    pieces, _ = _stream([first, end, second])
-    assert pieces == ["", "", "é", ""]
+    texts, _ = _stream([first, end, second])
+    assert texts == ["", "", "é", ""]
     decoder = StreamDecoder(TOKENIZER, shown_ids=TOKENIZER.special_ids)
     assert decoder.feed(end) == END
 

@@ -27,11 +27,11 @@ LONG = "hello " * 40
 
 
 @contextmanager
-def counting(tmp_path: Path, **given: Any) -> Iterator[LiveServer]:
+def counting(tmp_path: Path, **options: Any) -> Iterator[LiveServer]:
     """Start a server that stores the usage of one key in tmp_path / "records"."""
     folder = tmp_path / "records"
     key, text = add(folder)
-    with keyed_server(folder, tmp_path, **given) as server:
+    with keyed_server(folder, tmp_path, **options) as server:
         server.http.headers["x-api-key"] = text
         yield server
     assert [one.owner.key for one in used(tmp_path)] in ([], [key.id])

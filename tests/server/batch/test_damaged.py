@@ -88,7 +88,7 @@ def input_of(records: Records) -> Path:
 
 @pytest.mark.parametrize("protocol", [openai.PROTOCOL, messages.PROTOCOL])
 @pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize(("name", "damage", "code"), DAMAGES, ids=[one[0] for one in DAMAGES])
+@pytest.mark.parametrize(("name", "damage", "code"), DAMAGES, ids=[damage[0] for damage in DAMAGES])
 def test_results_survive_any_damage_of_the_input(
     records: Records,
     protocol: str,
@@ -358,6 +358,8 @@ def test_a_command_runs_damaged_results_again_and_keeps_the_others(
     assert sent == ["2", "4", "6"]
     assert f"Damaged results in {output.partial} run again: line 3, 5, 7." in caplog.text
     results = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [one["custom_id"] for one in results] == [f"{i}" for i in range(9)]
-    assert {one["response"]["body"]["choices"][0]["text"] for one in results} == {"some words"}
-    assert len({one["id"] for one in results}) == 9
+    assert [result["custom_id"] for result in results] == [f"{i}" for i in range(9)]
+    assert {result["response"]["body"]["choices"][0]["text"] for result in results} == {
+        "some words"
+    }
+    assert len({result["id"] for result in results}) == 9

@@ -175,7 +175,7 @@ def test_batch_whose_results_do_not_fit_fails_with_the_results_that_fit(tmp_path
 
         def lines_of(id_: str) -> list[Any]:
             content = server.http.get(f"/v1/files/{id_}/content").text
-            return [json.loads(one) for one in content.splitlines()]
+            return [json.loads(line) for line in content.splitlines()]
 
         file_id = upload(server, text).json()["id"]
         batch = ended(server, f"/v1/batches/{begin(server, file_id)['id']}")
@@ -271,10 +271,10 @@ def test_nothing_is_read_or_written_on_the_event_loop(
         num_works[0] += 1
         write(file, data)
 
-    def noted_read(*given: Any, **named: Any) -> Any:
+    def noted_read(*args: Any, **named: Any) -> Any:
         assert not is_on_loop()
         num_works[1] += 1
-        return read(*given, **named)
+        return read(*args, **named)
 
     monkeypatch.setattr(Temporary, "write", noted_write)
     monkeypatch.setattr(runner, "next_lines", noted_read)

@@ -68,7 +68,7 @@ def test_batch_answers_each_line_as_a_request_would(server: LiveServer) -> None:
     assert stamps == sorted(stamps)
     assert batch["expires_at"] - batch["created_at"] in {86_399, 86_400}
     results = content(server, batch["output_file_id"])
-    assert [one["custom_id"] for one in results] == [f"n{i}" for i in range(10)]
+    assert [result["custom_id"] for result in results] == [f"n{i}" for i in range(10)]
     for one in results:
         assert (one["error"], one["response"]["status_code"]) == (None, 200)
         alone = server.chat(max_tokens=2, ignore_eos=True, seed=int(one["custom_id"][1:])).json()

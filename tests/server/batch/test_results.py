@@ -72,9 +72,9 @@ def test_writing_results_leaves_the_threads_of_others_alone(
 ) -> None:
     may_go, parse = Event(), results.parse
 
-    def slow(*given: Any) -> Any:
+    def slow(*args: Any) -> Any:
         may_go.wait(20)
-        return parse(*given)
+        return parse(*args)
 
     monkeypatch.setattr(results, "parse", slow)
 
@@ -83,9 +83,9 @@ def test_writing_results_leaves_the_threads_of_others_alone(
         readers = Readers(1)
         ends = [
             asyncio.create_task(
-                write_result_files(records, readers, one, openai.FORM, RequestLimits())
+                write_result_files(records, readers, batch, openai.FORM, RequestLimits())
             )
-            for one in batches
+            for batch in batches
         ]
         await asyncio.sleep(0.1)
         try:

@@ -63,4 +63,7 @@ def test_others_are_served_while_an_answer_with_many_scores_is_written(
 
 def tokens(answer: Any) -> list[list[str]]:
     results = [choice["logprobs"] for choice in answer["choices"]]
-    return [one.get("tokens") or [token["token"] for token in one["content"]] for one in results]
+    return [
+        result.get("tokens") or [token["token"] for token in result["content"]]
+        for result in results
+    ]

@@ -34,8 +34,8 @@ async def respond(scope: Scope, receive: Receive, send: Send) -> None:
     rng = random.Random(scope["path"])
     status = rng.choice((200, 200, 200, 404, 204, 304))
     sizes = [rng.choice((0, 1, 40, 3000, 70_000, 300_000)) for _ in range(rng.randrange(6))]
-    pieces = [] if status in {204, 304} else [rng.randbytes(size) for size in sizes]
-    fails_at = rng.choice((*range(-3, 0), *range(len(pieces) + 1))) if rng.random() < 0.2 else -1
+    chunks = [] if status in {204, 304} else [rng.randbytes(size) for size in sizes]
+    fails_at = rng.choice((*range(-3, 0), *range(len(chunks) + 1))) if rng.random() < 0.2 else -1
     if rng.random() < 0.7:
         while (await receive()).get("more_body", False):
             pass
@@ -43,16 +43,16 @@ async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         raise ValueError
     headers = [(b"x-path", scope["path"].encode())]
     if rng.random() < 0.4:
-        headers.append((b"content-length", b"%d" % sum(map(len, pieces))))
+        headers.append((b"content-length", b"%d" % sum(map(len, chunks))))
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    for number, piece in enumerate(pieces, 1):
+    for number, chunk in enumerate(chunks, 1):
         if rng.random() < 0.3:
             await asyncio.sleep(rng.choice((0, 0, 0.001)))
         if number == fails_at:
             raise ValueError
-        is_last = number == len(pieces) and rng.random() < 0.5
-        if is_last or rng.random() < 0.5 or not scope["extensions"][WRITE_NOW](piece):
-            await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+        is_last = number == len(chunks) and rng.random() < 0.5
+        if is_last or rng.random() < 0.5 or not scope["extensions"][WRITE_NOW](chunk):
+            await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
         if is_last:
             return
     await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -101,9 +101,9 @@ async def received(
         writer.write_eof()
     await loop.connect_accepted_socket(make, ours[0])
     got = b""
-    while piece := await reader.read(rng.choice((100, 5000, 100_000))):
-        got += piece
-        if pause_s and len(got) // 20_000 > (len(got) - len(piece)) // 20_000:
+    while chunk := await reader.read(rng.choice((100, 5000, 100_000))):
+        got += chunk
+        if pause_s and len(got) // 20_000 > (len(got) - len(chunk)) // 20_000:
             await asyncio.sleep(pause_s)
         elif rng.random() < 0.1:
             await asyncio.sleep(0.001)

@@ -357,9 +357,9 @@ def test_longest_idle_connection_makes_room(
             one.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while not answer.endswith(b"}"):
-                piece = one.recv(999)
-                assert piece
-                answer += piece
+                chunk = one.recv(999)
+                assert chunk
+                answer += chunk
 
         for _ in range(5):
             opened.append(server.connect())

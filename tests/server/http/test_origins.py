@@ -161,7 +161,7 @@ def test_errors_carry_the_headers_that_let_a_page_read_them(listed: LiveServer) 
         listed.http.get("/health", headers=headers | {"x-long": "x" * 4000}),
         listed.http.get("/v1/models", headers=headers),
     ]
-    assert [one.status_code for one in responses] == [401, 404, 405, 413, 400, 431, 200]
+    assert [response.status_code for response in responses] == [401, 404, 405, 413, 400, 431, 200]
     for response in responses:
         assert response.headers["access-control-allow-origin"] == PAGE
         exposed = response.headers["access-control-expose-headers"].split(", ")

@@ -71,5 +71,5 @@ def test_a_system_that_does_not_say_its_policy_stays_as_it_is(
 
 def test_a_server_asks_for_them(server: LiveServer) -> None:
     assert server.http.get("/health").is_success
-    threads = [int(one.name) for one in Path("/proc/self/task").iterdir()]
-    assert _SHORT_NS in [attributes(one)[1] for one in threads]
+    threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    assert _SHORT_NS in [attributes(thread)[1] for thread in threads]

@@ -175,7 +175,7 @@ def test_turn_of_a_constraint_that_takes_too_long_ends(
     """
     names = [f"d{i}" for i in range(2000)]
     references = [{"$ref": f"#/$defs/{name}"} for name in names]
-    named = [{"type": "array", "minItems": 1, "items": one} for one in references]
+    named = [{"type": "array", "minItems": 1, "items": reference} for reference in references]
     schema = {
         "$defs": dict(zip(names, [{"const": 1}, *named], strict=False)),
         "properties": dict(zip(names, references, strict=True)),

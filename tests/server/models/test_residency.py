@@ -100,7 +100,7 @@ def test_two_busy_callers_on_memory_for_one_load_a_fifth_of_the_time() -> None:
     stage = Stage({"a": (1, 1.0), "b": (1, 1.0)}, 1, answer_s=0.2)
 
     def both(stage: Stage) -> list[str]:
-        return [n for n, one in stage.models.items() if not one.waiting and not one.running]
+        return [n for n, model in stage.models.items() if not model.waiting and not model.running]
 
     play(stage, both, 1000)
     assert stage.loading_s / stage.now_s < 1 / (1 + MIN_STAY_LOADS) + 0.02

@@ -64,7 +64,7 @@ def test_answer_has_anthropics_shape_and_openais_text(server: LiveServer) -> Non
 def test_stream_is_right_byte_by_byte(server: LiveServer) -> None:
     ask(server)  # from here on the prompt is cached
     chunks = events(server.chat(max_tokens=4, temperature=0, stream=True).text)[:-1]
-    pieces = [text for c in chunks if (text := c["choices"][0]["delta"].get("content"))]
+    texts = [text for c in chunks if (text := c["choices"][0]["delta"].get("content"))]
     response = ask(server, stream=True)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["request-id"]
@@ -78,7 +78,7 @@ def test_stream_is_right_byte_by_byte(server: LiveServer) -> None:
         '"content_block":{"type":"text","text":""}}\n\n'
         'event: ping\ndata: {"type":"ping"}\n\n'
     )
-    for piece in pieces:
+    for piece in texts:
         text = json.dumps(piece, ensure_ascii=False)
         expected += (
             'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,'

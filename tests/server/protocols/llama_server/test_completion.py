@@ -35,7 +35,7 @@ def refused(server: LiveServer, **fields: Any) -> Any:
     return response.json()["error"]
 
 
-def pieces(response: httpx.Response) -> list[Any]:
+def chunks(response: httpx.Response) -> list[Any]:
     """Return the events of a stream, which ends without `[DONE]`."""
     assert response.headers["content-type"].startswith("text/event-stream")
     parts = response.text.split("\n\n")
@@ -76,18 +76,18 @@ def test_stream_says_the_same_in_pieces(server: LiveServer) -> None:
     whole = post(server, **GREEDY, return_tokens=True, n_probs=2)
     fields = {**GREEDY, "stream": True, "return_tokens": True, "n_probs": 2}
     more = {"timings_per_token": True, "return_progress": True}
-    first, second, *middle, last = pieces(server.http.post("/completion", json=fields | more))
-    for piece, num_read in ((first, 0), (second, 1)):
-        assert piece["content"] == ""
+    first, second, *middle, last = chunks(server.http.post("/completion", json=fields | more))
+    for chunk, num_read in ((first, 0), (second, 1)):
+        assert chunk["content"] == ""
         known = {"total": 1, "cache": 0, "processed": num_read}
-        assert piece["prompt_progress"].items() >= known.items()
-    assert "".join(piece["content"] for piece in middle) == whole["content"]
-    assert [token for piece in middle for token in piece["tokens"]] == whole["tokens"]
-    scored = [one for piece in middle for one in piece.get("completion_probabilities", [])]
+        assert chunk["prompt_progress"].items() >= known.items()
+    assert "".join(chunk["content"] for chunk in middle) == whole["content"]
+    assert [token for chunk in middle for token in chunk["tokens"]] == whole["tokens"]
+    scored = [one for chunk in middle for one in chunk.get("completion_probabilities", [])]
     assert scored == whole["completion_probabilities"]
     assert middle[-1]["tokens_predicted"] == 6
-    assert not any(piece["stop"] for piece in middle)
-    assert all(piece["timings"]["prompt_n"] == 1 for piece in middle)
+    assert not any(chunk["stop"] for chunk in middle)
+    assert all(chunk["timings"]["prompt_n"] == 1 for chunk in middle)
     assert (last["content"], last["tokens"], last["stop"]) == ("", [], True)
     changing = {"content", "tokens", "timings", "generation_settings", "completion_probabilities"}
     assert {k: v for k, v in last.items() if k not in changing} == {
@@ -97,8 +97,8 @@ def test_stream_says_the_same_in_pieces(server: LiveServer) -> None:
 
 def test_tokens_of_a_stream_reach_the_client_even_without_text(server: LiveServer) -> None:
     fields = {**GREEDY, "ignore_eos": False, "logit_bias": [[EOS_ID, 100]], "stream": True}
-    piece, last = pieces(server.http.post("/completion", json=fields))
-    assert (piece["content"], piece["tokens"]) == ("", [EOS_ID])
+    chunk, last = chunks(server.http.post("/completion", json=fields))
+    assert (chunk["content"], chunk["tokens"]) == ("", [EOS_ID])
     assert (last["stop_type"], last["tokens_predicted"]) == ("eos", 1)
 
 
@@ -201,7 +201,7 @@ def test_answers_end_at_words_tokens_and_the_context(server: LiveServer) -> None
 def test_nothing_to_predict_only_reads_the_prompt(server: LiveServer, stream: bool) -> None:
     fields = {**GREEDY, "prompt": "hello " * 40, "n_predict": 0, "stream": stream, "n_probs": 1}
     response = server.http.post("/completion", json=fields)
-    [body] = pieces(response) if stream else [response.json()]
+    [body] = chunks(response) if stream else [response.json()]
     assert (body["content"], body["tokens"], body["tokens_predicted"]) == ("", [], 0)
     assert (body["stop_type"], body["truncated"]) == ("limit", False)
     again = post(server, **fields | {"n_predict": 1, "stream": False})
@@ -241,7 +241,7 @@ def test_only_the_requested_fields_are_returned(server: LiveServer) -> None:
     for stream in (False, True):
         fields = {**GREEDY, "response_fields": names, "stream": stream}
         response = server.http.post("/completion", json=fields)
-        body = pieces(response)[-1] if stream else response.json()
+        body = chunks(response)[-1] if stream else response.json()
         content = body.pop("content")
         assert body == {"timings/predicted_n": 6, "generation_settings/n_predict": 6}
         assert (content == "") == stream
@@ -287,7 +287,7 @@ def test_other_samplers_are_off_and_named(server: LiveServer, strict: LiveServer
 def test_streams_with_probabilities_have_one_token_each(server: LiveServer) -> None:
     fields = {**GREEDY, "n_predict": 24, "n_probs": 2}
     whole = post(server, **fields, return_tokens=True)
-    *parts, last = pieces(server.http.post("/completion", json=fields | {"stream": True}))
+    *parts, last = chunks(server.http.post("/completion", json=fields | {"stream": True}))
     assert last["stop"]
     assert [len(part["completion_probabilities"]) for part in parts] == [1] * 24
     assert [part["tokens"] for part in parts] == [[token] for token in whole["tokens"]]
@@ -398,14 +398,14 @@ def test_progress_of_a_long_prompt_is_shown_step_by_step(tmp_path: Path) -> None
             response = server.http.post(path, json=body | fields)
             lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
             results = [json.loads(line.removeprefix("data: ")) for line in lines]
-            shown = [one["prompt_progress"] for one in results if "prompt_progress" in one]
+            shown = [result["prompt_progress"] for result in results if "prompt_progress" in result]
             counts = [one["processed"] for one in shown]
             assert len(counts) > 2, path
             assert counts == sorted(set(counts))
             assert counts[0] == shown[0]["cache"]
             assert counts[-1] == shown[-1]["total"]
         again = server.http.post("/completion", json=bodies["/completion"] | fields)
-        first, *_ = pieces(again)
+        first, *_ = chunks(again)
         assert first["prompt_progress"]["cache"] > 0
         plain = post(server, prompt=text, n_predict=2, temperature=0, return_progress=True)
         assert plain["tokens_predicted"] == 2

@@ -58,13 +58,13 @@ def lines(response: httpx.Response) -> list[Fields]:
 def message(server: LiveServer, **fields: Any) -> Fields:
     """Return the message of a complete answer, after comparing it with the streamed answer."""
     body = ask(server, stream=False, **fields).json()
-    pieces = lines(ask(server, **fields))
-    assert [line["done"] for line in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert pieces[-1]["done_reason"] == body["done_reason"]
+    chunks = lines(ask(server, **fields))
+    assert [line["done"] for line in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["done_reason"] == body["done_reason"]
     for key in ("content", "thinking"):
-        parts = [line["message"].get(key, "") for line in pieces]
+        parts = [line["message"].get(key, "") for line in chunks]
         assert "".join(parts) == body["message"].get(key, "")
-    calls = [call for line in pieces for call in line["message"].get("tool_calls", [])]
+    calls = [call for line in chunks for call in line["message"].get("tool_calls", [])]
     for call in (*calls, *body["message"].get("tool_calls", [])):
         assert call.pop("id").startswith("call_")
     assert calls == body["message"].get("tool_calls", [])
@@ -94,9 +94,9 @@ def test_streamed_pieces_make_the_whole_answer(server: LiveServer) -> None:
     cut = message(server, options={"num_predict": len(server.backend.script) - 3})
     assert cut["done_reason"] == "length"
     assert "It is.".startswith(cut["content"])
-    pieces = lines(ask(server, "generate"))
-    assert "".join(piece["response"] for piece in pieces) == "It is."
-    assert "".join(piece.get("thinking", "") for piece in pieces) == "Well."
+    chunks = lines(ask(server, "generate"))
+    assert "".join(chunk["response"] for chunk in chunks) == "It is."
+    assert "".join(chunk.get("thinking", "") for chunk in chunks) == "Well."
 
 
 def test_calls_come_whole_with_their_arguments_as_objects(server: LiveServer) -> None:
@@ -144,8 +144,8 @@ def test_logprobs_come_with_their_pieces(server: LiveServer) -> None:
     whole = ask(server, stream=False, **fields).json()["logprobs"]
     assert [set(one) for one in whole] == [{"token", "logprob", "bytes", "top_logprobs"}] * 3
     assert all(len(one["top_logprobs"]) == 2 for one in whole)
-    pieces = lines(ask(server, **fields))
-    assert [one for line in pieces for one in line.get("logprobs", [])] == whole
+    chunks = lines(ask(server, **fields))
+    assert [one for line in chunks for one in line.get("logprobs", [])] == whole
 
 
 def test_options_become_the_engines(server: LiveServer) -> None:
@@ -231,10 +231,10 @@ def test_a_silent_stream_sends_spaces_and_a_failure_is_a_line(tmp_path: Path) ->
     with talker(tmp_path, family_templates.THINKS, options=options) as server:
         server.backend.gate.clear()
         with server.http.stream("POST", "/api/chat", json={"messages": HELLO}) as response:
-            pieces = response.iter_text()
-            assert [next(pieces) for _ in range(2)] == [" ", " "]
+            chunks = response.iter_text()
+            assert [next(chunks) for _ in range(2)] == [" ", " "]
             server.backend.is_broken = True
             server.backend.gate.set()
-            last = "".join(pieces)
+            last = "".join(chunks)
         assert response.status_code == 200
         assert json.loads(last)["error"].startswith("The engine")

@@ -94,7 +94,7 @@ def test_each_chunk_has_the_usage_so_far_on_request(
     assert done == "[DONE]"
     assert last["usage"]["completion_tokens"] == 6
     for index in (0, 1):
-        of_choice = [one["usage"] for one in chunks if one["choices"][0]["index"] == index]
+        of_choice = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
         counts = [usage["completion_tokens"] for usage in of_choice]
         assert counts == sorted(counts)
         assert counts[-1] == 3

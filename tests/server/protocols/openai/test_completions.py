@@ -84,7 +84,7 @@ def test_prompts_of_one_request_answer_as_they_do_alone(server: LiveServer) -> N
     fields: Fields = {"max_tokens": 8, "seed": 5, "n": 2}
     prompts = ["hello", "the world", "a"]
     together = server.complete(prompt=prompts, **fields).json()["choices"]
-    alone = [server.complete(prompt=one, **fields).json()["choices"] for one in prompts]
+    alone = [server.complete(prompt=prompt, **fields).json()["choices"] for prompt in prompts]
     assert [choice["text"] for choice in together] == [c["text"] for one in alone for c in one]
 
 
@@ -179,7 +179,7 @@ def test_every_choice_of_every_prompt_repeats_its_own(server: LiveServer) -> Non
     prompts = [[7, 8, 9], [20, 21], [30]]
     fields: Fields = {"echo": True, "logprobs": 0, "max_tokens": 0, "n": 2}
     together = server.complete(prompt=prompts, **fields).json()
-    alone = [server.complete(prompt=one, **fields).json()["choices"] for one in prompts]
+    alone = [server.complete(prompt=prompt, **fields).json()["choices"] for prompt in prompts]
     for choice, other in zip(together["choices"], [c for one in alone for c in one], strict=True):
         found, known = choice["logprobs"], other["logprobs"]
         assert found["tokens"] == known["tokens"]

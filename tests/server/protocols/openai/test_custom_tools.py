@@ -178,10 +178,10 @@ def test_chats_have_custom_tools(server: LiveServer) -> None:
     assert call == {"type": "custom", "custom": {"name": "patch", "input": PATCH}}
     lines = server.chat(**fields, stream=True).text.splitlines()
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    pieces = [one for chunk in chunks for one in chunk["choices"][0]["delta"].get("tool_calls", ())]
-    assert pieces[0]["type"] == "custom"
-    assert pieces[0]["custom"] == {"input": "", "name": "patch"}
-    assert "".join(piece["custom"]["input"] for piece in pieces) == PATCH
+    deltas = [one for chunk in chunks for one in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert deltas[0]["type"] == "custom"
+    assert deltas[0]["custom"] == {"input": "", "name": "patch"}
+    assert "".join(delta["custom"]["input"] for delta in deltas) == PATCH
     again = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": None, "tool_calls": [call | {"id": "c1"}]},

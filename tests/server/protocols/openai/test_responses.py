@@ -260,9 +260,9 @@ def test_a_prediction_is_used_and_counted(tmp_path: Path) -> None:
         fields: Fields = {"max_output_tokens": 30, "ignore_eos": True}
         body = answer(server, speculate="off", **fields)
         text = text_of(body)
-        guessed = answer(server, prediction={"type": "content", "content": text}, **fields)
-        assert text_of(guessed) == text
-        assert guessed["usage"]["output_tokens_details"]["accepted_prediction_tokens"] > 0
+        predicted = answer(server, prediction={"type": "content", "content": text}, **fields)
+        assert text_of(predicted) == text
+        assert predicted["usage"]["output_tokens_details"]["accepted_prediction_tokens"] > 0
 
 
 def test_cached_tokens_are_reported(server: LiveServer) -> None:

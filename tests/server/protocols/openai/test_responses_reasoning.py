@@ -46,7 +46,7 @@ def outputs(server: LiveServer, text: str, reason: FinishReason) -> list[Output]
     ]
     results[0].usage = usage
     last = Output(0, "", (), (), finish_reason=reason, usage=usage, timings=timings)
-    assert "".join(one.text for one in results) == text
+    assert "".join(result.text for result in results) == text
     return [*results, last]
 
 

@@ -49,7 +49,7 @@ def test_ids_are_reported_whole_and_in_pieces(server: LiveServer, path: str) -> 
     ]
     for choice, other in zip(body["choices"], plain["choices"], strict=True):
         assert "token_ids" not in other
-        mine = [one["choices"][0] for one in chunks]
+        mine = [chunk["choices"][0] for chunk in chunks]
         mine = [one for one in mine if one["index"] == choice["index"]]
         assert [id_ for one in mine for id_ in one["token_ids"]] == choice["token_ids"]
         text = server.http.post("/detokenize", json={"tokens": choice["token_ids"]}).json()
@@ -59,7 +59,7 @@ def test_ids_are_reported_whole_and_in_pieces(server: LiveServer, path: str) -> 
     is_chat = path == "/v1/chat/completions"
     ids = prompt_ids(server, path)
     whole = [body] if is_chat else body["choices"]
-    first = chunks if is_chat else [one["choices"][0] for one in chunks]
+    first = chunks if is_chat else [chunk["choices"][0] for chunk in chunks]
     assert [one["prompt_token_ids"] for one in whole] == [ids] * len(whole)
     assert [one["prompt_token_ids"] for one in first if "prompt_token_ids" in one] == [ids] * 2
 
@@ -81,7 +81,7 @@ def test_prompts_are_scored_in_vllms_form(server: LiveServer, path: str) -> None
         assert set(best) == {"logprob", "rank", "decoded_token"}
     few = answer(server, path, prompt_logprobs=0)
     shown = few if path == "/v1/chat/completions" else few["choices"][0]
-    assert [list(one or {}) for one in shown["prompt_logprobs"]] == [
+    assert [list(prompt_logprob or {}) for prompt_logprob in shown["prompt_logprobs"]] == [
         [],
         *([str(i)] for i in ids[1:]),
     ]
