@@ -59,6 +59,24 @@ def test_reference_equals_transformers(family: str, tmp_path: Path) -> None:
             "original_max_position_embeddings": 64}}),
         ("glm4-lite", {"mlp_layer_types": ["dense", "dense", "sparse"]}),
         ("youtu", {"tie_word_embeddings": False, "q_lora_rank": None}),
+        ("olmo3", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
+        ("olmo3", {"rope_scaling": None, "rope_theta": None, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 2e4, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+        ("olmo3", {"rope_scaling": None, "rope_theta": None, "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 2e4}}}),
+        ("exaone4", {"sliding_window_pattern": 2}),
+        ("exaone4", {"layer_types": ["full_attention", "sliding_attention"] * 2,
+            "sliding_window_pattern": "GL"}),
+        ("exaone4", {"layer_types": ["full_attention"] * 4}),
+        ("exaone4", {"rope_scaling": {"rope_type": "llama3", "factor": 16.0,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128}}),
+        ("seed-oss", {"attention_bias": False, "attention_out_bias": True,
+            "tie_word_embeddings": False}),
+        ("ernie4.5", {"tie_word_embeddings": False, "head_dim": 32}),
+        ("ernie4.5-experts", {"moe_k": 2, "moe_num_shared_experts": 0, "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1}),
         ("smollm3", {"no_rope_layers": [0, 1, 0, 1], "attention_bias": True}),
         ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True,
             "sliding_window": WINDOW}),
@@ -99,6 +117,7 @@ _SOME_SLIDE = ["full_attention", "sliding_attention"]
             (family, {"partial_rotary_factor": 0.5})
             for family in (
                 *("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "olmo2", "smollm3"),
+                *("exaone4", "seed-oss", "ernie4.5", "ernie4.5-experts"),
             )
         ],
         ("qwen3-moe", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),

@@ -196,6 +196,46 @@ _OLMO2 = Variant(
     post_norms=True,
 )
 
+# As OLMo 3: the fourth layer has no window, and a scaled RoPE.
+_OLMO3 = replace(
+    _OLMO2,
+    model_type="olmo3",
+    sizes={"num_layers": 4, "rope_base": 5e5},
+    metadata={"attention.sliding_window": WINDOW, **_YARN.metadata},
+    config={"sliding_window": WINDOW, "pad_token_id": 0, **_YARN.config},
+)
+
+# As the 32B: the fourth layer has neither a window nor a RoPE.
+_EXAONE4 = replace(
+    _OLMO2,
+    architecture="exaone4",
+    model_type="exaone4",
+    sizes={"num_layers": 4},
+    query_key_norm="head",
+    metadata={"attention.sliding_window": WINDOW},
+    config={"sliding_window": WINDOW, "sliding_window_pattern": 4},
+)
+
+# As the 1.2B: no layer has a window, and all have a RoPE.
+_EXAONE4_SMALL = replace(
+    _EXAONE4,
+    sizes={},
+    metadata={},
+    config={"sliding_window": None, "layer_types": ["full_attention"] * 2},
+)
+
+_SEED_OSS = Variant(
+    "seed_oss",
+    "seed_oss",
+    sizes={"head_dim": 32},
+    qkv_bias=True,
+    config={"attention_bias": True, "attention_out_bias": False, "pad_token_id": 0},
+    layer_names={"post_attention_norm": "post_attention_layernorm"},
+    ffn_norm="post_attention_norm",
+)
+
+_ERNIE = Variant("ernie4_5", "ernie4_5")
+
 # Dense, with queries of low rank.
 _YOUTU = Variant(
     "deepseek2",
@@ -285,6 +325,25 @@ _GLM4_LITE = replace(
     model_type="glm4_moe_lite",
     metadata={key: value for key, value in _DEEPSEEK_V3.metadata.items() if "group" not in key},
     config={**_DEEPSEEK_V3.config, "n_group": 1, "topk_group": 1},
+)
+
+_ERNIE_EXPERTS = replace(
+    _ERNIE,
+    architecture="ernie4_5-moe",
+    model_type="ernie4_5_moe",
+    num_experts=8,
+    first_with_experts=1,
+    num_shared=2,
+    has_choice_bias=True,
+    metadata={**_SHARED_METADATA, "interleave_moe_layer_step": 1},
+    config={
+        "moe_layer_start_index": 1,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 128,
+    },
+    layer_names=ROUTED_NAMES | {"exp_probs_b": "mlp.moe_statics.e_score_correction_"},
 )
 
 # As Air: half of each head is rotated, queries, keys and values have biases.
@@ -509,6 +568,12 @@ FAMILIES: dict[str, Variant] = {
     "gemma4-large": _GEMMA4_LARGE,
     "gemma4-experts": _GEMMA4_EXPERTS,
     "olmo2": _OLMO2,
+    "olmo3": _OLMO3,
+    "exaone4": _EXAONE4,
+    "exaone4-small": _EXAONE4_SMALL,
+    "seed-oss": _SEED_OSS,
+    "ernie4.5": _ERNIE,
+    "ernie4.5-experts": _ERNIE_EXPERTS,
     "phi3": _PHI3,
     "phi3-long": _PHI3_LONG,
     "youtu": _YOUTU,

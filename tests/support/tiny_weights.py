@@ -100,6 +100,8 @@ def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
             stacks[f"model.layers.{layer}.experts.gate_up_proj"] = np.stack(both)
             stacks[f"model.layers.{layer}.experts.down_proj"] = np.stack(downs)
     named = {_folder_name(tiny, name): values for name, values in _fused(tiny, held).items()}
+    for name in [name for name in named if "moe_statics" in name]:
+        named[name] = named[name][None]  # ERNIE's bias has two dimensions
     return named | stacks
 
 

@@ -84,6 +84,7 @@ def test_greedy_answers_and_log_probabilities_are_the_cpu_backends(tiny: str) ->
         ("granite", {}),
         ("minimax-m2", {"num_layers": 1}),
         ("smollm3", {}),
+        ("ernie4.5-experts", {}),
     ],
 )
 def test_families_answer_as_on_the_cpu(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:

@@ -29,11 +29,11 @@ def folder_of(source: Path, target: str, out: Path) -> FileReport:
 
 
 def test_folders_answer_as_their_sources_do(tmp_path: Path) -> None:
-    for family in ("llama", "qwen2", "qwen3"):
+    for family in ("llama", "qwen2", "qwen3", "ernie4.5"):
         tiny = tiny_of(family)
         folder = write_tiny_folder(tmp_path / family, tiny)
         file = write_tiny_gguf(tmp_path / f"{family}.gguf", tiny)
-        for source in (folder, file):
+        for source in (folder,) if family == "ernie4.5" else (folder, file):
             out = tmp_path / f"{source.name} w8a16"
             report = folder_of(source, "w8a16", out)
             assert report.comparison.mean_kl < 2e-3  # rows of queries and keys have their order

@@ -110,6 +110,35 @@ def test_only_phi3_rotates_a_part_of_each_head(family: str, tmp_path: Path) -> N
     assert spec.rope.dim == spec.head_dim // 2
 
 
+def test_sliding_layers_of_olmo3_have_a_plain_rope(tmp_path: Path) -> None:
+    plain = RopeSpec(5e5, 16, interleaved=False)
+    for spec in (from_metadata(tmp_path, "olmo3"), from_config(tmp_path, "olmo3")):
+        assert spec.window == WindowSpec(WINDOW, (True, True, True, False), plain)
+        assert spec.rope.scaled_frequencies is not None
+    pattern = {"attention__sliding_window_pattern": [False, True, False, True]}
+    spec = from_metadata(tmp_path, "olmo3", **pattern, rope__freq_base_swa=2e4)
+    assert spec.window == WindowSpec(WINDOW, (False, True, False, True), replace(plain, base=2e4))
+    assert from_metadata(tmp_path, "olmo3", attention__sliding_window=0).window is None
+
+
+def test_exaone4_has_a_rope_in_its_sliding_layers(tmp_path: Path) -> None:
+    slides = (True, True, True, False)
+    for spec in (from_metadata(tmp_path, "exaone4"), from_config(tmp_path, "exaone4")):
+        assert (spec.window, spec.rotates) == (WindowSpec(WINDOW, slides), slides)
+    pattern = {"attention__sliding_window_pattern": [False, True, False, True]}
+    assert from_metadata(tmp_path, "exaone4", **pattern).rotates == (False, True, False, True)
+    no_layer = {"attention__sliding_window_pattern": [False] * 4}
+    assert from_metadata(tmp_path, "exaone4", **no_layer).rotates == (False,) * 4
+    full = {"layer_types": ["full_attention"] * 4}
+    assert from_config(tmp_path, "exaone4", **full).rotates == (False,) * 4
+    for spec in (
+        from_metadata(tmp_path, "exaone4", attention__sliding_window=0),
+        from_config(tmp_path, "exaone4", sliding_window=None, sliding_window_pattern=0, **full),
+        from_config(tmp_path, "exaone4-small"),
+    ):
+        assert (spec.window, spec.rotates) == (None, None)
+
+
 def test_layers_without_rope_turn_nothing(tmp_path: Path) -> None:
     listed = {"no_rope_layers": [1, 0, 1, 1]}
     spec = from_config(tmp_path, "smollm3", **listed)
@@ -350,6 +379,19 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("glm4-air", {"use_qk_norm": True}, "layers.0.self_attn.q_norm.weight' with shape"),
         ("llama", {"use_qk_norm": True}, "use_qk_norm = True, which is not supported"),
         ("glm4", {"scoring_func": "softmax"}, "scoring_func = 'softmax', which is not"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types that is not a list of 4"),
+        ("olmo3", {"sliding_window": 0}, "sliding_window = 0, not a whole number from 1"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "pattern = 'LLLG', not a whole number"),
+        ("exaone4-small", {"layer_types": ["sliding_attention"] * 2}, "has no sliding_window"),
+        ("seed-oss", {"attention_out_bias": True}, "self_attn.o_proj.bias' with shape (64,), wh"),
+        ("seed-oss", {"mlp_bias": True}, "mlp_bias = True, which is not supported"),
+        ("ernie4.5", {"use_bias": True}, "use_bias = True, which is not supported"),
+        ("ernie4.5-experts", {"use_bias": True}, "use_bias = True, which is not supported"),
+        ("ernie4.5-experts", {"moe_layer_interval": 2}, "moe_layer_interval = 2, which is not"),
+        ("ernie4.5-experts", {"moe_layer_end_index": 0}, "moe_layer_end_index = 0, which is not"),
+        ("ernie4.5-experts", {"moe_norm_min": 0.5}, "moe_norm_min = 0.5, which is not"),
+        ("ernie4.5-experts", {"moe_k": 9}, "moe_k = 9, not a whole number from 1 to 8"),
+        ("ernie4.5-experts", {"moe_num_experts": 10**9}, "moe_num_experts = 1000000000, not a wh"),
         ("smollm3", {"no_rope_layers": [1, 1, 0]}, "no_rope_layers that is not a list of 4 values"),
         ("smollm3", {"no_rope_layers": [1, 1, 0, 2]}, "no_rope_layers with 2; supported: 1, 0"),
         ("smollm3", {"no_rope_layer_interval": 0}, "interval = 0, not a whole number from 1"),
@@ -401,7 +443,15 @@ def test_unsupported_configurations_are_refused(
         ("phi3-long", {"rope__dimension_count": 10}, "is not a list of 5 numbers"),
         ("llama-3.1", {"rope__scaling__factor": 2.0}, "scales its rope twice"),
         ("qwen3", {"attention__causal": False}, "attention.causal = False, which is not supported"),
-        ("olmo2", {"attention__sliding_window": 64}, "sliding_window = 64, which is not supported"),
+        ("olmo3", {"attention__sliding_window_pattern": [True]}, "a list of 4 values"),
+        ("olmo3", {"rope__freq_base_swa": 0.5}, "freq_base_swa = 0.5, not a number from 1.001"),
+        ("exaone4", {"rope__freq_base_swa": 1e4}, "freq_base_swa = 10000.0, which is not"),
+        ("exaone4", {"attention__sliding_window_pattern": [2] * 4}, "with 2; supported: True, F"),
+        ("ernie4.5-experts", {"interleave_moe_layer_step": 2}, "layer_step = 2, which is not"),
+        ("ernie4.5-experts", {"expert_gating_func": 2}, "gating_func = 2, which is not"),
+        ("ernie4.5-experts", {"expert_weights_scale": 2.0}, "weights_scale = 2.0, which is not"),
+        ("ernie4.5-experts", {"expert_group_count": 2}, "group_count = 2, which is not"),
+        ("ernie4.5-experts", {"leading_dense_block_count": 2}, "but no layer has experts"),
         (
             "mixtral",
             {"leading_dense_block_count": 1},

@@ -47,6 +47,20 @@ def test_mtp_layers_are_left_out_of_a_folder(tmp_path: Path) -> None:
     assert load_path(folder).tensors.keys() == plain.tensors.keys()
 
 
+def test_ernies_mtp_layers_are_left_out_of_a_folder(tmp_path: Path) -> None:
+    tiny = tiny_of("ernie4.5-experts")
+    folder = write_tiny_folder(tmp_path / "tiny", tiny)
+    plain = load_path(folder)
+    weights = folder_weights(tiny, tiny_weights(tiny))
+    block = {name: w for name, w in weights.items() if name.startswith("model.layers.0.")}
+    weights |= {name.replace("layers.0.", "mtp_block.0."): w for name, w in block.items()}
+    for name in ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj"):
+        weights[f"model.{name}.0.weight"] = np.ones((4, 4), np.float32)
+    stored = {name: QuantTensor.from_floats(w, FORMATS["F32"]) for name, w in weights.items()}
+    write_safetensors(folder / "model.safetensors", stored)
+    assert load_path(folder).tensors.keys() == plain.tensors.keys()
+
+
 @pytest.mark.parametrize("family", ["glm4", "deepseek-v3", "hy3"])
 def test_mtp_layers_are_left_out_of_a_gguf_file(tmp_path: Path, family: str) -> None:
     tiny = tiny_of(family)

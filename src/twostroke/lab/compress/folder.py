@@ -135,10 +135,11 @@ def published_names(source: LoadedModel) -> dict[str, str]:
 def undo_rope_order(source: LoadedModel, key: str, tensor: QuantTensor) -> QuantTensor:
     """Undo the row order that GGUF files give the matrices of queries and keys.
 
-    GGUF files order rows so that RoPE rotates adjacent rows; Hugging Face folders do not.
+    GGUF files order rows so that RoPE rotates adjacent rows. A folder's matrices stay as they are.
     """
     kind = key.split(".")[-2]
-    if not source.spec.rope.interleaved or kind not in {"attn_q", "attn_k"}:
+    is_reordered = source.spec.rope.interleaved and source.path.suffix == ".gguf"
+    if not is_reordered or kind not in {"attn_q", "attn_k"}:
         return tensor
     pairs = source.spec.head_dim // 2
     rows = tensor.data.reshape(-1, pairs, 2, tensor.num_bytes // tensor.shape[0])

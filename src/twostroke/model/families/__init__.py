@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from twostroke.model.families.blocks import decoder
 from twostroke.model.families.deepseek import DEEPSEEK2
+from twostroke.model.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
+from twostroke.model.families.exaone4 import EXAONE4
 from twostroke.model.families.family import Family
 from twostroke.model.families.gemma import GEMMA2, GEMMA3
 from twostroke.model.families.gemma4 import GEMMA4
@@ -19,6 +21,7 @@ from twostroke.model.families.minimax import MINIMAX_M2
 from twostroke.model.families.olmo2 import OLMO2
 from twostroke.model.families.phi3 import PHI3
 from twostroke.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from twostroke.model.families.seed_oss import SEED_OSS
 from twostroke.model.families.smollm3 import SMOLLM3
 from twostroke.model.families.spec import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
 
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
 ARCHITECTURES: dict[str, Family] = {
     "llama": LLAMA,
     "deepseek2": DEEPSEEK2,
+    "ernie4_5": ERNIE4_5,
+    "ernie4_5-moe": ERNIE4_5_MOE,
+    "exaone4": EXAONE4,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "gemma4": GEMMA4,
@@ -42,6 +48,7 @@ ARCHITECTURES: dict[str, Family] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3moe": QWEN3_MOE,
+    "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
 }
 

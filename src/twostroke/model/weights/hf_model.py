@@ -24,6 +24,7 @@ _UNSUPPORTED_FEATURES: dict[str, Any] = {
     "is_encoder_decoder": False,
     "mlp_bias": False,
     "position_embedding_type": "rope",
+    "use_bias": False,
     "use_bidirectional_attention": False,
 }
 

@@ -325,6 +325,7 @@ def _program_weights(
             f"{file!r} has {len(tensors)} tensors, too few for {spec.num_layers} layers."
         )
     shapes = build_program(spec).weight_shapes
+    tensors = {name: _as_vector(tensor, shapes.get(name)) for name, tensor in tensors.items()}
     fused = ARCHITECTURES[spec.architecture].fused
     separate = cut_stacks(tensors, shapes, fused)
     if uncut := uncut_stack(separate, shapes, fused):
@@ -347,6 +348,14 @@ def _program_weights(
     names_in_file = (names.published.get(name, name) for name in left_out)
     report_left_out(file, names_in_file, spec.architecture)
     return needed
+
+
+def _as_vector(tensor: QuantTensor, shape: tuple[int, ...] | None) -> QuantTensor:
+    """Return a matrix of one row as a vector if the Program reads a vector of this shape.
+
+    ERNIE's folders have such a bias.
+    """
+    return replace(tensor, shape=shape) if shape and tensor.shape == (1, *shape) else tensor
 
 
 def _is_empty_bias(name: str, tensor: QuantTensor) -> bool:

@@ -71,6 +71,8 @@ _OTHER_MODALITY = re.compile(
     r"(?:model\.)*(?:vision_tower|vision_model|vision_embedder|visual|audio_tower"
     r"|multi_modal_projector|embed_vision|embed_audio)\..*"
 )
+# ERNIE's layers for multi-token prediction, which do not compute the next token.
+_MTP_LAYER = re.compile(r"(?:model\.)*mtp_(?:block|emb_norm|hidden_norm|linear_proj)\..*")
 # Prefixes of the weights of a text model, which must not be left out even if unknown.
 _TEXT_PART = re.compile(
     r"(?:model|lm_head|blk|token_embd|token_types|position_embd|output|output_norm|rope_freqs"
@@ -84,6 +86,7 @@ _COMPLETE_NAMES = {
     "mlp.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.expert_bias": "exp_probs_b.bias",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "layer_scalar": "layer_output_scale.weight",
     "router.per_expert_scale": "ffn_down_exps.scale",
 }
@@ -98,7 +101,7 @@ def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
     unknown name is returned without prefixes, for the error message.
     """
     name = without_prefix(name)
-    if _DERIVED.fullmatch(name) or _OTHER_MODALITY.fullmatch(name):
+    if any(unneeded.fullmatch(name) for unneeded in (_DERIVED, _OTHER_MODALITY, _MTP_LAYER)):
         return None
     stem, _, suffix = name.rpartition(".")
     if stem in _MODEL_WEIGHTS:

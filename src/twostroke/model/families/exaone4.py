@@ -1,0 +1,81 @@
+"""EXAONE 4: norms after each part of a layer, and norms of queries and keys by head.
+
+In models with a sliding window (32B), layers without the window have no RoPE. Source:
+arXiv:2507.11407.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.model.families.blocks import residual_layer
+from twostroke.model.families.common_fields import all_but_every, config_window, gguf_window
+from twostroke.model.families.family import Family
+from twostroke.model.families.fields import MAX_LAYERS
+
+if TYPE_CHECKING:
+    from twostroke.model.families.fields import Fields
+    from twostroke.model.families.spec import ModelSpec, WindowSpec
+
+_PERIOD = 4  # of layers without a window
+# llama.cpp gives a model of this many layers the window of the 32B, even if the file has none.
+_LAYERS_OF_32B, _WINDOW_OF_32B = 64, 4096
+
+
+def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Add the sliding window of an EXAONE 4 model, and which layers have a RoPE (GGUF)."""
+    fields.expect("rope.freq_base_swa")
+    default_size = _WINDOW_OF_32B if spec.num_layers == _LAYERS_OF_32B else 0
+    slides = all_but_every(_PERIOD, spec.num_layers)
+    window = gguf_window(fields, slides, default_size=default_size)
+    size = fields.value("attention.sliding_window")
+    return _hybrid(spec, window, has_window=bool(default_size if size is None else size))
+
+
+def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Add the sliding window of an EXAONE 4 model, and which layers have a RoPE (config.json)."""
+    period = _PERIOD
+    if not fields.has("layer_types"):
+        period = fields.integer("sliding_window_pattern", MAX_LAYERS, default=_PERIOD)
+    window = config_window(fields, all_but_every(period, spec.num_layers))
+    spec = replace(spec, qkv_bias=False, output_bias=False)  # transformers ignores attention_bias
+    return _hybrid(spec, window, has_window=fields.has("sliding_window"))
+
+
+def _hybrid(spec: ModelSpec, window: WindowSpec | None, *, has_window: bool) -> ModelSpec:
+    """Return a spec with this window, in which only layers with the window have a RoPE.
+
+    `has_window`: the file has the size of a window, even if no layer uses it.
+    """
+    if not has_window:
+        return spec
+    return replace(
+        spec, window=window, rotates=window.slides if window else (False,) * spec.num_layers
+    )
+
+
+EXAONE4 = Family(
+    model_types={
+        "exaone4": {
+            "vocab_size": 102400,
+            "hidden_size": 4096,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+        }
+    },
+    layer=partial(residual_layer, pre_norms=None, post_norms=True, query_key_norm="head"),
+    from_gguf=from_gguf,
+    from_config=from_config,
+    layer_names={
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+)
