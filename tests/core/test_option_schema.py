@@ -9,7 +9,10 @@ from typing import Annotated, Any, ClassVar
 
 import pytest
 
+from twostroke.cli.help import WordParam
 from twostroke.cli.options import click_params
+from twostroke.cli.simulate import command as simulate
+from twostroke.core.distributed_options import DISAGGREGATE
 from twostroke.core.errors import UsageError
 from twostroke.core.foreign_options import foreign_hint
 from twostroke.core.option_schema import Option, OptionStruct, check, from_mapping, option_fields
@@ -17,6 +20,7 @@ from twostroke.core.options import CacheOptions, EngineOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.fleet.router.options import POLICY_NAMES, RouteOptions
 from twostroke.fleet.routing.policy import POLICIES
+from twostroke.lab.simulator.load import ARRIVALS
 from twostroke.server.options import ServeOptions
 
 ROOT = Path(__file__).parents[2]
@@ -134,8 +138,13 @@ def test_server_and_router_share_the_options_of_http() -> None:
     assert {"host", "port", "api_keys", "drain_s", "dashboard"} <= shared
 
 
-def test_the_names_of_policies_are_those_of_the_routing_functions() -> None:
+def test_router_and_simulation_offer_every_routing_function() -> None:
     assert tuple(POLICIES) == POLICY_NAMES
+    assert option_fields(RouteOptions)["policy"].option.choices == POLICY_NAMES
+    words = {p.name: p.type.choices for p in simulate.params if isinstance(p.type, WordParam)}
+    assert tuple(words["routing"]) == POLICY_NAMES
+    assert tuple(words["disaggregate"]) == DISAGGREGATE
+    assert tuple(words["arrivals"]) == ARRIVALS
 
 
 def test_the_reference_of_options_is_current() -> None:

@@ -29,9 +29,11 @@ from twostroke.cli.planning import (
     weights_option,
 )
 from twostroke.cli.terminal import printable, show_table
+from twostroke.core.distributed_options import DISAGGREGATE
 from twostroke.core.errors import Field, UsageError
 from twostroke.core.json_io import encode_json
 from twostroke.core.options import BatchOptions, CacheOptions
+from twostroke.fleet.router.options import POLICY_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,7 +76,7 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 )
 @option(
     "--disaggregate",
-    type=WordParam(("auto", "always", "never")),
+    type=WordParam(DISAGGREGATE),
     default="auto",
     help="Which prompts the prefill replicas prefill; auto: prompts for which that saves time.",
 )
@@ -86,7 +88,7 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 )
 @option(
     "--routing",
-    type=WordParam(("prefix", "least-work", "two-choices", "round-robin")),
+    type=WordParam(POLICY_NAMES),
     default="least-work",
     help="How to choose the replica of a request.",
 )

@@ -13,6 +13,7 @@ from twostroke.core.errors import UsageError
 from twostroke.fleet.router.options import RouteOptions
 from twostroke.fleet.router.replica_registry import ReplicaRegistry, ReplicaState
 from twostroke.fleet.router.upstream import Address
+from twostroke.fleet.routing.policy import POLICIES, RoutingState
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions
 
@@ -171,6 +172,25 @@ def test_a_router_can_be_a_replica_of_another(fakes: Loop) -> None:
         assert (found.is_foreign, found.facts.models) == (True, ("tiny",))
         replica.health, replica.load = (503, {}), None
         wait_for(lambda: "no replica" in found.reason)
+
+
+def test_the_policy_learns_how_many_requests_wait_at_a_replica(fakes: Loop, monkeypatch) -> None:
+    busy, idle = fakes.start(FakeReplica()), fakes.start(FakeReplica())
+    busy.load, idle.load = {"waiting": 7}, {"waiting": 0}
+    states: list[RoutingState] = []
+
+    def fewest_waiting(state: RoutingState) -> int:
+        states.append(state)
+        return int(state.num_waiting.argmin())
+
+    monkeypatch.setitem(POLICIES, "least-work", fewest_waiting)
+    with live_router(busy.url, idle.url, policy="least-work") as router:
+
+        def num_waiting() -> list[float]:
+            assert httpx.post(router.url + _CHAT, json=_BODY).status_code == 200
+            return sorted(states[-1].num_waiting.tolist())
+
+        wait_for(lambda: num_waiting() == [0, 7])
 
 
 def test_a_router_is_no_replica_of_itself(fakes: Loop, tmp_path: Path) -> None:

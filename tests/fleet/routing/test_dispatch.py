@@ -167,6 +167,29 @@ def test_shut_and_tried_replicas_get_nothing() -> None:
         assert fleet.ask(1, tried={0, 2, 3}) is None
 
 
+def test_policies_see_open_requests_and_the_queues_that_replicas_report(monkeypatch) -> None:
+    states: list[tuple[list[float], list[float]]] = []
+
+    def fewest_waiting(state: RoutingState) -> int:
+        states.append((state.num_open.tolist(), state.num_waiting.tolist()))
+        return int(state.num_waiting.argmin())
+
+    monkeypatch.setitem(POLICIES, "fewest-waiting", fewest_waiting)
+    fleet = Fleet("fewest-waiting")
+    assert fleet.ask(1).index == 0
+    for index, num_waiting in enumerate((3, 2, 0, 4)):
+        fleet.dispatcher.report(index, 0.0, None, num_waiting=num_waiting)
+    assert fleet.ask(2).index == 2
+    fleet.dispatcher.report(2, 0.0, None, num_waiting=5)
+    fleet.dispatcher.reset(3)  # it was restarted
+    assert fleet.ask(3).index == 3
+    assert states == [
+        ([0, 0, 0, 0], [0, 0, 0, 0]),
+        ([1, 0, 0, 0], [3, 2, 0, 4]),
+        ([1, 0, 1, 0], [3, 2, 5, 0]),
+    ]
+
+
 def test_only_the_last_blocks_are_known() -> None:
     fleet = Fleet(count=1, most_blocks=100)
     for number in range(1000):
@@ -177,7 +200,8 @@ def test_only_the_last_blocks_are_known() -> None:
 
 
 def test_two_choices_and_turns_use_all_replicas_and_avoid_the_busiest() -> None:
-    views = [RoutingState(n, np.array([1.0, 2.0, 3.0, 0.5]), np.zeros(4)) for n in range(4000)]
+    wait_s, zeros = np.array([1.0, 2.0, 3.0, 0.5]), np.zeros(4)
+    views = [RoutingState(n, wait_s, zeros, zeros) for n in range(4000)]
     turns = Counter(POLICIES["round-robin"](view) for view in views)
     assert turns == dict.fromkeys(range(4), 1000)
     chosen = Counter(POLICIES["two-choices"](view) for view in views)

@@ -203,7 +203,9 @@ class HealthChecker:
         replica.prefill_per_decode = load.prefill_per_decode
         self._fleet.set_trust(replica, trusts_router=load.trusts_sender is not False)
         if load.epoch == replica.facts.epoch:
-            self._fleet.dispatcher.report(replica.index, load.work_s, load.horizon_s)
+            self._fleet.dispatcher.report(
+                replica.index, load.work_s, load.horizon_s, num_waiting=load.waiting
+            )
         if load.status == "draining":
             return ReplicaState.DRAINING, "It is stopping.", facts
         if load.status != "ok":

@@ -143,6 +143,7 @@ class Dispatcher:
         self._pending_units: list[float] = []
         self._min_wait_s = np.zeros(0)  # inf for closed replicas
         self._num_open = np.zeros(0)  # requests that have not ended
+        self._num_waiting = np.zeros(0)  # requests in the queues, as replicas reported last
         self._is_open: list[bool] = []
         self._ring = HashRing()
 
@@ -164,6 +165,7 @@ class Dispatcher:
             self._free_at_s = np.append(self._free_at_s, 0.0)
             self._min_wait_s = np.append(self._min_wait_s, 0.0)
             self._num_open = np.append(self._num_open, 0.0)
+            self._num_waiting = np.append(self._num_waiting, 0.0)
         salt = 0
         for byte in name.encode():
             salt = mix(salt ^ byte)
@@ -176,6 +178,7 @@ class Dispatcher:
         """Forget the cached prompts and the pending work of a replica, since it was restarted."""
         self.prefix_tree.reset(index)
         self._free_at_s[index] = 0.0
+        self._num_waiting[index] = 0.0
         self._set_pending(index, 0.0)
 
     def set_open(self, index: int, *, is_open: bool) -> None:
@@ -183,14 +186,17 @@ class Dispatcher:
         self._is_open[index] = is_open
         self._set_pending(index, self._pending_units[index])
 
-    def report(self, index: int, work_s: float, horizon_s: float | None) -> None:
+    def report(
+        self, index: int, work_s: float, horizon_s: float | None, num_waiting: int = 0
+    ) -> None:
         """Apply a replica's report of its queued work and of the evictions from its prefix cache.
 
-        `work_s` is the time to prefill the queue. Pages that were last used longer than `horizon_s`
-        ago have been evicted; None if no page has been evicted.
+        `work_s` is the time to prefill the queue, which has `num_waiting` requests. Pages that were
+        last used longer than `horizon_s` ago have been evicted; None if no page has been evicted.
         """
         now_s = self._clock()
         self._free_at_s[index] = max(self._free_at_s[index], now_s + work_s)
+        self._num_waiting[index] = num_waiting
         if horizon_s is not None:
             self.prefix_tree.evict_before(index, now_s - horizon_s)
 
@@ -238,7 +244,9 @@ class Dispatcher:
             * unit_s[index]
             for index, num_blocks in cached_blocks.items()
         }
-        index = self._policy(RoutingState(self._request_number, wait_s, self._num_open, prefill_s))
+        index = self._policy(
+            RoutingState(self._request_number, wait_s, self._num_open, self._num_waiting, prefill_s)
+        )
         hit_units = units_of_blocks(cached_blocks.get(index, 0))
         routed = RoutedRequest(
             index,

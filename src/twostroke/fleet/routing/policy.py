@@ -1,8 +1,8 @@
 """Routing policies: pure functions that choose a replica from the state of all replicas.
 
 To add a policy, write a function from `RoutingState` to the index of a replica, add it to
-`POLICIES`, and add its name to `POLICY_NAMES` in `fleet/router/options.py`. The router and
-`twostroke simulate` then offer it.
+`POLICIES`, and add its name to `POLICY_NAMES` in `fleet/router/options.py`. The options `--policy`
+of `twostroke route` and `--routing` of `twostroke simulate` then offer it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,20 @@ _MASK_64: Final = (1 << 64) - 1
 class RoutingState(Frozen):
     """The state of all replicas when a request arrives, from which a routing policy chooses.
 
-    Replicas are numbered from 0.
+    Replicas are numbered from 0. The router knows its own requests at once, and the requests of
+    other senders from the replicas' reports, which come every half second, and more rarely from
+    more than 125 replicas. No field counts running requests alone.
 
     Attributes:
         request_number: counts the requests.
-        wait_s: shape (replicas,): seconds until a new request would start; inf for replicas
-            that get no requests. At least one is finite. Of idle replicas, the smallest value
-            belongs to the replica with the fewest requests.
-        num_open: shape (replicas,): requests that have not ended.
+        wait_s: shape (replicas,): seconds until a new request would start, from this router's
+            requests and the replica's last report; inf for replicas that get no requests. At
+            least one is finite. Of idle replicas, the smallest value belongs to the replica with
+            the fewest requests.
+        num_open: shape (replicas,): requests of this router, waiting and running, that have not
+            ended.
+        num_waiting: shape (replicas,): requests of all senders in a replica's queue, by its last
+            report (`ServerLoad.waiting`); 0 for servers other than Twostroke, which report none.
         prefill_s: by index of a candidate, seconds to prefill the part of the prompt that its
             prefix cache lacks, slowed down by its running requests. Empty unless the policy is
             one of `PREFIX_POLICIES`.
@@ -44,6 +50,7 @@ class RoutingState(Frozen):
     request_number: int
     wait_s: Floats
     num_open: Floats
+    num_waiting: Floats
     prefill_s: Mapping[int, float] = {}
 
 

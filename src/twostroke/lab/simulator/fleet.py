@@ -242,19 +242,22 @@ class _SimulatedRouter:
             self._dispatcher.set_open(self._dispatcher.add_replica(str(index)), is_open=True)
 
     def due(self) -> range:
-        """Return the replicas that must tell the router now which pages they have evicted.
+        """Return the replicas that must report to the router now.
 
-        After each interval these are all replicas, otherwise none.
+        After each interval these are all replicas, otherwise none. Without a choice of replicas,
+        reports would have no effect.
         """
-        if not self._knows_prefixes or self._clock.now_s < self._next_report_s:
+        if len(self._indices) == 1 or self._clock.now_s < self._next_report_s:
             return range(0)
         self._next_report_s = self._clock.now_s + _REPORT_INTERVAL_S
         return self._indices
 
     def report(self, index: int) -> None:
-        """Tell the router which cached pages a replica has evicted."""
+        """Tell the router which cached pages a replica has evicted, and how many requests wait."""
         stats = self._replicas[index].scheduler.stats()
-        self._dispatcher.report(index - self._indices.start, 0.0, stats.horizon_s)
+        self._dispatcher.report(
+            index - self._indices.start, 0.0, stats.horizon_s, num_waiting=stats.num_waiting
+        )
 
     def choose(self, request: Request) -> int:
         """Return the index of the replica to which the router sends a request.
