@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import zlib
+
+import numpy as np
 import pytest
 
 from support.native import NEEDS, native_dir, processor_flags
-from twostroke.backends.cpu.library import choose_level, level_reports, load_library
+from twostroke.backends.cpu import records
+from twostroke.backends.cpu.library import (
+    INTERFACE_VERSION,
+    choose_level,
+    level_reports,
+    load_library,
+)
+from twostroke.backends.sampling.rows import RESULT, ROW
 from twostroke.core.errors import BackendError, UsageError
 
 
@@ -57,3 +68,27 @@ def test_a_missing_library_error_says_how_to_fix_it(monkeypatch, tmp_path):
     with pytest.raises(BackendError, match="unset TWOSTROKE_NATIVE_DIR"):
         load_library("portable")
     load_library.cache_clear()
+
+
+def test_a_changed_layout_has_a_new_interface_version():
+    """A library that was compiled before a change is refused by its version.
+
+    Its sizes alone do not show a change that keeps them, such as two fields in another order. If
+    this test fails, raise `INTERFACE_VERSION` in `library.py` and `kInterfaceVersion` in
+    `native/c_interface.cpp`, and write the new numbers here.
+    """
+    layouts = [("ROW", _layout(ROW)), ("RESULT", _layout(RESULT))]
+    for name, value in vars(records).items():
+        is_struct = isinstance(value, type) and issubclass(value, ctypes.Structure)
+        if is_struct or isinstance(value, np.dtype):
+            layouts.append((name, _layout(value)))
+    assert (INTERFACE_VERSION, zlib.crc32(repr(sorted(layouts)).encode())) == (29, 1441891252)
+
+
+def _layout(record):
+    """Return the name, offset and size of each field of a record."""
+    if isinstance(record, np.dtype):
+        fields = record.fields.items()
+        return [(name, offset, kind.itemsize) for name, (kind, offset, *_) in fields]
+    members = [(name, getattr(record, name)) for name, *_ in record._fields_]
+    return [(name, member.offset, member.size) for name, member in members]

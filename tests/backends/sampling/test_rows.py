@@ -6,12 +6,43 @@ import ctypes
 
 import numpy as np
 
-from support.sampling import make_request
+from support.sampling import make_request, random_logits, random_request
 from twostroke.backends.gpu.sampling import CONVERTED_COLUMNS
-from twostroke.backends.sampling.rows import RESULT, ROW, RowTable, read_results
+from twostroke.backends.sampling.reference import draw
+from twostroke.backends.sampling.rows import (
+    NEUTRAL_VALUES,
+    RESULT,
+    ROW,
+    RowTable,
+    only_best,
+    read_results,
+)
 from twostroke.core.draft_tree import ROOT, DraftBranch
-from twostroke.core.sampling import SamplingParams
+from twostroke.core.sampling import BOUNDS, SamplingParams
 from twostroke.core.step import Slice, TokenLogprobs
+
+# Columns without effect on a greedy row, and the lists of columns in `NEUTRAL_VALUES`.
+COLUMNS_WITHOUT_EFFECT = {
+    *("tokens", "num_tokens", "num_prompt", "seed", "counter", "top_k", "top_p", "min_p"),
+    *("bias_ids", "bias_values", "barred_ids"),
+}
+# Each field of `SamplingParams` that changes a greedy row, with a value that does so.
+FIELDS_WITH_EFFECT = {
+    "temperature": 1.0,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {1: 2.0},
+    "min_tokens": 2,
+    "logprobs": 0,
+    "prompt_logprobs": 0,
+    "constraint": None,  # the request's matcher applies it
+}
+# The other fields: of greedy rows they change nothing, or only when the answer ends.
+FIELDS_WITHOUT_EFFECT = {
+    *("top_k", "top_p", "min_p", "seed", "n", "max_tokens", "stop", "stop_token_ids"),
+    *("include_stop", "ignore_eos", "preface", "shown_ids", "end_ids", "drops_space"),
+}
 
 
 def ints(row: np.void, pointer: str, length: str) -> list[int]:
@@ -24,6 +55,35 @@ def ints(row: np.void, pointer: str, length: str) -> list[int]:
 def test_the_gpu_sampler_converts_every_column():
     """A sampling option that the GPU's sampler does not know would be ignored without an error."""
     assert set(ROW.names or ()) == CONVERTED_COLUMNS
+
+
+def test_every_sampling_option_that_changes_a_greedy_row_is_checked_by_only_best():
+    """Ranks would ignore a missing option: they send only the largest logit of greedy rows."""
+    assert {*ROW.names} == NEUTRAL_VALUES.keys() | COLUMNS_WITHOUT_EFFECT
+    assert {*SamplingParams.__struct_fields__} == FIELDS_WITH_EFFECT.keys() | FIELDS_WITHOUT_EFFECT
+    greedy = {"temperature": 0.0}
+    for name, value in FIELDS_WITH_EFFECT.items():
+        params = SamplingParams(**greedy | {name: value})
+        allowed = np.ones(50, np.bool_) if name == "constraint" else None
+        request = make_request(params, [1, 2, 3], end_ids=[9], allowed=allowed)
+        num_scored = 1 if name == "prompt_logprobs" else 0
+        rows = RowTable().rows([request], [Slice(request, 1, 2, True, num_scored=num_scored)])
+        assert only_best(rows)[0] == 0, name
+    others = SamplingParams(temperature=0.0, top_k=5, top_p=0.5, min_p=0.5, seed=3)
+    assert only_best(RowTable().rows([make_request(others, end_ids=[9])])) == 1
+
+
+def test_the_definition_draws_the_largest_logit_of_rows_that_need_no_other():
+    rng = np.random.default_rng(5)
+    for name in sorted({*BOUNDS, "logit_bias"} - {"temperature", "max_tokens"}):
+        for _ in range(200):
+            request = random_request(rng, 50)
+            value = getattr(request.params, name)
+            request.params = SamplingParams(temperature=0.0, **{name: value})
+            request.matcher = None
+            if only_best(RowTable().rows([request])):
+                logits = random_logits(rng, 50, "ties")
+                assert draw(request, logits) == (int(logits.argmax()), None), request.params
 
 
 def test_a_row_holds_the_requests_parameters():

@@ -113,7 +113,7 @@ def test_tables_of_fields_are_current() -> None:
     run = subprocess.run(
         [sys.executable, ROOT / "tools" / "field_tables.py", "--check"], check=False
     )
-    assert run.returncode == 0, "make tables writes those of docs/reference/api.md"
+    assert run.returncode == 0, "run `make tables` to write docs/reference/api.md"
 
 
 def test_every_struct_is_described_and_has_a_name_of_its_own(schemas: dict[str, Any]) -> None:

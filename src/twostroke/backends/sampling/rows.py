@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -49,6 +49,21 @@ ROW = np.dtype(
     ],
     align=True,
 )
+
+# The columns that change a greedy row, each with the value that has no effect. A sampling option
+# that changes logits needs its column here: of a row with all of these values, ranks send only the
+# largest logit.
+NEUTRAL_VALUES: Final = {
+    "temperature": 0,
+    "repetition_penalty": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "num_bias": 0,
+    "num_barred": 0,
+    "mask": 0,
+    "num_logprobs": -1,
+    "given": NO_TOKEN,
+}
 
 _WHOLE_ROW = np.dtype((np.void, ROW.itemsize))  # copies whole rows, not field by field
 
@@ -275,13 +290,8 @@ def only_best(rows: Rows) -> NDArray[np.int32]:
 
     Greedy requests without penalties, constraint and log-probabilities need only the largest.
     """
-    neutral = (
-        ("temperature", 0), ("repetition_penalty", 1), ("frequency_penalty", 0),
-        ("presence_penalty", 0), ("num_bias", 0), ("num_barred", 0), ("mask", 0),
-        ("num_logprobs", -1), ("given", NO_TOKEN),
-    )  # fmt: skip
     is_best_only = np.ones(len(rows), np.bool_)
-    for name, value in neutral:
+    for name, value in NEUTRAL_VALUES.items():
         is_best_only &= rows[name] == value
     return is_best_only.astype(np.int32)
 
