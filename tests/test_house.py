@@ -25,6 +25,15 @@ PACKAGE = ROOT / "src" / "twostroke"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 README = (ROOT / "README.md").read_text()
+# The documents that describe the present code; the changelog also has names of earlier versions.
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "tests/**/*.md", "benchmarks/*.md")
+    for path in ROOT.glob(pattern)
+    if path.name != "CHANGELOG.md"
+)
+FOLDERS = ("benchmarks/", "deploy/", "docs/", "native/", "src/", "tests/", "tools/")
+PACKAGES = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 FORBIDDEN_BUILTINS = {"eval", "exec", "compile", "__import__"}
@@ -245,6 +254,54 @@ def test_links_in_the_documents_have_targets() -> None:
     assert not broken
 
 
+def test_files_that_documents_name_exist() -> None:
+    modules = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    missing = []
+    for document, word in _quoted_words():
+        path = word.partition("::")[0].rstrip("/")
+        if re.fullmatch(r"\w+\.py", path) and path not in modules:
+            missing.append(f"{document}: {word}")
+        is_in_package = path.split("/")[0] in PACKAGES and "/" in path
+        if not re.fullmatch(r"[\w./*-]+", path) or not (word.startswith(FOLDERS) or is_in_package):
+            continue
+        folder = PACKAGE if is_in_package else ROOT
+        if not any(folder.glob(path)) and not any(folder.glob(f"{path}.py")):
+            missing.append(f"{document}: {word}")
+    assert not missing, "\n".join(missing)
+
+
+def test_dotted_names_in_documents_exist() -> None:
+    sources = "\n".join(path.read_text() for path in SOURCES)
+    missing = [
+        f"{document}: {word}"
+        for document, word in _quoted_words()
+        if re.fullmatch(r"twostroke(\.\w+)+", word)
+        and not _is_defined(word)
+        and f'"{word}"' not in sources  # such as an attribute of a span
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_the_check_of_names_finds_names_that_are_gone() -> None:
+    assert _is_defined("twostroke.lab.planner.make_plan")
+    assert _is_defined("twostroke.lab.planner")
+    assert not _is_defined("twostroke.lab.planner.planned_model")
+    assert not _is_defined("twostroke.serve.create_app")
+
+
+def test_classes_in_the_glossary_exist() -> None:
+    page = (ROOT / "docs" / "development" / "glossary.md").read_text()
+    names = {
+        name
+        for row in re.findall(r"^\|[^|\n]+\|([^|\n]+)\|$", page, re.MULTILINE)
+        for name in re.findall(r"`(_?[A-Z]\w*)`", row)
+    }
+    sources = "\n".join(path.read_text() for path in SOURCES)
+    defined = set(re.findall(r"^ *(?:class (\w+)|(\w+) = )", sources, re.MULTILINE))
+    assert len(names) > 100
+    assert not names - {name for pair in defined for name in pair}
+
+
 def test_tests_that_the_page_on_security_names_exist() -> None:
     page = (ROOT / "docs" / "operations" / "security.md").read_text()
     named = re.findall(r"`(tests/\S+\.py)::(\w+)`( P)?", page)
@@ -335,3 +392,28 @@ def _check_size() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@cache
+def _quoted_words() -> list[tuple[str, str]]:
+    """Return the words of inline code in the documents, each with the document's path."""
+    words = []
+    for document in DOCUMENTS:
+        text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text):
+            words += [
+                (str(document.relative_to(ROOT)), word) for word in re.split(r"[\s(),=]+", code)
+            ]
+    return words
+
+
+def _is_defined(dotted: str) -> bool:
+    """Return whether a name such as `twostroke.core.env` is a module, or a name in a module."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        module = PACKAGE.parent.joinpath(*parts[:count])
+        for path in (module / "__init__.py", module.with_suffix(".py")):
+            if path.exists():
+                names = parts[count : count + 1]
+                return not names or re.search(rf"\b{names[0]}\b", path.read_text()) is not None
+    return False

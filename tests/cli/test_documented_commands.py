@@ -1,4 +1,4 @@
-"""Commands, options, models, make targets and files that the documentation names exist."""
+"""Commands, options, models and make targets that the documentation names exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ PAGES = [
 BLOCK = re.compile(r"^```(?:console|sh|bash)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 MODEL = re.compile(r"(?:smollm|qwen|gemma|llama|mistral|phi|glm)[a-z0-9.-]*\d[a-z0-9.-]*")
-FILES = ("benchmarks/", "deploy/", "docs/", "native/", "src/", "tests/", "tools/")
 FOREIGN = {"--build-arg", "--node-rank", "--nproc-per-node"}  # options of other programs
 NAMED = re.compile(r"""\b(?:LLM\(|twostroke (?:[a-z-]+ )+|MODEL(?: \?)?= ?)["']?([\w.-]+)""")
 
@@ -158,15 +157,4 @@ def test_targets_of_make_exist() -> None:
                 continue
             goals = [word for word in words[1:] if re.fullmatch(r"[a-z][a-z0-9-]*", word)]
             faults += [f"{page.name}: make {goal}" for goal in goals if goal not in targets]
-    assert not faults, "\n".join(faults)
-
-
-def test_files_that_pages_name_exist() -> None:
-    faults = []
-    for page in PAGES:
-        for span in INLINE.findall(BLOCK.sub("", page.read_text())):
-            if span.startswith(FILES) and re.fullmatch(r"[\w./*-]+", span):
-                bare = span.rstrip("/")
-                if not (ROOT / bare).exists() and not any(ROOT.glob(bare)):
-                    faults.append(f"{page.name}: {span}")
     assert not faults, "\n".join(faults)

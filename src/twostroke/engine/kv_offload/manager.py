@@ -112,8 +112,7 @@ class OffloadManager:
         return all(tier.tier.is_writable for tier in self._tiers)
 
     def close(self) -> bool:
-        """Store the KV pages that are queued, for a few seconds at most, and stop the loading
-        threads.
+        """Store the queued KV pages, for a few seconds at most, and stop all threads.
 
         Returns False if a tier does not answer. The tier may then still use the pool's pages.
         """

@@ -31,8 +31,7 @@ class Proposal(Frozen):
         parents: index of the draft that each draft follows, or `ROOT` for the request's newest
             token; empty for a chain.
         values: the expected number of tokens that a row for each draft brings, in falling
-            order. By
-            default the probability that the draft and all drafts before it are right.
+            order. By default the probability that the draft and all drafts before it are right.
     """
 
     source: str

@@ -241,9 +241,7 @@ class Router:
         return True
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Do nothing. The HTTP server passes a function to call if its engine ends; a router has
-        none.
-        """
+        """Do nothing, since a router has no engine whose end it could report to the server."""
 
     def drain(self) -> None:
         """Refuse new requests; running requests continue."""

@@ -49,8 +49,7 @@ class Attempt:
             replica, or if no engine computes the request.
         is_isolated: whether the replica is reserved for the request until the attempt ends.
         turn: the lock of the request's content, which is released when the attempt ends; None
-            if no
-            engine died with this content.
+            if no engine died with this content.
         is_answered: whether the whole answer was sent, so the request does not kill engines.
     """
 
@@ -247,8 +246,7 @@ class Attempts:
         return None
 
     async def _begin_at_reserved(self, request: ProxiedRequest, replica: Replica) -> Attempt | None:
-        """Reserve a replica, wait until its running requests have ended, and begin an attempt
-        there.
+        """Reserve a replica, and begin an attempt there once its running requests have ended.
 
         Returns None if the replica stops being ready before.
         """

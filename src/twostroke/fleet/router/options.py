@@ -18,9 +18,9 @@ class RouteOptions(HttpOptions):
     """The options of `twostroke route`: the router's address, replicas, policy and waiting times.
 
     Attributes:
-        replica_key: the key that the router shows to its replicas, also for its clients, and
-            with
-            which a client may read `/api/state`; without it, clients' keys are passed on.
+        replica_key: the key that the router shows to its replicas in place of its clients' keys,
+            and with which a client may read `/api/state`. Without it, clients' keys are passed
+            on.
     """
 
     port: Annotated[int, PORT] = 8080

@@ -206,7 +206,8 @@ class ProxiedRequest:
         """Begin the response to the client when the first byte of the replica's body has come.
 
         Until then another replica can still answer; then the request's body is dropped. Heartbeats,
-        which a replica sends before it computes anything, are passed on.
+        which a replica sends before it computes anything, are passed on at once, with the status
+        and the headers. So after a heartbeat no other replica can answer.
 
         Returns:
             The first bytes of the body that are no heartbeat, which were not sent yet.
