@@ -94,6 +94,11 @@ def test_reference_equals_transformers(family: str, tmp_path: Path) -> None:
         ("hy3", {"mlp_layer_types": ["dense", "dense", "sparse"], "num_shared_experts": 1,
             "router_scaling_factor": 0.6, "tie_word_embeddings": False}),
         ("hy3", {"mlp_layer_types": ["sparse"] * 3, "num_experts_per_tok": 1}),
+        ("ministral3", {"sliding_window": WINDOW, "rope_parameters": {"rope_type": "yarn",
+            "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32,
+            "mscale": 0.7, "mscale_all_dim": 1.3, "llama_4_scaling_beta": 0.8}}),
+        ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+            "original_max_position_embeddings": 70, "llama_4_scaling_beta": 2}}),
         ("mellum", {"norm_topk_prob": False, "sliding_window": 40, "tie_word_embeddings": False,
             "mlp_layer_types": ["dense"] + ["sparse"] * 3}),
         ("mellum", {"layer_types": ["full_attention", "sliding_attention"] * 2, "rope_parameters": {

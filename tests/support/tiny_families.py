@@ -492,6 +492,33 @@ _MELLUM = replace(
     },
 )
 
+# Queries have an attention temperature after 2,048 tokens, which are more than tests have.
+_MINISTRAL3 = replace(
+    _LLAMA,
+    architecture="mistral3",
+    model_type="ministral3",
+    sizes={"rope_base": 1e6},
+    metadata={
+        "attention.temperature_scale": 0.5,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 2048,
+        "rope.scaling.yarn_log_multiplier": 1.0,
+    },
+    config={
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "original_max_position_embeddings": 2048,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+        "sliding_window": None,
+    },
+)
+
 _GEMMA4 = replace(
     _GEMMA3,
     architecture="gemma4",
@@ -586,5 +613,6 @@ FAMILIES: dict[str, Variant] = {
     "minimax-m2": _MINIMAX_M2,
     "hy3": _HY3,
     "mellum": _MELLUM,
+    "ministral3": _MINISTRAL3,
     "smollm3": _SMOLLM3,
 }

@@ -56,10 +56,29 @@ def check_backend(options: EngineOptions, program: Program, notify: Callable[[st
 
     if program.state_layers:
         _check_recurrent(options, program)
+    usable = usable_context(options.compute, program)
+    if usable < program.context_length:
+        message = (
+            f"The cpu backend computes only the first {usable} of {program.context_length} tokens "
+            f"of context of {program.name}, whose later queries have an attention temperature"
+        )
+        if (options.cache.context_length or 0) > usable:
+            raise BackendError(f"{message}: lower --context-length, or use --backend torch.")
+        notify(f"{message}; --backend torch computes all.")
     if options.compute.backend == "gpu":
         check_gpu(program, options.compute)
     elif options.compute.backend == "auto" and device.may_exist():
         notify("There is a GPU, which --backend gpu uses; that backend is young.")
+
+
+def usable_context(compute: ComputeOptions, program: Program) -> int:
+    """Return the tokens of context that the selected backend computes: all, except on the cpu.
+
+    The native kernels have no attention temperature, which changes later queries.
+    """
+    if program.temperature_length is None or not is_native(compute):
+        return program.context_length
+    return min(program.context_length, program.temperature_length)
 
 
 def _check_recurrent(options: EngineOptions, program: Program) -> None:

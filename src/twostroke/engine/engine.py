@@ -18,6 +18,7 @@ from twostroke.backends.create import (
     check_backend,
     gpu_device,
     is_native,
+    usable_context,
 )
 from twostroke.backends.machine_limits import MachineLimits
 from twostroke.backends.recipe import EngineRecipe
@@ -198,7 +199,8 @@ def build(
 def _with_checked_options(recipe: EngineRecipe, say: Callable[[str], None]) -> EngineRecipe:
     """Check that the backend and the options fit a recipe's model; return the recipe.
 
-    Models with recurrent layers have no drafts yet: `auto` speculation is turned off for them.
+    The Program's context is as long as the backend can compute. Models with recurrent layers have
+    no drafts yet: `auto` speculation is turned off for them.
 
     Raises:
         BackendError: the selected backend cannot run the Program.
@@ -206,6 +208,10 @@ def _with_checked_options(recipe: EngineRecipe, say: Callable[[str], None]) -> E
     """
     options, program = recipe.options, recipe.program
     check_backend(options, program, say)
+    usable = usable_context(options.compute, program)
+    if usable < program.context_length:
+        program = replace(program, context_length=usable)
+        recipe = replace(recipe, program=program)
     if not program.state_layers:
         return recipe
     name = f"{program.name} has recurrent layers, whose states"

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 TOKENS = [(7 * i * i + 3) % VOCAB_SIZE for i in range(75)]
 
+TEMPERATURE = replace(SPEC.rope, temperature_scale=0.5, temperature_length=20)
 VARIANTS: dict[str, Program] = {
     **PROGRAMS,
     "window": build_program(replace(SPEC, window=WindowSpec(20, (True, False)))),
     "soft caps": build_program(replace(SPEC, attention_soft_cap=5.0, logit_soft_cap=3.0)),
+    "attention temperature": build_program(replace(SPEC, rope=TEMPERATURE)),
     "gelu": build_program(replace(SPEC, activation=Activation.GELU_TANH)),
 }
 

@@ -44,6 +44,7 @@ VOCABULARIES = {
     "hy_v3": ("hunyuan-dense", "hunyuan"),
     "mellum": ("mellum2",),
     "minimax-m2": ("minimax-m2",),
+    "mistral3": ("tekken",),
     "deepseek2": ("deepseek-llm", "deepseek-coder", "deepseek-v3", "kimi-k2", "youtu", "glm4"),
 }
 

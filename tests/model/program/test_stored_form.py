@@ -55,6 +55,7 @@ PROGRAMS = {
     "minimax-m2": "6b3d4e2d7f1a7ef2",
     "hy3": "7c1876cc22a7497a",
     "mellum": "f9a2bf2bad8a83f7",
+    "ministral3": "338d208b4362585d",
     "smollm3": "5bbace4f9a064fb4",
 }
 

@@ -54,8 +54,15 @@ def sum_floats(attentions: Sequence[ops.Attention], max_rows: int) -> int:
 
 def rotation_floats(lowered: GpuLowered, num_positions: int) -> int:
     """Return how many float32 numbers the model's tables of cosines and sines for RoPE take."""
-    pairs = {rope.inverse_frequencies for r in lowered.records for rope in ropes(r)}
-    return 2 * num_positions * sum(map(len, pairs))
+    tables = {_rotation_key(rope) for record in lowered.records for rope in ropes(record)}
+    return 2 * num_positions * sum(len(frequencies) for frequencies, *_ in tables)
+
+
+def _rotation_key(op: ops.Rope) -> tuple[tuple[float, ...], float, float, int]:
+    """Return a value that rotations with the same table share; its first part are the angles."""
+    if isinstance(op, ops.QueryRope):
+        return op.inverse_frequencies, op.magnitude, op.temperature_scale, op.temperature_length
+    return op.inverse_frequencies, op.magnitude, 0.0, 1
 
 
 def tiling_of(gpu: Gpu, op: ops.Attention) -> Tiling:
@@ -230,10 +237,14 @@ class StepAttention:
         return self._cache.heads(op, width, num_groups)
 
     def _rotation_of(self, op: ops.Rope, num_positions: int = 0) -> rope.Rotation:
-        key = op.inverse_frequencies, op.magnitude
+        key = _rotation_key(op)
         if key not in self._rotations:
-            angles = np.arange(num_positions)[:, None] * np.array(op.inverse_frequencies)
+            positions = np.arange(num_positions)[:, None]
+            angles = positions * np.array(op.inverse_frequencies)
             table = np.stack([np.cos(angles), np.sin(angles)], axis=1) * op.magnitude
+            if isinstance(op, ops.QueryRope):
+                periods = positions[:, None] // op.temperature_length
+                table *= 1 + op.temperature_scale * np.log1p(periods)
             values = torch.from_numpy(table.astype(np.float32)).to(self._gpu.device)
             self._rotations[key] = rope.Rotation(
                 values, len(op.inverse_frequencies), op.interleaved

@@ -139,8 +139,12 @@ def _join(op: ops.Join, a: Array, b: Array) -> Array:
 def rotate(op: ops.Rope, x: Array, positions: NDArray[np.int64]) -> Array:
     """Apply RoPE: return x (rows, width) with each head rotated by its row's position."""
     angles = positions[:, None] * np.array(op.inverse_frequencies)  # (rows, pairs), float64
-    cosine = (np.cos(angles) * op.magnitude).astype(np.float32)[:, None, :]
-    sine = (np.sin(angles) * op.magnitude).astype(np.float32)[:, None, :]
+    magnitude: float | NDArray[np.float64] = op.magnitude
+    if isinstance(op, ops.QueryRope):
+        periods = positions[:, None] // op.temperature_length
+        magnitude = magnitude * (1 + op.temperature_scale * np.log1p(periods))
+    cosine = (np.cos(angles) * magnitude).astype(np.float32)[:, None, :]
+    sine = (np.sin(angles) * magnitude).astype(np.float32)[:, None, :]
     pairs = len(op.inverse_frequencies)
     heads = x.reshape(len(x), op.num_heads, op.head_dim)
     if op.interleaved:

@@ -147,8 +147,12 @@ def _join(op: ops.Join, a: Tensor, b: Tensor) -> Tensor:
 def _rope(op: ops.Rope, x: Tensor, positions: Tensor) -> Tensor:
     frequencies = torch.tensor(op.inverse_frequencies, dtype=torch.float64, device=x.device)
     angles = positions[:, None] * frequencies  # (rows, pairs)
-    cosine = (angles.cos() * op.magnitude).to(x.dtype)[:, None, :]
-    sine = (angles.sin() * op.magnitude).to(x.dtype)[:, None, :]
+    magnitude: float | Tensor = op.magnitude
+    if isinstance(op, ops.QueryRope):
+        periods = (positions[:, None] // op.temperature_length).double()
+        magnitude = magnitude * (1 + op.temperature_scale * periods.log1p())
+    cosine = (angles.cos() * magnitude).to(x.dtype)[:, None, :]
+    sine = (angles.sin() * magnitude).to(x.dtype)[:, None, :]
     heads = x.reshape(len(x), op.num_heads, op.head_dim)
     pairs = len(op.inverse_frequencies)
     rotated, rest = heads[..., : 2 * pairs], heads[..., 2 * pairs :]

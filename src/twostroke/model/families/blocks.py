@@ -161,7 +161,7 @@ def _heads(
         parts.append(value_norm)
         values["v"] = value_norm.output
     for part in rotated:
-        parts.append(_rope(spec, layer, values[part], heads[part]))
+        parts.append(_rope(spec, layer, values[part], heads[part], is_query=part == "q"))
         values[part] = parts[-1].output
     return parts, values
 
@@ -496,10 +496,19 @@ def residual_layer(
     return parts
 
 
-def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> ops.Rope:
+def _rope(
+    spec: ModelSpec, layer: int, x: str, num_heads: int, *, is_query: bool = False
+) -> ops.Rope:
     rope = spec.rope_of(layer)
     _, head_dim = spec.kv_heads_of(layer)
-    return ops.Rope(
+    rotate: Callable[..., ops.Rope] = ops.Rope
+    if is_query and rope.temperature_scale:
+        rotate = partial(
+            ops.QueryRope,
+            temperature_scale=rope.temperature_scale,
+            temperature_length=rope.temperature_length,
+        )
+    return rotate(
         f"{x}.roped",
         x,
         num_heads=num_heads,

@@ -71,7 +71,7 @@ def gguf_rope(
         yarn = _Yarn(
             factor=factor,
             original=original,
-            magnitude=magnitude * (stored_magnitude or _yarn_magnitude(factor)),
+            magnitude=magnitude * (stored_magnitude or yarn_magnitude(factor)),
             beta_fast=fields.number("rope.scaling.yarn_beta_fast", default=32.0),
             beta_slow=fields.number("rope.scaling.yarn_beta_slow", default=1.0),
         )
@@ -242,9 +242,9 @@ def _config_yarn(part: Fields, original: int, context: int) -> _Yarn:
             part.optional_number("mscale"),
             part.optional_number("mscale_all_dim"),
         )
-        magnitude = _yarn_magnitude(factor)
+        magnitude = yarn_magnitude(factor)
         if mscale and mscale_all_dim:
-            magnitude = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
+            magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
     return _Yarn(
         factor=factor,
         original=original,
@@ -255,7 +255,7 @@ def _config_yarn(part: Fields, original: int, context: int) -> _Yarn:
     )
 
 
-def _yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
     """Return YaRN's recommended factor of rotated values for a context extended by `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 

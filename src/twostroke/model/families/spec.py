@@ -11,7 +11,8 @@ class RopeSpec(Frozen):
 
     `dim` of a head's values are rotated. `interleaved` pairs neighbours (2i, 2i+1), as GGUF stores
     the Llama family; otherwise value i is paired with i + dim/2. A context extension has its own
-    frequencies for the `dim // 2` pairs, and a `magnitude` that multiplies sine and cosine.
+    frequencies for the `dim // 2` pairs, and a `magnitude` that multiplies sine and cosine. Queries
+    have an attention temperature if `temperature_scale` is not 0; see `ops.QueryRope`.
     """
 
     base: float
@@ -19,6 +20,8 @@ class RopeSpec(Frozen):
     interleaved: bool
     scaled_frequencies: tuple[float, ...] | None = None
     magnitude: float = 1.0
+    temperature_scale: float = 0.0
+    temperature_length: int = 1
 
     @property
     def frequencies(self) -> tuple[float, ...]:

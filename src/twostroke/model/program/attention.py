@@ -218,3 +218,20 @@ class Rope(Operation):
     def row_flops(self) -> int:
         """Return the FLOPs for a row: four multiplications and two additions for each pair."""
         return 6 * self.num_heads * len(self.inverse_frequencies)
+
+
+class QueryRope(Rope):
+    """RoPE of queries that also multiplies them by the attention temperature of their position.
+
+    The factor is `1 + temperature_scale * ln(1 + floor(position / temperature_length))`: 1 for the
+    first `temperature_length` positions (Llama 4, Ministral 3). The cpu backend computes only these
+    positions (`backends.create.check_backend`).
+    """
+
+    temperature_scale: float = 0.0
+    temperature_length: int = 1
+
+    @property
+    def label(self) -> str:
+        """Return the name in profiles, which all rotations share."""
+        return "rope"

@@ -14,6 +14,7 @@ from twostroke.model.program.attention import (
     Attention,
     Projection,
     QkProjections,
+    QueryRope,
     Rope,
     SharedKvAttention,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "Op",
     "Projection",
     "QkProjections",
+    "QueryRope",
     "RMSNorm",
     "Receive",
     "Rope",
@@ -323,6 +325,7 @@ LocalOp = (
     | HeadLinear
     | Join
     | Rope
+    | QueryRope
     | Attention
     | SharedKvAttention
     | LatentAttention

@@ -21,6 +21,7 @@ from twostroke.model.program.ops import (
     ExternalInput,
     Linear,
     Logits,
+    QueryRope,
     RMSNorm,
     Rope,
     Scale,
@@ -99,6 +100,15 @@ class Program(Frozen, dict=True):
         while isinstance(op, Rope) or (isinstance(op, RMSNorm) and op.grain == attention.grain):
             op = next(other for other in self.ops if other.output == op.x)
         return isinstance(op, Linear)
+
+    @property
+    def temperature_length(self) -> int | None:
+        """Return the first position whose queries have an attention temperature other than 1.
+
+        None if the operations have none; see `QueryRope`.
+        """
+        lengths = [op.temperature_length for op in self.ops if isinstance(op, QueryRope)]
+        return min(lengths, default=None)
 
     @cached_property
     def cache_layers(self) -> tuple[CacheLayer, ...]:
