@@ -49,7 +49,7 @@ class Worker:
         """The process."""
         return self._process.pid
 
-    def ask(self, command: str, **fields: object) -> dict[str, Any]:
+    def call(self, command: str, **fields: object) -> dict[str, Any]:
         """Put a question, wait for its answer, then for the process to come to rest.
 
         Raises:

@@ -29,11 +29,11 @@ def run_loop(
     """Answer prompts for a closed loop of clients in this process, without a server."""
     params = SamplingParams(max_tokens=loop.num_tokens, temperature=0.0, ignore_eos=True)
 
-    async def ask(prompt: Sequence[int]) -> AsyncIterator[int]:
+    async def call(prompt: Sequence[int]) -> AsyncIterator[int]:
         async for output in client.generate_many_async([prompt], params):
             yield len(output.token_ids)
 
-    return asyncio.run(closed_loop.run(ask, prompts, loop))
+    return asyncio.run(closed_loop.run(call, prompts, loop))
 
 
 async def _run(client: Client, prompts: Sequence[list[int]], params: SamplingParams) -> Timing:

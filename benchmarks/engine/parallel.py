@@ -84,8 +84,8 @@ def _measure_model(
     sides = list(row.sides(path, cases[0], args, folder))
     try:
         for side in sides:
-            side.about = side.ask("about") or {}
-        limits = sides[0].ask("limits") or {}
+            side.about = side.call("about") or {}
+        limits = sides[0].call("limits") or {}
         done = []
         for case in cases:
             result = measure(WORKS[case.work], sides, tokens, args.rounds)
@@ -154,11 +154,11 @@ def _memory(title: str, one: Side, divided: Side) -> list[tuple[str, ...]]:
     whole, facts = one.about["facts"], divided.about["facts"]
     if not facts.get("ranks"):
         return []
-    alone, *others = one.worker.ask("memory")["processes"]
+    alone, *others = one.worker.call("memory")["processes"]
     if others:  # the base has several ranks, too
         return []
     lines = []
-    every = divided.worker.ask("memory")["processes"]  # rank 0's alone if it has not started them
+    every = divided.worker.call("memory")["processes"]  # rank 0's alone if it has not started them
     for rank, held in zip(facts["ranks"], every, strict=False):
         names = ("weight_bytes", "cache_bytes")
         sizes = [(rank[name], whole[name]) for name in names] + [(held, alone)]
@@ -177,7 +177,7 @@ def _expected(side: Side, case: Case) -> dict[str, Any]:
         start = (work.prompt_length - count) // 2
     starts, counts = [start] * work.num_streams, [count] * work.num_streams
     try:
-        return side.worker.ask("expected", starts=starts, counts=counts)
+        return side.worker.call("expected", starts=starts, counts=counts)
     except WorkerError as error:
         note(f"{side.name} predicts nothing: {error}")
         return {}

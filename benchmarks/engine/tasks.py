@@ -85,8 +85,8 @@ def _quote(card: ModelCard, rng: random.Random) -> list[int]:
     """A passage, and its beginning once more: models go on with what they have just read."""
     words = held_out_text().split()
     start = rng.randrange(len(words) - 260)
-    passage = " ".join(words[start : start + 240])
-    return encode_text(card, f"{passage}\n\n{' '.join(words[start : start + 40])}")
+    text_part = " ".join(words[start : start + 240])
+    return encode_text(card, f"{text_part}\n\n{' '.join(words[start : start + 40])}")
 
 
 def _random(card: ModelCard, rng: random.Random) -> list[int]:

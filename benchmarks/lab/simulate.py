@@ -160,7 +160,7 @@ class _Pair:
         """
         watch = Watch(self._server.pid, self._clients.pid)
         try:
-            answer = self._clients.ask(
+            answer = self._clients.call(
                 "replay",
                 port=self._server.port,
                 model=MODEL_NAME,

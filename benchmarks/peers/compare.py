@@ -82,7 +82,7 @@ def _measure_model(args: argparse.Namespace, model: str) -> tuple[dict[str, Any]
         folder = Path(folder_name)
         sides = start(args, model, loaded, [WORKS[name] for name in names], folder)
         try:
-            limits = sides[0].ask("limits") or {}
+            limits = sides[0].call("limits") or {}
             quality = [] if args.no_quality else _quality(args, loaded, sides, tokens, folder)
             run = Run(args, model, sides, limits, quality)
             prompts = FreshPrompts(tokens)
@@ -184,7 +184,7 @@ def _quality(
             for part, path in zip(parts, paths, strict=True):
                 if not side.failure:
                     known = options if side.name == "llama.cpp" else {}
-                    side.ask("score", tokens=part, path=str(path), **known)
+                    side.call("score", tokens=part, path=str(path), **known)
             if side.failure:
                 continue
             others = (np.load(path, allow_pickle=False) for path in paths)
@@ -199,7 +199,7 @@ def _answers_quality(side: Side, right: Logits, parts: list[list[int]]) -> list[
     prompts = answered_prompts(parts)
     for i in range(0, len(prompts), _ASKED_TOGETHER):
         some = prompts[i : i + _ASKED_TOGETHER]
-        timing = None if side.failure else side.ask("run", prompts=some, num_tokens=1, kept=0)
+        timing = None if side.failure else side.call("run", prompts=some, num_tokens=1, kept=0)
         if timing is None:
             return []
         answers += timing["first_tokens"]

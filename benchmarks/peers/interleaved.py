@@ -115,7 +115,7 @@ def measure(work: Work, sides: list[Side], prompts: FreshPrompts, rounds: int) -
         if side.failure:
             row.failures[side.name] = side.failure
         else:
-            side.ask("forget")
+            side.call("forget")
     medians = ((name, row.best(name)[1]) for name in dict.fromkeys(name for name, _ in row.rates))
     shown = (f"{name} {median(rates):,.0f}" for name, rates in medians)
     note(f"{work.name}: {', '.join(shown)} tokens/s")
@@ -135,7 +135,7 @@ def _run(
     while len(attempts) < _ATTEMPTS and time.monotonic() - began < _PATIENCE_S:
         turn = kept + len(attempts)  # another attempt must not find its own prompts cached
         prompts = [[*prompt[:kept], *prompt[turn:], *prompt[kept:turn]] for prompt in job]
-        answer = side.ask(
+        answer = side.call(
             "run", prompts=prompts, num_tokens=work.num_tokens, kept=kept, **options
         )  # fmt: skip
         if answer is None:

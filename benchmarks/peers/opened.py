@@ -42,8 +42,8 @@ def main() -> None:
         ]
         worker = Worker("vLLM", command, Path(folder_name) / "vllm.log")
         try:
-            theirs = [worker.ask("likeliest", tokens=part)["tokens"] for part in parts]
-            about = worker.ask("about")["version"]
+            theirs = [worker.call("likeliest", tokens=part)["tokens"] for part in parts]
+            about = worker.call("about")["version"]
         finally:
             worker.close()
     rows = []

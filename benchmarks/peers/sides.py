@@ -43,14 +43,14 @@ class Side:
     about: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
 
-    def ask(self, command: str, **fields: object) -> dict[str, Any] | None:
+    def call(self, command: str, **fields: object) -> dict[str, Any] | None:
         """Return its answer; None, and the failure noted, when it has none.
 
         Raises:
             SystemExit: it is ours, which may not fail.
         """
         try:
-            return self.worker.ask(command, **fields)
+            return self.worker.call(command, **fields)
         except WorkerError as error:
             self.failure = str(error)
             note(f"{self.name} {error}")
@@ -87,7 +87,7 @@ def start(
     sides = []
     for side in _sides(args, model, loaded, works, folder):
         note(f"Starting {side.name}")
-        side.about = side.ask("about") or {}
+        side.about = side.call("about") or {}
         sides.append(side)
     return sides
 

@@ -113,7 +113,7 @@ class Target:
         before_s, watch = family_s(self.pid), Watch(self.pid, self.clients.pid)
         at = {} if self.port is None else {"port": self.port, "model": MODEL_NAME}
         try:
-            answer = self.clients.ask(
+            answer = self.clients.call(
                 "loop", prompts=prompts, num_clients=num_clients, num_tokens=tokens, **at
             )  # fmt: skip
         except WorkerError as error:
@@ -157,7 +157,7 @@ def _start(
         folder / "bare.log",
     )  # fmt: skip
     stack.callback(bare.close)
-    bare.ask("about")
+    bare.call("about")
     yield Target(_BARE, "", bare, bare.pid, None)
     ours = our_command(args.model, args.threads)
     server = Server(_OURS, ours, folder, stack)

@@ -114,7 +114,7 @@ class Pair:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         self.prefill = Worker("prefill", command, folder / "log")
         stack.callback(self.prefill.close)
-        address = self.prefill.ask("address")["address"]
+        address = self.prefill.call("address")["address"]
         disaggregation = DisaggregationOptions("decode", None, (address,), "always", link or "auto")
         self.engine = stack.enter_context(build(args.model, _options(args, disaggregation)))
         self.steps = _note_steps(self.engine)
@@ -135,7 +135,7 @@ class Pair:
         assert look is not None
         return look().decode_side
 
-    def ask(self, prompt: list[int]) -> float:
+    def call(self, prompt: list[int]) -> float:
         """Have the prompt answered with a token; return when it came."""
         (output,) = self.engine.client.generate(prompt, _ONE).wait()
         assert output.timings is not None
@@ -183,9 +183,9 @@ def _transfer(args: argparse.Namespace, link: str) -> dict[str, Any]:
         pair = Pair(args, stack, link)
         for number, prompt in enumerate(pair.prompts(_WARM + args.rounds)):
             note(f"Transfer {number + 1} of {_WARM + args.rounds} {link}")
-            pair.prefill.ask("read", prompt=prompt)
+            pair.prefill.call("read", prompt=prompt)
             before = pair.view()
-            pair.ask(prompt)
+            pair.call(prompt)
             after = pair.view()
             num_bytes = after.num_bytes - before.num_bytes
             ways.append(num_bytes / (after.fetch_s - before.fetch_s))
@@ -211,8 +211,8 @@ def first(args: argparse.Namespace) -> dict[str, Any]:
         pair = Pair(args, stack)
         for number, prompt in enumerate(pair.prompts(_WARM + args.rounds)):
             note(f"First token {number + 1} of {_WARM + args.rounds}")
-            token_s = pair.ask(prompt)
-            end_s = pair.prefill.ask("last")["end_s"]
+            token_s = pair.call(prompt)
+            end_s = pair.prefill.call("last")["end_s"]
             began_s, ended_s = pair.steps[-1]
             late.append(token_s - end_s)
             own.append(ended_s - began_s)

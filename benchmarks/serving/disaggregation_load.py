@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from benchmarks.common.report import note
 from benchmarks.common.servers import MODEL_NAME, Server, free_port, our_command
-from benchmarks.serving.load_clients import ask, replay
+from benchmarks.serving.load_clients import replay, send_request
 from twostroke.core.distributed_options import DISAGGREGATE
 from twostroke.core.options import CacheOptions
 from twostroke.lab.planner import load_planned_model, this_machine
@@ -92,7 +92,7 @@ async def _stamps(
     has_begun: asyncio.Event | None = None,
 ) -> None:
     """Note when tokens come; some have come once it `has_begun`."""
-    async for _ in ask(port, MODEL_NAME, count, prompt):
+    async for _ in send_request(port, MODEL_NAME, count, prompt):
         stamps += [time.monotonic()]
         if has_begun is not None and len(stamps) == _SHORT:
             has_begun.set()

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.report import RESULTS, caption, machine_facts, note, positive, save, table
 from benchmarks.common.servers import Server, our_command
-from benchmarks.serving.router import Stream, ask
+from benchmarks.serving.router import Stream, send_request
 from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.fleet.routing.policy import COMPUTE_WEIGHT, POLICIES, prefix
 from twostroke.lab.planner import find_device, load_planned_model, this_machine
@@ -175,7 +175,7 @@ async def _replay(load: Workload, port: int, vocab_size: int) -> list[Stream]:
         arrival = load.arrivals[number]
         tokens = arrival.tokens(number, vocab_size - 100).tolist()
         await asyncio.sleep(max(0.0, began_s + arrival.at_s - time.monotonic()))
-        return await ask(port, {"prompt": tokens, "max_tokens": arrival.num_output})
+        return await send_request(port, {"prompt": tokens, "max_tokens": arrival.num_output})
 
     return await asyncio.gather(*[one(number) for number in range(len(load.arrivals))])
 

@@ -85,7 +85,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
         command = our_command(args.model, args.threads)
         port = Server("Twostroke", command, Path(folder_name), stack).port
-        _ask(port, {})
+        _send_request(port, {})
         for number in range(args.rounds):
             note(f"Round {number + 1} of {args.rounds}")
             for name in names:
@@ -113,7 +113,7 @@ def _longest_gap(port: int, form: dict[str, object]) -> tuple[float, str]:
     """Return the longest gap of a stream while a neighbour asks, and how that one was answered."""
     answer: list[str] = []
     gaps: list[float] = []
-    neighbour = threading.Thread(target=lambda: answer.append(_ask(port, form)))
+    neighbour = threading.Thread(target=lambda: answer.append(_send_request(port, form)))
     last_s, num_after = None, 0
     for count, now_s in enumerate(_stream(port)):
         if last_s is not None and count > 16:
@@ -138,7 +138,7 @@ def _stream(port: int) -> Iterator[float]:
                 yield time.perf_counter()
 
 
-def _ask(port: int, form: dict[str, object]) -> str:
+def _send_request(port: int, form: dict[str, object]) -> str:
     """Ask for an answer of a form, and return how it went."""
     began_s = time.perf_counter()
     try:

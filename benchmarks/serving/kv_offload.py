@@ -74,7 +74,7 @@ def _prompt(engine: Engine, seed: int, count: int) -> list[int]:
     return [rng.randrange(1000, engine.card.tokenizer.vocab_size - 100) for _ in range(count)]
 
 
-def _ask(engine: Engine, prompt: list[int], hints: Hints = Hints()) -> dict[str, Any]:  # noqa: B008
+def _answer_prompt(engine: Engine, prompt: list[int], hints: Hints = Hints()) -> dict[str, Any]:  # noqa: B008
     params = SamplingParams(temperature=0, max_tokens=_OUTPUT, ignore_eos=True)
     output = engine.client.generate(prompt, params, hints=hints).wait()[0]
     assert output.timings is not None
@@ -89,14 +89,14 @@ def _ask(engine: Engine, prompt: list[int], hints: Hints = Hints()) -> dict[str,
 def _worker(args: argparse.Namespace) -> None:
     """Ask one engine, in this process, and print what it said."""
     with build(args.model, _options(args.folder)) as engine:
-        _ask(engine, _prompt(engine, 99, 300))  # the first steps find untouched memory
+        _answer_prompt(engine, _prompt(engine, 99, 300))  # the first steps find untouched memory
         most = engine.context_length - _OUTPUT - _QUESTION
         system = _prompt(engine, 1, min(args.tokens, most))
         results = []
         for question in args.questions:
             hints = Hints(keep_s=3600.0) if args.folder else Hints()
             prompt = system + _prompt(engine, 1000 + question, _QUESTION)
-            results.append(_ask(engine, prompt, hints))
+            results.append(_answer_prompt(engine, prompt, hints))
         if args.folder:
             engine.client.loop.pages.flush(60.0)
             (totals,) = engine.client.loop.snapshot().tiers
@@ -154,8 +154,8 @@ def _slow(args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     note("An engine stores the prompts")
     with build(args.model, _options(folder)) as engine:
         for length, seed in seeds:
-            _ask(engine, _prompt(engine, seed, length), Hints(keep_s=3600.0))
-            _ask(engine, _prompt(engine, _OTHER + seed, _REMINDER), Hints(keep_s=3600.0))
+            _answer_prompt(engine, _prompt(engine, seed, length), Hints(keep_s=3600.0))
+            _answer_prompt(engine, _prompt(engine, _OTHER + seed, _REMINDER), Hints(keep_s=3600.0))
         engine.client.loop.pages.flush(60.0)
     rows = []
     vars(tiers)["DiskTier"] = SlowDisk
@@ -174,7 +174,7 @@ def _pairs(args: argparse.Namespace, folder: str, *, is_known: bool) -> list[dic
     with build(args.model, _options(folder)) as slow, build(args.model, _options(None)) as plain:
         for engine in (slow, plain):
             for number in range(3):  # what steps take is known from then on
-                _ask(engine, _prompt(engine, 7700 + number, 600))
+                _answer_prompt(engine, _prompt(engine, 7700 + number, 600))
         for length in _LENGTHS:
             note(f"A disk that {'is' if is_known else 'becomes'} slow: {length} tokens")
             times: dict[str, list[float]] = {"slow": [], "plain": []}
@@ -184,9 +184,9 @@ def _pairs(args: argparse.Namespace, folder: str, *, is_known: bool) -> list[dic
                 for name, engine in order if number % 2 else order[::-1]:
                     if name == "slow" and not is_known:
                         SlowDisk.is_slow = False
-                        _ask(slow, _prompt(slow, _OTHER + length + number, _REMINDER))
+                        _answer_prompt(slow, _prompt(slow, _OTHER + length + number, _REMINDER))
                         SlowDisk.is_slow = True
-                    times[name].append(_ask(engine, prompt)["ttft_s"])
+                    times[name].append(_answer_prompt(engine, prompt)["ttft_s"])
             worse = median(times["slow"]) / median(times["plain"]) - 1
             rows.append({"is_known": is_known, "length": length, **times, "worse": worse})
     return rows

@@ -33,7 +33,7 @@ def loop(
     port: int, model: str, prompts: list[list[int]], num_clients: int, num_tokens: int
 ) -> dict[str, Any]:
     """Run a closed loop against the server at a port of this machine."""
-    client = partial(ask, port, model, num_tokens)
+    client = partial(send_request, port, model, num_tokens)
     work = closed_loop.run(client, prompts, closed_loop.Loop(num_clients, num_tokens))
     return asyncio.run(asyncio.wait_for(work, _LIMIT_S)).as_json()
 
@@ -56,7 +56,7 @@ async def _replay(
     async def one(at: int) -> None:
         now_s, usage = time.monotonic() - start_s, dict[str, Any]()
         log = {"sent_s": now_s, "first_s": 0.0, "last_s": 0.0}
-        async for _ in ask(port, model, num_tokens[at], prompts[at], usage):
+        async for _ in send_request(port, model, num_tokens[at], prompts[at], usage):
             log["last_s"] = time.monotonic() - start_s
             log["first_s"] = log["first_s"] or log["last_s"]
         log["num_cached"] = usage["prompt_tokens_details"]["cached_tokens"]
@@ -69,7 +69,7 @@ async def _replay(
     return results
 
 
-async def ask(
+async def send_request(
     port: int,
     model: str,
     num_tokens: int,

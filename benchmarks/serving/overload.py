@@ -204,7 +204,7 @@ class _Bench:
         loops: list[dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
         try:
-            return self._worker.ask(
+            return self._worker.call(
                 "run", port=self._port, model=MODEL_NAME, seconds=seconds, requests=requests,
                 loops=loops,
             )  # fmt: skip

@@ -53,7 +53,7 @@ class Stream:
         self.at_s: list[float] = []
 
 
-async def ask(port: int, fields: dict[str, Any]) -> Stream:
+async def send_request(port: int, fields: dict[str, Any]) -> Stream:
     """Return what a client sees of one streamed completion."""
     body = json.dumps(
         {"model": MODEL_NAME, "stream": True, "temperature": 0, "ignore_eos": True} | fields
@@ -90,7 +90,7 @@ async def crowd(ports: Sequence[int], num_clients: int, seconds: float, given: A
             # Answers of one length would end together, and then all prompts wait for each other.
             length = rng.randint(given.tokens // 2, 3 * given.tokens // 2)
             fields = {"prompt": prompt, "max_tokens": length}
-            seen.append(await ask(ports[number % len(ports)], fields))
+            seen.append(await send_request(ports[number % len(ports)], fields))
 
     await asyncio.gather(*[client(number) for number in range(num_clients)])
     return seen
@@ -202,7 +202,7 @@ def main() -> int:
     lines = [(name, f"at most {limit:g} {unit}", f"{value:.2f} {unit}")
              for name, limit, value, unit in rows]  # fmt: skip
     lines.insert(2, ("tokens a second", f"at least {_TOKENS:.0%}", f"{gained:.1%}"))
-    costs = router_costs(ask)
+    costs = router_costs(send_request)
     lines += [
         (f"the router's processor time for a {name}", "", f"{1e6 * seconds:.0f} us")
         for name, seconds in costs.items()

@@ -61,7 +61,7 @@ async def _stream(writer: asyncio.StreamWriter, num_tokens: int) -> None:
 
 
 async def _costs(
-    folder: Path, stack: contextlib.ExitStack, ask: Callable[..., Awaitable[Any]]
+    folder: Path, stack: contextlib.ExitStack, send_request: Callable[..., Awaitable[Any]]
 ) -> dict[str, float]:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -71,7 +71,9 @@ async def _costs(
 
     async def client(count: int, num_tokens: int) -> None:
         for _ in range(count):
-            await ask(router.port, {"prompt": "Why is the sky blue?", "max_tokens": num_tokens})
+            await send_request(
+                router.port, {"prompt": "Why is the sky blue?", "max_tokens": num_tokens}
+            )
 
     async def load(count: int, num_tokens: int) -> float:
         before_s = _processor_s(router.pid)
@@ -89,7 +91,7 @@ def _processor_s(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
-def router_costs(ask: Callable[..., Awaitable[Any]]) -> dict[str, float]:
+def router_costs(send_request: Callable[..., Awaitable[Any]]) -> dict[str, float]:
     """Return seconds of processor time; `ask` sends one completion to a port."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        return asyncio.run(_costs(Path(folder), stack, ask))
+        return asyncio.run(_costs(Path(folder), stack, send_request))

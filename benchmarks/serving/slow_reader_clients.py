@@ -34,10 +34,10 @@ class Crowd:
 
     def idle(self, port: int, count: int) -> dict[str, Any]:
         """Open connections that have had an answer."""
-        ask = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        call = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         for _ in range(count):
             one = self._connect(port)
-            one.sendall(ask)
+            one.sendall(call)
             _read_head(one)
             self._idle.append(one)
         return {"open": len(self._sockets)}
@@ -50,13 +50,13 @@ class Crowd:
                 "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 5,
             }
         ).encode()  # fmt: skip
-        ask = (
+        call = (
             b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
         )
         for _ in range(count):
             one = self._connect(port)
-            one.sendall(ask)
+            one.sendall(call)
             self._slow.append(one)
         self._sipper = threading.Thread(target=self._sip, daemon=True)
         self._sipper.start()

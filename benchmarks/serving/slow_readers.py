@@ -101,20 +101,20 @@ class _Bench:
             self._memory_before = memory(self._server.pid)["VmRSS"]
         try:
             if name == _IDLE:
-                self._crowd.ask("idle", port=port, count=given.crowd)
+                self._crowd.call("idle", port=port, count=given.crowd)
             elif name == _SLOW:
                 fields = {"model": MODEL_NAME, "num_tokens": given.crowd_tokens}
-                self._crowd.ask("slow", port=port, count=given.crowd, **fields)
+                self._crowd.call("slow", port=port, count=given.crowd, **fields)
                 self._wait_until_done()
             memory_bytes = memory(self._server.pid)["VmRSS"]
             grown = memory_bytes - (self._memory_before or memory_bytes)
             watch = Watch(self._server.pid, self._client.pid, self._crowd.pid)
-            answer = self._client.ask(
+            answer = self._client.call(
                 "loop", port=port, model=MODEL_NAME, num_clients=1, num_tokens=given.tokens,
                 prompts=[self._prompts.take(32) for _ in range(given.requests + 1)],
             )  # fmt: skip
             others = watch.others_share()
-            left = self._crowd.ask("leave")
+            left = self._crowd.call("leave")
         except WorkerError as error:
             raise SystemExit(f"{name}: {error}") from None
         return {**answer, "grown_bytes": grown, "others_share": others, **left}

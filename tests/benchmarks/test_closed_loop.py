@@ -16,7 +16,7 @@ from benchmarks.serving import load_clients as load
 def test_each_client_asks_for_its_share_of_the_prompts_one_after_the_other():
     running, most, asked = 0, 0, []
 
-    async def ask(prompt):
+    async def send_request(prompt):
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -27,7 +27,9 @@ def test_each_client_asks_for_its_share_of_the_prompts_one_after_the_other():
         running -= 1
 
     served = asyncio.run(
-        closed_loop.run(ask, [[n] for n in range(9)], closed_loop.Loop(num_clients=3, num_tokens=4))
+        closed_loop.run(
+            send_request, [[n] for n in range(9)], closed_loop.Loop(num_clients=3, num_tokens=4)
+        )
     )
     assert sorted(asked) == list(range(9))
     assert most == 3
@@ -41,13 +43,15 @@ def test_tokens_are_counted_between_the_last_first_answer_and_the_first_last_one
     ours = SimpleNamespace(monotonic=lambda: clock[0], process_time=time.process_time)
     monkeypatch.setattr(closed_loop, "time", ours)
 
-    async def ask(_prompt):
+    async def send_request(_prompt):
         for _ in range(2):  # a piece of text every second, of two tokens each
             clock[0] += 1
             yield 1
 
     served = asyncio.run(
-        closed_loop.run(ask, [[1], [2], [3]], closed_loop.Loop(num_clients=1, num_tokens=4))
+        closed_loop.run(
+            send_request, [[1], [2], [3]], closed_loop.Loop(num_clients=1, num_tokens=4)
+        )
     )
     assert served.tokens_per_s == pytest.approx(2)
     assert served.ttfts_s == pytest.approx([1, 1])
@@ -77,7 +81,7 @@ def _answer(head: bytes, *chunks: bytes) -> tuple[list[int], bytes]:
         listener = await asyncio.start_server(server, "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
         async with listener:
-            return [count async for count in load.ask(port, "bench", 3, [5, 6])]
+            return [count async for count in load.send_request(port, "bench", 3, [5, 6])]
 
     return asyncio.run(both()), sent
 

@@ -239,7 +239,7 @@ def test_killed_server_keeps_usage_and_learns_what_was_revoked_meanwhile(
     key, other = (cli("keys", "add", name, *records).out.strip() for name in ("app", "other"))
     body = {"prompt": "hello", "max_tokens": 2, "ignore_eos": True}
 
-    def ask(url: str, key: str) -> int:
+    def send_request(url: str, key: str) -> int:
         headers = {"x-api-key": key}
         told = httpx.post(f"{url}/v1/completions", json=body, headers=headers, trust_env=False)
         return told.status_code
@@ -252,9 +252,9 @@ def test_killed_server_keeps_usage_and_learns_what_was_revoked_meanwhile(
     with started(*command) as process:
         assert process.stderr is not None
         url = process.stderr.readline().decode().split(" at ")[1].split()[0]
-        assert [ask(url, key) for _ in range(4)] == [200] * 4
+        assert [send_request(url, key) for _ in range(4)] == [200] * 4
         wait_for(lambda: num_requests() == 4, 5)
-        assert [ask(url, key) for _ in range(3)] == [200] * 3
+        assert [send_request(url, key) for _ in range(3)] == [200] * 3
         process.kill()
         assert process.wait(10) == -signal.SIGKILL
         assert cli("keys", "revoke", "app", *records).code == 0
@@ -262,7 +262,11 @@ def test_killed_server_keeps_usage_and_learns_what_was_revoked_meanwhile(
     with started(*command) as process:
         assert process.stderr is not None
         url = process.stderr.readline().decode().split(" at ")[1].split()[0]
-        assert (ask(url, key), ask(url, other), ask(url, "")) == (401, 200, 401)
+        assert (send_request(url, key), send_request(url, other), send_request(url, "")) == (
+            401,
+            200,
+            401,
+        )
         process.terminate()
         err = process.communicate(timeout=30)[1].decode()
     assert key not in err

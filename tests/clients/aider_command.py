@@ -50,8 +50,8 @@ def not_streamed() -> None:
     assert aider("--no-stream")
 
 
-def ask() -> None:
+def run_client() -> None:
     assert aider("--edit-format", "ask") == CODE
 
 
-run(edit, not_streamed, ask)
+run(edit, not_streamed, run_client)

@@ -77,7 +77,7 @@ def _agent(*, streamed: bool, has_form: bool) -> AgentOutput:
         async def aretrieve(self, _: object) -> list[FunctionTool]:
             return [] if asked else [self.tool]
 
-    async def ask() -> AgentOutput:
+    async def run_client() -> AgentOutput:
         agent = FunctionAgent(
             tool_retriever=Once(),
             llm=model,
@@ -89,7 +89,7 @@ def _agent(*, streamed: bool, has_form: bool) -> AgentOutput:
             pass
         return await handler
 
-    answer = LOOP.run_until_complete(ask())
+    answer = LOOP.run_until_complete(run_client())
     assert asked
     return answer
 

@@ -103,12 +103,12 @@ def models() -> None:
 def from_another_loop() -> None:
     """The asynchronous client, which streams."""
 
-    async def ask() -> str:
+    async def run_client() -> str:
         client = ollama.AsyncClient(host=ROOT_URL)
         stream = await client.chat(MODEL, QUESTION, options=SHORT, stream=True)
         return "".join([chunk.message.content or "" async for chunk in stream])
 
-    assert asyncio.run(ask())
+    assert asyncio.run(run_client())
 
 
 def separators() -> None:

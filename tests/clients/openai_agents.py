@@ -65,7 +65,7 @@ def hello() -> Iterator[Callable[[], None]]:
 def _one(kind: str, form: str, *, streamed: bool) -> Callable[[], None]:
     output, question, tools = FORMS[form]
 
-    async def ask() -> object:
+    async def run_client() -> object:
         agent = _agent(kind, output_type=output, tools=tools)
         if not streamed:
             return (await Runner.run(agent, question, max_turns=5)).final_output
@@ -75,7 +75,7 @@ def _one(kind: str, form: str, *, streamed: bool) -> Callable[[], None]:
 
     def check() -> None:
         asked.clear()
-        answer = LOOP.run_until_complete(ask())
+        answer = LOOP.run_until_complete(run_client())
         assert answer
         assert isinstance(answer, output or str)
         assert bool(asked) == bool(tools)

@@ -202,11 +202,11 @@ def test_async_callers_compile_in_another_thread(
 
         monkeypatch.setattr(grammars, "compile", noted)
 
-        async def ask() -> str:
+        async def run_requests() -> str:
             params = SamplingParams(constraint=Constraint("choice", '["the moon"]'))
             outputs = AsyncLLM(llm.engine).generate("a", params)
             return "".join([output.text async for output in outputs])
 
-        assert asyncio.run(ask()) == "the moon"
+        assert asyncio.run(run_requests()) == "the moon"
         assert len(threads) == 1
         assert threads[0] is not threading.current_thread()

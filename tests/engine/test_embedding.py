@@ -326,7 +326,7 @@ def test_async_embeddings_equal_blocking_ones(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     options = EngineOptions(ComputeOptions("reference"), SMALL)
 
-    async def ask() -> tuple[list[Any], list[Any]]:
+    async def run_requests() -> tuple[list[Any], list[Any]]:
         async with await AsyncLLM.load(path, options) as llm:
             both = await asyncio.gather(llm.embed(["hello", "the world"]), llm.embed("hello"))
             with pytest.raises(RequestError):
@@ -335,7 +335,7 @@ def test_async_embeddings_equal_blocking_ones(tmp_path: Path) -> None:
 
     with LLM(path, options) as llm:
         right = llm.embed(["hello", "the world"])
-    found, alone = asyncio.run(ask())
+    found, alone = asyncio.run(run_requests())
     assert [one.index for one in found] == [0, 1]
     for one, known in zip([*found, *alone], [*right, right[0]], strict=True):
         np.testing.assert_allclose(one.vector, known.vector, atol=1e-6)

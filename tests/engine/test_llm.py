@@ -187,14 +187,14 @@ def test_errors_use_the_callers_name_of_a_long_prompt(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": text}])
     assert error.value.field == "messages"
 
-    async def ask() -> None:
+    async def run_requests() -> None:
         async_llm = AsyncLLM(llm.engine)
         with pytest.raises(ContextLengthError, match="your prompt"):
             await anext(async_llm.generate(text))
         with pytest.raises(ContextLengthError, match="your messages"):
             await anext(async_llm.chat([{"role": "user", "content": text}]))
 
-    asyncio.run(ask())
+    asyncio.run(run_requests())
 
 
 def test_keys_and_values_stay_within_memory_bytes(llm: LLM) -> None:

@@ -70,7 +70,7 @@ def _flood_server(server: LiveServer, most: int, num_bytes: int, seed: int) -> l
             print(f"{path}: {body.label}", flush=True)
         for route in server.api.routes():
             for method in sorted(set(route.methods or ()) - {"HEAD"}):
-                flood.ask(method, route.path)
+                flood.send_request(method, route.path)
         _show("server", flood)
         print(f"  tenants competed for turns on {flood.num_competed} paths")
         return flood.wrong

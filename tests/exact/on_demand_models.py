@@ -33,7 +33,7 @@ class Campaign:
         self.waits: list[float] = []
         self.failures: list[str] = []
 
-    def ask(self, name: str) -> None:
+    def send_request(self, name: str) -> None:
         """Ask for a model and note the answer."""
         began_s = time.monotonic()
         self.arrivals.append((began_s, name))
@@ -48,7 +48,7 @@ class Campaign:
         """Ask for a model that is not loaded, each time when the last answer is there."""
         for _ in range(count):
             loaded = self.server.loaded
-            self.ask(next((name for name in _NAMES if name not in loaded), "a"))
+            self.send_request(next((name for name in _NAMES if name not in loaded), "a"))
 
     def alternate(self, count: int) -> None:
         """Let callers go through the models, each from another one on, without a pause."""
@@ -57,7 +57,7 @@ class Campaign:
 
             def caller(number: int) -> None:
                 for turn in range(number, count, num_callers):
-                    self.ask(_NAMES[(turn // num_callers + number) % 3])
+                    self.send_request(_NAMES[(turn // num_callers + number) % 3])
 
             list(pool.map(caller, range(num_callers)))
 
@@ -68,7 +68,7 @@ class Campaign:
             while left:
                 size = min(left, self.rng.randint(1, 24))
                 left -= size
-                list(pool.map(self.ask, self.rng.choices(_NAMES, k=size)))
+                list(pool.map(self.send_request, self.rng.choices(_NAMES, k=size)))
                 time.sleep(self.rng.random())
 
 

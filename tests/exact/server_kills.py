@@ -68,7 +68,9 @@ class Campaign:
                     return pid
         return 0
 
-    async def ask(self, prompt: str, tokens: int, began: asyncio.Event | None = None) -> Any:
+    async def stream_answer(
+        self, prompt: str, tokens: int, began: asyncio.Event | None = None
+    ) -> Any:
         """Stream an answer; return its text, or the error's code, and when the first token came."""
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
         body["ignore_eos"] = tokens == _LONG
@@ -91,7 +93,7 @@ class Campaign:
     async def learn(self) -> None:
         """Note what each prompt's answer is without faults."""
         for prompt in _PROMPTS:
-            self.expected[prompt], error, _ = await self.ask(prompt, _SHORT)
+            self.expected[prompt], error, _ = await self.stream_answer(prompt, _SHORT)
             assert not error, error
 
     async def fault(self, kind: str, number: int) -> Fault:
@@ -99,12 +101,12 @@ class Campaign:
         result = Fault(kind, self.load_s)
         begins = [asyncio.Event() for _ in range(_RUNNING)]
         running = [
-            asyncio.create_task(self.ask(f"Number {number}-{n}: {prompt}", _LONG, begin))
+            asyncio.create_task(self.stream_answer(f"Number {number}-{n}: {prompt}", _LONG, begin))
             for n, (prompt, begin) in enumerate(zip(_PROMPTS, begins, strict=False))
         ]
         await asyncio.gather(*(begin.wait() for begin in begins))
         asked = [self.rng.choice(_PROMPTS) for _ in range(_STREAMS - _RUNNING)]
-        waiting = [asyncio.create_task(self.ask(prompt, _SHORT)) for prompt in asked]
+        waiting = [asyncio.create_task(self.stream_answer(prompt, _SHORT)) for prompt in asked]
         await asyncio.sleep(0.2 + 0.2 * self.rng.random())
         pid, at_s = self.engine, time.monotonic()
         os.kill(pid, _FAULTS[kind])

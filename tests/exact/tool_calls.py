@@ -149,11 +149,11 @@ def main() -> int:
     args = parser.parse_args()
     with LLM(args.model, EngineOptions(cache=CacheOptions(context_length=2048))) as llm:
         print(f"{args.model}, temperature {args.temperature:g}")
-        results = [_ask(llm, system, args) for system in ("", _SYSTEM)]
+        results = [_answer_prompt(llm, system, args) for system in ("", _SYSTEM)]
     return int(any(kinds["looks like a call"] for kinds in results))
 
 
-def _ask(llm: LLM, system: str, args: argparse.Namespace) -> Counter[str]:
+def _answer_prompt(llm: LLM, system: str, args: argparse.Namespace) -> Counter[str]:
     """Return how many answers are of each kind, and print it."""
     card = llm.engine.card
     turns, wanted = [], []

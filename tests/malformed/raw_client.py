@@ -31,7 +31,7 @@ class RawClient:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, method: str, data: bytes) -> Reply:
+    async def exchange(self, method: str, data: bytes) -> Reply:
         """Send a request and return the response.
 
         Raises:
@@ -42,12 +42,14 @@ class RawClient:
         async with asyncio.timeout(TIMEOUT_S):
             is_old = self._streams is not None
             try:
-                return await self._ask(method, data)
+                return await self._exchange(method, data)
             except (OSError, EOFError):
                 self.close()
                 if not is_old:
                     raise
-            return await self._ask(method, data)  # the old connection had been idle for too long
+            return await self._exchange(
+                method, data
+            )  # the old connection had been idle for too long
 
     def close(self) -> None:
         """End the connection."""
@@ -55,7 +57,7 @@ class RawClient:
             self._streams[1].close()
             self._streams = None
 
-    async def _ask(self, method: str, data: bytes) -> Reply:
+    async def _exchange(self, method: str, data: bytes) -> Reply:
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=_LIMIT)
         reader, writer = self._streams

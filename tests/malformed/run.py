@@ -81,7 +81,7 @@ class Campaign:
         for done in range(0, count, _ROUND):
             share = -(-min(_ROUND, count - done) // _CLIENTS)
             works = zip(requests, clients, strict=True)
-            await asyncio.gather(*(self._ask(*work, share) for work in works))
+            await asyncio.gather(*(self._exchange(*work, share) for work in works))
             await self._batch(requests[0])
             await self._check(done // _ROUND)
         for client in clients:
@@ -119,12 +119,12 @@ class Campaign:
         firsts = settled[0], settled[len(settled) // 2]
         return [[now - then for now, then in zip(settled[-1], one, strict=True)] for one in firsts]
 
-    async def _ask(self, requests: Requests, client: RawClient, count: int) -> None:
+    async def _exchange(self, requests: Requests, client: RawClient, count: int) -> None:
         for _ in range(count):
             case = requests.draw()
             self.counts["requests"] += 1
             try:
-                reply = await client.ask(case.method, case.data)
+                reply = await client.exchange(case.method, case.data)
             except (OSError, EOFError, TimeoutError, ValueError) as error:
                 self.faults.append(
                     f"{case.name}: {error!r} instead of a response\n  {_shown(case)}"
@@ -136,7 +136,7 @@ class Campaign:
 
     async def _batch(self, requests: Requests) -> None:
         """Run a batch with odd lines to its end; no line may end with a 5xx."""
-        file = json.loads((await self._asker.ask("POST", requests.upload(_LINES))).body)
+        file = json.loads((await self._asker.exchange("POST", requests.upload(_LINES))).body)
         body = {"input_file_id": file["id"], "endpoint": "/v1/completions"}
         body["completion_window"] = "24h"
         batch = json.loads((await self._post("/v1/batches", body)).body)
@@ -173,18 +173,18 @@ class Campaign:
             f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         )
         kind = b"Content-Type: application/json\r\n\r\n"
-        reply = await self._asker.ask("POST", head.encode() + kind + body)
+        reply = await self._asker.exchange("POST", head.encode() + kind + body)
         return json.loads(reply.body).get("choices", reply.status)
 
     async def _post(self, path: str, value: Any) -> Reply:
         body = json.dumps(value).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         kind = b"Content-Type: application/json\r\n\r\n"
-        return await self._asker.ask("POST", head.encode() + kind + body)
+        return await self._asker.exchange("POST", head.encode() + kind + body)
 
     async def _get(self, path: str) -> Reply:
         data = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
-        return await self._asker.ask("GET", data)
+        return await self._asker.exchange("GET", data)
 
     async def _held(self) -> dict[str, float]:
         text = (await self._get("/metrics")).body.decode()

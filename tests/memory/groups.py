@@ -118,7 +118,7 @@ def served(group: Path, model: str, *options: str) -> Iterator[tuple[int, str]]:
         process.wait()
 
 
-def ask(port: int, num_words: int, seed: int) -> tuple[int, int]:
+def send_request(port: int, num_words: int, seed: int) -> tuple[int, int]:
     """Return the status of an answer, and its number of prompt tokens."""
     draw = random.Random(seed)
     prompt = " ".join(draw.choice(_WORDS) for _ in range(num_words))
@@ -158,7 +158,9 @@ def campaign(group: Path, model: str, num_prompts: int) -> tuple[bool, str]:
             context = context_of(port)
             num_words = context - 2 * _ANSWER_TOKENS  # each word is a token
             with ThreadPoolExecutor(num_prompts) as threads:
-                answers = list(threads.map(partial(ask, port, num_words), range(num_prompts)))
+                answers = list(
+                    threads.map(partial(send_request, port, num_words), range(num_prompts))
+                )
             num_right = sum(status == 200 for status, _ in answers)
             killed = num_killed(group)
             tokens = max(count for _, count in answers)

@@ -23,7 +23,7 @@ def _load(server: Any, num_clients: int = 3) -> Iterator[None]:
     """Have clients ask for long answers to prompts that begin alike."""
     done = threading.Event()
 
-    def ask(client: int) -> None:
+    def send_request(client: int) -> None:
         messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": f"{client}"}]
         body = {"messages": messages, "max_tokens": 2000, "ignore_eos": True, "stream": True}
         headers = {"content-type": "application/json"}
@@ -33,7 +33,9 @@ def _load(server: Any, num_clients: int = 3) -> Iterator[None]:
             while not done.is_set() and answer.readline():
                 pass
 
-    clients = [threading.Thread(target=ask, args=(client,)) for client in range(num_clients)]
+    clients = [
+        threading.Thread(target=send_request, args=(client,)) for client in range(num_clients)
+    ]
     for client in clients:
         client.start()
     try:

@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield live
 
 
-def ask(server: LiveServer, path: str, **fields: Any) -> Any:
+def send_request(server: LiveServer, path: str, **fields: Any) -> Any:
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     limits = {"options": {"num_predict": 2}, "stream": False} if path == OLLAMA else {limit: 2}
     return server.http.post(path, json=limits | fields)
@@ -40,7 +40,7 @@ def ask(server: LiveServer, path: str, **fields: Any) -> Any:
 
 def num_prompt_tokens(server: LiveServer, path: str, conversation: list[Fields]) -> int:
     name = "input" if path == RESPONSES else "messages"
-    response = ask(server, path, **{name: conversation}, model="tiny")
+    response = send_request(server, path, **{name: conversation}, model="tiny")
     assert response.status_code == 200, response.text
     assert "twostroke-ignored" not in response.headers
     body = response.json()
@@ -102,7 +102,7 @@ def test_arguments_of_the_older_call_may_be_an_object(server: LiveServer) -> Non
 
 def test_listed_items_have_arguments_as_json(server: LiveServer) -> None:
     [_, call, result] = called(RESPONSES, {"arguments": {"a": 1}})
-    response = ask(server, RESPONSES, input=[USER, call, result]).json()
+    response = send_request(server, RESPONSES, input=[USER, call, result]).json()
     listed = server.http.get(f"{RESPONSES}/{response['id']}/input_items").json()["data"]
     [arguments] = [item["arguments"] for item in listed if item["type"] == "function_call"]
     assert json.loads(arguments) == {"a": 1}
@@ -155,7 +155,7 @@ def allowing(path: str, mode: str, names: list[str], *others: str) -> Fields:
 def test_only_allowed_tools_are_called(server: LiveServer, path: str) -> None:
     for seed in range(4):
         sampled = {} if path == RESPONSES else {"seed": seed}
-        body = ask(server, path, **allowing(path, "required", ["g"]), **sampled).json()
+        body = send_request(server, path, **allowing(path, "required", ["g"]), **sampled).json()
         if path == CHAT:
             [choice] = body["choices"]
             calls = [call["function"] for call in choice["message"]["tool_calls"]]
@@ -168,12 +168,12 @@ def test_only_allowed_tools_are_called(server: LiveServer, path: str) -> None:
 def test_allowed_tools_that_cannot_run_are_left_out(server: LiveServer, path: str) -> None:
     prefix = "tool_choice.allowed_tools" if path == CHAT else "tool_choice"
     for names in (["f"], []):
-        response = ask(server, path, **allowing(path, "auto", names, "web_search"))
+        response = send_request(server, path, **allowing(path, "auto", names, "web_search"))
         assert response.status_code == 200, response.text
         assert response.headers["twostroke-ignored"] == f"{prefix}.tools[].web_search"
     wrong = allowing(path, "required", [], "web_search")
-    refused(ask(server, path, **wrong), 400, f"{prefix}.tools")
-    output = refused(ask(server, path, **allowing(path, "auto", ["h"])), 400, _name(path))
+    refused(send_request(server, path, **wrong), 400, f"{prefix}.tools")
+    output = refused(send_request(server, path, **allowing(path, "auto", ["h"])), 400, _name(path))
     assert "must be the name of one of the tools, got 'h'" in output
 
 
@@ -183,13 +183,13 @@ def test_allowed_and_forced_functions_are_not_custom_tools(server: LiveServer, p
     named = {"custom": {"name": "f"}} if path == CHAT else {"name": "f"}
     custom: Fields = {"type": "custom", **named}
     field = "tool_choice.type"
-    output = refused(ask(server, path, **body | {"tool_choice": custom}), 400, field)
+    output = refused(send_request(server, path, **body | {"tool_choice": custom}), 400, field)
     assert "must be 'function', the type of the tool 'f', got 'custom'" in output
     choice = body["tool_choice"]
     allowed = choice["allowed_tools"] if path == CHAT else choice
     allowed["tools"] = [custom]
     prefix = "tool_choice.allowed_tools" if path == CHAT else "tool_choice"
-    refused(ask(server, path, **body), 400, f"{prefix}.tools[0].type")
+    refused(send_request(server, path, **body), 400, f"{prefix}.tools[0].type")
 
 
 def _name(path: str) -> str:
@@ -208,14 +208,14 @@ def test_errors_about_tools_of_namespaces_name_their_places(server: LiveServer) 
         ([namespace, namespace], "tools[1].tools[0].name"),
         ([namespace | {"name": "a b"}], "tools[0].name"),
     ):
-        refused(ask(server, RESPONSES, input=[USER], tools=tools), 400, param)
+        refused(send_request(server, RESPONSES, input=[USER], tools=tools), 400, param)
 
 
 def test_names_of_a_namespace_and_its_tools_may_both_be_long(server: LiveServer) -> None:
     tool = {"type": "function", "name": "f" * 128, "parameters": SCHEMA}
     namespace = {"type": "namespace", "name": "n" * 128, "tools": [tool]}
     fields = {"tools": [namespace], "tool_choice": "required", "max_output_tokens": 512}
-    response = ask(server, RESPONSES, input=[USER], **fields)
+    response = send_request(server, RESPONSES, input=[USER], **fields)
     assert response.status_code == 200, response.text
     call = response.json()["output"][0]
     assert (call["name"], call["namespace"]) == ("f" * 128, "n" * 128)
@@ -224,9 +224,9 @@ def test_names_of_a_namespace_and_its_tools_may_both_be_long(server: LiveServer)
 def test_anthropics_older_field_holds_the_form_of_the_answer(server: LiveServer) -> None:
     form = {"type": "json_schema", "schema": {"const": "a"}}
     fields = {"messages": [USER], "output_format": form, "max_tokens": 20}
-    response = ask(server, MESSAGES, **fields)
+    response = send_request(server, MESSAGES, **fields)
     assert response.json()["content"] == [{"type": "text", "text": '"a"'}]
     wrong = form | {"schema": {"type": "string", "pattern": "("}}
-    response = ask(server, MESSAGES, **fields | {"output_format": wrong})
+    response = send_request(server, MESSAGES, **fields | {"output_format": wrong})
     assert response.status_code == 400
     assert "output_format.schema" in response.json()["error"]["message"]

@@ -54,7 +54,7 @@ def test_long_body_waits_for_one_of_another_tenant_and_not_for_all(
 
 
 def test_last_work_waits_for_all_other_and_cancelled_work_keeps_its_turn() -> None:
-    async def ask() -> None:
+    async def submit() -> None:
         readers, done, may_end = Readers(1), list[str](), threading.Event()
 
         def first() -> None:
@@ -77,13 +77,13 @@ def test_last_work_waits_for_all_other_and_cancelled_work_keeps_its_turn() -> No
         assert done == ["first", "x", "z", "last"]
         readers.close()
 
-    asyncio.run(ask())
+    asyncio.run(submit())
 
 
 def test_new_tenant_gets_no_credit_for_time_before_it_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def ask() -> None:
+    async def submit() -> None:
         clock_s, order, held = [0.0], list[str](), FairQueue()
         monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
 
@@ -108,11 +108,11 @@ def test_new_tenant_gets_no_credit_for_time_before_it_came(
         await asyncio.gather(*tasks)
         assert order[5:9] == ["b", "a", "b", "a"]
 
-    asyncio.run(ask())
+    asyncio.run(submit())
 
 
 def test_cancelled_calls_do_not_count_as_waiting() -> None:
-    async def ask() -> None:
+    async def submit() -> None:
         held = FairQueue()
         turn = await held.take("a")
         waiting = [asyncio.create_task(held.take("a")) for _ in range(3)]
@@ -125,4 +125,4 @@ def test_cancelled_calls_do_not_count_as_waiting() -> None:
         held.end(turn)
         held.end(await waiting[2])
 
-    asyncio.run(ask())
+    asyncio.run(submit())

@@ -68,7 +68,7 @@ def test_no_body_of_any_path_keeps_others_waiting(server: LiveServer, flood: Flo
 def test_no_query_of_any_path_keeps_others_waiting(server: LiveServer, flood: Flood) -> None:
     for route in server.api.routes():
         for method in sorted(set(route.methods or ()) - {"HEAD"}):
-            flood.ask(method, route.path)
+            flood.send_request(method, route.path)
     assert not flood.wrong, flood.wrong
 
 

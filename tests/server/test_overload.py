@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 _HEADER = "x-request-timeout"
 
 
-def _ask(server: LiveServer, timeout: str, path: str = "/v1/chat/completions", **fields: object):
+def _send_request(
+    server: LiveServer, timeout: str, path: str = "/v1/chat/completions", **fields: object
+):
     body = chat_body(**{"max_tokens": 2, **fields})
     return httpx.post(server.url + path, json=body, headers={_HEADER: timeout}, timeout=20)
 
@@ -50,12 +52,12 @@ def test_a_wrong_timeout_is_refused_with_a_sentence(server: LiveServer) -> None:
         "1.",
     ):
         for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
-            answer = _ask(server, wrong, path)
+            answer = _send_request(server, wrong, path)
             assert answer.status_code == 400, wrong
             sentence = "x-request-timeout must be a number of seconds above 0 and up to 86400."
             assert sentence in answer.text
     for right in ("30", "0030.5", "86400"):
-        assert _ask(server, right).status_code == 200
+        assert _send_request(server, right).status_code == 200
     texts = {"input": ["a b", "c"]}
     answer = httpx.post(server.url + "/v1/embeddings", json=texts, headers={_HEADER: "x"})
     assert answer.status_code == 400
@@ -69,7 +71,9 @@ def test_a_request_that_expires_in_the_queue_never_runs(tmp_path: Path, stream: 
             running = pool.submit(server.chat, max_tokens=3)
             wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
             paths = ("/v1/chat/completions", "/v1/messages")
-            late = [pool.submit(_ask, server, "0.2", path, stream=stream) for path in paths]
+            late = [
+                pool.submit(_send_request, server, "0.2", path, stream=stream) for path in paths
+            ]
             wait_for(lambda: num_unfinished(server.client.loop) == 3)
             time.sleep(0.25)
             server.backend.gate.set()
@@ -90,7 +94,7 @@ def test_a_running_answer_ends_at_its_timeout(tmp_path: Path) -> None:
     with live_server(tmp_path) as server, ThreadPoolExecutor(2) as pool:
         server.backend.pause_s = 0.05
         asked = [
-            pool.submit(_ask, server, "3", max_tokens=50, ignore_eos=True, stream=stream)
+            pool.submit(_send_request, server, "3", max_tokens=50, ignore_eos=True, stream=stream)
             for stream in (False, True)
         ]
         begun_s = time.monotonic()
@@ -124,14 +128,14 @@ def test_a_timeout_counts_from_the_headers(tmp_path: Path, monkeypatch: pytest.M
         compile_, found = server.client.grammars.compile, [answer]
         slow = lambda *asked: time.sleep(0.5) or compile_(*asked)  # noqa: E731
         monkeypatch.setattr(server.client.grammars, "compile", slow)
-        found.append(_ask(server, "0.3", guided_regex="a", max_tokens=3))
+        found.append(_send_request(server, "0.3", guided_regex="a", max_tokens=3))
         for one in found:
             assert one.status_code == 504
             sentence = "The request was stopped: it took longer than its timeout of 0.3 s."
             assert one.json()["error"]["message"] == sentence
         server.backend.pause_s = 0.1
         num_before = server.backend.num_steps
-        late = _ask(server, "1.5", guided_regex="b{90}", max_tokens=40)
+        late = _send_request(server, "1.5", guided_regex="b{90}", max_tokens=40)
         assert late.status_code == 504
         assert "its timeout of 1.5 s" in late.json()["error"]["message"]
         server.wait_idle()

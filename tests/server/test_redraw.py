@@ -95,7 +95,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield live
 
 
-def ask(server: LiveServer, path: str, body: Fields, *, stream: bool) -> Any:
+def send_request(server: LiveServer, path: str, body: Fields, *, stream: bool) -> Any:
     options = {"options": {"temperature": 0}} if path.startswith("/api") else {"temperature": 0}
     return server.http.post(path, json=body | options | {"stream": stream})
 
@@ -141,7 +141,7 @@ def test_a_wrong_answer_is_generated_again_from_its_first_wrong_value_on(
 ) -> None:
     say(server, WRONG, AGAIN, RIGHT)
     for stream in (False, True):
-        response = ask(server, path, body, stream=stream)
+        response = send_request(server, path, body, stream=stream)
         assert response.status_code == 200, response.text
         assert json.loads(texts(path, response.text, stream=stream)) == json.loads(RIGHT)
         assert "schema_miss" not in response.text
@@ -152,7 +152,7 @@ def test_a_wrong_answer_is_generated_again_from_its_first_wrong_value_on(
 def test_an_answer_that_stays_wrong_is_marked(server: LiveServer, path: str, body: Fields) -> None:
     say(server, *WRONGS)
     for stream in (False, True):
-        response = ask(server, path, body, stream=stream)
+        response = send_request(server, path, body, stream=stream)
         assert response.status_code == 200, response.text
         answer = texts(path, response.text, stream=stream)
         assert answer == WRONGS[MAX_REDRAWS]
@@ -165,11 +165,11 @@ def test_a_strict_answer_that_stays_wrong_is_an_error(
     server: LiveServer, path: str, body: Fields
 ) -> None:
     say(server, *WRONGS)
-    response = ask(server, path, body, stream=False)
+    response = send_request(server, path, body, stream=False)
     assert response.status_code == 500
     assert response.headers["x-should-retry"] == "false"
     assert MISS in response.json()["error"]["message"]
-    streamed = ask(server, path, body, stream=True)
+    streamed = send_request(server, path, body, stream=True)
     *earlier, last = documents(streamed.text)
     assert MISS in json.dumps(last)
     assert "error" in json.dumps(last)
@@ -191,7 +191,7 @@ def test_wrong_arguments_of_calls_are_generated_again_or_reported(server: LiveSe
         ]
         say(server, *said)
         body = {"messages": TALK, "tools": tools}
-        response = ask(server, "/v1/chat/completions", body, stream=stream)
+        response = send_request(server, "/v1/chat/completions", body, stream=stream)
         assert response.status_code == (500 if is_strict and not stream and not is_mended else 200)
         if is_mended:
             assert MISS not in response.text
@@ -211,7 +211,7 @@ def test_wrong_arguments_of_calls_are_generated_again_or_reported(server: LiveSe
 def test_a_stream_goes_on_until_the_first_value_that_may_change(server: LiveServer) -> None:
     say(server, WRONG, AGAIN, RIGHT)
     _, body = STRICT[0]
-    events = documents(ask(server, "/v1/chat/completions", body, stream=True).text)
+    events = documents(send_request(server, "/v1/chat/completions", body, stream=True).text)
     chunks = [
         event["choices"][0]["delta"].get("content", "") for event in events if event["choices"]
     ]
@@ -227,7 +227,7 @@ def test_names_are_streamed_unless_they_repeat(server: LiveServer) -> None:
     schema = {"type": "object", "additionalProperties": {"type": "integer"}}
     say(server, repeated, other)
     body = {"messages": TALK, "guided_json": schema}
-    events = documents(ask(server, "/v1/chat/completions", body, stream=True).text)
+    events = documents(send_request(server, "/v1/chat/completions", body, stream=True).text)
     chunks = [
         event["choices"][0]["delta"].get("content", "") for event in events if event["choices"]
     ]
@@ -245,7 +245,7 @@ def test_scores_and_usage_belong_to_the_answer_that_is_sent(
     body = FREE[0][1] | {"logprobs": True, "stream_options": {"include_usage": True}}
     if not stream:
         del body["stream_options"]
-    result = documents(ask(server, "/v1/chat/completions", body, stream=stream).text)
+    result = documents(send_request(server, "/v1/chat/completions", body, stream=stream).text)
     scored = [
         score["token"]
         for one in result
@@ -260,7 +260,7 @@ def test_each_of_several_answers_is_settled(server: LiveServer) -> None:
     say(server, WRONG, RIGHT)
     for stream in (False, True):
         body = {"messages": TALK, "guided_json": TAGS, "n": 3, "seed": MAX_SEED}
-        result = documents(ask(server, "/v1/chat/completions", body, stream=stream).text)
+        result = documents(send_request(server, "/v1/chat/completions", body, stream=stream).text)
         answers = ["", "", ""]
         for one in result:
             for choice in one["choices"]:
@@ -273,7 +273,7 @@ def test_a_cut_off_answer_is_not_generated_again(server: LiveServer) -> None:
     say(server, WRONG, RIGHT)
     for stream in (False, True):
         body = STRICT[0][1] | {"max_tokens": len(WRONG) - 2}
-        response = ask(server, "/v1/chat/completions", body, stream=stream)
+        response = send_request(server, "/v1/chat/completions", body, stream=stream)
         text = texts("/v1/chat/completions", response.text, stream=stream)
         assert WRONG.startswith(text)
         assert text
@@ -311,7 +311,7 @@ def test_a_complete_call_before_the_cut_is_checked(server: LiveServer, stream: b
     num_tokens = len(server.client.card.tokenizer.encode(call(WRONG), parse_special=True)) + 40
     limited = body | {"max_tokens": num_tokens}
     say(server, *(f"{call(wrong)}\n{call(RIGHT)}" for wrong in (WRONG, AGAIN, RIGHT)))
-    response = ask(server, "/v1/chat/completions", limited, stream=stream)
+    response = send_request(server, "/v1/chat/completions", limited, stream=stream)
     assert '"finish_reason":"length"' in response.text
     assert "Onesie" in response.text
     assert MISS not in response.text
@@ -337,7 +337,7 @@ def test_a_cancelled_answer_is_not_generated_again(
     monkeypatch.setattr(AnswerChecks, "find_violation", find_violation)
     body, _ = PROTOCOLS[path]
     assert body is not None
-    id_ = ask(server, path, {**body, "background": True}, stream=False).json()["id"]
+    id_ = send_request(server, path, {**body, "background": True}, stream=False).json()["id"]
     server.wait_idle()
     wait_for(lambda: server.http.get(f"{path}/{id_}").json()["status"] == "cancelled")
     assert len(cancelling) == 1
@@ -348,7 +348,7 @@ def test_an_answer_that_a_stop_token_cut_is_not_checked(server: LiveServer, stre
     """The text before the stop token is not JSON."""
     say(server, WRONG)
     stop_id = server.client.card.tokenizer.encode(WRONG)[-3]
-    response = ask(
+    response = send_request(
         server, "/v1/chat/completions", STRICT[0][1] | {"stop_token_ids": [stop_id]}, stream=stream
     )
     assert response.status_code == 200, response.text
@@ -365,7 +365,7 @@ def test_an_answer_without_alternative_is_marked(tmp_path: Path) -> None:
     body = {"messages": TALK, "guided_json": rows}
     with talker(tmp_path, family_templates.HERMES) as live:
         for stream in (False, True):
-            response = ask(live, "/v1/chat/completions", body, stream=stream)
+            response = send_request(live, "/v1/chat/completions", body, stream=stream)
             assert response.status_code == 200, response.text
             text = texts("/v1/chat/completions", response.text, stream=stream)
             assert json.loads(text) == [["a"], ["a"]]

@@ -72,7 +72,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield live
 
 
-def ask(server: LiveServer, protocol: str, **fields: Any) -> Any:
+def send_request(server: LiveServer, protocol: str, **fields: Any) -> Any:
     path, body = REQUESTS[protocol]
     response = server.http.post(path, json=body | {"temperature": 0} | fields)
     assert response.status_code == 200, response.text
@@ -81,7 +81,7 @@ def ask(server: LiveServer, protocol: str, **fields: Any) -> Any:
 
 def whole(server: LiveServer, protocol: str, **fields: Any) -> tuple[str, list[tuple[str, str]]]:
     """Return the text and the tool calls of an answer without a stream."""
-    body = ask(server, protocol, **fields).json()
+    body = send_request(server, protocol, **fields).json()
     if protocol == "chat":
         message = body["choices"][0]["message"]
         functions = [call["function"] for call in message.get("tool_calls", ())]
@@ -105,7 +105,7 @@ def whole(server: LiveServer, protocol: str, **fields: Any) -> tuple[str, list[t
 def streamed(server: LiveServer, protocol: str, **fields: Any) -> tuple[str, str]:
     """Return the text and the tool arguments of a streamed answer."""
     text = arguments = ""
-    lines = ask(server, protocol, stream=True, **fields).text.splitlines()
+    lines = send_request(server, protocol, stream=True, **fields).text.splitlines()
     sent = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
     for event in map(json.loads, sent):
         if protocol == "chat":

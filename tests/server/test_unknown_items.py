@@ -38,7 +38,7 @@ LIMITS = {
 }
 
 
-def ask(server: LiveServer, path: str, **fields: Any) -> Any:
+def send_request(server: LiveServer, path: str, **fields: Any) -> Any:
     return server.http.post(path, json=LIMITS.get(path, {"max_tokens": 2}) | fields)
 
 
@@ -46,7 +46,7 @@ def num_prompt_tokens(server: LiveServer, path: str, **fields: Any) -> int:
     if path == MESSAGES:
         counted = server.http.post(f"{MESSAGES}/count_tokens", json=fields)
         return int(counted.json()["input_tokens"])
-    usage = ask(server, path, **fields).json()["usage"]
+    usage = send_request(server, path, **fields).json()["usage"]
     return int(usage.get("prompt_tokens") or usage["input_tokens"])
 
 
@@ -58,7 +58,7 @@ def ignored(response: Any) -> set[str]:
 @pytest.mark.parametrize("kind", ITEMS)
 def test_items_of_other_servers_are_left_out_and_named(server: LiveServer, kind: str) -> None:
     item = {"type": kind, "id": "x_1", "status": "completed", "action": {"query": "q"}}
-    assert ignored(ask(server, RESPONSES, input=[USER, item])) == {f"input[].{kind}"}
+    assert ignored(send_request(server, RESPONSES, input=[USER, item])) == {f"input[].{kind}"}
     with_item = num_prompt_tokens(server, RESPONSES, input=[item, USER, item])
     assert with_item == num_prompt_tokens(server, RESPONSES, input=[USER])
 
@@ -66,10 +66,10 @@ def test_items_of_other_servers_are_left_out_and_named(server: LiveServer, kind:
 def test_results_of_calls_that_were_left_out_are_left_out(server: LiveServer) -> None:
     call = {"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}}
     result = {"type": "function_call_output", "call_id": "c", "output": "a"}
-    names = ignored(ask(server, RESPONSES, input=[call, result, USER]))
+    names = ignored(send_request(server, RESPONSES, input=[call, result, USER]))
     assert names == {"input[].local_shell_call", "input[].function_call_output"}
     other = result | {"call_id": "other"}
-    refused(ask(server, RESPONSES, input=[call, other, USER]), 400, "input[0].call_id")
+    refused(send_request(server, RESPONSES, input=[call, other, USER]), 400, "input[0].call_id")
 
 
 @pytest.mark.parametrize("path", [RESPONSES, f"{RESPONSES}/input_tokens", "/v1/conversations"])
@@ -98,17 +98,19 @@ def test_references_to_unknown_items_are_left_out(server: LiveServer) -> None:
         {"type": "function_call_output", "call_id": "none", "output": "x"},
         USER,
     ]
-    names = ignored(ask(server, RESPONSES, input=items))
+    names = ignored(send_request(server, RESPONSES, input=items))
     assert names == {"input[].item_reference", "input[].function_call_output"}
 
 
 def test_a_compaction_of_another_server_is_left_out(server: LiveServer) -> None:
     item = {"type": "compaction", "encrypted_content": "gAAAA"}
-    assert ignored(ask(server, RESPONSES, input=[item, USER])) == {"input[].compaction"}
+    assert ignored(send_request(server, RESPONSES, input=[item, USER])) == {"input[].compaction"}
 
 
 def test_only_unknown_items_are_no_conversation(server: LiveServer) -> None:
-    output = refused(ask(server, RESPONSES, input=[{"type": "web_search_call"}]), 400, "input")
+    output = refused(
+        send_request(server, RESPONSES, input=[{"type": "web_search_call"}]), 400, "input"
+    )
     assert "no items that are known here" in output
 
 
@@ -117,13 +119,13 @@ def test_tools_of_items_join_the_requests(server: LiveServer, kind: str) -> None
     other = TOOL | {"name": "g"}
     item = {"type": kind, "role": "developer", "tools": [TOOL, other, {"type": "web_search"}]}
     fields: Fields = {"input": [item, USER], "tool_choice": {"type": "function", "name": "f"}}
-    response = ask(server, RESPONSES, **fields, max_output_tokens=64)
+    response = send_request(server, RESPONSES, **fields, max_output_tokens=64)
     assert "input[].tools[].web_search" in ignored(response)
     assert response.json()["output"][0]["name"] == "f"
     with_item = num_prompt_tokens(server, RESPONSES, input=[item, USER], tools=[TOOL])
     assert with_item == num_prompt_tokens(server, RESPONSES, input=[USER], tools=[TOOL, other])
-    first = ask(server, RESPONSES, input=[item, USER]).json()
-    again = ask(server, RESPONSES, input=[USER], previous_response_id=first["id"])
+    first = send_request(server, RESPONSES, input=[item, USER]).json()
+    again = send_request(server, RESPONSES, input=[USER], previous_response_id=first["id"])
     assert [tool["name"] for tool in again.json()["tools"]] == ["f", "g"]
 
 
@@ -166,7 +168,7 @@ def test_refusals_are_text_and_unknown_parts_are_left_out(
 
 def test_unknown_blocks_are_named(server: LiveServer) -> None:
     blocks = [TEXT, *({"type": kind, "tool_use_id": "x"} for kind in BLOCKS)]
-    response = ask(server, MESSAGES, messages=[{"role": "user", "content": blocks}])
+    response = send_request(server, MESSAGES, messages=[{"role": "user", "content": blocks}])
     assert ignored(response) == {f"messages[].content[].{kind}" for kind in BLOCKS}
 
 
@@ -192,7 +194,7 @@ def test_tools_that_cannot_run_here_are_left_out_and_named(server: LiveServer, k
         "/apply-template": {"messages": [USER], "tools": [tool, CHAT_TOOL]},
     }
     for path, fields in requests.items():
-        assert ignored(ask(server, path, **fields)) == {f"tools[].{kind}"}, path
+        assert ignored(send_request(server, path, **fields)) == {f"tools[].{kind}"}, path
 
 
 @pytest.mark.parametrize(
@@ -212,14 +214,14 @@ def test_a_tool_that_is_forced_and_cannot_run_is_refused(
     server: LiveServer, path: str, fields: Fields, param: str
 ) -> None:
     conversation: Fields = {"input": [USER]} if path == RESPONSES else {"messages": [USER]}
-    refused(ask(server, path, **conversation, **fields), 400, param)
+    refused(send_request(server, path, **conversation, **fields), 400, param)
 
 
 def test_anthropics_tools_that_are_forced_are_refused(server: LiveServer) -> None:
     search = {"type": "web_search_20250305", "name": "web_search"}
     for choice in ({"type": "any"}, {"type": "tool", "name": "web_search"}):
         fields = {"messages": [USER], "tools": [search], "tool_choice": choice}
-        response = ask(server, MESSAGES, **fields)
+        response = send_request(server, MESSAGES, **fields)
         assert response.status_code == 400
         assert "tool_choice" in response.json()["error"]["message"]
 
@@ -239,21 +241,21 @@ def test_anthropics_tools_that_are_forced_are_refused(server: LiveServer) -> Non
 def test_pictures_sound_and_files_are_refused(server: LiveServer, path: str, part: Fields) -> None:
     messages = [{"role": "user", "content": [part]}]
     name = "input" if path == RESPONSES else "messages"
-    response = ask(server, path, **{name: messages})
+    response = send_request(server, path, **{name: messages})
     assert response.status_code == 400
     assert "Models here read text only." in response.json()["error"]["message"]
 
 
 def test_a_strict_server_refuses_items_that_others_leave_out(strict: LiveServer) -> None:
     item = {"type": "web_search_call", "id": "x"}
-    refused(ask(strict, RESPONSES, input=[USER, item]), 400, "input[1].type")
+    refused(send_request(strict, RESPONSES, input=[USER, item]), 400, "input[1].type")
     tools = [CHAT_TOOL, {"type": "web_search"}]
-    refused(ask(strict, CHAT, messages=[USER], tools=tools), 400, "tools[1].type")
+    refused(send_request(strict, CHAT, messages=[USER], tools=tools), 400, "tools[1].type")
 
 
 def test_many_unknown_items_take_little_time_and_a_short_header(server: LiveServer) -> None:
     items = [{"type": f"kind_{number}"} for number in range(9_000)]
-    response = ask(server, RESPONSES, input=[*items, USER])
+    response = send_request(server, RESPONSES, input=[*items, USER])
     assert len(response.headers["twostroke-ignored"]) < 4_000
 
 
@@ -263,12 +265,14 @@ def test_calls_of_other_servers_tools_are_left_out_with_their_results(server: Li
     results = [{"role": "tool", "tool_call_id": id_, "content": "found"} for id_ in ("c1", "c2")]
     messages = [USER, {"role": "assistant", "tool_calls": [call, known]}, *results, USER]
     plain = [USER, {"role": "assistant", "tool_calls": [known]}, results[1], USER]
-    response = ask(server, CHAT, messages=messages)
+    response = send_request(server, CHAT, messages=messages)
     assert ignored(response) == {"messages[].tool_calls[].web_search"}
     expected = num_prompt_tokens(server, CHAT, messages=plain)
     assert response.json()["usage"]["prompt_tokens"] == expected
     only = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, results[0], USER]
-    assert ignored(ask(server, CHAT, messages=only)) == {"messages[].tool_calls[].web_search"}
+    assert ignored(send_request(server, CHAT, messages=only)) == {
+        "messages[].tool_calls[].web_search"
+    }
 
 
 def test_functions_of_older_clients_are_tools(server: LiveServer) -> None:

@@ -80,7 +80,7 @@ class Pair:
             await asyncio.sleep(0.05)
         os.kill(results[0], signal_)
 
-    async def ask(self, prompt: Sequence[int]) -> str:
+    async def send_prompt(self, prompt: Sequence[int]) -> str:
         """Return an answer's text, or `error: ` and the message that the client got."""
         body = {"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": _TOKENS}
         body |= {"temperature": 0, "ignore_eos": True}
@@ -130,7 +130,7 @@ async def _fault(
     """Cause one fault; return the outcomes of the requests, and a list of what was wrong."""
     counts, wrong = Counter[str](), list[str]()
     began_s = time.monotonic()
-    requests = [asyncio.create_task(pair.ask(prompt)) for prompt in prompts]
+    requests = [asyncio.create_task(pair.send_prompt(prompt)) for prompt in prompts]
     await asyncio.sleep(rng.uniform(0.0, _MOMENT_S))
     await pair.harm(side, kind)
     done, late = await asyncio.wait(requests, timeout=_ANSWERED_S)
@@ -151,7 +151,7 @@ async def _fault(
     if kind == "kill server":
         await asyncio.to_thread(pair.start, side)
     wrong += await _at_rest(pair)
-    if (again := await pair.ask(prompts[0])) != texts[0]:
+    if (again := await pair.send_prompt(prompts[0])) != texts[0]:
         wrong.append(f"{again!r} afterwards")
     return counts, [f"{side}, {kind}: {one}" for one in wrong]
 

@@ -158,7 +158,7 @@ class Flood:
         self.costs.append((cost.used_s, cost.held_s, path, body))
         self._check(f"{path}, {body.label}, {len(body.data)} bytes", cost, len(body.data))
 
-    def ask(self, method: str, path: str) -> None:
+    def send_request(self, method: str, path: str) -> None:
         """Send a request without a body, with as long a query as a server takes."""
         query = _QUERY + "z" * (_QUERY_BYTES - len(_QUERY))
         self._check(f"{method} {path}", self._cost_of(method, f"{url_of(path)}?{query}"), 0)

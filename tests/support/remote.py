@@ -112,7 +112,7 @@ async def texts(outputs: ServedOutputs, count: int = 1) -> list[str]:
     return result
 
 
-async def ask(engine: ServedEngine, params: SamplingParams = GREEDY) -> ServedOutputs:
+async def start_generation(engine: ServedEngine, params: SamplingParams = GREEDY) -> ServedOutputs:
     return await engine.generate(PROMPTS[:1], params, ANYONE, NO_HINTS)
 
 

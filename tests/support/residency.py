@@ -56,7 +56,7 @@ class Stage:
         self.loading_s = 0.0
         self._highest_unloaded_value = 0.0
 
-    def ask(self, name: str) -> None:
+    def add_request(self, name: str) -> None:
         self.arrivals.append((self.now_s, name))
         self.models[name].waiting.append(self.now_s)
 
@@ -138,13 +138,13 @@ class Stage:
         assert sum(taken) <= self.budget
 
 
-def play(stage: Stage, adversary: Adversary, count: int, patience_s: float = 1e5) -> None:
+def play(stage: Stage, adversary: Adversary, count: int, timeout_s: float = 1e5) -> None:
     """Let an adversary send `count` requests, and wait until all are answered."""
     while len(stage.arrivals) < count:
         for name in adversary(stage)[: count - len(stage.arrivals)]:
-            stage.ask(name)
+            stage.add_request(name)
         stage.step()
-    until_s = stage.now_s + patience_s
+    until_s = stage.now_s + timeout_s
     while stage.num_unanswered:
         assert stage.now_s < until_s, "a request is never answered"
         stage.step()

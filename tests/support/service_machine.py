@@ -71,7 +71,7 @@ class ServiceMachine:
         ):
             self.engine = RemoteEngine(_LOAD, self.card, self.process, ready)
             self.engine.attach(lambda: None)
-            operations = [self.ask] * 6 + [self.cancel, self.die, self.look, self.flush]
+            operations = [self.add_call] * 6 + [self.cancel, self.die, self.look, self.flush]
             for _ in range(num_operations):
                 if self.rng.random() < 0.7:
                     await self.work()
@@ -83,7 +83,7 @@ class ServiceMachine:
             await self.end()
             self.engine.close()
 
-    async def ask(self) -> None:
+    async def add_call(self) -> None:
         task = asyncio.ensure_future(self.client())
         task.add_done_callback(self.ended)
         self.open[task] = None

@@ -104,8 +104,8 @@ def test_strangers_that_prove_nothing_are_few_and_keep_nobody_out_later() -> Non
     with listening() as (listener, proved), ExitStack() as stack:
         address = "127.0.0.1", listener.port
         strangers = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(40)]
-        greeted = [bool(stranger.recv(1)) for stranger in strangers]
-        assert sum(greeted) == 32, "the others are closed at once"
+        is_welcome = [bool(stranger.recv(1)) for stranger in strangers]
+        assert sum(is_welcome) == 32, "the others are closed at once"
         for stranger in strangers:
             stranger.close()
         wait_until(lambda: _proves(address))

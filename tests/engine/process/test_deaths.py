@@ -20,10 +20,10 @@ from support.remote import (
     GREEDY,
     LONG,
     PROMPTS,
-    ask,
     first_of,
     idle,
     options,
+    start_generation,
     started,
     texts,
     until,
@@ -78,9 +78,9 @@ def test_an_engine_does_not_have_the_key_of_clients(
 def test_what_was_cancelled_is_not_asked_of_the_next_process(model: str) -> None:
     async def run() -> None:
         async with started(model, max_running=1, token_budget=8) as engine:
-            running = await ask(engine, LONG)
+            running = await start_generation(engine, LONG)
             await first_of(running)
-            left, kept = await ask(engine, LONG), await ask(engine)
+            left, kept = await start_generation(engine, LONG), await start_generation(engine)
             os.kill(engine.supervisor.pid, signal.SIGSTOP)  # it reads no cancellation
             for outputs in (left, running):
                 outputs.cancel()
@@ -126,7 +126,7 @@ def test_a_system_that_lacks_something_for_a_moment_is_asked_again(
             monkeypatch.setattr(socket, "socketpair", scarce)
             os.kill(engine.supervisor.pid, signal.SIGKILL)
             await until(lambda: engine.health is Health.RECOVERING)
-            assert await texts(await ask(engine))
+            assert await texts(await start_generation(engine))
             assert not refusals
 
     asyncio.run(run())
@@ -143,7 +143,7 @@ def test_a_process_that_hangs_while_it_loads_is_replaced(
             os.kill(pid, signal.SIGKILL)
             await until(lambda: engine.supervisor.pid != pid)
             os.kill(engine.supervisor.pid, signal.SIGSTOP)
-            assert await texts(await ask(engine))
+            assert await texts(await start_generation(engine))
             assert engine.supervisor.num_deaths >= 2
 
     asyncio.run(run())
@@ -164,7 +164,7 @@ def test_a_failure_of_the_watch_does_not_end_it(
         async with started(model) as engine:
             monkeypatch.setattr(supervisor.ProgressWatchdog, "fault", fault)
             await until(lambda: engine.supervisor.num_deaths == 1)
-            assert await texts(await ask(engine))
+            assert await texts(await start_generation(engine))
 
     asyncio.run(run())
     assert caplog.text.count("progress could not be checked") == 1

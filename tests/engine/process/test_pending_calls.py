@@ -28,7 +28,7 @@ def run(test: Callable[[Callable[..., None]], None]) -> None:
         pending = PendingCalls(lambda _: None)
         pending.is_up = False
 
-        def ask(*lengths: int, tenant: str = "a", priority: int = 0, n: int = 1) -> None:
+        def submit(*lengths: int, tenant: str = "a", priority: int = 0, n: int = 1) -> None:
             caller, id_ = Caller(priority, tenant), len(pending.open)
             prompts = [[1] * length for length in lengths]
             message: Any = wire.Generate(
@@ -40,46 +40,46 @@ def run(test: Callable[[Callable[..., None]], None]) -> None:
             pending.check_room(outputs, CONFIG, 1.5)
             pending.add(outputs)
 
-        test(ask)
+        test(submit)
 
     asyncio.run(inside())
 
 
-def refused(ask: Callable[..., None], said: str, *lengths: int, **who: Any) -> None:
+def refused(submit: Callable[..., None], said: str, *lengths: int, **who: Any) -> None:
     with pytest.raises(OverloadedError, match=said) as caught:
-        ask(*lengths, **who)
+        submit(*lengths, **who)
     assert caught.value.facts["room_s"] == 1.5
 
 
 def test_answers_and_tokens_are_bounded() -> None:
-    def test(ask: Callable[..., None]) -> None:
-        ask(10, n=3)
-        refused(ask, "30 tokens wait", 71)
-        ask(10)
-        refused(ask, "4 requests wait", 1)
+    def test(submit: Callable[..., None]) -> None:
+        submit(10, n=3)
+        refused(submit, "30 tokens wait", 71)
+        submit(10)
+        refused(submit, "4 requests wait", 1)
 
     run(test)
 
 
 def test_a_prompt_alone_may_be_long_and_texts_are_many() -> None:
-    def test(ask: Callable[..., None]) -> None:
-        ask(*[1] * 20, n=0)
-        ask(1)
-        ask(150, tenant="b")
-        refused(ask, "150 tokens wait", 1, tenant="b")
+    def test(submit: Callable[..., None]) -> None:
+        submit(*[1] * 20, n=0)
+        submit(1)
+        submit(150, tenant="b")
+        refused(submit, "150 tokens wait", 1, tenant="b")
 
     run(test)
 
 
 def test_one_tenant_leaves_room_for_others_and_less_urgent_for_more() -> None:
-    def test(ask: Callable[..., None]) -> None:
+    def test(submit: Callable[..., None]) -> None:
         for _ in range(4):
-            ask(1)
-        refused(ask, "4 requests wait", 1)
-        ask(1, priority=-1)
+            submit(1)
+        refused(submit, "4 requests wait", 1)
+        submit(1, priority=-1)
         for _ in range(3):
-            ask(1, tenant="b")
-        refused(ask, "8 requests wait", 1, tenant="c")  # in all
+            submit(1, tenant="b")
+        refused(submit, "8 requests wait", 1, tenant="c")  # in all
 
     run(test)
 

@@ -16,11 +16,11 @@ from support.remote import (
     GREEDY,
     LONG,
     PROMPTS,
-    ask,
     faked,
     first_of,
     idle,
     options,
+    start_generation,
     started,
     texts,
     until,
@@ -101,11 +101,11 @@ def test_refusals_are_those_of_the_engine(model: str) -> None:
             with pytest.raises(RequestError) as caught:
                 await engine.compile(Constraint("regex", "(", "guided_regex"))
             assert caught.value.field == "guided_regex"
-            kept = [await ask(engine, LONG)]
+            kept = [await start_generation(engine, LONG)]
             await first_of(kept[0])
-            kept += [await ask(engine, LONG) for _ in range(2)]
+            kept += [await start_generation(engine, LONG) for _ in range(2)]
             with pytest.raises(OverloadedError):
-                await ask(engine)
+                await start_generation(engine)
             for outputs in kept:
                 outputs.cancel()
 
@@ -115,7 +115,7 @@ def test_refusals_are_those_of_the_engine(model: str) -> None:
 def test_cancelled_requests_end(model: str) -> None:
     async def run() -> None:
         async with started(model) as engine:
-            outputs = await ask(engine, LONG)
+            outputs = await start_generation(engine, LONG)
             await first_of(outputs)
             outputs.cancel()
             reasons = [output.finish_reason async for output in outputs]
@@ -131,16 +131,16 @@ def test_cancelled_requests_end(model: str) -> None:
 def test_a_death_costs_what_was_computed_and_nothing_that_waited(model: str, number: int) -> None:
     async def run() -> None:
         async with started(model, max_running=1, token_budget=8) as engine:
-            expected = await texts(await ask(engine))
-            running = await ask(engine, LONG)
+            expected = await texts(await start_generation(engine))
+            running = await start_generation(engine, LONG)
             await first_of(running)
-            waiting = [await ask(engine) for _ in range(3)]
+            waiting = [await start_generation(engine) for _ in range(3)]
             pid = engine.supervisor.pid
             os.kill(pid, number)
             with pytest.raises(EngineDiedError, match="send the request again"):
                 await texts(running)
             assert engine.health is Health.RECOVERING
-            during = asyncio.create_task(ask(engine))
+            during = asyncio.create_task(start_generation(engine))
             for outputs in waiting:
                 assert await texts(outputs) == expected
             assert await texts(await during) == expected
@@ -160,7 +160,7 @@ def test_a_process_that_is_stopped_is_replaced(model: str, monkeypatch: pytest.M
         async with started(model) as engine:
             pid = engine.supervisor.pid
             os.kill(pid, signal.SIGSTOP)
-            assert await texts(await ask(engine))
+            assert await texts(await start_generation(engine))
             assert engine.supervisor.pid != pid
 
     asyncio.run(run())
@@ -171,8 +171,8 @@ def test_a_request_that_kills_its_engine_is_not_asked_twice(model: str) -> None:
 
     async def run() -> None:
         async with started(model, max_running=1, token_budget=8) as engine:
-            running = await ask(engine, LONG)
-            poison, fine = await ask(engine, LONG), await ask(engine)
+            running = await start_generation(engine, LONG)
+            poison, fine = await start_generation(engine, LONG), await start_generation(engine)
             running.cancel()
             await first_of(poison)
             os.kill(engine.supervisor.pid, signal.SIGKILL)
@@ -201,13 +201,13 @@ def test_requests_that_are_cancelled_while_no_engine_runs_are_not_asked_again(mo
         async with started(model) as engine:
             os.kill(engine.supervisor.pid, signal.SIGKILL)
             await until(lambda: engine.health is Health.RECOVERING)
-            asking = asyncio.create_task(ask(engine, LONG))
+            asking = asyncio.create_task(start_generation(engine, LONG))
             await asyncio.sleep(0.01)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             assert not engine._pending.open
             await until(lambda: engine.health is Health.READY)
-            assert await texts(await ask(engine))
+            assert await texts(await start_generation(engine))
 
     asyncio.run(run())
 
@@ -224,12 +224,12 @@ def test_an_engine_that_dies_at_each_start_is_given_up(
             monkeypatch.setattr(launch, "_ENTRY_MODULE", "twostroke.no_such_module")
             os.kill(engine.supervisor.pid, signal.SIGKILL)
             await until(lambda: engine.health is Health.RECOVERING)
-            waiting = asyncio.create_task(ask(engine))
+            waiting = asyncio.create_task(start_generation(engine))
             with pytest.raises(EngineStoppedError, match="died 3 times in a row"):
                 await waiting
             assert engine.health is Health.STOPPED
             with pytest.raises(EngineStoppedError):
-                await ask(engine)
+                await start_generation(engine)
             with pytest.raises(EngineStoppedError):
                 await engine.compile(Constraint("regex", "a"))
 
@@ -254,7 +254,7 @@ def test_what_is_not_a_message_ends_the_process(model: str) -> None:
             pid = engine.supervisor.pid
             engine.supervisor._process.connection._socket.send(b"\xff" * 64)
             await until(lambda: engine.supervisor.num_deaths == 1)
-            assert await texts(await ask(engine))
+            assert await texts(await start_generation(engine))
             assert engine.supervisor.pid != pid
 
     asyncio.run(run())
@@ -310,7 +310,7 @@ def test_a_timeout_is_kept_by_the_server_while_the_engine_hangs_or_starts(model:
             hasty = Caller(timeout_s=0.01)
             with pytest.raises(DeadlineError):  # later if it was back first, on a busy machine
                 await texts(await engine.generate(PROMPTS, GREEDY, hasty, NO_HINTS))
-            assert await texts(await ask(engine))
+            assert await texts(await start_generation(engine))
             assert engine.supervisor.restart_in_s == 0
             assert (await idle(engine)).snapshot.services["default"].answers == 1
 
@@ -320,23 +320,23 @@ def test_a_timeout_is_kept_by_the_server_while_the_engine_hangs_or_starts(model:
 def test_a_full_queue_is_not_asked_again_for_a_moment(model: str) -> None:
     async def run() -> None:
         async with started(model, max_running=1, max_waiting_requests=1) as engine:
-            running = await ask(engine, LONG)
+            running = await start_generation(engine, LONG)
             await first_of(running)
-            waiting = await ask(engine)
+            waiting = await start_generation(engine)
             sent: list[wire.ServerMessage] = []
             send = engine.supervisor.send
             engine._pending._send = lambda message: sent.append(message) or send(message)
             errors = []
             for _ in range(3):
                 with pytest.raises(OverloadedError) as got:
-                    await ask(engine)
+                    await start_generation(engine)
                 errors.append(str(got.value))
             assert len(sent) == 1
             assert errors == errors[:1] * 3
             other = await engine.generate(PROMPTS[:1], GREEDY, Caller(priority=-1), NO_HINTS)
             await asyncio.sleep(0.06)
             with pytest.raises(OverloadedError):
-                await ask(engine)
+                await start_generation(engine)
             assert len(sent) == 3, "it was asked again after the moment"
             running.cancel()
             assert await texts(other)
@@ -348,7 +348,7 @@ def test_an_output_that_overtakes_the_acceptance_is_read(model: str) -> None:
 
     async def run() -> list[str]:
         async with faked(model) as (engine, process):
-            asked = asyncio.create_task(ask(engine))
+            asked = asyncio.create_task(start_generation(engine))
             await until(process.is_asked)
             process.say(wire.OutputBatch([(1, end)]))
             process.say(wire.Accepted(1))

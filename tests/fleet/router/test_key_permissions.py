@@ -69,12 +69,12 @@ def test_tokens_are_taken_at_admission_and_settled_by_the_answer(
         body = {**BODY, "max_tokens": 200}
         codes: list[int] = []
 
-        async def ask(client: httpx.AsyncClient) -> None:
+        async def send_request(client: httpx.AsyncClient) -> None:
             codes.append((await client.post(url, json=body, headers=headers)).status_code)
 
         async def flood() -> None:
             async with httpx.AsyncClient(timeout=20, trust_env=False) as client:
-                await asyncio.gather(*[ask(client) for _ in range(10)])
+                await asyncio.gather(*[send_request(client) for _ in range(10)])
 
         thread = threading.Thread(target=asyncio.run, args=[flood()])
         thread.start()
@@ -184,14 +184,14 @@ def test_files_of_a_server_that_has_not_answered_yet_are_asked_for_later(
     replica.load = {"keeps_files": True}
     with accounting(tmp_path, f"http://127.0.0.1:{port}") as router:
 
-        def ask() -> httpx.Response:
+        def send_request() -> httpx.Response:
             headers = {"x-api-key": text}
             return httpx.get(router.url + "/v1/batches", headers=headers, trust_env=False)
 
-        refused = ask()
+        refused = send_request()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_replica")
         fakes.start(replica, port)
-        wait_for(lambda: ask().is_success)
+        wait_for(lambda: send_request().is_success)
 
 
 def test_an_answer_in_the_background_is_refused(fakes: Loop, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class Fleet:
             self.dispatcher.set_open(self.dispatcher.add_replica(f"r{index}"), is_open=True)
         self.dispatcher.unit_s = [1.0] * count
 
-    def ask(self, *keys: int, tried=()):
+    def route(self, *keys: int, tried=()):
         asked = RoutingKey(keys, _SIZE * len(keys), keys[0] if keys else 0)
         return self.dispatcher.decide(asked, None, tried)
 
@@ -46,18 +46,18 @@ class Fleet:
 
 def test_a_conversation_comes_back_to_its_pages() -> None:
     fleet = Fleet()
-    first = fleet.ask(1, 2, 3)
+    first = fleet.route(1, 2, 3)
     fleet.finish(first)
     for number in range(20, 26):
-        fleet.finish(fleet.ask(number))
-    again = fleet.ask(1, 2, 3, 4)
+        fleet.finish(fleet.route(number))
+    again = fleet.route(1, 2, 3, 4)
     assert (again.index, again.hit_units, again.missing_units) == (first.index, 30, 10)
 
 
 def test_prompts_of_an_idle_fleet_fill_the_caches_of_all() -> None:
     fleet, counts = Fleet(), Counter[int]()
     for number in range(100):
-        routed_request = fleet.ask(mix(number))
+        routed_request = fleet.route(mix(number))
         fleet.finish(routed_request)
         counts[routed_request.index] += 1
     assert len(counts) == 4
@@ -66,31 +66,31 @@ def test_prompts_of_an_idle_fleet_fill_the_caches_of_all() -> None:
 
 def test_a_holder_that_is_too_busy_is_passed_over() -> None:
     fleet = Fleet()
-    first = fleet.ask(1)
+    first = fleet.route(1)
     fleet.finish(first)
     fleet.dispatcher.report(first.index, 1000.0, None)
-    other = fleet.ask(1, 2)
+    other = fleet.route(1, 2)
     assert other.index != first.index
     assert (other.hit_units, other.best_hit_units) == (0, 10)
 
 
 def test_what_is_older_than_the_horizon_is_evicted_and_what_runs_is_not() -> None:
     fleet = Fleet(count=1)
-    old, running = fleet.ask(1), fleet.ask(2)
+    old, running = fleet.route(1), fleet.route(2)
     fleet.finish(old)
     fleet.now_s += 50
     fleet.dispatcher.report(0, 0.0, 49.0)
-    assert fleet.ask(1).hit_units == 0
-    assert fleet.ask(2).hit_units == 10
+    assert fleet.route(1).hit_units == 0
+    assert fleet.route(2).hit_units == 10
     fleet.finish(running)
 
 
 def test_a_replica_that_starts_again_holds_nothing() -> None:
     fleet = Fleet(count=1)
-    fleet.finish(fleet.ask(1))
-    assert fleet.ask(1).hit_units == 10
+    fleet.finish(fleet.route(1))
+    assert fleet.route(1).hit_units == 10
     fleet.dispatcher.reset(0)
-    assert fleet.ask(1).hit_units == 0
+    assert fleet.route(1).hit_units == 0
 
 
 def test_a_pace_is_that_of_first_tokens_once_there_was_one() -> None:
@@ -98,7 +98,7 @@ def test_a_pace_is_that_of_first_tokens_once_there_was_one() -> None:
 
     def answer(took_s: float, *, is_whole_answer: bool) -> list[float]:
         start = next(starts)
-        routed_request = fleet.ask(*range(start, start + 1000))
+        routed_request = fleet.route(*range(start, start + 1000))
         fleet.now_s += took_s
         fleet.dispatcher.record_first_token(routed_request, is_whole_answer=is_whole_answer)
         fleet.dispatcher.end(routed_request)
@@ -118,7 +118,7 @@ def test_without_streams_a_pace_is_that_of_the_fastest_answers() -> None:
     paces = [list(fleet.dispatcher.unit_s)]
     for number in range(40):
         start = 1000 * number
-        routed_request = fleet.ask(*range(start, start + 1000))
+        routed_request = fleet.route(*range(start, start + 1000))
         fleet.now_s += 6.0 if number in {4, 5} else 60.0  # most answers have many tokens
         fleet.dispatcher.record_first_token(routed_request, is_whole_answer=True)
         fleet.dispatcher.end(routed_request)
@@ -132,7 +132,7 @@ def test_without_streams_a_pace_is_that_of_the_fastest_answers() -> None:
 def test_the_first_token_of_one_replica_leaves_no_other_with_the_pace_of_whole_answers() -> None:
     fleet = Fleet("round-robin", count=2)
     for start, took_s in ((0, 60.0), (1000, 60.0), (2000, 6.0)):
-        routed_request = fleet.ask(*range(start, start + 1000))
+        routed_request = fleet.route(*range(start, start + 1000))
         fleet.now_s += took_s
         fleet.dispatcher.record_first_token(routed_request, is_whole_answer=start < 2000)
         fleet.dispatcher.end(routed_request)
@@ -144,14 +144,14 @@ def test_a_replica_that_was_slow_once_gets_its_part_of_short_prompts() -> None:
     fleet = Fleet(count=2)
     for number in range(16):
         fleet.dispatcher.unit_s = [1.0, 1.3]  # which nothing corrects that is not sent there
-        routed_request = fleet.ask(*range(100 * number, 100 * number + 11))
+        routed_request = fleet.route(*range(100 * number, 100 * number + 11))
         fleet.dispatcher.record_first_token(routed_request)
     assert min(map(fleet.dispatcher.num_open, (0, 1))) >= 6
 
 
 def test_what_is_sent_is_charged_at_once() -> None:
     fleet = Fleet("least-work")
-    assert sorted(fleet.ask(*range(10 * n, 10 * n + 9)).index for n in range(4)) == [0, 1, 2, 3]
+    assert sorted(fleet.route(*range(10 * n, 10 * n + 9)).index for n in range(4)) == [0, 1, 2, 3]
     assert fleet.dispatcher.wait_s(0) == pytest.approx(90)
 
 
@@ -164,7 +164,7 @@ def test_shut_and_tried_replicas_get_nothing() -> None:
             fleet.dispatcher.decide(RoutingKey((n,), 10, n), among, {0}).index for n in range(20)
         }
         assert counts == {2}
-        assert fleet.ask(1, tried={0, 2, 3}) is None
+        assert fleet.route(1, tried={0, 2, 3}) is None
 
 
 def test_policies_see_open_requests_and_the_queues_that_replicas_report(monkeypatch) -> None:
@@ -193,10 +193,10 @@ def test_policies_see_open_requests_and_the_queues_that_replicas_report(monkeypa
 def test_only_the_last_blocks_are_known() -> None:
     fleet = Fleet(count=1, most_blocks=100)
     for number in range(1000):
-        fleet.finish(fleet.ask(number))
+        fleet.finish(fleet.route(number))
         assert len(fleet.dispatcher.prefix_tree) <= 100
-    assert fleet.ask(999).hit_units == 10
-    assert fleet.ask(1).hit_units == 0
+    assert fleet.route(999).hit_units == 10
+    assert fleet.route(1).hit_units == 0
 
 
 def test_two_choices_and_turns_use_all_replicas_and_avoid_the_busiest() -> None:
@@ -227,29 +227,25 @@ def test_homes_move_only_where_a_replica_leaves() -> None:
 
 
 def test_prompts_share_what_their_keys_share() -> None:
-    rng, known, texts, plain = random.Random(5), PrefixTree(10**6), [()], list[tuple[tuple, int]]()
-    known.reset(0)
-    known.reset(1)
+    rng, tree, texts, plain = random.Random(5), PrefixTree(10**6), [()], list[tuple[tuple, int]]()
+    tree.reset(0)
+    tree.reset(1)
     for _ in range(800):
         base = rng.choice(texts)
         keys = base[: rng.randint(0, len(base))]
         keys += tuple(rng.getrandbits(60) for _ in range(rng.randint(0, 5)))
         texts.append(keys)
-        path = known.find(keys)
+        path = tree.find(keys)
         for index in (0, 1):
             asked = [one for one, at in plain if at == index]
-            assert known.num_cached(path, index) == max(
-                [_shared(one, keys) for one in asked] or [0]
-            )
-        longest, counts = known.longest_prefix(path)
-        assert longest == max(known.num_cached(path, index) for index in (0, 1))
-        assert set(counts) == {
-            p for p in (0, 1) if longest and known.num_cached(path, p) == longest
-        }
+            assert tree.num_cached(path, index) == max([_shared(one, keys) for one in asked] or [0])
+        longest, counts = tree.longest_prefix(path)
+        assert longest == max(tree.num_cached(path, index) for index in (0, 1))
+        assert set(counts) == {p for p in (0, 1) if longest and tree.num_cached(path, p) == longest}
         index = rng.randint(0, 1)
-        known.add(keys, path, index)
+        tree.add(keys, path, index)
         plain.append((keys, index))
-    assert len(known) == len({key for keys in texts for key in keys})
+    assert len(tree) == len({key for keys in texts for key in keys})
 
 
 def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:

@@ -23,7 +23,7 @@ yaml = pytest.importorskip("yaml", reason="the extra [plan] is not installed")
 def fleet(tmp_path):
     """Return a function that writes a fleet's file about models named by size, and reads it."""
 
-    def ask(models, **fields):
+    def plan_request(models, **fields):
         for model in models:
             size = model["model"]
             tied = size == "13B"
@@ -33,7 +33,7 @@ def fleet(tmp_path):
         path.write_text(yaml.safe_dump({"models": models, **fields}))
         return read_fleet(path)
 
-    return ask
+    return plan_request
 
 
 def test_three_small_models_or_one_large_one_fill_a_device(fleet):

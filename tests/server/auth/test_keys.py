@@ -59,19 +59,19 @@ def test_first_key_closes_an_open_server_and_revoking_the_last_does_not_open_it(
     folder = tmp_path / "records"
     with keyed_server(folder, tmp_path) as server, httpx.Client(base_url=server.url) as http:
 
-        def ask(key: str) -> int:
+        def send_request(key: str) -> int:
             return http.get("/v1/models", headers={"x-api-key": key}).status_code
 
-        assert ask("") == 200
+        assert send_request("") == 200
         assert http.get("/openapi.json").json()["security"] == []
         key, text = add(folder)
-        wait_for(lambda: ask("") == 401, 2)
-        assert ask(text) == 200
+        wait_for(lambda: send_request("") == 401, 2)
+        assert send_request(text) == 200
         told = http.get("/openapi.json", headers={"x-api-key": text}).json()
         assert told["security"] != []
         revoke(folder, key)
-        wait_for(lambda: ask(text) == 401, 2)
-        assert ask("") == 401
+        wait_for(lambda: send_request(text) == 401, 2)
+        assert send_request("") == 401
     with keyed_server(folder, tmp_path) as server:  # started again
         assert server.http.get("/v1/models").status_code == 401
         assert status(server, text) == 401

@@ -125,10 +125,10 @@ def test_many_long_requests_at_once_cannot_pass_a_limit_of_tokens(tmp_path: Path
         body = {**BODY, "max_tokens": 40, "stream": True}
         codes: list[int] = []
 
-        def ask() -> None:
+        def send_request() -> None:
             codes.append(httpx.post(url, json=body, headers=headers, timeout=20).status_code)
 
-        threads = [threading.Thread(target=ask) for _ in range(12)]
+        threads = [threading.Thread(target=send_request) for _ in range(12)]
         for thread in threads:
             thread.start()
         wait_for(lambda: len(codes) == 10)

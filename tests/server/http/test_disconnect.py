@@ -38,9 +38,9 @@ PATH = "/v1/chat/completions"
 def test_client_gone_while_queued_is_cancelled(tmp_path: Path, stream: bool) -> None:
     with live_server(tmp_path, max_running=1) as server:
         server.backend.gate.clear()
-        first = ask(server, stream=stream)
+        first = send_request(server, stream=stream)
         wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
-        second = ask(server, stream=stream)
+        second = send_request(server, stream=stream)
         wait_for(lambda: server.client.loop.snapshot().scheduler.num_waiting == 1)
         second.close()
         wait_for(lambda: server.client.loop.snapshot().scheduler.num_waiting == 0)
@@ -55,7 +55,9 @@ def test_client_gone_while_queued_is_cancelled(tmp_path: Path, stream: bool) -> 
 def test_client_gone_in_prefill_is_cancelled(tmp_path: Path, stream: bool) -> None:
     with live_server(tmp_path, token_budget=32, max_running=4) as server:
         server.backend.gate.clear()
-        connection = ask(server, stream=stream, messages=[{"role": "user", "content": "x" * 300}])
+        connection = send_request(
+            server, stream=stream, messages=[{"role": "user", "content": "x" * 300}]
+        )
         wait_for(lambda: server.backend.num_steps == 1)  # the first of ten chunks
         connection.close()
         wait_for(lambda: server.num_busy == 0)
@@ -68,7 +70,7 @@ def test_client_gone_in_prefill_is_cancelled(tmp_path: Path, stream: bool) -> No
 @pytest.mark.parametrize("n", [1, 4])
 def test_client_gone_in_decode_is_cancelled(tmp_path: Path, stream: bool, n: int) -> None:
     with live_server(tmp_path) as server:
-        connection = ask(server, stream=stream, n=n)
+        connection = send_request(server, stream=stream, n=n)
         wait_for(lambda: server.backend.num_steps >= 5)
         if stream:
             assert b"200 OK" in connection.recv(4096)
@@ -169,7 +171,7 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
     asyncio.run(run())
 
 
-def ask(server: LiveServer, **fields: Any) -> socket.socket:
+def send_request(server: LiveServer, **fields: Any) -> socket.socket:
     """Send a request for a long answer, and return its connection."""
     connection = server.connect()
     body = chat_body(ignore_eos=True, **fields)

@@ -105,16 +105,16 @@ def test_anthropics_clients_hear_of_it_in_their_form(guarded: LiveServer) -> Non
 
 
 def test_tenants_share_neither_prefixes_nor_responses(guarded: LiveServer) -> None:
-    def ask(key: str) -> int:
+    def send_request(key: str) -> int:
         body = {"messages": [{"role": "user", "content": "hello " * 40}], "max_tokens": 1}
         headers = {"authorization": f"Bearer {key}"}
         response = guarded.http.post("/v1/chat/completions", json=body, headers=headers)
         cached: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         return cached
 
-    assert ask(KEY) == 0
-    assert ask(KEY) > 0
-    assert ask(OTHER) == 0
+    assert send_request(KEY) == 0
+    assert send_request(KEY) > 0
+    assert send_request(OTHER) == 0
     told = guarded.http.post("/v1/responses", json={"input": "hello"}, headers=BEARER).json()
     path = f"/v1/responses/{told['id']}"
     assert guarded.http.get(path, headers=BEARER).status_code == 200

@@ -353,7 +353,7 @@ def test_longest_idle_connection_makes_room(
     with live_server(tmp_path) as server:
         opened = []
 
-        def ask(one: socket.socket) -> None:
+        def send_request(one: socket.socket) -> None:
             one.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while not answer.endswith(b"}"):
@@ -363,11 +363,11 @@ def test_longest_idle_connection_makes_room(
 
         for _ in range(5):
             opened.append(server.connect())
-            ask(opened[-1])
-        ask(opened[0])  # so that it is the last to become idle
+            send_request(opened[-1])
+        send_request(opened[0])  # so that it is the last to become idle
         for longest in (*opened[1:], opened[0]):
             new = server.connect()
-            ask(new)
+            send_request(new)
             longest.settimeout(5)
             with suppress(ConnectionResetError):
                 assert longest.recv(9) == b""

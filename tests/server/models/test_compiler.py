@@ -70,7 +70,7 @@ def compiling(
 
 
 def test_time_without_an_engine_does_not_count(grammars: SlowGrammars) -> None:
-    async def ask() -> None:
+    async def submit() -> None:
         health = [False]
         slow = asyncio.create_task(compiling(grammars, 0.2, lambda: health[0]).compile(SLOW))
         await asyncio.sleep(0.5)
@@ -79,11 +79,11 @@ def test_time_without_an_engine_does_not_count(grammars: SlowGrammars) -> None:
         with pytest.raises(RequestError, match=r"longer than 0\.2 s"):
             await slow
 
-    asyncio.run(ask())
+    asyncio.run(submit())
 
 
 def test_a_restarted_engine_compiles_again_in_turn() -> None:
-    async def ask() -> None:
+    async def submit() -> None:
         asked, process = list[Constraint](), [object()]
 
         async def compile_(constraint: Constraint, _: float) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def test_a_restarted_engine_compiles_again_in_turn() -> None:
         await compiler.compile(SLOW)
         assert len(asked) == 2
 
-    asyncio.run(ask())
+    asyncio.run(submit())
 
 
 def test_engines_keep_more_than_the_server_knows() -> None:
@@ -107,7 +107,7 @@ def test_engines_keep_more_than_the_server_knows() -> None:
 
 
 def test_waiting_for_others_does_not_count(grammars: SlowGrammars) -> None:
-    async def ask() -> None:
+    async def submit() -> None:
         compiler = compiling(grammars, limit_s=1.0)
         slow = asyncio.create_task(compiler.compile(SLOW))
         await asyncio.to_thread(grammars.has_begun.wait, 20)
@@ -119,13 +119,13 @@ def test_waiting_for_others_does_not_count(grammars: SlowGrammars) -> None:
         grammars.may_end.set()
         assert await quick == (Constraint("regex", "b"), ())
 
-    asyncio.run(ask())
+    asyncio.run(submit())
 
 
 def test_queue_of_constraints_is_bounded_and_drops_clients_that_left(
     grammars: SlowGrammars,
 ) -> None:
-    async def ask() -> None:
+    async def submit() -> None:
         compiler = compiling(grammars, limit_s=20)
         others = [Constraint("regex", f"x{i}") for i in range(MAX_WAITING)]
         tasks = [asyncio.create_task(compiler.compile(one, "a")) for one in (SLOW, *others)]
@@ -142,13 +142,13 @@ def test_queue_of_constraints_is_bounded_and_drops_clients_that_left(
         assert grammars.cached(others[0])
         assert not any(map(grammars.cached, others[1:]))
 
-    asyncio.run(ask())
+    asyncio.run(submit())
 
 
 def test_a_tenant_waits_for_one_constraint_of_another_and_not_for_all(
     grammars: SlowGrammars,
 ) -> None:
-    async def ask() -> None:
+    async def submit() -> None:
         compiler, ended = compiling(grammars, limit_s=20), list[str]()
 
         async def one(tenant: str, text: str) -> None:
@@ -163,7 +163,7 @@ def test_a_tenant_waits_for_one_constraint_of_another_and_not_for_all(
         await asyncio.gather(*flood, *others)
         assert ended == ["slow", "y1", "y2", "x1", "x2", "x3"]
 
-    asyncio.run(ask())
+    asyncio.run(submit())
 
 
 def test_turn_of_a_constraint_that_takes_too_long_ends(

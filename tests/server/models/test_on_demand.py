@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.remote import FakeProcess, ask, first_of, options, until
+from support.remote import FakeProcess, first_of, options, start_generation, until
 from support.tiny import write_tiny_gguf
 from twostroke.core.errors import ModelFormatError, ModelNotLoadedError
 from twostroke.engine.engine import build
@@ -76,7 +76,7 @@ def test_requests_wait_for_the_model_and_for_a_model_that_must_go(
     async def work() -> None:
         with closing(engine):
             engine.attach(lambda: None)
-            first = await ask(engine)
+            first = await start_generation(engine)
             assert engine.model_use(0.0).waiting_since_s is not None
             engine.wake()
             assert engine.residency is ModelResidency.LOADING
@@ -86,7 +86,7 @@ def test_requests_wait_for_the_model_and_for_a_model_that_must_go(
             await until(processes[0].is_asked)
             assert (engine.num_waiting, engine.model_use(0.0).num_running) == (0, 1)
             engine.set_closed(is_closed=True)
-            second = await ask(engine)
+            second = await start_generation(engine)
             assert engine.num_waiting == 1
             assert not processes[0].is_asked()
             engine.set_closed(is_closed=False)
@@ -106,7 +106,7 @@ def test_failed_load_fails_waiting_requests_and_refuses_new_ones(
     async def work() -> None:
         with closing(engine):
             engine.attach(lambda: None)
-            waiting = await ask(engine)
+            waiting = await start_generation(engine)
             engine.wake()
             processes[0].say(wire.EngineFailed(ModelFormatError("The file is damaged.")))
             processes[0].theirs.close()
@@ -114,7 +114,7 @@ def test_failed_load_fails_waiting_requests_and_refuses_new_ones(
             with pytest.raises(ModelNotLoadedError):
                 await first_of(waiting)
             with pytest.raises(ModelNotLoadedError):
-                await ask(engine)
+                await start_generation(engine)
             assert engine.num_waiting == 0
 
     asyncio.run(work())

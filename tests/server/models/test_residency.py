@@ -45,13 +45,13 @@ def with_hits(seed: int) -> Adversary:
     """Request an absent model, and often a loaded model just before or after it."""
     rng = random.Random(seed)
 
-    def ask(stage: Stage) -> list[str]:
+    def choose_models(stage: Stage) -> list[str]:
         if any(model.waiting for model in stage.models.values()):
             return [rng.choice("abc")] if rng.random() < 0.05 else []
         there = [name for name in "abc" if name not in stage.absent]
         return [*stage.absent[:1], *([rng.choice(there)] if there and rng.random() < 0.6 else [])]
 
-    return ask
+    return choose_models
 
 
 ADVERSARIES = [

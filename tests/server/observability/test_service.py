@@ -133,10 +133,10 @@ def _post(server: LiveServer, path: str, **fields: Any) -> Any:
 
 
 def _in_thread(server: LiveServer, tier: str, order: list[str], **fields: Any) -> Any:
-    def ask() -> None:
+    def send_request() -> None:
         server.complete(max_tokens=20, ignore_eos=True, service_tier=tier, **fields)
         order.append(tier)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=send_request)
     thread.start()
     return thread

@@ -27,7 +27,7 @@ LONG_TEXT = {"type": "string", "minLength": 1000}
 LONG = {"output_config": {"format": {"type": "json_schema", "schema": LONG_TEXT}}}
 
 
-def ask(server: LiveServer, **fields: Any) -> httpx.Response:
+def send_request(server: LiveServer, **fields: Any) -> httpx.Response:
     body = {"messages": HELLO, "max_tokens": 4, "temperature": 0, **fields}
     return server.http.post(PATH, json=body)
 
@@ -62,10 +62,10 @@ def test_answer_has_anthropics_shape_and_openais_text(server: LiveServer) -> Non
 
 
 def test_stream_is_right_byte_by_byte(server: LiveServer) -> None:
-    ask(server)  # from here on the prompt is cached
+    send_request(server)  # from here on the prompt is cached
     chunks = events(server.chat(max_tokens=4, temperature=0, stream=True).text)[:-1]
     texts = [text for c in chunks if (text := c["choices"][0]["delta"].get("content"))]
-    response = ask(server, stream=True)
+    response = send_request(server, stream=True)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["request-id"]
     id_ = response.text.partition('"id":"')[2].partition('"')[0]
@@ -96,10 +96,10 @@ def test_stream_is_right_byte_by_byte(server: LiveServer) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasons_of_the_end_are_anthropics(server: LiveServer, stream: bool) -> None:
     fields: Fields = {"max_tokens": 30, "stream": stream, **CONST}
-    assert _told(ask(server, **fields)) == ('"hello"', "end_turn", None)
-    stopped = ask(server, stop_sequences=["zz", "llo"], **fields)
+    assert _told(send_request(server, **fields)) == ('"hello"', "end_turn", None)
+    stopped = send_request(server, stop_sequences=["zz", "llo"], **fields)
     assert _told(stopped) == ('"he', "stop_sequence", "llo")
-    assert _told(ask(server, **fields | {"max_tokens": 1}))[1] == "max_tokens"
+    assert _told(send_request(server, **fields | {"max_tokens": 1}))[1] == "max_tokens"
 
 
 def test_blocks_and_system_reach_the_template(server: LiveServer) -> None:
@@ -133,22 +133,26 @@ def test_count_agrees_with_usage_cached_or_not(server: LiveServer) -> None:
     messages = [{"role": "user", "content": "is the world in the world " * 6}]
     counted = server.http.post(COUNT, json={"messages": messages}).json()["input_tokens"]
     for is_cached in (False, True):
-        usage = ask(server, messages=messages).json()["usage"]
+        usage = send_request(server, messages=messages).json()["usage"]
         assert (usage["cache_read_input_tokens"] > 0) is is_cached
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted
 
 
 def test_last_message_of_the_assistant_is_continued(server: LiveServer) -> None:
-    whole = text_of(ask(server, max_tokens=6))
+    whole = text_of(send_request(server, max_tokens=6))
     start, rest = whole[:1], whole[1:]
     assert start.isascii()
     ids = server.http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
     ids += server.http.post("/tokenize", json={"prompt": start}).json()["tokens"]
     expected = server.complete(prompt=ids, max_tokens=5, temperature=0).json()["choices"][0]
-    answer = ask(server, messages=[*HELLO, {"role": "assistant", "content": start}], max_tokens=5)
+    answer = send_request(
+        server, messages=[*HELLO, {"role": "assistant", "content": start}], max_tokens=5
+    )
     assert text_of(answer) == expected["text"]
     assert rest
-    empty = ask(server, messages=[*HELLO, {"role": "assistant", "content": ""}], max_tokens=6)
+    empty = send_request(
+        server, messages=[*HELLO, {"role": "assistant", "content": ""}], max_tokens=6
+    )
     assert text_of(empty) == whole
 
 
@@ -165,10 +169,10 @@ def test_harmless_fields_are_accepted(server: LiveServer) -> None:
         "system": None,
         "speed": "standard",
     }
-    assert ask(server, **harmless).status_code == 200
+    assert send_request(server, **harmless).status_code == 200
     body = {"messages": HELLO, "max_tokens": 1}
     assert server.http.post(f"{PATH}?beta=true", json=body).is_success
-    assert ask(server, max_tokens=2**63, stop_sequences=["e"]).is_success
+    assert send_request(server, max_tokens=2**63, stop_sequences=["e"]).is_success
 
 
 REFUSED: list[tuple[Fields, str]] = [
@@ -205,7 +209,7 @@ REFUSED: list[tuple[Fields, str]] = [
 def test_invalid_requests_are_refused_in_anthropics_form(
     server: LiveServer, fields: Fields, said: str
 ) -> None:
-    response = ask(server, **fields)
+    response = send_request(server, **fields)
     error = refused(response, 400, "invalid_request_error")
     assert said in error
 
@@ -222,7 +226,7 @@ def test_each_path_has_its_own_fields(server: LiveServer, path: str, fields: Fie
 
 
 def test_clients_that_want_a_thread_learn_how_to_go_on(server: LiveServer) -> None:
-    error = ask(server, thread={"type": "create"}).json()["error"]
+    error = send_request(server, thread={"type": "create"}).json()["error"]
     assert error == {
         "type": "invalid_request_error",
         "message": "thread is not supported yet: leave it out.",
@@ -235,9 +239,9 @@ def test_too_long_a_prompt_is_refused_in_anthropics_words(
 ) -> None:
     long = [{"role": "user", "content": "x" * 600}]
     count = server.http.post(COUNT, json={"messages": long}).json()["input_tokens"]
-    output = refused(ask(server, messages=long), 400, "invalid_request_error")
+    output = refused(send_request(server, messages=long), 400, "invalid_request_error")
     assert output == f"prompt is too long: {count} tokens > 511 maximum"
-    output = refused(ask(strict, max_tokens=500), 400, "invalid_request_error")
+    output = refused(send_request(strict, max_tokens=500), 400, "invalid_request_error")
     assert output == (
         "input length and `max_tokens` exceed context limit: 18 + 500 > 512, "
         "decrease input length or `max_tokens` and try again"
@@ -245,7 +249,7 @@ def test_too_long_a_prompt_is_refused_in_anthropics_words(
 
 
 def test_other_errors_have_anthropics_types(server: LiveServer) -> None:
-    refused(ask(server, model="claude"), 404, "not_found_error")
+    refused(send_request(server, model="claude"), 404, "not_found_error")
     refused(server.http.post(COUNT, json={"messages": HELLO, "model": "x"}), 404, "not_found_error")
     refused(server.http.get(PATH), 405, "invalid_request_error")
     text_type = {"content-type": "text/plain"}
@@ -273,12 +277,12 @@ def test_full_queue_is_529_with_retry_after(tmp_path: Path) -> None:
     with live_server(tmp_path, max_running=1, max_waiting_requests=1) as server:
         server.backend.gate.clear()
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(ask, server)
+            first = pool.submit(send_request, server)
             wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
-            second = pool.submit(ask, server)
+            second = pool.submit(send_request, server)
             wait_for(lambda: server.num_busy == 2)
             for stream in (False, True):
-                response = ask(server, stream=stream)
+                response = send_request(server, stream=stream)
                 refused(response, 529, "overloaded_error")
                 assert response.headers["retry-after"] == "1"
             server.backend.gate.set()
@@ -290,7 +294,7 @@ def test_failures_are_reported_before_and_in_mid_stream(tmp_path: Path) -> None:
         first = server.client.card.tokenizer.encode("hello")[0]
         server.backend.poison = first
         for stream in (False, True):
-            output = refused(ask(server, stream=stream), 500, "api_error")
+            output = refused(send_request(server, stream=stream), 500, "api_error")
             assert output == "The engine failed on this request."
         server.backend.poison = None
         body = {"messages": HELLO, "max_tokens": 400, "stream": True, **LONG}
@@ -340,7 +344,7 @@ def test_client_that_leaves_in_mid_stream_is_cancelled(tmp_path: Path) -> None:
 
 
 def test_metrics_name_the_routes(server: LiveServer) -> None:
-    ask(server, max_tokens=0)
+    send_request(server, max_tokens=0)
     server.http.post(COUNT, json={"messages": HELLO})
     text = server.http.get("/metrics").text
     assert f'twostroke_http_responses_total{{endpoint="{PATH}",status="400"}}' in text
@@ -386,7 +390,7 @@ def test_cache_control_does_not_change_the_answer(server: LiveServer) -> None:
         **mark,
     }
     said = [
-        ask(server, max_tokens=3, temperature=0, **fields).json()["content"]
+        send_request(server, max_tokens=3, temperature=0, **fields).json()["content"]
         for fields in (plain, marked)
     ]
     assert said[0] == said[1]

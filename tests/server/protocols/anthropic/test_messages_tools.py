@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield live
 
 
-def ask(server: LiveServer, **fields: Any) -> httpx.Response:
+def send_request(server: LiveServer, **fields: Any) -> httpx.Response:
     body = {"messages": HELLO, "max_tokens": 100, "temperature": 0, **fields}
     return server.http.post(PATH, json=body)
 
@@ -72,7 +72,7 @@ def test_a_text_is_not_looked_through_for_blocks() -> None:
 
 def test_forced_call_is_a_block_with_its_input(server: LiveServer) -> None:
     for choice in ({"type": "any", "disable_parallel_tool_use": True}, FORCED["tool_choice"]):
-        body = ask(server, tools=[TOOL], tool_choice=choice).json()
+        body = send_request(server, tools=[TOOL], tool_choice=choice).json()
         assert body["stop_reason"] == "tool_use"
         (block,) = body["content"]
         assert block.pop("id").startswith("toolu_")
@@ -80,7 +80,7 @@ def test_forced_call_is_a_block_with_its_input(server: LiveServer) -> None:
 
 
 def test_streamed_call_comes_in_pieces_of_json(server: LiveServer) -> None:
-    response = ask(server, stream=True, **FORCED)
+    response = send_request(server, stream=True, **FORCED)
     result = _events(response)
     kinds = [event["type"] for event in result]
     assert kinds[:3] == ["message_start", "content_block_start", "ping"]
@@ -102,8 +102,8 @@ def test_several_calls_are_blocks_one_behind_the_other(server: LiveServer) -> No
     for seed_text in ("a", "b", "c", "d"):
         messages = [{"role": "user", "content": seed_text}]
         fields = {"tools": [TOOL, other], "tool_choice": many, "messages": messages}
-        whole = ask(server, max_tokens=200, **fields).json()
-        result = _events(ask(server, max_tokens=200, stream=True, **fields))
+        whole = send_request(server, max_tokens=200, **fields).json()
+        result = _events(send_request(server, max_tokens=200, stream=True, **fields))
         starts = [event for event in result if event["type"] == "content_block_start"]
         assert [event["index"] for event in starts] == list(range(len(starts)))
         stops = [event["index"] for event in result if event["type"] == "content_block_stop"]
@@ -115,8 +115,8 @@ def test_several_calls_are_blocks_one_behind_the_other(server: LiveServer) -> No
 
 
 def test_text_with_tools_is_text(server: LiveServer) -> None:
-    whole = ask(server, tools=[TOOL], max_tokens=5).json()
-    result = _events(ask(server, tools=[TOOL], max_tokens=5, stream=True))
+    whole = send_request(server, tools=[TOOL], max_tokens=5).json()
+    result = _events(send_request(server, tools=[TOOL], max_tokens=5, stream=True))
     text = "".join(e["delta"]["text"] for e in result if e["type"] == "content_block_delta")
     assert whole["content"] == [{"type": "text", "text": text}]
     assert whole["stop_reason"] == "max_tokens"
@@ -124,9 +124,9 @@ def test_text_with_tools_is_text(server: LiveServer) -> None:
 
 
 def test_call_that_is_cut_is_no_call(server: LiveServer) -> None:
-    count = ask(server, **FORCED).json()["usage"]["output_tokens"]
+    count = send_request(server, **FORCED).json()["usage"]["output_tokens"]
     for cut in range(1, count - 1):
-        body = ask(server, **FORCED | {"max_tokens": cut}).json()
+        body = send_request(server, **FORCED | {"max_tokens": cut}).json()
         assert body["stop_reason"] == "max_tokens"
         for block in body["content"]:
             assert block["type"] == "text" or block["input"] == {"city": "Oslo"}
@@ -149,7 +149,7 @@ def test_calls_and_results_reach_the_template_as_in_openais_protocol(server: Liv
     blocks = [{**RESULT, "content": [{"type": "text", "text": "rain"}], "is_error": False}]
     talk = [*TALK[:2], {"role": "user", "content": [*blocks, {"type": "text", "text": "and?"}]}]
     assert server.http.post(COUNT, json={"messages": talk, "tools": [TOOL]}).json() == counted
-    assert ask(server, messages=TALK, tools=[TOOL], max_tokens=2).status_code == 200
+    assert send_request(server, messages=TALK, tools=[TOOL], max_tokens=2).status_code == 200
 
 
 def test_no_tools_are_shown_where_none_may_be_called(server: LiveServer) -> None:
@@ -197,7 +197,7 @@ def test_no_tools_are_shown_where_none_may_be_called(server: LiveServer) -> None
     ],
 )
 def test_invalid_requests_are_refused(server: LiveServer, fields: Fields, said: str) -> None:
-    response = ask(server, **fields)
+    response = send_request(server, **fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"

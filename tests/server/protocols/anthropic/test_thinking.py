@@ -35,13 +35,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield live
 
 
-def ask(server: LiveServer, **fields: Any) -> httpx.Response:
+def send_request(server: LiveServer, **fields: Any) -> httpx.Response:
     return server.http.post(PATH, json={"messages": HELLO, "max_tokens": 200, **fields})
 
 
 def streamed(server: LiveServer, **fields: Any) -> list[Fields]:
     """Return the content blocks of a streamed message, joined from its events."""
-    lines = ask(server, stream=True, **fields).text.splitlines()
+    lines = send_request(server, stream=True, **fields).text.splitlines()
     blocks: list[Fields] = []
     for event in (json.loads(line[6:]) for line in lines if line.startswith("data: ")):
         if event["type"] == "content_block_start":
@@ -65,7 +65,7 @@ def streamed(server: LiveServer, **fields: Any) -> list[Fields]:
 def test_reasoning_is_a_block_of_its_own(server: LiveServer) -> None:
     say(server, SAID)
     for thinking in (None, {"type": "enabled", "budget_tokens": 100}, {"type": "adaptive"}):
-        body = ask(server, thinking=thinking).json()
+        body = send_request(server, thinking=thinking).json()
         thought, text = body["content"]
         assert thought["type"] == "thinking"
         assert thought["thinking"] == THOUGHT
@@ -77,7 +77,7 @@ def test_reasoning_is_a_block_of_its_own(server: LiveServer) -> None:
 
 def test_reasoning_that_is_cut_is_all_there_is(server: LiveServer) -> None:
     say(server, SAID)
-    body = ask(server, max_tokens=12).json()
+    body = send_request(server, max_tokens=12).json()
     assert body["stop_reason"] == "max_tokens"
     [thought] = body["content"]
     assert THOUGHT.startswith(thought["thinking"])
@@ -87,7 +87,7 @@ def test_reasoning_that_is_cut_is_all_there_is(server: LiveServer) -> None:
 def test_reasoning_can_be_switched_off(server: LiveServer) -> None:
     say(server, "It is.")
     off = {"thinking": {"type": "disabled"}}
-    assert ask(server, **off).json()["content"] == [{"type": "text", "text": "It is."}]
+    assert send_request(server, **off).json()["content"] == [{"type": "text", "text": "It is."}]
     counts = [
         server.http.post(COUNT, json={"messages": HELLO, **fields}).json()["input_tokens"]
         for fields in ({}, off)
@@ -97,14 +97,14 @@ def test_reasoning_can_be_switched_off(server: LiveServer) -> None:
 
 def test_stop_sequences_do_not_end_the_reasoning(server: LiveServer) -> None:
     say(server, SAID)
-    body = ask(server, stop_sequences=["S", " is"]).json()
+    body = send_request(server, stop_sequences=["S", " is"]).json()
     assert [block.get("text") for block in body["content"]] == [None, "It"]
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", " is")
 
 
 def test_calls_come_behind_the_reasoning(server: LiveServer) -> None:
     say(server, f"<think>hm</think>\n\nLook:\n{CALL}")
-    body = ask(server, tools=[TOOL]).json()
+    body = send_request(server, tools=[TOOL]).json()
     thought, text, call = body["content"]
     assert thought["thinking"] == "hm"
     assert text["text"] == "Look:"
@@ -113,7 +113,7 @@ def test_calls_come_behind_the_reasoning(server: LiveServer) -> None:
     blocks = streamed(server, tools=[TOOL])
     assert blocks[:2] == [thought, text]
     assert json.loads(blocks[2]["json"]) == {"a": 1}
-    cut = ask(server, tools=[TOOL], stop_sequences=['"a"']).json()
+    cut = send_request(server, tools=[TOOL], stop_sequences=['"a"']).json()
     assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", '"a"')
     assert [block["type"] for block in cut["content"]] == ["thinking", "text"]
 
@@ -152,7 +152,7 @@ def test_earlier_reasoning_reaches_the_template(server: LiveServer) -> None:
     ],
 )
 def test_invalid_requests_are_refused(server: LiveServer, fields: Fields, said: str) -> None:
-    response = ask(server, **fields)
+    response = send_request(server, **fields)
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
 
@@ -162,7 +162,7 @@ def test_models_that_do_not_reason_say_so(tmp_path: Any) -> None:
         say(server, "x")
         on = {"type": "enabled", "budget_tokens": 100}
         for thinking in (on, {"type": "disabled"}, {"type": "adaptive"}):
-            response = ask(server, thinking=thinking)
+            response = send_request(server, thinking=thinking)
             assert response.json()["content"][0]["text"] == "x"
             assert ("twostroke-ignored" in response.headers) == (thinking is on)
 
@@ -172,8 +172,8 @@ def test_reasoning_is_omitted_where_the_request_says_so(server: LiveServer, kind
     budget = {"budget_tokens": 100} if kind == "enabled" else {}
     thinking = {"type": kind, "display": "omitted", **budget}
     say(server, SAID)
-    expected = ask(server, thinking=thinking | {"display": "summarized"}).json()["content"]
+    expected = send_request(server, thinking=thinking | {"display": "summarized"}).json()["content"]
     assert expected[0]["thinking"]
     expected[0]["thinking"] = ""
-    assert ask(server, thinking=thinking).json()["content"] == expected
+    assert send_request(server, thinking=thinking).json()["content"] == expected
     assert streamed(server, thinking=thinking) == expected

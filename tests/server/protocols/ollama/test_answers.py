@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield live
 
 
-def ask(server: LiveServer, path: str = "chat", **fields: Any) -> httpx.Response:
+def send_request(server: LiveServer, path: str = "chat", **fields: Any) -> httpx.Response:
     content: Fields = {"messages": HELLO} if path == "chat" else {"prompt": "hello"}
     return server.http.post(f"/api/{path}", json=content | fields)
 
@@ -57,8 +57,8 @@ def lines(response: httpx.Response) -> list[Fields]:
 
 def message(server: LiveServer, **fields: Any) -> Fields:
     """Return the message of a complete answer, after comparing it with the streamed answer."""
-    body = ask(server, stream=False, **fields).json()
-    chunks = lines(ask(server, **fields))
+    body = send_request(server, stream=False, **fields).json()
+    chunks = lines(send_request(server, **fields))
     assert [line["done"] for line in chunks] == [False] * (len(chunks) - 1) + [True]
     assert chunks[-1]["done_reason"] == body["done_reason"]
     for key in ("content", "thinking"):
@@ -73,7 +73,7 @@ def message(server: LiveServer, **fields: Any) -> Fields:
 
 def test_whole_answer_has_ollamas_shape(server: LiveServer) -> None:
     say(server, "It is.")
-    body = ask(server, stream=False, think=False).json()
+    body = send_request(server, stream=False, think=False).json()
     assert datetime.fromisoformat(body.pop("created_at")).year >= 2026
     assert all(isinstance(body.pop(name), int) for name in DURATIONS)
     count = body.pop("prompt_eval_count")
@@ -94,7 +94,7 @@ def test_streamed_pieces_make_the_whole_answer(server: LiveServer) -> None:
     cut = message(server, options={"num_predict": len(server.backend.script) - 3})
     assert cut["done_reason"] == "length"
     assert "It is.".startswith(cut["content"])
-    chunks = lines(ask(server, "generate"))
+    chunks = lines(send_request(server, "generate"))
     assert "".join(chunk["response"] for chunk in chunks) == "It is."
     assert "".join(chunk.get("thinking", "") for chunk in chunks) == "Well."
 
@@ -127,12 +127,12 @@ def test_format_is_kept_to(server: LiveServer) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}
     schema["additionalProperties"] = False
     for path, place in (("chat", "message"), ("generate", "response")):
-        body = ask(server, path, stream=False, think=False, format=schema).json()
+        body = send_request(server, path, stream=False, think=False, format=schema).json()
         text = body[place]["content"] if place == "message" else body[place]
         assert json.loads(text) == {"a": "b"}
     any_object = read_generate(OllamaGenerateRequest(prompt="a", format="json"), NOBODY)
     assert any_object.params.constraint is not None
-    assert ask(server, format="xml").json() == {
+    assert send_request(server, format="xml").json() == {
         "error": "format must be 'json' or a JSON schema, got 'xml'."
     }
 
@@ -141,10 +141,10 @@ def test_logprobs_come_with_their_pieces(server: LiveServer) -> None:
     server.backend.script = ()
     fields: Fields = {"options": {"num_predict": 3, "temperature": 0}, "think": False}
     fields |= {"logprobs": True, "top_logprobs": 2}
-    whole = ask(server, stream=False, **fields).json()["logprobs"]
+    whole = send_request(server, stream=False, **fields).json()["logprobs"]
     assert [set(one) for one in whole] == [{"token", "logprob", "bytes", "top_logprobs"}] * 3
     assert all(len(one["top_logprobs"]) == 2 for one in whole)
-    chunks = lines(ask(server, **fields))
+    chunks = lines(send_request(server, **fields))
     assert [one for line in chunks for one in line.get("logprobs", [])] == whole
 
 
@@ -157,7 +157,7 @@ def test_options_become_the_engines(server: LiveServer) -> None:
         ({"temperature": -1}, "options.temperature must be from 0 to 100, got -1."),
         ({"repeat_penalty": -1}, "options.repeat_penalty must be greater than 0"),
     ):
-        body = ask(server, options=options).json()
+        body = send_request(server, options=options).json()
         assert body["error"].startswith(said)
 
 
@@ -167,31 +167,33 @@ def test_a_request_without_content_finds_the_model_loaded(server: LiveServer) ->
         ("generate", {"prompt": "", "keep_alive": "10m"}, "load"),
         ("generate", {"prompt": "", "keep_alive": 0}, "unload"),
     ):
-        body = ask(server, path, **content).json()
+        body = send_request(server, path, **content).json()
         assert (body["done"], body["done_reason"], body["model"]) == (True, reason, "tiny")
-    assert ask(server, "generate", prompt=None).json()["response"] == ""
+    assert send_request(server, "generate", prompt=None).json()["response"] == ""
 
 
 def test_context_goes_on_from_an_earlier_answer(server: LiveServer) -> None:
     output = say(server, "It is.")
-    first = ask(server, "generate", stream=False, think=False, system="Be brief.").json()
+    first = send_request(server, "generate", stream=False, think=False, system="Be brief.").json()
     tokenizer = server.client.card.tokenizer
     text = tokenizer.decode(first["context"], skip_special=False)
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello")
     assert text.endswith("It is.<|endoftext|>")
     assert first["eval_count"] == len(output) + 1
-    second = ask(server, "generate", stream=False, think=False, context=first["context"]).json()
+    second = send_request(
+        server, "generate", stream=False, think=False, context=first["context"]
+    ).json()
     assert second["context"][: len(first["context"])] == first["context"]
     assert second["prompt_eval_count"] > len(first["context"])
 
 
 def test_raw_prompts_have_special_tokens_and_no_template(server: LiveServer) -> None:
     say(server, "It is.")
-    body = ask(server, "generate", stream=False, raw=True, prompt="<|im_start|>a").json()
+    body = send_request(server, "generate", stream=False, raw=True, prompt="<|im_start|>a").json()
     tokens = server.client.card.tokenizer.encode("<|im_start|>a", parse_special=True)
     assert body["prompt_eval_count"] == len(tokens) < 5
     assert "context" not in body
-    body = ask(server, "generate", raw=True, system="x").json()
+    body = send_request(server, "generate", raw=True, system="x").json()
     assert body["error"] == "system cannot be combined with raw: leave one of them out."
 
 
@@ -206,24 +208,24 @@ def test_long_conversation_loses_its_oldest_exchanges(server: LiveServer) -> Non
     long = [{"role": "user", "content": 3000 * "a"}, {"role": "assistant", "content": "b"}]
     whole = message(server, messages=[*long, *long, *HELLO])
     assert whole["content"] == "It is."
-    response = ask(server, messages=[*long, *long, *HELLO], truncate=False)
+    response = send_request(server, messages=[*long, *long, *HELLO], truncate=False)
     assert response.status_code == 400
     assert "maximum context length is 4096 tokens" in response.json()["error"]
 
 
 def test_errors_have_ollamas_form(server: LiveServer) -> None:
-    response = ask(server, model="llama3")
+    response = send_request(server, model="llama3")
     assert response.status_code == 404
     assert response.json()["error"].startswith("model 'llama3' not found")
     for fields, word in (
         ({"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "images"),
         ({"options": {"temperature": "hot"}}, "options.temperature"),
     ):
-        response = ask(server, **fields)
+        response = send_request(server, **fields)
         assert response.status_code == 400
         assert word in response.json()["error"]
-    assert "template" in ask(server, "generate", template="{{ .Prompt }}").json()["error"]
-    assert ask(server, "nothing").json()["error"].startswith("The path /api/nothing")
+    assert "template" in send_request(server, "generate", template="{{ .Prompt }}").json()["error"]
+    assert send_request(server, "nothing").json()["error"].startswith("The path /api/nothing")
 
 
 def test_a_silent_stream_sends_spaces_and_a_failure_is_a_line(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def gated(server: LiveServer) -> Iterator[LiveServer]:
     server.backend.gate.set()
 
 
-def ask(server: LiveServer, **fields: Any) -> Fields:
+def send_request(server: LiveServer, **fields: Any) -> Fields:
     body = {"input": "hello", "max_output_tokens": 8, "temperature": 0, **fields}
     response = server.http.post(PATH, json={"background": True, **body})
     assert response.status_code == 200, response.text
@@ -65,7 +65,7 @@ def events_from(server: LiveServer, id_: str, after: int | None = None) -> list[
 
 
 def test_response_is_returned_at_once_and_computed_later(gated: LiveServer) -> None:
-    queued = ask(gated)
+    queued = send_request(gated)
     assert (queued["status"], queued["background"], queued["output"]) == ("queued", True, [])
     assert read(gated, queued["id"])["status"] == "queued"
     gated.backend.gate.set()
@@ -77,7 +77,7 @@ def test_response_is_returned_at_once_and_computed_later(gated: LiveServer) -> N
 
 
 def test_events_can_be_followed_from_any_number_and_again_at_the_end(gated: LiveServer) -> None:
-    id_ = ask(gated)["id"]
+    id_ = send_request(gated)["id"]
     with gated.http.stream("GET", f"{PATH}/{id_}", params={"stream": "true"}) as response:
         chunks = response.iter_text()
         first = next(chunks)
@@ -92,7 +92,7 @@ def test_events_can_be_followed_from_any_number_and_again_at_the_end(gated: Live
 
 
 def test_client_that_has_all_events_gets_no_more(server: LiveServer) -> None:
-    id_ = ask(server)["id"]
+    id_ = send_request(server)["id"]
     ended(server, id_)
     run = server.api._background.find(id_)
     assert run is not None
@@ -116,7 +116,7 @@ def test_client_that_leaves_its_stream_comes_back_for_the_rest(gated: LiveServer
 
 
 def test_response_is_cancelled_once_and_for_all(gated: LiveServer) -> None:
-    id_ = ask(gated, max_output_tokens=40)["id"]
+    id_ = send_request(gated, max_output_tokens=40)["id"]
     cancelled = gated.http.post(f"{PATH}/{id_}/cancel").json()
     assert cancelled["status"] == "cancelled"
     again = gated.http.post(f"{PATH}/{id_}/cancel")
@@ -133,7 +133,7 @@ def test_response_is_cancelled_once_and_for_all(gated: LiveServer) -> None:
 
 
 def test_response_is_deleted_while_it_is_computed(gated: LiveServer) -> None:
-    id_ = ask(gated)["id"]
+    id_ = send_request(gated)["id"]
     assert gated.http.delete(f"{PATH}/{id_}").json()["deleted"]
     gated.backend.gate.set()
     gated.wait_idle()
@@ -143,7 +143,7 @@ def test_response_is_deleted_while_it_is_computed(gated: LiveServer) -> None:
 def test_response_joins_its_conversation_when_it_has_ended(gated: LiveServer) -> None:
     conversation = gated.http.post("/v1/conversations", json={}).json()["id"]
     items = f"/v1/conversations/{conversation}/items"
-    id_ = ask(gated, conversation=conversation)["id"]
+    id_ = send_request(gated, conversation=conversation)["id"]
     assert gated.http.get(items).json()["data"] == []
     early = gated.http.post(PATH, json={"input": "a", "previous_response_id": id_})
     assert early.json()["error"]["param"] == "previous_response_id"
@@ -158,9 +158,9 @@ def test_response_that_is_too_large_with_its_conversation_is_stored_alone(
     gated: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gated.backend.gate.set()
-    first = ended(gated, ask(gated)["id"])
+    first = ended(gated, send_request(gated)["id"])
     gated.backend.gate.clear()
-    second = ask(gated, previous_response_id=first["id"])
+    second = send_request(gated, previous_response_id=first["id"])
     monkeypatch.setattr(store, "MAX_CONVERSATION_ITEMS", 3)  # there are four with the answer
     gated.backend.gate.set()
     result = ended(gated, second["id"])
@@ -174,7 +174,7 @@ def test_response_that_is_too_large_with_its_conversation_is_stored_alone(
 
 
 def test_responses_that_have_ended_do_not_hold_their_prompts(server: LiveServer) -> None:
-    id_ = ask(server)["id"]
+    id_ = send_request(server)["id"]
     ended(server, id_)
     run = server.api._background.find(id_)
     assert run is not None
@@ -225,15 +225,15 @@ def test_events_are_bounded_and_the_oldest_are_missed_first(
 ) -> None:
     runs = background.BackgroundRuns(max_bytes=8000)
     monkeypatch.setattr(server.api, "_background", runs)
-    id_ = ask(server, max_output_tokens=40)["id"]
+    id_ = send_request(server, max_output_tokens=40)["id"]
     wait_for(lambda: read(server, id_)["status"] == "incomplete")
-    second = ask(server, max_output_tokens=40)["id"]
+    second = send_request(server, max_output_tokens=40)["id"]
     wait_for(lambda: read(server, second)["status"] == "incomplete")
     assert sum(run.num_bytes for run in runs._runs.values()) <= 8000
 
 
 def test_client_that_reads_too_slowly_learns_where_to_continue(gated: LiveServer) -> None:
-    id_ = ask(gated, max_output_tokens=40)["id"]
+    id_ = send_request(gated, max_output_tokens=40)["id"]
     run = gated.api._background.find(id_)
     assert run is not None
     with gated.http.stream("GET", f"{PATH}/{id_}", params={"stream": "true"}) as response:
@@ -258,9 +258,9 @@ def test_background_survives_a_restart_and_belongs_to_its_key(tmp_path: Path) ->
     with closing(Records(tmp_path / "records")) as records:
         with live_server(tmp_path, options, records=records) as server:
             server.http.headers.update(anna)
-            done = ended(server, ask(server)["id"])
+            done = ended(server, send_request(server)["id"])
             server.backend.gate.clear()
-            cut = ask(server)["id"]
+            cut = send_request(server)["id"]
             for path in (f"{PATH}/{cut}", f"{PATH}/{cut}?stream=true"):
                 assert httpx.get(f"{server.url}{path}", headers=ben).status_code == 404
             assert httpx.post(f"{server.url}{PATH}/{cut}/cancel", headers=ben).status_code == 404

@@ -32,13 +32,13 @@ SCHEMA = {
 FORM = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
 
 
-def ask(server: LiveServer, **fields: Any) -> httpx.Response:
+def send_request(server: LiveServer, **fields: Any) -> httpx.Response:
     body = {"input": "hello", "max_output_tokens": 8, "temperature": 0, **fields}
     return server.http.post(PATH, json=body)
 
 
 def answer(server: LiveServer, **fields: Any) -> Fields:
-    response = ask(server, **fields)
+    response = send_request(server, **fields)
     assert response.status_code == 200, response.text
     body: Fields = response.json()
     return body
@@ -46,7 +46,7 @@ def answer(server: LiveServer, **fields: Any) -> Fields:
 
 def stream(server: LiveServer, **fields: Any) -> list[Fields]:
     """Return a stream's events, after checking their names and numbers."""
-    response = ask(server, stream=True, **fields)
+    response = send_request(server, stream=True, **fields)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     return events_of(response.text)
@@ -298,7 +298,7 @@ def test_cached_tokens_are_reported(server: LiveServer) -> None:
 def test_invalid_and_unknown_ids_are_refused(
     server: LiveServer, fields: Fields, said: str, param: str
 ) -> None:
-    response = ask(server, **fields)
+    response = send_request(server, **fields)
     assert response.status_code == 400
     error = response.json()["error"]
     assert said in error["message"]
@@ -307,7 +307,7 @@ def test_invalid_and_unknown_ids_are_refused(
 
 
 def test_too_much_input_is_refused_in_openais_words(server: LiveServer) -> None:
-    response = ask(server, input="the world " * 300)
+    response = send_request(server, input="the world " * 300)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"
@@ -316,7 +316,7 @@ def test_too_much_input_is_refused_in_openais_words(server: LiveServer) -> None:
 
 
 def test_another_model_is_not_found(server: LiveServer) -> None:
-    response = ask(server, model="tini")
+    response = send_request(server, model="tini")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"
 

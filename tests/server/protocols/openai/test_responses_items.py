@@ -50,20 +50,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield live
 
 
-def ask(server: LiveServer, **fields: Any) -> httpx.Response:
+def send_request(server: LiveServer, **fields: Any) -> httpx.Response:
     body = {"input": "hello", "max_output_tokens": 4, "temperature": 0, **fields}
     return server.http.post(PATH, json=body)
 
 
 def answer(server: LiveServer, **fields: Any) -> Fields:
-    response = ask(server, **fields)
+    response = send_request(server, **fields)
     assert response.status_code == 200, response.text
     body: Fields = response.json()
     return body
 
 
 def stream(server: LiveServer, **fields: Any) -> list[Fields]:
-    lines = ask(server, stream=True, **fields).text.splitlines()
+    lines = send_request(server, stream=True, **fields).text.splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
 
 
@@ -172,7 +172,7 @@ def test_items_are_referred_to_by_their_ids(server: LiveServer) -> None:
     second = same_as_chat(server, messages, input=[*references, HELLO])
     listed = _items(server, second["id"], order="asc")
     assert [item["id"] for item in listed[:2]] == ids
-    unknown = ask(server, input=[{"id": "msg_0"}])
+    unknown = send_request(server, input=[{"id": "msg_0"}])
     assert unknown.status_code == 400
     assert "no items that are known here" in unknown.json()["error"]["message"]
 
@@ -238,7 +238,7 @@ def test_a_response_that_is_not_stored_is_not_found(server: LiveServer) -> None:
             assert response.status_code == 404
             message = f"Response with id '{name}' not found."
             assert response.json()["error"]["message"] == message
-        follower = ask(server, previous_response_id=name)
+        follower = send_request(server, previous_response_id=name)
         assert follower.status_code == 400
         assert follower.json()["error"] == {
             "message": f"Previous response with id '{name}' not found.",
@@ -267,7 +267,7 @@ def test_a_server_that_keeps_nothing_says_so(tmp_path: Path) -> None:
     with live_server(tmp_path, ServeOptions(drain_s=1, max_stored=0)) as server:
         body = answer(server, store=True)
         assert body["store"] is False
-        assert ask(server, previous_response_id=body["id"]).status_code == 400
+        assert send_request(server, previous_response_id=body["id"]).status_code == 400
 
 
 def test_tenants_do_not_see_each_other_s_responses(tmp_path: Path) -> None:
@@ -303,12 +303,12 @@ def test_the_oldest_exchanges_leave_a_prompt_that_is_too_long(strict: LiveServer
         talk += [{"role": "user", "content": f"{number} the world"}, CALL, RESULT]
         talk += [{"role": "assistant", "content": "is in the world"}]
     fields: Fields = {"instructions": "a", "input": [*talk, HELLO], "max_output_tokens": 40}
-    refused = ask(server, **fields)
+    refused = send_request(server, **fields)
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     newest = answer(server, truncation="auto", **fields)["usage"]["input_tokens"]
     assert newest <= 512 - 40
     cuts = [
-        ask(server, **fields | {"input": [*talk[start:], HELLO]}).json()
+        send_request(server, **fields | {"input": [*talk[start:], HELLO]}).json()
         for start in range(0, len(talk) + 1, 4)
     ]
     fitting = [cut["usage"]["input_tokens"] for cut in cuts if "usage" in cut]
@@ -316,7 +316,7 @@ def test_the_oldest_exchanges_leave_a_prompt_that_is_too_long(strict: LiveServer
     assert newest == max(fitting)
     short = answer(server, truncation="auto", input="hello")["usage"]["input_tokens"]
     assert short == answer(server, input="hello")["usage"]["input_tokens"]
-    too_long = ask(server, truncation="auto", input="the world" * 500)
+    too_long = send_request(server, truncation="auto", input="the world" * 500)
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
 
 

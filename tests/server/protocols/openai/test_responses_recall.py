@@ -32,7 +32,7 @@ PATH = "/v1/responses"
 HELLO = {"role": "user", "content": "hello"}
 
 
-def ask(server: LiveServer, **fields: Any) -> httpx.Response:
+def send_request(server: LiveServer, **fields: Any) -> httpx.Response:
     body = {"input": "hello", "max_output_tokens": 4, "temperature": 0, **fields}
     return server.http.post(PATH, json=body)
 
@@ -99,9 +99,9 @@ def test_a_text_behind_a_call_is_a_message_of_its_own() -> None:
 
 def test_every_item_of_a_conversation_has_an_id_of_its_own(server: LiveServer) -> None:
     mine = {"type": "message", "id": "msg_mine", **HELLO}
-    first = ask(server, input=[mine, mine]).json()
+    first = send_request(server, input=[mine, mine]).json()
     given = [{"id": "msg_mine"}, mine, {"id": first["output"][0]["id"]}, {"id": "msg_mine"}]
-    second = ask(server, input=given, previous_response_id=first["id"]).json()
+    second = send_request(server, input=given, previous_response_id=first["id"]).json()
     path = f"{PATH}/{second['id']}/input_items"
     result: list[str] = []
     page: Fields = {"has_more": True}
@@ -111,14 +111,14 @@ def test_every_item_of_a_conversation_has_an_id_of_its_own(server: LiveServer) -
         result += [item["id"] for item in page["data"]]
     assert len(result) == len(set(result)) == 7
     assert (result[0], result[2]) == ("msg_mine", first["output"][0]["id"])
-    assert ask(server, input=[{"id": result[-1]}]).status_code == 200
+    assert send_request(server, input=[{"id": result[-1]}]).status_code == 200
 
 
 def test_items_are_not_read_where_streams_are_written(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = ask(server).json()
-    second = ask(server, previous_response_id=first["id"]).json()
+    first = send_request(server).json()
+    second = send_request(server, previous_response_id=first["id"]).json()
     calls: list[str] = []
     monkeypatch.setattr(routes, "items_of", counted(calls))
     assert server.http.get(f"{PATH}/{second['id']}/input_items").status_code == 200
@@ -129,33 +129,35 @@ def test_too_long_a_conversation_is_answered_and_not_stored(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "MAX_CONVERSATION_ITEMS", 3)
-    first = ask(server).json()
+    first = send_request(server).json()
     assert first["store"] is True
     for given in ([HELLO], [HELLO, HELLO]):  # too much with the answer, and without
         fields: Fields = {"input": given, "previous_response_id": first["id"]}
-        body = ask(server, **fields).json()
+        body = send_request(server, **fields).json()
         assert body["store"] is False
         assert body["output"][0]["content"][0]["text"]
         assert server.http.get(f"{PATH}/{body['id']}").status_code == 404
-        streamed = ask(server, stream=True, **fields).text
+        streamed = send_request(server, stream=True, **fields).text
         assert '"store":false' in streamed.rstrip().rsplit("event:", 1)[1]
     assert server.http.get(f"{PATH}/{first['id']}").json() == first
 
 
 def test_an_answer_that_is_too_large_says_that_it_is_not_stored(tmp_path: Path) -> None:
     with live_server(tmp_path, ServeOptions(drain_s=1, max_stored_bytes=6000)) as server:
-        small = ask(server).json()
-        large = ask(server, instructions="x" * 20, metadata={str(n): "x" * 512 for n in range(9)})
+        small = send_request(server).json()
+        large = send_request(
+            server, instructions="x" * 20, metadata={str(n): "x" * 512 for n in range(9)}
+        )
         assert (small["store"], large.json()["store"]) == (True, False)
         assert server.http.get(f"{PATH}/{small['id']}").json() == small
 
 
 def test_options_just_within_the_limits_are_returned(server: LiveServer) -> None:
     labels = dict.fromkeys(("user", "prompt_cache_key", "safety_identifier"), "u" * 512)
-    body = ask(server, max_tool_calls=1, **labels).json()
+    body = send_request(server, max_tool_calls=1, **labels).json()
     assert {name: body[name] for name in labels} == labels
     options = {"include_usage": False}
-    assert ask(server, stream=True, stream_options=options).status_code == 200
+    assert send_request(server, stream=True, stream_options=options).status_code == 200
 
 
 def _kept(id_: str, text: str) -> Fields:

@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield live
 
 
-def ask(server: LiveServer, **fields: Any) -> httpx.Response:
+def send_request(server: LiveServer, **fields: Any) -> httpx.Response:
     body = {"input": "hello", "temperature": 1.0, "seed": 1, **TOOLS, **fields}
     return server.http.post(PATH, json=body)
 
@@ -58,7 +58,7 @@ def allowed(mode: str, *names: str) -> Fields:
 )
 def test_a_forced_call_is_an_item(server: LiveServer, choice: Any, names: set[str]) -> None:
     for seed in range(4):
-        body = ask(server, tool_choice=choice, parallel_tool_calls=False, seed=seed).json()
+        body = send_request(server, tool_choice=choice, parallel_tool_calls=False, seed=seed).json()
         (call,) = body["output"]
         assert body["status"] == "completed"
         assert call.pop("id").startswith("fc_")
@@ -72,8 +72,8 @@ def test_a_forced_call_is_an_item(server: LiveServer, choice: Any, names: set[st
 
 def test_a_streamed_call_comes_in_its_order_and_makes_up_the_whole(server: LiveServer) -> None:
     fields: Fields = {"tool_choice": "required", "parallel_tool_calls": False}
-    (whole,) = ask(server, **fields).json()["output"]
-    lines = ask(server, stream=True, **fields).text.splitlines()
+    (whole,) = send_request(server, **fields).json()["output"]
+    lines = send_request(server, stream=True, **fields).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds[:3] == ["created", "in_progress", "output_item.added"]
@@ -93,11 +93,11 @@ def test_a_streamed_call_comes_in_its_order_and_makes_up_the_whole(server: LiveS
 def test_parallel_calls_are_items_one_behind_the_other(server: LiveServer) -> None:
     for seed in range(30):
         fields: Fields = {"tool_choice": "required", "seed": seed, "max_output_tokens": 300}
-        body = ask(server, **fields).json()
+        body = send_request(server, **fields).json()
         if len(body["output"]) > 1:
             break
     assert len(body["output"]) > 1
-    lines = ask(server, stream=True, **fields).text.splitlines()
+    lines = send_request(server, stream=True, **fields).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
     added = [event for event in events if event["type"] == "response.output_item.added"]
     assert [event["output_index"] for event in added] == list(range(len(added)))
@@ -112,8 +112,8 @@ def test_parallel_calls_are_items_one_behind_the_other(server: LiveServer) -> No
 
 def test_a_call_that_is_cut_is_incomplete(server: LiveServer) -> None:
     choice = {"type": "function", "name": "clock"}
-    full = ask(server, tool_choice=choice).json()["usage"]["output_tokens"]
-    body = ask(server, tool_choice=choice, max_output_tokens=full - 12).json()
+    full = send_request(server, tool_choice=choice).json()["usage"]["output_tokens"]
+    body = send_request(server, tool_choice=choice, max_output_tokens=full - 12).json()
     assert body["status"] == "incomplete"
     (call,) = body["output"]
     assert (call["type"], call["status"]) == ("function_call", "incomplete")
@@ -121,17 +121,17 @@ def test_a_call_that_is_cut_is_incomplete(server: LiveServer) -> None:
 
 def test_without_a_choice_there_may_be_text(server: LiveServer) -> None:
     for choice in ("none", "auto", allowed("auto", "clock")):
-        body = ask(server, tool_choice=choice, max_output_tokens=5).json()
+        body = send_request(server, tool_choice=choice, max_output_tokens=5).json()
         assert [item["type"] for item in body["output"]] == ["message"]
 
 
 def test_calls_and_results_go_on_from_a_response(server: LiveServer) -> None:
-    first = ask(server, tool_choice="required", parallel_tool_calls=False).json()
+    first = send_request(server, tool_choice="required", parallel_tool_calls=False).json()
     (call,) = first["output"]
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
-    kept = ask(server, previous_response_id=first["id"], input=[result]).json()
+    kept = send_request(server, previous_response_id=first["id"], input=[result]).json()
     resent = [{"role": "user", "content": "hello"}, call, result]
-    whole = ask(server, input=resent).json()
+    whole = send_request(server, input=resent).json()
     assert kept["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
     assert kept["output"][0].get("content") == whole["output"][0].get("content")
 
@@ -183,7 +183,7 @@ def test_calls_and_results_go_on_from_a_response(server: LiveServer) -> None:
 def test_wrong_tools_and_items_are_refused(
     server: LiveServer, fields: Fields, said: str, param: str
 ) -> None:
-    response = ask(server, **fields)
+    response = send_request(server, **fields)
     assert response.status_code == 400
     error = response.json()["error"]
     assert said in error["message"]

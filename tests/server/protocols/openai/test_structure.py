@@ -143,10 +143,10 @@ def test_other_streams_go_on_while_a_large_schema_is_compiled(tmp_path: Path) ->
     with live_server(tmp_path, options=options) as server:
         server.client.grammars.prepare()
 
-        def ask() -> None:
+        def send_request() -> None:
             codes.append(server.chat(guided_json={"enum": words}, max_tokens=5).status_code)
 
-        thread = threading.Thread(target=ask)
+        thread = threading.Thread(target=send_request)
         thread.start()
         while thread.is_alive():
             assert server.chat(max_tokens=1).status_code == 200

@@ -21,12 +21,12 @@ PATHS = {
 }
 
 
-def ask(server: LiveServer, path: str, **fields: Any) -> httpx.Response:
+def send_request(server: LiveServer, path: str, **fields: Any) -> httpx.Response:
     return server.http.post(path, json=PATHS[path] | {"max_tokens": 8, "temperature": 0} | fields)
 
 
 def answer(server: LiveServer, path: str, **fields: Any) -> Fields:
-    response = ask(server, path, **fields)
+    response = send_request(server, path, **fields)
     assert response.status_code == 200, response.text
     return dict(response.json())
 
@@ -43,7 +43,9 @@ def test_ids_are_reported_whole_and_in_pieces(server: LiveServer, path: str) -> 
     chunks = [
         chunk
         for chunk in events(
-            ask(server, path, n=2, temperature=1, seed=3, return_token_ids=True, stream=True).text
+            send_request(
+                server, path, n=2, temperature=1, seed=3, return_token_ids=True, stream=True
+            ).text
         )
         if chunk != "[DONE]"
     ]
@@ -140,7 +142,7 @@ def test_only_allowed_tokens_are_drawn(server: LiveServer, path: str, temperatur
     ],
 )
 def test_wrong_values_are_named(server: LiveServer, path: str, fields: Fields, param: str) -> None:
-    response = ask(server, path, **fields)
+    response = send_request(server, path, **fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
 
