@@ -13,7 +13,7 @@ from support.mixed_bits import mixed_bits
 from support.native import NEEDS, load_level
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
-from support.tiny_families import FAMILIES
+from support.tiny_families import families_on
 from twostroke.backends.cpu import CpuBackend
 from twostroke.core.frozen import Frozen
 from twostroke.engine.scheduler import Continuous
@@ -75,7 +75,7 @@ def tiny(
 
 @pytest.fixture(
     scope="module",
-    params=[(None, name) for name in FAMILIES if name != "llama"]
+    params=[(None, name) for name in families_on("cpu") if name != "llama"]
     + [("amx_emulated", "qwen3-moe"), ("amx_emulated", "gemma3")],
     ids=lambda param: "-".join(filter(None, param)),
 )

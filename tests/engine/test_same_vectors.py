@@ -13,7 +13,7 @@ from support.cpu import cpu_backend, tiny_model
 from support.native import NEEDS, load_level
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from support.tiny import tiny_of, write_tiny_gguf
-from support.tiny_families import FAMILIES
+from support.tiny_families import families_on
 from support.vectors import embedder_of, twin
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.reference import ReferenceBackend
@@ -49,7 +49,7 @@ def text_request(tokens: list[int], pooling: str, name: str = "t") -> Request:
 PLAIN = Setting(NUM_PAGES, 1000, 4, prefix_cache=False, policy=Continuous())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families_on("cpu"))
 def test_vectors_of_every_family_agree_with_the_reference(tmp_path: Path, family: str) -> None:
     sizes = replace(tiny_of(family), fmt="Q8_0", embedding_fmt="Q8_0")
     loaded = load_path(write_tiny_gguf(tmp_path / "tiny.gguf", sizes))

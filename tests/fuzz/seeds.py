@@ -29,7 +29,10 @@ from twostroke.model.weights.safetensors import read_safetensors
 
 CORPUS = Path(__file__).parent / "corpus"
 SIZES = {"num_layers": 1, "hidden_size": 2, "ffn_size": 2, "num_heads": 1, "num_kv_heads": 1}
-EXPERT_SIZES = ("expert_feed_forward_length", "moe_intermediate_size")
+EXPERT_SIZES = (
+    *("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
 NUM_TOKENS = 8
 ALIGNMENT = 8
 ROOMS = ("model/weights", "model/families", "model/tokenizer")
@@ -139,7 +142,11 @@ def _families() -> dict[str, Tiny]:
         own = {"head_dim": variant.sizes.get("head_dim", 16), "family": family, "fmt": "F16"}
         if variant.wide is not None:
             own |= {"num_layers": len(variant.wide.slides), "num_kv_heads": 2, "num_heads": 2}
-        if variant.wide is not None and (variant.wide.inputs or variant.num_experts):
+        if variant.delta is not None:
+            own |= {"num_layers": variant.delta.interval}
+        differs = variant.wide is not None or variant.delta is not None
+        has_inputs = variant.wide is not None and variant.wide.inputs > 0
+        if has_inputs or (differs and variant.num_experts):
             continue  # too large
         results[family] = Tiny(**(SIZES | own), embedding_fmt="F16")
     return results

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
-from support.tiny_families import FAMILIES
+from support.tiny_families import families_on
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.backends.torch import TorchBackend, TorchModel, choose_device
 from twostroke.core.errors import BackendError
@@ -66,7 +66,7 @@ def test_torch_equals_the_reference(variant: str, spec: ModelSpec) -> None:
         np.testing.assert_allclose(traced[name], expected[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families_on("torch"))
 def test_torch_equals_the_reference_on_every_family(family: str, tmp_path: Path) -> None:
     loaded = load_path(write_tiny_gguf(tmp_path / "tiny.gguf", tiny_of(family)))
     program = build_program(loaded.spec)

@@ -17,6 +17,7 @@ from support.tiny_attention import (
     wide_config,
     wide_metadata,
 )
+from support.tiny_recurrent import DELTA_NAMES, Delta, delta_config, delta_metadata
 from support.tiny_variant import Variant
 
 _LLAMA = Variant(interleaves=True)
@@ -66,6 +67,63 @@ _QWEN3_MOE = replace(
         "ffn_up": "mlp.experts.{}.up_proj",
         "ffn_down": "mlp.experts.{}.down_proj",
     },
+)
+
+# Layers with the delta rule and layers with attention alternate.
+_QWEN35 = Variant(
+    "qwen35",
+    "qwen3_5_text",
+    sizes={"num_layers": 4, "head_dim": 32},
+    metadata=delta_metadata(Delta()) | {"rope.dimension_sections": [2, 1, 1, 0]},
+    config=delta_config(Delta()),
+    layer_names={name: DELTA_NAMES[name] for name in DELTA_NAMES if "ffn" not in name},
+    query_key_norm="head",
+    norm_offset=1.0,
+    ffn_norm="post_attention_norm",
+    delta=Delta(),
+)
+
+_QWEN35_MOE = replace(
+    _QWEN35,
+    architecture="qwen35moe",
+    model_type="qwen3_5_moe_text",
+    num_experts=8,
+    num_shared=1,
+    metadata={
+        **_QWEN35.metadata,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 128,
+        "expert_shared_feed_forward_length": 128,
+    },
+    config={
+        **_QWEN35.config,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
+    layer_names=DELTA_NAMES,
+)
+
+_NEXT_DELTA = Delta(is_tiled=False, in_one=True)
+
+_QWEN3_NEXT = replace(
+    _QWEN35_MOE,
+    architecture="qwen3next",
+    model_type="qwen3_next",
+    metadata={
+        key: value
+        for key, value in _QWEN35_MOE.metadata.items()
+        if key != "rope.dimension_sections"
+    },
+    config={
+        **_QWEN35_MOE.config,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    delta=_NEXT_DELTA,
 )
 
 _GEMMA2 = Variant(
@@ -589,6 +647,9 @@ FAMILIES: dict[str, Variant] = {
     "qwen2-yarn": _YARN,
     "qwen3": _QWEN3,
     "qwen3-moe": _QWEN3_MOE,
+    "qwen3.5": _QWEN35,
+    "qwen3.5-moe": _QWEN35_MOE,
+    "qwen3-next": _QWEN3_NEXT,
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA3,
     "gemma4": _GEMMA4,
@@ -616,3 +677,15 @@ FAMILIES: dict[str, Variant] = {
     "ministral3": _MINISTRAL3,
     "smollm3": _SMOLLM3,
 }
+
+# The backends that compute recurrent layers; others refuse models with such layers.
+_RECURRENT_BACKENDS = {"reference"}
+
+
+def families_on(backend: str) -> list[str]:
+    """Return the families whose tiny models a backend computes."""
+    return [
+        name
+        for name, variant in FAMILIES.items()
+        if variant.delta is None or backend in _RECURRENT_BACKENDS
+    ]

@@ -10,6 +10,7 @@ from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from support.tiny_attention import Latent, Wide
+    from support.tiny_recurrent import Delta
 
 
 class Variant(Frozen):
@@ -39,6 +40,7 @@ class Variant(Frozen):
     num_experts: int = 0
     latent: Latent | None = None
     wide: Wide | None = None
+    delta: Delta | None = None
     first_with_experts: int = 0
     num_shared: int = 0
     has_choice_bias: bool = False

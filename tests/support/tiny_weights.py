@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
+from support.tiny_recurrent import (
+    delta_weights,
+    folder_recurrent,
+    gated_attention,
+    gguf_recurrent,
+)
+
 if TYPE_CHECKING:
     from support.tiny import Tiny
     from support.tiny_attention import Wide
+    from support.tiny_recurrent import Delta
 
     Weights = dict[str, np.ndarray]
 
@@ -49,6 +57,8 @@ def random_weights(tiny: Tiny, vocab_size: int) -> Weights:
     for layer in range(tiny.num_layers):
         if wide is not None:
             attention = _wide_attention(rng, tiny, layer, wide)
+        elif tiny.variant.delta is not None:
+            attention = _hybrid_attention(rng, tiny, layer, tiny.variant.delta)
         else:
             make = _attention if tiny.variant.latent is None else _latent_attention
             attention = make(rng, tiny)
@@ -68,6 +78,8 @@ def gguf_weights(tiny: Tiny, weights: Weights) -> Weights:
             heads = tiny.num_heads if "attn_q" in name else tiny.num_kv_heads
             held[name] = interleave_rows(weight, heads)
     held = _latent_stacks(tiny, _fused(tiny, held))
+    if tiny.variant.delta is not None:
+        held = gguf_recurrent(tiny, tiny.variant.delta, held)
     has_experts = tiny.variant.num_experts > 0
     for layer in range(tiny.variant.first_with_experts, tiny.num_layers if has_experts else 0):
         for part in ("ffn_gate", "ffn_up", "ffn_down"):
@@ -84,6 +96,8 @@ def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
         name: values - offset if name.endswith("norm.weight") else values
         for name, values in weights.items()
     }
+    if tiny.variant.delta is not None:
+        held = folder_recurrent(tiny, tiny.variant.delta, held)
     if tiny.variant.latent is not None:
         held = _in_one(tiny, held)
     stacks = {}
@@ -133,6 +147,14 @@ def _attention(rng: np.random.Generator, tiny: Tiny) -> Weights:
     if variant.post_norms:
         part["post_attention_norm.weight"] = _norm(rng, hidden)
     return part
+
+
+def _hybrid_attention(rng: np.random.Generator, tiny: Tiny, layer: int, delta: Delta) -> Weights:
+    """Return the weights of a layer's delta rule, or of its attention with a gate."""
+    if delta.attends(layer):
+        part = _attention(rng, tiny)
+        return part | gated_attention(rng, tiny)
+    return {"attn_norm.weight": _norm(rng, tiny.hidden_size)} | delta_weights(rng, tiny, delta)
 
 
 def _wide_attention(rng: np.random.Generator, tiny: Tiny, layer: int, wide: Wide) -> Weights:
@@ -197,6 +219,8 @@ def _feed_forward(rng: np.random.Generator, tiny: Tiny, layer: int) -> Weights:
             part[f"{name}.weight"] = _norm(rng, hidden)
     if num_experts and variant.num_shared:
         endings["_shexp"] = variant.num_shared * width
+    if num_experts and variant.delta is not None:
+        part["ffn_gate_inp_shexp.weight"] = _matrix(rng, 1, hidden)
     for ending, size in endings.items():
         part[f"ffn_gate{ending}.weight"] = _matrix(rng, size, hidden)
         part[f"ffn_up{ending}.weight"] = _matrix(rng, size, hidden)
@@ -260,8 +284,10 @@ def _folder_name(tiny: Tiny, name: str) -> str:
         "layer_output_scale.weight": "layer_scalar",
         "ffn_gate_inp.scale": "router.scale",
         "ffn_down_exps.scale": "router.per_expert_scale",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt.bias": "linear_attn.dt_bias",
     }
-    if own := unlike.get(f"{part}.{rest[-1]}"):
+    if own := unlike.get(".".join([part, *rest])):
         return f"model.layers.{layer}.{own}"
     theirs = tiny.variant.layer_names.get(part) or LAYER_NAMES[part]
     if rest[:-1] == [] and "{}" in theirs:  # of a layer without experts

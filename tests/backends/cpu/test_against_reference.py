@@ -15,7 +15,7 @@ from support.native import load_level
 from support.operations import NUM_IDS, OPS, input_width
 from support.programs import PROGRAMS, random_tensors
 from support.tiny import tiny_of, write_tiny_gguf
-from support.tiny_families import FAMILIES
+from support.tiny_families import families_on
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.model.families import build_program
 from twostroke.model.program import Activation, Program
@@ -144,7 +144,7 @@ def test_inputs_are_gathered_in_the_order_of_columns(level, kind, is_shared):
                 assert most < (6e-2 if tiles else 5e-3) * np.abs(expected[name]).max(), name
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=families_on("cpu"))
 def family(request, tmp_path_factory):
     """A tiny model of a family, and its values by the reference backend."""
     sizes = replace(tiny_of(request.param), fmt="Q8_0", embedding_fmt="Q8_0")

@@ -127,7 +127,8 @@ def published_names(source: LoadedModel) -> dict[str, str]:
         TwostrokeError: the model has stacked weights.
     """
     family = ARCHITECTURES[source.spec.architecture]
-    if family.fused or source.spec.experts is not None:
+    spec = source.spec
+    if family.fused or spec.experts is not None or spec.delta is not None:
         raise TwostrokeError(f"{source.name} has stacked weights, which cannot be quantized yet.")
     return {key: published_name(key, family.layer_names) for key in source.tensors}
 

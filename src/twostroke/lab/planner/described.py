@@ -44,8 +44,6 @@ _WITH_STATES: Final = frozenset(
         "minimax",
         "nemotron_h",
         "phi4flash",
-        "qwen3_5",
-        "qwen3_next",
         "recurrent_gemma",
         "rwkv",
         "zamba",

@@ -22,6 +22,7 @@ from twostroke.model.families.ministral import MISTRAL3
 from twostroke.model.families.olmo2 import OLMO2
 from twostroke.model.families.phi3 import PHI3
 from twostroke.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from twostroke.model.families.qwen35 import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from twostroke.model.families.seed_oss import SEED_OSS
 from twostroke.model.families.smollm3 import SMOLLM3
 from twostroke.model.families.spec import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
@@ -50,6 +51,9 @@ ARCHITECTURES: dict[str, Family] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3moe": QWEN3_MOE,
+    "qwen3next": QWEN3_NEXT,
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35_MOE,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
 }

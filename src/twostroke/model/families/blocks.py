@@ -174,7 +174,7 @@ def delta_rule(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     """
     assert spec.delta is not None
     name, hidden, sizes = f"blk.{layer}", spec.hidden_size, spec.delta
-    width = sizes.num_value_heads * sizes.value_dim
+    width = sizes.width
     mixed_width = 2 * sizes.num_key_heads * sizes.key_dim + width
     qkv, gate, decay, strength = (
         f"{name}.{part}" for part in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")

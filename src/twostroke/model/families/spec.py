@@ -113,6 +113,11 @@ class DeltaSpec(Frozen):
     kernel: int
     is_tiled: bool = False
 
+    @property
+    def width(self) -> int:
+        """The number of values in a row of all value heads."""
+        return self.num_value_heads * self.value_dim
+
 
 class SharedKvSpec(Frozen):
     """Which layers read an earlier layer's keys and values: the last `count` layers of a model.

@@ -36,6 +36,7 @@ from twostroke.model.weights.latent import cut_latent
 from twostroke.model.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
 from twostroke.model.weights.pooling import folder_pooling, gguf_pooling
 from twostroke.model.weights.published import assemble_published, published_layout
+from twostroke.model.weights.recurrent import cut_recurrent
 from twostroke.model.weights.safetensors import read_safetensors, read_sharded
 from twostroke.model.weights.stacks import cut_stacks, uncut_stack
 from twostroke.model.weights.tensor_names import is_derived
@@ -319,6 +320,8 @@ def _program_weights(
     A missing weight is refused, and so is a weight of the text model that the Program does not
     read. Other tensors are left out.
     """
+    if not tensors:
+        raise ModelFormatError(f"{file!r} has no weights of a text model.")
     if spec.num_layers > len(tensors):
         # Before the Program is built: a damaged number of layers must not cost memory.
         raise ModelFormatError(
@@ -336,6 +339,8 @@ def _program_weights(
         )
     if spec.latent is not None:
         separate = cut_latent(file, separate, shapes, names.quoted)
+    if spec.delta is not None:
+        separate = cut_recurrent(file, separate, spec, names)
     separate = {
         name: tensor
         for name, tensor in separate.items()

@@ -71,8 +71,10 @@ _OTHER_MODALITY = re.compile(
     r"(?:model\.)*(?:vision_tower|vision_model|vision_embedder|visual|audio_tower"
     r"|multi_modal_projector|embed_vision|embed_audio)\..*"
 )
-# ERNIE's layers for multi-token prediction, which do not compute the next token.
-_MTP_LAYER = re.compile(r"(?:model\.)*mtp_(?:block|emb_norm|hidden_norm|linear_proj)\..*")
+# Layers for multi-token prediction of ERNIE and Qwen, which do not compute the next token.
+_MTP_LAYER = re.compile(
+    r"(?:model\.)*mtp_(?:block|emb_norm|hidden_norm|linear_proj)\..*|model\.mtp\..*"
+)
 # Prefixes of the weights of a text model, which must not be left out even if unknown.
 _TEXT_PART = re.compile(
     r"(?:model|lm_head|blk|token_embd|token_types|position_embd|output|output_norm|rope_freqs"
@@ -88,6 +90,8 @@ _COMPLETE_NAMES = {
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "layer_scalar": "layer_output_scale.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
     "router.per_expert_scale": "ffn_down_exps.scale",
 }
 _EXPERT_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d{1,4})\.(\w+)")
@@ -148,13 +152,14 @@ def published_name(name: str, layer_names: Mapping[str, str]) -> str:
     for published, canonical in _MODEL_WEIGHTS.items():
         if stem == canonical:
             return f"{published}.{suffix}"
-    _, layer, part = stem.split(".")
+    _, layer, part = name.split(".", 2)
     for published, canonical in _COMPLETE_NAMES.items():
-        if canonical == f"{part}.{suffix}":
+        if canonical == part:
             return f"model.layers.{layer}.{published}"
     published_by_canonical = {
         canonical: published for published, canonical in {**_LAYER_WEIGHTS, **layer_names}.items()
     }
+    part = part.removesuffix(f".{suffix}")
     return f"model.layers.{layer}.{published_by_canonical[part]}.{suffix}"
 
 

@@ -1,0 +1,131 @@
+"""Brings weights of the gated delta rule and of gated attention into the form of Programs."""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from msgspec.structs import replace
+
+from twostroke.core.errors import ModelFormatError
+from twostroke.model.quant import FORMATS, QuantTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from twostroke.model.families.spec import ModelSpec
+    from twostroke.model.weights.file_names import FileNames
+
+    RowOrders = dict[str, NDArray[np.int64]]
+
+_LAYER_WEIGHT = re.compile(r"(blk\.(\d{1,4})\.)(.+)")
+_QUERIES_AND_GATES: Final = "attn_q.weight"
+_PROJECTIONS: Final = "ssm_in.weight"
+_STRENGTHS_AND_DECAYS: Final = "ssm_ba.weight"
+_LOG_DECAY: Final = ".A_log"  # the end of the name of the decay's rates in folders
+
+
+def cut_recurrent(
+    file: str, tensors: Mapping[str, QuantTensor], spec: ModelSpec, names: FileNames
+) -> dict[str, QuantTensor]:
+    """Return a file's weights in the form that the Program of a model with the delta rule reads.
+
+    - `attn_q` has the rows of each head's queries and then of its gate. They become `attn_q` and
+      `attn_gate`.
+    - `ssm_in` and `ssm_ba` (Qwen3-Next) have, for each key head, the rows of its queries, keys,
+      values and gates, and of its strengths and decays. They become a matrix for each.
+    - `ssm_conv1d` is (channels, 1, kernel) in folders, and becomes (channels, kernel).
+    - The gate of a shared expert is a vector in GGUF files, and becomes a matrix with one row.
+    - Folders have the logarithm of the decay's rates: `ssm_a` becomes `-exp` of it.
+
+    Rows are copied as they are stored, so quantized weights stay exact. Other tensors are returned
+    unchanged.
+
+    Raises:
+        ModelFormatError: a matrix has the wrong size, or the file has a weight twice.
+    """
+    separate: dict[str, QuantTensor] = {}
+    for name, tensor in tensors.items():
+        parts = {name: tensor}
+        match = _LAYER_WEIGHT.fullmatch(name)
+        if match and int(match[2]) < spec.num_layers:
+            prefix, weight = match[1], match[3]
+            num_rows = _num_stacked_rows(spec, int(match[2]), weight)
+            expected = num_rows, spec.hidden_size
+            if num_rows and tensor.shape != expected:
+                raise ModelFormatError(
+                    f"{file!r} has tensor {names.quoted(name)} with shape {tensor.shape}; its "
+                    f"heads have {expected}."
+                )
+            if num_rows:
+                orders = _row_orders(spec, weight)
+                parts = {prefix + part: _take(tensor, rows) for part, rows in orders.items()}
+            else:
+                is_logarithm = names.published.get(name, "").endswith(_LOG_DECAY)
+                parts = {name: _reshaped(weight, tensor, is_logarithm=is_logarithm)}
+        if duplicates := separate.keys() & parts:
+            raise ModelFormatError(
+                f"{file!r} has {names.quoted(min(duplicates))} twice: {names.quoted(name)} has "
+                "it, too."
+            )
+        separate |= parts
+    return separate
+
+
+def _num_stacked_rows(spec: ModelSpec, layer: int, weight: str) -> int:
+    """Return how many rows a layer's stacked matrix must have; 0 for any other weight."""
+    delta = spec.delta
+    assert delta is not None
+    if delta.attends[layer]:
+        return 2 * spec.num_heads * spec.head_dim if weight == _QUERIES_AND_GATES else 0
+    num_rows = {
+        _PROJECTIONS: 2 * (delta.num_key_heads * delta.key_dim + delta.width),
+        _STRENGTHS_AND_DECAYS: 2 * delta.num_value_heads,
+    }
+    return num_rows.get(weight, 0)
+
+
+def _row_orders(spec: ModelSpec, weight: str) -> RowOrders:
+    """Return which rows of a stacked matrix belong to which weight of the Program."""
+    delta = spec.delta
+    assert delta is not None
+    if weight == _QUERIES_AND_GATES:
+        queries, gates = _by_head(spec.num_heads, (spec.head_dim, spec.head_dim))
+        return {"attn_q.weight": queries, "attn_gate.weight": gates}
+    num_values = delta.num_value_heads // delta.num_key_heads  # value heads of a key head
+    if weight == _STRENGTHS_AND_DECAYS:
+        strengths, decays = _by_head(delta.num_key_heads, (num_values, num_values))
+        return {"ssm_beta.weight": strengths, "ssm_alpha.weight": decays}
+    values = num_values * delta.value_dim
+    *mixed, gates = _by_head(delta.num_key_heads, (delta.key_dim, delta.key_dim, values, values))
+    return {"attn_qkv.weight": np.concatenate(mixed), "attn_gate.weight": gates}
+
+
+def _by_head(num_heads: int, heights: tuple[int, ...]) -> list[NDArray[np.int64]]:
+    """Return the row numbers of each part of a matrix that has all parts of a head together.
+
+    `heights` are the rows of the parts of one head.
+    """
+    rows = np.arange(num_heads * sum(heights)).reshape(num_heads, -1)
+    ends = list(accumulate(heights))[:-1]
+    return [part.ravel() for part in np.split(rows, ends, axis=1)]
+
+
+def _take(tensor: QuantTensor, rows: NDArray[np.int64]) -> QuantTensor:
+    return replace(tensor, shape=(rows.size, tensor.shape[1]), data=tensor.data[rows])
+
+
+def _reshaped(weight: str, tensor: QuantTensor, *, is_logarithm: bool) -> QuantTensor:
+    """Return a layer's weight in the form that the Program reads, which may be its own form."""
+    shape = tensor.shape
+    if weight == "ssm_conv1d.weight" and len(shape) == 3 and shape[1] == 1:
+        return replace(tensor, shape=(shape[0], shape[2]))
+    if weight == "ffn_gate_inp_shexp.weight" and len(shape) == 1:
+        return replace(tensor, shape=(1, *shape))
+    if weight == "ssm_a" and is_logarithm:
+        return QuantTensor.from_floats(-np.exp(tensor.dequantize()), FORMATS["F32"])
+    return tensor
