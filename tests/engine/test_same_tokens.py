@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
 
 NUM_PAGES = 512
+NUM_STATES = 100  # for models with recurrent layers
 CONTEXT = 500
 
 
@@ -49,6 +50,7 @@ class Pair(Frozen):
                 NUM_PAGES,
                 16,
                 num_threads,
+                num_states=NUM_STATES,
                 level=level,
                 activation_bits=activation_bits,
             )

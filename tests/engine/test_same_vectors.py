@@ -55,9 +55,11 @@ def test_vectors_of_every_family_agree_with_the_reference(tmp_path: Path, family
     loaded = load_path(write_tiny_gguf(tmp_path / "tiny.gguf", sizes))
     program = build_program(loaded.spec)
     tokens = np.random.default_rng(4).integers(0, 285, 90).tolist()
-    reference = ReferenceBackend(program, loaded.tensors, NUM_PAGES, 16)
+    reference = ReferenceBackend(program, loaded.tensors, NUM_PAGES, 16, num_states=8)
     states = reference.trace(tokens, [program.last_states])[program.last_states]
-    with cpu_backend((program, loaded.tensors), "portable", 16, embeds=True) as backend:
+    with cpu_backend(
+        (program, loaded.tensors), "portable", 16, embeds=True, num_states=8
+    ) as backend:
         for pooling in ("mean", "last"):
             right = twin(states, pooling)
             own, found = (

@@ -139,6 +139,11 @@ class Draft(Frozen):
         """
         recipe = self._recipe(options, target)
         try:
+            if recipe.program.state_layers:
+                raise UsageError(
+                    f"{self.loaded.name} has recurrent layers, whose states cannot take back "
+                    "drafts: name another draft model with --draft MODEL."
+                )
             size = _draft_cache_size(recipe, backend)
             runner = recipe.create_backend(size, share_threads_with=backend)
         except TwostrokeError as error:

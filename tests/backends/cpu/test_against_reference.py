@@ -157,14 +157,16 @@ def family(request, tmp_path_factory):
 @pytest.mark.parametrize("level", LEVELS)
 def test_tiny_models_of_every_family_agree_with_the_reference(level, family):
     model, spec, expected = family
-    with cpu_backend(model, level, 8) as backend:
+    with cpu_backend(model, level, 8, num_states=2) as backend:
         for generated in (False, True):
             tiles = level.startswith("amx") and not generated
             actual = backend.score(tokens_of(3, 100, 285), generated=generated)
             mean_kl, same = divergence(expected, actual)
-            assert mean_kl < 1e-3
-            # A router's Program has precise products: a hair decides whom it chooses.
-            assert same > (0.9 if tiles and not spec.experts else 0.97)
+            # A router's Program has precise products: a hair decides whom it chooses. Where the
+            # choice differs, all later rows differ if the model has recurrent states.
+            remembers = spec.experts is not None and spec.delta is not None
+            assert mean_kl < (5e-3 if remembers else 1e-3)
+            assert same > (0.9 if remembers or (tiles and not spec.experts) else 0.97)
 
 
 @cache

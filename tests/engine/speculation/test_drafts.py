@@ -8,7 +8,7 @@ import pytest
 
 from support.native import native_dir
 from support.speculating_engines import engine_of
-from support.tiny import Tiny, write_tiny_gguf
+from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.backends import recipe
 from twostroke.core.errors import MemoryLimitError, ModelFormatError, ModelNotFoundError, UsageError
@@ -97,6 +97,12 @@ def test_the_error_names_a_draft_without_memory_for_weights(
         MemoryLimitError, match=r"does not fit into memory with tiny\. No memory for"
     ):
         engine_of(path, draft=str(path))
+
+
+def test_a_draft_with_recurrent_layers_is_refused(path: Path, tmp_path: Path) -> None:
+    hybrid = write_tiny_gguf(tmp_path / "hybrid.gguf", tiny_of("qwen3.5"))
+    with pytest.raises(UsageError, match="hybrid has recurrent layers, whose states cannot take"):
+        engine_of(path, draft=str(hybrid))
 
 
 def test_a_missing_draft_is_refused(path: Path) -> None:

@@ -1,0 +1,154 @@
+"""Trains a small Qwen 3.5 on text, and compares its logits with transformers' at 4,096 tokens.
+
+PYTHONPATH=src:tests .venv-oracle/bin/python tests/oracle/train_recurrent.py [--minutes 3]
+
+Random weights hide errors of recurrent layers: their decays forget all but a few tokens. Training
+gives decays, gates and strengths the values of a model that remembers. The model is read twice, as
+the folder that transformers writes and as a GGUF file, and must agree with transformers in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from support.gguf_writer import write_gguf
+from support.tiny import SPECIAL_TOKENS, Tiny, tiny_config, tiny_metadata, tiny_of, tokenizer_json
+from support.tiny_weights import gguf_weights
+from support.transformers_models import logits
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.lab.measure.divergence import compare
+from twostroke.model.families import build_program
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.model.weights import LoadedModel
+
+ROOT = Path(__file__).parents[2]
+HELD_OUT = ROOT / "ARCHITECTURE.md"
+NUM_TOKENS = 4096  # that are compared
+MAX_MEAN_KL = 1e-6
+TRAINED_TOKENS = 512  # of a sequence
+BATCH = 4
+LEARNING_RATE = 3e-3
+WARM_UP_STEPS = 20
+DECAYS = ("A_log", "dt_bias")
+
+
+def main() -> int:
+    """Train, compare, and print the figures; return 1 if the difference is too large."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=3.0, help="of training")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    tiny = tiny_of("qwen3.5", hidden_size=128, ffn_size=384, context_length=8192)
+    config = AutoConfig.for_model(**tiny_config(tiny), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    print(f"{num_weights / 1e6:.1f} million weights")
+    train(model, options.minutes * 60)
+    model.eval()
+    tokens = byte_tokens(HELD_OUT.read_bytes())[:NUM_TOKENS]
+    theirs = logits(model, tokens)
+    is_wrong = False
+    with tempfile.TemporaryDirectory() as place:
+        for form, loaded in read_back(model, tiny, Path(place)):
+            program = build_program(loaded.spec)
+            backend = ReferenceBackend(program, loaded.tensors, num_pages=1, page_size=16)
+            result = compare([(theirs, backend.score(tokens), tokens)])
+            is_wrong |= not result.mean_kl <= MAX_MEAN_KL
+            print(
+                f"{form}: mean KL {result.mean_kl:.2e} at {len(tokens)} tokens, "
+                f"same top token {result.top1_agreement:.2%}"
+            )
+    return int(is_wrong)
+
+
+def train(model: Any, seconds: float) -> None:
+    """Train a model on the sources and documents of this repository for some seconds."""
+    decays = [weight for name, weight in model.named_parameters() if name.endswith(DECAYS)]
+    initial = [weight.detach().clone() for weight in decays]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    start_s, losses = time.monotonic(), []
+    for batch in batches():
+        share = (time.monotonic() - start_s) / seconds
+        if share >= 1:
+            break
+        rate = LEARNING_RATE * min((len(losses) + 1) / WARM_UP_STEPS, 1.05 - share)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = model(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    changes = [
+        (weight.detach() - before).abs().max().item()
+        for weight, before in zip(decays, initial, strict=True)
+    ]
+    last = losses[-10:]
+    print(
+        f"{len(losses)} steps of {BATCH * TRAINED_TOKENS} tokens, loss {losses[0]:.2f} to "
+        f"{sum(last) / len(last):.2f} per byte; decays moved by up to {max(changes):.2f}"
+    )
+
+
+def batches() -> Iterator[torch.Tensor]:
+    """Yield random sequences of the repository's texts, without the held-out text."""
+    files = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py")])
+    text = b"\n".join(path.read_bytes() for path in files)
+    rng = random.Random(0)
+    while True:
+        starts = [rng.randrange(len(text) - TRAINED_TOKENS) for _ in range(BATCH)]
+        yield torch.tensor([byte_tokens(text[at : at + TRAINED_TOKENS]) for at in starts])
+
+
+def byte_tokens(text: bytes) -> list[int]:
+    """Return the token of each byte, in the vocabulary of the tiny models."""
+    return [byte + len(SPECIAL_TOKENS) for byte in text]
+
+
+def read_back(model: Any, tiny: Tiny, place: Path) -> Iterator[tuple[str, LoadedModel]]:
+    """Write a model as a folder and as a GGUF file, and yield the name of each form and the model.
+
+    The GGUF file has one added to its norms, tiled value heads, and negative decay rates, as
+    llama.cpp's converter writes them.
+    """
+    model.save_pretrained(place / "model")
+    (place / "model" / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+    folder = load_path(place / "model")
+    yield "folder", folder
+    weights = {
+        name: tensor.dequantize() + np.float32(_has_one_added(name))
+        for name, tensor in folder.tensors.items()
+    }
+    tensors = {
+        name: QuantTensor.from_floats(values, FORMATS["F32"])
+        for name, values in gguf_weights(tiny, weights).items()
+    }
+    yield "GGUF", load_path(write_gguf(place / "model.gguf", tiny_metadata(tiny), tensors))
+
+
+def _has_one_added(name: str) -> bool:
+    """Return whether GGUF files have one added to a weight: to norms, but not the delta rule's."""
+    return name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
