@@ -371,7 +371,7 @@ class PrefixCache:
                 del self._claims[key]
 
 
-class InFlightSteps:
+class StepsInFlight:
     """Steps that are planned but not committed, and the KV pages of ended requests that they use.
 
     Attributes:

@@ -18,9 +18,9 @@ from twostroke.engine.scheduler.config import SchedulerStats, SchedulerView, max
 from twostroke.engine.scheduler.draft_pages import DraftPages
 from twostroke.engine.scheduler.fast_forward import fast_forward, num_fast_forward_steps
 from twostroke.engine.scheduler.kv_cache_manager import (
-    InFlightSteps,
     KvCacheManager,
     PrefixCache,
+    StepsInFlight,
     all_pages,
 )
 from twostroke.engine.scheduler.queue import Deadlines, WaitingQueue
@@ -94,7 +94,7 @@ class Scheduler:
         self._waiting = WaitingQueue(config, policy, clock)
         self._deadlines = Deadlines()
         self._running: list[RequestState] = []  # requests that hold pages, by priority key
-        self._in_flight = InFlightSteps(self._kv_cache)
+        self._in_flight = StepsInFlight(self._kv_cache)
         self._num_prompt_tokens = 0
         self._num_hit_tokens = 0
         self._num_preemptions = 0
