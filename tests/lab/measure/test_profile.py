@@ -70,6 +70,15 @@ def test_a_step_samples_the_tokens_that_its_requests_sample_alone(
         backend.close()
 
 
+def test_steps_of_models_with_recurrent_layers_are_timed(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "hybrid.gguf", tiny_of("qwen3.5"))
+    profiles = profiles_of(path, ProfileOptions(SHAPES, num_steps=2))
+    assert [step_profile.shape for step_profile in profiles] == list(SHAPES)
+    for step_profile in profiles:
+        labels = {operation.label.name for operation in step_profile.operations}
+        assert {"convolution", "delta rule"} <= labels
+
+
 def test_the_beginning_of_a_long_context_stands_for_the_rest(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,12 @@ class RecurrentStates:
         state.snapshot_pages.add((request.num_prompt - 1) // self._page_size)
 
     def max_rows(self, state: RequestState, num_rows: int) -> int:
-        """Return how many of a request's next rows reach its next snapshot, at most `num_rows`."""
+        """Return how many of a request's next rows reach its next snapshot, at most `num_rows`.
+
+        Without a prefix cache there are no snapshots.
+        """
+        if state.chain is None:
+            return num_rows
         start, page_size = state.request.num_planned, self._page_size
         first_page = start // page_size + 1
         next_page = -(-first_page // self._pages_between) * self._pages_between

@@ -235,10 +235,14 @@ def scoring_backend(loaded: LoadedModel) -> CpuBackend:
     """Return a backend to score a quantized model, with KV pages for one short stream."""
     program = build_program(loaded.spec)
     groups = PageGroups(_PAGE_SIZE, tuple(group.window for group in program.cache_groups))
-    num_pages = _shape(program).num_pages(groups)
-    threads = resolve_num_threads(None)
     return CpuBackend(
-        program, loaded.tensors, num_pages, _PAGE_SIZE, threads, release=loaded.release
+        program,
+        loaded.tensors,
+        num_pages=_shape(program).num_pages(groups),
+        page_size=_PAGE_SIZE,
+        num_threads=resolve_num_threads(None),
+        num_states=_shape(program).num_states,
+        release=loaded.release,
     )
 
 

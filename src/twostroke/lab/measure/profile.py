@@ -248,7 +248,9 @@ def _size(recipe: EngineRecipe, shapes: Sequence[StepShape], kv_format: str) -> 
         shape.check(program)
     largest = max(shapes, key=lambda shape: shape.num_pages(groups))
     num_pages = largest.num_pages(groups)
+    num_states = max(shape.num_states for shape in shapes) if program.state_layers else 0
     needed = num_pages * program.page_bytes(page_size, FORMATS[kv_format])
+    needed += num_states * program.state_bytes
     free = max(0, recipe.free_bytes() - recipe.weight_bytes - _WORKING_BYTES)
     if needed > free:
         option = "--prefill" if largest.num_prompt else "--streams or --context"
@@ -256,7 +258,9 @@ def _size(recipe: EngineRecipe, shapes: Sequence[StepShape], kv_format: str) -> 
             f"{program.name}: {largest.name} needs {needed / 1e6:,.0f} MB of keys and values, and "
             f"the weights leave {free / 1e6:,.0f} MB of memory free: lower {option}."
         )
-    return CacheSize(program.context_length, num_pages, page_size, needed, kv_format)
+    return CacheSize(
+        program.context_length, num_pages, page_size, needed, kv_format, num_states=num_states
+    )
 
 
 def _profile(

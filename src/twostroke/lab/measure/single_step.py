@@ -12,7 +12,7 @@ from twostroke.core.options import BatchOptions
 from twostroke.core.request import NO_PAGE, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan, StepResult
-from twostroke.engine.kv_cache import PagePool
+from twostroke.engine.kv_cache import PagePool, StatePool
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
 from twostroke.model.program import BatchShape
 
@@ -29,6 +29,7 @@ NUM_CYCLES: Final = 3  # further steps, by which the scheduler is timed
 
 FILL_ROWS: Final = 256  # rows per step while contexts are filled
 _MAX_COMPUTED_CONTEXT: Final = 512  # tokens of a context that are computed
+_STATES_PER_STREAM: Final = 3  # slots: one is read, one written, one is the next stream's
 
 
 class StepShape(Frozen):
@@ -91,6 +92,11 @@ class StepShape(Frozen):
         return self.num_streams * len(groups.windows) * pages_per_request
 
     @property
+    def num_states(self) -> int:
+        """The number of slots for recurrent states, in models that have such states."""
+        return self.num_streams * _STATES_PER_STREAM
+
+    @property
     def num_written(self) -> int:
         """The number of tokens that each request of the step generates while the step is measured.
 
@@ -115,7 +121,7 @@ class SingleStep:
     def __init__(self, backend: PagedBackend, program: Program, shape: StepShape) -> None:
         """Fill the contexts of the step's requests, and plan the step with the real scheduler.
 
-        The backend must have enough KV pages.
+        The backend must have enough KV pages, and enough slots for recurrent states.
         """
         facts = backend.facts
         pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
@@ -129,7 +135,9 @@ class SingleStep:
         )
         self._backend = backend
         self._shape = shape
-        self._scheduler = Scheduler(config, pool, None, make_policy(BatchOptions()))
+        states = StatePool(facts.num_states) if facts.num_states else None
+        policy = make_policy(BatchOptions())
+        self._scheduler = Scheduler(config, pool, None, policy, states=states)
         self._rng = random.Random(0)
         self._vocab_size = program.vocab_size
         self._prompt = self._tokens(num_tokens)
@@ -196,7 +204,10 @@ class SingleStep:
         num_rows = min(first.count, max(_MAX_COMPUTED_CONTEXT, page_size))
         for start in range(first.start, num_rows, FILL_ROWS):
             count = min(FILL_ROWS, num_rows - start)
-            self._backend.run(StepPlan((Slice(first.request, start, count, samples=False),)))
+            slice_ = Slice(
+                first.request, start, count, samples=False, write_state=first.write_state
+            )
+            self._backend.run(StepPlan((slice_,)))
         num_filled = None if num_rows == first.count else num_rows // page_size
         for slice_ in plan.slices:
             for pages, targets in zip(first.request.pages, slice_.request.pages, strict=True):
