@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from support.tiny import tiny_of, write_tiny_folder
 from support.tiny_families import FAMILIES
-from support.transformers_models import logits
+from support.transformers_models import logits, text_model
 
 GOLDEN = Path(__file__).parents[1] / "model" / "families" / "golden" / "families.json"
 TOKENS = [(7 * i * i + 3 * i) % 285 for i in range(80)]
@@ -44,12 +45,26 @@ def main() -> None:
     GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="ascii")
 
 
+def _model(folder: Path) -> Any:
+    """Return transformers' model with the weights of a folder."""
+    config = json.loads((folder / "config.json").read_bytes())
+    if config["model_type"] != "muse_glimmer_text":
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+    model = text_model(config)
+    stored = load_file(folder / "model.safetensors")
+    weights = {name.replace("model.", "model.language_model."): w for name, w in stored.items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert all("vision" in name or name == "lm_head.weight" for name in missing)
+    return model
+
+
 def _recorded(family: str) -> list[list[float]]:
     with tempfile.TemporaryDirectory() as place:
         folder = write_tiny_folder(Path(place) / "tiny", tiny_of(family))
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        )
+        model = _model(folder)
         every = logits(model, TOKENS)
     return [[round(float(every[row, column]), 5) for column in COLUMNS] for row in ROWS]
 

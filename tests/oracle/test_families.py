@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from support.tiny import tiny_config, tiny_of, tokenizer_json
 from support.tiny_families import FAMILIES, WINDOW
-from support.transformers_models import logits
+from support.transformers_models import logits, text_model
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.lab.measure.divergence import compare
 from twostroke.model.families import MODEL_TYPES, build_program
@@ -106,6 +106,10 @@ def test_reference_equals_transformers(family: str, tmp_path: Path) -> None:
             "mscale": 0.7, "mscale_all_dim": 1.3, "llama_4_scaling_beta": 0.8}}),
         ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
             "original_max_position_embeddings": 70, "llama_4_scaling_beta": 2}}),
+        ("muse-glimmer", {"qk_scale_factor": 0.6, "output_multiplier": 1.4, "post_norm_eps": 0.3,
+            "final_logit_softcapping": 2.0, "sliding_window": 40, "tie_word_embeddings": False}),
+        ("muse-glimmer", {"layer_rope_theta": [0, 1.0, 0, 5], "rope_theta": 3e4,
+            "layer_types": ["full_attention", "sliding_attention"] * 2}),
         ("mellum", {"norm_topk_prob": False, "sliding_window": 40, "tie_word_embeddings": False,
             "mlp_layer_types": ["dense"] + ["sparse"] * 3}),
         ("mellum", {"layer_types": ["full_attention", "sliding_attention"] * 2, "rope_parameters": {
@@ -178,8 +182,7 @@ def test_shards_of_bf16_are_read(tmp_path: Path) -> None:
 
 def _random_model(config: dict[str, Any]) -> Any:
     """Return transformers' model with weights that make something of every part of it."""
-    theirs = AutoConfig.for_model(**config, attn_implementation="eager")
-    model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32).eval()
+    model = text_model(config)
     generator = torch.Generator().manual_seed(7)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)

@@ -577,6 +577,32 @@ _MINISTRAL3 = replace(
     },
 )
 
+_MUSE = Variant(
+    "muse-glimmer",
+    "muse_glimmer_text",
+    sizes={"num_layers": 4},
+    metadata={
+        "attention.sliding_window": WINDOW,
+        "attention.sliding_window_pattern": [True, True, True, False],
+        "final_logit_softcapping": 5.0,
+        "logit_scale": 0.7,
+    },
+    config={
+        "hidden_activation": "silu",
+        "sliding_window": WINDOW,
+        "final_logit_softcapping": 5.0,
+        "output_multiplier": 0.7,
+        "qk_scale_factor": 3.0,
+    },
+    layer_names=_GEMMA2.layer_names | {"attn_gate": "self_attn.gate_proj"},
+    interleaves=True,
+    post_norms=True,
+    norm_offset=1.0,
+    last_norm_has_offset=False,
+    query_norm_in_gguf=3.0,
+    gates_attention=True,
+)
+
 _GEMMA4 = replace(
     _GEMMA3,
     architecture="gemma4",
@@ -675,6 +701,7 @@ FAMILIES: dict[str, Variant] = {
     "hy3": _HY3,
     "mellum": _MELLUM,
     "ministral3": _MINISTRAL3,
+    "muse-glimmer": _MUSE,
     "smollm3": _SMOLLM3,
 }
 

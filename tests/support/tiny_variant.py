@@ -34,6 +34,9 @@ class Variant(Frozen):
     interleaves: bool = False
     qkv_bias: bool = False
     query_key_norm: str | None = None
+    query_norm_in_gguf: float | None = None  # the constant weight of norms without weights
+    gates_attention: bool = False
+    last_norm_has_offset: bool = True
     pre_norms: bool = True
     post_norms: bool = False
     norm_offset: float = 0.0

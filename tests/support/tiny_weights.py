@@ -85,6 +85,11 @@ def gguf_weights(tiny: Tiny, weights: Weights) -> Weights:
         for part in ("ffn_gate", "ffn_up", "ffn_down"):
             names = [f"blk.{layer}.{part}.{e}.weight" for e in range(tiny.variant.num_experts)]
             held[f"blk.{layer}.{part}_exps.weight"] = np.stack([held.pop(n) for n in names])
+    if tiny.variant.query_norm_in_gguf is not None:
+        for layer in range(tiny.num_layers):
+            ones = np.ones(tiny.head_dim, np.float32)
+            held[f"blk.{layer}.attn_q_norm.weight"] = ones * tiny.variant.query_norm_in_gguf
+            held[f"blk.{layer}.attn_k_norm.weight"] = ones
     factors = tiny.variant.factors
     return held | {name: np.array(values, np.float32) for name, values in factors.items()}
 
@@ -93,7 +98,7 @@ def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
     """Return `weights` as in a Hugging Face folder, by its names."""
     offset = np.float32(tiny.variant.norm_offset)
     held = {
-        name: values - offset if name.endswith("norm.weight") else values
+        name: values - offset if _has_offset(tiny, name) else values
         for name, values in weights.items()
     }
     if tiny.variant.delta is not None:
@@ -117,6 +122,11 @@ def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
     for name in [name for name in named if "moe_statics" in name]:
         named[name] = named[name][None]  # ERNIE's bias has two dimensions
     return named | stacks
+
+
+def _has_offset(tiny: Tiny, name: str) -> bool:
+    is_last = name == "output_norm.weight"
+    return name.endswith("norm.weight") and (tiny.variant.last_norm_has_offset or not is_last)
 
 
 def interleave_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -144,6 +154,8 @@ def _attention(rng: np.random.Generator, tiny: Tiny) -> Weights:
         whole = variant.query_key_norm == "row"
         part["attn_q_norm.weight"] = _norm(rng, queries if whole else tiny.head_dim)
         part["attn_k_norm.weight"] = _norm(rng, keys if whole else tiny.head_dim)
+    if variant.gates_attention:
+        part["attn_gate.weight"] = _matrix(rng, queries, hidden)
     if variant.post_norms:
         part["post_attention_norm.weight"] = _norm(rng, hidden)
     return part

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from support.tiny_weights import LAYER_NAMES, WHOLE_MODEL
 from twostroke.model.families import ARCHITECTURES
@@ -31,6 +31,28 @@ def transformers_model(loaded: LoadedModel) -> Any:
         missing.pop(_their_name(name, spec)).data.copy_(torch.from_numpy(values))
     assert not missing, f"not set: {missing.keys()}"
     return model
+
+
+def text_model(config: dict[str, Any]) -> Any:
+    """Return transformers' model of a config.json, with random weights.
+
+    Muse Glimmer has only a multimodal class, which gets a tiny vision tower.
+    """
+    if config["model_type"] != "muse_glimmer_text":
+        theirs = AutoConfig.for_model(**config, attn_implementation="eager")
+        return AutoModelForCausalLM.from_config(theirs, dtype=torch.float32).eval()
+    text = {key: value for key, value in config.items() if key != "rope_scaling"}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    whole = AutoConfig.for_model(
+        "muse_glimmer",
+        text_config=text,
+        vision_config=vision | {"num_attention_heads": 2, "pos_emb_height": 2, "pos_emb_width": 2},
+        out_hidden_size=64,
+        projector_hidden_size=16,
+        tie_word_embeddings=config["tie_word_embeddings"],
+        attn_implementation="eager",
+    )
+    return AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).eval()
 
 
 def logits(model: Any, tokens: Sequence[int]) -> NDArray[np.float32]:

@@ -83,6 +83,7 @@ def test_greedy_answers_and_log_probabilities_are_the_cpu_backends(tiny: str) ->
         ("deepseek-v3", {}),
         ("granite", {}),
         ("minimax-m2", {"num_layers": 1}),
+        ("muse-glimmer", {}),
         ("smollm3", {}),
         ("ernie4.5-experts", {}),
     ],

@@ -48,6 +48,7 @@ VOCABULARIES = {
     "mellum": ("mellum2",),
     "minimax-m2": ("minimax-m2",),
     "mistral3": ("tekken",),
+    "muse-glimmer": ("llama4", "gpt-4o"),
     "deepseek2": ("deepseek-llm", "deepseek-coder", "deepseek-v3", "kimi-k2", "youtu", "glm4"),
 }
 

@@ -59,6 +59,7 @@ PROGRAMS = {
     "hy3": "7c1876cc22a7497a",
     "mellum": "f9a2bf2bad8a83f7",
     "ministral3": "338d208b4362585d",
+    "muse-glimmer": "57dde10f2b773873",
     "smollm3": "5bbace4f9a064fb4",
 }
 

@@ -212,6 +212,8 @@ def _activate(activation: Activation, x: Tensor) -> Tensor:
     match activation:
         case Activation.SILU:
             return functional.silu(x)
+        case Activation.SIGMOID:
+            return x.sigmoid()
         case Activation.GELU_TANH:
             return functional.gelu(x, approximate="tanh")
 

@@ -19,6 +19,7 @@ from twostroke.model.families.llama import LLAMA
 from twostroke.model.families.mellum import MELLUM
 from twostroke.model.families.minimax import MINIMAX_M2
 from twostroke.model.families.ministral import MISTRAL3
+from twostroke.model.families.muse import MUSE_GLIMMER
 from twostroke.model.families.olmo2 import OLMO2
 from twostroke.model.families.phi3 import PHI3
 from twostroke.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -46,6 +47,7 @@ ARCHITECTURES: dict[str, Family] = {
     "mellum": MELLUM,
     "minimax-m2": MINIMAX_M2,
     "mistral3": MISTRAL3,
+    "muse-glimmer": MUSE_GLIMMER,
     "olmo2": OLMO2,
     "phi3": PHI3,
     "qwen2": QWEN2,

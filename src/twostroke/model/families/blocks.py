@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from twostroke.model.program import Activation, Program, ops
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from twostroke.model.program import Op
 
     Layer = Callable[[ModelSpec, int, str, str], list[Op]]
-    QueryKeyNorm = Literal["head", "row"] | None
+    QueryKeyNorm = Literal["head", "row", "head without weight"] | None
 
 _LATENT_EPSILON: Final = 1e-6  # of norms of latent vectors, in every model
 
@@ -31,10 +33,14 @@ def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = No
     if embedding_scale is not None:
         parts = [ops.Embed("table", "token_embd.weight", spec.vocab_size, hidden)]
         parts.append(ops.Scale("x0", "table", hidden, embedding_scale))
+    if spec.norms_embedding:
+        parts = [ops.Embed("table", "token_embd.weight", spec.vocab_size, hidden)]
+        parts.append(ops.RMSNorm("x0", "table", None, hidden, spec.norm_epsilon))
     for index in range(spec.num_layers):
         parts += layer(spec, index, f"x{index}", f"x{index + 1}")
     head = "token_embd.weight" if spec.tied_embeddings else "output.weight"
-    parts.append(norm(spec, "last", f"x{spec.num_layers}", "output_norm"))
+    last_norm = norm(spec, "last", f"x{spec.num_layers}", "output_norm")
+    parts.append(last_norm if spec.offsets_last_norm else replace(last_norm, offset=0.0))
     if spec.logit_scale != 1:
         parts.append(ops.Scale("last.scaled", "last", hidden, spec.logit_scale))
     parts.append(
@@ -67,7 +73,7 @@ def attention(
 
     They are the projections, the rotation, attention, and the output projection. With a
     `query_key_norm`, queries and keys are normalized before they are rotated: each head by itself
-    ("head"), or the whole row ("row").
+    ("head", or "head without weight"), or the whole row ("row").
     """
     name, hidden = f"blk.{layer}", spec.hidden_size
     kv_source = spec.kv_source_layer(layer)
@@ -75,7 +81,7 @@ def attention(
     window = spec.window_of(layer)
     parts, values = _heads(spec, layer, x, query_key_norm)
     origin = None
-    if kv_source is None:
+    if kv_source is None and query_key_norm != "head without weight":
         queries = _normed_projection(spec, name, "q", query_key_norm)
         keys = _normed_projection(spec, name, "k", query_key_norm)
         origin = ops.QkProjections(queries, keys, _rope(spec, layer, f"{name}.k", kv_heads))
@@ -147,7 +153,10 @@ def _heads(
     if query_key_norm is not None:
         groups = dict.fromkeys(heads, 1) if query_key_norm == "row" else heads
         for part in rotated:
-            parts.append(_query_key_norm(spec, name, part, heads[part] * dim, groups[part]))
+            normed = _query_key_norm(spec, name, part, heads[part] * dim, groups[part])
+            if query_key_norm == "head without weight":
+                normed = replace(normed, weight=None, offset=0.0)
+            parts.append(normed)
             values[part] = parts[-1].output
     if spec.norms_values and has_kv:
         value_norm = ops.RMSNorm(
@@ -490,7 +499,9 @@ def residual_layer(
             parts.append(norm(spec, part_input, start, f"{name}.{pre_norm}"))
         parts += part(spec, layer, part_input, result)
         if post_norms:
-            parts.append(norm(spec, f"{result}.normed", result, f"{name}.{post_norm}"))
+            normed = norm(spec, f"{result}.normed", result, f"{name}.{post_norm}")
+            epsilon = spec.post_norm_epsilon or spec.norm_epsilon
+            parts.append(replace(normed, epsilon=epsilon))
             result = f"{result}.normed"
         parts.append(ops.Add(end, start, result, spec.hidden_size))
     return parts

@@ -148,7 +148,9 @@ class ModelSpec(Frozen):
     multiplied by the sigmoid of a gate for each value.
 
     `rotates[i]` tells whether layer i has a RoPE; other layers do not know positions. None: all
-    layers have one.
+    layers have one. With `norms_embedding` embeddings are normalized, without a weight. Norms after
+    the parts of layers have `post_norm_epsilon`, if it is not None. `norm_offset` is not added to
+    the weight of the last norm unless `offsets_last_norm`.
     """
 
     architecture: str
@@ -185,6 +187,9 @@ class ModelSpec(Frozen):
     delta: DeltaSpec | None = None
     gates_attention: bool = False
     rotates: tuple[bool, ...] | None = None
+    norms_embedding: bool = False
+    offsets_last_norm: bool = True
+    post_norm_epsilon: float | None = None
 
     def window_of(self, layer: int) -> WindowSpec | None:
         """Return the sliding window of a layer; None if the layer reads all positions."""

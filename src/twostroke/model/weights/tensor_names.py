@@ -69,7 +69,7 @@ _DERIVED = re.compile(
 # The parts of a multimodal model other than its text model.
 _OTHER_MODALITY = re.compile(
     r"(?:model\.)*(?:vision_tower|vision_model|vision_embedder|visual|audio_tower"
-    r"|multi_modal_projector|embed_vision|embed_audio)\..*"
+    r"|multi_modal_projector|embed_vision|embed_audio|vision_adapter|vision_projection)\..*"
 )
 # Layers for multi-token prediction of ERNIE and Qwen, which do not compute the next token.
 _MTP_LAYER = re.compile(

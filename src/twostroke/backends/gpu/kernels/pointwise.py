@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
 
 _BLOCK: Final = 1024
-_FUNCTIONS: Final = {Activation.SILU: 0, Activation.GELU_TANH: 1}
+_FUNCTIONS: Final = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.SIGMOID: 2}
 
 
 def activate(
@@ -168,6 +168,8 @@ def _activate(
         y += tl.load(up_bias + columns, columns < WIDTH, 0.0)
     if FUNCTION == 0:
         x = x / (1 + tl.exp(-x))
+    elif FUNCTION == 2:
+        x = 1 / (1 + tl.exp(-x))
     else:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         x = x / (1 + tl.exp(-2 * inner))  # x / 2 * (1 + tanh(inner))
