@@ -45,7 +45,7 @@ OPS: tuple[LocalOp, ...] = (
     Linear("out", "x", "w", 24, 40, "b"),
     Rope("out", "x", 4, 16, (1.0, 0.1, 0.01), interleaved=False),
     Rope("out", "x", 4, 16, (1.0, 0.1), interleaved=True),
-    QueryRope("out", "x", 4, 6, (1.0, 0.1, 0.01), False, 1.0, 0.5, 1 << 14),
+    QueryRope("out", "x", 4, 16, (1.0, 0.1, 0.01), False, 1.0, 0.5, 1 << 14),
     Attention("out", "q", "k", "v", 0, 8, 4, 16, 0.3, window=4, soft_cap=5.0),
     Attention("out", "q", "k", "v", 0, 4, 4, 16, 0.3),
     SharedKvAttention("out", "q", "", "", 0, 8, 4, 16, 0.3, window=4),
