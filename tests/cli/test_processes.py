@@ -337,6 +337,15 @@ def test_a_key_in_place_of_its_file_is_not_shown(
     assert "hunter2" not in ran.err + ran.out
 
 
+def test_a_file_of_keys_that_cannot_be_read_is_named(
+    cli: Callable[..., Ran], tiny: str, tmp_path: Path
+) -> None:
+    for path in (tmp_path, tmp_path / "missing.txt"):
+        ran = cli("serve", tiny, "--port", "0", "--api-keys", str(path))
+        assert ran.code == 2
+        assert f"{path} cannot be read" in ran.err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

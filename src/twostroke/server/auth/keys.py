@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Final, Self
 
@@ -300,15 +301,24 @@ def _tenant_key(scope: Scope) -> Key:
         raise UsageError("The header x-twostroke-tenant must be NAME WEIGHT [CLASSES].") from None
 
 
+def _is_surely_a_path(path: Path) -> bool:
+    """Whether an error may show a value of `--api-keys`: it is no key in place of a file.
+
+    The file exists, or a folder exists for it. Keys may have slashes, too.
+    """
+    has_folder = path.parent.name != "" and path.parent.is_dir()
+    return has_folder or os.path.lexists(path)
+
+
 def _read_file(path: Path) -> dict[str, str]:
     try:
         text = read_regular_file(path).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "keys are ASCII characters"
-        # The path is not shown: it may be a key that was given in place of a file.
+        name = f" {path}" if _is_surely_a_path(path) else ""
         text = (
-            "takes the path of a file with keys, one on each line, and the file cannot be read: "
-            f"{reason}. For a single key, set TWOSTROKE_API_KEY."
+            "takes the path of a file with keys, one on each line, and the file"
+            f"{name} cannot be read: {reason}. For a single key, set TWOSTROKE_API_KEY."
         )
         raise UsageError(text, field="api_keys") from None
     tenants_by_key: dict[str, str] = {}
