@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -11,11 +12,17 @@ from support.fake_model import FakeModel
 from support.programs import VOCAB_SIZE, hybrid_program, random_tensors
 from support.row_by_row import RowByRow
 from support.schedules import Setting, fresh, random_requests, run_schedule
+from twostroke.backends.kv_size import WORKING_BYTES, size_kv_cache
+from twostroke.core.errors import MemoryLimitError
+from twostroke.core.options import CacheOptions
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.kv_cache import PagePool, PrefixIndex, StatePool
+from twostroke.engine.kv_cache import PagePool, PrefixHit, PrefixIndex, StatePool
 from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 from twostroke.engine.scheduler.recurrent_states import SNAPSHOT_TOKENS
+
+if TYPE_CHECKING:
+    from twostroke.engine.scheduler.request_state import RequestState
 
 CONTEXT = 500
 NUM_PAGES = 300
@@ -134,3 +141,48 @@ def test_states_run_short_only_of_snapshots() -> None:
         turns.answer(request)
         assert request.num_output == 20
     assert turns.states.num_available == 4
+
+
+def test_waiting_requests_are_compared_once_for_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns(num_states=8)
+    pool = PagePool(NUM_PAGES, PAGE_SIZE)
+    config = SchedulerConfig(8192, max_running=1, token_budget=64)
+    scheduler = turns.scheduler = Scheduler(
+        config, pool, PrefixIndex(pool), Continuous(), states=turns.states
+    )
+    num_matches = 0
+    match = scheduler.prefix_cache.match
+
+    def counted(state: RequestState) -> PrefixHit | None:
+        nonlocal num_matches
+        num_matches += state.request.id != "1"
+        return match(state)
+
+    monkeypatch.setattr(scheduler.prefix_cache, "match", counted)
+    first = turns.request(list(range(40)), max_tokens=100)
+    others = [turns.request([9, number, *range(200)], max_tokens=1) for number in range(5)]
+    for request in (first, *others):
+        scheduler.add(request)
+    num_steps = 0
+    while not first.is_finished and (plan := scheduler.plan()):
+        scheduler.commit(plan, turns.model.run(plan))
+        num_steps += 1
+    assert num_steps >= 100
+    assert num_matches <= num_steps + 2 * len(others), "each of them in each step"
+
+
+def test_a_kv_memory_that_fits_is_enough_for_pages_and_states() -> None:
+    program = hybrid_model()._program
+    free_bytes = 10**8
+    options = CacheOptions(memory_bytes=9 * 10**7, context_length=2048)
+    available = free_bytes + WORKING_BYTES
+    size = size_kv_cache(program, options, 256, 0, available, max_running=64)
+    assert size.num_states >= 64
+    assert size.cache_bytes <= 9 * 10**7
+    options = CacheOptions(memory_bytes=size.cache_bytes, context_length=2048)
+    again = size_kv_cache(program, options, 256, 0, available, max_running=64)
+    assert again.num_pages > 0
+    with pytest.raises(MemoryLimitError):
+        size_kv_cache(
+            program, CacheOptions(memory_bytes=2 * 10**8), 256, 0, available, max_running=64
+        )

@@ -92,7 +92,7 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
     free_bytes = max(available_bytes - weight_bytes - WORKING_BYTES, 0)
     num_states = _num_states(program, options, free_bytes, max_running)
-    free_bytes -= (state_bytes := num_states * program.state_bytes)
+    state_bytes = num_states * program.state_bytes
     pages_for_one = groups.num_needed(context_length, token_budget)
     if memory_bytes is not None:
         num_pages = max(0, memory_bytes - state_bytes) // page_bytes
@@ -103,8 +103,9 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
             * max_running,
         )
         num_pages = min(num_pages, _MAX_CONTEXTS * pages_for_one)
-        num_pages = min(num_pages, int(free_bytes * _MAX_FREE_MEMORY_RATIO) // page_bytes)
-        if num_pages < pages_for_one <= free_bytes // page_bytes:
+        page_memory = free_bytes - state_bytes
+        num_pages = min(num_pages, int(page_memory * _MAX_FREE_MEMORY_RATIO) // page_bytes)
+        if num_pages < pages_for_one <= page_memory // page_bytes:
             num_pages = pages_for_one
     asks_too_much = memory_bytes is not None and memory_bytes > free_bytes
     if num_pages >= pages_for_one and not asks_too_much:
@@ -113,6 +114,7 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
         return replace(size, num_states=num_states)
 
     allowed_bytes = free_bytes if memory_bytes is None else min(memory_bytes, free_bytes)
+    max_pages = max(0, allowed_bytes - state_bytes) // page_bytes
     shortage = _Shortage(
         name=program.name,
         weight_bytes=weight_bytes,
@@ -121,9 +123,7 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
         memory_bytes=memory_bytes,
         context_length=context_length,
         needed_bytes=pages_for_one * page_bytes + state_bytes,
-        fitting=groups.max_tokens(
-            allowed_bytes // page_bytes, program.context_length, token_budget
-        ),
+        fitting=groups.max_tokens(max_pages, program.context_length, token_budget),
         group_limit=group_limit,
     )
     raise shortage.kv_memory_error() if asks_too_much else shortage.context_error()

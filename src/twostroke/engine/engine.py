@@ -25,7 +25,7 @@ from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
-from twostroke.core.options import DEFAULT_ACTIVATION_BITS, EngineOptions
+from twostroke.core.options import DEFAULT_ACTIVATION_BITS, PARTNER, EngineOptions
 from twostroke.core.process_tuning import return_freed_memory
 from twostroke.engine.canary import FirstLoadCheck
 from twostroke.engine.chat.conversation import Chat
@@ -37,7 +37,7 @@ from twostroke.engine.kv_offload.tier import kv_cache_spec
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
-from twostroke.engine.scheduler.recurrent_states import slots_per_request
+from twostroke.engine.scheduler.recurrent_states import max_running_with
 from twostroke.engine.speculation import (
     Lookahead,
     NgramProposer,
@@ -219,10 +219,15 @@ def _with_checked_options(recipe: EngineRecipe, say: Callable[[str], None]) -> E
         raise UsageError(f"{name} cannot be transferred: run it without disaggregation.")
     if options.offload.is_used:
         raise UsageError(f"{name} cannot be offloaded: leave out --page-cache and --page-store.")
-    method = options.speculation.method
-    if method not in {"auto", "off"}:
-        raise UsageError(f"{name} cannot take back drafts: leave out --speculate {method}.")
-    speculation = replace(options.speculation, method="off")
+    speculation = options.speculation
+    if speculation.draft not in {None, PARTNER}:
+        raise UsageError(f"{name} cannot take back drafts: leave out --draft.")
+    if speculation.heads is not None:
+        raise UsageError(f"{name} cannot take back drafts: leave out --heads.")
+    if speculation.method not in {"auto", "off"}:
+        reason = f"{name} cannot take back drafts: leave out --speculate {speculation.method}."
+        raise UsageError(reason)
+    speculation = replace(speculation, method="off", draft=None, count=None)
     return recipe.with_options(replace(options, speculation=speculation))
 
 
@@ -430,7 +435,12 @@ def build_scheduler(
     states = None
     if facts.num_states:
         states = StatePool(facts.num_states)
-        max_running = facts.num_states // slots_per_request(config.steps_ahead)
+        max_running = max_running_with(facts.num_states, config.steps_ahead)
+        if batch.policy != "continuous" and batch.batch_size > max_running:
+            raise MemoryLimitError(
+                f"The recurrent states of {batch.batch_size} requests do not fit into memory: "
+                f"lower --batch-size to {max_running}, or raise --kv-memory."
+            )
         config = replace(config, max_running=min(config.max_running, max_running))
     return Scheduler(config, pool, index, make_policy(batch), clock, states=states)
 

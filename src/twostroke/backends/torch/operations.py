@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twostroke.core.errors import BackendError
 from twostroke.core.frozen import Frozen
 from twostroke.model.program import Activation, ops
 
@@ -92,6 +93,8 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
             return _sum_terms(op, values[op.x], values[op.scores])
         case ops.TakeColumns():
             return values[op.x][:, op.first : op.first + op.width]
+        case ops.ShortConvolution() | ops.GatedDeltaRule() | ops.GateRows():
+            raise BackendError(f"PyTorch cannot compute this operation yet: {op.label}.")
         case ops.Scale():
             scaled = values[op.x] * op.factor
             return scaled if op.weight is None else scaled * weights[op.weight]

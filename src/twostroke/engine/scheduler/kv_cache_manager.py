@@ -323,8 +323,7 @@ class PrefixCache:
                 state.awaited_key = key
                 return None
         state.awaited_key = None
-        if hit.num_pages > cached_prefix.num_pages:
-            state.snapshot_pages.add(hit.num_pages)
+        state.parted_after = hit.num_pages if hit.num_pages > cached_prefix.num_pages else 0
         return cached_prefix
 
     def _hit_with_snapshot(self, keys: list[bytes], hit: PrefixHit) -> PrefixHit:

@@ -27,11 +27,17 @@ if TYPE_CHECKING:
     from twostroke.engine.scheduler.request_state import RequestState
 
 SNAPSHOT_TOKENS: Final = 2048
+_MAX_RUNNING_SHARE: Final = 0.75  # of the slots that running requests take
 
 
 def slots_per_request(steps_ahead: int) -> int:
     """Return how many slots a running request needs: one for each step in flight, and its own."""
     return 2 + steps_ahead
+
+
+def max_running_with(num_slots: int, steps_ahead: int) -> int:
+    """Return how many requests may run with `num_slots` slots; a quarter is left for snapshots."""
+    return max(1, int(num_slots * _MAX_RUNNING_SHARE) // slots_per_request(steps_ahead))
 
 
 class RecurrentStates:
@@ -53,7 +59,7 @@ class RecurrentStates:
         if slot != NO_STATE:
             self.pool.share(slot)
         request.state_slot = request.planned_state_slot = slot
-        state.snapshot_pages.add((request.num_prompt - 1) // self._page_size)
+        state.snapshot_pages |= {(request.num_prompt - 1) // self._page_size, state.parted_after}
 
     def max_rows(self, state: RequestState, num_rows: int) -> int:
         """Return how many of a request's next rows reach its next snapshot, at most `num_rows`.

@@ -55,6 +55,10 @@ class RequestState:
         is_running: whether the request holds pages now; otherwise it waits.
         snapshot_pages: numbers of pages after which the recurrent state is kept as a snapshot, for
             models with such states.
+        parted_after: how many of the first pages the prefix cache had when the request was last
+            compared with it, if there was no snapshot of the recurrent state there; else 0.
+        compared_at: how many requests had started when the waiting request was last compared with
+            running requests; -1 if it was not compared yet.
         last_snapshot: page key of the newest snapshot after generated tokens.
         may_sample_ahead: whether a step may compute a token that an earlier step in flight
             samples.
@@ -72,6 +76,8 @@ class RequestState:
     update_at: int = 0
     awaited_key: bytes | None = None
     snapshot_pages: set[int] = field(default_factory=set)
+    parted_after: int = 0
+    compared_at: int = -1
     last_snapshot: bytes | None = None
     has_started: bool = False
     is_running: bool = False

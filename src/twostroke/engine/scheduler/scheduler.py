@@ -95,6 +95,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._running: list[RequestState] = []  # requests that hold pages, by priority key
         self._in_flight = StepsInFlight(self._kv_cache)
+        self._num_started = 0
         self._num_prompt_tokens = 0
         self._num_hit_tokens = 0
         self._num_preemptions = 0
@@ -388,10 +389,18 @@ class Scheduler:
                 self._add_prefill(state, builder)
         self._start_waiting(builder, before=None)
         if self._recurrent is not None:
-            # A running request keeps a snapshot where a waiting one needs it, if asked in time.
-            for state in self._waiting.ready[:_MAX_LOOKAHEAD]:
-                if state.awaited_key is None:
-                    self.prefix_cache.match(state)
+            self._compare_waiting()
+
+    def _compare_waiting(self) -> None:
+        """Compare the next waiting requests with running requests, once after each start.
+
+        A running request keeps a snapshot of its recurrent state where a waiting request needs it,
+        if it is asked before it computes these tokens.
+        """
+        for state in self._waiting.ready[:_MAX_LOOKAHEAD]:
+            if state.awaited_key is None and state.compared_at != self._num_started:
+                state.compared_at = self._num_started
+                self.prefix_cache.match(state)
 
     def _add_prefill(self, state: RequestState, builder: StepBuilder) -> None:
         """Add a slice with the next chunk of a request's tokens, if there is room."""
@@ -480,6 +489,7 @@ class Scheduler:
             self._waiting.order.start(state)
         self._waiting.start_rate.start(request.priority, len(request.tokens))
         self.prefix_cache.start(state)
+        self._num_started += 1
         self._update_pages(state)
         state.is_running = True
         insort(self._running, state, key=priority_key)

@@ -293,6 +293,7 @@ def _replicas(
         windows=tuple([group.window for group in program.cache_groups]),
         weight_bytes=model.all_bytes,
         cache_bytes=size.cache_bytes,
+        num_states=size.num_states,
     )
     replicas = []
     for _ in range(setup.replicas):
