@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 from twostroke.cli.line_editor import append_to_history, read_history
@@ -34,3 +37,24 @@ def test_only_the_last_entries_are_recalled(tmp_path: Path) -> None:
         append_to_history(path, str(number))
     entries = list(read_history(path))
     assert (entries[0], entries[-1], len(entries)) == ("5", "1004", 1000)
+
+
+def test_history_that_the_locale_cannot_show_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "twostroke" / "chat_history"
+    for message in ("grüße", "a\0b", "plain"):
+        append_to_history(path, message)
+    script = (
+        "from twostroke.cli import line_editor\n"
+        "list(line_editor.typed_messages())\n"
+        "import readline\n"
+        "print(readline.get_history_item(readline.get_current_history_length()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "TWOSTROKE_CACHE": str(path.parent)},
+        input="",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[-1] == "plain"

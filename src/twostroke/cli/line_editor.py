@@ -48,7 +48,7 @@ def typed_messages() -> Iterator[str]:
         readline.set_auto_history(False)
         readline.clear_history()
         for entry in read_history(history_path):
-            readline.add_history(entry)
+            _recall(entry)
     while True:
         try:
             message = input("> ")
@@ -59,10 +59,16 @@ def typed_messages() -> Iterator[str]:
             click.echo()
             return
         if message.strip():
-            if readline is not None:
-                readline.add_history(message)
+            _recall(message)
             append_to_history(history_path, message)
             yield message
+
+
+def _recall(message: str) -> None:
+    """Let the arrow keys recall a message, unless readline cannot show it in this locale."""
+    if readline is not None:
+        with suppress(ValueError):  # characters that the locale lacks, or a null character
+            readline.add_history(message)
 
 
 def read_history(path: Path) -> Iterable[str]:

@@ -300,3 +300,38 @@ def test_a_router_that_stops_lets_no_suspect_wait(monkeypatch: pytest.MonkeyPatc
         assert ends[1] == ("NoReplicaError", 5)
 
     run(campaign(), monkeypatch)
+
+
+def test_a_router_that_stops_lets_no_copy_wait_for_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def campaign() -> None:
+        sim = Simulation(2)
+        suspect(sim, "harmless-suspect")
+        asyncio.get_running_loop().call_later(5, sim.fleet.stop_waiting)
+        ends = await asyncio.gather(
+            after(0, sim.send("harmless-suspect", 20)), after(1, sim.send("harmless-suspect", 1))
+        )
+        assert ends[0][0] == "200"
+        assert ends[1][0] == "NoReplicaError"
+        assert ends[1][1] <= 6
+
+    run(campaign(), monkeypatch)
+
+
+def test_a_replica_that_did_not_drain_serves_others_before_it_is_reserved_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def campaign() -> None:
+        sim = Simulation(1)
+        suspect(sim, "harmless-suspect")
+        ends = await asyncio.gather(
+            after(0, sim.send("harmless-a", 300)),
+            after(1, sim.send("harmless-suspect", 1)),
+            after(62, sim.send("harmless-suspect", 1)),
+            after(65, sim.send("harmless-b", 1)),
+        )
+        assert ends[1][0] == "NoReplicaError"
+        assert ends[3] == ("200", 66), "it does not wait for another drain"
+
+    run(campaign(), monkeypatch)

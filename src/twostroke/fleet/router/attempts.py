@@ -19,6 +19,8 @@ dies, too, the request was the cause; if the request is answered, it was not.
 from __future__ import annotations
 
 import asyncio
+import math
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.cancellation import wait_until_set
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _MAX_TURN_S: Final = 600.0  # that a request waits for others that may kill engines
 _MAX_DRAIN_S: Final = 60.0  # in which the requests at a reserved replica must end
 _MAX_WAIT_FOR_RESERVED_S: Final = 90.0  # before a request shares a reserved replica
+_DRAIN_PAUSE_S: Final = 120.0  # in which other requests use a replica that did not drain in time
 _POLL_S: Final = 0.5  # after which waiting requests look at the replicas, whatever happens
 
 
@@ -128,6 +131,7 @@ class Attempts:
         self.fleet = fleet
         self.killers = Killers()
         self._reserved: set[int] = set()  # indices of replicas
+        self._not_before_s: dict[int, float] = {}  # by index, after a drain that took too long
         self._num_waiting_to_share = 0
         self._changed = asyncio.Event()  # set and replaced at a reserved replica's changes
 
@@ -170,11 +174,7 @@ class Attempts:
         Waits until no other request with the same content runs. Returns None if no replica can
         answer now; raises as `begin`.
         """
-        try:
-            async with asyncio.timeout(_MAX_TURN_S):
-                turn = await self.killers.take_turn(request.content)
-        except TimeoutError:
-            raise _not_isolated() from None
+        turn = await self._take_turn(request)
         attempt: Attempt | None = None
         try:
             self.killers.check(request.content)
@@ -188,6 +188,36 @@ class Attempts:
             elif turn is not None:
                 turn.release()
         return attempt
+
+    async def _take_turn(self, request: ProxiedRequest) -> asyncio.Lock | None:
+        """Wait until no other request with the same content runs; see `Killers.take_turn`.
+
+        Raises:
+            ClientGoneError: the client has left.
+            NoReplicaError: the wait took too long, or the router stops.
+        """
+        deadline_s = asyncio.get_running_loop().time() + _MAX_TURN_S
+        waiting = asyncio.ensure_future(self.killers.take_turn(request.content))
+        try:
+            while not waiting.done():
+                await asyncio.wait({waiting}, timeout=_POLL_S)
+                self._check_may_wait(request, deadline_s)
+            return waiting.result()
+        except BaseException:  # a turn that was taken meanwhile is given back
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                turn = await waiting
+                if turn is not None:
+                    turn.release()
+            raise
+
+    def _check_may_wait(self, request: ProxiedRequest, deadline_s: float = math.inf) -> None:
+        if asyncio.get_running_loop().time() >= deadline_s:
+            raise _not_isolated()
+        if request.has_left:
+            raise ClientGoneError("The client left before its request was sent.")
+        if self.fleet.is_stopping:
+            raise self.fleet.no_replica_error(request.model)
 
     def on_end(self, replica: Replica, *, is_isolated: bool) -> None:
         """Wake the requests that wait for a reserved replica, after an attempt at this replica.
@@ -235,6 +265,8 @@ class Attempts:
         while candidates := self._candidates(request, failed):
             free = [replica for replica in candidates if replica.index not in self._reserved]
             num_reserved = len(candidates) - len(free)
+            now_s = asyncio.get_running_loop().time()
+            free = [each for each in free if self._not_before_s.get(each.index, now_s) <= now_s]
             has_room = bool(free) and num_reserved < max(1, len(candidates) // 2)
             if has_room and not self._num_waiting_to_share:  # waiting ordinary requests come first
                 idlest = min(free, key=_running_requests)
@@ -256,6 +288,7 @@ class Attempts:
             deadline_s = asyncio.get_running_loop().time() + _MAX_DRAIN_S
             while replica.computed.num_requests:
                 if not await self._wait(request, deadline_s):
+                    self._not_before_s[replica.index] = deadline_s + _DRAIN_PAUSE_S
                     raise _not_isolated()
             others = {other.index for other in self.fleet.replicas.values() if other is not replica}
             attempt = self._choose(request, others)
@@ -306,10 +339,7 @@ class Attempts:
         """
         await wait_until_set(self._changed, _POLL_S)
         request.give_up_s = 0.0  # the replica for which the request waits is ready
-        if request.has_left:
-            raise ClientGoneError("The client left before its request was sent.")
-        if self.fleet.is_stopping:
-            raise self.fleet.no_replica_error(request.model)
+        self._check_may_wait(request)
         return asyncio.get_running_loop().time() < deadline_s
 
 

@@ -181,7 +181,7 @@ class Forwarder:
         attempt.record_death()
         url, id_ = attempt.replica.url, request.context.request_id
         count = self.killers.count(request.content)
-        _logger.warning("The engine of %s died with request %s: %d deaths.", url, id_, count)
+        _logger.warning("The engine of %s died with request %s, death %d.", url, id_, count)
         attempt.replica.check_now.set()
 
     async def _end_with_error(self, request: ProxiedRequest, error: TwostrokeError) -> None:
