@@ -252,7 +252,7 @@ def errors() -> None:
     for wrong, kind in (
         ({"temperature": -1}, openai.BadRequestError),
         ({"model": "nobody"}, openai.NotFoundError),
-        ({"max_tokens": -1}, openai.BadRequestError),
+        ({"top_p": 2}, openai.BadRequestError),
     ):
         request = {"model": MODEL, "messages": QUESTION} | wrong
         error = refusal(client.chat.completions.create, **request)
