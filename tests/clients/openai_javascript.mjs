@@ -143,8 +143,8 @@ const checks = {
         && error.code === "previous_response_not_found",
     );
     await assert.rejects(
-      client.responses.create({ model: MODEL, input: "x", tools: [{ type: "web_search" }] }),
-      (error) => error instanceof OpenAI.BadRequestError && error.param === "tools[0].type",
+      client.responses.create({ model: MODEL, input: "x", tool_choice: { type: "web_search" } }),
+      (error) => error instanceof OpenAI.BadRequestError && error.param === "tool_choice.type",
     );
   },
   async errors() {
