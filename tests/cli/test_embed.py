@@ -58,7 +58,7 @@ def test_only_line_feeds_end_a_line(cli: Cli, tiny: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "stdin", "code", "said"),
     [
-        (("a", "-f", "/dev/null"), b"", 2, "not both"),
+        (("a", "-f", __file__), b"", 2, "not both"),
         ((), None, 2, "There is no text"),
         ((), b"", 2, "There is no text"),
         (("a", " "), b"", 2, "Text 2 is empty"),

@@ -75,7 +75,7 @@ def test_json_is_for_scripts(cli: Cli, tiny: str) -> None:
 def test_a_disturbed_measurement_says_so(
     cli: Cli, tiny: str, monkeypatch: pytest.MonkeyPatch, share: float | None, is_said: bool
 ) -> None:
-    monkeypatch.setattr(module.OtherPrograms, "share", lambda watch: share)
+    monkeypatch.setattr(module.OtherProgramsLoad, "share", lambda watch: share)
     arguments = ("profile", tiny, "--prefill", "8", "--steps", "1")
     assert ("other programs took 50% of the processors" in cli(*arguments).out) == is_said
     [step] = json.loads(cli(*arguments, "--json").out)["steps"]

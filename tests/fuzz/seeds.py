@@ -144,6 +144,14 @@ def _families() -> dict[str, Tiny]:
             own |= {"num_layers": len(variant.wide.slides), "num_kv_heads": 2, "num_heads": 2}
         if variant.delta is not None:
             own |= {"num_layers": variant.delta.interval}
+        lists = (*variant.metadata.values(), *variant.config.values())
+        num_layers = max((len(each) for each in lists if isinstance(each, list)), default=1)
+        if num_layers > 1 and variant.num_experts:
+            continue  # too large
+        if "leading_dense_block_count" in variant.metadata and variant.latent is None:
+            num_layers = 2
+        if num_layers > 1:  # a value for each layer, or other layers first
+            own.setdefault("num_layers", num_layers)
         differs = variant.wide is not None or variant.delta is not None
         has_inputs = variant.wide is not None and variant.wide.inputs > 0
         if has_inputs or (differs and variant.num_experts):

@@ -176,13 +176,13 @@ def test_policies_see_open_requests_and_the_queues_that_replicas_report(monkeypa
 
     monkeypatch.setitem(POLICIES, "fewest-waiting", fewest_waiting)
     fleet = Fleet("fewest-waiting")
-    assert fleet.ask(1).index == 0
+    assert fleet.route(1).index == 0
     for index, num_waiting in enumerate((3, 2, 0, 4)):
         fleet.dispatcher.report(index, 0.0, None, num_waiting=num_waiting)
-    assert fleet.ask(2).index == 2
+    assert fleet.route(2).index == 2
     fleet.dispatcher.report(2, 0.0, None, num_waiting=5)
     fleet.dispatcher.reset(3)  # it was restarted
-    assert fleet.ask(3).index == 3
+    assert fleet.route(3).index == 3
     assert states == [
         ([0, 0, 0, 0], [0, 0, 0, 0]),
         ([1, 0, 0, 0], [3, 2, 0, 4]),

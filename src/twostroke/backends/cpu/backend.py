@@ -284,7 +284,7 @@ class CpuBackend:
             cache_bytes=0,
             one_arithmetic=bool(library.ts_one_arithmetic()),
             rows_together=library.ts_linear_rows_together(),
-            num_states=pages.num_states,
+            num_states=pages.num_states if self._program.state_layers else 0,
             steps_ahead=len(self._weight_shard.mesh.stages) - 1 if self._weight_shard else 0,
         )
 

@@ -82,7 +82,7 @@ class ReferenceBackend:
             num_threads=num_cores(),
             num_pages=num_pages,
             page_size=page_size,
-            num_states=num_states,
+            num_states=num_states if program.state_layers else 0,
             windows=tuple(group.window for group in program.cache_groups),
             weight_bytes=sum(weight.nbytes for weight in weights.values()),
             cache_bytes=sum(

@@ -121,7 +121,7 @@ def profile_ranks(
     notice("Loading the model")
     with RankGroup(recipe) as group:
         size = _with_pages_for(options.shapes, program, group.size_kv_cache())
-        backend = group.create_backend(size)
+        backend = group.create_backend(size, embeds=True)
     try:
         cost = replace(recipe.cost_model(size.kv_format), stops_rows=True)
         link = measure_link(backend, _LINK_MEASUREMENT_S)
