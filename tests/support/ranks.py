@@ -93,6 +93,8 @@ class Post:
 class ThreadRanks:
     """Runs step plans as a backend does, with a plan for each rank of a mesh."""
 
+    num_states = 0  # several ranks keep no recurrent states
+
     def __init__(
         self,
         model: Model,
@@ -110,7 +112,6 @@ class ThreadRanks:
         program, tensors = model
         self.program, self.mesh, self.library = program, mesh, load_library(level)
         self.bits, self.num_ranks = activation_bits, mesh.num_ranks
-        self.num_states = 0  # several ranks keep no recurrent states
         self.parts = WeightShard(0, mesh, max_rows, None).parts(program, kept)
         size = shared_bytes(self.parts, max_rows)
         self.page_size = mesh.num_kv_ranks * KV_SPLIT_TOKENS if mesh.kv_by_tokens else PAGE_SIZE

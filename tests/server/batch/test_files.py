@@ -80,11 +80,10 @@ def test_lines_that_ended_before_the_input_was_lost_have_their_results(tmp_path:
         live_server(tmp_path, records=records) as first,
     ):
         file_id = upload(first, "".join(map(line, range(40)))).json()["id"]
-        first.backend.pause_s = 0.2
+        first.backend.pause_s = 1.0  # so that not all of them end before the server stops
         chats = begin(first, file_id)["id"]
         messages = first.http.post(MESSAGES, json=body).json()["id"]
         wait_for(lambda: _num_completed(first, chats) > 0)
-        first.backend.pause_s = 1.0  # so that not all of them end while the server drains
     for name in names(records):
         records.files.remove(name)
     with (
