@@ -28,6 +28,7 @@ from support.stored_pages import PAGE_VALUE, content_of, kind
 from support.tiny import write_tiny_folder, write_tiny_gguf
 from twostroke.backends import machine_limits as limits
 from twostroke.backends.activation_bits import resolve as activations
+from twostroke.backends.cpu.packed_store import PackedStore
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import write_checked_json
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 
 _HANG_S = 20
 _TOKENS = 8
+_PACKED_BYTES = 3 << 12
 
 
 class FileKind(Frozen):
@@ -160,6 +162,33 @@ def read_pieces(folder: Path) -> Any:
     remade: list[list[int]] = []
     result = SavedWork(load_path(folder / "model.gguf")).pieces(64, lambda: remade)
     return None if result is remade else result
+
+
+def make_packed(folder: Path, number: int) -> list[Path]:
+    weights = np.arange(_PACKED_BYTES, dtype=np.uint8) + np.uint8(number)
+    store, path = packed_store_of(folder, number)
+    writer = store.write_later(path, weights.ctypes.data, weights.nbytes)
+    assert writer is not None
+    writer.close(_HANG_S)
+    return [path]
+
+
+def read_packed(folder: Path) -> Any:
+    store, path = packed_store_of(folder, 0)
+    mapped = store.open(path, _PACKED_BYTES)
+    if mapped is None:
+        return None
+    weights = mapped.bytes[:_PACKED_BYTES].tobytes()
+    mapped.close()
+    return weights
+
+
+def packed_store_of(folder: Path, number: int) -> tuple[PackedStore, Path]:
+    """Return a store in a folder, and the path of its file with the weights of a number."""
+    store = PackedStore(folder, f"model {number}", min_bytes=0)
+    library_path = folder / "library.so"
+    library_path.write_bytes(b"kernels")
+    return store, store.path_of(library_path, ["a Q8_0 (1, 64)"], "identity")
 
 
 def make_matrices(folder: Path, number: int) -> list[Path]:
@@ -418,6 +447,7 @@ KINDS: dict[str, FileKind] = {
     ),
     "digest of weights": FileKind(make=make_digest, read=read_digest),
     "calibration text": FileKind(make=make_pieces, read=read_pieces),
+    "packed weights": FileKind(make=make_packed, read=read_packed),
     "rounded matrices": FileKind(make=make_matrices, read=read_matrices),
     "checkpoint": FileKind(make=make_checkpoint, read=read_checkpoint),
     "recorded answers": FileKind(make=make_answers, read=read_answers),

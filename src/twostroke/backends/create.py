@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level, usual_kv_format
-from twostroke.core.env import install_command
+from twostroke.backends.cpu.packed_store import PackedStore
+from twostroke.core.env import cache_dir, install_command
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.core.options import ACTIVATION_BITS
@@ -143,11 +144,13 @@ def working_bytes(
 
 
 def unused_bytes(compute: ComputeOptions, backend: Backend) -> int:
-    """Return how many bytes of reported free memory a backend's KV pages will still take.
+    """Return how many bytes of reported free memory a backend's pages and weights will still take.
 
     The cpu backend's pages take memory only once they are used; a GPU's are allocated at once.
+    Weights in mapped files are reported as free.
     """
-    return 0 if compute.backend == "gpu" else backend.facts.cache_bytes
+    facts = backend.facts
+    return 0 if compute.backend == "gpu" else facts.cache_bytes + facts.shared_weight_bytes
 
 
 def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
@@ -163,6 +166,7 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
     embeds: bool = False,
     mesh: Mesh = ONE_RANK,
     weight_shard: WeightShard | None = None,
+    packed_source: str | None = None,
     max_rows: int = 256,
 ) -> Backend:
     """Create the backend that the compute options select, and load the model's weights into it.
@@ -171,7 +175,9 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
     `CpuBackend`. Only cpu backends share threads; the other backends can always embed.
 
     `mesh`: the reference backend runs all ranks of it in this process. `weight_shard`: this process
-    is one rank of several. `max_rows`: the largest number of rows of a step.
+    is one rank of several. `packed_source`: the stamp of the model's files, with which the cpu
+    backend keeps packed weights; None: they are not kept. `max_rows`: the largest number of rows of
+    a step.
     """
     if compute.backend == "gpu":
         from twostroke.backends.gpu.backend import GpuBackend
@@ -214,7 +220,16 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
         tapped_value=tapped_value,
         embeds=embeds,
         weight_shard=weight_shard,
+        packed_store=_packed_store(compute, packed_source),
     )
+
+
+def _packed_store(compute: ComputeOptions, source: str | None) -> PackedStore | None:
+    """Return the store of packed weights; None if the options or the caller want none."""
+    if source is None or compute.packed_cache_bytes == 0:
+        return None
+    folder = cache_dir() / "packed-weights"
+    return PackedStore(folder, source, max_bytes=compute.packed_cache_bytes)
 
 
 def _create_reference_backend(

@@ -73,6 +73,8 @@ class BackendFacts(Frozen):
     - `num_states`: slots for recurrent states; 0 for models without such states.
     - `windows[g]`: positions that attention of cache group g sees; None: all.
     - `weight_bytes`, `cache_bytes`: memory of the weights and of all pages, of all ranks together.
+    - `shared_weight_bytes`: the part of `weight_bytes` that lies in mapped files, which the
+      operating system counts as available memory.
     - `level`: instruction set of the kernels, or of the machine limits to compare speeds with.
     - `precision`: everything else that decides how numbers are rounded.
     - `one_arithmetic`: prompt rows and generated rows are computed bit for bit in the same way, so
@@ -97,6 +99,7 @@ class BackendFacts(Frozen):
     windows: tuple[int | None, ...]
     weight_bytes: int
     cache_bytes: int
+    shared_weight_bytes: int = 0
     level: str = "portable"
     precision: str = ""
     one_arithmetic: bool = True

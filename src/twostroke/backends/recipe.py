@@ -198,5 +198,6 @@ class EngineRecipe(Frozen):
             tapped_value=tapped_value,
             embeds=embeds,
             mesh=self.mesh,
+            packed_source=self.loaded.file_stamp,
             max_rows=self.max_rows,
         )

@@ -198,15 +198,22 @@ class WordListParam(click.ParamType):  # type: ignore[type-arg]
 
 
 class ByteSizeParam(click.ParamType):  # type: ignore[type-arg]
-    """An option type: a number of bytes, such as 512M, 2GB or 1GiB."""
+    """An option type: a number of bytes, such as 512M, 2GB or 1GiB, or a word for a number."""
 
     name = "size"
 
+    def __init__(self, words: Mapping[str, Any] | None = None) -> None:
+        """Accept each of `words` for its number of bytes."""
+        self._words = dict(words or {})
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the option's number of bytes."""
+        if str(value).strip().lower() in self._words:
+            return int(self._words[str(value).strip().lower()])
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", str(value).strip().lower())
         if match is None or match[2] not in _UNITS:
-            self.fail(f"'{value}' is not a size: write 512M, 2GB or 1GiB.", param, ctx)
+            others = ", ".join(["512M", "2GB", *self._words])
+            self.fail(f"'{value}' is not a size: write {others} or 1GiB.", param, ctx)
         return int(float(match[1]) * _UNITS[match[2]])
 
 

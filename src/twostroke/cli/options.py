@@ -125,7 +125,7 @@ def _click_option(field: OptionField, default: object) -> CommandOption:
     if declared.flag_value:
         attributes |= {"flag_value": declared.flag_value, "default": default}
         attributes["show_default"] = False
-    elif declared.named_values:
+    elif declared.named_values and declared.form != "size":
         attributes |= {"type": NamedValueParam(dict(declared.named_values)), "default": default}
         word = next(word for word, value in declared.named_values if value == default)
         attributes |= {"show_default": False, "help": f"{declared.help} [default: {word}]"}
@@ -149,7 +149,8 @@ def _click_option(field: OptionField, default: object) -> CommandOption:
 def _click_type(field: OptionField) -> Any:
     """Return the click type that reads the values of a declared field."""
     declared = field.option
-    by_form = {"size": ByteSizeParam(), "file": TextFileParam(), "json": JsonObjectParam()}
+    size_param = ByteSizeParam(dict(declared.named_values))
+    by_form = {"size": size_param, "file": TextFileParam(), "json": JsonObjectParam()}
     if declared.form in by_form:
         return by_form[declared.form]
     if declared.form == "path":

@@ -139,6 +139,19 @@ class ComputeOptions(OptionStruct):
             "model.",
         ),
     ] = AUTO_BITS
+    packed_cache_bytes: Annotated[
+        int | None,
+        Option(
+            "--packed-cache",
+            form="size",
+            low=0,
+            named_values=(("off", 0),),
+            default="half of the disk space that is free",
+            help="Most disk space in the cache folder for weights that are packed for the kernels "
+            "of the backend cpu, such as 50GB, or off; with them, later starts take less time, and "
+            "processes with the same model share its memory.",
+        ),
+    ] = None
     same_tokens: Annotated[
         bool,
         Option(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends.cpu.lowered import CpuLowered
+    from twostroke.backends.cpu.packed_store import PackedStore
     from twostroke.backends.cpu.plan import MeasuredOpTime
     from twostroke.backends.interface import CollectiveTest, PageMemory, WeightShard
     from twostroke.backends.step_frame import StepFrame
@@ -63,6 +64,7 @@ class CpuBackend:
         tapped_value: str | None = None,
         embeds: bool = False,
         weight_shard: WeightShard | None = None,
+        packed_store: PackedStore | None = None,
     ) -> None:
         """Pack the weights and reserve the KV pages, which take memory only once they are used.
 
@@ -85,6 +87,7 @@ class CpuBackend:
                 `tapped_value` can then only be the last hidden state.
             weight_shard: this backend is one rank of several; it holds and computes its part of
                 the model. Ranks other than 0 only `follow`.
+            packed_store: keeps the packed weights for later starts; None: they are not kept.
 
         Raises:
             BackendError: the level cannot be used, or the Program cannot be run.
@@ -106,7 +109,11 @@ class CpuBackend:
             else:
                 self._pool = share_threads_with._pool  # noqa: SLF001
             weights = PackedWeights(
-                library, rank_tensors, self._lowered.matrices, self._lowered.vectors
+                library,
+                rank_tensors,
+                self._lowered.matrices,
+                self._lowered.vectors,
+                packed_store,
             )
             opened.callback(weights.close)
             link = PlanLink(weight_shard.link, weight_shard.max_rows) if weight_shard else None
@@ -121,12 +128,14 @@ class CpuBackend:
             )
             opened.callback(self._plan.close)
             weights.pack(self._pool, release, progress)
+            self._weights = weights
             self._opened = opened.pop_all()
         self._crowded = ActiveThreads(library, self._pool, num_threads)
         self.facts = replace(
             self._facts_of(choice.level, num_threads, activation_bits, pages),
             stops_rows=weight_shard is None and tapped_value is None,
             weight_bytes=weights.num_bytes,
+            shared_weight_bytes=weights.num_bytes if weights.is_shared else 0,
             cache_bytes=_cache_bytes(rank_program, pages),
         )
         self._steps = self._step_arrays(tapped, returns_tapped=tapped_value is not None)
@@ -143,6 +152,7 @@ class CpuBackend:
 
     def fill(self, plan: StepPlan) -> None:
         """Write a step's input arrays; the next call of `compute` computes the step."""
+        self._weights.share()
         self._start_s = time.perf_counter()
         self._sampled = self._steps.fill(plan)
 
@@ -179,6 +189,7 @@ class CpuBackend:
 
         Returns the seconds that the rank spent in collectives.
         """
+        self._weights.share()
         step = record_of(frame)
         self._plan.run(step)
         return float(step.collective_s)

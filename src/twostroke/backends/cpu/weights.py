@@ -1,13 +1,15 @@
-"""Weights in the kernels' layout, packed once at load from the memory-mapped file."""
+"""Weights in the kernels' layout: packed at load from the model's file, or kept from before."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from twostroke.backends.cpu.records import WeightRecord
 from twostroke.core.errors import BackendError, MemoryLimitError
+from twostroke.model.weights import weights_identity
 
 if TYPE_CHECKING:
     import ctypes
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends.cpu.lowered import Vector
+    from twostroke.backends.cpu.packed_store import MappedWeights, PackedStore, PackedWriter
     from twostroke.model.quant import QuantTensor
 
     Progress = Callable[[int, int], None]
@@ -39,8 +42,9 @@ class PackedWeights:
         tensors: Mapping[str, QuantTensor],
         matrices: Sequence[str],
         vectors: Sequence[Vector],
+        store: PackedStore | None = None,
     ) -> None:
-        """Reserve memory for the packed weights; `pack` fills it.
+        """Map the packed weights from a file of `store`, or reserve memory that `pack` fills.
 
         Raises:
             BackendError: a format that the kernels do not support.
@@ -61,29 +65,47 @@ class PackedWeights:
         sizes = [_packed_bytes(library, name, tensors[name]) for name in matrices]
         self._size = sum(sizes)
         self.num_bytes = self._size + sum(values.nbytes for values in self.vectors.values())
-        self._memory: int | None = library.ts_map_memory(self._size)
-        if self._memory is None:
-            message = f"No memory for {self._size / 1e6:,.0f} MB of weights; use a smaller model."
-            raise MemoryLimitError(message)
+        self._store = store
+        self._writer: PackedWriter | None = None
+        self._path = self._stored_path() if store else None
+        self._mapped: MappedWeights | None = None
+        self._memory: int | None = None
+        self.is_ready = self._open_stored()
+        if self._memory is None and self._mapped is None:
+            self._memory = self._reserve()
+        address = self._mapped.address if self._mapped else self._memory
+        assert address is not None
         starts = np.cumsum([0, *sizes])[:-1]
         self.records = {
             name: WeightRecord(
                 t.format.kernel_id,
                 t.num_rows,
                 t.shape[-1],
-                self._memory + int(start),
+                address + int(start),
                 self._orders[name].ctypes.data if name in self._orders else None,
             )
             for (name, t), start in zip(self._tensors.items(), starts, strict=True)
         }
 
-    def pack(self, pool: int, release: Release | None, progress: Progress | None) -> None:
-        """Pack all weight matrices for the kernels, with the threads of a pool.
+    @property
+    def is_shared(self) -> bool:
+        """Whether the weights are a mapped file, whose memory the system counts as available."""
+        return self._mapped is not None
 
-        `release(tensors)` is called with tensors that will not be read again, `progress(done,
-        total)` after each tensor with numbers of bytes.
+    def pack(self, pool: int, release: Release | None, progress: Progress | None) -> None:
+        """Pack all weight matrices for the kernels, unless they came from a file of the store.
+
+        The threads of a native pool pack. `release(tensors)` is called with tensors that will not
+        be read again, `progress(done, total)` after each tensor with numbers of bytes.
         """
         total = sum(tensor.num_bytes for tensor in self._tensors.values())
+        if self.is_ready:
+            if release is not None:
+                release(list(self._tensors.values()))
+            self._tensors = {}
+            if progress is not None:
+                progress(total, total)
+            return
         done = released = 0
         packed: list[QuantTensor] = []
         for tensor, record in zip(self._tensors.values(), self.records.values(), strict=True):
@@ -104,12 +126,73 @@ class PackedWeights:
             if progress is not None:
                 progress(done, total)
         self._tensors = {}
+        self.is_ready = True
+        if self._store is not None and self._path is not None and self._memory is not None:
+            self._writer = self._store.write_later(self._path, self._memory, self._size)
+
+    def share(self) -> None:
+        """Use the file of the store in place of own memory, once the file has been written.
+
+        Other processes then use the same memory. No step may run meanwhile.
+        """
+        if self._writer is None or self._memory is None:
+            return
+        mapped = self._writer.take()
+        if mapped is None:
+            return
+        try:
+            mapped.move_to(self._memory)
+        except OSError:  # the own memory stays as it was
+            mapped.close()
+            return
+        self._mapped = mapped
 
     def close(self) -> None:
         """Free the memory of the packed weights; may be called twice."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
         if self._memory is not None:
             self._library.ts_unmap_memory(self._memory, self._size)
             self._memory = None
+        elif self._mapped is not None:
+            self._mapped.close()
+
+    def _stored_path(self) -> Path:
+        """Return the path of the store's file for these matrices."""
+        assert self._store is not None
+        descriptions = [
+            f"{name} {tensor.format.name} {tensor.shape}" for name, tensor in self._tensors.items()
+        ]
+        library_path = Path(self._library._name)  # noqa: SLF001 - ctypes has no other name for it
+        return self._store.path_of(library_path, descriptions, weights_identity(self._tensors))
+
+    def _open_stored(self) -> bool:
+        """Map or copy the store's file with these matrices; return whether there is one."""
+        if self._store is None or self._path is None:
+            return False
+        mapped = self._store.open(self._path, self._size)
+        if mapped is None:
+            return False
+        if mapped.has_huge_pages:
+            self._mapped = mapped
+        else:
+            self._memory = self._reserve()
+            mapped.copy_to(self._memory)
+            mapped.close()
+        return True
+
+    def _reserve(self) -> int:
+        """Return the address of memory for all packed weights, which nothing has touched.
+
+        Raises:
+            MemoryLimitError: there is not enough address space.
+        """
+        memory: int | None = self._library.ts_map_memory(self._size)
+        if memory is None:
+            message = f"No memory for {self._size / 1e6:,.0f} MB of weights; use a smaller model."
+            raise MemoryLimitError(message)
+        return memory
 
 
 def kernel_rows(tensor: QuantTensor) -> NDArray[np.uint8]:

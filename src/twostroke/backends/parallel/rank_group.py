@@ -150,6 +150,7 @@ class RankGroup:
                 tapped_value=tapped_value,
                 embeds=embeds,
                 weight_shard=WeightShard(0, recipe.mesh, self._max_rows, self._link.record, sizes),
+                packed_source=recipe.loaded.file_stamp,
             )
         rank0_backend = cast("RankBackend", rank0_backend)  # true for a backend with a share
         return ParallelBackend(rank0_backend, self._ranks, self._link, jobs, recipe.mesh)

@@ -245,6 +245,7 @@ class RankWorker:
             release=loaded.release,
             tapped_value=job.tapped_value,
             weight_shard=WeightShard(job.rank, job.mesh, job.max_rows, self.link.record, sizes),
+            packed_source=loaded.file_stamp,
         )
         self._backend = cast("RankBackend", backend)  # true for a backend with a share
         self._clock = DecodeClock()

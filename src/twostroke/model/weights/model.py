@@ -61,6 +61,12 @@ class LoadedModel(Frozen):
         """Return the size of the model's weight files in bytes."""
         return sum(mapping.size for mapping in self.mappings)
 
+    @property
+    def file_stamp(self) -> str:
+        """Return a text that changes when a weight file is replaced or written to."""
+        stamps = [(mapping.size, mapping.path.stat().st_mtime_ns) for mapping in self.mappings]
+        return repr(stamps)
+
     def without_tokenizer(self) -> Self:
         """Return the model without its tokenizer, whose tables may take more memory than a step."""
         return replace(self, tokenizer_source=GgufTokenizer({}))

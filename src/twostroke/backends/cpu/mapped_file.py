@@ -1,0 +1,137 @@
+"""A file mapped read-only at an address that starts a huge page, shared with other processes."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_HUGE_PAGE: Final = 1 << 21
+_PROT_NONE: Final = 0
+_MAP_FIXED: Final = 0x10
+_MREMAP_MAYMOVE: Final = 1
+_MREMAP_FIXED: Final = 2
+_MIN_HUGE_RATIO: Final = 0.9  # of the file's memory
+_SMAPS: Final = Path("/proc/self/smaps")
+_FAILED: Final = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def map_file(path: Path, num_bytes: int) -> Mapping:
+    """Map a file of `num_bytes` bytes read-only.
+
+    Raises:
+        ValueError: the file has another size.
+        OSError: the file cannot be opened or mapped.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if (size := os.fstat(descriptor).st_size) != num_bytes:
+            raise ValueError(f"its size is {size} bytes, not {num_bytes}")
+        length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        reserved = _map(None, length + _HUGE_PAGE, _PROT_NONE, -1)
+        address = -(-reserved // _HUGE_PAGE) * _HUGE_PAGE
+        _unmap(reserved, address - reserved)
+        _unmap(address + length, reserved + _HUGE_PAGE - address)
+        try:
+            _map(address, length, mmap.PROT_READ, descriptor)
+        except OSError:
+            _unmap(address, length)
+            raise
+    finally:
+        os.close(descriptor)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        _libc.madvise(address, length, mmap.MADV_HUGEPAGE)  # a kernel may know no such pages
+    return Mapping(address, num_bytes, length)
+
+
+class Mapping:
+    """The bytes of a mapped file, from `address` on."""
+
+    def __init__(self, address: int, num_bytes: int, length: int) -> None:
+        """Own `length` bytes of mapped memory; the first `num_bytes` are the file's."""
+        self.address, self._num_bytes, self._length = address, num_bytes, length
+        self._is_open = True
+
+    def array(self) -> NDArray[np.uint8]:
+        """Return the bytes of the file, which must not be used after `close`."""
+        assert self._is_open
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self._num_bytes).from_address(self.address))
+
+    def has_huge_pages(self) -> bool:
+        """Whether nearly all of the file is mapped in huge pages; its pages must be in memory."""
+        mapped_kb = 0
+        with suppress(OSError):
+            is_ours = False
+            for line in _SMAPS.read_text("ascii", "replace").splitlines():
+                field, _, value = line.partition(" ")
+                if not field.endswith(":"):
+                    first, _, end = field.partition("-")
+                    is_ours = int(first, 16) < self.address + self._length
+                    is_ours &= int(end, 16) > self.address
+                elif is_ours and field == "FilePmdMapped:":
+                    mapped_kb += int(value.split()[0])
+        return mapped_kb * 1024 >= _MIN_HUGE_RATIO * self._num_bytes
+
+    def move_to(self, address: int) -> None:
+        """Move the mapping to `address`, in place of the memory that is mapped there.
+
+        Raises:
+            OSError: the operating system refuses it; nothing has changed.
+        """
+        moved = _libc.mremap(
+            ctypes.c_void_p(self.address),
+            ctypes.c_size_t(self._length),
+            ctypes.c_size_t(self._length),
+            ctypes.c_int(_MREMAP_MAYMOVE | _MREMAP_FIXED),
+            ctypes.c_void_p(address),
+        )
+        if moved == -1:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._is_open = False
+
+    def close(self) -> None:
+        """Unmap the file; may be called twice."""
+        if self._is_open:
+            self._is_open = False
+            _unmap(self.address, self._length)
+
+
+def _map(address: int | None, length: int, protection: int, descriptor: int) -> int:
+    """Map memory without access, or a file if `descriptor` is not -1, at a fixed `address` or any.
+
+    Raises:
+        OSError: the operating system refuses it.
+    """
+    flags = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if address is not None:
+        flags |= _MAP_FIXED
+    mapped: int | None = _libc.mmap(address, length, protection, flags, descriptor, 0)
+    if mapped is None or mapped == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapped
+
+
+def _unmap(address: int, length: int) -> None:
+    if length:
+        _libc.munmap(address, length)

@@ -1,0 +1,354 @@
+"""Packed weights that are kept in files, so that later starts map them instead of packing again.
+
+A file has the packed matrices of one model, or of one rank's part of it, then a sum of each block,
+then a trailer that identifies the contents. Files are written in the background after a load, and
+renamed when they are complete. No file is trusted before its sums are checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from twostroke.backends.cpu import mapped_file
+from twostroke.core.errors import TwostrokeError
+from twostroke.core.files import format_bytes, try_lock
+from twostroke.core.hardware import memory_nodes, num_cores
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+MIN_KEPT_BYTES: Final = 256 << 20  # smaller models are packed in less than 0.2 s
+_VERSION: Final = 1
+_PAGE: Final = 4096  # the sums begin at a multiple of it
+_BLOCK_BYTES: Final = 1 << 20
+_WRITE_BYTES: Final = 1 << 24
+_TRAILER: Final = struct.Struct("<8s32s")
+_MAGIC: Final = b"TSPACKED"
+_CLOSE_WAIT_S: Final = 3.0
+_MAX_THREADS: Final = 8
+_logger = logging.getLogger("twostroke.engine")
+
+
+class PackedStore:
+    """A folder of packed weights, at most `max_bytes` of them; the least recently used go first."""
+
+    def __init__(
+        self,
+        folder: Path,
+        source: str,
+        *,
+        max_bytes: int | None = None,
+        min_bytes: int = MIN_KEPT_BYTES,
+    ) -> None:
+        """Use the packed weights in `folder`, which is created when the first file is written.
+
+        Args:
+            folder: the folder of all models' packed weights.
+            source: a text that changes when the model's files change.
+            max_bytes: the most bytes of all files; None for half of the space that is free or
+                already used by them.
+            min_bytes: smaller models are not kept.
+        """
+        self._folder, self._source = folder, source
+        self._max_bytes, self._min_bytes = max_bytes, min_bytes
+
+    def path_of(self, library_path: Path, descriptions: Iterable[str], identity: str) -> Path:
+        """Return the path of the file with some matrices, packed by a native library.
+
+        Args:
+            library_path: the library. Another build of it may pack in another way.
+            descriptions: name, format and shape of each matrix, in their order in memory.
+            identity: the `weights_identity` of the matrices.
+        """
+        digest = hashlib.sha256()
+        for part in (_VERSION, _file_digest(library_path), self._source, identity, *descriptions):
+            digest.update(f"{part}\n".encode())
+        return self._folder / f"{digest.hexdigest()}.packed"
+
+    def open(self, path: Path, num_bytes: int) -> MappedWeights | None:
+        """Map and check the file at `path`, which must have `num_bytes` of packed weights.
+
+        Returns None if there is no such file. A damaged file is deleted, with a warning.
+        """
+        if not self._keeps(num_bytes):
+            return None
+        try:
+            mapping = mapped_file.map_file(path, _file_bytes(num_bytes))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            self._discard(path, f"cannot be used: {error}")
+            return None
+        weights = MappedWeights(mapping, num_bytes)
+        if not _is_intact(weights.bytes, num_bytes, path.stem):
+            weights.close()
+            self._discard(path, "is damaged")
+            return None
+        with suppress(OSError):
+            os.utime(path)  # the time of the last use
+        return weights
+
+    def write_later(self, path: Path, address: int, num_bytes: int) -> PackedWriter | None:
+        """Start to write packed weights in memory to the file at `path`, in the background.
+
+        The weights must stay at `address` until the writer is closed. Returns None if weights of
+        this size are not kept.
+        """
+        if not self._keeps(num_bytes):
+            return None
+        return PackedWriter(self, path, address, num_bytes)
+
+    def make_room(self, path: Path, num_bytes: int) -> None:
+        """Delete the least recently used files, so that a file of `num_bytes` may be written.
+
+        Parts that processes left behind when they ended are deleted, too.
+
+        Raises:
+            TwostrokeError: the limit or the disk is too small for the file.
+        """
+        for part in self._folder.glob(".*.part"):
+            if part != _part_of(path):
+                _remove_if_abandoned(part)
+        kept_files = []
+        for file in self._folder.glob("*.packed"):
+            with suppress(OSError):  # another process may delete it now
+                status = file.stat()
+                kept_files.append((status.st_mtime, status.st_size, file))
+        used = sum(size for _, size, _ in kept_files)
+        free = shutil.disk_usage(self._folder).free
+        limit = (free + used) // 2 if self._max_bytes is None else self._max_bytes
+        if num_bytes > min(limit, free + used):
+            raise TwostrokeError(
+                f"they take {format_bytes(num_bytes)}, and {format_bytes(min(limit, free + used))} "
+                "may be used (--packed-cache)"
+            )
+        for _, size, file in sorted(kept_files):
+            if used + num_bytes <= limit and num_bytes <= free:
+                break
+            file.unlink(missing_ok=True)
+            used, free = used - size, free + size
+
+    def _keeps(self, num_bytes: int) -> bool:
+        """Whether packed weights of this size are kept here.
+
+        They are not on several NUMA nodes, where each thread packs the matrices that it will read
+        into the memory of its node: a mapped file would lie on one node.
+        """
+        return num_bytes >= self._min_bytes and len(memory_nodes()) <= 1
+
+    def _discard(self, path: Path, fault: str) -> None:
+        _logger.warning("The packed weights %s: %s. They are packed again.", fault, path)
+        with suppress(OSError):
+            path.unlink()
+
+
+class MappedWeights:
+    """The packed weights of a file that is mapped into memory, or of its copy in memory."""
+
+    def __init__(self, mapping: mapped_file.Mapping, num_bytes: int) -> None:
+        """Use a mapping whose first `num_bytes` bytes are packed weights."""
+        self._mapping = mapping
+        self.num_bytes = num_bytes
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        """Return all bytes of the file; the array must not be used after `close`."""
+        return self._mapping.array()
+
+    @property
+    def address(self) -> int:
+        """Return the address of the first byte."""
+        return self._mapping.address
+
+    @property
+    def has_huge_pages(self) -> bool:
+        """Whether the operating system maps the file in huge pages.
+
+        If not, reading the weights in each step takes longer than from other memory.
+        """
+        return self._mapping.has_huge_pages()
+
+    def copy_to(self, address: int) -> None:
+        """Copy the packed weights to memory at `address`."""
+        source, target = self.bytes[: self.num_bytes], _bytes_at(address, self.num_bytes)
+
+        def copy(start: int) -> None:
+            target[start : start + _WRITE_BYTES] = source[start : start + _WRITE_BYTES]
+
+        _in_threads(copy, range(0, self.num_bytes, _WRITE_BYTES))
+
+    def move_to(self, address: int) -> None:
+        """Move the mapping to `address`, in place of the memory that is there.
+
+        `close` must not be called afterwards; who frees the memory at `address` frees the mapping.
+        """
+        self._mapping.move_to(address)
+
+    def close(self) -> None:
+        """Unmap the file."""
+        self._mapping.close()
+
+
+class PackedWriter:
+    """Writes packed weights to a file in a thread, then maps the file.
+
+    `take` returns the mapping once it is there, so that the process can use it in place of its own
+    copy of the weights, and share the memory with other processes.
+    """
+
+    def __init__(self, store: PackedStore, path: Path, address: int, num_bytes: int) -> None:
+        """Start the thread."""
+        self._store, self._path = store, path
+        self._address, self._num_bytes = address, num_bytes
+        self._is_cancelled = threading.Event()
+        self._mapped: MappedWeights | None = None
+        self._thread = threading.Thread(target=self._write, name="packed weights", daemon=True)
+        self._thread.start()
+
+    def take(self) -> MappedWeights | None:
+        """Return the mapped file once, if it is complete and has huge pages; else None."""
+        mapped, self._mapped = self._mapped, None
+        return mapped
+
+    def close(self, wait_s: float = _CLOSE_WAIT_S) -> None:
+        """Wait up to `wait_s` seconds for the file, then give it up; the memory is free after."""
+        self._thread.join(wait_s)
+        self._is_cancelled.set()
+        self._thread.join()
+        if (mapped := self.take()) is not None:
+            mapped.close()
+
+    def _write(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._write_file():
+                self._map()
+        except (OSError, TwostrokeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            _logger.info("The packed weights are not kept for the next start: %s.", reason)
+
+    def _write_file(self) -> bool:
+        """Write the file, and return whether it is complete."""
+        part = _part_of(self._path)
+        with part.open("ab", buffering=0) as file:
+            if not try_lock(file.fileno()) or self._path.exists():
+                return False  # another process writes the same weights, or has written them
+            try:
+                self._store.make_room(self._path, _file_bytes(self._num_bytes))
+                file.truncate(0)
+                if not self._write_contents(file.fileno()):
+                    return False
+                part.replace(self._path)
+                return True
+            finally:
+                part.unlink(missing_ok=True)
+
+    def _write_contents(self, descriptor: int) -> bool:
+        """Write weights, sums and trailer; return False if the writer is closed meanwhile."""
+        weights = _bytes_at(self._address, self._num_bytes)
+        for start in range(0, self._num_bytes, _WRITE_BYTES):
+            if self._is_cancelled.is_set():
+                return False
+            _write_all(descriptor, weights[start : start + _WRITE_BYTES].data)
+        _write_all(descriptor, bytes(-self._num_bytes % _PAGE))
+        sums = _block_sums(weights)
+        _write_all(descriptor, sums.tobytes())
+        _write_all(descriptor, _TRAILER.pack(_MAGIC, _seal(self._path.stem, sums)))
+        return not self._is_cancelled.is_set()
+
+    def _map(self) -> None:
+        """Map the file that was written, if weights in it are read as fast as from own memory."""
+        mapped = self._store.open(self._path, self._num_bytes)
+        if mapped is not None and mapped.has_huge_pages:
+            self._mapped = mapped
+        elif mapped is not None:
+            mapped.close()
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(f".{path.stem}.part")
+
+
+def _remove_if_abandoned(part: Path) -> None:
+    """Delete a partly written file, unless a process is writing it."""
+    with suppress(OSError), part.open("rb") as file:
+        if try_lock(file.fileno()):
+            part.unlink(missing_ok=True)
+
+
+def _file_bytes(num_bytes: int) -> int:
+    """Return the size of the file with `num_bytes` of packed weights."""
+    num_sums = -(-num_bytes // _BLOCK_BYTES)
+    return num_bytes + -num_bytes % _PAGE + 8 * num_sums + _TRAILER.size
+
+
+def _is_intact(file: NDArray[np.uint8], num_bytes: int, name: str) -> bool:
+    """Whether a file with `num_bytes` of packed weights has the contents that were written."""
+    magic, seal = _TRAILER.unpack(file[-_TRAILER.size :].tobytes())
+    sums = file[num_bytes + -num_bytes % _PAGE : -_TRAILER.size].view(np.uint64)
+    if magic != _MAGIC or seal != _seal(name, sums):
+        return False
+    return bool(np.array_equal(_block_sums(file[:num_bytes]), sums))
+
+
+def _seal(name: str, sums: NDArray[np.uint64]) -> bytes:
+    return hashlib.sha256(name.encode() + sums.tobytes()).digest()
+
+
+def _block_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """Return the sum of each block's 64-bit words, modulo 2^64.
+
+    It finds lost pages and changed bits at the speed of the memory.
+    """
+    words = values.view(np.uint64)
+    block = _BLOCK_BYTES // 8
+    starts = range(0, words.size, block)
+    sums = np.zeros(len(starts), np.uint64)
+
+    def add(start: int) -> None:
+        sums[start // block] = words[start : start + block].sum()
+
+    _in_threads(add, starts)
+    return sums
+
+
+def _in_threads(work: Callable[[int], None], items: Sequence[int]) -> None:
+    """Call `work` for all items, in as many threads as there are cores; NumPy frees the GIL."""
+    num_threads = min(num_cores(), _MAX_THREADS)
+
+    def work_on_part(thread: int) -> None:
+        for item in items[thread::num_threads]:
+            work(item)
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(work_on_part, range(num_threads)))
+
+
+def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+
+
+def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view.nbytes:
+        view = view[os.write(descriptor, view) :]
+
+
+@cache
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
