@@ -108,13 +108,8 @@ class CpuBackend:
                 self._pool = opened.enter_context(thread_pool(library, num_threads))
             else:
                 self._pool = share_threads_with._pool  # noqa: SLF001
-            weights = PackedWeights(
-                library,
-                rank_tensors,
-                self._lowered.matrices,
-                self._lowered.vectors,
-                packed_store,
-            )
+            weights = PackedWeights(library, rank_tensors, self._lowered, packed_store)
+            self._weights = weights
             opened.callback(weights.close)
             link = PlanLink(weight_shard.link, weight_shard.max_rows) if weight_shard else None
             self._plan = NativePlan(
@@ -128,14 +123,13 @@ class CpuBackend:
             )
             opened.callback(self._plan.close)
             weights.pack(self._pool, release, progress)
-            self._weights = weights
             self._opened = opened.pop_all()
         self._crowded = ActiveThreads(library, self._pool, num_threads)
         self.facts = replace(
             self._facts_of(choice.level, num_threads, activation_bits, pages),
             stops_rows=weight_shard is None and tapped_value is None,
             weight_bytes=weights.num_bytes,
-            shared_weight_bytes=weights.num_bytes if weights.is_shared else 0,
+            shared_weight_bytes=weights.num_shared_bytes,
             cache_bytes=_cache_bytes(rank_program, pages),
         )
         self._steps = self._step_arrays(tapped, returns_tapped=tapped_value is not None)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from twostroke.core.files import open_regular_file
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -44,8 +46,8 @@ def map_file(path: Path, num_bytes: int) -> Mapping:
         ValueError: the file has another size.
         OSError: the file cannot be opened or mapped.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with open_regular_file(path, follows_links=False) as file:
+        descriptor = file.fileno()
         if (size := os.fstat(descriptor).st_size) != num_bytes:
             raise ValueError(f"its size is {size} bytes, not {num_bytes}")
         length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -58,8 +60,6 @@ def map_file(path: Path, num_bytes: int) -> Mapping:
         except OSError:
             _unmap(address, length)
             raise
-    finally:
-        os.close(descriptor)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         _libc.madvise(address, length, mmap.MADV_HUGEPAGE)  # a kernel may know no such pages
     return Mapping(address, num_bytes, length)

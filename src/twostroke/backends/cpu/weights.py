@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends.cpu.lowered import Vector
+    from twostroke.backends.cpu.lowered import CpuLowered, Vector
     from twostroke.backends.cpu.packed_store import MappedWeights, PackedStore, PackedWriter
     from twostroke.model.quant import QuantTensor
 
@@ -40,8 +40,7 @@ class PackedWeights:
         self,
         library: ctypes.CDLL,
         tensors: Mapping[str, QuantTensor],
-        matrices: Sequence[str],
-        vectors: Sequence[Vector],
+        lowered: CpuLowered,
         store: PackedStore | None = None,
     ) -> None:
         """Map the packed weights from a file of `store`, or reserve memory that `pack` fills.
@@ -51,10 +50,11 @@ class PackedWeights:
             MemoryLimitError: there is not enough address space.
         """
         self._library = library
+        matrices = lowered.matrices
         self._tensors = {name: tensors[name] for name in matrices}
         with np.errstate(invalid="ignore"):  # a damaged file is found later, by the canary
             self.vectors: dict[Vector, NDArray[np.float32]] = {
-                vector: vector.values(tensors) for vector in vectors
+                vector: vector.values(tensors) for vector in lowered.vectors
             }
         # Equal column orders are one array: matrices with the same order share their sorted inputs.
         orders = {name: tensors[name].order for name in matrices}
@@ -88,9 +88,9 @@ class PackedWeights:
         }
 
     @property
-    def is_shared(self) -> bool:
-        """Whether the weights are a mapped file, whose memory the system counts as available."""
-        return self._mapped is not None
+    def num_shared_bytes(self) -> int:
+        """Return the bytes of weights in a mapped file, which the system counts as available."""
+        return 0 if self._mapped is None else self._size
 
     def pack(self, pool: int, release: Release | None, progress: Progress | None) -> None:
         """Pack all weight matrices for the kernels, unless they came from a file of the store.
