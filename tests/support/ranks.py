@@ -130,7 +130,7 @@ class ThreadRanks:
             pool = self._open.enter_context(thread_pool(self.library, threads))
             share = WeightShard(rank, mesh, max_rows, link)
             own = share.tensors(self.parts[rank], tensors)
-            weights = PackedWeights(self.library, own, lowered.matrices, lowered.vectors)
+            weights = PackedWeights(self.library, own, lowered)
             self._open.callback(weights.close)
             part = self.parts[rank].program
             end = PlanLink(link, max_rows)
