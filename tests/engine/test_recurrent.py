@@ -15,7 +15,7 @@ from support.schedules import Setting, fresh, random_requests, run_schedule
 from twostroke.backends.kv_size import WORKING_BYTES, size_kv_cache
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.options import CacheOptions
-from twostroke.core.request import Request
+from twostroke.core.request import Hints, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.kv_cache import PagePool, PrefixHit, PrefixIndex, StatePool
 from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
@@ -130,6 +130,40 @@ def test_a_long_prompt_leaves_snapshots_on_its_way() -> None:
     third = turns.request([*tokens[: SNAPSHOT_TOKENS + 20], *range(60, 100)], max_tokens=1)
     turns.answer(third)
     assert third.num_cached == SNAPSHOT_TOKENS + 16, "where two prompts have parted"
+
+
+def test_a_shared_beginning_stays_while_other_chats_come_and_go() -> None:
+    turns = Turns(num_states=12)
+    shared = [number % VOCAB_SIZE for number in range(1000)]
+    rng = random.Random(2)
+
+    def chat(tokens: list[int]) -> Request:
+        for _ in range(2):
+            tokens = [*tokens, *(rng.randrange(VOCAB_SIZE) for _ in range(60))]
+            request = turns.request(tokens, max_tokens=20)
+            turns.answer(request)
+            tokens = list(request.tokens)
+        return request
+
+    for _ in range(3):  # the second keeps the snapshot, and the third uses it
+        chat(shared)
+    for _ in range(10):
+        for _ in range(6):
+            chat([rng.randrange(VOCAB_SIZE)])
+        request = turns.request([*shared, *(rng.randrange(VOCAB_SIZE) for _ in range(60))], 20)
+        turns.answer(request)
+        assert request.num_cached == 992
+
+
+def test_a_snapshot_is_kept_where_the_caller_says_that_prompts_part() -> None:
+    turns = Turns()
+    tokens = [number % VOCAB_SIZE for number in range(400)]
+    first = turns.request(tokens, max_tokens=1)
+    first.hints = Hints(shared_lengths=(170, 7, 100_000))
+    turns.answer(first)
+    second = turns.request([*tokens[:170], *range(40)], max_tokens=1)
+    turns.answer(second)
+    assert second.num_cached == 160
 
 
 def test_states_run_short_only_of_snapshots() -> None:

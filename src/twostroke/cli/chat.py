@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.engine import Engine
     from twostroke.engine.model_card import ModelCard
@@ -193,8 +194,8 @@ class ChatSession:
         question = {"role": "user", "content": text}
         try:
             self._make_room(question)
-            tokens, params = self._encode([*self.messages, question])
-            answer = self._answer(tokens, self._within_room(params, len(tokens)))
+            tokens, params, hints = self._encode([*self.messages, question])
+            answer = self._answer(tokens, self._within_room(params, len(tokens)), hints)
         except EngineStoppedError:
             raise
         except ContextLengthError:
@@ -208,10 +209,10 @@ class ChatSession:
             self.messages += [question, answer]
         return answer is not None
 
-    def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], SamplingParams]:
+    def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], SamplingParams, Hints]:
         """Return the token ids of the system message and the given messages as a prompt.
 
-        Also returns the sampling parameters of the answer.
+        Also returns the sampling parameters and the hints of the answer.
         """
         from twostroke.engine.prompts import encode_turn
 
@@ -244,14 +245,16 @@ class ChatSession:
         if self.ask(question_text if num_kept else "Drop all messages before this one?"):
             del self.messages[: 2 * num_dropped]
 
-    def _answer(self, tokens: list[int], params: SamplingParams) -> dict[str, str] | None:
+    def _answer(
+        self, tokens: list[int], params: SamplingParams, hints: Hints
+    ) -> dict[str, str] | None:
         """Print the answer while it is generated; return it as a chat message, or None if empty."""
         from twostroke.cli.answer import AnswerStream
         from twostroke.engine.output import join
 
         loop = self.engine.client.loop
         totals_before = loop.snapshot().phases
-        generation = self.engine.client.generate(tokens, params)
+        generation = self.engine.client.generate(tokens, params, hints=hints)
         outputs: list[Output] = []
         try:
             with (

@@ -192,7 +192,7 @@ def _encode(
     messages = [{"role": "system", "content": system}] if system is not None else []
     # Files and `echo` end in a newline that is not part of the message.
     message = {"role": "user", "content": text.removesuffix("\n")}
-    return encode_turn(card, [*messages, message], params)
+    return encode_turn(card, [*messages, message], params)[:2]
 
 
 def _run(

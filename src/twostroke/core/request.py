@@ -60,12 +60,15 @@ class Hints(Frozen):
             of the prompt.
         keep_s: seconds for which the prompt's KV pages should stay in the page cache, if the
             engine has one.
+        shared_lengths: lengths, in tokens, of beginnings of the prompt that later prompts may
+            share. Models with recurrent layers keep a snapshot there.
     """
 
     speculate: str = "auto"
     prediction: tuple[int, ...] = ()
     shows_progress: bool = False
     keep_s: float = 0.0
+    shared_lengths: tuple[int, ...] = ()
 
 
 NO_HINTS = Hints()

@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from twostroke.engine.chat.messages import to_plain_json
 from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.engine.chat.tools import Function, Tools
 from twostroke.engine.output import AnswerCall, AnswerChunk
-from twostroke.engine.prompts import chat_of, encode_rendered, to_hints
+from twostroke.engine.prompts import chat_of, encode_rendered, to_hints, with_shared_lengths
 
 if TYPE_CHECKING:
     from twostroke.core.request import Hints
@@ -79,13 +80,14 @@ def encode_conversation(
     variables = options.get("chat_template_kwargs") or {}
     if not isinstance(variables, Mapping):
         raise RequestError("must be an object with variables.", field="chat_template_kwargs")
-    prompt = chat.render(
-        messages,
-        () if tools is None else tools.prompt_tools,
+    render = partial(
+        chat.render,
+        tools=() if tools is None else tools.prompt_tools,
         add_generation_prompt=not continues,
         continue_final_message=continues,
         thinking=Thinking(variables=dict(variables)) if variables else AS_IT_IS,
     )
+    prompt = render(messages)
     last = messages[-1]
     turn = chat.prepare_answer(
         prompt,
@@ -95,7 +97,14 @@ def encode_conversation(
         has_result=last.get("role") == "tool" and not continues,
     )
     tokens = encode_rendered(card, turn.prompt)
-    hints = to_hints(card, options.get("speculate", "auto"), options.get("prediction", ""))
+    hints = with_shared_lengths(
+        card,
+        to_hints(card, options.get("speculate", "auto"), options.get("prediction", "")),
+        turn.prompt,
+        tokens,
+        messages=messages,
+        render=render,
+    )
     functions = () if tools is None else tools.functions
     return tokens, turn.constrained(params), hints, turn.answer_format(), functions
 

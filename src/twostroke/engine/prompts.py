@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from operator import index
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
-from twostroke.core.request import Hints
+from twostroke.core.request import NO_HINTS, Hints
 from twostroke.engine.scheduler.config import prompt_too_long
 from twostroke.model.tokenizer import TooManyTokensError, encode_infill
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.chat.conversation import Chat
@@ -169,6 +169,28 @@ def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
     return Hints(speculate, tuple(tokens))
 
 
+def with_shared_lengths(
+    card: ModelCard,
+    hints: Hints,
+    prompt: Prompt,
+    tokens: Sequence[int],
+    *,
+    messages: Sequence[Mapping[str, Any]],
+    render: Callable[[Sequence[Mapping[str, Any]]], Prompt],
+) -> Hints:
+    """Return hints with the lengths of beginnings that later prompts of a chat will share.
+
+    `hints` are returned unchanged for models without recurrent layers, which share prefixes of any
+    length. `tokens` are the token ids of `prompt`, and `render` makes such a prompt of messages.
+    """
+    if not card.cost.program.state_layers:
+        return hints
+    from twostroke.engine.chat.shared_lengths import find_shared_lengths
+
+    lengths = find_shared_lengths(card.tokenizer, prompt, tokens, messages, render)
+    return replace(hints, shared_lengths=lengths)
+
+
 def encode_chat(card: ModelCard, messages: Sequence[Mapping[str, object]]) -> list[int]:
     """Return the token ids of a conversation, up to where the model's answer begins.
 
@@ -181,8 +203,8 @@ def encode_chat(card: ModelCard, messages: Sequence[Mapping[str, object]]) -> li
 
 def encode_turn(
     card: ModelCard, messages: Sequence[Mapping[str, object]], params: SamplingParams
-) -> tuple[list[int], SamplingParams]:
-    """Return the token ids of a conversation, and the sampling parameters of its answer.
+) -> tuple[list[int], SamplingParams, Hints]:
+    """Return the token ids of a conversation, and the parameters and hints of its answer.
 
     A model that reasons before it answers gets a constraint on its reasoning with the parameters.
 
@@ -192,7 +214,11 @@ def encode_turn(
     """
     chat = chat_of(card)
     turn = chat.prepare_answer(chat.render(messages))
-    return encode_rendered(card, turn.prompt), turn.constrained(params)
+    tokens = encode_rendered(card, turn.prompt)
+    hints = with_shared_lengths(
+        card, NO_HINTS, turn.prompt, tokens, messages=messages, render=chat.render
+    )
+    return tokens, turn.constrained(params), hints
 
 
 def chat_of(card: ModelCard) -> Chat:

@@ -8,30 +8,66 @@ much memory as the keys and values of thousands of tokens.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.request import NO_STATE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+_MIN_AGE: Final = 4  # added to every age, since the order of the newest snapshots says little
+_CONTINUED_WEIGHT: Final = 0.5  # of a snapshot that a longer one continues, against the longer one
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """The snapshot of a prefix, and what it is worth.
+
+    Attributes:
+        key: key of the prefix's last page.
+        num_tokens: the length of the prefix.
+        previous: key of the longest shorter snapshot of the same sequence; None without one.
+        used_at: the pool's count of uses at the snapshot's last use.
+        num_uses: how many requests have started from it.
+        num_next: how many snapshots have this one as `previous`.
+    """
+
+    key: bytes
+    num_tokens: int
+    previous: bytes | None
+    used_at: int
+    num_uses: int = 0
+    num_next: int = 0
 
 
 class StatePool:
     """The slots for recurrent states of an engine, with their reference counts.
 
     A slot is referenced (requests start from it, or a step writes it), cached (no references, but
-    it is the snapshot of a prefix), or free. Cached slots are used again when no slot is free, the
-    least recently used first. The pool manages slots; the backend owns the memory.
+    it is the snapshot of a prefix), or free. If no slot is free, the cached slot of the least value
+    is used again. The pool manages slots; the backend owns the memory.
+
+    All slots have the same size, so the value of a snapshot is the number of tokens that would be
+    computed again without it, multiplied by its uses and divided by the time since its last use:
+    hyperbolic caching (Blankstein et al., USENIX ATC 2017). Time is counted in uses of snapshots.
+    A chat starts from each of its snapshots once, so only a second use counts as a sign of more,
+    and a snapshot that a longer one continues is worth half. A snapshot whose page was evicted has
+    no value.
+
+    Attributes:
+        has_page: whether the prefix index has the page with a key.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.has_page: Callable[[bytes], bool] = lambda _: True
         self._counts = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
-        self._keys: dict[int, bytes] = {}  # of the slots that are snapshots
-        self._slots: dict[bytes, int] = {}  # the reverse
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._snapshots: dict[int, _Snapshot] = {}  # by slot
+        self._slots: dict[bytes, int] = {}  # of snapshots, by key
+        self._cached: dict[int, None] = {}  # in the order of their releases
+        self._num_uses = 0
 
     @property
     def num_available(self) -> int:
@@ -48,15 +84,14 @@ class StatePool:
         return self._counts[slot]
 
     def allocate(self) -> int:
-        """Return a slot with one reference; the least recently used snapshot is evicted if needed.
+        """Return a slot with one reference; the least valuable snapshot is evicted if needed.
 
         There must be an available slot.
         """
-        if self._free:
-            slot = self._free.pop()
-        else:
-            slot, _ = self._cached.popitem(last=False)
-            del self._slots[self._keys.pop(slot)]
+        if not self._free:
+            evicted = min(self._cached, key=self._value)
+            self.drop(self._snapshots[evicted].key)
+        slot = self._free.pop()
         self._counts[slot] = 1
         return slot
 
@@ -74,26 +109,54 @@ class StatePool:
         self._counts[slot] -= 1
         assert self._counts[slot] >= 0, "a state without references was released"
         if self._counts[slot] == 0:
-            if slot in self._keys:
+            if slot in self._snapshots:
                 self._cached[slot] = None
             else:
                 self._free.append(slot)
 
-    def keep(self, slot: int, key: bytes) -> None:
-        """Make a referenced slot the snapshot of the prefix with this page key, if it has none."""
+    def keep(
+        self, slot: int, key: bytes, num_tokens: int = 0, previous: bytes | None = None
+    ) -> None:
+        """Make a referenced slot the snapshot of the prefix with this page key, if it has none.
+
+        The prefix has `num_tokens` tokens. `previous` is the key of the longest shorter snapshot of
+        the sequence.
+        """
         assert self._counts[slot] > 0, "only a referenced state is worth keeping"
-        if key not in self._slots and slot not in self._keys:
+        if key not in self._slots and slot not in self._snapshots:
+            self._num_uses += 1
             self._slots[key] = slot
-            self._keys[slot] = key
+            snapshot = _Snapshot(key, num_tokens, None, self._num_uses)
+            self._snapshots[slot] = snapshot
+            self._link(snapshot, previous)
+
+    def use(self, slot: int, previous: bytes | None) -> None:
+        """Note that a request starts from the snapshot in `slot`.
+
+        `previous` is the key of the longest shorter snapshot of the request's sequence now: it may
+        have been kept after the snapshot.
+        """
+        snapshot = self._snapshots.get(slot)
+        if snapshot is not None:
+            self._num_uses += 1
+            snapshot.num_uses += 1
+            snapshot.used_at = self._num_uses
+            self._link(snapshot, previous)
 
     def drop(self, key: bytes) -> None:
         """Forget the snapshot with this page key, if there is one."""
         slot = self._slots.pop(key, NO_STATE)
-        if slot != NO_STATE:
-            del self._keys[slot]
-            if slot in self._cached:
-                del self._cached[slot]
-                self._free.append(slot)
+        if slot == NO_STATE:
+            return
+        dropped = self._snapshots.pop(slot)
+        if dropped.num_next:
+            for snapshot in self._snapshots.values():
+                if snapshot.previous == key:
+                    self._link(snapshot, dropped.previous)
+        self._link(dropped, None)
+        if slot in self._cached:
+            del self._cached[slot]
+            self._free.append(slot)
 
     def find(self, key: bytes) -> int:
         """Return the slot of the snapshot with this page key, or `NO_STATE`."""
@@ -114,3 +177,24 @@ class StatePool:
         """Evict all snapshots, because their content is lost."""
         for key in list(self._slots):
             self.drop(key)
+
+    def _link(self, snapshot: _Snapshot, previous: bytes | None) -> None:
+        """Set the longest shorter snapshot of a snapshot's sequence; None if there is none."""
+        for key, change in ((snapshot.previous, -1), (previous, 1)):
+            slot = NO_STATE if key is None else self._slots.get(key, NO_STATE)
+            if slot != NO_STATE:
+                self._snapshots[slot].num_next += change
+        snapshot.previous = previous
+
+    def _value(self, slot: int) -> float:
+        """Return the value of a snapshot: the snapshot with the least value is evicted first."""
+        snapshot = self._snapshots[slot]
+        if not self.has_page(snapshot.key):
+            return 0.0
+        previous = self._slots.get(snapshot.previous or b"", NO_STATE)
+        first = 0 if previous == NO_STATE else self._snapshots[previous].num_tokens
+        weight = float(snapshot.num_uses)
+        if snapshot.num_uses < 2:
+            weight = _CONTINUED_WEIGHT if snapshot.num_next else 1.0
+        age = self._num_uses - snapshot.used_at + _MIN_AGE
+        return weight * (snapshot.num_tokens - first) / age

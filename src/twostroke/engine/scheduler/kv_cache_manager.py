@@ -201,6 +201,9 @@ class PrefixCache:
         self._pool = pool
         self._page_size = pool.page_size
         self._num_groups = len(pool.groups.windows)
+        if states is not None and index is not None:
+            groups = range(self._num_groups)
+            states.pool.has_page = lambda key: any(index.contains((group, key)) for group in groups)
         self._claims: dict[bytes, RequestState | Transfer] = {}
         self.transfers = Transfers(index, pool, self._claims)
         self.watcher: PageWatcher | None = None

@@ -7,6 +7,8 @@ Snapshots let later requests start after a shared prefix. They are kept
 
 - at the last page boundary before the end of a prompt, where the next turn of a chat continues even
   if the chat template renders the answer differently;
+- at the last page boundary before the ends of beginnings that later prompts share, as the caller
+  says (`Hints.shared_lengths`): a chat template may render the end of the prompt differently, too;
 - where two prompts part: at the end of the pages that a later request shares;
 - every `SNAPSHOT_TOKENS` tokens, which bounds how many are computed again where prompts part;
 - at the last page boundary that a request has computed, where a longer conversation continues.
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.request import NO_STATE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from twostroke.core.request import Request
     from twostroke.core.step import Slice
@@ -55,11 +57,18 @@ class RecurrentStates:
 
     def start(self, state: RequestState, slot: int) -> None:
         """Let a request start from the snapshot in `slot`, or from zeros with `NO_STATE`."""
-        request = state.request
+        request, page_size = state.request, self._page_size
         if slot != NO_STATE:
+            assert state.chain is not None
             self.pool.share(slot)
+            self.pool.use(slot, self._key_before(state.chain.keys, request.num_computed))
         request.state_slot = request.planned_state_slot = slot
-        state.snapshot_pages |= {(request.num_prompt - 1) // self._page_size, state.parted_after}
+        state.snapshot_pages |= {(request.num_prompt - 1) // page_size, state.parted_after}
+        state.snapshot_pages |= {
+            length // page_size
+            for length in request.hints.shared_lengths
+            if length <= request.num_prompt
+        }
 
     def max_rows(self, state: RequestState, num_rows: int) -> int:
         """Return how many of a request's next rows reach its next snapshot, at most `num_rows`.
@@ -117,8 +126,17 @@ class RecurrentStates:
         key = chain.keys[num_pages - 1]
         if self.pool.find(key) != NO_STATE:
             return
-        self.pool.keep(request.state_slot, key)
         if not is_lasting:
             if state.last_snapshot is not None:
                 self.pool.drop(state.last_snapshot)
             state.last_snapshot = key
+        previous = self._key_before(chain.keys, request.num_settled)
+        self.pool.keep(request.state_slot, key, request.num_settled, previous)
+
+    def _key_before(self, keys: Sequence[bytes], num_tokens: int) -> bytes | None:
+        """Return the key of a sequence's longest snapshot that has less than `num_tokens` tokens.
+
+        None if there is none. `num_tokens` is a multiple of the page size.
+        """
+        num_pages, _ = self.pool.longest(keys, num_tokens // self._page_size - 1)
+        return keys[num_pages - 1] if num_pages else None

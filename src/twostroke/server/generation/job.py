@@ -28,12 +28,13 @@ from twostroke.engine.prompts import (
     encode_text,
     to_hints,
     with_infill_end_ids,
+    with_shared_lengths,
 )
 from twostroke.model.tokenizer import TooManyTokensError
 from twostroke.server.http.ignored import Ignored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from twostroke.core.constraint import Constraint
     from twostroke.core.request import EmbeddingParams, Hints
@@ -144,6 +145,21 @@ class Conversation(Frozen):
             add_generation_prompt=self.has_turn,
             continue_final_message=self.continues,
             thinking=chat_of(card).supported_thinking(self.thinking, has_tools=bool(self.tools))[0],
+        )
+
+    def with_shared_lengths(
+        self, card: ModelCard, hints: Hints, prompt: Rendered, tokens: Sequence[int]
+    ) -> Hints:
+        """Return hints with the lengths of beginnings that later prompts of the chat will share.
+
+        `tokens` are the token ids of `prompt`, which `prepare` has rendered.
+        """
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> Rendered:
+            return self._render(card, tuple(map(dict, messages)))
+
+        return with_shared_lengths(
+            card, hints, prompt, tokens, messages=self.messages, render=render
         )
 
     def ignored_fields(self, card: ModelCard) -> list[Ignored]:
@@ -333,11 +349,16 @@ class Job(Frozen):
         if isinstance(conversation, Conversation):
             chat = conversation.prepare(card, self.tools, self.params.constraint)
             tokens = encode_rendered(card, chat.prompt, self.caller.prompt_field)
+            hints = conversation.with_shared_lengths(card, hints, chat.prompt, tokens)
             ignored += conversation.ignored_fields(card)
             if self.splits_reasoning is not None:
                 splits_reasoning = self.splits_reasoning
             if self.context:
-                tokens = [*self.context, *_without_bos(tokens, card)]
+                rest = _without_bos(tokens, card)
+                num_added = len(self.context) + len(rest) - len(tokens)
+                lengths = tuple(length + num_added for length in hints.shared_lengths)
+                hints = replace(hints, shared_lengths=lengths)
+                tokens = [*self.context, *rest]
             return EncodedJob(
                 [tokens],
                 params=chat.constrained(params),
