@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MIN_AGE: Final = 4  # added to every age, since the order of the newest snapshots says little
-_CONTINUED_WEIGHT: Final = 0.5  # of a snapshot that a longer one continues, against the longer one
+# Weights of a snapshot that a longer one continues, beside 1 for the longer one: the next turn of a
+# chat starts from either of them, and seldom from one where a turn has started before.
+_CONTINUED_WEIGHT: Final = 0.5
+_PASSED_WEIGHT: Final = 0.125
 
 
 @dataclass(slots=True)
@@ -31,6 +34,7 @@ class _Snapshot:
         used_at: the pool's count of uses at the snapshot's last use.
         num_uses: how many requests have started from it.
         num_next: how many snapshots have this one as `previous`.
+        is_shared: whether several prompts are known to part after it.
     """
 
     key: bytes
@@ -39,6 +43,7 @@ class _Snapshot:
     used_at: int
     num_uses: int = 0
     num_next: int = 0
+    is_shared: bool = False
 
 
 class StatePool:
@@ -51,9 +56,9 @@ class StatePool:
     All slots have the same size, so the value of a snapshot is the number of tokens that would be
     computed again without it, multiplied by its uses and divided by the time since its last use:
     hyperbolic caching (Blankstein et al., USENIX ATC 2017). Time is counted in uses of snapshots.
-    A chat starts from each of its snapshots once, so only a second use counts as a sign of more,
-    and a snapshot that a longer one continues is worth half. A snapshot whose page was evicted has
-    no value.
+    A chat starts from each of its snapshots at most once. So a snapshot that a longer one continues
+    is worth less, above all after its first use, unless several prompts share it. A snapshot whose
+    page was evicted has no value.
 
     Attributes:
         has_page: whether the prefix index has the page with a key.
@@ -115,18 +120,24 @@ class StatePool:
                 self._free.append(slot)
 
     def keep(
-        self, slot: int, key: bytes, num_tokens: int = 0, previous: bytes | None = None
+        self,
+        slot: int,
+        key: bytes,
+        num_tokens: int = 0,
+        previous: bytes | None = None,
+        *,
+        is_shared: bool = False,
     ) -> None:
         """Make a referenced slot the snapshot of the prefix with this page key, if it has none.
 
         The prefix has `num_tokens` tokens. `previous` is the key of the longest shorter snapshot of
-        the sequence.
+        the sequence. `is_shared`: whether other prompts are known to have this prefix.
         """
         assert self._counts[slot] > 0, "only a referenced state is worth keeping"
         if key not in self._slots and slot not in self._snapshots:
             self._num_uses += 1
             self._slots[key] = slot
-            snapshot = _Snapshot(key, num_tokens, None, self._num_uses)
+            snapshot = _Snapshot(key, num_tokens, None, self._num_uses, is_shared=is_shared)
             self._snapshots[slot] = snapshot
             self._link(snapshot, previous)
 
@@ -149,11 +160,12 @@ class StatePool:
         if slot == NO_STATE:
             return
         dropped = self._snapshots.pop(slot)
+        previous = dropped.previous
+        self._link(dropped, None)  # before others are linked, so that no snapshot counts two
         if dropped.num_next:
             for snapshot in self._snapshots.values():
                 if snapshot.previous == key:
-                    self._link(snapshot, dropped.previous)
-        self._link(dropped, None)
+                    self._link(snapshot, previous)
         if slot in self._cached:
             del self._cached[slot]
             self._free.append(slot)
@@ -183,8 +195,10 @@ class StatePool:
         for key, change in ((snapshot.previous, -1), (previous, 1)):
             slot = NO_STATE if key is None else self._slots.get(key, NO_STATE)
             if slot != NO_STATE:
-                self._snapshots[slot].num_next += change
-        snapshot.previous = previous
+                linked = self._snapshots[slot]
+                linked.num_next += change
+                linked.is_shared = linked.is_shared or linked.num_next > 1
+        snapshot.previous = previous if previous in self._slots else None
 
     def _value(self, slot: int) -> float:
         """Return the value of a snapshot: the snapshot with the least value is evicted first."""
@@ -193,8 +207,8 @@ class StatePool:
             return 0.0
         previous = self._slots.get(snapshot.previous or b"", NO_STATE)
         first = 0 if previous == NO_STATE else self._snapshots[previous].num_tokens
-        weight = float(snapshot.num_uses)
-        if snapshot.num_uses < 2:
-            weight = _CONTINUED_WEIGHT if snapshot.num_next else 1.0
+        weight = max(1.0, snapshot.num_uses)
+        if snapshot.num_next and snapshot.num_uses < 2 and not snapshot.is_shared:
+            weight = _PASSED_WEIGHT if snapshot.num_uses else _CONTINUED_WEIGHT
         age = self._num_uses - snapshot.used_at + _MIN_AGE
         return weight * (snapshot.num_tokens - first) / age

@@ -131,7 +131,8 @@ class RecurrentStates:
                 self.pool.drop(state.last_snapshot)
             state.last_snapshot = key
         previous = self._key_before(chain.keys, request.num_settled)
-        self.pool.keep(request.state_slot, key, request.num_settled, previous)
+        is_shared = num_pages == state.parted_after
+        self.pool.keep(request.state_slot, key, request.num_settled, previous, is_shared=is_shared)
 
     def _key_before(self, keys: Sequence[bytes], num_tokens: int) -> bytes | None:
         """Return the key of a sequence's longest snapshot that has less than `num_tokens` tokens.
