@@ -76,9 +76,7 @@ def _other_text(content: object) -> str:
     return "-" if isinstance(first, str) and first.lstrip()[:1] == "." else "."
 
 
-def _num_tokens(
-    tokenizer: Tokenizer, prompt: Prompt, tokens: Sequence[int], num_chars: int
-) -> int:
+def _num_tokens(tokenizer: Tokenizer, prompt: Prompt, tokens: Sequence[int], num_chars: int) -> int:
     """Return how many first tokens of a prompt have no character after the first `num_chars`."""
     num_all_chars = sum(len(piece.text) for piece in prompt.pieces)
     first_char = first = 0
