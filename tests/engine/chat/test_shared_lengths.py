@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from os.path import commonprefix
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -58,7 +58,8 @@ def conversation(words: str) -> list[dict[str, Any]]:
 
 def num_shared(tokenizer: Tokenizer, prompt: Prompt, other: Prompt) -> int:
     """Return how many first tokens two prompts have in common."""
-    return len(commonprefix([tokenizer.encode_prompt(each) for each in (prompt, other)]))
+    pairs = zip(tokenizer.encode_prompt(prompt), tokenizer.encode_prompt(other), strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 @pytest.mark.parametrize("words", CONVERSATIONS)

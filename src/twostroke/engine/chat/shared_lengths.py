@@ -32,8 +32,8 @@ def find_shared_lengths(
 ) -> tuple[int, ...]:
     """Return how many of a prompt's first tokens other prompts of the same chat will share.
 
-    The other prompts are one with another last user message, and one of the next turn. They are
-    rendered and compared with `prompt`, whose token ids are `tokens`. At most the part of the text
+    One other prompt has another last user message, and another has a next turn. Both are rendered
+    and compared with `prompt`, whose token ids are `tokens`. At most the part of the text
     before or after the point where they part is encoded, whichever is shorter, from the special
     token before this point.
 

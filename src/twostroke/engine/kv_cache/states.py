@@ -25,7 +25,7 @@ _PASSED_WEIGHT: Final = 0.125
 
 @dataclass(slots=True)
 class _Snapshot:
-    """The snapshot of a prefix, and what it is worth.
+    """The snapshot of a prefix, with the facts that make up its value.
 
     Attributes:
         key: key of the prefix's last page.
