@@ -60,7 +60,7 @@ IGNORED: list[tuple[str, Fields, str, str]] = [
     (CHAT, {"provider": {"order": []}}, "provider", "provider is not a known field"),
     (CHAT, {"images": None, "system": ""}, "images, system", "is not a known field"),
     ("/v1/completions", {"length_penalty": True}, "length_penalty", "not supported yet"),
-    (MESSAGES, {"output_config": {"effort": "low"}}, "output_config.effort", "not supported yet"),
+    (MESSAGES, {"output_config": {"effort": "low"}}, "output_config.effort", "has no effect"),
     (MESSAGES, {"max_token": 1}, "max_token", "Did you mean 'max_tokens'?"),
     (MESSAGES, {"metadata": 1, "service_tier": 1}, "metadata, service_tier", ""),
     (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity", "not supported yet"),

@@ -33,10 +33,13 @@ class ReasoningSection(Frozen):
             does not begin with this text has no reasoning. Empty if the prompt already ends
             with the opening text.
         end: the text that closes the reasoning.
+        closing: the text that the engine writes when the budget of the reasoning is used up: `end`
+            with the blanks that the model's chat template has around it. Empty for `end` alone.
     """
 
     begin: str
     end: str
+    closing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

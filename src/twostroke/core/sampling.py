@@ -55,7 +55,7 @@ _LOCAL_VALUES: Final[dict[str, float]] = {
 # The fields that `SamplingDefaults` gives a value if a request leaves them out.
 MODEL_DEFAULT_FIELDS: Final = tuple(_LOCAL_VALUES)
 _MAY_BE_NONE: Final = frozenset(
-    ("max_tokens", "seed", "logprobs", "prompt_logprobs", *MODEL_DEFAULT_FIELDS)
+    ("max_tokens", "seed", "logprobs", "prompt_logprobs", "reasoning_budget", *MODEL_DEFAULT_FIELDS)
 )
 
 
@@ -90,6 +90,10 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
         constraint: the rule that the answer follows; an answer that is cut is the beginning of
             such a text. An answer that cannot continue ends, even before `min_tokens`.
         preface: reasoning before the answer, to which `constraint` and `stop` do not apply.
+        reasoning_budget: the most tokens of the reasoning, without its marks. After them the engine
+            writes the text that closes the reasoning, and the answer follows. If `max_tokens` or
+            the context is short, the budget is lowered, so that a quarter of the tokens is left for
+            the answer. 0 is no reasoning; None and -1 are no limit.
         shown_ids: special tokens that the answer's text includes; other special tokens are left
             out.
         end_ids: the model's tokens that end the answer. They do not count towards the limit of
@@ -191,6 +195,17 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
             help="Above 0: makes a token of the answer less likely each time that it occurs.",
         ),
     ] = 0.0
+    reasoning_budget: Annotated[
+        int | None,
+        Option(
+            "--reasoning-budget",
+            low=-1,
+            high=MAX_TOKENS,
+            default="no limit",
+            help="The most tokens that a model reasons before its answer; 0: answer at once, -1: "
+            "no limit.",
+        ),
+    ] = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: Annotated[
         int | None,

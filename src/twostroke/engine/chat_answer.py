@@ -14,10 +14,16 @@ from msgspec.structs import replace
 from twostroke.core.errors import RequestError, UsageError, nearest
 from twostroke.engine.chat.call_reader import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
 from twostroke.engine.chat.messages import to_plain_json
-from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking
+from twostroke.engine.chat.reasoning import Thinking
 from twostroke.engine.chat.tools import Function, Tools
 from twostroke.engine.output import AnswerCall, AnswerChunk
-from twostroke.engine.prompts import chat_of, encode_rendered, to_hints, with_shared_lengths
+from twostroke.engine.prompts import (
+    chat_of,
+    encode_rendered,
+    to_hints,
+    with_reasoning_budget,
+    with_shared_lengths,
+)
 
 if TYPE_CHECKING:
     from twostroke.core.request import Hints
@@ -39,8 +45,9 @@ class ChatOptions(TypedDict, total=False):
 
     `tools` are functions in OpenAI's form, with a JSON schema of their `parameters`. `tool_choice`
     is "auto", "none", "required", or the name of the function to call. `chat_template_kwargs` are
-    variables for the model's chat template, such as `enable_thinking`. With
-    `continue_final_message` the answer continues the last message, which an assistant wrote.
+    variables for the model's chat template, such as `enable_thinking`. `reasoning_effort` is
+    "none", "minimal", "low", "medium", "high" or "xhigh". With `continue_final_message` the answer
+    continues the last message, which an assistant wrote.
     `speculate` names the speculation method, and `prediction` is the text of the expected answer:
     both change the speed and never the answers.
     """
@@ -48,6 +55,7 @@ class ChatOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str
     chat_template_kwargs: Mapping[str, Any]
+    reasoning_effort: str
     continue_final_message: bool
     speculate: str
     prediction: str
@@ -80,12 +88,24 @@ def encode_conversation(
     variables = options.get("chat_template_kwargs") or {}
     if not isinstance(variables, Mapping):
         raise RequestError("must be an object with variables.", field="chat_template_kwargs")
+    prompt_tools = () if tools is None else tools.prompt_tools
+    thinking = chat.thinking_with_budget(
+        Thinking(
+            effort=options.get("reasoning_effort"),
+            param="reasoning_effort",
+            budget=params.reasoning_budget,
+            variables=dict(variables),
+        ),
+        default=None,
+        has_tools=bool(prompt_tools),
+    )
+    params = with_reasoning_budget(card, params, thinking)
     render = partial(
         chat.render,
-        tools=() if tools is None else tools.prompt_tools,
+        tools=prompt_tools,
         add_generation_prompt=not continues,
         continue_final_message=continues,
-        thinking=Thinking(variables=dict(variables)) if variables else AS_IT_IS,
+        thinking=thinking,
     )
     prompt = render(messages)
     last = messages[-1]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from twostroke.engine.loop import EngineLoop
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.structured_output.grammar import GrammarMatcher, Grammars
+    from twostroke.engine.structured_output.reasoning_budget import ReasoningBudget
 
 _MAX_QUOTED_CHARS: Final = 40  # of a wrong value, in an error
 
@@ -191,7 +192,7 @@ class Client:
         params = self.card.sampling.fill(params)
         self._check_hints(hints)
         self._check_prompts(prompts, params, caller)
-        self._check_params(params)
+        self._check_params(params, cuts_limit=caller.cuts_limit)
         if grammar is None and params.constraint is not None:
             grammar = self.grammars.compile(params.constraint)
         processors: list[OutputProcessor] = []
@@ -254,6 +255,7 @@ class Client:
         """Yield the requests of one prompt, one for each of its `n` choices."""
         first_seed = secrets.randbits(64) if params.seed is None else params.seed
         constraint = params.constraint
+        budget = self._reasoning_budget(new_request(tokens, params, caller))
         end_ids = frozenset() if params.ignore_eos else self.card.tokenizer.eos_ids
         if params.end_ids or params.stop_token_ids:  # otherwise all requests share one set
             end_ids = end_ids.union(params.end_ids, params.stop_token_ids)
@@ -263,7 +265,24 @@ class Client:
             request.end_ids = end_ids
             request.hints = hints
             request.matcher = grammar.for_request(constraint) if grammar and constraint else None
+            if budget is not None:
+                request.matcher = budget.matcher(request.matcher)
             yield request
+
+    def _reasoning_budget(self, request: Request) -> ReasoningBudget | None:
+        """Return the limit of a request's reasoning; None without a limit, or without reasoning."""
+        params = request.params
+        if params.preface is None or params.reasoning_budget in {None, -1}:
+            return None
+        from twostroke.engine.structured_output.reasoning_budget import ReasoningBudget
+
+        return ReasoningBudget(
+            params.preface,
+            params.reasoning_budget or 0,
+            max_output=self.loop.max_output(request),
+            tokenizer=self.card.tokenizer,
+            vocab_size=self._vocab_size,
+        )
 
     def _check_hints(self, hints: Hints) -> None:
         methods = ("auto", "off", *self.loop.speculator.methods)
@@ -296,7 +315,12 @@ class Client:
                 f"has token ids outside 0 to {limit - 1}: {first_wrong}", field=field
             )
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams, *, cuts_limit: bool) -> None:
+        """Refuse tokens that the model lacks, and a reasoning budget that no context holds."""
+        budget, context_length = params.reasoning_budget, self.card.context_length
+        if budget is not None and budget >= context_length and not cuts_limit:
+            reason = f"must be less than the context length of {context_length}, got {budget}."
+            raise RequestError(reason, field="reasoning_budget")
         limit = self._vocab_size
         for field in ("logit_bias", "stop_token_ids"):
             wrong = next((token for token in getattr(params, field) if token >= limit), None)

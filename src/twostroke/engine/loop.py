@@ -130,7 +130,15 @@ class EngineLoop:
             RequestError: the prompt is empty.
             ContextLengthError: the request is longer than the context or the KV cache.
         """
-        self._scheduler.max_len(request)
+        self.max_output(request)
+
+    def max_output(self, request: Request) -> int:
+        """Return how many tokens the answer to a request that was not submitted yet can have.
+
+        Raises:
+            RequestError, ContextLengthError: as `check`.
+        """
+        return self._scheduler.max_len(request) - len(request.tokens)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Cancel waiting and running requests at once; ignore unknown and finished requests."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
 from twostroke.core.request import NO_HINTS, Hints
+from twostroke.engine.chat.reasoning import Thinking
 from twostroke.engine.scheduler.config import prompt_too_long
 from twostroke.model.tokenizer import TooManyTokensError, encode_infill
 
@@ -148,6 +150,21 @@ def with_infill_end_ids(card: ModelCard, params: SamplingParams) -> SamplingPara
     return params if params.ignore_eos else replace(params, end_ids=end_ids)
 
 
+def with_reasoning_budget(
+    card: ModelCard, params: SamplingParams, thinking: Thinking
+) -> SamplingParams:
+    """Return `params` with the budget of a conversation's reasoning, if `thinking` has one.
+
+    A budget that the request does not set itself is lowered below the context length.
+    """
+    budget = thinking.budget
+    if budget is None:
+        return params
+    if not thinking.sets_budget:
+        budget = min(budget, card.context_length - 1)
+    return replace(params, reasoning_budget=budget)
+
+
 def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
     """Return the speculation hints of a request.
 
@@ -213,10 +230,11 @@ def encode_turn(
         ContextLengthError: the conversation has more tokens than the context.
     """
     chat = chat_of(card)
-    turn = chat.prepare_answer(chat.render(messages))
+    render = partial(chat.render, thinking=Thinking(budget=params.reasoning_budget))
+    turn = chat.prepare_answer(render(messages))
     tokens = encode_rendered(card, turn.prompt)
     hints = with_shared_lengths(
-        card, NO_HINTS, turn.prompt, tokens, messages=messages, render=chat.render
+        card, NO_HINTS, turn.prompt, tokens, messages=messages, render=render
     )
     return tokens, turn.constrained(params), hints
 

@@ -423,7 +423,11 @@ class Api:
         job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
         job = with_sender(job, context, self.metrics.goodput)
         job = replace(job, params=model.card.sampling.fill(job.params, job.default_params))
-        encoded = job.encode(model.card, splits_reasoning=self.options.splits_reasoning)
+        encoded = job.encode(
+            model.card,
+            splits_reasoning=self.options.splits_reasoning,
+            reasoning_budget=self.options.reasoning_budget,
+        )
         self._ignored.note(encoded.ignored, context)
         return job, encoded, name, model
 

@@ -7,6 +7,7 @@ from typing import Annotated, Final
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.option_schema import Option
+from twostroke.core.sampling import MAX_TOKENS
 from twostroke.server.http_options import HttpOptions
 
 MAX_STORED_RESPONSES: Final = 1_000_000
@@ -35,6 +36,7 @@ class ServeOptions(HttpOptions):
         keep_alive_s: the interval in seconds at which an idle stream sends a comment, so that
             proxies keep the connection open.
         splits_reasoning: whether reasoning is separated from the text of answers.
+        reasoning_budget: the most tokens of reasoning, for chat requests that set no budget.
         parses_special: whether texts such as `<s>` in raw prompts become special tokens, unless
             a request sets `parse_special`.
         max_stored: how many responses of /v1/responses are stored; 0 stores none.
@@ -90,6 +92,17 @@ class ServeOptions(HttpOptions):
             "answer's text (inline).",
         ),
     ] = True
+    reasoning_budget: Annotated[
+        int | None,
+        Option(
+            "--reasoning-budget",
+            low=-1,
+            high=MAX_TOKENS,
+            default="no limit",
+            help="The most tokens that a model reasons before an answer, for requests that do not "
+            "say; 0: answer at once, -1: no limit.",
+        ),
+    ] = None
     parses_special: Annotated[
         bool,
         Option(

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from support import family_templates
-from support.byte_tokenizer import CHATML, byte_metadata
-from twostroke.core.constraint import ReasoningSection
+from support.byte_tokenizer import CHATML, CONTROL, byte_metadata
+from twostroke.core.constraint import Constraint, ReasoningSection
 from twostroke.core.errors import RequestError
+from twostroke.core.sampling import SamplingParams
 from twostroke.engine.chat.conversation import Chat
-from twostroke.engine.chat.reasoning import Thinking
+from twostroke.engine.chat.reasoning import Thinking, with_budget
+from twostroke.engine.structured_output.grammar import Grammars
 from twostroke.model.tokenizer import from_gguf
 
 if TYPE_CHECKING:
+    from twostroke.engine.chat.conversation import PreparedChat
     from twostroke.model.tokenizer import Tokenizer
 
 USER = {"role": "user", "content": "Why?"}
@@ -27,10 +31,15 @@ def tokenizer_of(template: str, *marks: str) -> Tokenizer:
     return from_gguf(metadata | {"tokenizer.chat_template": template})
 
 
+def section(answer: PreparedChat) -> ReasoningSection | None:
+    """Return the reasoning section without its closing text, which depends on the template."""
+    return answer.preface and replace(answer.preface, closing="")
+
+
 def preface(template: str, messages: list[dict[str, str]], **asked: Any) -> ReasoningSection | None:
     chat = Chat(tokenizer_of(template))
     thinking = Thinking(**asked) if asked else Thinking()
-    return chat.prepare_answer(chat.render(messages, thinking=thinking)).preface
+    return section(chat.prepare_answer(chat.render(messages, thinking=thinking)))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def test_where_the_prompt_leaves_off_decides(
 
 def test_tokens_of_the_vocabulary_are_marks_too() -> None:
     chat = Chat(tokenizer_of(CHATML, "<think>", "</think>"))
-    assert chat.prepare_answer(chat.render([USER])).preface == ANEW
+    assert section(chat.prepare_answer(chat.render([USER]))) == ANEW
     with pytest.raises(RequestError, match="does not support reasoning"):
         chat.render([USER], thinking=Thinking(True, param="thinking"))
 
@@ -91,7 +100,7 @@ def test_a_text_that_is_gone_on_from_may_end_in_reasoning(
     chat = Chat(tokenizer_of(family_templates.THINKS))
     messages = [USER, {"role": "assistant", "content": text}]
     prompt = chat.render(messages, continue_final_message=True)
-    assert chat.prepare_answer(prompt, continued=text).preface == expected
+    assert section(chat.prepare_answer(prompt, continued=text)) == expected
 
 
 def test_effort_reaches_a_template_that_knows_it() -> None:
@@ -207,10 +216,138 @@ def test_a_field_that_contradicts_a_switch_is_an_error(
     chat = Chat(tokenizer_of(template))
     followed, errors = chat.supported_thinking(Thinking(**asked, param="field"))
     assert [error.field for error in errors] == ignored
-    assert chat.prepare_answer(chat.render([USER], thinking=followed)).preface == expected
+    assert section(chat.prepare_answer(chat.render([USER], thinking=followed))) == expected
 
 
 @pytest.mark.parametrize("asked", [{"is_on": False}, {"effort": "none"}])
 def test_what_is_so_already_may_be_asked_for(asked: dict[str, Any]) -> None:
     assert preface(CHATML, [USER], **asked) is None
     assert preface(CHATML, [USER], variables={"enable_thinking": False}) is None
+
+
+GEMMA = CHATML + (
+    "{% if add_generation_prompt and not enable_thinking | default(false) %}"
+    "{{ '<|channel>thought\n<channel|>' }}{% endif %}"
+)
+# Hy3 makes its marks, which are special tokens, from a suffix.
+HY3 = (
+    "{% set SUFFIX = ':opensource' %}{% set begin = '<think{}>'.format(SUFFIX) %}"
+    "{% set end = '</think{}>'.format(SUFFIX) %}"
+    "{% if not reasoning_effort is defined %}{% set reasoning_effort = 'no_think' %}{% endif %}"
+    + CHATML
+    + "{% if add_generation_prompt %}{{ begin }}"
+    "{% if reasoning_effort == 'no_think' %}{{ end }}{% endif %}{% endif %}"
+)
+SEED = CHATML + (
+    "{% if add_generation_prompt and thinking_budget is defined %}Budget {{ thinking_budget }}."
+    "{% if thinking_budget == 0 %}<seed:think>\n</seed:think>\n{% endif %}{% endif %}"
+)
+MINIMAX = CHATML + "{% if thinking_mode == 'disabled' %}<mm:think></mm:think>{% endif %}"
+
+
+def with_tokens(template: str, *marks: str) -> Chat:
+    metadata = byte_metadata(odd=tuple((mark, CONTROL) for mark in marks))
+    return Chat(from_gguf(metadata | {"tokenizer.chat_template": template}))
+
+
+def read(chat: Chat, prepared: PreparedChat, text: str) -> tuple[str, str]:
+    """Return the reasoning and the text of an answer, with the tokens that its reader shows."""
+    tokenizer = prepared.tokenizer
+    shown = prepared.constrained(SamplingParams()).shown_ids
+    tokens = tokenizer.encode(text, parse_special=True)
+    hidden = tokenizer.special_ids - shown
+    data = b"".join(tokenizer.token_bytes(token) for token in tokens if token not in hidden)
+    reader = prepared.answer_format().reader(tokenizer)
+    pieces = [*reader.feed(data.decode()), *reader.finish()]
+    reasoning = "".join(piece.text for piece in pieces if type(piece).__name__ == "ReasoningPiece")
+    return reasoning, "".join(piece.text for piece in pieces if type(piece).__name__ == "TextPiece")
+
+
+def test_marks_may_be_a_special_token_and_text() -> None:
+    chat = with_tokens(GEMMA, "<|channel>", "<channel|>")
+    assert chat.prepare_answer(chat.render([USER])).preface is None
+    on = chat.prepare_answer(chat.render([USER], thinking=Thinking(is_on=True, param="x")))
+    assert section(on) == ReasoningSection("<|channel>thought", "<channel|>")
+    assert read(chat, on, "<|channel>thought\nWell.<channel|>So.") == ("Well.", "So.")
+    assert read(chat, on, "So.") == ("", "So.")
+    params = on.constrained(SamplingParams(constraint=Constraint.choice(["yes", "no"])))
+    assert params.constraint is not None
+    tokenizer = on.tokenizer
+    matcher = Grammars(tokenizer, tokenizer.vocab_size).matcher(params.constraint)
+    for text, is_allowed in (
+        ("<|channel>thought\nWell.<channel|>no", True),
+        ("<|channel>thought\nWell.<channel|>so", False),
+        ("<|channel>final", False),
+        ("yes", True),
+    ):
+        tokens = tokenizer.encode(text, parse_special=True)
+        assert (matcher.count_allowed([], tokens) == len(tokens)) == is_allowed, text
+
+
+def test_marks_that_a_template_formats_are_special_tokens() -> None:
+    chat = with_tokens(HY3, "<think:opensource>", "</think:opensource>")
+    prompt = chat.render([USER])
+    assert [piece.text for piece in prompt.pieces if piece.special][-2:] == [
+        "<think:opensource>",
+        "</think:opensource>",
+    ]
+    assert chat.prepare_answer(prompt).preface is None
+    for effort, level in (("low", "low"), ("medium", "high"), ("high", "high")):
+        thinking = Thinking(effort=effort, param="reasoning_effort")
+        rendered = chat.render([USER], thinking=thinking)
+        assert rendered.pieces[-1].text == "<think:opensource>"
+        answer = chat.prepare_answer(rendered)
+        assert section(answer) == ReasoningSection("", "</think:opensource>")
+        assert read(chat, answer, "a</think:opensource>b") == ("a", "b")
+        direct = chat.render([USER], thinking=Thinking(variables={"reasoning_effort": level}))
+        assert direct == rendered
+    off = chat.render([USER], thinking=Thinking(effort="none", param="reasoning_effort"))
+    assert off == prompt
+
+
+def test_other_marks_are_known() -> None:
+    chat = Chat(tokenizer_of(MINIMAX))
+    on = chat.prepare_answer(chat.render([USER]))
+    assert section(on) == ReasoningSection("<mm:think>", "</mm:think>")
+    off = chat.render([USER], thinking=Thinking(is_on=False, param="thinking"))
+    assert off.text.endswith("<mm:think></mm:think>")
+
+
+def test_a_template_gets_the_budget() -> None:
+    chat = Chat(tokenizer_of(SEED))
+    for budget, text in ((512, "Budget 512."), (None, ""), (-1, "")):
+        prompt = chat.render([USER], thinking=Thinking(budget=budget))
+        assert prompt.text.endswith(text)
+        assert ("Budget" in prompt.text) == bool(text)
+        assert section(chat.prepare_answer(prompt)) == ReasoningSection(
+            "<seed:think>", "</seed:think>"
+        )
+    for thinking in (Thinking(budget=0), Thinking(effort="none", param="reasoning_effort")):
+        prompt = chat.render([USER], thinking=thinking)
+        assert prompt.text.endswith("Budget 0.<seed:think>\n</seed:think>\n")
+        assert chat.prepare_answer(prompt).preface is None
+
+
+@pytest.mark.parametrize(
+    ("thinking", "names", "default", "budget"),
+    [
+        (Thinking(), (), None, None),
+        (Thinking(), (), 100, 100),
+        (Thinking(budget=7), (), 100, 7),
+        (Thinking(budget=-1), (), 100, -1),
+        (Thinking(effort="low"), (), None, 2048),
+        (Thinking(effort="low"), ("reasoning_effort",), None, None),
+        (Thinking(effort="low"), ("reasoning_effort",), 100, 100),
+        (Thinking(effort="high"), (), 100, 100),
+        (Thinking(effort="high"), (), 0, None),
+        (Thinking(is_on=True), (), 0, None),
+        (Thinking(variables={"enable_thinking": True}), (), 0, None),
+        (Thinking(), (), 0, 0),
+    ],
+)
+def test_the_budget_comes_from_the_request_its_effort_or_the_server(
+    thinking: Thinking, names: tuple[str, ...], default: int | None, budget: int | None
+) -> None:
+    result = with_budget(thinking, names, default)
+    assert result.budget == budget
+    assert (thinking.budget is not None) == (result.sets_budget and budget is not None)

@@ -25,6 +25,7 @@ from twostroke.engine.chat.reasoning import (
     preface_of,
     supported_part,
     variables_of,
+    with_budget,
     with_reasoning,
 )
 from twostroke.engine.chat.template import DEFAULT, FOR_TOOLS, find_source
@@ -143,7 +144,7 @@ class ProbedTemplate:
             text = self.template.render(self._in_parts(user), tools=self._without_tools).text
         except TwostrokeError:
             text = ""
-        return find_opened_marks(text) or find_marks(self.template, self._tokenizer)
+        return find_opened_marks(text, self.template) or find_marks(self.template, self._tokenizer)
 
     @cached_property
     def turn_order(self) -> TurnOrder:
@@ -391,6 +392,17 @@ class Chat:
         """
         probed = self._template_for(has_tools=has_tools)
         return supported_part(thinking, probed.template.variables, probed.marks)
+
+    def thinking_with_budget(
+        self, thinking: Thinking, default: int | None, *, has_tools: bool = False
+    ) -> Thinking:
+        """Return a request's reasoning fields with the budget of tokens that applies to them.
+
+        `default` is the budget for requests that set none.
+        """
+        return with_budget(
+            thinking, self._template_for(has_tools=has_tools).template.variables, default
+        )
 
     def render(
         self,

@@ -13,7 +13,7 @@ from twostroke.model.tokenizer import Piece, Prompt
 from twostroke.model.tokenizer.specials import AddedToken, AddedTokenSplitter
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 # Methods that look for their arguments in a text (`replace` only for the first).
 _SEARCHES = {"split", "rsplit", "strip", "lstrip", "rstrip", "partition", "rpartition"}
@@ -148,6 +148,53 @@ def reads_parts(tree: nodes.Template) -> bool:
         _key(node) == "content"
         for loop in tree.find_all(nodes.For)
         for node in (loop.iter, *loop.iter.find_all((nodes.Getattr, nodes.Getitem)))
+    )
+
+
+def fold_formatted_texts(tree: nodes.Template) -> list[str]:
+    """Replace texts that a chat template formats from literals by one literal each; return these.
+
+    Hy3's template makes its special tokens so: `'<think{}>'.format(SUFFIX)`, where a name is set to
+    a literal once. Other calls of `format` stay as they are.
+    """
+    values: dict[str, list[nodes.Node]] = {}
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name):
+            values.setdefault(assign.target.name, []).append(assign.node)
+    texts: dict[str, str] = {}
+    for name, (first, *others) in values.items():
+        if not others and isinstance(first, nodes.Const) and isinstance(first.value, str):
+            texts[name] = first.value
+    folded: list[str] = []
+    for parent in [tree, *tree.find_all(nodes.Node)]:
+        for field, value in parent.iter_fields():
+            if (text := _formatted_text(value, texts)) is not None:
+                setattr(parent, field, nodes.Const(text, lineno=parent.lineno))
+                folded.append(text)
+    return folded
+
+
+def _formatted_text(node: object, texts: Mapping[str, str]) -> str | None:
+    """Return the text of a call such as `'<a{}>'.format(NAME)`; None for any other node.
+
+    `texts` has the values of names.
+    """
+    if not isinstance(node, nodes.Call) or not isinstance(node.node, nodes.Getattr):
+        return None
+    text = node.node.node
+    if node.node.attr != "format" or not isinstance(text, nodes.Const):
+        return None
+    if node.kwargs or node.dyn_args or node.dyn_kwargs:
+        return None
+    arguments = [
+        texts.get(argument.name) if isinstance(argument, nodes.Name) else None
+        for argument in node.args
+    ]
+    parts = str(text.value).split("{}")
+    if None in arguments or len(parts) != len(arguments) + 1 or "{" in "".join(parts):
+        return None
+    return parts[0] + "".join(
+        f"{argument}{part}" for argument, part in zip(arguments, parts[1:], strict=True)
     )
 
 

@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from twostroke.core.constraint import ReasoningSection
 from twostroke.core.errors import Field, RequestError, nearest
 from twostroke.core.frozen import Frozen
+from twostroke.core.sampling import MAX_TOKENS
+from twostroke.engine.structured_output.lark import special_marks
 from twostroke.model.tokenizer import Piece, Prompt
 
 if TYPE_CHECKING:
@@ -20,9 +22,14 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer import Tokenizer
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
+# The most tokens of reasoning at an effort, for templates without a variable for the effort. The
+# other efforts have no limit.
+EFFORT_BUDGETS: Final = {"minimal": 512, "low": 2048, "medium": 8192}
+NO_BUDGET: Final = -1  # reasoning without a limit, although the server has a default budget
 # Names of template variables.
 _SWITCHES: Final = ("enable_thinking", "thinking")
 _EFFORT: Final = "reasoning_effort"
+_BUDGET: Final = "thinking_budget"
 # Names that a client's variables cannot have.
 _RESERVED_NAMES: Final = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "has_text_arguments")
@@ -32,6 +39,9 @@ _MAX_VARIABLES_CHARS: Final = 16 * 1024  # of JSON
 _MAX_QUOTED_CHARS: Final = 40  # of a wrong name, in an error
 
 _PAIRS: Final = (
+    ("<mm:think>", "</mm:think>"),
+    ("<think:opensource>", "</think:opensource>"),
+    ("<|channel>thought", "<channel|>"),
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<thought>", "</thought>"),
@@ -40,7 +50,11 @@ _PAIRS: Final = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 # Keys under which templates look for the reasoning of an earlier answer. Requests use the first.
-_KEYS: Final = ("reasoning_content", "reasoning", "thinking")
+_KEYS: Final = ("reasoning_content", "reasoning", "thinking", "tool_plan")
+# Names of switches in templates with words for their values: the words for on and off.
+_NAMED_SWITCHES: Final = {"thinking_mode": ("enabled", "disabled")}
+# The word for no reasoning of templates that know only low and high efforts.
+_NO_EFFORT: Final = "no_think"
 
 
 class ReasoningMarks(Frozen):
@@ -50,12 +64,16 @@ class ReasoningMarks(Frozen):
         begin, end: the marks.
         is_of_template: whether the chat template has the marks, not only the vocabulary.
         is_opened: whether each rendered prompt ends with `begin`.
+        closing: `end` with the blanks around it that the template writes.
+        has_two_efforts: whether the template's efforts are `no_think`, `low` and `high`.
     """
 
     begin: str
     end: str
     is_of_template: bool
     is_opened: bool = False
+    closing: str = ""
+    has_two_efforts: bool = False
 
 
 class Thinking(Frozen):
@@ -65,6 +83,9 @@ class Thinking(Frozen):
         is_on: switches reasoning on or off; None leaves that to the template.
         effort: one of `EFFORTS`; None leaves that to the template.
         param: the request's field with `is_on` or `effort`, for errors.
+        budget: the most tokens of the reasoning: 0 for an answer at once, `NO_BUDGET` for no limit;
+            None leaves that to the effort, and then to the server.
+        sets_budget: whether the request itself sets the budget.
         variables: further variables of the chat template.
         variables_param: the request's field with `variables`, for errors.
     """
@@ -72,6 +93,8 @@ class Thinking(Frozen):
     is_on: bool | None = None
     effort: str | None = None
     param: str = ""
+    budget: int | None = None
+    sets_budget: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
     variables_param: str = "chat_template_kwargs"
 
@@ -85,21 +108,47 @@ def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks |
     None if there are no marks.
     """
     for begin, end in _PAIRS:
-        if end in template.source:
-            return ReasoningMarks(begin, end, is_of_template=True)
+        if end in template.source or end in template.formatted_texts:
+            return _marks_in(template, begin, end)
     for begin, end in _PAIRS:
-        if tokenizer.find(begin) is not None and tokenizer.find(end) is not None:
+        if all(_is_spelled_by_tokens(mark, tokenizer) for mark in (begin, end)):
             return ReasoningMarks(begin, end, is_of_template=False)
     return None
 
 
-def find_opened_marks(text: str) -> ReasoningMarks | None:
-    """Return the marks around a model's reasoning if a rendered prompt ends by opening it."""
+def find_opened_marks(text: str, template: ChatTemplate) -> ReasoningMarks | None:
+    """Return the marks around a model's reasoning if a rendered prompt ends by opening it.
+
+    `text` is the prompt, which `template` made.
+    """
+    is_on_line = text.endswith("\n")
     text = text.rstrip()
     for begin, end in _PAIRS:
         if text.endswith(begin):
-            return ReasoningMarks(begin, end, is_of_template=True, is_opened=True)
+            marks = replace(_marks_in(template, begin, end), is_opened=True)
+            return replace(marks, closing=f"\n{end}\n\n") if is_on_line else marks
     return None
+
+
+def _marks_in(template: ChatTemplate, begin: str, end: str) -> ReasoningMarks:
+    """Return the marks `begin` and `end` of a chat template, with what its source shows of them.
+
+    A line break in the source may be itself or an escape in a string.
+    """
+    lines = template.source.replace("\\n", "\n")
+    closings = (f"\n{end}\n\n", f"\n{end}\n")
+    return ReasoningMarks(
+        begin,
+        end,
+        is_of_template=True,
+        closing=next((closing for closing in closings if closing in lines), end),
+        has_two_efforts=_NO_EFFORT in template.source and _EFFORT in template.variables,
+    )
+
+
+def _is_spelled_by_tokens(mark: str, tokenizer: Tokenizer) -> bool:
+    """Whether a mark is a token of the vocabulary, or contains a special token."""
+    return tokenizer.find(mark) is not None or bool(special_marks((mark,), tokenizer))
 
 
 def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> ReasoningSection | None:
@@ -108,14 +157,16 @@ def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Reasoni
     None if the prompt ends after its reasoning. `continued` is the text at the end of the prompt
     that the answer continues.
     """
-    inside = ReasoningSection("", marks.end)
+    inside = ReasoningSection("", marks.end, marks.closing)
     if continued.strip():
         _, opened, since = continued.rpartition(marks.begin)
         return inside if opened and marks.end not in since else None
     text = prompt.text.rstrip()
     if text.endswith(marks.end):
         return None
-    return inside if text.endswith(marks.begin) else ReasoningSection(marks.begin, marks.end)
+    if text.endswith(marks.begin):
+        return inside
+    return ReasoningSection(marks.begin, marks.end, marks.closing)
 
 
 def supported_part(
@@ -171,8 +222,49 @@ def variables_of(
     return _switch_variables(thinking, template_names, marks) | variables
 
 
+def check_budget(budget: int | None, param: str) -> None:
+    """Check the most tokens of reasoning that a request's field `param` sets.
+
+    Raises:
+        RequestError: the number is below `NO_BUDGET`, or beyond all numbers of tokens.
+    """
+    if budget is not None and not NO_BUDGET <= budget <= MAX_TOKENS:
+        reason = f"must be from {NO_BUDGET} (no limit) to {MAX_TOKENS}, got {budget}."
+        raise RequestError(reason, field=param)
+
+
+def with_budget(
+    thinking: Thinking, template_names: Collection[str], default: int | None
+) -> Thinking:
+    """Return a request's reasoning fields with the budget that applies to them.
+
+    It is the request's own budget; or the budget of its effort, if the template has no variable for
+    the effort; or `default`, the server's. A default of 0, which switches reasoning off, does not
+    apply to requests that switch it on.
+    """
+    if thinking.budget is not None:
+        return thinking
+    budget = default
+    if thinking.effort in EFFORT_BUDGETS and _EFFORT not in template_names:
+        budget = EFFORT_BUDGETS[thinking.effort]
+    if budget is None or (budget == 0 and _asks_for_reasoning(thinking)):
+        return thinking
+    return replace(thinking, budget=budget, sets_budget=False)
+
+
+def _asks_for_reasoning(thinking: Thinking) -> bool:
+    """Whether a request's fields switch reasoning on."""
+    if thinking.effort is not None:
+        return thinking.effort != "none"
+    if thinking.is_on is not None:
+        return thinking.is_on
+    return any(thinking.variables.get(name) is True for name in _SWITCHES)
+
+
 def is_switched_off(thinking: Thinking) -> bool:
     """Whether a request asks for an answer without reasoning."""
+    if thinking.budget == 0:
+        return True
     if thinking.effort is not None:
         return thinking.effort == "none"
     if thinking.is_on is not None:
@@ -222,16 +314,45 @@ def _switch_variables(
         raise RequestError(reason, field=thinking.param, value=effort[:40])
     if effort is not None:
         is_on = effort != "none"
+    budget = thinking.budget
+    if budget == 0:  # the engine ends the reasoning where the template has no switch
+        is_on, effort = False, None
+    budgets: dict[str, object] = {}
+    if budget is not None and budget != NO_BUDGET and _BUDGET in template_names:
+        budgets[_BUDGET] = budget
     if is_on is None:
-        return {}
-    variables: dict[str, object] = {name: is_on for name in _SWITCHES if name in template_names}
-    if is_on and effort is not None and _EFFORT in template_names:
-        variables[_EFFORT] = effort
-    if variables or is_on == _reasons(marks) or (not is_on and _can_be_closed(marks)):
+        return budgets
+    variables = budgets | _switches(template_names, marks, is_on=is_on, effort=effort)
+    is_met = is_on == _reasons(marks) or (not is_on and _can_be_closed(marks))
+    if variables or is_met or budget == 0:
         return variables
     problem = "always reasons" if _reasons(marks) else "does not support reasoning"
     reason = f"cannot be followed: this model's chat template {problem}. Leave it out."
     raise RequestError(reason, field=thinking.param)
+
+
+def _switches(
+    template_names: Collection[str],
+    marks: ReasoningMarks | None,
+    *,
+    is_on: bool,
+    effort: str | None,
+) -> dict[str, object]:
+    """Return the template's variables that switch reasoning on or off, and set the effort."""
+    variables: dict[str, object] = {name: is_on for name in _SWITCHES if name in template_names}
+    for name, (on, off) in _NAMED_SWITCHES.items():
+        if name in template_names:
+            variables[name] = on if is_on else off
+    if _BUDGET in template_names and not is_on:
+        variables[_BUDGET] = 0
+    if _EFFORT not in template_names:
+        return variables
+    if marks is not None and marks.has_two_efforts:
+        level = "low" if effort in {"minimal", "low"} else "high"
+        variables[_EFFORT] = level if is_on else _NO_EFFORT
+    elif is_on and effort is not None:
+        variables[_EFFORT] = effort
+    return variables
 
 
 def _contradiction(thinking: Thinking) -> RequestError | None:

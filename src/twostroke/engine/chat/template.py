@@ -10,7 +10,13 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
-from twostroke.engine.chat.literals import Marker, names_text, read_keys, reads_parts
+from twostroke.engine.chat.literals import (
+    Marker,
+    fold_formatted_texts,
+    names_text,
+    read_keys,
+    reads_parts,
+)
 from twostroke.engine.chat.messages import RefusedByTemplateError, check_messages, to_plain_json
 from twostroke.engine.chat.sandbox import METER, RenderBudget, RenderMeter, TemplateEnvironment
 
@@ -35,6 +41,7 @@ class ChatTemplate:
     `variables` are the names of variables that the template reads, `keys` the names that it looks
     up in objects such as messages. `reads_parts` says whether the template reads content that is
     a list of parts, `names_developer` whether it has a case for the role developer.
+    `formatted_texts` are texts that it makes from literals, such as special tokens with a suffix.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class ChatTemplate:
         )
         try:
             tree = self._environment.parse(source)
+            self.formatted_texts = fold_formatted_texts(tree)
             self.reads_parts = reads_parts(tree)
             self.names_developer = names_text(tree, "developer")
             self.variables = frozenset(find_undeclared_variables(tree))

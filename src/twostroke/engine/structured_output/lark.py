@@ -24,13 +24,32 @@ TEXT: Final = r"TEXT: /(.|\n)*/"  # a rule for any text without special tokens
 
 
 def special_marks(marks: Iterable[str], tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the token ids of the marks that are special tokens, by mark.
+    """Return the token ids of the special tokens that marks are, or contain, by their texts.
 
-    Marks are texts such as `<tool_call>` that delimit parts of an answer. A grammar must name a
-    special token by its id, because text rules do not match special tokens.
+    Marks are texts such as `<tool_call>` that delimit parts of an answer. A mark may be one token,
+    or have text beside special tokens, as `<|channel>thought` has. A grammar must name a special
+    token by its id, because text rules do not match special tokens.
     """
-    ids = {mark: tokenizer.find(mark) for mark in marks if mark}
-    return {mark: id_ for mark, id_ in ids.items() if id_ in tokenizer.special_ids}
+    ids: dict[str, int] = {}
+    for mark in filter(None, marks):
+        ids |= _specials_in(mark, tokenizer)
+    return ids
+
+
+def _specials_in(mark: str, tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of the special tokens in a mark, the longest at each place, by their texts."""
+    ids: dict[str, int] = {}
+    start = 0
+    while start < len(mark):
+        size = 1
+        for end in range(len(mark), start, -1):
+            id_ = tokenizer.find(mark[start:end])
+            if id_ in tokenizer.special_ids:
+                ids[mark[start:end]] = id_
+                size = end - start
+                break
+        start += size
+    return ids
 
 
 def to_lark(text: str, specials: Mapping[str, int]) -> str:
@@ -51,7 +70,7 @@ def text_until(name: str, mark: str, specials: Mapping[str, int]) -> str:
 
     `name` is the rule's name. `specials` has the token ids of marks that are special tokens.
     """
-    if mark in specials:
+    if _begins_with_special(mark, specials):
         return f"{name}: TEXT {to_lark(mark, specials)}"
     return f"{name}[lazy]: TEXT {to_lark(mark, specials)}"
 
@@ -59,7 +78,14 @@ def text_until(name: str, mark: str, specials: Mapping[str, int]) -> str:
 def section_begin(preface: ReasoningSection, specials: Mapping[str, int]) -> str:
     """Return a grammar expression, in Lark's notation, for the opening of a reasoning section."""
     mark = to_lark(preface.begin, specials)
-    return mark if preface.begin in specials else rf"/\s{{0,{MAX_BLANKS}}}/ {mark}"
+    if _begins_with_special(preface.begin, specials):
+        return mark
+    return rf"/\s{{0,{MAX_BLANKS}}}/ {mark}"
+
+
+def _begins_with_special(mark: str, specials: Mapping[str, int]) -> bool:
+    """Whether a mark begins with a special token, which no text before the mark can contain."""
+    return any(mark.startswith(text) for text in specials)
 
 
 def text_without_prefix(*terminals: str) -> str:

@@ -88,6 +88,15 @@ class ReasoningSplitter:
             self._buffer = self._buffer[size:]
 
 
+def byte_splitter(preface: ReasoningSection) -> ReasoningSplitter:
+    """Return a splitter that reads bytes as characters (Latin-1).
+
+    A token's bytes may be a part of a character.
+    """
+    marks = (mark.encode().decode("latin-1") for mark in (preface.begin, preface.end))
+    return ReasoningSplitter(type(preface)(*marks))
+
+
 class ReasoningTokenCounter:
     """Counts the tokens of an answer's reasoning section, for the usage figures of a response.
 
@@ -96,9 +105,7 @@ class ReasoningTokenCounter:
 
     def __init__(self, preface: ReasoningSection, tokenizer: Tokenizer) -> None:
         """Start at the beginning of an answer; `preface` delimits the reasoning section."""
-        # Bytes are treated as characters, since a token may be a part of a character.
-        marks = (mark.encode().decode("latin-1") for mark in (preface.begin, preface.end))
-        self._cutter = ReasoningSplitter(type(preface)(*marks))
+        self._cutter = byte_splitter(preface)
         self._tokenizer = tokenizer
         self._num_undecided = 0
         self.count = 0

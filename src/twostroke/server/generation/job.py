@@ -28,6 +28,7 @@ from twostroke.engine.prompts import (
     encode_text,
     to_hints,
     with_infill_end_ids,
+    with_reasoning_budget,
     with_shared_lengths,
 )
 from twostroke.model.tokenizer import TooManyTokensError
@@ -161,6 +162,19 @@ class Conversation(Frozen):
         return with_shared_lengths(
             card, hints, prompt, tokens, messages=self.messages, render=render
         )
+
+    def with_budget(self, card: ModelCard, default: int | None) -> Conversation:
+        """Return the conversation with the budget of its answers' reasoning.
+
+        `default` is the server's budget for requests that set none.
+
+        Raises:
+            RequestError: the chat template is missing, or cannot be compiled.
+        """
+        thinking = chat_of(card).thinking_with_budget(
+            self.thinking, default, has_tools=bool(self.tools)
+        )
+        return self if thinking is self.thinking else replace(self, thinking=thinking)
 
     def ignored_fields(self, card: ModelCard) -> list[Ignored]:
         """Return the request fields without effect on this model, for the response to report.
@@ -331,10 +345,17 @@ class Job(Frozen):
         """The number of answers that the request asks for: `n` for each prompt."""
         return len(self.prompts) * self.params.n
 
-    def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> EncodedJob:
+    def encode(
+        self,
+        card: ModelCard,
+        *,
+        splits_reasoning: bool = True,
+        reasoning_budget: int | None = None,
+    ) -> EncodedJob:
         """Encode the job's prompts and parameters for a model.
 
-        `splits_reasoning` is the server's default for separating reasoning from answers.
+        `splits_reasoning` is the server's default for separating reasoning from answers, and
+        `reasoning_budget` its limit of the reasoning's tokens, for requests that set none.
 
         Raises:
             RequestError: the chat template is missing or refuses the messages, or the model
@@ -347,6 +368,8 @@ class Job(Frozen):
         params = _without_other_ends(params, self.allowed_ids, card)
         hints = replace(hints, shows_progress=self.shows_progress, keep_s=self.keep_s)
         if isinstance(conversation, Conversation):
+            conversation = conversation.with_budget(card, reasoning_budget)
+            params = with_reasoning_budget(card, params, conversation.thinking)
             chat = conversation.prepare(card, self.tools, self.params.constraint)
             tokens = encode_rendered(card, chat.prompt, self.caller.prompt_field)
             hints = conversation.with_shared_lengths(card, hints, chat.prompt, tokens)

@@ -13,6 +13,7 @@ from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.engine.client import Caller
 from twostroke.server.body import field
 from twostroke.server.generation.job import MAX_MESSAGES, Conversation, Job
+from twostroke.server.http.ignored import Ignored
 from twostroke.server.protocols.anthropic.tools import (
     Blocks,
     Choice,
@@ -42,6 +43,11 @@ if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
     from twostroke.server.generation.response_store import Tenant
 
+# This server's names of efforts, by Anthropic's.
+EFFORT_NAMES: Final = {
+    **{name: name for name in ("low", "medium", "high", "xhigh")},
+    "max": "xhigh",
+}
 _ANSWER_BLOCKS: Final = (ToolUseBlock, ThinkingBlock, RedactedThinkingBlock)
 _WRONG_BLOCKS: Final[dict[str, tuple[type, ...]]] = {
     "user": _ANSWER_BLOCKS,
@@ -67,7 +73,11 @@ class OutputConfig(field.RequestObject):
     """The field `output_config` of a request: the answer's format."""
 
     format: JsonFormat | None = None
-    effort: field.Hint = None
+    effort: Annotated[
+        str | None,
+        field.doc("How much to reason, beside `thinking`.", enum=[*EFFORT_NAMES, None]),
+        field.DROPPABLE,
+    ] = None
 
 
 Display = Annotated[
@@ -81,7 +91,7 @@ class ThinkingOn(field.TaggedObject, tag="enabled"):
 
     budget_tokens: Annotated[
         Annotated[int, Meta(ge=1)],
-        field.doc("Less than `max_tokens`. Has no effect, since models here take no budget."),
+        field.doc("The most tokens of the reasoning; less than `max_tokens`."),
     ]
     display: Display = None
 
@@ -243,12 +253,36 @@ def _conversation(request: CountRequest, tools: Tools | None) -> Conversation:
         reason = f"must not end with {end} if the last message is the assistant's."
         raise RequestError(reason, field="messages")
     shown_tools = tools.prompt_tools if tools is not None else ()
-    thinking = AS_IT_IS
-    if request.thinking is not None and not isinstance(request.thinking, ThinkingAsNeeded):
-        thinking = Thinking(isinstance(request.thinking, ThinkingOn), param="thinking")
+    thinking, ignored = _thinking(request)
     return Conversation(
-        tuple(template_messages), shown_tools, continues=continues, thinking=thinking
+        tuple(template_messages),
+        shown_tools,
+        continues=continues,
+        thinking=thinking,
+        ignored=ignored,
     )
+
+
+def _thinking(request: CountRequest) -> tuple[Thinking, tuple[Ignored, ...]]:
+    """Return a request's options for the model's reasoning, and a field without effect.
+
+    An effort has an effect only if the request lets the model reason.
+    """
+    config = request.thinking
+    effort = request.output_config.effort if request.output_config is not None else None
+    if config is None or isinstance(config, ThinkingOff):
+        off = AS_IT_IS if config is None else Thinking(is_on=False, param="thinking")
+        if effort is None:
+            return off, ()
+        reason = "has no effect unless thinking is enabled or adaptive."
+        return off, (Ignored.of(RequestError(reason, field="output_config.effort")),)
+    effort_name = None if effort is None else EFFORT_NAMES.get(effort, effort)
+    if isinstance(config, ThinkingOn):
+        budget = config.budget_tokens
+        return Thinking(is_on=True, effort=effort_name, param="thinking", budget=budget), ()
+    if effort is None:
+        return AS_IT_IS, ()
+    return Thinking(effort=effort_name, param="output_config.effort"), ()
 
 
 def _check_blocks(message: AnthropicMessage, path: str, call_ids: set[str]) -> None:
@@ -309,4 +343,8 @@ def _constraint(request: MessagesRequest) -> Constraint | None:
 
 def field_names(_request: CountRequest) -> Mapping[str, str]:
     """Map the engine's parameter names to Anthropic's field names, for error messages."""
-    return {"stop": "stop_sequences", "tools[].parameters": "tools[].input_schema"}
+    return {
+        "stop": "stop_sequences",
+        "tools[].parameters": "tools[].input_schema",
+        "reasoning_budget": "thinking.budget_tokens",
+    }

@@ -21,7 +21,7 @@ from twostroke.core.sampling import (
     MAX_TOKENS,
     SamplingParams,
 )
-from twostroke.engine.chat.reasoning import EFFORTS, MAX_VARIABLES
+from twostroke.engine.chat.reasoning import EFFORTS, MAX_VARIABLES, NO_BUDGET
 from twostroke.engine.client import Caller
 from twostroke.server.body import field
 from twostroke.server.generation.job import Job
@@ -62,6 +62,14 @@ ReasoningEffort = Annotated[
     str | None,
     field.doc("Whether to reason, and how much if the template can.", enum=[*EFFORTS, None]),
     field.DROPPABLE,
+]
+ReasoningBudget = Annotated[
+    int | None,
+    field.doc(
+        "The most tokens of the reasoning; 0: answer at once, -1: no limit.",
+        minimum=NO_BUDGET,
+        maximum=MAX_TOKENS,
+    ),
 ]
 StopText = Annotated[str, Meta(extra_json_schema={"maxLength": MAX_STOP_LENGTH})]
 Label = Annotated[str, Meta(max_length=512)]
@@ -146,7 +154,7 @@ class ServiceFields(field.RequestObject):
 # Options whose fields in requests are declared in `CommonFields` or by each protocol, because their
 # types, names or meanings differ from those in `SamplingParams`.
 _DECLARED_OPTIONS: Final = frozenset(
-    {"max_tokens", "temperature", "n", "top_k", "logprobs", "prompt_logprobs"}
+    {"max_tokens", "temperature", "n", "top_k", "logprobs", "prompt_logprobs", "reasoning_budget"}
 )
 
 if TYPE_CHECKING:

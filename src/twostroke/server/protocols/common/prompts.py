@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.engine.chat.messages import ROLES
-from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking
+from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking, check_budget
 from twostroke.engine.prompts import encode_parts
 from twostroke.server.body import field
 from twostroke.server.body.lenient import ignored_item
@@ -186,15 +186,34 @@ def to_conversation(
     )
 
 
-def to_thinking(variables: dict[str, Any] | None, effort: str | None = None) -> Thinking:
+def to_thinking(
+    variables: dict[str, Any] | None,
+    effort: str | None = None,
+    *,
+    param: str = "reasoning_effort",
+    budget: tuple[str, int] | None = None,
+) -> Thinking:
     """Return a request's reasoning options for the chat template.
 
-    `variables` are the template's variables from `chat_template_kwargs`, `effort` is
-    `reasoning_effort`.
+    Args:
+        variables: the template's variables, from `chat_template_kwargs`.
+        effort: the effort, from the field `param`.
+        param: the name of the field with the effort.
+        budget: the name and the value of the field with the most tokens of reasoning.
+
+    Raises:
+        RequestError: the budget is no number of tokens.
     """
-    if not variables and effort is None:
+    if not variables and effort is None and budget is None:
         return AS_IT_IS
-    return Thinking(effort=effort, param="reasoning_effort", variables=variables or {})
+    if budget is not None:
+        check_budget(budget[1], budget[0])
+    return Thinking(
+        effort=effort,
+        param=param,
+        budget=None if budget is None else budget[1],
+        variables=variables or {},
+    )
 
 
 def continues_in_llama_server(request: ConversationFields) -> bool | None:

@@ -58,13 +58,13 @@ class LlamaJob(Job, kw_only=True):
 
     request: TextFields
 
-    def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> EncodedJob:
+    def encode(self, card: ModelCard, **defaults: Any) -> EncodedJob:
         """Tokenize the job's prompts, and complete the sampling parameters that need the tokenizer.
 
         These are the biases of texts in `logit_bias`, and the settings for `post_sampling_probs`.
         Raises the errors of `Job.encode`.
         """
-        encoded = super().encode(card, splits_reasoning=splits_reasoning)
+        encoded = super().encode(card, **defaults)
         if self.request.logit_bias:
             bias = to_logit_bias(self.request.logit_bias, card.tokenizer)
             encoded.params = replace(encoded.params, logit_bias=bias)

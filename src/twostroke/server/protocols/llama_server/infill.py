@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
@@ -56,13 +56,13 @@ class InfillJob(LlamaJob):
     Its answers also end at the special token that begins another file.
     """
 
-    def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> EncodedJob:
+    def encode(self, card: ModelCard, **defaults: Any) -> EncodedJob:
         """Tokenize the job's prompt, and let its answers end where the model begins another file.
 
         Raises:
             RequestError: the model cannot fill in the middle.
         """
-        encoded = super().encode(card, splits_reasoning=splits_reasoning)
+        encoded = super().encode(card, **defaults)
         encoded.params = with_infill_end_ids(card, encoded.params)
         return encoded
 

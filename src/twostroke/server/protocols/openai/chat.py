@@ -15,6 +15,7 @@ from twostroke.server.http.ignored import Ignored
 from twostroke.server.protocols.common.fields import (
     CommonFields,
     MetadataPairs,
+    ReasoningBudget,
     ReasoningEffort,
     TemplateVariables,
     TopLogprobs,
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     from twostroke.server.generation.job import Job
     from twostroke.server.generation.response_store import Tenant
 
+# The fields with a budget of the reasoning: this server's, llama-server's, vLLM's and Qwen's.
+BUDGET_NAMES: Final = (
+    *("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget", "thinking_budget"),
+)
 _SPLITS_REASONING: Final = {"none": False, "deepseek": True}
 TOOL_NAMES: Final = {
     "tool_choice.name": "tool_choice.function.name",
@@ -75,6 +80,10 @@ class ChatRequest(CommonFields, kw_only=True):
 
     chat_template_kwargs: TemplateVariables = None
     reasoning_effort: ReasoningEffort = None
+    reasoning_budget: ReasoningBudget = None
+    thinking_budget_tokens: ReasoningBudget = None  # llama-server's name
+    thinking_token_budget: ReasoningBudget = None  # vLLM's name
+    thinking_budget: ReasoningBudget = None  # the name of Qwen's own service
     reasoning_format: Annotated[
         Literal["none", "auto", "deepseek"] | None,
         field.doc(
@@ -124,7 +133,11 @@ def read(request: ChatRequest, tenant: Tenant) -> Job:
         tools,
         opens_turn=request.add_generation_prompt,
         continues=request.continue_final_message,
-        thinking=to_thinking(request.chat_template_kwargs, request.reasoning_effort),
+        thinking=to_thinking(
+            request.chat_template_kwargs,
+            request.reasoning_effort,
+            budget=_reasoning_budget(request),
+        ),
     )
     ignored = list[Ignored]()
     newer_limit = request.max_completion_tokens
@@ -145,6 +158,15 @@ def read(request: ChatRequest, tenant: Tenant) -> Job:
         ignored=(*job.ignored, *ignored),
         splits_reasoning=_SPLITS_REASONING.get(request.reasoning_format or ""),
     )
+
+
+def _reasoning_budget(request: ChatRequest) -> tuple[str, int] | None:
+    """Return the name and the value of a request's first field with a budget of the reasoning."""
+    for name in BUDGET_NAMES:
+        budget = getattr(request, name)
+        if budget is not None:
+            return name, budget
+    return None
 
 
 def _read_tools(request: ChatRequest) -> Tools | None:
@@ -208,4 +230,6 @@ def field_names(request: ChatRequest) -> Mapping[str, str]:
     """
     has_newer = request.max_completion_tokens is not None
     newer_name = {"max_tokens": "max_completion_tokens"} if has_newer else {}
-    return TOOL_NAMES | newer_name | llama_server_aliases(request)
+    budget = _reasoning_budget(request)
+    budget_name = {} if budget is None else {"reasoning_budget": budget[0]}
+    return TOOL_NAMES | newer_name | budget_name | llama_server_aliases(request)

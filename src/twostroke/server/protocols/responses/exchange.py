@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
 from twostroke.core.json_io import encode_json
-from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.generation.job import Conversation, Job, check_messages
 from twostroke.server.generation.response_store import StoredResponse
@@ -26,6 +25,7 @@ from twostroke.server.protocols.common.fields import (
     to_prediction,
 )
 from twostroke.server.protocols.common.listing import LOGPROBS, unknown_includes
+from twostroke.server.protocols.common.prompts import to_thinking
 from twostroke.server.protocols.common.structured_output import JsonObject, to_constraint, to_schema
 from twostroke.server.protocols.responses.conversations import (
     append_turn,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.constraint import Constraint
     from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.chat.reasoning import Thinking
     from twostroke.engine.chat.tools import Tools
     from twostroke.engine.model_card import ModelCard
     from twostroke.server.generation.response_store import Tenant
@@ -284,10 +285,7 @@ def _merge_tools(
 def _thinking(request: ResponsesRequest) -> Thinking:
     """Return a request's options for the model's reasoning."""
     effort = request.reasoning.effort if request.reasoning is not None else None
-    if effort is None and not request.chat_template_kwargs:
-        return AS_IT_IS
-    variables = request.chat_template_kwargs or {}
-    return Thinking(effort=effort, param="reasoning.effort", variables=variables)
+    return to_thinking(request.chat_template_kwargs, effort, param="reasoning.effort")
 
 
 def _previous(request: ResponsesRequest, tenant: Tenant) -> StoredResponse | None:
