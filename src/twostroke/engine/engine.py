@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from msgspec.structs import replace
 
 from twostroke.backends.activation_bits.resolve import (
-    MAX_AUTO_WEIGHTS,
     note,
     resolve_activation_bits,
 )
@@ -311,7 +310,6 @@ def _with_chosen_activation_bits(recipe: EngineRecipe, say: Callable[[str], None
             recipe.loaded,
             recipe.program,
             notify=say,
-            max_weights=MAX_AUTO_WEIGHTS,
             check=check,
         )
     )

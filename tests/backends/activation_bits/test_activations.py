@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.activation_bits import METHOD
 from twostroke.backends.activation_bits import resolve as activations
 from twostroke.backends.activation_bits.resolve import resolve_activation_bits
+from twostroke.backends.cpu import CpuBackend
+from twostroke.core.env import cache_dir
 from twostroke.core.options import ActivationBits, ComputeOptions
 from twostroke.model.families import build_program
 from twostroke.model.weights import load_path
@@ -47,14 +50,29 @@ def test_a_choice_is_made_once_and_a_damaged_one_again(model, tmp_path, monkeypa
     assert len(said) == 6
 
 
-def test_large_models_are_chosen_for_when_asked(model, monkeypatch):
+def test_large_models_are_scored_on_less_text(model, monkeypatch):
     monkeypatch.setattr(activations, "MIN_WEIGHTS", 0)
-    said: list[str] = []
-    assert resolve_activation_bits(AUTO, *model, said.append, 1000).activation_bits == 15
-    assert "compare MODEL --activation-bits auto" in said[0]
-    chosen = resolve_activation_bits(AUTO, *model).activation_bits
-    assert resolve_activation_bits(AUTO, *model, said.append, 1000).activation_bits == chosen
-    assert len(said) == 1
+    loaded, program = model
+    lengths: list[int] = []
+    score_with = CpuBackend.score_with
+
+    def score_and_count(self, bits, tokens):
+        lengths.append(len(tokens))
+        return score_with(self, bits, tokens)
+
+    monkeypatch.setattr(CpuBackend, "score_with", score_and_count)
+    resolve_activation_bits(AUTO, loaded, program)
+    longest = max(lengths)
+    shutil.rmtree(cache_dir() / "activation-bits")
+    lengths.clear()
+    monkeypatch.setattr(activations, "LARGE_WEIGHTS", 0)
+    monkeypatch.setattr(activations, "_CHOOSING_WORK", 0)
+    monkeypatch.setattr(activations, "_CHECKING_WORK", 0)
+    chosen = resolve_activation_bits(AUTO, loaded, program).activation_bits
+    assert isinstance(chosen, ActivationBits)
+    assert max(lengths) < longest
+    assert lengths[0] == 64
+    assert resolve_activation_bits(AUTO, loaded, program).activation_bits == chosen
 
 
 def test_equal_choices_have_the_same_name():

@@ -8,7 +8,13 @@ from itertools import combinations
 import numpy as np
 
 from support.cpu import tiny_model
-from twostroke.backends.activation_bits import checking_text, choose, choosing_text, products_of
+from twostroke.backends.activation_bits import (
+    QUICK_SEARCH,
+    checking_text,
+    choose,
+    choosing_text,
+    products_of,
+)
 from twostroke.lab.measure.compare import held_out_text
 
 _BUDGET = 7e-4
@@ -24,9 +30,9 @@ def _scorer(errors):
     """Return a function whose logits have about the summed error of matrices with fewer bits."""
     noise = np.random.default_rng(0).choice((-1.0, 1.0), (_ROWS, _WIDTH))
 
-    def score(bits):
+    def score(bits, num_tokens):
         total = sum(errors[name] / (5 if few == 9 else 1) for name, few in bits.items())
-        return (noise * np.sqrt(2 * total)).astype(np.float32)
+        return (noise[:num_tokens] * np.sqrt(2 * total)).astype(np.float32)
 
     return score
 
@@ -65,6 +71,38 @@ def test_a_choice_that_fails_on_other_text_is_made_again_with_less_room():
     second = choose(products, _scorer(errors), check, "")
     assert check(first.bits) > _BUDGET >= second.divergence >= check(second.bits) > 0
     assert choose(products, _scorer(errors), lambda bits: float("nan"), "").bits == {}
+
+
+def test_a_quick_search_measures_each_kind_once_and_little_text():
+    products = _products()
+    names = [name for product in products for name in product.matrices]
+    errors = {name: 1e-2 if "ffn_down" in name else 1e-7 for name in names}
+    score, scored = _scorer(errors), []
+
+    def count_and_score(bits, num_tokens):
+        scored.append(num_tokens)
+        return score(bits, num_tokens)
+
+    choice = choose(products, count_and_score, _all_is_well, "model", QUICK_SEARCH)
+    assert 0 < choice.divergence <= _BUDGET
+    assert not any("ffn_down" in name for name in choice.bits)
+    assert choice.bits["blk.0.attn_q.weight"] == 8
+    num_kinds = len({product.kind for product in products})
+    assert scored.count(QUICK_SEARCH.num_kind_tokens) <= 1 + 2 * num_kinds
+    assert scored.count(None) <= 2 + QUICK_SEARCH.num_trials
+
+
+def test_nothing_but_8_bits_is_measured_where_they_are_enough():
+    products, scored = _products(), []
+    names = [name for product in products for name in product.matrices]
+    score = _scorer(dict.fromkeys(names, 1e-6))
+
+    def count_and_score(bits, num_tokens):
+        scored.append(num_tokens)
+        return score(bits, num_tokens)
+
+    assert set(choose(products, count_and_score, _all_is_well, "", QUICK_SEARCH).bits) == set(names)
+    assert scored == [None, None]
 
 
 def test_products_of_one_value_have_the_same_bits():

@@ -1,8 +1,10 @@
 """Chooses the bits of activations for each product of a model, from measured errors."""
 
 from twostroke.backends.activation_bits.choice import (
+    FULL_SEARCH,
     METHOD,
     MIN_WEIGHTS,
+    QUICK_SEARCH,
     ExpectedLogits,
     checking_text,
     choose,
@@ -12,8 +14,10 @@ from twostroke.backends.activation_bits.products import Product, products_of
 from twostroke.backends.activation_bits.tree import allocate
 
 __all__ = [
+    "FULL_SEARCH",
     "METHOD",
     "MIN_WEIGHTS",
+    "QUICK_SEARCH",
     "ExpectedLogits",
     "Product",
     "allocate",

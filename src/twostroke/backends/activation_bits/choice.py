@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from twostroke.backends.activation_bits.tree import bits_of, cheapest, measure_kinds, split_groups
+from twostroke.core.frozen import Frozen
 from twostroke.core.options import ActivationBits
 
 if TYPE_CHECKING:
@@ -16,18 +17,37 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends.activation_bits.products import Product
+    from twostroke.backends.activation_bits.tree import ProductGroup
 
     Array = NDArray[np.float32]
-    Score = Callable[[Mapping[str, int]], Array]
+    Score = Callable[[Mapping[str, int], int | None], Array]
     Check = Callable[[Mapping[str, int]], float]
 
-METHOD: Final = 2  # raise it when a change of texts, constants or kernels changes the choices
+METHOD: Final = 3  # raise it when a change of texts, constants or kernels changes the choices
 MIN_WEIGHTS: Final = 1 << 24  # in products; smaller models are fast enough with 15 bits
 # In nats, on the choosing text and on the longer checking text. The promised limit is 1e-3: other
 # texts may differ more.
 _MAX_MEAN_KL: Final = 7e-4
-_NUM_TRIALS: Final = 4
 _CHUNK_ROWS: Final = 32
+
+
+class SearchEffort(Frozen):
+    """How thoroughly bits are searched for a model that 8 bits everywhere do not fit.
+
+    Attributes:
+        num_kind_tokens: tokens of the choosing text on which errors of parts are measured.
+        num_splits: how often the part with the largest error is split by layers.
+        num_trials: how many choices are measured before the model keeps 15 bits.
+    """
+
+    num_kind_tokens: int
+    num_splits: int
+    num_trials: int
+
+
+FULL_SEARCH: Final = SearchEffort(num_kind_tokens=256, num_splits=10, num_trials=4)
+# Of models with billions of weights: a measurement of each kind of product, and two choices.
+QUICK_SEARCH: Final = SearchEffort(num_kind_tokens=64, num_splits=0, num_trials=2)
 
 
 def choosing_text() -> str:
@@ -55,21 +75,26 @@ def checking_text() -> str:
 
 
 def choose(
-    products: Sequence[Product], score: Score, check: Check, model_id: str
+    products: Sequence[Product],
+    score: Score,
+    check: Check,
+    model_id: str,
+    effort: SearchEffort = FULL_SEARCH,
 ) -> ActivationBits:
     """Choose the cheapest activation bits of a model's products whose error is within the limit.
 
-    The error is the mean KL divergence from the logits with 15 bits. `bits` maps names of matrices
-    to bits; a missing name means 15. `score(bits)` returns the logits (rows, vocab_size) of the
-    choosing text. `check(bits)` returns the mean KL on the checking text.
-    """
-    expected = ExpectedLogits(score({}))
+    8 bits for all products are tried first; only if their error is too large, the errors of parts
+    of the model are measured.
 
-    def measure(bits: Mapping[str, int]) -> float:
-        return expected.divergence(score(bits))
+    The error is the mean KL divergence from the logits with 15 bits. `bits` maps names of matrices
+    to bits; a missing name means 15. `score(bits, num_tokens)` returns the logits (rows,
+    vocab_size) of the first tokens of the choosing text, of all if `num_tokens` is None.
+    `check(bits)` returns the mean KL on the checking text.
+    """
+    expected = ExpectedLogits(score({}, None))
 
     def max_error(bits: Mapping[str, int]) -> float:
-        error = measure(bits)
+        error = expected.divergence(score(bits, None))
         if error <= _MAX_MEAN_KL and not (other := check(bits)) <= error:
             return other
         return error
@@ -77,9 +102,9 @@ def choose(
     bits = bits_of(products, 8)
     error = max_error(bits)
     if not error <= _MAX_MEAN_KL:
-        groups = split_groups(measure_kinds(products, measure), measure)
+        groups = _measure_groups(products, score, effort)
         budget = _MAX_MEAN_KL
-        for _ in range(_NUM_TRIALS):
+        for _ in range(effort.num_trials):
             bits = cheapest(groups, budget)
             error = max_error(bits) if bits else 0.0
             if error <= _MAX_MEAN_KL:
@@ -89,6 +114,18 @@ def choose(
             bits, error = {}, 0.0
     num_products = sum(len(product.matrices) for product in products)
     return ActivationBits(model_id, METHOD, bits, error, num_products)
+
+
+def _measure_groups(
+    products: Sequence[Product], score: Score, effort: SearchEffort
+) -> list[ProductGroup]:
+    """Measure the errors of groups of products on the beginning of the choosing text."""
+    expected = ExpectedLogits(score({}, effort.num_kind_tokens))
+
+    def measure(bits: Mapping[str, int]) -> float:
+        return expected.divergence(score(bits, effort.num_kind_tokens))
+
+    return split_groups(measure_kinds(products, measure), measure, effort.num_splits)
 
 
 class ExpectedLogits:

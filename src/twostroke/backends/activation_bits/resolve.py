@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from contextlib import suppress
 from importlib import resources
@@ -13,8 +12,10 @@ import msgspec
 from msgspec.structs import replace
 
 from twostroke.backends.activation_bits import (
+    FULL_SEARCH,
     METHOD,
     MIN_WEIGHTS,
+    QUICK_SEARCH,
     ExpectedLogits,
     checking_text,
     choose,
@@ -47,10 +48,14 @@ if TYPE_CHECKING:
     Notify = Callable[[str], None]
     Check = Callable[[CpuBackend], None]
 
-_NUM_TOKENS = 256
 _PAGE_SIZE = 16
-# Models with more weights in products are not measured unless asked: two cores need three minutes.
-MAX_AUTO_WEIGHTS: Final = 2_000_000_000
+# Models with more weights in products are searched quickly, and scored on less text. The number of
+# weights decides, not the time: the same file must get the same bits on each machine.
+LARGE_WEIGHTS: Final = 2_000_000_000
+_MIN_CHOOSING_TOKENS, _MAX_CHOOSING_TOKENS = 64, 256
+_CHOOSING_WORK = 1e12  # tokens times weights that a token reads, at most, for large models
+_MIN_CHECKING_TOKENS = 128
+_CHECKING_WORK = 4e12
 note = logging.getLogger("twostroke.engine").info
 
 
@@ -59,14 +64,12 @@ def resolve_activation_bits(
     loaded: LoadedModel,
     program: Program,
     notify: Notify = note,
-    max_weights: float = math.inf,
     check: Check = lambda _: None,
 ) -> ComputeOptions:
     """Replace "auto" activation bits in compute options by the choice for the model.
 
-    The choice comes from the package or the cache folder; else it is measured now and cached. If
-    the products have more than `max_weights` weights, nothing is measured and they keep 15 bits.
-    `notify` gets a line in both cases. Before measuring, `check` is called with a backend that
+    The choice comes from the package or the cache folder; else it is measured now and cached, and
+    `notify` gets a line before and after. Before measuring, `check` is called with a backend that
     computes with 15 bits; its errors are passed on.
 
     Raises:
@@ -81,13 +84,6 @@ def resolve_activation_bits(
     model_id = weights_identity(loaded.tensors)
     path = env.cache_dir() / "activation-bits" / f"{model_id[:16]}.json"
     choice = _shipped(model_id) or _read(path, model_id)
-    if choice is None and num_weights > max_weights:
-        notify(
-            "The model is computed more precisely than it may need: `twostroke compare MODEL "
-            "--activation-bits auto` finds out, once, what makes it faster, and takes minutes "
-            "with a model of this size."
-        )
-        return replace(compute, activation_bits=DEFAULT_ACTIVATION_BITS)
     if choice is None:
         notify(
             f"Preparing {loaded.name} for this processor, once: measuring how precisely each of "
@@ -119,10 +115,16 @@ def _choose(
 ) -> ActivationBits:
     """Measure the model's errors with fewer activation bits, and choose bits within the limit."""
     tokenizer = build_tokenizer(loaded)
-    length = min(_NUM_TOKENS, program.context_length)
+    is_large = sum(product.num_weights for product in products) > LARGE_WEIGHTS
+    num_read_weights = sum(product.costs[15] for product in products)  # by one token
+    length = min(_MAX_CHOOSING_TOKENS, program.context_length)
     prefix = list(tokenizer.prefix_ids)
     tokens = [*prefix, *tokenizer.encode(choosing_text())][:length]
     checking_tokens = tokenizer.encode(checking_text())
+    if is_large:
+        num_choosing = max(_MIN_CHOOSING_TOKENS, int(_CHOOSING_WORK / num_read_weights))
+        num_checking = max(_MIN_CHECKING_TOKENS, int(_CHECKING_WORK / num_read_weights))
+        tokens, checking_tokens = tokens[:num_choosing], checking_tokens[:num_checking]
     piece_tokens = max(length - len(prefix), 1)
     chunks = [
         [*prefix, *checking_tokens[start : start + piece_tokens]]
@@ -138,8 +140,8 @@ def _choose(
         release=loaded.release,
     )
 
-    def score(bits: Mapping[str, int]) -> NDArray[np.float32]:
-        return backend.score_with(bits, tokens)
+    def score(bits: Mapping[str, int], num_tokens: int | None) -> NDArray[np.float32]:
+        return backend.score_with(bits, tokens[:num_tokens])
 
     def check(bits: Mapping[str, int]) -> float:
         total = 0.0
@@ -150,7 +152,8 @@ def _choose(
 
     try:
         check_backend(backend)
-        return choose(products, score, check, model_id)
+        effort = QUICK_SEARCH if is_large else FULL_SEARCH
+        return choose(products, score, check, model_id, effort)
     finally:
         backend.close()
         return_freed_memory()

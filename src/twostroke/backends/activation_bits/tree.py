@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from twostroke.backends.activation_bits.products import Product
 
-_NUM_SPLITS: Final = 10  # the same for every model: a choice must not depend on speed
 # A half has at least this share of its group's error, because differences of errors are imprecise.
 _MIN_ERROR_RATIO: Final = 0.02
 
@@ -55,15 +54,15 @@ def measure_kinds(
 
 
 def split_groups(
-    groups: list[ProductGroup], measure: Callable[[dict[str, int]], float]
+    groups: list[ProductGroup], measure: Callable[[dict[str, int]], float], num_splits: int
 ) -> list[ProductGroup]:
-    """Split the product group with the largest error by layers in two, `_NUM_SPLITS` times.
+    """Split the product group with the largest error by layers in two, `num_splits` times.
 
     The errors of groups nearly add up, so only one half is measured, with 8 bits; the other half
     gets the rest of the group's error.
     """
     groups = list(groups)
-    for _ in range(_NUM_SPLITS):
+    for _ in range(num_splits):
         divisible = [group for group in groups if len(group.products) > 1]
         if not divisible:
             break
