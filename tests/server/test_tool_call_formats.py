@@ -189,8 +189,8 @@ def test_beside_json_a_call_may_lack_its_marks(schema: Fields) -> None:
             assert is_whole(text) is is_any
 
 
-def test_a_call_without_marks_is_held_in_every_form() -> None:
-    for name in FORMS:
+def test_a_call_without_marks_is_held_in_every_form_of_json() -> None:
+    for name in (name for name, form in FORMS.items() if form.has_json):
         is_whole = checker(form_of(name, "auto", parallel=True, kind=CONTROL))
         good = '{"name": "weather", "arguments": {"city": "Oslo"}}'
         for text in (good, f"{{{good}}}", f"{good}\n{good}", f"```json\n{good}\n```\n", good + " "):
@@ -207,6 +207,9 @@ CASES = [
     ("MISTRAL", "mistral", ("[TOOL_CALLS]", "[ARGS]")),
     ("MISTRAL_IDS", "mistral with ids", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
     ("PHI", "phi", ("<|tool_call|>", "<|/tool_call|>")),
+    ("TAGGED", "tags", ("<tool_call>", "</tool_call>")),
+    ("TAGGED", "tags", ()),
+    ("GLM", "pairs", ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_value>")),
 ]
 
 
@@ -240,7 +243,12 @@ def test_calls_are_sent_in_openais_form(
         assert body["choices"][0]["message"]["content"] == "No need."
 
 
-def test_a_cut_call_is_not_shown_as_text_in_any_protocol(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "name"), [("HERMES", "hermes"), ("TAGGED", "tags"), ("GLM", "pairs")]
+)
+def test_a_cut_call_is_not_shown_as_text_in_any_protocol(
+    tmp_path: Path, template: str, name: str
+) -> None:
     talk = [{"role": "user", "content": "hello"}]
     functions = [tool["function"] for tool in TOOLS]
     named = [
@@ -257,11 +265,10 @@ def test_a_cut_call_is_not_shown_as_text_in_any_protocol(tmp_path: Path) -> None
         "/api/chat": lambda n: {"messages": talk, "tools": TOOLS, "options": {"num_predict": n}},
     }
     bare = '{"name": "weather", "arguments": {"city": "Oslo"}}'
-    with talker(tmp_path, family_templates.HERMES) as server:
-        for one, both in (
-            (written("hermes", ONE), written("hermes", ONE, OTHER)),
-            (bare, f"{bare}\n{bare}"),
-        ):
+    answers = [(written(name, ONE), written(name, ONE, OTHER))]
+    answers += [(bare, f"{bare}\n{bare}")] * FORMS[name].has_json
+    with talker(tmp_path, getattr(family_templates, template)) as server:
+        for one, both in answers:
             tokens = say(server, both)
             first = len(server.client.card.tokenizer.encode(one))
             cuts = range(first, len(tokens) - 20, 5)

@@ -143,6 +143,50 @@ GLM: Final = (
     "{% endif %}"
 )
 
+_VALUE: Final = "{{ v if v is string else v | tojson }}"
+_EACH: Final = "{% for k, v in c.function.arguments.items() %}"
+_TAGGED: Final = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n"
+    "{{ m.content }}\n</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content or '' }}@CALLS@<|im_end|>\n{% endif %}{% endfor %}" + _NEXT + "{% endif %}"
+)
+# As Qwen3-Coder: each argument in tags, with its value on lines of its own.
+TAGGED: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% for c in m.tool_calls or [] %}\n<tool_call>\n<function={{ c.function.name }}>\n"
+    + _EACH
+    + "<parameter={{ k }}>\n"
+    + _VALUE
+    + "\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
+)
+# The same tags, with other blanks between them.
+TAGGED_CLOSELY: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% for c in m.tool_calls or [] %}<tool_call><function={{ c.function.name }}>"
+    + _EACH
+    + "<parameter={{ k }}>"
+    + _VALUE
+    + "</parameter>{% endfor %}</function></tool_call>{% endfor %}",
+)
+SEED: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% for c in m.tool_calls or [] %}\n<seed:tool_call>\n<function={{ c.function.name }}>\n"
+    + _EACH
+    + "<parameter={{ k }}>"
+    + _VALUE
+    + "</parameter>\n{% endfor %}</function>\n</seed:tool_call>{% endfor %}",
+)
+# As GLM 4.7: no blanks between the tags.
+PAIRS_CLOSELY: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    + _EACH
+    + "<arg_key>{{ k }}</arg_key><arg_value>"
+    + _VALUE
+    + "</arg_value>{% endfor %}</tool_call>{% endfor %}",
+)
+
 
 def talker(
     folder: Path,

@@ -89,6 +89,63 @@ def test_form_and_capabilities_are_found_in_the_template(
     )
 
 
+@pytest.mark.parametrize(
+    ("template", "form", "written"),
+    [
+        (
+            family_templates.TAGGED,
+            "tags",
+            (
+                "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=b>\n[1]\n"
+                "</parameter>\n</function>\n</tool_call>"
+            ),
+        ),
+        (
+            family_templates.TAGGED_CLOSELY,
+            "tags",
+            (
+                "<tool_call><function=f><parameter=a>x</parameter><parameter=b>[1]</parameter>"
+                "</function></tool_call>"
+            ),
+        ),
+        (
+            family_templates.SEED,
+            "seed",
+            (
+                "<seed:tool_call>\n<function=f>\n<parameter=a>x</parameter>\n<parameter=b>[1]"
+                "</parameter>\n</function>\n</seed:tool_call>"
+            ),
+        ),
+        (
+            family_templates.GLM,
+            "pairs",
+            (
+                "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n<arg_key>b</arg_key>\n"
+                "<arg_value>[1]</arg_value>\n</tool_call>"
+            ),
+        ),
+        (
+            family_templates.PAIRS_CLOSELY,
+            "pairs",
+            (
+                "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value><arg_key>b</arg_key>"
+                "<arg_value>[1]</arg_value></tool_call>"
+            ),
+        ),
+    ],
+)
+def test_a_form_gets_the_blanks_of_the_template(template: str, form: str, written: str) -> None:
+    chat = Chat(tokenizer_of(template))
+    capabilities = chat.capabilities
+    assert capabilities.writes_calls
+    assert capabilities.shows_tools
+    assert capabilities.form.mark == FORMS[form].mark
+    assert capabilities.form.write([("f", '{"a": "x", "b": [1]}')]) == written
+    call = CALL | {"function": {"name": "f", "arguments": '{"a": "x", "b": [1]}'}}
+    text = chat.render([USER, {"role": "assistant", "content": "", "tool_calls": [call]}]).text
+    assert written in text
+
+
 def test_a_template_without_tools_gets_instructions_in_the_models_form() -> None:
     chat = Chat(tokenizer_of(family_templates.DEEPSEEK_WITHOUT_TOOLS))
     form = FORMS["deepseek"]
@@ -103,7 +160,7 @@ def test_a_template_without_tools_gets_instructions_in_the_models_form() -> None
 
 @pytest.mark.parametrize(
     "template",
-    [CHATML, family_templates.TAGS, family_templates.GLM, family_templates.THINKS, "{{ 1 / 0 }}"],
+    [CHATML, family_templates.TAGS, family_templates.THINKS, "{{ 1 / 0 }}"],
 )
 def test_templates_with_an_unknown_form_get_text(template: str) -> None:
     assert Chat(tokenizer_of(template)).capabilities == TemplateCapabilities(HERMES)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
+from twostroke.engine.structured_output.notations import (
+    JSON,
+    JsonNotation,
+    Notation,
+    TagNotation,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from twostroke.model.tokenizer import Tokenizer
 
@@ -38,12 +45,14 @@ class CallForm(Frozen, kw_only=True):
         begin: the text before the first call.
         head: the text before the name of a call.
         id_mark: the text between the name and an id, if the form has ids.
-        middle: the text before the arguments, which are a JSON object.
+        middle: the text before the arguments.
+        notation: how the arguments are written.
         tail: the text after the arguments.
         between: the text between two calls.
         end: the text after the last call.
         is_quoted: whether the name is a JSON string.
         is_bare: whether calls are written without `mark`, as the whole answer.
+        loose_begin: the end of `head`, if models write it without the text before.
         marks: other texts of the form that a vocabulary may have as special tokens.
         has_own_tokens: whether only models with this form have all these tokens.
     """
@@ -53,11 +62,13 @@ class CallForm(Frozen, kw_only=True):
     head: str = '{"name": '
     id_mark: str = ""
     middle: str = ', "arguments": '
+    notation: Notation = JSON
     tail: str = "}"
     between: str = "\n"
     end: str = ""
     is_quoted: bool = True
     is_bare: bool = False
+    loose_begin: str = ""
     marks: tuple[str, ...] = ()
     has_own_tokens: bool = False
 
@@ -69,7 +80,12 @@ class CallForm(Frozen, kw_only=True):
     @property
     def all_marks(self) -> tuple[str, ...]:
         """All texts in this form of tool calls that may be special tokens of the vocabulary."""
-        return tuple(filter(None, (self.mark, self.id_mark, *self.marks)))
+        return tuple(filter(None, (self.mark, self.id_mark, *self.marks, *self.notation.marks)))
+
+    @property
+    def has_json(self) -> bool:
+        """Whether arguments are written as JSON objects."""
+        return isinstance(self.notation, JsonNotation)
 
     @property
     def is_list(self) -> bool:
@@ -83,22 +99,39 @@ class CallForm(Frozen, kw_only=True):
     def write(self, calls: Iterable[tuple[str, str]]) -> str:
         """Write tool calls in this form, from their names and the JSON of their arguments."""
         written = [
-            f"{self.head}{self.name(name)}{self.middle}{arguments}{self.tail}"
+            f"{self.head}{self.name(name)}{self.middle}{self._arguments(arguments)}{self.tail}"
             for name, arguments in calls
         ]
         return f"{self.begin}{self.between.join(written)}{self.end}"
+
+    def _arguments(self, arguments: str) -> str:
+        """Return arguments in the form's notation; JSON that is no object stays as it is."""
+        if self.has_json:
+            return arguments
+        try:
+            values = json.loads(arguments)
+        except ValueError:
+            return arguments
+        return self.notation.write(values) if isinstance(values, dict) else arguments
 
     def example(self) -> str:
         """Return an example of a tool call in this form, which a prompt shows to the model."""
         return self.write([("the function's name", '{"the argument\'s name": "its value"}')])
 
-    def fits(self, before: str, after: str) -> bool:
-        """Whether a test conversation's tool call was rendered in this form.
+    def fitted(self, before: str, after: str, arguments: Mapping[str, str]) -> CallForm | None:
+        """Return this form with the blanks of a chat template; None if the template has another.
 
-        Used to find the form that a chat template writes. `before` is the rendered answer up to the
-        function's name, `after` the text from the end of the name, perhaps with more text after the
-        call. Blanks are ignored.
+        Used to find the form that a chat template writes. `before` is a test conversation's
+        rendered answer up to the name of a call with the given arguments, and `after` the text from
+        the end of the name, perhaps with more text after the call.
         """
+        if self.has_json:
+            fits = json.dumps(arguments) in after and self._fits(before, after)
+            return self if fits else None
+        return _fit(self, before, after, arguments)
+
+    def _fits(self, before: str, after: str) -> bool:
+        """Whether a call with JSON was rendered in this form; blanks are ignored."""
         quote = '"' if self.is_quoted else ""
         opening = _without_blanks(self.opening + quote)
         following = _without_blanks(quote + (self.id_mark or self.middle))
@@ -119,7 +152,13 @@ class CallForm(Frozen, kw_only=True):
 
     def is_shown(self, text: str) -> bool:
         """Whether a rendered prompt shows this form of tool calls to the model, in instructions."""
-        return not self.is_bare and _without_blanks(self.opening) in _without_blanks(text)
+        if self.is_bare:
+            return False
+        prompt = _without_blanks(text)
+        parts = [self.opening]
+        if isinstance(self.notation, TagNotation):
+            parts.append(self.notation.key_begin)
+        return all(_without_blanks(part) in prompt for part in parts)
 
 
 HERMES: Final = CallForm(
@@ -155,6 +194,32 @@ _DEEPSEEK: Final = CallForm(
     ),
 )
 
+_TAGS: Final = CallForm(  # Qwen3-Coder, Qwen 3.5, Nemotron 3, Step
+    mark="<tool_call>",
+    head="<tool_call>\n<function=",
+    middle=">\n",
+    notation=TagNotation("<parameter=", ">\n", "\n</parameter>\n"),
+    tail="</function>\n</tool_call>",
+    is_quoted=False,
+    loose_begin="<function=",
+    marks=("</tool_call>",),
+)
+_PAIR_TAGS: Final = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_PAIRS: Final = CallForm(  # GLM 4.5 and later, Laguna, Ling
+    mark="<tool_call>",
+    head="<tool_call>",
+    middle="\n",
+    notation=TagNotation(
+        "<arg_key>",
+        "</arg_key>\n<arg_value>",
+        "</arg_value>\n",
+        special_texts=_PAIR_TAGS,
+    ),
+    tail="</tool_call>",
+    is_quoted=False,
+    marks=("</tool_call>",),
+)
+
 # A model has the first form that fits the calls in its template's output.
 FORMS: Final[dict[str, CallForm]] = {
     "hermes": HERMES,
@@ -178,8 +243,63 @@ FORMS: Final[dict[str, CallForm]] = {
         between="\n",
     ),
     "deepseek": _DEEPSEEK,
+    "tags": _TAGS,
+    "seed": replace(
+        _TAGS,
+        mark="<seed:tool_call>",
+        head="<seed:tool_call>\n<function=",
+        notation=TagNotation("<parameter=", ">", "</parameter>\n"),
+        tail="</function>\n</seed:tool_call>",
+        marks=("</seed:tool_call>",),
+    ),
+    "pairs": _PAIRS,
     "llama": CallForm(mark="<|python_tag|>", middle=', "parameters": ', between="; ", is_bare=True),
 }
+
+
+def _fit(form: CallForm, before: str, after: str, arguments: Mapping[str, str]) -> CallForm | None:
+    """Return a form of tags with the blanks that a rendered call has; None if it does not fit.
+
+    The call has one argument. Blanks in the form may be other blanks, or missing.
+    """
+    notation = form.notation
+    assert isinstance(notation, TagNotation)
+    [(name, value)] = arguments.items()
+    parts: dict[str, Any] = {
+        "begin": form.begin,
+        "head": form.head,
+        "middle": form.middle,
+        "key_begin": notation.key_begin,
+        "key_end": notation.key_end,
+        "value_end": notation.value_end,
+        "tail": form.tail,
+        "end": form.end,
+    }
+    patterns = {part: _blank_pattern(part, text) for part, text in parts.items()}
+    opening = re.search(rf"{patterns['begin']}{patterns['head']}\Z", before)
+    closing = re.match(
+        f"{patterns['middle']}{patterns['key_begin']}{re.escape(name)}{patterns['key_end']}"
+        f"{re.escape(value)}{patterns['value_end']}{patterns['tail']}{patterns['end']}",
+        after,
+    )
+    if opening is None or closing is None:
+        return None
+    fitted_parts = {**opening.groupdict(), **closing.groupdict()}
+    keys = {part: fitted_parts[part] for part in ("key_begin", "key_end", "value_end")}
+    frame = {part: fitted_parts[part] for part in parts if part not in keys}
+    return replace(form, **frame, notation=replace(notation, **keys))
+
+
+def _blank_pattern(name: str, text: str) -> str:
+    """Return a regular expression of a text with any blanks, as a group with this name.
+
+    Blanks between two parts belong to the first, except before `end`.
+    """
+    words = r"\s*".join(map(re.escape, text.split()))
+    before = r"\s*" if name in {"value_end", "end"} else ""
+    has_blanks_after = name in {"middle", "key_end", "value_end"} or (name == "begin" and text)
+    after = r"\s*" if has_blanks_after else ""
+    return f"(?P<{name}>{before}{words}{after})"
 
 
 def _without_blanks(text: str) -> str:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import regex
 
 from twostroke.core.frozen import Frozen
+from twostroke.engine.chat.argument_readers import MAX_HELD_CHARS, JsonReader, reader_of
 from twostroke.engine.chat.call_forms import HERMES, Unmarked
+from twostroke.engine.structured_output.notations import TagNotation
 from twostroke.model.tokenizer.preface import partial_match_length
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
+    from twostroke.engine.chat.argument_readers import ArgumentReader
     from twostroke.engine.chat.call_forms import CallForm
 
-_MAX_HELD_CHARS: Final = 500  # of text that may become a call, and of blanks
+    Schemas = Mapping[str, Mapping[str, Any]]
+
 _MAX_NAME_CHARS: Final = 257  # a namespace and a tool with 128 each, and a dot
 _NAME_CHARACTER: Final = r"[\w.:/\-]"  # of a name without quotes
 _FENCE_END: Final = regex.compile(r"\s*+```")
@@ -48,6 +52,9 @@ _TEXT: Final = regex.compile(
     rf'(?:[^"\\]|\\[^u]|\\u(?!{_HIGH_SURROGATE}){_HEX}'
     rf"|\\u{_HIGH_SURROGATE}(?:\\u{_HEX}|(?=[^\\]|\\[^u])))*+"
 )
+
+
+_NO_SCHEMAS: Final[Schemas] = {}
 
 
 class TextPiece(Frozen):
@@ -102,6 +109,7 @@ class CallReader:
         is_forced: bool = False,
         is_pure: bool = False,
         unmarked: Unmarked = Unmarked.ALL,
+        schemas: Schemas = _NO_SCHEMAS,
     ) -> None:
         """Read tool calls that are written in `form`.
 
@@ -112,14 +120,18 @@ class CallReader:
                 dropped.
             is_pure: whether the answer has either calls or text. Text may contain marks of calls.
             unmarked: which calls may lack their marks.
+            schemas: the JSON schemas of the functions' arguments, by name; forms in which strings
+                have no quotes need them.
         """
         self._is_forced = is_forced
         self._is_pure = is_pure
-        self._unmarked = unmarked
+        self._unmarked = unmarked if form.has_json else Unmarked.NONE
+        self._schemas = schemas
         self.num_calls = 0
         self._names = frozenset(names)
         self._form = form
         self._patterns = _patterns_of(form)
+        self._marks = (form.mark, form.loose_begin) if form.loose_begin else (form.mark,)
         self._state: Callable[[list[Piece]], bool] = self._start
         self._pending_text = ""  # text that was not returned yet, except the text before `_offset`
         self._offset = 0
@@ -127,8 +139,7 @@ class CallReader:
         self._trim = BlankTrimmer()
         self._tails: list[regex.Pattern[str]] = []  # may follow the arguments of this call
         self._is_bare = False  # whether this call has no marks
-        self._depth = 0  # of the arguments
-        self._in_string = self._is_escaped = False
+        self._arguments_reader: ArgumentReader = JsonReader()
 
     @property
     def has_whole_calls(self) -> bool:
@@ -151,9 +162,11 @@ class CallReader:
         If the answer `is_cut` (by its token limit or a stop string), an incomplete call is dropped.
         """
         pending_text, self._pending_text = self._pending_text, ""
+        if self._state == self._arguments:
+            return self._finish_arguments(pending_text, is_cut=is_cut)
         if is_cut and self._is_begun_call(pending_text):
             return []
-        in_call = self._state in (self._arguments, self._after, self._next)
+        in_call = self._state in (self._after, self._next)
         only_calls = self._is_forced or (self._is_pure and self.num_calls > 0)
         if in_call or only_calls:
             return []  # the rest of a call, or of marks
@@ -162,6 +175,17 @@ class CallReader:
             return []
         return [TextPiece(rest)] if rest else []
 
+    def _finish_arguments(self, rest: str, *, is_cut: bool) -> list[Piece]:
+        """End an answer inside the arguments of a call; they may be complete without marks.
+
+        `rest` is the text that was not read.
+        """
+        json_end = self._arguments_reader.finish(rest, is_cut=is_cut)
+        if json_end is None:
+            return []
+        self._state = self._after
+        return [ArgumentsPiece(self.num_calls - 1, json_end)]
+
     def _is_begun_call(self, text: str) -> bool:
         """Whether the unread end of a cut answer begins a tool call, or a call mark.
 
@@ -169,19 +193,21 @@ class CallReader:
         """
         if self._state == self._head or self.num_calls > 0:
             return True
-        if text.lstrip() and self._form.mark.startswith(text.lstrip()):
-            return len(text.lstrip()) > 1
-        match = _BARE_BEGIN.match(text) if self._state == self._start else None
+        begin = text.lstrip()
+        if begin and any(mark.startswith(begin) for mark in self._marks):
+            return len(begin) > 1
+        may_be_bare = self._state == self._start and self._unmarked is not Unmarked.NONE
+        match = _BARE_BEGIN.match(text) if may_be_bare else None
         return match is not None and any(name.startswith(match["name"]) for name in self._names)
 
     def _match(self, pattern: regex.Pattern[str]) -> tuple[regex.Match[str] | None, bool]:
         """Match a regular expression with the part of the answer that was not read yet.
 
         Returns the match, and whether the match may still come with more text. At most
-        `_MAX_HELD_CHARS` characters are matched, so that the result does not depend on how the
+        `MAX_HELD_CHARS` characters are matched, so that the result does not depend on how the
         stream is cut.
         """
-        end = self._offset + _MAX_HELD_CHARS + 1
+        end = self._offset + MAX_HELD_CHARS + 1
         match = pattern.match(self._pending_text, pos=self._offset, endpos=end, partial=True)
         if match and match.partial:
             return None, len(self._pending_text) < end
@@ -228,29 +254,30 @@ class CallReader:
 
         Returns False to wait for more text.
         """
-        mark = self._form.mark
         pending_text = self._pending_text
-        end = pending_text.find(mark, self._offset)
-        is_marked = end >= 0
-        if not is_marked:
-            end = len(pending_text) - partial_match_length(
-                pending_text[max(self._offset, len(pending_text) - len(mark)) :], mark
-            )
+        match = self._patterns.marks.search(pending_text, self._offset)
+        if match:
+            end = match.start()
+        else:
+            size = max(map(len, self._marks))
+            tail = pending_text[max(self._offset, len(pending_text) - size) :]
+            end = len(pending_text) - max(partial_match_length(tail, mark) for mark in self._marks)
         if text := self._trim.feed(pending_text[self._offset : end]):
             pieces.append(TextPiece(text))
         self._offset = end
-        if is_marked:
-            self._offset += len(mark)
-            self._text_of_call = mark
+        if match:
+            self._offset = match.end()
+            self._text_of_call = match.group()
             self._state = self._head
-        return is_marked
+        return match is not None
 
     def _head(self, pieces: list[Piece]) -> bool:
         """Read the text from a call mark to the end of the first tool call's name.
 
         Returns False to wait for more text.
         """
-        return self._name(self._patterns.first, pieces)
+        is_loose = self._text_of_call != self._form.mark
+        return self._name(self._patterns.loose if is_loose else self._patterns.first, pieces)
 
     def _next(self, pieces: list[Piece]) -> bool:
         """Read the next call's name in a list of tool calls, or the end of the list.
@@ -274,11 +301,12 @@ class CallReader:
         match, is_open = self._match(pattern)
         if is_open:
             return False
-        if match and (name := self._read_name(match["name"])) is not None:
+        name = None if match is None else self._read_name(match["name"])
+        if pattern is self._patterns.loose and name not in self._names:
+            name = None
+        if match and name is not None:
             self._is_bare = False
-            self._tails = [self._patterns.tail]
-            if self._form.tail.endswith("}"):
-                self._tails.append(_BRACES[1])
+            self._tails = [*self._patterns.tails]
             self._begin(name, match.start("arguments"), pieces)
             return True
         text = self._trim.feed(self._text_of_call)
@@ -300,43 +328,26 @@ class CallReader:
         self._text_of_call = ""
         pieces.append(CallBegin(self.num_calls, name))
         self._offset = offset
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False
+        self._arguments_reader = (
+            JsonReader()
+            if self._is_bare
+            else reader_of(self._form.notation, self._schemas.get(name, {}))
+        )
         self.num_calls += 1
         self._state = self._arguments
 
     def _arguments(self, pieces: list[Piece]) -> bool:
-        """Read a tool call's arguments, up to the bracket that closes them.
+        """Read a tool call's arguments, up to their end.
 
         Returns False to wait for more text.
         """
-        pending_text = self._pending_text
-        for offset in range(self._offset, len(pending_text)):
-            char = pending_text[offset]
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._in_string:
-                self._is_escaped = char == "\\"
-                self._in_string = char != '"'
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    self._add_arguments(offset + 1, pieces)
-                    self._state = self._after
-                    return True
-        if self._offset < len(pending_text):
-            self._add_arguments(len(pending_text), pieces)
-        return False
-
-    def _add_arguments(self, end: int, pieces: list[Piece]) -> None:
-        """Add a piece with the tool call's next arguments, up to an offset of the unread text."""
-        pieces.append(ArgumentsPiece(self.num_calls - 1, self._pending_text[self._offset : end]))
+        end, text, is_complete = self._arguments_reader.read(self._pending_text, self._offset)
+        if text:
+            pieces.append(ArgumentsPiece(self.num_calls - 1, text))
         self._offset = end
+        if is_complete:
+            self._state = self._after
+        return is_complete
 
     def _after(self, pieces: list[Piece]) -> bool:
         """Skip the text after a tool call's arguments; parts of it may be missing.
@@ -379,7 +390,7 @@ class BlankTrimmer:
             self._skips = not text
         text = self._blank + text
         num_blanks = (len(text) - len(text.rstrip())) % (
-            _MAX_HELD_CHARS + 1
+            MAX_HELD_CHARS + 1
         )  # longer runs of blanks are returned
         end = len(text) - num_blanks
         self._blank = text[end:]
@@ -397,9 +408,11 @@ class _FormPatterns(Frozen):
     They are possessive, so that reading takes linear time.
     """
 
+    marks: regex.Pattern[str]  # of all texts that begin calls
     first: regex.Pattern[str]  # of the first call, after the mark
+    loose: regex.Pattern[str]  # of a call after `loose_begin`
     next_call: regex.Pattern[str]  # of another call in a list
-    tail: regex.Pattern[str]
+    tails: tuple[regex.Pattern[str], ...]  # each may be missing
     end: regex.Pattern[str]
 
 
@@ -414,16 +427,33 @@ def _patterns_of(form: CallForm) -> _FormPatterns:
     named = rf"\s*+(?<name>{name})\s*+"
     if form.id_mark:
         named += rf"(?:{regex.escape(form.id_mark)}\w*+)?+"
-    named += _loose_pattern(form.middle) + r"\s*+(?<arguments>\{)"
+    if form.has_json:
+        named += _loose_pattern(form.middle) + r"\s*+(?<arguments>\{)"
+        tails = [regex.compile(_loose_pattern(form.tail))]
+        tails += [_BRACES[1]] * form.tail.endswith("}")
+    else:
+        named += _loose_pattern(form.middle) + rf"(?<arguments>){_arguments_begin(form)}"
+        tails = [regex.compile(_loose_pattern(tail)) for tail in form.tail.split()]
     named = named.replace('"arguments"', '"(?:arguments|parameters)"')
     named = named.replace('"parameters"', '"(?:arguments|parameters)"')
     opening = form.opening.removeprefix(form.mark)
+    marks = [form.mark, form.loose_begin] if form.loose_begin else [form.mark]
     return _FormPatterns(
-        regex.compile(_loose_pattern(opening) + named),
-        regex.compile(_loose_pattern(form.between.strip() + form.head) + named),
-        regex.compile(_loose_pattern(form.tail)),
-        regex.compile(_loose_pattern(form.end)),
+        marks=regex.compile("|".join(map(regex.escape, marks))),
+        first=regex.compile(_loose_pattern(opening) + named),
+        loose=regex.compile(named),
+        next_call=regex.compile(_loose_pattern(form.between.strip() + form.head) + named),
+        tails=tuple(tails),
+        end=regex.compile(_loose_pattern(form.end)),
     )
+
+
+def _arguments_begin(form: CallForm) -> str:
+    """Return a regular expression of what must follow a call's name, if no mark ends the name."""
+    if form.middle.strip() or not isinstance(form.notation, TagNotation):
+        return ""
+    tail = form.tail.split()[0]
+    return rf"(?=\s*+(?:{_loose_pattern(form.notation.key_begin)}|{_loose_pattern(tail)}))"
 
 
 def _loose_pattern(text: str) -> str:

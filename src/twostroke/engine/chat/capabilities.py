@@ -157,9 +157,10 @@ class _Probe(Frozen):
         text = self.render([_USER, self._answer(_CALL)])
         answer = text[len(commonprefix([text, plain])) :]  # noqa: RUF071 (they are not paths)
         before, name, after = answer.partition(_CALL)
-        if not name or json.dumps(_ARGUMENTS) not in after:
+        if not name:
             return None
-        return next((form for form in FORMS.values() if form.fits(before, after)), None)
+        fitted = (form.fitted(before, after, _ARGUMENTS) for form in FORMS.values())
+        return next((form for form in fitted if form is not None), None)
 
     def writes_results(self, *, has_calls: bool = True) -> bool:
         """Whether the template shows the results of tools, which are messages of the role tool."""

@@ -111,6 +111,7 @@ class PreparedChat(Frozen):
         return replace(
             reading,
             functions=calls.tools.names,
+            schemas={function.name: function.schema for function in calls.tools.functions},
             form=calls.form,
             is_forced=calls.tools.is_forced,
             is_pure=calls.answer is not None,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from msgspec import field
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
@@ -21,7 +22,7 @@ from twostroke.engine.chat.call_reader import (
 from twostroke.model.tokenizer.preface import ReasoningSplitter, ReasoningTokenCounter, SegmentKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from twostroke.core.constraint import ReasoningSection
     from twostroke.engine.chat.call_forms import CallForm
@@ -53,6 +54,7 @@ class AnswerFormat(Frozen):
 
     Attributes:
         functions: the names of the functions that may be called.
+        schemas: the JSON schemas of their arguments, by name.
         form: how the model writes calls.
         is_forced: whether the answer must call a function.
         is_pure: whether an answer has either calls or text.
@@ -62,6 +64,7 @@ class AnswerFormat(Frozen):
     """
 
     functions: tuple[str, ...] = ()
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     form: CallForm = HERMES
     is_forced: bool = False
     is_pure: bool = False
@@ -98,6 +101,7 @@ class AnswerReader:
                 is_forced=reading.is_forced,
                 is_pure=reading.is_pure,
                 unmarked=reading.unmarked,
+                schemas=reading.schemas,
             )
         self._customs = reading.customs
         self._free_text: FreeTextReader | None = None  # of the newest call

@@ -13,6 +13,7 @@ from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.engine.chat.call_forms import Unmarked
+from twostroke.engine.structured_output.argument_grammar import ArgumentsRule
 from twostroke.engine.structured_output.lark import (
     section_begin,
     special_marks,
@@ -154,6 +155,8 @@ class ToolForm(Frozen):
         Small models write each JSON answer like a call. After a result, where an answer is likely,
         only an object in a Markdown fence is a call, since JSON cannot begin with a fence.
         """
+        if not self.form.has_json:
+            return Unmarked.NONE
         if self.answer is None:
             return Unmarked.ALL
         if self.answer.notation != "json_schema":
@@ -172,6 +175,13 @@ class ToolForm(Frozen):
         answer = None if self.tools.is_forced else self.answer
         return Constraint("lark", "\n".join(rules), "tools", self.preface, answer)
 
+    def function_constraint(self, function: Function) -> Constraint:
+        """Return a constraint whose refusal says why a function's schema cannot be enforced."""
+        if self.form.has_json:
+            return function.constraint()
+        rule = arguments_rule("start", function, self.form, self.tokenizer)
+        return Constraint("lark", rule, function.param)
+
     def without_refused(self, refusal: Callable[[Constraint], str | None]) -> ToolForm:
         """Give functions whose schema no grammar can enforce a schema that allows any object.
 
@@ -182,7 +192,7 @@ class ToolForm(Frozen):
         """
         functions = []
         for function in self.tools.functions:
-            why = refusal(function.constraint())
+            why = refusal(self.function_constraint(function))
             if why is not None and function.is_strict:
                 reason = "of the function '{name}' cannot be followed. {why}"
                 raise RequestError(reason, field=function.param, name=function.name, why=why)
@@ -190,6 +200,15 @@ class ToolForm(Frozen):
         if tuple(functions) == self.tools.functions:
             return self
         return replace(self, tools=replace(self.tools, functions=tuple(functions)))
+
+
+def arguments_rule(name: str, function: Function, form: CallForm, tokenizer: Tokenizer) -> str:
+    """Return the grammar rule, with this name, of a function's arguments as a form has them."""
+    if form.has_json:
+        schema = json.dumps({"type": "object", **function.schema, "x-guidance": JSON_FORM})
+        return f"{name}: %json {schema}"
+    rule = ArgumentsRule(form.notation, function.schema, special_marks(form.all_marks, tokenizer))
+    return f"{name}: %arguments {rule.to_text()}"
 
 
 class CallGrammar:
@@ -250,6 +269,9 @@ class CallGrammar:
         """
         form = self._form
         tools = self._tools
+        if not form.has_json:
+            yield from self._marked_calls_in_text()
+            return
         yield from self._bodies()
         after_mark = self._to_lark(form.opening.removeprefix(form.mark))
         yield f"call: head {after_mark} body {self._more_calls if form.is_list else ''} {self._end}"
@@ -259,13 +281,68 @@ class CallGrammar:
         unmarked_calls = f"unmarked{{1,{_MAX_UNMARKED_CALLS}}}"
         parallel = f"{unmarked_calls} | call* last"
         yield f"start: {parallel if tools.is_parallel else 'unmarked | call | last'}"
-        other_beginnings = [f"UNMARKED{index}" for index in range(len(tools.names))]
+        unmarked_beginnings = [f"UNMARKED{index}" for index in range(len(tools.names))]
+        yield from self._text(unmarked_beginnings)
+
+    def _text(self, other_beginnings: list[str]) -> Iterator[str]:
+        """Yield the rule `TEXT`, of text that is no reasoning section and has no other beginning.
+
+        `other_beginnings` are names of terminals.
+        """
+        terminals = list(other_beginnings)
         if self._preface is not None and self._preface.begin:
             marks = special_marks((self._preface.begin,), self._tokenizer)
             if not marks:  # text has no special tokens anyway
                 yield f"PREFACE: {section_begin(self._preface, marks)}"
-                other_beginnings.append("PREFACE")
-        yield text_without_prefix(*other_beginnings)
+                terminals.append("PREFACE")
+        yield text_without_prefix(*terminals)
+
+    def _marked_calls_in_text(self) -> Iterator[str]:
+        """Yield the rules of a grammar for text and calls that begin with marks.
+
+        Some models leave out the mark, and begin with `loose_begin`. The name after that text
+        decides whether it begins a call or is text.
+        """
+        form = self._form
+        yield from self._bodies()
+        yield from self._text([])
+        after_mark = self._to_lark(form.opening.removeprefix(form.mark))
+        more_calls = self._more_calls if form.is_list else ""
+        yield f"call: {after_mark} body {more_calls} {self._end}"
+        yield text_until("head", form.mark, self._specials)
+        yield "last: TEXT"
+        rest = "answer" if self._tools.is_parallel else '""'
+        if not form.loose_begin:
+            yield f"answer: head call {rest} | last"
+            yield "start: answer"
+            return
+        loose_begin = json.dumps(form.loose_begin)
+        names = " | ".join(
+            self._to_lark(form.name(name) + form.middle) for name in self._tools.names
+        )
+        yield f"loose_head[lazy]: TEXT {loose_begin}"
+        yield f"NAMES: {names}"
+        yield r"OTHER: TEXT & ~(NAMES /(.|\n)*/)"
+        yield text_until("other_head", form.mark, self._specials).replace("TEXT", "OTHER")
+        yield f"other_loose[lazy]: OTHER {loose_begin}"
+        tail = self._loose_tail()
+        bodies = " | ".join(
+            f"{self._to_lark(form.name(name) + form.middle)} args{index} {tail}"
+            for index, name in enumerate(self._tools.names)
+        )
+        yield f"loose: ({bodies}) {rest} | other_head call {rest} | other_loose loose | other"
+        yield "other: OTHER"
+        yield f"answer: head call {rest} | loose_head loose | last"
+        yield "start: answer"
+
+    def _loose_tail(self) -> str:
+        """Return the expression of the text after a loose call: its last mark may be missing."""
+        first, *others = self._form.tail.split()
+        if not others:
+            return self._to_lark(first)
+        before = self._form.tail.removesuffix(others[-1])
+        blanks = before[len(before.rstrip()) :]
+        return f"{self._to_lark(before.rstrip())} ({self._to_lark(blanks + others[-1])})?"
 
     def _unmarked(self, before: str) -> Iterator[str]:
         """Yield grammar rules for a tool call without call marks.
@@ -290,8 +367,7 @@ class CallGrammar:
             head = self._to_lark(name + form.middle)
             if id_:
                 head = f"{self._to_lark(name)}{id_}{self._to_lark(form.middle)}"
-            schema = json.dumps({"type": "object", **function.schema, "x-guidance": JSON_FORM})
-            yield f"args{index}: %json {schema}"
+            yield arguments_rule(f"args{index}", function, form, self._tokenizer)
             yield f"body{index}: {head} args{index} {self._to_lark(form.tail)}"
         yield f"body: {_any('body', functions)}"
 

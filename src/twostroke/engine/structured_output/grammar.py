@@ -26,9 +26,9 @@ from twostroke.engine.structured_output.exclusion import Exclusions, TokenTexts
 from twostroke.engine.structured_output.lark import (
     NO_FORCING,
     union_grammar,
-    with_prepared_schemas,
     with_reasoning_section,
 )
+from twostroke.engine.structured_output.prepared_rules import with_prepared_schemas
 from twostroke.engine.structured_output.schema.document import Deadline
 from twostroke.engine.structured_output.schema.prepare import prepare
 from twostroke.engine.structured_output.schema.size import (

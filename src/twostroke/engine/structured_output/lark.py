@@ -6,18 +6,14 @@ import json
 import re
 from typing import TYPE_CHECKING, Final
 
-from twostroke.engine.structured_output.schema.prepare import prepare, with_escapes
-from twostroke.engine.structured_output.schema.size import forces_little
 from twostroke.model.tokenizer.preface import MAX_BLANKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from twostroke.core.constraint import ReasoningSection
-    from twostroke.engine.structured_output.schema.document import Deadline
     from twostroke.model.tokenizer import Tokenizer
 
-_SCHEMA_RULE: Final = re.compile(r"^\w+ *: *%json +(?=\{)", re.MULTILINE)
 # Keeps llguidance from following forced text, which has no choice of a next token.
 NO_FORCING: Final = '%llguidance {"no_forcing": true}'
 TEXT: Final = r"TEXT: /(.|\n)*/"  # a rule for any text without special tokens
@@ -100,35 +96,6 @@ def union_grammar(first: str, second: str) -> str:
     """
     outer = {"name": "either", "lark_grammar": "start: @first | @second"}
     return json.dumps({"grammars": [outer, *_named("first", first), *_named("second", second)]})
-
-
-def with_prepared_schemas(rules: str, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
-    """Rewrite the JSON schemas inside a grammar's rules into a form that llguidance compiles.
-
-    Returns the rules, and the schemas' keywords that the grammar does not enforce. Each schema is a
-    separate rule. Its `x-guidance` has options for the form of the JSON.
-
-    Raises:
-        ValueError: a schema cannot be used.
-        TimeoutError: the deadline is over.
-    """
-    parts: list[str] = []
-    unenforced_keywords: list[str] = []
-    end = 0
-    has_forcing = False
-    for match in _SCHEMA_RULE.finditer(rules):
-        schema, schema_end = json.JSONDecoder().raw_decode(rules, match.end())
-        prepared = prepare(json.dumps(schema), deadline)
-        text = json.loads(prepared.text)
-        has_forcing = has_forcing or not forces_little(text)
-        json_form = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
-        if prepared.escapes:
-            json_form = {"x-guidance": dict(with_escapes(json_form.get("x-guidance", {})))}
-        parts += [rules[end : match.end()], json.dumps({**text, **json_form})]
-        unenforced_keywords += prepared.unenforced_keywords
-        end = schema_end
-    forcing = [f"\n{NO_FORCING}\n"] if has_forcing else []
-    return "".join([*parts, rules[end:], *forcing]), tuple(unenforced_keywords)
 
 
 def with_reasoning_section(preface: ReasoningSection, grammar: str, tokenizer: Tokenizer) -> str:

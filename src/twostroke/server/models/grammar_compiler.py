@@ -87,7 +87,7 @@ class GrammarCompiler:
                 )  # its own error names the field
             for function in requested.tools.functions:
                 with suppress(RequestError):
-                    await self._unenforced_keywords(function.constraint(), tenant)
+                    await self._unenforced_keywords(requested.function_constraint(function), tenant)
             relaxed = requested.without_refused(self._refusal)
             if relaxed is requested:
                 raise

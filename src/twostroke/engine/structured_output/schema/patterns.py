@@ -35,6 +35,10 @@ _PART: Final = re.compile(
     r"(?P<edge>\\[bB])|\\.|\[(?!\^?\])(?:\\.|[^\]\[\\])*\]|(?P<look>\(\?<?[=!])|\(|\)|[^\\\[()]+",
     re.DOTALL,
 )
+# A part of a translated pattern: an escape, a set with sets inside, or a character.
+_TRANSLATED_PART: Final = re.compile(
+    r"\\.|\[\^?(?:\\.|\[\^?(?:\\.|[^\]\\])*\]|[^\]\[\\])*\]|.", re.DOTALL
+)
 _EMPTY: Final = "(?:)"
 # A pattern that lists texts, such as `^(a|b)$`.
 _LIST: Final = re.compile(r"\^(?:\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\)|([\w -]+))\$")
@@ -283,6 +287,38 @@ def _has_outer_anchors(parts: list[str]) -> bool:
         if part == "$" and after not in {"|", ")", "$"}:
             return False
     return True
+
+
+def whole_text_pattern(pattern: str) -> str | None:
+    """Return a translated pattern in a form that matches a text as a whole.
+
+    A translated pattern may match anywhere in a text. None if it has anchors inside groups.
+    """
+    alternatives = [""]
+    depth = 0  # of groups
+    offset = 0
+    while offset < len(pattern):
+        part = _TRANSLATED_PART.match(pattern, offset)
+        assert part
+        text = part.group()
+        depth += (text == "(") - (text == ")")
+        if text == "|" and not depth:
+            alternatives.append("")
+        elif text in {"^", "$"} and depth:
+            return None
+        else:
+            alternatives[-1] += text
+        offset = part.end()
+    return "|".join(map(_whole_alternative, alternatives))
+
+
+def _whole_alternative(pattern: str) -> str:
+    """Return one alternative of a pattern, without anchors, in a form that matches a whole text."""
+    before = "" if pattern.startswith("^") else _ANYTHING
+    is_end = pattern.endswith("$") and not pattern.endswith("\\$")
+    return f"{before}(?:{pattern.removeprefix('^')[: -1 if is_end else None]})" + (
+        "" if is_end else _ANYTHING
+    )
 
 
 @lru_cache(_MAX_CACHED_MATCHERS)

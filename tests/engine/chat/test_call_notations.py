@@ -1,0 +1,301 @@
+"""Tool calls in the notations of model families: written, held by a grammar, and read back."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from support.byte_tokenizer import byte_tokenizer
+from support.random_tools import random_answer, random_schema, random_value, snippets_of
+from twostroke.engine.chat.call_forms import FORMS
+from twostroke.engine.chat.call_reader import (
+    ArgumentsPiece,
+    CallBegin,
+    CallReader,
+    TextPiece,
+)
+from twostroke.engine.chat.tools import Function, ToolForm, Tools
+from twostroke.engine.structured_output.grammar import Grammars
+
+CONTROL, USER_DEFINED = 3, 4
+NOTATIONS = [name for name, form in FORMS.items() if not form.has_json]
+Call = tuple[str, Any]
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"enum": ["c", "f"]},
+        "near": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "exact": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+}
+SCHEMAS = {"weather": CITY, "time": {"type": "object"}}
+ARGUMENTS = {
+    "city": 'Paris "x"\n\nof <b>',
+    "days": 3,
+    "unit": "f",
+    "near": "nullable",
+    "tags": ["a", "b\nc"],
+    "exact": True,
+}
+
+
+def functions(schemas: dict[str, Any]) -> tuple[Function, ...]:
+    return tuple(Function.described(name, schema, "tools") for name, schema in schemas.items())
+
+
+def tool_form(
+    name: str,
+    schemas: dict[str, Any],
+    *,
+    is_forced: bool,
+    is_parallel: bool = True,
+    kind: int | None = CONTROL,
+) -> ToolForm:
+    """Return tools in a form; `kind` is the type of its marks' tokens, None if they are text."""
+    form = FORMS[name]
+    marks = form.all_marks if kind is not None else ()
+    tokenizer = byte_tokenizer(odd=tuple((mark, kind or CONTROL) for mark in marks))
+    tools = Tools((), functions(schemas), is_forced=is_forced, is_parallel=is_parallel)
+    return ToolForm(tools, form, tokenizer)
+
+
+def accepts(form: ToolForm, text: str) -> bool:
+    """Return whether the grammar of tools allows a text as a whole answer."""
+    tokenizer = form.tokenizer
+    matcher = Grammars(tokenizer, tokenizer.vocab_size).matcher(form.constraint())
+    tokens = [*tokenizer.encode(text, parse_special=True), min(tokenizer.eos_ids)]
+    return matcher.count_allowed((), tokens) == len(tokens)
+
+
+def read(
+    name: str, text: str, schemas: dict[str, Any], cuts: list[int] | None = None, **options: Any
+) -> tuple[str, list[Call], bool]:
+    """Return an answer's text, its calls, and whether they are whole."""
+    described = {function.name: function.schema for function in functions(schemas)}
+    reader = CallReader([*schemas], FORMS[name], schemas=described)
+    edges = [0, *(cuts or []), len(text)]
+    pieces = [piece for start, end in pairwise(edges) for piece in reader.feed(text[start:end])]
+    pieces += reader.finish(**options)
+    said, calls = "", list[tuple[str, str]]()
+    for piece in pieces:
+        if isinstance(piece, TextPiece):
+            said += piece.text
+        elif isinstance(piece, CallBegin):
+            assert piece.index == len(calls)
+            calls.append((piece.name, ""))
+        else:
+            assert isinstance(piece, ArgumentsPiece)
+            assert piece.index == len(calls) - 1
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
+    is_whole = reader.has_whole_calls
+    if not is_whole:
+        return said, list(calls), is_whole
+    return said, [(function, json.loads(arguments)) for function, arguments in calls], is_whole
+
+
+def random_cuts(rng: random.Random, text: str) -> list[int]:
+    return sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 30)))
+
+
+@pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED, None])
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_grammars_allow_calls_that_fit_and_no_others(name: str, kind: int | None) -> None:
+    form = FORMS[name]
+    good = ("weather", json.dumps(ARGUMENTS))
+    least = ("weather", '{"city": "", "days": 1}')
+    free = ("time", "{}")
+    one, two = form.write([good]), form.write([least, free])
+    wrong = [
+        form.write([("weather", '{"city": "x"}')]),  # a required argument is missing
+        form.write([("weather", '{"city": "x", "days": "3 or 4"}')]),
+        form.write([("weather", '{"city": "x", "days": 1, "unit": "k"}')]),
+        form.write([("weather", '{"city": "x", "days": 1, "other": 1}')]),
+        form.write([("weather", '{"city": "x", "days": 1, "exact": 1}')]),
+        form.write([("weather", '{"city": "x", "days": 1, "tags": [1]}')]),
+        form.write([("rain", "{}")]),
+        form.write([("time", '{"zone": 1}')]),
+        one[:-1],
+    ]
+    for is_forced in (True, False):
+        for is_parallel in (True, False):
+            asked = tool_form(
+                name, SCHEMAS, is_forced=is_forced, is_parallel=is_parallel, kind=kind
+            )
+            assert accepts(asked, one)
+            assert accepts(asked, two) is is_parallel
+            for text in ("hello", "", "a {b} [c] <d>"):
+                assert accepts(asked, text) is not is_forced
+            assert accepts(asked, f"Well.\n{one}") is not is_forced
+            for text in wrong:
+                assert not accepts(asked, text), text
+
+
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_calls_are_read_back_however_the_stream_is_cut(name: str) -> None:
+    form, rng = FORMS[name], random.Random(1)
+    calls = [("weather", ARGUMENTS), ("time", {})]
+    written = form.write((function, json.dumps(values)) for function, values in calls)
+    for before, after in (("", ""), ("Let me look.\n", "\n"), ("a <b ", "\n\nDone.")):
+        text = before + written + after
+        expected = (before.strip() + after.strip(), calls, True)
+        assert read(name, text, SCHEMAS) == expected
+        assert read(name, text, SCHEMAS, [*range(1, len(text))]) == expected
+        for _ in range(20):
+            assert read(name, text, SCHEMAS, random_cuts(rng, text)) == expected
+
+
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_random_tools_and_arguments_are_held_and_read_back(name: str) -> None:
+    form, rng = FORMS[name], random.Random(name)
+    for _ in range(50):
+        schema = random_schema(rng)
+        values = random_value(rng, schema)
+        schemas = {"f": schema, "f_2": {"type": "object"}}
+        text = form.write([("f", json.dumps(values)), ("f_2", "{}")])
+        result = read(name, text, schemas)
+        assert read(name, text, schemas, random_cuts(rng, text)) == result
+        if _is_ambiguous(schema):  # `5` may be a number or a string
+            assert [function for function, _ in result[1]] == ["f", "f_2"]
+            continue
+        assert accepts(tool_form(name, schemas, is_forced=True, kind=None), text)
+        assert result == ("", [("f", values), ("f_2", {})], True)
+
+
+def _is_ambiguous(schema: Any) -> bool:
+    """Whether an argument may be a string or another type: then not every string can be written."""
+    return any(
+        not inner or "enum" in inner or "anyOf" in inner or isinstance(inner.get("type"), list)
+        for inner in schema["properties"].values()
+    )
+
+
+@pytest.mark.parametrize("is_forced", [True, False])
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_what_the_grammar_allows_is_read_as_a_valid_call(name: str, *, is_forced: bool) -> None:
+    form, rng = FORMS[name], random.Random(f"{name}{is_forced}")
+    num_calls = 0
+    for _ in range(12):
+        schemas = {"f": random_schema(rng), "f_2": random_schema(rng)}
+        asked = tool_form(name, schemas, is_forced=is_forced, kind=rng.choice((CONTROL, None)))
+        tokenizer = asked.tokenizer
+        grammars = Grammars(tokenizer, tokenizer.vocab_size)
+        constraint = asked.constraint()
+        snippets = [form.opening, form.loose_begin, form.middle, form.tail, form.between, form.end]
+        snippets += [form.write([(function, "{}")]) for function in schemas]
+        for schema in schemas.values():
+            values = random_value(rng, schema)
+            snippets += [form.write([("f", json.dumps(values))]), *snippets_of(schema)]
+        snippets += _notation_snippets(name)
+        for _ in range(6):
+            matcher = grammars.matcher(constraint)
+            begin = rng.choice(("", form.opening))
+            text = random_answer(matcher, tokenizer, rng, [*filter(None, snippets)], begin)
+            if text is None:
+                continue
+            said, calls, is_whole = read(name, text, schemas, random_cuts(rng, text))
+            assert is_whole or not calls, text
+            assert not is_forced or (calls and not said), text
+            for function, values in calls:
+                described = Function.described(function, schemas[function], "tools")
+                if "Infinity" not in json.dumps(values):  # a number that Python does not have
+                    jsonschema_rs.validate(described.schema, values)
+                num_calls += 1
+    assert num_calls > 10
+
+
+def _notation_snippets(name: str) -> list[str]:
+    texts = [value for value in _fields(FORMS[name].notation) if isinstance(value, str)]
+    return [*texts, *texts, *texts]
+
+
+def _fields(struct: Any) -> list[Any]:
+    return [getattr(struct, name) for name in struct.__struct_fields__]
+
+
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_every_notation_is_read_in_linear_time(name: str) -> None:
+    form = FORMS[name]
+    value = {"city": "a <b </para" * 500, "days": 1, "tags": ["x"] * 500}
+    text = form.write([("weather", json.dumps(value))] * 20)
+    hostile = [text, (form.opening + "weather" + form.middle) * 500, form.mark * 2000]
+    hostile += [form.opening + "weather" + form.middle + sign * 20_000 for sign in (" ", "<", "a")]
+    for texts in (hostile, [part[: len(part) // 2] for part in hostile]):
+        for part in texts:
+            Counted.num_chars = 0
+            reader = CallReader([*SCHEMAS], form, schemas=SCHEMAS)
+            for start in range(0, len(part), 40):
+                reader.feed(Counted(part[start : start + 40]))
+            assert Counted.num_chars < 80 * len(part) + 10_000
+
+
+class Counted(str):
+    """A string that counts the characters that are copied by slices and searched."""
+
+    __slots__ = ()
+    num_chars = 0
+
+    def __getitem__(self, key: Any) -> Counted:
+        part = Counted(super().__getitem__(key))
+        Counted.num_chars += len(part)
+        return part
+
+    def __radd__(self, before: str) -> Counted:
+        Counted.num_chars += len(before)
+        return Counted(before + str(self))
+
+    def __add__(self, after: str) -> Counted:
+        Counted.num_chars += len(self)
+        return Counted(str(self) + after)
+
+    def find(self, part: str, start: int = 0, *ends: int) -> int:  # type: ignore[override]
+        Counted.num_chars += len(self) - start
+        return super().find(part, start, *ends)
+
+
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_garbage_is_read_the_same_however_it_is_cut(name: str) -> None:
+    form, rng = FORMS[name], random.Random(name)
+    parts = [*_notation_snippets(name), *form.all_marks, form.opening, form.tail, form.middle]
+    parts += ["weather", "city", "<", "\n", " " * 499, "x", "</", "{", '"', "=", "("]
+    parts += [form.write([("weather", json.dumps(ARGUMENTS))])]
+    for _ in range(200):
+        text = ""
+        for _ in range(rng.randint(1, 10)):
+            part = rng.choice(parts)
+            text += part[: rng.choice((len(part), rng.randint(0, len(part))))]
+        for is_cut in (False, True):
+            expected = read(name, text, SCHEMAS, [*range(1, len(text))], is_cut=is_cut)
+            assert read(name, text, SCHEMAS, is_cut=is_cut) == expected, text
+            assert read(name, text, SCHEMAS, random_cuts(rng, text), is_cut=is_cut) == expected
+
+
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_a_cut_call_is_no_text_and_is_whole_only_after_its_arguments(name: str) -> None:
+    form = FORMS[name]
+    text = form.write([("weather", json.dumps(ARGUMENTS))])
+    name_end = text.index("weather") + len("weather") + len(form.middle)
+    for cut in range(len(text)):
+        said, calls, is_whole = read(name, text[:cut], SCHEMAS, is_cut=True)
+        assert not said.strip() or cut < name_end
+        if is_whole:
+            assert calls == [("weather", ARGUMENTS)]
+    assert read(name, text, SCHEMAS, is_cut=True) == ("", [("weather", ARGUMENTS)], True)
+
+
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_marks_at_the_end_may_be_missing(name: str) -> None:
+    form = FORMS[name]
+    text = form.write([("weather", json.dumps(ARGUMENTS))])
+    tail = form.tail + form.end
+    for length in range(len(tail)):
+        shorter = text[: len(text) - len(tail) + length]
+        assert read(name, shorter, SCHEMAS) == ("", [("weather", ARGUMENTS)], True)
