@@ -14,7 +14,7 @@ using ts::WeightType;
 namespace {
 
 // Raised whenever a struct or a function that crosses this interface changes.
-constexpr int32_t kInterfaceVersion = 30;
+constexpr int32_t kInterfaceVersion = 31;
 
 }  // namespace
 
@@ -131,6 +131,13 @@ TS_EXPORT void ts_plan_copy_page(Plan* plan, int32_t from, int32_t to) {
 TS_EXPORT void* ts_plan_pages(Plan* plan, int64_t* num_bytes) {
   *num_bytes = plan->cache_bytes;
   return plan->cache;
+}
+
+/// The plan's slots for recurrent states, one after another; null if it has none. Sets the bytes of
+/// all of them.
+TS_EXPORT void* ts_plan_states(Plan* plan, int64_t* num_bytes) {
+  *num_bytes = plan->num_states * plan->state_stride * static_cast<int64_t>(sizeof(float));
+  return plan->states;
 }
 
 /// Ends the waits of all ranks that share this memory, now and until it is reset. From any process.

@@ -64,6 +64,10 @@ class FreeBackend:
         )
 
     @property
+    def state_memory(self) -> None:
+        """None, since there are no recurrent states."""
+
+    @property
     def pages(self) -> None:
         """None: its pages contain nothing."""
 

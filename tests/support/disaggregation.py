@@ -43,6 +43,7 @@ KINDS = tuple(
         messages.PrefillLoad,
     )
 )
+STATE_KINDS = (messages.OfferState.__name__, messages.FetchState.__name__)  # of some models
 LINKS = ("shared", "sockets", "tcp")
 NIXL_LINKS = ("nixl-read", "nixl-write")
 _MEMORY = 4_000_000
@@ -142,6 +143,7 @@ def check_clean(llm: LLM) -> None:
             is_idle = (
                 not transfers.num_held_pages and not transfers._claiming and not transfers._claims
             )
+            is_idle = is_idle and not transfers.num_held_states
             return is_idle and not scheduler.stats().num_referenced_pages
 
     wait_until(is_clean)
@@ -167,7 +169,7 @@ class Network:
 
     def _pass(self, connection: Connection[Any], message: Any, pages: Any = None) -> None:
         name = type(message).__name__
-        fault = self._choose(name) if name in KINDS else ""
+        fault = self._choose(name) if name in (*KINDS, *STATE_KINDS) else ""
         if fault:
             self._counts[f"{name} {fault}"] += 1
         match fault:

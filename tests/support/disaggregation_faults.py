@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FAULTS = ("lost", "late", "doubled", "cut")
-_FAMILIES = ("llama", "llama", "gemma3", "qwen3-moe")
+_FAMILIES = ("llama", "llama", "gemma3", "qwen3-moe", "qwen3.5")
 _NUM_PROMPTS = 6
 
 

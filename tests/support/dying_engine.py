@@ -52,6 +52,10 @@ class Backend:
         self._model = FakeModel(num_pages, page_size)
 
     @property
+    def state_memory(self) -> None:
+        """None, since there are no recurrent states."""
+
+    @property
     def pages(self) -> None:
         """None, since the pages of the fake model have no bytes to transfer."""
 

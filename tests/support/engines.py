@@ -18,7 +18,7 @@ from twostroke.core.step import StepResult, TokenLogprobs
 from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.client import Client
 from twostroke.engine.engine import build_speculator
-from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.kv_cache import PagePool, PrefixIndex, StatePool
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
@@ -129,17 +129,18 @@ def tiny_client(
     metadata: Mapping[str, Any] | None = None,
     prepare: Callable[[Backend], None] | None = None,
     tokenizer: Tokenizer | None = None,
+    num_states: int = 0,
     **limits: Any,
 ) -> Iterator[tuple[Client, Backend]]:
     """Yield a client of a running engine, and its backend.
 
     `metadata` are added to the metadata of the model's file, `limits` are fields of
     `SchedulerConfig`. `prepare` is called with the backend before the engine starts. A `tokenizer`
-    replaces the file's tokenizer.
+    replaces the file's tokenizer. `num_states` are the slots of a model with recurrent layers.
     """
     loaded = load(str(write_tiny_gguf(folder / "tiny.gguf", tiny, metadata)))
     program = build_program(loaded.spec)
-    backend = Backend(program, loaded.tensors, num_pages, PAGE_SIZE)
+    backend = Backend(program, loaded.tensors, num_pages, PAGE_SIZE, num_states=num_states)
     backend.gate = threading.Event()
     backend.vocab_size = program.vocab_size
     backend.gate.set()
@@ -148,7 +149,9 @@ def tiny_client(
     card = tiny_card(loaded, program, tokenizer)
     pool = PagePool(num_pages, PAGE_SIZE, backend.facts.windows)
     config = SchedulerConfig(context_length=card.context_length, **limits)
-    scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(batch or BatchOptions()))
+    policy = make_policy(batch or BatchOptions())
+    states = StatePool(num_states) if num_states else None
+    scheduler = Scheduler(config, pool, PrefixIndex(pool), policy, states=states)
     speculation = speculation or SpeculationOptions("off")
     speculator = build_speculator(speculation, card.cost.per_step(), limits=None, rows_together=1)
     loop = EngineLoop(backend, scheduler, speculator, card.cost.per_step())

@@ -70,6 +70,14 @@ class FakeModel:
         """Store numbers in all slots of a page."""
         self._slots[page * self._page_size : (page + 1) * self._page_size] = content
 
+    def state(self, slot: int) -> tuple[int, int]:
+        """Return the recurrent state in a slot: its position, and a number."""
+        return self._states_in_slots[slot]
+
+    def fill_state(self, slot: int, state: tuple[int, int]) -> None:
+        """Store a recurrent state in a slot."""
+        self._states_in_slots[slot] = state
+
     def clear(self) -> None:
         """Lose the content of all pages."""
         self._slots = [-1] * len(self._slots)

@@ -43,10 +43,12 @@ def check_index(index: PrefixIndex) -> None:
     assert kept == set(index._keys), f"indexed {set(index._keys)}, kept {kept}"
 
 
-def check_scheduler(scheduler: Scheduler, moved: Iterable[Sequence[int]] = ()) -> None:
+def check_scheduler(
+    scheduler: Scheduler, moved: Iterable[Sequence[int]] = (), held_slots: Iterable[int] = ()
+) -> None:
     """Assert that pages, queues, requests and steps in flight agree.
 
-    `moved` are the pages of each transfer and lease.
+    `moved` are the pages of each transfer and lease, `held_slots` their recurrent states.
     """
     waiting, running = scheduler._waiting, scheduler._running
     ended = scheduler._in_flight.ended_requests
@@ -57,6 +59,7 @@ def check_scheduler(scheduler: Scheduler, moved: Iterable[Sequence[int]] = ()) -
     if scheduler._recurrent is not None:
         slots = Counter(state.request.state_slot for state in (*running, *ended))
         slots += Counter(part.write_state for part in slices_in_flight)
+        slots += Counter(held_slots)
         del slots[NO_STATE]
         pool = scheduler._recurrent.pool
         assert slots == Counter(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from twostroke.core.request import NO_STATE
+
 if TYPE_CHECKING:
     import random
     from collections import Counter
@@ -23,23 +25,31 @@ class RandomTransfers:
     def __init__(self, scheduler: Scheduler, model: FakePipeline, counts: Counter[str]) -> None:
         self.scheduler, self._model, self._counts = scheduler, model, counts
         self._all = scheduler.prefix_cache.transfers
+        recurrent = scheduler._recurrent
+        self._states = None if recurrent is None else recurrent.pool
         self._stored: dict[PageKey, list[int]] = {}
+        self._stored_states: dict[bytes, tuple[int, int]] = {}
         self._transfers: list[tuple[Transfer, list[PageKey]]] = []  # with what is still to come
         self._leases: list[tuple[Lease, dict[PageKey, list[int]]]] = []
+        self._state_leases: list[tuple[Lease, tuple[int, int]]] = []
 
     def expect(self, rng: random.Random, request: Request) -> None:
         """Perhaps begin a transfer for a request that was just added."""
         state = self.scheduler._states[request.id]
         if rng.random() < 0.3:
             self._store_known()
-            self.scheduler._pool.evict_all()
+            if self._states is None or rng.random() < 0.5:
+                self.scheduler._pool.evict_all()
+            else:
+                self._states.evict_all()
         if rng.random() < 0.2:
             return
         transfer = self._all.begin(state, rng.choice((1.0, 5.0, math.inf)))
         if transfer is not None:
             lost = rng.random() * 0.2
             there = {key for key in self._stored if rng.random() >= lost}
-            missing = self._all.select_missing(transfer, there.__contains__)
+            states = {key for key in self._stored_states if rng.random() >= lost}
+            missing = self._all.select_missing(transfer, there.__contains__, states.__contains__)
             self._transfers.append((transfer, missing))
             self._counts["transfers"] += 1
 
@@ -49,6 +59,8 @@ class RandomTransfers:
             self._go_on(rng, rng.randrange(len(self._transfers)))
         elif self._leases and rng.random() < 0.5:
             self._release(self._leases.pop(rng.randrange(len(self._leases))))
+        elif self._state_leases and rng.random() < 0.3:
+            self._release_state(*self._state_leases.pop(rng.randrange(len(self._state_leases))))
         else:
             self._lease(rng)
 
@@ -58,6 +70,14 @@ class RandomTransfers:
             self._all.end(self._transfers.pop()[0])
         while self._leases:
             self._release(self._leases.pop())
+        while self._state_leases:
+            self._release_state(*self._state_leases.pop())
+
+    def held_slots(self) -> list[int]:
+        """Return the slots of recurrent states that transfers and leases hold."""
+        slots = [transfer.state_slot for transfer, _ in self._transfers]
+        slots += [lease.state_slot for lease, _ in self._state_leases]
+        return [slot for slot in slots if slot != NO_STATE]
 
     def held(self) -> Iterable[Sequence[int]]:
         """Return the pages of each transfer and lease."""
@@ -72,16 +92,38 @@ class RandomTransfers:
         assert num_held == self._all.num_held_pages <= self._all.max_held_pages, (
             "too many pages are held"
         )
+        num_slots = len(self.held_slots())
+        assert num_slots == self._all.num_held_states <= self._all.max_held_states, (
+            "too many recurrent states are held"
+        )
 
     def _go_on(self, rng: random.Random, number: int) -> None:
         transfer, missing = self._transfers[number]
         if rng.random() < 0.1:
             self._all.drop(transfer)
             self._counts["dropped transfers"] += 1
-        if not missing or rng.random() < 0.1:
+        if transfer.missing_state is not None and rng.random() < 0.5:
+            self._bring_state(rng, transfer)
+        elif (not missing and transfer.missing_state is None) or rng.random() < 0.1:
             self._transfers.pop(number)
             self._all.end(transfer)
+        else:
+            self._bring_pages(rng, transfer, missing)
+
+    def _bring_state(self, rng: random.Random, transfer: Transfer) -> None:
+        """Bring the snapshot of a transfer, if there is a slot."""
+        key, slot = transfer.missing_state, transfer.state_slot
+        assert key is not None
+        slot = self._all.allocate_state(transfer) if slot == NO_STATE else slot
+        if slot == NO_STATE:
             return
+        for stage in self._model.stages:
+            stage.fill_state(slot, self._stored_states[key])
+        if rng.random() < 0.9:  # else it comes later
+            self._all.add_state(transfer)
+            self._counts["arrived states"] += 1
+
+    def _bring_pages(self, rng: random.Random, transfer: Transfer, missing: list[PageKey]) -> None:
         part = missing[: rng.randint(1, 4)]
         pages = self._all.allocate(transfer, part)
         part = part[: len(pages)]
@@ -101,17 +143,30 @@ class RandomTransfers:
             )
             self._leases.append((lease, self._read(lease)))
             self._counts["leased pages"] += len(lease.pages)
+            state_lease = self._all.lease_state(rng.choice(stored_keys)[1])
+            if state_lease is not None:
+                state = self._model.stages[0].state(state_lease.state_slot)
+                self._state_leases.append((state_lease, state))
 
     def _store_known(self) -> list[PageKey]:
         """Copy all pages in the prefix index; return their keys."""
         index = self.scheduler.prefix_cache._index
         stored_keys = {} if index is None else {key: page for page, key in index._keys.items()}
         self._stored.update({k: self._model.stages[0].content(p) for k, p in stored_keys.items()})
+        if self._states is not None:
+            self._stored_states.update(
+                {key: self._model.stages[0].state(s) for key, s in self._states._slots.items()}
+            )
         return sorted(stored_keys)
 
     def _release(self, leased: tuple[Lease, dict[PageKey, list[int]]]) -> None:
         lease, content = leased
         assert self._read(lease) == content, "a page changed while it was leased"
+        self._all.release(lease)
+
+    def _release_state(self, lease: Lease, state: tuple[int, int]) -> None:
+        now = self._model.stages[0].state(lease.state_slot)
+        assert now == state, "a recurrent state changed while it was leased"
         self._all.release(lease)
 
     def _read(self, lease: Lease) -> dict[PageKey, list[int]]:

@@ -146,8 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.counted("refuse")
                 continue
             self.live[request.id] = (request, output, reason)
-            if not self.has_states:  # recurrent states are not transferred
-                self.transfers.expect(rng, request)
+            self.transfers.expect(rng, request)
             self.counted("add")
 
     @rule(seed=_SEEDS, count=st.integers(1, 5))
@@ -376,7 +375,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_done += 1
         self.counts["operations"] += 1
         self.counts[operation] += 1
-        check_scheduler(self.scheduler, self.transfers.held())
+        check_scheduler(
+            self.scheduler, self.transfers.held(), held_slots=self.transfers.held_slots()
+        )
         self.transfers.check()
         self.check_pages()
         if self.index is not None:

@@ -132,6 +132,13 @@ class Runner(Protocol):
         None if another process has a part of the pages.
         """
 
+    @property
+    def state_memory(self) -> PageMemory | None:
+        """Return access to the bytes of the slots for recurrent states, as if they were pages.
+
+        None if the model has no such states, or if another process has a part of them.
+        """
+
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step: the rows of all its slices, and a token for each slice that samples.
 
@@ -215,7 +222,8 @@ class PageMemory(Protocol):
 
     A page holds all layers of its cache group, in the backend's own format; all pages have the same
     size. A page may be read while a request or a lease refers to it. Only the transfer that holds a
-    page may write it. Nothing may be used after the backend is closed.
+    page may write it. Nothing may be used after the backend is closed. Slots for recurrent states
+    are read and written in the same way.
     """
 
     @property
@@ -237,7 +245,7 @@ class PageMemory(Protocol):
 
 
 class MappedPages:
-    """Access to `num_pages` KV pages that are in this process's memory; a `PageMemory`."""
+    """Access to `num_pages` KV pages or slots in this process's memory; a `PageMemory`."""
 
     def __init__(self, memory: memoryview[Any], num_pages: int) -> None:
         self.page_bytes = len(memory) // num_pages

@@ -214,10 +214,6 @@ def _with_checked_options(recipe: EngineRecipe, say: Callable[[str], None]) -> E
     if not program.state_layers:
         return recipe
     name = f"{program.name} has recurrent layers, whose states"
-    if options.disaggregation.role != "mixed":
-        raise UsageError(f"{name} cannot be transferred: run it without disaggregation.")
-    if options.offload.is_used:
-        raise UsageError(f"{name} cannot be offloaded: leave out --page-cache and --page-store.")
     speculation = options.speculation
     if speculation.draft not in {None, PARTNER}:
         raise UsageError(f"{name} cannot take back drafts: leave out --draft.")

@@ -84,7 +84,9 @@ class EngineLoop:
         self._num_rank_losses = 0  # since a step succeeded
         self._step_limit = StepLimit(scheduler.config.step_budget)
         self.on_step: Callable[[StepPlan], None] | None = None
-        self.pages = PoolAccess(scheduler, backend.pages, self._condition)
+        self.pages = PoolAccess(
+            scheduler, backend.pages, self._condition, state_memory=backend.state_memory
+        )
         self._counters = Counters(
             cost,
             scheduler=scheduler.stats,

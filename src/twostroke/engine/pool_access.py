@@ -30,7 +30,9 @@ class PoolAccess:
     2. `select_missing` returns the keys of the pages to fetch.
     3. `allocate` allocates pages for some keys. Their data is written through `memory`.
     4. `add_arrived` publishes written pages, so that requests can use them. Steps 3 and 4 repeat.
-    5. `end` ends the transfer, also after an error.
+    5. In models with recurrent layers, `allocate_state` allocates a slot for the snapshot that the
+       transfer brings, its data is written through `state_memory`, and `add_state` publishes it.
+    6. `end` ends the transfer, also after an error.
 
     `drop` lets requests compute the missing pages while a peer may still write to them. Pages that
     are read are held with a `lease`.
@@ -39,6 +41,7 @@ class PoolAccess:
         scheduler: the engine loop's scheduler, for callers that hold the lock.
         memory: the memory of the pages; None if pages cannot be transferred. No method may be
             called then.
+        state_memory: the memory of the slots for recurrent states; None without such states.
         on_submit: functions that are called under the lock with each waiting request. They must
             return quickly. A function that starts a transfer returns True, and the functions
             after it are not called. It calls `on_request_queued` later to offer them the
@@ -53,13 +56,19 @@ class PoolAccess:
     """
 
     def __init__(
-        self, scheduler: Scheduler, memory: PageMemory | None, changed: threading.Condition
+        self,
+        scheduler: Scheduler,
+        memory: PageMemory | None,
+        changed: threading.Condition,
+        state_memory: PageMemory | None = None,
     ) -> None:
         """Give threads access to the scheduler's page pool, and to the pages' bytes in `memory`.
 
-        `changed` is the loop's lock; it is notified when a request may start.
+        `changed` is the loop's lock; it is notified when a request may start. `state_memory` has
+        the bytes of the slots for recurrent states.
         """
         self.memory = memory
+        self.state_memory = state_memory
         self.on_submit: list[Callable[[RequestState], bool]] = []
         self.on_end: list[Callable[[Request], None]] = []
         self.on_close: list[Callable[[], bool]] = []
@@ -113,11 +122,14 @@ class PoolAccess:
             return self._transfers.begin(state, within_s)
 
     def select_missing(
-        self, transfer: Transfer, exists: Callable[[PageKey], bool]
+        self,
+        transfer: Transfer,
+        exists: Callable[[PageKey], bool],
+        has_state: Callable[[bytes], bool] = lambda _: False,
     ) -> list[PageKey]:
         """Return the keys of the KV pages to fetch; see `Transfers.select_missing`."""
         with self._changed:
-            keys = self._transfers.select_missing(transfer, exists)
+            keys = self._transfers.select_missing(transfer, exists, has_state)
             self._changed.notify_all()
         return keys
 
@@ -130,6 +142,17 @@ class PoolAccess:
         """Publish KV pages that a transfer has written; see `Transfers.add_arrived`."""
         with self._changed:
             self._transfers.add_arrived(transfer, keys)
+            self._changed.notify_all()
+
+    def allocate_state(self, transfer: Transfer) -> int:
+        """Allocate the slot of a transfer's snapshot; see `Transfers.allocate_state`."""
+        with self._changed:
+            return self._transfers.allocate_state(transfer)
+
+    def add_state(self, transfer: Transfer) -> None:
+        """Publish the snapshot that a transfer has written; see `Transfers.add_state`."""
+        with self._changed:
+            self._transfers.add_state(transfer)
             self._changed.notify_all()
 
     def drop(self, transfer: Transfer) -> None:
@@ -154,8 +177,20 @@ class PoolAccess:
         with self._changed:
             return self._transfers.lease(keys)
 
+    def lease_state(self, key: bytes) -> Lease | None:
+        """Keep a snapshot from eviction while it is read; see `Transfers.lease_state`."""
+        with self._changed:
+            return self._transfers.lease_state(key)
+
+    def num_pages_before(self, keys: Sequence[bytes], num_pages: int) -> int:
+        """Return after how many pages a sequence has its longest snapshot before `num_pages`.
+
+        `keys` are the keys of its pages. The caller holds the lock.
+        """
+        return self._transfers.num_pages_before(keys, num_pages)
+
     def release(self, lease: Lease) -> None:
-        """End a lease on cached KV pages; see `Transfers.release`."""
+        """End a lease on cached KV pages or on a snapshot; see `Transfers.release`."""
         with self._changed:
             self._transfers.release(lease)
             self._changed.notify_all()

@@ -37,6 +37,7 @@ FROM_DECODE = [
     (messages.Abort(1), "03000000920401"),
     (messages.NixlJoin(ADDRESS), "14000000920593c4056167656e74cf000001000000000007"),
     (messages.NixlProbe(4, messages.SENT), "08000000930604a473656e74"),
+    (messages.FetchState(5, 1, 4), "050000009407050104"),
 ]
 FROM_PREFILL = [
     (
@@ -51,6 +52,7 @@ FROM_PREFILL = [
     (messages.PrefillLoad(1.5, 2e9, 1), "150000009406cb3ff8000000000000cb41ddcd650000000001"),
     (messages.NixlJoined(ADDRESS), "15000000930793c4056167656e74cf000001000000000007a0"),
     (messages.NixlJoined(None, "no"), "060000009307c0a26e6f"),
+    (messages.OfferState(1, 4, 300), "0700000094080104cd012c"),
 ]
 
 

@@ -30,6 +30,8 @@ CASES = [
     ("gemma2", "int16", "tcp"),
     ("qwen3-moe", "int8", "tcp"),
     ("llama", "auto", "sockets"),
+    ("qwen3.5", "f16", "shared"),
+    ("qwen3-next", "int8", "tcp"),
 ]
 
 

@@ -139,6 +139,11 @@ class CpuBackend:
         """Return access to the bytes of the KV pages; None if other ranks have parts of them."""
         return self._plan.page_memory() if self._weight_shard is None else None
 
+    @property
+    def state_memory(self) -> PageMemory | None:
+        """Return access to the slots for recurrent states; None as in `Runner`."""
+        return self._plan.state_memory() if self._weight_shard is None else None
+
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step, and draw a token for each slice that samples."""
         self.fill(plan)

@@ -21,7 +21,7 @@ from twostroke.core.errors import BackendError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT
 
-INTERFACE_VERSION = 30  # as in native/c_interface.cpp
+INTERFACE_VERSION = 31  # as in native/c_interface.cpp
 
 _IS_ARM = platform.machine().lower() in {"aarch64", "arm64"}
 _ARM_LEVELS = {"neon_dotprod": (8, "Armv8.2-A with dot products (asimddp)")}
@@ -61,6 +61,7 @@ _SIGNATURES = {
     "ts_plan_times": (None, (c_void_p, POINTER(c_double))),
     "ts_plan_copy_page": (None, (c_void_p, c_int32, c_int32)),
     "ts_plan_pages": (c_void_p, (c_void_p, POINTER(c_int64))),
+    "ts_plan_states": (c_void_p, (c_void_p, POINTER(c_int64))),
     "ts_link_abort": (None, (c_void_p,)),
     "ts_link_is_aborted": (c_int32, (c_void_p,)),
     "ts_link_reset": (None, (c_void_p,)),

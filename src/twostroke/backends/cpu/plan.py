@@ -32,7 +32,7 @@ from twostroke.core.request import NO_STATE
 from twostroke.model.program.ops import SplitKvAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -228,11 +228,23 @@ class NativePlan:
 
     def page_memory(self) -> MappedPages:
         """Return access to the bytes of all KV pages, which must not be used after `close`."""
+        return self._memory(self._library.ts_plan_pages, self._pages.num_pages)
+
+    def state_memory(self) -> MappedPages | None:
+        """Return access to the bytes of all slots for recurrent states; None without such states.
+
+        It must not be used after `close`.
+        """
+        if not self._program.state_layers:
+            return None
+        return self._memory(self._library.ts_plan_states, self._pages.num_states)
+
+    def _memory(self, locate: Callable[[int, Any], int | None], count: int) -> MappedPages:
+        """Return access to `count` pages or slots, whose address and bytes `locate` returns."""
         num_bytes = c_int64()
-        address = self._library.ts_plan_pages(self._open_plan(), byref(num_bytes))
-        pages = (ctypes.c_ubyte * num_bytes.value).from_address(address or 0)
-        memory = memoryview(pages)
-        return MappedPages(memory.cast("B"), self._pages.num_pages)
+        address = locate(self._open_plan(), byref(num_bytes))
+        memory = memoryview((ctypes.c_ubyte * num_bytes.value).from_address(address or 0))
+        return MappedPages(memory.cast("B"), count)
 
     def close(self) -> None:
         """Free the plan's KV pages and buffers."""

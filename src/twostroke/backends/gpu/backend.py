@@ -189,6 +189,10 @@ class GpuBackend:
         )
 
     @property
+    def state_memory(self) -> None:
+        """Return None: slots for recurrent states are not read or written from outside."""
+
+    @property
     def pages(self) -> DevicePages:
         """Return access to the bytes of the KV pages in GPU memory."""
         return self._pages

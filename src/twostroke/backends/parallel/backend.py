@@ -225,6 +225,10 @@ class ParallelBackend:
         return [times, *(others[rank] for rank in sorted(others))]
 
     @property
+    def state_memory(self) -> None:
+        """Return None: slots for recurrent states are not read or written from outside."""
+
+    @property
     def pages(self) -> None:
         """Return None, because each rank has a part of every KV page."""
 

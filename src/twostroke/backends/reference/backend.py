@@ -97,6 +97,12 @@ class ReferenceBackend:
         """Return access to the bytes of the KV pages; None with several ranks."""
         return self._caches[0].bytes if len(self._caches) == 1 else None
 
+    @property
+    def state_memory(self) -> PageMemory | None:
+        """Return access to the slots for recurrent states; None as in `Runner`."""
+        has_states = self.facts.num_states > 0 and len(self._recurrent) == 1
+        return self._recurrent[0].bytes if has_states else None
+
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step, and draw a token for each slice that samples."""
         start_s = time.perf_counter()

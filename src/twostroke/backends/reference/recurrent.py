@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twostroke.backends.interface import MappedPages
 from twostroke.core.request import NO_STATE
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ class StateMemory:
             self._columns[number] = slice(width, width + layer.num_values)
             width += layer.num_values
         self._memory = np.zeros((num_slots, width), np.float32)
+
+    @property
+    def bytes(self) -> MappedPages:
+        """Return access to the bytes of all slots."""
+        return MappedPages(memoryview(self._memory.data).cast("B"), len(self._memory))
 
     def read(self, span: RowSpan, layer: int) -> Array:
         """Return a copy of the state from which a row span starts: zeros for a new request."""

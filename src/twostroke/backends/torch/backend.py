@@ -165,6 +165,10 @@ class TorchBackend:
             return {name: value.cpu().numpy() for name, value in traced.items()}
 
     @property
+    def state_memory(self) -> None:
+        """Return None: slots for recurrent states are not read or written from outside."""
+
+    @property
     def pages(self) -> None:
         """Return None: the bytes of KV pages are not accessible, because a GPU may hold them."""
 

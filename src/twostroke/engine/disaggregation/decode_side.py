@@ -47,12 +47,14 @@ class DecodeSide:
         self._page_file = page_file
         self._loop = client.loop
         self._pages = client.loop.pages
+        state_memory = self._pages.state_memory
         self._placement = PrefillPlacement(
             options.disaggregate,
             self._pages.scheduler,
             cost=client.card.cost.per_step(),
             page_size=spec.page_size,
             page_bytes=spec.page_bytes,
+            state_bytes=0 if state_memory is None else state_memory.page_bytes,
         )
         self._prefill_flops_per_s = 0.0
         self._measured_s = 0.0

@@ -4,6 +4,9 @@ They are sent by a `Connection` (`core/transport/connection.py`). Names of class
 not sent, only the tags and the order of the fields. No message holds a path or a file descriptor.
 Only `NixlJoin` and `NixlJoined` hold memory addresses: engines that move pages by NIXL have proved
 the secret before. With the mode `SENT` the bytes of the pages follow the frame of their `Content`.
+
+Models with recurrent layers also have `OfferState` and `FetchState`. The bytes of a snapshot always
+follow its `Content`.
 """
 
 from __future__ import annotations
@@ -162,7 +165,21 @@ class NixlProbe(Frozen, array_like=True, tag=6):
     mode: str
 
 
-DecodeMessage = DecodeHello | PrefillPrompt | FetchPages | Abort | NixlJoin | NixlProbe
+class FetchState(Frozen, array_like=True, tag=7):
+    """A decode engine's message: send the snapshot that an `OfferState` has leased.
+
+    Attributes:
+        number: the number of this fetch, as in `FetchPages`.
+        id: the number of the prompt.
+        offer: the number of the offer.
+    """
+
+    number: int
+    id: int
+    offer: int
+
+
+DecodeMessage = DecodeHello | PrefillPrompt | FetchPages | Abort | NixlJoin | NixlProbe | FetchState
 
 # Messages from the prefill engine.
 
@@ -196,7 +213,7 @@ class Offer(Frozen, array_like=True, tag=3):
 
 
 class Content(Frozen, array_like=True, tag=4):
-    """The prefill engine's answer to `FetchPages` or `NixlProbe`, before bytes of KV pages.
+    """The prefill engine's answer to a fetch or `NixlProbe`, before bytes of KV pages.
 
     There are `num_bytes` bytes. The pages must not be used if `is_valid` is false: the lease has
     ended or NIXL has failed.
@@ -238,7 +255,23 @@ class NixlJoined(Frozen, array_like=True, tag=7):
     reason: str = ""
 
 
-PrefillMessage = Welcome | Refused | Offer | Content | PrefillFinished | PrefillLoad | NixlJoined
+class OfferState(Frozen, array_like=True, tag=8):
+    """A prefill engine's message: a snapshot of the recurrent states, leased to the decode engine.
+
+    Attributes:
+        id: the number of the prompt.
+        number: the number of the offer.
+        num_pages: the number of the prompt's pages that the snapshot follows.
+    """
+
+    id: int
+    number: int
+    num_pages: int
+
+
+PrefillMessage = (
+    Welcome | Refused | Offer | Content | PrefillFinished | PrefillLoad | NixlJoined | OfferState
+)
 
 RECEIVED_BY_PREFILL: Final[MessageFormat[DecodeMessage]] = MessageFormat(DecodeMessage)
 RECEIVED_BY_DECODE: Final[MessageFormat[PrefillMessage]] = MessageFormat(PrefillMessage)

@@ -116,10 +116,12 @@ class PrefillPlacement:
         cost: StepCost,
         page_size: int,
         page_bytes: int,
+        state_bytes: int = 0,
     ) -> None:
         """Decide where the prompts of `scheduler`'s requests are prefilled.
 
-        `cost` computes the work of prompts.
+        `cost` computes the work of prompts. `state_bytes` is the size of a snapshot of the
+        recurrent states, for models with such states.
         """
         self.rule = rule
         self.decisions: Counter[str] = Counter()
@@ -128,6 +130,7 @@ class PrefillPlacement:
         self._cost = cost
         self._page_size = page_size
         self._page_bytes = page_bytes
+        self._state_bytes = state_bytes
 
     def consider(
         self,
@@ -154,16 +157,21 @@ class PrefillPlacement:
         transfer = self._transfers.begin(state) if engines else None
         page_keys: list[PageKey] = []
         if transfer is not None:
-            page_keys = self._transfers.select_missing(transfer, lambda _: True)
+            last_key = transfer.keys[-1]  # the prefill engine's state is that after its prompt
+            page_keys = self._transfers.select_missing(
+                transfer, exists=lambda _: True, has_state=lambda key: key == last_key
+            )
         remote_prefill = None
-        if transfer is None or not page_keys:
+        if transfer is None or transfer.is_complete:
             reason = NO_MISSING_PAGES if engines else NO_ENGINE
         elif len(page_keys) + num_held_pages > self._transfers.max_held_pages:
             reason = NO_ROOM
         else:
             first = transfer.first_page * self._page_size
             end = first + len(transfer.keys) * self._page_size
-            work = MissingPrefill(self.flops(first, end), len(page_keys) * self._page_bytes)
+            num_bytes = len(page_keys) * self._page_bytes
+            num_bytes += 0 if transfer.missing_state is None else self._state_bytes
+            work = MissingPrefill(self.flops(first, end), num_bytes)
             local = self._local_prefill(
                 state.request, remote_requests, num_missing=end - first, flops_per_s=flops_per_s
             )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import BackendError, TwostrokeError
+from twostroke.core.request import NO_STATE
 from twostroke.core.transport.frames import ConnectionLostError
 from twostroke.engine.disaggregation import messages
 from twostroke.engine.disaggregation.connection import (
@@ -158,6 +159,7 @@ class PageFetch:
         remaining: pages of the same offer to fetch next.
         began_s: time at which the fetch began.
         mode: how the pages come, a word of `messages`.
+        is_state: whether the snapshot of an `OfferState` is fetched, and no pages.
     """
 
     transfer: KvTransfer
@@ -166,6 +168,7 @@ class PageFetch:
     remaining: list[OfferedPage]
     began_s: float
     mode: str
+    is_state: bool = False
 
     @property
     def is_written(self) -> bool:
@@ -349,13 +352,15 @@ class PrefillEngineConnection:
             if not transfer.num_writing and (request.started_s or request.is_finished):
                 self._pages.end(transfer.transfer)
         self._ended_transfers = [
-            transfer for transfer in self._ended_transfers if transfer.transfer.pages
+            transfer
+            for transfer in self._ended_transfers
+            if transfer.transfer.pages or transfer.transfer.state_slot != NO_STATE
         ]
 
     def _end_if_done(self, transfer: KvTransfer) -> None:
         if transfer.has_ended:
             return
-        if not transfer.transfer.missing:
+        if transfer.transfer.is_complete:
             self._end(transfer, DONE)
         elif transfer.is_finished and not transfer.num_pending:
             self._end(transfer, FAULT if transfer.fault else PARTIAL)
@@ -451,6 +456,8 @@ class PrefillEngineConnection:
                 self._load = message
             case messages.Offer():
                 self._handle_offer(message)
+            case messages.OfferState():
+                self._handle_state_offer(message)
             case messages.Content():
                 self._handle_content(message)
             case messages.PrefillFinished():
@@ -467,14 +474,7 @@ class PrefillEngineConnection:
         with self._pages.lock:
             transfer = self.transfers.get(offer.id)
             if transfer is None or offer.number in transfer.offers:
-                release = messages.FetchPages(
-                    number=next(self._fetch_numbers),
-                    id=offer.id,
-                    offer=offer.number,
-                    indices=[],
-                    is_last=True,
-                )
-                self._to_send.put(release)
+                self._decline(offer)
                 return
             transfer.offers.add(offer.number)
             transfer.due_s = time.monotonic() + transfer.stall_timeout_s
@@ -482,6 +482,48 @@ class PrefillEngineConnection:
         if not all(0 <= offered.page < self._num_pages for offered in selected):
             raise ConnectionLostError("The prefill engine offered a page that does not exist.")
         self._fetch(transfer, offer.number, selected)
+
+    def _decline(self, offer: messages.Offer | messages.OfferState) -> None:
+        """Let the prefill engine release an offer; nothing is fetched from the offer."""
+        self._to_send.put(
+            messages.FetchPages(
+                number=next(self._fetch_numbers),
+                id=offer.id,
+                offer=offer.number,
+                indices=[],
+                is_last=True,
+            )
+        )
+
+    def _handle_state_offer(self, offer: messages.OfferState) -> None:
+        """Fetch an offered snapshot, unless the transfer needs none or there is no room."""
+        with self._pages.lock:
+            transfer = self.transfers.get(offer.id)
+            if transfer is None or offer.number in transfer.offers:
+                self._decline(offer)
+                return
+            transfer.offers.add(offer.number)
+            transfer.due_s = time.monotonic() + transfer.stall_timeout_s
+            claims = transfer.transfer
+            is_needed = claims.missing_state is not None and claims.state_slot == NO_STATE
+            if not is_needed or offer.num_pages != claims.num_pages:
+                self._decline(offer)
+                return
+            if self._pages.allocate_state(claims) == NO_STATE:
+                self._end(transfer, NO_ROOM)
+                return
+            number = next(self._fetch_numbers)
+            self._fetches[number] = PageFetch(
+                transfer=transfer,
+                offer=offer.number,
+                keys=[],
+                remaining=[],
+                began_s=time.monotonic(),
+                mode=messages.SENT,
+                is_state=True,
+            )
+            transfer.num_pending += 1
+            self._to_send.put(messages.FetchState(number, offer.id, offer.number))
 
     def _fetch(self, transfer: KvTransfer, offer: int, selected: list[OfferedPage]) -> None:
         """Fetch the selected KV pages for which there is room; fetch the other pages afterwards."""
@@ -533,18 +575,12 @@ class PrefillEngineConnection:
             fetch = self._fetches.pop(content.number, None)
             if fetch is not None:
                 transfer = fetch.transfer
-                is_sent = content.is_valid and fetch.mode == messages.SENT
-                pages = [transfer.transfer.pages[key] for key in fetch.keys] if is_sent else []
                 transfer.num_writing += not fetch.is_written
         if fetch is None:
             self._skip(content.num_bytes)
             return
         try:
-            if content.num_bytes != len(pages) * self._spec.page_bytes:
-                raise ConnectionLostError("The prefill engine sent pages of another size.")
-            for page in pages:
-                with self._memory.filling(page) as view:
-                    self._receive_into(view)
+            self._receive_content(content, fetch)
         finally:
             self._stop_writing(transfer)
         with self._pages.lock:
@@ -555,14 +591,38 @@ class PrefillEngineConnection:
                 self._end(transfer, TIMED_OUT)
                 return
             self._num_nixl_failures = 0
-            self._pages.add_arrived(transfer.transfer, fetch.keys)
+            num_bytes = len(fetch.keys) * self._spec.page_bytes
+            if fetch.is_state:
+                self._pages.add_state(transfer.transfer)
+                num_bytes = content.num_bytes
+            else:
+                self._pages.add_arrived(transfer.transfer, fetch.keys)
             now_s = time.monotonic()
             transfer.due_s = now_s + transfer.stall_timeout_s
-            self._learn_speed(len(fetch.keys) * self._spec.page_bytes, now_s - fetch.began_s)
+            self._learn_speed(num_bytes, now_s - fetch.began_s)
             self._end_if_done(transfer)
             if transfer.has_ended or not fetch.remaining:
                 return
         self._fetch(transfer, fetch.offer, fetch.remaining)
+
+    def _receive_content(self, content: messages.Content, fetch: PageFetch) -> None:
+        """Receive the bytes of a fetch into its KV pages, or into the slot of its snapshot.
+
+        Raises:
+            ConnectionLostError: there are more or fewer bytes.
+        """
+        claims = fetch.transfer.transfer
+        memory, targets = self._memory, [claims.pages[key] for key in fetch.keys]
+        if fetch.is_state:
+            assert self._pages.state_memory is not None
+            memory, targets = self._pages.state_memory, [claims.state_slot]
+        if not content.is_valid or fetch.mode != messages.SENT:
+            targets = []
+        if content.num_bytes != len(targets) * memory.page_bytes:
+            raise ConnectionLostError("The prefill engine sent pages of another size.")
+        for target in targets:
+            with memory.filling(target) as view:
+                self._receive_into(view)
 
     def _learn_speed(self, num_bytes: int, seconds: float) -> None:
         self.num_bytes += num_bytes

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import BackendError, TwostrokeError
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import FinishReason, Hints, Request
+from twostroke.core.request import NO_STATE, FinishReason, Hints, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.transport.frames import ConnectionLostError
 from twostroke.engine.disaggregation import messages
@@ -221,11 +221,12 @@ class DecodeEngineConnection:
         """Offer KV pages of a prompt to the decode engine, as soon as they are computed.
 
         These are the cached pages among the first `num_pages`; without `num_pages`, all pages that
-        the request has computed.
+        the request has computed. The snapshot after the prompt is offered as well.
         """
         with self._pages.lock:
             if not self._is_open or prompt.id not in self.prompts:
                 return
+            self._offer_state(prompt)
             if num_pages is None:
                 num_pages = prompt.request.num_computed // self._prefill_side.spec.page_size
             ready = []
@@ -240,24 +241,39 @@ class DecodeEngineConnection:
             prompt.unoffered = deque(
                 (index, key) for index, key in prompt.unoffered if key not in lease.pages
             )
-            number = next(self._offer_numbers)
-            self._leased[number] = _LeasedPages(
-                prompt=prompt,
-                lease=lease,
-                pages=[lease.pages[key] for _, key in leased],
-                expires_at_s=time.monotonic() + LEASE_S,
-            )
-            prompt.num_leases += 1
+            number = self._add_lease(prompt, lease, [lease.pages[key] for _, key in leased])
             self._prefill_side.num_leased_pages += len(leased)
             pages = [(key[0], index, lease.pages[key]) for index, key in leased]
             self._send(messages.Offer(prompt.id, number, pages))
+
+    def _offer_state(self, prompt: _LeasedPrompt) -> None:
+        """Offer the snapshot of the recurrent states after a prompt, once it is computed."""
+        if prompt.state_key is None:
+            return
+        lease = self._pages.lease_state(prompt.state_key)
+        if lease is not None:
+            prompt.state_key = None
+            number = self._add_lease(prompt, lease, [])
+            self._send(messages.OfferState(prompt.id, number, len(prompt.chain)))
+
+    def _add_lease(self, prompt: _LeasedPrompt, lease: Lease, pages: list[int]) -> int:
+        """Lease KV pages, or a snapshot, to the decode engine; return the number of the offer."""
+        number = next(self._offer_numbers)
+        self._leased[number] = _LeasedPages(
+            prompt=prompt,
+            lease=lease,
+            pages=pages,
+            expires_at_s=time.monotonic() + LEASE_S,
+        )
+        prompt.num_leases += 1
+        return number
 
     def finish_if_done(self, prompt: _LeasedPrompt) -> None:
         """Tell the decode engine that no more pages of a prompt come, once all were offered."""
         with self._pages.lock:
             if not prompt.has_ended or self.prompts.get(prompt.id) is not prompt:
                 return
-            if not prompt.num_leases and prompt.unoffered:
+            if not prompt.num_leases and prompt.has_more:
                 self.offer(prompt)  # there is room now, or these pages were evicted
             if not prompt.num_leases:
                 del self.prompts[prompt.id]
@@ -288,6 +304,8 @@ class DecodeEngineConnection:
                 if message.mode == SENT:
                     self._close_nixl()  # the decode engine has measured that NIXL is slower
                 self._fetch(message)
+            case messages.FetchState():
+                self._fetch_state(message)
             case messages.Abort():
                 self._abort(message.id)
             case messages.NixlJoin():
@@ -314,12 +332,17 @@ class DecodeEngineConnection:
             tenant=message.salt.decode(errors="replace"),
             hints=Hints(shows_progress=True),
         )
+        if self._pages.state_memory is not None:  # the decode engine needs the state at the end
+            hints = Hints(shows_progress=True, shared_lengths=(len(message.tokens),))
+            request.hints = hints
         num_pages = len(message.tokens) // page_size
         try:
             self._check(message)
             chain = PrefixChain(page_size, message.salt)
             chain.extend(message.tokens, num_pages)
             prompt = _LeasedPrompt(self, message.id, request, chain.keys)
+            if self._pages.state_memory is not None:
+                prompt.state_key = chain.keys[-1]
             for index, key in enumerate(chain.keys):
                 for group, first in enumerate(message.first_pages):
                     if index >= first:
@@ -328,9 +351,9 @@ class DecodeEngineConnection:
                 self.prompts[message.id] = prompt
                 self._prefill_side.num_prompts += 1
                 self.offer(prompt, num_pages)
-                prompt.has_ended = not prompt.unoffered  # all pages were cached
+                prompt.has_ended = not prompt.has_more  # all pages were cached
                 self.finish_if_done(prompt)
-                if prompt.unoffered:
+                if prompt.has_more:
                     self._prefill_side.loop.submit([prompt])
         except TwostrokeError as error:
             with self._pages.lock:
@@ -378,6 +401,20 @@ class DecodeEngineConnection:
                 self._newest_written = message.number
             move = _NixlWrite(pages, message.targets) if is_written else None
             self._to_send.put(_PageReply(content, views, message.offer, move))
+
+    def _fetch_state(self, message: messages.FetchState) -> None:
+        """Send the snapshot of an offer."""
+        with self._pages.lock:
+            leased, memory = self._leased.get(message.offer), self._pages.state_memory
+            has_ended = leased is None or leased.has_ended
+            if leased is None or has_ended or memory is None or leased.lease.state_slot == NO_STATE:
+                self._send(messages.Content(message.number, is_valid=False))
+                return
+            leased.has_ended = True
+            leased.num_replies += 1
+            content = messages.Content(message.number, is_valid=True, num_bytes=memory.page_bytes)
+            views = [memory.read(leased.lease.state_slot)]
+            self._to_send.put(_PageReply(content, views, message.offer))
 
     def _join_nixl(self, message: messages.NixlJoin) -> None:
         """Start a NIXL process and connect it with the NIXL process of the decode engine."""
@@ -517,6 +554,7 @@ class _LeasedPrompt(RequestListener):
         id: the number of the prompt in the connection.
         chain: the keys of its pages.
         unoffered: index and key of pages that were not offered yet, in order.
+        state_key: page key of the snapshot that was not offered yet; None without one.
         num_leases: offers whose leases have not ended.
         has_ended: whether its request has ended, or was not needed.
         fault: why the prefill failed.
@@ -529,10 +567,16 @@ class _LeasedPrompt(RequestListener):
         self.id = id_
         self.chain = chain
         self.unoffered: deque[tuple[int, PageKey]] = deque()
+        self.state_key: bytes | None = None
         self.num_leases = 0
         self.has_ended = False
         self.fault: str | None = None
         self._decode_engine = decode_engine
+
+    @property
+    def has_more(self) -> bool:
+        """Whether some pages, or the snapshot, were not offered yet."""
+        return bool(self.unoffered) or self.state_key is not None
 
     def take(self, delta: RequestDelta, now_s: float) -> Output | None:
         """Offer the KV pages that a step has completed to the decode engine."""
@@ -554,7 +598,7 @@ class _LeasedPrompt(RequestListener):
 
 @dataclass(slots=True, eq=False)
 class _LeasedPages:
-    """The KV pages of an offer to a decode engine, and their lease.
+    """The KV pages, or the snapshot, of an offer to a decode engine, and their lease.
 
     Attributes:
         prompt: the prompt to which the pages belong.

@@ -185,6 +185,14 @@ class StatePool:
                 return count, slot
         return 0, NO_STATE
 
+    def longest_before(self, keys: Sequence[bytes], num_pages: int) -> bytes | None:
+        """Return the key of a sequence's longest snapshot of less than `num_pages` pages.
+
+        None if there is none. `keys` are the page keys of the sequence.
+        """
+        count, _ = self.longest(keys, num_pages - 1)
+        return keys[count - 1] if count else None
+
     def evict_all(self) -> None:
         """Evict all snapshots, because their content is lost."""
         for key in list(self._slots):

@@ -114,6 +114,8 @@ class DiskTier:
         keep_until_s = value.keep_until_s
         if not self.is_writable:
             return False
+        if HEADER_BYTES + len(page) > self._index.max_bytes:
+            return False
         path = self._path(name)
         with self._lock:
             is_known = name in self._index.entries
@@ -152,7 +154,9 @@ class DiskTier:
         page = memoryview(bytearray(self._page_bytes))
         times = []
         with suppress(OSError):
-            for path in itertools.islice(self._folder.glob("??/*"), _MAX_PROBED_PAGES):
+            num_bytes = HEADER_BYTES + len(page)  # a snapshot has another size
+            paths = (path for path in self._folder.glob("??/*") if path.stat().st_size == num_bytes)
+            for path in itertools.islice(paths, _MAX_PROBED_PAGES):
                 with open_regular_file(path) as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 began_s = time.perf_counter()

@@ -6,12 +6,14 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
+from itertools import pairwise
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.request import NO_STATE
 from twostroke.engine.counters import TierTotals
 from twostroke.engine.kv_offload.tier import PageValue
 
@@ -52,6 +54,10 @@ class OffloadManager:
     arrived save, plus a small part of the prefill time. Pages are stored when they are used or
     computed a second time, and at once for requests with `keep_s`. The scheduler reports used pages
     by the methods of `PageWatcher`.
+
+    In models with recurrent layers, a snapshot of the recurrent states is stored with its page. A
+    request loads the snapshot after its longest stored prefix, and the pages before it. Since pages
+    alone save nothing then, the wait may last as long as loading is expected to take at most.
     """
 
     def __init__(
@@ -76,6 +82,10 @@ class OffloadManager:
         for tier in self._tiers:
             tier.record_read(tier.tier.probe())
         self._page_size = spec.groups.page_size
+        windows = spec.groups.windows
+        self._main_group = (
+            windows.index(None) if None in windows else 0
+        )  # snapshots follow its pages
         self._num_groups = len(spec.groups.windows)
         self._loads: SimpleQueue[_PageLoad | None] = SimpleQueue()
         self._transfers: set[Transfer] = set()  # that have not ended
@@ -146,7 +156,7 @@ class OffloadManager:
         self._touched[last_key] = now_s
         if len(self._touched) > _MAX_OFFERS:
             self._touched.popitem(last=False)
-        self._offer(chain.keys[:num_pages], 0, num_pages, keep_s)
+        self._offer(chain.keys[:num_pages], 0, num_pages, keep_s, first_state=num_pages - 1)
 
     def on_computed(self, state: RequestState, first: int, end: int) -> None:
         """Queue KV pages that a request has computed for storing.
@@ -170,11 +180,19 @@ class OffloadManager:
         count = max(num_seen, min(end, num_kept) - first)
         if count > 0:
             num_pages = max(first + count, num_kept)
-            self._offer(chain.keys[: first + count], first, num_pages, request.hints.keep_s)
+            keys, keep_s = chain.keys[: first + count], request.hints.keep_s
+            self._offer(keys, first, num_pages, keep_s, first_state=first)
 
-    def _offer(self, keys: list[bytes], first: int, num_pages: int, keep_s: float) -> None:
+    def _offer(
+        self, keys: list[bytes], first: int, num_pages: int, keep_s: float, *, first_state: int = 0
+    ) -> None:
         offer = _Offer(
-            keys=keys, first=first, num_pages=num_pages, used_s=time.time(), keep_s=keep_s
+            keys=keys,
+            first=first,
+            num_pages=num_pages,
+            used_s=time.time(),
+            keep_s=keep_s,
+            first_state=first_state,
         )
         self._offers.append(offer)
         self._has_offers.set()
@@ -220,65 +238,105 @@ class OffloadManager:
         """
         if transfer.is_dropped or self._is_closing:
             return
-        tier_by_key = self._find(transfer)
-        missing = self._pages.select_missing(transfer, tier_by_key.__contains__)
-        if not missing or transfer.is_dropped:
+        sources = self._find(transfer)
+        missing = self._pages.select_missing(
+            transfer, sources.pages.__contains__, sources.states.__contains__
+        )
+        if transfer.is_complete or transfer.is_dropped or transfer.num_pages is None:
             return
-        index_by_key = {key: index for index, key in enumerate(transfer.keys, transfer.first_page)}
-        start = transfer.first_page * self._page_size
-        end = (index_by_key[missing[-1][1]] + 1) * self._page_size
+        start, end = (n * self._page_size for n in (transfer.first_page, transfer.num_pages))
         prefill_s = self._prefill_s(start, end)
-        tiers = {tier_by_key[key] for key in missing}
-        expected_s = sum(tier_by_key[key].page_s() for key in missing)
+        tiers = {sources.pages[key] for key in missing}
+        expected_s = sum(sources.pages[key].page_s() for key in missing)
+        if transfer.missing_state is not None:
+            state_tier = sources.states[transfer.missing_state]
+            tiers.add(state_tier)
+            expected_s += state_tier.state_s(self._spec)
         max_expected_s = prefill_s / 2 if self._is_measured() else prefill_s
-        if expected_s > max_expected_s or tier_by_key[missing[0]].page_s() > slack_s / 2:
+        first_page_s = sources.pages[missing[0]].page_s() if missing else 0.0
+        if expected_s > max_expected_s or first_page_s > slack_s / 2:
             for tier in tiers:
                 tier.add(slow=1)
             return
         for tier in tiers:
             tier.add(hits=1)
-        num_fetched, saved_s = 0, 0.0
-        while num_fetched < len(missing) and not transfer.is_dropped and not self._is_closing:
-            window_size = _WINDOW_PAGES if num_fetched else 1
-            window = missing[num_fetched : num_fetched + window_size]
-            count = self._fetch_window(transfer, window, tier_by_key)
-            num_fetched += count
-            if count:
-                if num_fetched == len(missing):
-                    saved_s = prefill_s
-                else:
-                    window_end = (index_by_key[window[count - 1][1]] + 1) * self._page_size
-                    saved_s = self._prefill_s(start, window_end)
-                transfer.expires_at_s = began_s + saved_s + slack_s
-            if count < len(window):
-                break
+        if self._pages.state_memory is None:
+            saved_s = self._fetch_pages(transfer, missing, sources, began_s + slack_s)
+        else:
+            transfer.expires_at_s = began_s + max_expected_s + slack_s
+            saved_s = prefill_s if self._fetch_all(transfer, missing, sources) else 0.0
         took_s = time.monotonic() - began_s
         for tier in tiers:
             tier.add(saved_s=(saved_s - took_s) / len(tiers), slow=int(transfer.is_dropped))
 
-    def _find(self, transfer: Transfer) -> dict[PageKey, _MeasuredTier]:
-        """Find a request's missing KV pages in the tiers.
+    def _fetch_pages(
+        self, transfer: Transfer, missing: list[PageKey], sources: _Sources, expires_at_s: float
+    ) -> float:
+        """Load missing KV pages in order; return the prefill seconds that they save.
 
-        Returns the pages that are stored, each with the first tier that has the page.
+        The transfer expires at `expires_at_s`, and later by the time that loaded pages save.
         """
-        key_by_name = {
+        index_by_key = {key: index for index, key in enumerate(transfer.keys, transfer.first_page)}
+        saved_s = 0.0
+        for window in _windows(missing):
+            if transfer.is_dropped or self._is_closing:
+                break
+            count = self._fetch_window(transfer, window, sources)
+            if count:
+                end_page = index_by_key[window[count - 1][1]] + 1
+                saved_s = self._prefill_s(
+                    transfer.first_page * self._page_size, end_page * self._page_size
+                )
+                transfer.expires_at_s = expires_at_s + saved_s
+            if count < len(window):
+                break
+        return saved_s
+
+    def _fetch_all(self, transfer: Transfer, missing: list[PageKey], sources: _Sources) -> bool:
+        """Load missing KV pages and the snapshot after them; return whether all have arrived.
+
+        The first page comes first, because it shows whether the tier works.
+        """
+        windows = _windows(missing)
+        for window in windows[:1]:
+            if self._fetch_window(transfer, window, sources) < len(window):
+                return False
+        if transfer.missing_state is not None and not self._fetch_state(transfer, sources):
+            return False
+        for window in windows[1:]:
+            if transfer.is_dropped or self._is_closing:
+                return False
+            if self._fetch_window(transfer, window, sources) < len(window):
+                return False
+        return True
+
+    def _find(self, transfer: Transfer) -> _Sources:
+        """Find a request's missing KV pages, and snapshots after them, in the tiers.
+
+        Returns the first tier of each stored page and snapshot.
+        """
+        page_by_name = {
             self._spec.name((group, key)): (group, key)
             for key in transfer.keys
             for group in range(self._num_groups)
         }
-        tier_by_key: dict[PageKey, _MeasuredTier] = {}
+        state_by_name: dict[bytes, bytes] = {}
+        if self._pages.state_memory is not None:
+            state_by_name = {self._spec.state_name(key): key for key in transfer.keys}
+        sources = _Sources({}, {})
+        missing = [*page_by_name, *state_by_name]
         for tier in self._tiers:
-            missing = [name for name, key in key_by_name.items() if key not in tier_by_key]
-            if missing:
-                tier.add(lookups=1)
-                tier_by_key |= {key_by_name[name]: tier for name in tier.tier.find(missing)}
-        return tier_by_key
+            if not missing:
+                break
+            tier.add(lookups=1)
+            names = tier.tier.find(missing)
+            sources.pages.update({page_by_name[n]: tier for n in names if n in page_by_name})
+            sources.states.update({state_by_name[n]: tier for n in names if n in state_by_name})
+            missing = [name for name in missing if name not in names]
+        return sources
 
     def _fetch_window(
-        self,
-        transfer: Transfer,
-        window: Sequence[PageKey],
-        tier_by_key: dict[PageKey, _MeasuredTier],
+        self, transfer: Transfer, window: Sequence[PageKey], sources: _Sources
     ) -> int:
         """Load the next KV pages from their tiers into the pool, until one fails.
 
@@ -288,7 +346,7 @@ class OffloadManager:
         assert memory is not None
         pages = self._pages.allocate(transfer, window)
         for key, page in zip(window, pages, strict=False):
-            tier, began_s = tier_by_key[key], time.perf_counter()
+            tier, began_s = sources.pages[key], time.perf_counter()
             if transfer.is_dropped:
                 break
             with memory.filling(page) as view:
@@ -301,6 +359,27 @@ class OffloadManager:
             count += 1
         self._pages.add_arrived(transfer, window[:count])
         return count
+
+    def _fetch_state(self, transfer: Transfer, sources: _Sources) -> bool:
+        """Load the snapshot that a transfer brings from its tier into a slot.
+
+        Returns False if there is no room for the snapshot, or if loading fails.
+        """
+        memory, key = self._pages.state_memory, transfer.missing_state
+        assert memory is not None
+        assert key is not None
+        slot = self._pages.allocate_state(transfer)
+        if slot == NO_STATE:
+            return False
+        tier, began_s = sources.states[key], time.perf_counter()
+        with memory.filling(slot) as view:
+            is_fetched = tier.tier.fetch(self._spec.state_name(key), view)
+        if is_fetched:
+            took_s = time.perf_counter() - began_s
+            tier.record_state_read(took_s)
+            tier.add(bytes_read=memory.page_bytes, read_s=took_s)
+            self._pages.add_state(transfer)
+        return is_fetched
 
     # The writing thread.
 
@@ -345,22 +424,58 @@ class OffloadManager:
                     page_value = replace(value, index=index, previous_name=previous_name)
                     content = memory.read(page)
                     for tier in self._tiers:
-                        self._write_page(tier, (group, key), content, page_value)
+                        self._write_page(tier, self._spec.name((group, key)), content, page_value)
             finally:
                 self._pages.release(lease)
+            if self._pages.state_memory is not None:
+                for index in range(max(start, offer.first_state), start + len(window)):
+                    self._write_state(offer, index, value)
             if self._pages.scheduler.has_work:
                 took_s = time.monotonic() - began_s
                 time.sleep(took_s * (1 / _MAX_WRITE_TIME_RATIO - 1))
         # A lease makes its pages younger than the pages before them, which must be evicted last.
         self._pages.touch(offer.keys)
 
+    def _write_state(self, offer: _Offer, index: int, value: PageValue) -> None:
+        """Store the snapshot after a page of an offer in all tiers, if there is one."""
+        memory, keys = self._pages.state_memory, offer.keys
+        assert memory is not None
+        lease = self._pages.lease_state(keys[index])
+        if lease is None:
+            return
+        try:
+            with self._pages.lock:
+                num_before = self._pages.num_pages_before(keys, index + 1)
+                saved_s = self._prefill_s(
+                    num_before * self._page_size, (index + 1) * self._page_size
+                )
+            state_value = replace(
+                value,
+                saved_s=saved_s,
+                index=index + 1,
+                previous_name=self._spec.name((self._main_group, keys[index])),
+            )
+            content = memory.read(lease.state_slot)
+            for tier in self._tiers:
+                self._write_page(tier, self._spec.state_name(keys[index]), content, state_value)
+        finally:
+            self._pages.release(lease)
+
     def _write_page(
-        self, tier: _MeasuredTier, key: PageKey, page: memoryview, value: PageValue
+        self, tier: _MeasuredTier, name: bytes, page: memoryview, value: PageValue
     ) -> None:
+        """Store a KV page, or a snapshot, in a tier."""
         began_s = time.perf_counter()
-        if tier.tier.offer(self._spec.name(key), page, value):
+        if tier.tier.offer(name, page, value):
             took_s = time.perf_counter() - began_s
-            tier.add(pages_written=1, bytes_written=len(page), write_s=took_s)
+            is_page = len(page) == self._spec.page_bytes
+            tier.add(pages_written=int(is_page), bytes_written=len(page), write_s=took_s)
+
+
+def _windows(page_keys: list[PageKey]) -> list[list[PageKey]]:
+    """Cut a list of pages into windows that are loaded together; the first page comes alone."""
+    starts = [0, *range(1, len(page_keys), _WINDOW_PAGES), len(page_keys)]
+    return [page_keys[start:end] for start, end in pairwise(starts) if start < end]
 
 
 class _MeasuredTier:
@@ -371,7 +486,8 @@ class _MeasuredTier:
         self.counts: dict[str, float] = {}
         self._lock = threading.Lock()
         self._page_s = 0.0
-        self._measured_until_s = 0.0  # when the measurement is too old
+        self._state_s = 0.0
+        self._measured_until_s = 0.0  # when the measurement of pages is too old
 
     def add(self, **counts: float) -> None:
         """Add to the tier's counts, which are named by the arguments."""
@@ -393,6 +509,19 @@ class _MeasuredTier:
         """Return the average seconds to read a page from the tier; 0 if not measured recently."""
         return self._page_s if time.monotonic() < self._measured_until_s else 0.0
 
+    def record_state_read(self, read_s: float) -> None:
+        """Note the time that it took to read a snapshot of the recurrent states."""
+        self._state_s = read_s
+
+    def state_s(self, spec: KvCacheSpec) -> float:
+        """Return the expected seconds to read a snapshot; 0 if the tier was not measured recently.
+
+        Before the first snapshot, it takes as long as pages of the same size together.
+        """
+        page_s = self.page_s()
+        measured_s = self._state_s if page_s else 0.0
+        return measured_s or page_s * spec.state_bytes / max(1, spec.page_bytes)
+
     def totals(self) -> TierTotals:
         """Return the tier's counts, for metrics."""
         num_pages, num_bytes = self.tier.size() or (None, None)
@@ -409,6 +538,13 @@ class _MeasuredTier:
         )
 
 
+class _Sources(NamedTuple):
+    """The tiers that have a request's missing KV pages, and snapshots after these pages."""
+
+    pages: dict[PageKey, _MeasuredTier]
+    states: dict[bytes, _MeasuredTier]
+
+
 class _Offer(Frozen):
     """KV pages of a sequence that wait to be stored in the tiers.
 
@@ -419,6 +555,7 @@ class _Offer(Frozen):
             value.
         used_s: time of the use, in seconds since 1970.
         keep_s: how many seconds after the use the pages must stay.
+        first_state: index of the first page whose snapshot is stored, too.
     """
 
     keys: list[bytes]
@@ -426,6 +563,7 @@ class _Offer(Frozen):
     num_pages: int
     used_s: float
     keep_s: float
+    first_state: int
 
 
 class _PageLoad(Frozen):

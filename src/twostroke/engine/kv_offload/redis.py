@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -37,12 +38,15 @@ _TIMEOUT_S: Final = 1.0  # for connecting, and for each part of an answer
 _RETRY_PAUSE_S: Final = 30.0  # after a failure
 _EXPIRY_S: Final = 7 * 86_400  # after a page's last use
 _NUM_PROBES: Final = 4
+# Longer pages and snapshots have several entries: each must be sent within the timeout.
+_MAX_ENTRY_BYTES: Final = 4 << 20
 
 
 class RedisTier:
     """Stores KV pages in a Redis server: the `OffloadTier` with an entry for each page.
 
-    Entries are encrypted and authenticated with AES-GCM together with the page's name, so an entry
+    Snapshots of several megabytes have several entries; the first entry is written last. Entries
+    are encrypted and authenticated with AES-GCM together with the page's name, so an entry
     that was moved to another name cannot be decrypted. The key of an entry is a keyed hash of the
     page's name: with the plain name, readers of the store could test guesses of prompts.
     """
@@ -66,7 +70,7 @@ class RedisTier:
         self._failures = (RedisError, OSError)
         self._cipher = AESGCM(_derive_key(secret, b"sealing"))
         self._name_key = _derive_key(secret, b"naming")
-        self._entry_bytes = _NONCE_BYTES + spec.page_bytes + _TAG_BYTES
+        self._page_bytes = spec.page_bytes
         self._lock = threading.Lock()
         self._retry_s = 0.0
         self._retry_write_s = 0.0
@@ -93,23 +97,28 @@ class RedisTier:
         return {name for name, count in zip(names, counts, strict=True) if count}
 
     def fetch(self, name: bytes, page: memoryview[Any]) -> bool:
-        """Fill a KV page from its encrypted entry in Redis, and return whether that worked.
+        """Fill a KV page from its encrypted entries in Redis, and return whether that worked.
 
         An entry that cannot be decrypted is removed.
         """
+        return all(self._fetch_entry(*entry) for entry in _entries(name, page))
+
+    def _fetch_entry(self, name: bytes, part: memoryview[Any]) -> bool:
+        """Fill a part of a page from one entry."""
         key = self._key(name)
+        num_bytes = _NONCE_BYTES + len(part) + _TAG_BYTES
 
         def read() -> bytes:
             # At most the length of an entry: a longer one is foreign, and may be very long.
-            data: bytes = self._redis.getrange(key, 0, self._entry_bytes)  # type: ignore[assignment,unused-ignore]
+            data: bytes = self._redis.getrange(key, 0, num_bytes)  # type: ignore[assignment,unused-ignore]
             return data
 
         entry = self._call(read, otherwise=b"")
         if not entry:
             return False
-        if len(entry) == self._entry_bytes:
+        if len(entry) == num_bytes:
             with suppress(self._invalid_tag):
-                page[:] = self._cipher.decrypt(entry[:_NONCE_BYTES], entry[_NONCE_BYTES:], name)
+                part[:] = self._cipher.decrypt(entry[:_NONCE_BYTES], entry[_NONCE_BYTES:], name)
                 return True
         _logger.warning("A damaged page was removed from the page store: %s.", key.decode())
         self._call(lambda: self._redis.delete(key), otherwise=0)
@@ -120,33 +129,37 @@ class RedisTier:
 
         Returns whether the page was written.
         """
-        key = self._key(name)
+        entries = _entries(name, page)
         expiry_s = max(_EXPIRY_S, int(value.keep_until_s - time.time()))
         if time.monotonic() < self._retry_write_s:
             return False
 
         def note_use() -> bool:
             pipe = self._redis.pipeline(transaction=False)
-            pipe.exists(key)
-            pipe.expire(key, expiry_s, gt=True)
-            return bool(pipe.execute()[0])
-
-        def write() -> bool:
-            self._redis.set(key, self._encrypted(name, page), ex=expiry_s)
-            return True
+            for entry_name, _ in entries:
+                pipe.exists(self._key(entry_name))
+                pipe.expire(self._key(entry_name), expiry_s, gt=True)
+            return all(pipe.execute()[::2])
 
         is_known = self._call(note_use, otherwise=True, writes=True)
-        return not is_known and self._call(write, otherwise=False, writes=True)
+        # `find` looks for the first entry, which is written last.
+        return not is_known and all(
+            self._call(partial(self._set, entry_name, part, expiry_s), otherwise=False, writes=True)
+            for entry_name, part in reversed(entries)
+        )
+
+    def _set(self, name: bytes, part: memoryview[Any], expiry_s: int) -> bool:
+        self._redis.set(self._key(name), self._encrypted(name, part), ex=expiry_s)
+        return True
 
     def probe(self) -> float:
         """Write a short-lived entry to Redis; return the shortest time to read it, in seconds."""
         name = os.urandom(32)
         times = []
-        page = memoryview(bytearray(self._entry_bytes - _NONCE_BYTES - _TAG_BYTES))
+        page = memoryview(bytearray(self._page_bytes))
 
         def write() -> bool:
-            self._redis.set(self._key(name), self._encrypted(name, page), ex=10)
-            return True
+            return all(self._set(*entry, expiry_s=10) for entry in _entries(name, page))
 
         if self._call(write, otherwise=False, writes=True):
             for _ in range(_NUM_PROBES):
@@ -227,6 +240,23 @@ class RedisTier:
                 error,
                 _RETRY_PAUSE_S,
             )
+
+
+def _entries(name: bytes, page: memoryview[Any]) -> list[tuple[bytes, memoryview[Any]]]:
+    """Return the entries of a page: the name of each, and its part of the page.
+
+    The first entry has the name of the page.
+    """
+    parts = [
+        page[start : start + _MAX_ENTRY_BYTES]
+        for start in range(0, max(1, len(page)), _MAX_ENTRY_BYTES)
+    ]
+    return [
+        (blake2b(name + number.to_bytes(4, "little"), digest_size=32).digest(), part)
+        if number
+        else (name, part)
+        for number, part in enumerate(parts)
+    ]
 
 
 def check_store(url: str) -> None:

@@ -38,6 +38,7 @@ class KvCacheSpec(Frozen):
         only_prompts: whether pages with generated tokens are never reused
             (`PrefixIndex.reuse_generated` is False).
         version: the form of pages.
+        state_bytes: bytes of a snapshot of the recurrent states; 0 for models without such states.
     """
 
     model: str
@@ -47,6 +48,7 @@ class KvCacheSpec(Frozen):
     arithmetic: str
     only_prompts: bool
     version: int = VERSION
+    state_bytes: int = 0
 
     @property
     def digest(self) -> bytes:
@@ -57,6 +59,8 @@ class KvCacheSpec(Frozen):
             f"page_bytes={self.page_bytes}, groups={groups}, arithmetic={self.arithmetic!r}, "
             f"only_prompts={self.only_prompts}, version={self.version})"
         )
+        if self.state_bytes:
+            text += f" with states of {self.state_bytes} bytes"
         return blake2b(text.encode(), digest_size=32).digest()
 
     def name(self, key: PageKey) -> bytes:
@@ -65,13 +69,20 @@ class KvCacheSpec(Frozen):
         data = self.digest + group.to_bytes(4, "little") + chain_key
         return blake2b(data, digest_size=NAME_BYTES, person=b"twostroke page").digest()
 
+    def state_name(self, key: bytes) -> bytes:
+        """Return the name under which tiers store the snapshot after the page with this key."""
+        return blake2b(
+            self.digest + key, digest_size=NAME_BYTES, person=b"twostroke state"
+        ).digest()
+
 
 class PageValue(Frozen):
-    """The worth of a stored KV page, by which tiers choose which pages to evict.
+    """The worth of a stored KV page or snapshot, by which tiers choose which of them to evict.
 
     Attributes:
-        saved_s: seconds to compute the page's sequence, divided by the number of its pages.
-        index: the page's index in the sequence.
+        saved_s: seconds to compute the page's sequence, divided by the number of its pages. For a
+            snapshot, seconds to compute the tokens since the snapshot before it.
+        index: the page's index in the sequence. A snapshot has the index of the next page.
         used_s: last use of the sequence, in seconds since 1970.
         keep_s: how long the sequence must stay after its last use.
         previous_name: name of the previous page of the cache group, without which this page is
@@ -94,9 +105,10 @@ class PageValue(Frozen):
 
 
 class OffloadTier(Protocol):
-    """Stores KV pages by name, on disk or in Redis. Any thread may call it.
+    """Stores KV pages and snapshots by name, on disk or in Redis. Any thread may call it.
 
-    Failures are logged and never raised.
+    A snapshot of the recurrent states is stored like a page, with another size. Failures are logged
+    and never raised.
     """
 
     @property
@@ -148,5 +160,6 @@ def kv_cache_spec(
         page_bytes=memory.page_bytes,
         groups=PageGroups(facts.page_size, facts.windows),
         arithmetic=f"{facts.name} {level} {options.compute.resolved_bits}",
+        state_bytes=0 if backend.state_memory is None else backend.state_memory.page_bytes,
         only_prompts=not facts.one_arithmetic and options.cache.strict_prefix,
     )

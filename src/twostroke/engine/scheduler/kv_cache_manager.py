@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from twostroke.core.request import NO_PAGE
 from twostroke.engine.kv_cache import PrefixHit
+from twostroke.engine.scheduler.recurrent_states import hit_with_snapshot
 from twostroke.engine.scheduler.transfers import Transfer, Transfers
 
 if TYPE_CHECKING:
@@ -205,7 +206,9 @@ class PrefixCache:
             groups = range(self._num_groups)
             states.pool.has_page = lambda key: any(index.contains((group, key)) for group in groups)
         self._claims: dict[bytes, RequestState | Transfer] = {}
-        self.transfers = Transfers(index, pool, self._claims)
+        self.transfers = Transfers(
+            index, pool, self._claims, None if states is None else states.pool
+        )
         self.watcher: PageWatcher | None = None
 
     def chain(self, salt: bytes) -> PrefixChain | None:
@@ -312,17 +315,20 @@ class PrefixCache:
     ) -> PrefixHit | None:
         """Return the longest cached prefix that ends with a snapshot of the recurrent state.
 
-        Returns None if a more urgent request is about to compute a longer shared prefix. That
-        request is then asked to keep a snapshot where the two prompts part. Otherwise, if the
-        cached pages reach further than the snapshots, this request keeps one at their end.
+        Returns None if a more urgent request is about to compute a longer shared prefix, or a KV
+        transfer brings a longer prefix and its snapshot. The other request is then asked to keep a
+        snapshot where the two prompts part. Otherwise, if the cached pages reach further than the
+        snapshots, this request keeps one at their end.
         """
         cached_prefix = self._hit_with_snapshot(keys, hit)
         for num_pages in range(len(keys), cached_prefix.num_pages, -1):
             key = keys[num_pages - 1]
             if self._is_claimed(state, key):
                 owner = self._claims[key]
-                assert not isinstance(owner, Transfer), "states are not transferred"
-                owner.snapshot_pages.add(num_pages)
+                if not isinstance(owner, Transfer):
+                    owner.snapshot_pages.add(num_pages)
+                elif not owner.may_reach(keys):
+                    continue
                 state.awaited_key = key
                 return None
         state.awaited_key = None
@@ -333,13 +339,7 @@ class PrefixCache:
         """Shorten a cached prefix to its longest part that ends with a snapshot."""
         assert self._index is not None
         assert self._states is not None
-        num_pages = hit.num_pages
-        while True:
-            num_pages, slot = self._states.pool.longest(keys, num_pages)
-            shorter = self._index.hit(keys[:num_pages])
-            if shorter.num_pages == num_pages:
-                return PrefixHit(shorter.pages, hit.num_indexed, slot)
-            num_pages = shorter.num_pages  # pages of a sliding window are missing
+        return hit_with_snapshot(self._index, self._states.pool, keys, hit)
 
     def _next_awaited(self, keys: Sequence[bytes], hit: PrefixHit) -> bytes | None:
         """Return the key of a request's next missing KV page, for which it may wait.

@@ -19,13 +19,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.request import NO_STATE
+from twostroke.engine.kv_cache import PrefixHit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from twostroke.core.request import Request
     from twostroke.core.step import Slice
-    from twostroke.engine.kv_cache import StatePool
+    from twostroke.engine.kv_cache import PrefixIndex, StatePool
     from twostroke.engine.scheduler.request_state import RequestState
 
 SNAPSHOT_TOKENS: Final = 2048
@@ -40,6 +41,22 @@ def slots_per_request(steps_ahead: int) -> int:
 def max_running_with(num_slots: int, steps_ahead: int) -> int:
     """Return how many requests may run with `num_slots` slots; a quarter is left for snapshots."""
     return max(1, int(num_slots * _MAX_RUNNING_SHARE) // slots_per_request(steps_ahead))
+
+
+def hit_with_snapshot(
+    index: PrefixIndex, pool: StatePool, keys: list[bytes], hit: PrefixHit
+) -> PrefixHit:
+    """Shorten a cached prefix to its longest part that ends with a snapshot.
+
+    `keys` are the page keys of the sequence, for which `index` has returned the `hit`.
+    """
+    num_pages = hit.num_pages
+    while True:
+        num_pages, slot = pool.longest(keys, num_pages)
+        shorter = index.hit(keys[:num_pages])
+        if shorter.num_pages == num_pages:
+            return PrefixHit(shorter.pages, hit.num_indexed, slot)
+        num_pages = shorter.num_pages  # pages of a sliding window are missing
 
 
 class RecurrentStates:
@@ -61,7 +78,8 @@ class RecurrentStates:
         if slot != NO_STATE:
             assert state.chain is not None
             self.pool.share(slot)
-            self.pool.use(slot, self._key_before(state.chain.keys, request.num_computed))
+            num_pages = request.num_computed // page_size
+            self.pool.use(slot, self.pool.longest_before(state.chain.keys, num_pages))
         request.state_slot = request.planned_state_slot = slot
         state.snapshot_pages |= {(request.num_prompt - 1) // page_size, state.parted_after}
         state.snapshot_pages |= {
@@ -130,14 +148,6 @@ class RecurrentStates:
             if state.last_snapshot is not None:
                 self.pool.drop(state.last_snapshot)
             state.last_snapshot = key
-        previous = self._key_before(chain.keys, request.num_settled)
+        previous = self.pool.longest_before(chain.keys, num_pages)
         is_shared = num_pages == state.parted_after
         self.pool.keep(request.state_slot, key, request.num_settled, previous, is_shared=is_shared)
-
-    def _key_before(self, keys: Sequence[bytes], num_tokens: int) -> bytes | None:
-        """Return the key of a sequence's longest snapshot that has less than `num_tokens` tokens.
-
-        None if there is none. `num_tokens` is a multiple of the page size.
-        """
-        num_pages, _ = self.pool.longest(keys, num_tokens // self._page_size - 1)
-        return keys[num_pages - 1] if num_pages else None

@@ -24,7 +24,7 @@ from twostroke.engine.scheduler.kv_cache_manager import (
     all_pages,
 )
 from twostroke.engine.scheduler.queue import Deadlines, WaitingQueue
-from twostroke.engine.scheduler.recurrent_states import RecurrentStates
+from twostroke.engine.scheduler.recurrent_states import RecurrentStates, slots_per_request
 from twostroke.engine.scheduler.request_state import RequestState, priority_key
 from twostroke.engine.scheduler.results import ResultReader
 from twostroke.engine.scheduler.step_builder import StepBuilder, schedulable
@@ -89,7 +89,12 @@ class Scheduler:
         self._kv_cache = KvCacheManager(pool, config.max_tokens_in_flight, self._recurrent)
         self._draft_pages = DraftPages(pool, self._kv_cache)
         self._max_tokens = pool.groups.max_tokens(pool.num_pages, config.context_length)
-        self.prefix_cache.transfers.limit(self._max_tokens, config.token_budget, clock)
+        self.prefix_cache.transfers.limit(
+            self._max_tokens,
+            config.token_budget,
+            clock,
+            config.max_running * slots_per_request(config.steps_ahead),
+        )
         self._states: dict[str, RequestState] = {}  # unfinished requests by id
         self._waiting = WaitingQueue(config, policy, clock)
         self._deadlines = Deadlines()

@@ -2,6 +2,9 @@
 
 Pages arrive from a KV offload tier or from a prefill engine. Leases are for decode engines and for
 writing pages to tiers.
+
+In models with recurrent layers, a transfer also brings a snapshot: the recurrent state after the
+last page that it brings. Without the snapshot the pages cannot be used.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from twostroke.core.request import NO_PAGE
+from twostroke.core.request import NO_PAGE, NO_STATE
+from twostroke.engine.scheduler.recurrent_states import hit_with_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from twostroke.engine.kv_cache import PagePool, PrefixIndex
+    from twostroke.engine.kv_cache import PagePool, PrefixIndex, StatePool
     from twostroke.engine.kv_cache.prefix import PageKey
     from twostroke.engine.scheduler.request_state import RequestState
 
@@ -33,6 +37,10 @@ class Transfer:
         expires_at_s: time at which the claims are dropped, on the scheduler's clock.
         missing: pages that have not arrived yet, after `select_missing` has chosen them.
         pages: the pages of the pool that the transfer holds, by key.
+        num_pages: how many of the request's first pages are cached after the transfer, after
+            `select_missing` has chosen; None before.
+        missing_state: page key of the snapshot that has not arrived yet; None without one.
+        state_slot: the slot for the snapshot that the transfer holds, or `NO_STATE`.
         is_dropped: whether its claims are gone, so that no request waits for it any more.
     """
 
@@ -41,6 +49,9 @@ class Transfer:
     expires_at_s: float = math.inf
     missing: set[PageKey] = field(default_factory=set)
     pages: dict[PageKey, int] = field(default_factory=dict)
+    num_pages: int | None = None
+    missing_state: bytes | None = None
+    state_slot: int = NO_STATE
     is_dropped: bool = False
 
     @property
@@ -48,15 +59,33 @@ class Transfer:
         """The index of the transfer's first KV page in the waiting request's page lists."""
         return len(self.previous_keys)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that the transfer has chosen to bring has arrived."""
+        return not self.missing and self.missing_state is None
+
+    def may_reach(self, keys: Sequence[bytes]) -> bool:
+        """Whether the snapshot at the transfer's end may be one of a sequence with page `keys`.
+
+        This is not known before `select_missing`.
+        """
+        end = self.num_pages
+        if end is None:
+            return True
+        last = self.keys[end - 1 - self.first_page : end - self.first_page]
+        return end <= len(keys) and [*keys[end - 1 : end]] == last
+
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A lease on cached KV pages while another thread or engine reads them.
+    """A lease on cached KV pages, or on a snapshot, while another thread or engine reads them.
 
-    The pages are not evicted, and keep their content, until the lease is released.
+    They are not evicted, and keep their content, until the lease is released. `state_slot` is the
+    slot of the snapshot, or `NO_STATE`.
     """
 
     pages: dict[PageKey, int]
+    state_slot: int = NO_STATE
 
 
 class Transfers:
@@ -67,7 +96,8 @@ class Transfers:
     when the transfer fails or expires; the request then computes the page.
 
     Transfers and leases together hold at most `max_held_pages`, the pages that the pool has beyond
-    the needs of the longest request. So they never deprive the most urgent running request.
+    the needs of the longest request. So they never deprive the most urgent running request. They
+    hold at most `max_held_states` slots for recurrent states, which running requests never need.
     """
 
     def __init__(
@@ -75,21 +105,34 @@ class Transfers:
         index: PrefixIndex | None,
         pool: PagePool,
         claims: dict[bytes, RequestState | Transfer],
+        states: StatePool | None = None,
     ) -> None:
         self._prefix_index = index
         self._pool = pool
+        self._states = states
         self._claims = claims
         self.max_held_pages = 0
         self.num_held_pages = 0
+        self.max_held_states = 0
+        self.num_held_states = 0
         self._claiming: list[Transfer] = []
         self._clock: Callable[[], float] = time.monotonic
 
-    def limit(self, max_tokens: int, token_budget: int, clock: Callable[[], float]) -> None:
+    def limit(
+        self,
+        max_tokens: int,
+        token_budget: int,
+        clock: Callable[[], float],
+        num_running_slots: int = 0,
+    ) -> None:
         """Limit the pages of transfers and leases so that the longest request always fits.
 
         The longest request has `max_tokens` tokens, and steps have at most `token_budget`. `clock`
-        gives the time for expiries.
+        gives the time for expiries. Running requests take at most `num_running_slots` slots for
+        recurrent states.
         """
+        if self._states is not None:
+            self.max_held_states = max(0, self._states.num_slots - num_running_slots)
         num_needed = self._pool.groups.num_needed(max_tokens, token_budget)
         self.max_held_pages = max(0, self._pool.num_pages - num_needed)
         self._clock = clock
@@ -101,9 +144,12 @@ class Transfers:
         """
         request, chain = state.request, state.chain
         can_use = self._prefix_index is not None and not request.needs_all_rows
-        if chain is None or not can_use or state.is_running or not self.max_held_pages:
+        has_room = self.max_held_pages > 0 and (self._states is None or self.max_held_states > 0)
+        if chain is None or not can_use or state.is_running or not has_room:
             return None
         hit = self._index.match(chain, request.tokens, request.num_prompt)
+        if self._states is not None:
+            hit = hit_with_snapshot(self._index, self._states, chain.keys, hit)
         first = hit.num_pages
         end = self._index.num_reusable(len(request.tokens) - 1, request.num_prompt)
         while first < end and chain.keys[first] in self._claims:
@@ -119,24 +165,39 @@ class Transfers:
         return transfer
 
     def select_missing(
-        self, transfer: Transfer, exists: Callable[[PageKey], bool]
+        self,
+        transfer: Transfer,
+        exists: Callable[[PageKey], bool],
+        has_state: Callable[[bytes], bool] = lambda _: False,
     ) -> list[PageKey]:
         """Choose the KV pages that a transfer fetches, and drop its claims on other pages.
 
         Returns the keys of the chosen pages, in order. `exists` says whether the source of the
         transfer has a page. The chosen pages extend the request's cached prefix to the first page
         that the source lacks. Pages that are cached already, and pages before a sliding window, are
-        not fetched.
+        not fetched. In models with recurrent layers, the prefix ends at the last page after which a
+        snapshot is cached, or after which the source has a snapshot (`has_state`): the transfer
+        then fetches the snapshot, too.
         """
         keys, first, index = transfer.keys, transfer.first_page, self._index
         num_pages, first_read = index.reachable(keys, first, exists)
+        while self._states is not None and num_pages:
+            key = keys[num_pages - 1]
+            is_cached = self._states.find(key) != NO_STATE
+            if is_cached or has_state(key):
+                reachable, first_read = index.reachable(keys[:num_pages], first, exists)
+                if reachable == num_pages:
+                    transfer.missing_state = None if is_cached else key
+                    break
+            num_pages -= 1
+        transfer.num_pages = first + num_pages
         transfer.missing = {
             (group, key)
             for group, start in enumerate(first_read)
             for key in keys[max(0, start - first) : num_pages]
             if not index.contains((group, key))
         }
-        needed = {key for _, key in transfer.missing}
+        needed = {key for _, key in transfer.missing} | {transfer.missing_state}
         self._drop_claims((key for key in keys if key not in needed), transfer)
         num_groups = len(first_read)
         candidates = [(group, key) for key in keys[:num_pages] for group in range(num_groups)]
@@ -166,8 +227,37 @@ class Transfers:
         for group, key in arrived:
             self._index.insert(group, [key], [transfer.pages[group, key]])
         transfer.missing.difference_update(arrived)
-        missing = {key for _, key in transfer.missing}
+        missing = {key for _, key in transfer.missing} | {transfer.missing_state}
         self._drop_claims([key for _, key in arrived if key not in missing], transfer)
+
+    def allocate_state(self, transfer: Transfer) -> int:
+        """Allocate a slot for the snapshot that a transfer brings; `NO_STATE` if there is no room.
+
+        Only the transfer may write to the slot until it ends.
+        """
+        assert self._states is not None
+        if self.num_held_states >= self.max_held_states or not self._states.num_available:
+            return NO_STATE
+        transfer.state_slot = self._states.allocate()
+        self.num_held_states += 1
+        return transfer.state_slot
+
+    def add_state(self, transfer: Transfer) -> None:
+        """Keep the snapshot that a transfer has written, so that requests find it."""
+        key, num_pages = transfer.missing_state, transfer.num_pages
+        assert self._states is not None
+        assert key is not None
+        assert num_pages is not None
+        keys = [*transfer.previous_keys, *transfer.keys]
+        self._states.keep(
+            transfer.state_slot,
+            key,
+            num_pages * self._pool.page_size,
+            self._states.longest_before(keys, num_pages),
+        )
+        transfer.missing_state = None
+        if key not in {missing_key for _, missing_key in transfer.missing}:
+            self._drop_claims([key], transfer)
 
     def drop(self, transfer: Transfer) -> None:
         """Drop a transfer's claims, so that requests compute the KV pages that have not arrived.
@@ -193,6 +283,9 @@ class Transfers:
     def end(self, transfer: Transfer) -> None:
         """Release all KV pages of a transfer that has stopped writing, and drop its claims."""
         self.drop(transfer)
+        if transfer.state_slot != NO_STATE:
+            self._release_state(transfer.state_slot)
+            transfer.state_slot = NO_STATE
         if transfer.pages:
             self._release_pages(transfer, list(transfer.pages))
             self.touch([*transfer.previous_keys, *transfer.keys])
@@ -212,8 +305,25 @@ class Transfers:
                 self.num_held_pages += 1
         return lease
 
+    def lease_state(self, key: bytes) -> Lease | None:
+        """Return a lease on the snapshot with this page key; None without one, or without room."""
+        slot = NO_STATE if self._states is None else self._states.find(key)
+        if slot == NO_STATE or self.num_held_states >= self.max_held_states:
+            return None
+        assert self._states is not None
+        self._states.share(slot)
+        self.num_held_states += 1
+        return Lease({}, slot)
+
+    def num_pages_before(self, keys: Sequence[bytes], num_pages: int) -> int:
+        """Return after how many pages a sequence has its longest snapshot before `num_pages`."""
+        return 0 if self._states is None else self._states.longest(keys, num_pages - 1)[0]
+
     def release(self, lease: Lease) -> None:
-        """End a lease on KV pages, after the last read of its pages."""
+        """End a lease on KV pages or on a snapshot, after the last read."""
+        if lease.state_slot != NO_STATE:
+            self._release_state(lease.state_slot)
+            lease.state_slot = NO_STATE
         pages = list(lease.pages.values())
         lease.pages = {}
         self.num_held_pages -= len(pages)
@@ -233,6 +343,11 @@ class Transfers:
     def _index(self) -> PrefixIndex:
         assert self._prefix_index is not None, "transfers and leases need a prefix cache"
         return self._prefix_index
+
+    def _release_state(self, slot: int) -> None:
+        assert self._states is not None
+        self.num_held_states -= 1
+        self._states.release(slot)
 
     def _release_pages(self, transfer: Transfer, keys: Sequence[PageKey]) -> None:
         pages = [transfer.pages.pop(key) for key in keys]
