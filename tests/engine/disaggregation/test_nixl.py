@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import signal
+import sys
 import threading
 from collections import Counter
 from contextlib import ExitStack, suppress
@@ -163,6 +164,43 @@ def test_nixl_that_is_not_installed_is_refused_with_a_sentence(
     given = DisaggregationOptions("prefill", "127.0.0.2:0", peer_link="nixl")
     with pytest.raises(UsageError, match=r"cannot be nixl\. NIXL is not installed: run pip"):
         LLM(path, options(given))
+
+
+# The program of a NIXL process that says where it is reached, and reads nothing afterwards.
+_STUCK_PROGRAM = """
+import socket, sys, time
+from twostroke.core.transport.connection import Connection
+from twostroke.engine.disaggregation.messages import NixlAddress
+from twostroke.engine.disaggregation.nixl import RECEIVED_BY_NIXL_PROCESS, AgentOpened
+
+connection = Connection(socket.socket(fileno=int(sys.argv[1])), RECEIVED_BY_NIXL_PROCESS)
+connection.send(AgentOpened(NixlAddress(b"x", 0, 0)))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("method", ["connect", "move", "probe"])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_nixl_process_that_is_stuck_is_killed_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, is_large: bool
+) -> None:
+    """A small message waits in the socket unread; a large one cannot even be sent."""
+    (tmp_path / "stuck_nixl.py").write_text(_STUCK_PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setattr(nixl, "obstacle", lambda: None)
+    monkeypatch.setattr(nixl, "_ENTRY", "stuck_nixl")
+    monkeypatch.setattr(nixl, "_SEND_TIMEOUT_S", 1)
+    process = NixlProcess(0, _COUNT, _SIZE)
+    count = 10_000_000 if is_large else 1
+    calls: dict[str, Callable[[], None]] = {
+        "connect": lambda: process.connect(messages.NixlAddress(bytes(count), 0, 0), 0.5),
+        "move": lambda: process.move([1] * count, [1] * count, 0.5, is_write=True),
+        "probe": lambda: process.probe(0.5, is_write=False),
+    }
+    reason = "took no message for 1 s" if is_large and method != "probe" else r"longer than 0\.5 s"
+    with pytest.raises(NixlProcessError, match=reason):
+        calls[method]()
+    assert process._process.poll() is not None
 
 
 def test_nixl_that_fails_twice_in_turn_is_replaced_by_the_socket(

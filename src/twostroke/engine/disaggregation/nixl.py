@@ -29,6 +29,7 @@ INSTALL: Final = "NIXL is not installed: run pip install --no-deps nixl-cu12."
 PROBE_BYTES: Final = 1 << 21  # size of the memory that is moved to measure a link
 _ENTRY: Final = "twostroke.engine.disaggregation.nixl_process"
 _OPEN_S: Final = 20.0  # maximum time until NIXL has started
+_SEND_TIMEOUT_S: Final = 2  # maximum time in which the NIXL process must take a message
 # UCX's shared memory is off: a peer could still write to it after the process was killed.
 _ENVIRONMENT: Final = {"UCX_TLS": "^shm", "UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_ERRORS": "none"}
 
@@ -121,7 +122,7 @@ class NixlProcess:
             if own_end is not None:
                 own_end.close()
             raise NixlProcessError(f"NIXL's process cannot be started: {error}.") from None
-        self._connection = Connection(own_end, _RECEIVED_BY_ENGINE)
+        self._connection = Connection(own_end, _RECEIVED_BY_ENGINE, send_timeout_s=_SEND_TIMEOUT_S)
         reply = self._receive(_OPEN_S)
         if not isinstance(reply, AgentOpened):
             self.close()
@@ -178,7 +179,8 @@ class NixlProcess:
             self._connection.send(request)
         except ConnectionLostError:
             self.close()
-            raise NixlProcessError("NIXL's process has ended.") from None
+            reason = f"NIXL's process has ended, or took no message for {_SEND_TIMEOUT_S} s."
+            raise NixlProcessError(reason) from None
         reply = self._receive(within_s)
         if isinstance(reply, AgentOpened) or reply.fault is not None:
             self.close()
