@@ -72,6 +72,26 @@ def test_a_sign_of_life_is_no_first_token(fakes: Loop) -> None:
     assert waits == [(b":", True), (b":", True), (b"d", False), (b"d", False)]
 
 
+def test_a_queued_background_response_is_no_first_token(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+
+    async def queue(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        for kind in (b"response.created", b"response.queued", b"response.completed"):
+            await exchange.chunk(b'data: {"type":"%s"}\n\n' % kind)
+            await asyncio.sleep(0.1)
+        await exchange.say(b"0\r\n\r\n")
+
+    replica.behaviour = queue
+    body = {"model": "tiny", "input": "Hi", "background": True, "stream": True}
+    with live_router(replica.url) as router:
+        dispatcher = router.router.fleet.dispatcher
+        url = f"{router.url}/v1/responses"
+        with httpx.stream("POST", url, json=body, trust_env=False) as answer:
+            waits = [dispatcher.wait_s(0) > 0 for _ in answer.iter_bytes()]
+    assert waits[:2] == [True, True]
+
+
 @pytest.mark.parametrize("row", [{"max_model_len": 2048}, {"meta": {"n_ctx": 2048}}, {"meta": 1}])
 def test_a_context_is_as_long_as_other_servers_say(row: dict[str, Any], fakes: Loop) -> None:
     replica = fakes.start(FakeReplica())

@@ -150,6 +150,33 @@ def test_a_killer_in_streams_is_known_by_their_errors(fakes: Loop, path: str) ->
         assert num_seen(replicas, b"KILL") == MAX_TRIES
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_only_a_computed_answer_clears_the_deaths(fakes: Loop, is_streamed: bool) -> None:
+    """A background response that is not streamed comes before anything is computed."""
+
+    async def behave(exchange: Exchange) -> None:
+        body = json.loads(exchange.body)
+        if not body.get("background"):
+            await dies_in_stream(exchange)
+        elif is_streamed:
+            await exchange.begin_events()
+            await exchange.chunk(b'data: {"type":"response.completed"}\n\n')
+            await exchange.say(b"0\r\n\r\n")
+        else:
+            await exchange.answer({"id": "resp_1", "status": "queued"})
+
+    replicas = fleet(fakes, behave)
+    killer = {"input": "KILL", "stream": True}
+    background = {"input": "KILL", "background": True, "stream": is_streamed}
+    with live_router(*(replica.url for replica in replicas)) as router:
+        for _ in range(MAX_TRIES - 1):
+            post(router.url, "/v1/responses", killer)
+        assert post(router.url, "/v1/responses", background).status_code == 200
+        post(router.url, "/v1/responses", killer)
+        refused = post(router.url, "/v1/responses", killer)
+        assert refused.status_code == (200 if is_streamed else 400)
+
+
 def test_a_text_with_the_words_of_the_error_is_no_death(fakes: Loop) -> None:
     async def quotes(exchange: Exchange) -> None:
         await exchange.begin_events()

@@ -53,7 +53,8 @@ class Attempt:
         is_isolated: whether the replica is reserved for the request until the attempt ends.
         turn: the lock of the request's content, which is released when the attempt ends; None
             if no engine died with this content.
-        is_answered: whether the whole answer was sent, so the request does not kill engines.
+        is_answered: whether the whole answer was computed and sent, so the request does not kill
+            engines.
     """
 
     __slots__ = (

@@ -117,14 +117,14 @@ class Forwarder:
         first_bytes = await request.begin_response(head)
         is_success = head.status < 300
         if is_success:
-            self._fleet.record_answer(
-                replica, first_bytes, attempt.routed, is_streamed=request.is_streamed
-            )
+            routed = None if request.in_background else attempt.routed
+            self._fleet.record_answer(replica, first_bytes, routed, is_streamed=request.is_streamed)
         await request.send_body(first_bytes)
         if request.splitter.has_died:
             self._record_death(request, attempt)
         else:
-            attempt.is_answered = is_success
+            is_computed = request.is_streamed or not request.in_background
+            attempt.is_answered = is_success and is_computed
 
     async def _handle_refusal(self, request: ProxiedRequest, attempt: Attempt, head: Head) -> None:
         """Raise the error for a refusal by a replica, so that another replica is tried.

@@ -66,6 +66,8 @@ class ProxiedRequest:
         key: the routing key.
         model: the model that the request names.
         content: the hash of its content; empty if no engine computes it.
+        in_background: whether the response, unless it is streamed, says only that the answer will
+            be computed.
         only_replica: the replica that must answer; None if the policy chooses.
         meter: measures the usage; None if usage is not kept.
         log: where the request goes, for logs and usage records.
@@ -115,6 +117,7 @@ class ProxiedRequest:
         self.key = key
         self.model = model
         self.content = b""
+        self.in_background = False
         self.only_replica: Replica | None = None
         self.meter = meter
         self.log = ProxyLog(meter)

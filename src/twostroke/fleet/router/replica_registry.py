@@ -425,7 +425,8 @@ class ReplicaRegistry:
 
         Remembers which replica stores the answer, if it has an id, and tells the dispatcher the
         time of the first token. `routed` is the dispatcher's record; None if the policy did not
-        choose the replica, or if no engine computes the answer.
+        choose the replica, if no engine computes the answer, or if these bytes came before the
+        first token.
         """
         if match := _STORED_ID.search(data, 0, _MAX_ID_OFFSET):
             self.set_stored_at(match[1].decode(), replica)

@@ -104,6 +104,7 @@ class RequestReader:
             meter=self._admit(prompt, scope) if self._keeps_usage else None,
         )
         request.content = content
+        request.in_background = _is_in_background(prompt, path)
         if not prompt.previous and FILE_REFERENCE.search(body) is not None:
             request.only_replica = self._file_replica(salt)
         return request, prompt.previous
@@ -189,7 +190,7 @@ class RequestReader:
             priority = SERVICE_TIERS[service_tier] if prompt.priority is None else prompt.priority
             is_named = prompt.service_tier not in {"", "auto"}
             context.key.resolve_service_tier(service_tier, priority, is_named=is_named)
-        if prompt.in_background and path == "/v1/responses":
+        if _is_in_background(prompt, path):
             raise RequestError(NO_BACKGROUND, field="background")
         num_answer = 0 if path in PROMPT_ONLY_PATHS else self._max_answer_tokens(prompt, path)
         context.reserve(prompt.num_tokens + num_answer)
@@ -239,6 +240,11 @@ class RequestReader:
         if not length and "transfer-encoding" not in request.headers:
             return b""
         return await read_json(request, limits)
+
+
+def _is_in_background(prompt: RoutedPrompt, path: str) -> bool:
+    """Return whether a replica responds to a request before it has computed the answer."""
+    return prompt.in_background and path == "/v1/responses"
 
 
 async def _body_parts(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
