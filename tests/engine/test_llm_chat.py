@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,7 @@ def test_a_class_that_describes_itself_is_a_schema() -> None:
         ({"tools": None, "tool_choice": "required"}, "tool_choice needs tools."),
         ({"chat_template_kwargs": "x"}, "chat_template_kwargs must be an object with variables."),
         ({"tools": [WEATHER], "tool_choice": "get_wether"}, "Did you mean 'get_weather'?"),
+        ({"tools": [{"name": "f", "parameters": {"maximum": math.inf}}]}, "the number inf, which"),
         ({"chat_template_kwargs": {"messages": 5}}, "a name that the chat template itself uses."),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import re
 import sys
@@ -14,6 +13,7 @@ import click
 
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.files import read_regular_file
+from twostroke.core.json_io import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -227,9 +227,11 @@ class JsonObjectParam(click.ParamType):  # type: ignore[type-arg]
     ) -> dict[str, Any]:
         """Return the option's JSON object as a dictionary."""
         try:
-            parsed = json.loads(value)
+            parsed = parse_json(value)
         except ValueError as error:
             self.fail(f"'{value}' is not JSON: {error}.", param, ctx)
+        except RecursionError:
+            self.fail("the value is nested too deeply.", param, ctx)
         if not isinstance(parsed, dict):
             reason = 'is not a JSON object, such as {"temperature": 0.6}.'
             self.fail(f"'{value}' {reason}", param, ctx)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -17,6 +18,24 @@ if TYPE_CHECKING:
 
 _CHECKSUM_KEY = "checksum"
 _CHECKSUM_BYTES = 16
+_MAX_SHOWN_DIGITS: Final = 40  # of a number in an error
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text that a user or a model wrote.
+
+    Raises:
+        ValueError: the text is not JSON, or has a number that no float can hold, such as 1e999.
+        RecursionError: the text is nested too deeply.
+    """
+    return json.loads(text, parse_float=_finite_float, parse_constant=_finite_float)
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:_MAX_SHOWN_DIGITS]} is not finite")
+    return number
 
 
 def read_json(path: Path) -> dict[str, Any]:

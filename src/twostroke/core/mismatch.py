@@ -36,6 +36,8 @@ _ACCEPTED_JSON_TYPES: Final[dict[type[inspect.Type], tuple[str, ...]]] = {
 _LIST_TYPES: Final = (inspect.ListType, inspect.VarTupleType)
 # Every value fits these types here: it is decoded later, or checked by the type itself.
 _UNCHECKED: Final = (inspect.AnyType, inspect.RawType, inspect.CustomType)
+_ENCODED: Final = (bytes, mmap, msgspec.Raw)
+_NUMBER_LIMIT: Final = "be a smaller number"
 _FIRST_CHARACTER: Final = re.compile(rb"[ \t\r\n]*+(.)", re.DOTALL)
 
 Problem = Literal["missing", "unknown", "type", "word", "limits", "key limits"]
@@ -92,11 +94,12 @@ def _find(data: Any, kinds: list[inspect.Type], path: str) -> Mismatch | None:
     """
     kinds = list(union_members(kinds))
     if any(isinstance(kind, _UNCHECKED) for kind in kinds):
-        return None
+        is_decoded_now = any(isinstance(kind, inspect.AnyType) for kind in kinds)
+        return _find_huge_number(data, path) if is_decoded_now else None
     try:
         value = _decode_one_level(data)
     except msgspec.ValidationError:  # msgspec holds no number above 1e308
-        limit = next(filter(None, map(_limits, kinds)), "be a smaller number")
+        limit = next(filter(None, map(_limits, kinds)), _NUMBER_LIMIT)
         return Mismatch(path=path, problem="limits", limits=limit)
     fitting = [kind for kind in kinds if _accepts(kind, value)]
     if not fitting:
@@ -108,6 +111,25 @@ def _find(data: Any, kinds: list[inspect.Type], path: str) -> Mismatch | None:
     if limits := _exceeded_limits(value, fitting):
         return Mismatch(path=path, problem="limits", limits=limits, actual=_size(value))
     return _find_in_list(value, fitting, path) if isinstance(value, list) else None
+
+
+def _find_huge_number(data: Any, path: str) -> Mismatch | None:
+    """Return the mismatch of the first number in JSON that no float can hold, such as 1e999."""
+    if not isinstance(data, _ENCODED):
+        return None
+    try:
+        value = _decode_one_level(data)
+    except msgspec.ValidationError:
+        return Mismatch(path=path, problem="limits", limits=_NUMBER_LIMIT)
+    items: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        items = (("[...]", inner) for inner in value.values())
+    elif isinstance(value, list):
+        items = ((f"[{index}]", inner) for index, inner in enumerate(value))
+    for name, inner in items:
+        if mismatch := _find_huge_number(inner, join_path(path, name)):
+            return mismatch
+    return None
 
 
 def _find_in_list(value: list[Any], kinds: list[inspect.Type], path: str) -> Mismatch | None:
@@ -186,7 +208,7 @@ def _decode_one_level(data: Any) -> Any:
 
     Data that is not encoded JSON is returned unchanged.
     """
-    if not isinstance(data, bytes | mmap | msgspec.Raw):
+    if not isinstance(data, _ENCODED):
         return data
     start = _FIRST_CHARACTER.match(memoryview(data))
     levels = {b"{": dict[str, msgspec.Raw], b"[": list[msgspec.Raw]}

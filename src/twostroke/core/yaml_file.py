@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
@@ -10,10 +12,10 @@ import msgspec
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.files import read_small_file
 from twostroke.core.frozen import Frozen
-from twostroke.core.mismatch import find_mismatch
+from twostroke.core.mismatch import find_mismatch, join_path
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from twostroke.core.mismatch import Mismatch
@@ -77,6 +79,10 @@ class YamlFile:
         Raises:
             UsageError: a value is wrong, or a field is unknown.
         """
+        for steps, number in _fractions(self._values):
+            if not math.isfinite(number):  # 1e999 becomes inf
+                path = reduce(join_path, map(_step_text, steps), "") or "The value"
+                raise self.error_at(steps, f"{path} must be a finite number, got {number}.")
         try:
             return msgspec.convert(self._values, kind)
         except UsageError as error:  # of __post_init__
@@ -130,6 +136,27 @@ class YamlFile:
             case _:
                 reason = f"must {mismatch.limits}, got {actual}{where}."
         return self.error_at(path_steps(mismatch.path), reason)
+
+
+def _fractions(root: Any) -> Iterator[tuple[Steps, float]]:
+    """Yield each fraction inside a file's values, with the steps to it.
+
+    A list or mapping that aliases repeat is searched once, so that a small file takes little time.
+    """
+    remaining: list[tuple[Steps, Any]] = [((), root)]
+    seen = set[int]()
+    while remaining:
+        steps, value = remaining.pop()
+        if isinstance(value, float):
+            yield steps, value
+        elif isinstance(value, dict | list) and id(value) not in seen:
+            seen.add(id(value))
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            remaining += reversed([((*steps, step), inner) for step, inner in pairs])
+
+
+def _step_text(step: str | int) -> str:
+    return f"[{step}]" if isinstance(step, int) else str(step)
 
 
 def path_steps(path: str) -> list[str | int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError, UsageError, nearest
+from twostroke.core.json_io import parse_json
 from twostroke.engine.chat.call_reader import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
 from twostroke.engine.chat.messages import to_plain_json
 from twostroke.engine.chat.reasoning import Thinking
@@ -274,11 +274,14 @@ class CallCollector:
 
 
 def _to_calls(written_calls: list[WrittenCall]) -> tuple[AnswerCall, ...]:
-    """Parse the arguments of tool calls as JSON; drop a call whose JSON is not complete."""
+    """Parse the arguments of tool calls as JSON; drop a call whose arguments cannot be read.
+
+    They are no JSON if the answer was cut off, or has a number that no float can hold.
+    """
     calls: list[AnswerCall] = []
     for written in written_calls:
-        with suppress(ValueError):
-            values = json.loads(written.arguments or "{}")
+        with suppress(ValueError, RecursionError):
+            values = parse_json(written.arguments or "{}")
             calls.append(
                 AnswerCall(f"call_{secrets.token_hex(_CALL_ID_BYTES)}", written.name, values)
             )

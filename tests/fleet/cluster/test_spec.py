@@ -113,6 +113,19 @@ def test_a_replica_is_served_by_the_name_that_its_work_is_asked_by(model: str, l
         ("models:\n- model: a\nname: My Fleet", "line 3: name must have small letters"),
         ("models:\n- model: [", "this is not YAML"),
         (
+            "models:\n- model: a\n  cpus: 1e999",
+            "line 3: models[0].cpus must be a finite number, got inf.",
+        ),
+        (
+            "models:\n- model: a\n  options:\n    timeout: -.inf",
+            "line 4: models[0].options.timeout must be a finite number, got -inf.",
+        ),
+        (
+            "a: &a [.nan, *a]\nb: [*a, *a]",
+            "line 1: a[0] must be a finite number, got nan.",
+        ),
+        (".inf", "line 1: The value must be a finite number, got inf."),
+        (
             _PAIR.format("prefil", ""),
             "line 3: models[0].prefill names no other model's pool: 'prefil'",
         ),

@@ -139,6 +139,12 @@ def test_all_odd_lines_are_named_and_none_is_run(server: LiveServer) -> None:
         (b'{"custom_id":"a\xff"}', "The line is not valid JSON: it is not UTF-8."),
         (b'{"method":"POST"}', "'custom_id' must be a text of 1 to 512 characters."),
         (b'{"custom_id":"a","method":"POST","url":"/","body":"x"}', "'body' is not a JSON object."),
+        (b'{"custom_id":1e999}', "'custom_id' must be a smaller number."),
+        (b'\xef\xbb\xbf{"url":{"a":[1e999]}}', "'url[...][0]' must be a smaller number."),
+        (
+            b'{"custom_id":"a","method":"POST","url":"/","body":{"stream":1e999}}',
+            "'body.stream' must be a smaller number.",
+        ),
     ],
 )
 def test_errors_of_lines_are_named(text: bytes, said: str) -> None:

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import Meta
+from msgspec import Meta, inspect
 
+from twostroke.core.mismatch import type_of, union_members
 from twostroke.server.body.explain import explain
 from twostroke.server.routes import EMBEDDING_PROTOCOLS, GENERATION_PROTOCOLS, UTILITY_ENDPOINTS
 
@@ -38,6 +39,7 @@ class Outer(msgspec.Struct):
     number: Annotated[int, Meta(ge=1)] = 1
     names: Annotated[list[str], Meta(max_length=2)] = []
     raw: msgspec.Raw = msgspec.Raw(b"null")
+    anything: Any = None
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,8 @@ class Outer(msgspec.Struct):
         ('{"names": ["a", "b", "c"]}', "names must have at most 2 items, got 3."),
         ('{"names": ["a", true]}', "names[1] must be a string, got a boolean."),
         ('{"raw": {"a": 1e999}, "flag": 0}', "flag must be a boolean, got an integer."),
+        ('{"anything": -1e999}', "anything must be a smaller number."),
+        ('{"anything": {"a": [2, 1e999]}}', "anything[...][1] must be a smaller number."),
         ('{"text": 1, "text": [], "flag": 0}', "flag must be a boolean, got an integer."),
     ],
 )
@@ -98,6 +102,18 @@ def test_every_refused_body_has_an_error_of_our_own(
         error = explain(reason, kind, text)
         assert FALLBACK not in str(error)
         assert str(error) == str(explain(reason, kind, body))
+
+
+@pytest.mark.parametrize("kind", sorted(REQUESTS, key=lambda kind: kind.__qualname__))
+def test_a_number_that_no_float_holds_is_refused_by_name(kind: type[msgspec.Struct]) -> None:
+    for field in msgspec.structs.fields(kind):
+        for value in ("1e999", "-1e999", "[1e999]", '{"a": 1e999}', '[{"b": [1e999]}]'):
+            text = f'{{"{field.encode_name}": {value}}}'.encode()
+            reason = _msgspec_error(text, kind)
+            if reason is not None:
+                assert FALLBACK not in str(explain(reason, kind, text)), text
+            elif kind is not Outer:  # a field of type Raw, which is decoded later
+                assert inspect.RawType in map(type, union_members([type_of(field.type)])), text
 
 
 def _msgspec_error(text: bytes, kind: type[msgspec.Struct]) -> str | None:

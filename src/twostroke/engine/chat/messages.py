@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import RequestError, nearest
+from twostroke.core.json_io import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,6 +69,8 @@ def to_plain_json(value: object, where: str, *, depth: int = 0) -> Any:
     """
     if depth > _MAX_DEPTH:
         raise RequestError(f"is nested deeper than {_MAX_DEPTH} levels.", field=where)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RequestError(f"has the number {value}, which is not JSON.", field=where)
     if value is None or type(value) in {str, bool, int, float}:
         return value
     if isinstance(value, (list, tuple)):
@@ -119,7 +122,7 @@ def _read_arguments(function: dict[str, Any], where: str) -> None:
     if not isinstance(arguments, str):
         return
     try:
-        function["arguments"] = to_plain_json(json.loads(arguments), where) if arguments else {}
+        function["arguments"] = to_plain_json(parse_json(arguments), where) if arguments else {}
     except (ValueError, RecursionError):
         # A model may have written arguments that are not JSON: the template gets the string.
         function["arguments"] = arguments

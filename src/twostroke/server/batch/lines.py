@@ -10,13 +10,14 @@ import msgspec
 
 from twostroke.core.files import open_regular_file
 from twostroke.core.frozen import Frozen
+from twostroke.core.mismatch import find_mismatch
 from twostroke.server.batch.stored_batches import LineError
 from twostroke.server.body.decode import json_syntax_error
 from twostroke.server.http.body_limits import MAX_CONTAINERS, nesting_of
 from twostroke.server.http.errors import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Callable, Container, Iterator
     from pathlib import Path
 
     from twostroke.server.http.limits import RequestLimits
@@ -181,26 +182,7 @@ def parse(number: int, text: bytes, limits: RequestLimits) -> BatchLine:
     def line_error(code: str, message: str, param: str | None = None) -> WrongLineError:
         return WrongLineError(LineError(code, message, number, param))
 
-    if len(text.rstrip(b"\r\n")) > limits.max_body_bytes:
-        raise line_error(
-            "line_too_large", f"The line is larger than {limits.max_body_bytes} bytes."
-        )
-    nesting = nesting_of(text, limits.max_json_depth)
-    if nesting.depth > limits.max_json_depth:
-        raise line_error("invalid_json_line", "The line is nested too deeply.")
-    if nesting.num_containers > MAX_CONTAINERS:
-        message = f"The line has more than {MAX_CONTAINERS:,} lists and objects."
-        raise line_error("invalid_json_line", message)
-    try:
-        fields = _fields.decode(text.removeprefix(b"\xef\xbb\xbf"))
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        is_json = isinstance(error, msgspec.ValidationError)  # JSON, but no object
-        message = (
-            "The line is not a JSON object."
-            if is_json
-            else str(json_syntax_error(error, text, "line"))
-        )
-        raise line_error("invalid_json_line", message) from None
+    fields = _decode_fields(text, limits, line_error)
     id_ = fields.custom_id
     raw_body = bytes(fields.body)
     if not isinstance(id_, str) or not 0 < len(id_) <= _MAX_ID_LENGTH:
@@ -218,10 +200,48 @@ def parse(number: int, text: bytes, limits: RequestLimits) -> BatchLine:
     try:
         body = _body.decode(raw_body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise line_error("invalid_value", "'body' is not a JSON object.", "body") from None
+        message = _huge_number_message(_LineBody, raw_body, "body")
+        message = message or "'body' is not a JSON object."
+        raise line_error("invalid_value", message, "body") from None
     if body.stream:
         raise line_error("invalid_value", "'stream' is not possible in a batch.", "body.stream")
     return BatchLine(number, id_, fields.url, raw_body)
+
+
+def _decode_fields(
+    text: bytes, limits: RequestLimits, line_error: Callable[[str, str], WrongLineError]
+) -> _LineFields:
+    """Decode a line's JSON within its limits; raise the `line_error` with a code and a message."""
+    if len(text.rstrip(b"\r\n")) > limits.max_body_bytes:
+        raise line_error(
+            "line_too_large", f"The line is larger than {limits.max_body_bytes} bytes."
+        )
+    nesting = nesting_of(text, limits.max_json_depth)
+    if nesting.depth > limits.max_json_depth:
+        raise line_error("invalid_json_line", "The line is nested too deeply.")
+    if nesting.num_containers > MAX_CONTAINERS:
+        message = f"The line has more than {MAX_CONTAINERS:,} lists and objects."
+        raise line_error("invalid_json_line", message)
+    line = text.removeprefix(b"\xef\xbb\xbf")
+    try:
+        return _fields.decode(line)
+    except msgspec.ValidationError:
+        if message := _huge_number_message(_LineFields, line):
+            raise line_error("invalid_value", message) from None
+        raise line_error("invalid_json_line", "The line is not a JSON object.") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        message = str(json_syntax_error(error, text, "line"))
+        raise line_error("invalid_json_line", message) from None
+
+
+def _huge_number_message(kind: type, text: bytes, path: str = "") -> str:
+    """Return the error about a number that no float can hold, such as 1e999; empty without one.
+
+    `kind` is the struct that the JSON `text` becomes, and `path` its path in the line.
+    """
+    mismatch = find_mismatch(kind, text, path)
+    is_number = mismatch is not None and mismatch.problem == "limits"
+    return f"'{mismatch.path}' must {mismatch.limits}." if mismatch and is_number else ""
 
 
 def check(
