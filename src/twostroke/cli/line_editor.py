@@ -8,10 +8,11 @@ readline, knows neither pastes of several lines nor Alt-Enter.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -33,6 +34,9 @@ _KEY_BINDINGS: Final = (
     r'"\e\C-m": "\C-v\C-j"',  # Alt-Enter inserts a line break
     r'"\e\C-j": "\C-v\C-j"',
 )
+_READ_KEY_TYPE: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_PASTE_BEGIN: Final = b"\x1b[200~"  # what terminals send before and after a pasted text
+_PASTE_END: Final = b"\x1b[201~"
 
 
 def typed_messages() -> Iterator[str]:
@@ -51,7 +55,8 @@ def typed_messages() -> Iterator[str]:
             _recall(entry)
     while True:
         try:
-            message = input("> ")
+            with _single_line_ends():
+                message = input("> ")
         except KeyboardInterrupt:
             click.echo()  # the cleared line stays on the screen
             continue
@@ -62,6 +67,46 @@ def typed_messages() -> Iterator[str]:
             _recall(message)
             append_to_history(history_path, message)
             yield message
+
+
+@contextmanager
+def _single_line_ends() -> Iterator[None]:
+    """Let readline read each CRLF of a pasted text as one line break, within the `with` block.
+
+    Readline makes a line break of each CR and of each LF, so that lines that end with both would be
+    followed by empty lines. Python's module has no function for this, but readline reads each key
+    by a function to which its variable `rl_getc_function` points.
+    """
+    try:
+        is_gnu = readline is not None and "libedit" not in (readline.__doc__ or "")
+        library = ctypes.CDLL(getattr(readline, "__file__", None)) if is_gnu else None
+        variable = ctypes.c_void_p.in_dll(library, "rl_getc_function") if library else None
+    except (OSError, ValueError):  # Python contains a readline without public names
+        variable = None
+    if variable is None or variable.value is None:
+        yield
+        return
+    address = variable.value
+    read_key = _READ_KEY_TYPE(address)
+    keys = bytearray()  # the last ones
+    is_pasting = False
+
+    def read_next(stream: int) -> int:
+        nonlocal is_pasting
+        key = read_key(stream)
+        if key == ord("\n") and is_pasting and keys.endswith(b"\r"):
+            key = read_key(stream)
+        keys.append(key & 0xFF)
+        del keys[: -len(_PASTE_BEGIN)]
+        is_pasting = keys.endswith(_PASTE_BEGIN) or (is_pasting and not keys.endswith(_PASTE_END))
+        return key
+
+    callback = _READ_KEY_TYPE(read_next)
+    variable.value = ctypes.cast(callback, ctypes.c_void_p).value
+    try:
+        yield
+    finally:
+        variable.value = address
 
 
 def _recall(message: str) -> None:
