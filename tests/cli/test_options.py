@@ -258,7 +258,13 @@ def test_options_about_default_sampling_reach_their_fields() -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("[1]", "not a JSON object"), ("{", "not JSON"), ("5", "not a JSON object")],
+    [
+        ("[1]", "not a JSON object"),
+        ("{", "not JSON"),
+        ("5", "not a JSON object"),
+        ('{"temperature": 1e999}', "not JSON: the number 1e999 is not finite"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
 )
 def test_an_override_must_be_an_object(text: str, reason: str) -> None:
     with pytest.raises(click.BadParameter, match=reason):
