@@ -15,7 +15,7 @@ import pytest
 
 from twostroke.cli.pull import open_engine, progress_watcher
 from twostroke.cli.terminal import TerminalProgressBar
-from twostroke.core.files import format_bytes
+from twostroke.core.message_text import format_bytes
 from twostroke.core.options import CacheOptions, EngineOptions
 from twostroke.model import hub as fetch
 from twostroke.model import loader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.core.masking import masked_url, without_passwords
+from twostroke.core.message_text import masked_url, without_passwords
 from twostroke.core.urls import server_url
 
 

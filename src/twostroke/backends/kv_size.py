@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from twostroke.core.errors import MemoryLimitError, UsageError
-from twostroke.core.files import format_bytes as _mb
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import format_bytes as _mb
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.model.program.mesh import ONE_RANK
 

@@ -20,7 +20,7 @@ from click import Option
 from twostroke.cli.help import CommandGroup
 from twostroke.core.errors import MemoryLimitError, TwostrokeError, nearest
 from twostroke.core.foreign_options import foreign_hint, names_model
-from twostroke.core.masking import without_passwords
+from twostroke.core.message_text import without_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

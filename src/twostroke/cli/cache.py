@@ -17,7 +17,7 @@ from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import show_table
 from twostroke.core.distributed_options import OffloadOptions
 from twostroke.core.errors import UsageError
-from twostroke.core.files import format_bytes
+from twostroke.core.message_text import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,6 @@ import click
 import msgspec
 
 from twostroke.cli.help import Command, option
-from twostroke.core.counting import counted_noun
 from twostroke.core.errors import BackendError, MemoryLimitError, UsageError
 from twostroke.core.hardware import (
     core_limit,
@@ -26,6 +25,7 @@ from twostroke.core.hardware import (
     threads_by_node,
 )
 from twostroke.core.json_io import encode_json
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

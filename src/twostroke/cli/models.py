@@ -13,8 +13,8 @@ from twostroke.cli import pull
 from twostroke.cli.help import CommandGroup, option
 from twostroke.cli.terminal import TerminalProgressBar, printable, show_table
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
-from twostroke.core.files import format_bytes
 from twostroke.core.json_io import encode_json
+from twostroke.core.message_text import format_bytes
 from twostroke.model import hub as fetch
 from twostroke.model.families import ARCHITECTURES
 

@@ -8,7 +8,7 @@ import click
 
 from twostroke.cli.help import Command, option
 from twostroke.cli.terminal import printable, show_table
-from twostroke.core.files import format_bytes
+from twostroke.core.message_text import format_bytes
 
 if TYPE_CHECKING:
     from twostroke.lab.compress.report import FileReport, TextFacts

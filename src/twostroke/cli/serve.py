@@ -39,7 +39,7 @@ from twostroke.cli.process_options import (
 from twostroke.cli.pull import open_engine, open_remote
 from twostroke.core import env
 from twostroke.core.distributed_options import DisaggregationOptions, OffloadOptions
-from twostroke.core.files import format_bytes
+from twostroke.core.message_text import format_bytes
 from twostroke.core.options import BatchOptions, EngineOptions, GenerationOptions
 from twostroke.server.options import ServeOptions
 

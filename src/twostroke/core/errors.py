@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Final, Self
 
-from twostroke.core.masking import without_passwords
+from twostroke.core.message_text import without_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

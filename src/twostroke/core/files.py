@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO
 
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
+from twostroke.core.message_text import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,15 +135,6 @@ def file_size(path: Path) -> int | None:
         return path.stat().st_size
     except OSError:
         return None
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Return a number of bytes as text for people, such as "98 MB" or "12.3 GB"."""
-    if num_bytes >= 10**13:
-        return f"{num_bytes / 1e12:,.1f} TB"
-    if 0 < num_bytes < 10**6:
-        return f"{num_bytes / 1e3:,.0f} KB" if num_bytes >= 1000 else f"{num_bytes} bytes"
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 10**10 else f"{num_bytes / 1e6:,.0f} MB"
 
 
 def _sync(path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from twostroke.core.errors import UsageError
-from twostroke.core.masking import masked_url
+from twostroke.core.message_text import masked_url
 
 if TYPE_CHECKING:
     from urllib.parse import SplitResult

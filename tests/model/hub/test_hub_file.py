@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from support.hub import COMMIT, Repo
 from twostroke.core.errors import DownloadError, UsageError
-from twostroke.core.files import format_bytes
+from twostroke.core.message_text import format_bytes
 from twostroke.model.hub import hub_file
 from twostroke.model.hub.catalogue import CATALOGUE, HubFile, PackagedModel, WheelPart
 from twostroke.model.hub.disk import DownloadProgress

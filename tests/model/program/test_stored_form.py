@@ -1,7 +1,7 @@
 """Texts that are stored: renaming a class or a field must not change them.
 
 If a test fails because a class or a field was renamed, add the old name to the tables of
-`model/program/stored_form.py`. If the tiny models of the tests or the arithmetic changed, write
+`model/program/program.py`. If the tiny models of the tests or the arithmetic changed, write
 the new values here.
 """
 
@@ -17,7 +17,7 @@ from twostroke.engine.kv_offload.tier import KvCacheSpec
 from twostroke.model.families import build_program
 from twostroke.model.loader import load
 from twostroke.model.program.kv_layout import PageGroups
-from twostroke.model.program.stored_form import stored_form
+from twostroke.model.program.program import stored_form
 
 if TYPE_CHECKING:
     from pathlib import Path

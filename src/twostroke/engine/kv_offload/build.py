@@ -15,7 +15,7 @@ from twostroke.engine.kv_offload.disk import DiskTier
 from twostroke.engine.kv_offload.manager import OffloadManager
 from twostroke.engine.kv_offload.redis import RedisTier, check_store
 from twostroke.model.program import BatchShape
-from twostroke.model.program.stored_form import stored_form
+from twostroke.model.program.program import stored_form
 
 if TYPE_CHECKING:
     from twostroke.core.distributed_options import OffloadOptions

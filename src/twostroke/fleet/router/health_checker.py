@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from twostroke.core.cancellation import wait_until_set
 from twostroke.core.errors import UsageError
 from twostroke.core.files import read_regular_file
-from twostroke.core.masking import masked_url
+from twostroke.core.message_text import masked_url
 from twostroke.core.server_load import ServerLoad
 from twostroke.fleet.router.replica_registry import ReplicaFacts, ReplicaState
 from twostroke.fleet.router.response import CutOffError, ReplicaError

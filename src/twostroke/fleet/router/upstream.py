@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.core.masking import masked_url
+from twostroke.core.message_text import masked_url
 from twostroke.fleet.router.response import (
     CutOffError,
     FailedReplicaError,

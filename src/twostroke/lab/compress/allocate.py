@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.backends.activation_bits.tree import KnapsackItem, allocate
 from twostroke.core.errors import UsageError
-from twostroke.core.files import format_bytes
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import format_bytes
 from twostroke.model.quant import FORMATS
 
 if TYPE_CHECKING:

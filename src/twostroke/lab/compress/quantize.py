@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.backends.create import check_can_run
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.core.files import (
-    atomic_output,
-    atomic_output_folder,
-    format_bytes,
-    require_disk_space,
-)
+from twostroke.core.files import atomic_output, atomic_output_folder, require_disk_space
+from twostroke.core.message_text import format_bytes
 from twostroke.core.options import ComputeOptions
 from twostroke.engine.canary import REPORT_KEY
 from twostroke.lab.compress.choose import (

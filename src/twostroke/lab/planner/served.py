@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from twostroke.core.counting import counted_noun
 from twostroke.core.errors import EngineStoppedError, UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.core.urls import server_url
 from twostroke.model.program.batch import BatchShape
 

@@ -1,4 +1,4 @@
-"""Model families, one file each: they turn a `ModelSpec` into a `Program`."""
+"""Model families: each turns a `ModelSpec` into a `Program`; similar families share a file."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from twostroke.model.families.gemma4 import GEMMA4
 from twostroke.model.families.glm import GLM4_MOE
 from twostroke.model.families.granite import GRANITE
 from twostroke.model.families.hunyuan import HY_V3
-from twostroke.model.families.llama import LLAMA
+from twostroke.model.families.llama import LLAMA, PHI3, SEED_OSS
 from twostroke.model.families.mellum import MELLUM
 from twostroke.model.families.minimax import MINIMAX_M2
 from twostroke.model.families.ministral import MISTRAL3
 from twostroke.model.families.muse import MUSE_GLIMMER
 from twostroke.model.families.olmo2 import OLMO2
-from twostroke.model.families.phi3 import PHI3
 from twostroke.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from twostroke.model.families.qwen35 import QWEN3_NEXT, QWEN35, QWEN35_MOE
-from twostroke.model.families.seed_oss import SEED_OSS
 from twostroke.model.families.smollm3 import SMOLLM3
 from twostroke.model.families.spec import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
 

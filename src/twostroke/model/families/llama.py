@@ -1,15 +1,18 @@
-"""Llama, Mistral and Mixtral (arXiv:2302.13971, 2310.06825, 2401.04088).
+"""Llama, Mistral and Mixtral (arXiv:2302.13971, 2310.06825, 2401.04088), Phi-3 and 4, Seed-OSS.
 
 Other families are variations: a norm, attention with grouped queries, add; a norm, a gated
-feed-forward or experts, add.
+feed-forward or experts, add. Phi-3 and Phi-4 (arXiv:2404.14219) have fused matrices and scaled RoPE
+frequencies. Seed-OSS has biases of queries, keys and values, and another name for the second norm.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from twostroke.model.families.blocks import residual_layer
 from twostroke.model.families.common_fields import (
     config_experts,
     config_window,
@@ -79,4 +82,64 @@ LLAMA = Family(
     from_config=from_config,
     layer_names={"block_sparse_moe.gate": "ffn_gate_inp"},
     interleaves=True,
+)
+
+
+def phi3_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Add the sliding window, which all layers of a Phi-3 model have, from a GGUF file."""
+    return replace(spec, window=gguf_window(fields, (True,) * spec.num_layers))
+
+
+def phi3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Add the sliding window, which all layers of a Phi-3 model have, from a config.json."""
+    return replace(spec, window=config_window_of_all(fields, spec.num_layers))
+
+
+PHI3 = Family(
+    model_types={
+        "phi3": {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        }
+    },
+    from_gguf=phi3_from_gguf,
+    from_config=phi3_from_config,
+    layer_names={"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    # GGUF's ffn_up has the rows of gate, then of up.
+    fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")},
+    partial_rotary="partial_rotary_factor",
+)
+
+
+def seed_oss_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Add whether the output of attention has a bias, from a Seed-OSS model's config.json.
+
+    `attention_bias` applies only to queries, keys and values.
+    """
+    return replace(spec, output_bias=fields.flag("attention_out_bias", default=False))
+
+
+SEED_OSS = Family(
+    model_types={
+        "seed_oss": {
+            "vocab_size": 155136,
+            "hidden_size": 4096,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 80,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "attention_bias": True,
+        }
+    },
+    layer=partial(residual_layer, pre_norms=("attn_norm", "post_attention_norm")),
+    from_config=seed_oss_from_config,
+    layer_names={"post_attention_layernorm": "post_attention_norm"},
 )

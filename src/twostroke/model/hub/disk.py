@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
 from twostroke.core.errors import DownloadError
-from twostroke.core.files import format_bytes, try_lock
+from twostroke.core.files import try_lock
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

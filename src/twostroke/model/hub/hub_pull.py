@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from twostroke.core.files import file_size, format_bytes
+from twostroke.core.files import file_size
 from twostroke.core.json_io import read_json
+from twostroke.core.message_text import format_bytes
 from twostroke.model.hub.disk import (
     DownloadProgress,
     ModelFolder,

@@ -18,8 +18,9 @@ import msgspec
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError
-from twostroke.core.files import file_size, format_bytes, move_into_place, read_regular_file
+from twostroke.core.files import file_size, move_into_place, read_regular_file
 from twostroke.core.json_io import write_json
+from twostroke.core.message_text import format_bytes
 from twostroke.model.hub.disk import CHUNK_BYTES, DownloadProgress, ModelFolder, file_sha256, locked
 from twostroke.model.hub.hub_file import HubUnavailableError, receive
 from twostroke.model.hub.records import (

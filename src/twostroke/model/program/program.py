@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from twostroke.core.frozen import Frozen
 from twostroke.model.program.kv_layout import (
@@ -29,6 +31,22 @@ from twostroke.model.program.ops import (
 
 if TYPE_CHECKING:
     from twostroke.model.program.ops import Op
+
+# Names in the text of a stored Program (see `stored_form`), by the present name of a class, or of a
+# class and its field.
+STORED_CLASSES: Final = {
+    "Projection": "Made",
+    "QkProjections": "Origin",
+    "SharedKvAttention": "BorrowingAttention",
+    "SplitKvAttention": "AttentionPieces",
+    "MeshCoordinate": "Place",
+}
+STORED_FIELDS: Final[dict[tuple[str, str], str]] = {
+    ("AllGather", "team_index"): "place",
+    ("AllReduce", "team_index"): "place",
+    ("SplitKvAttention", "team_index"): "place",
+    ("SplitKvAttention", "reads_shared_kv"): "borrows",
+}
 
 
 class Program(Frozen, dict=True):
@@ -148,3 +166,23 @@ class Program(Frozen, dict=True):
             sum(layers[layer].bytes_in_page(page_size, stored) for layer in group.layers)
             for group in self.cache_groups
         )
+
+
+def stored_form(value: object) -> str:
+    """Return a Program as text, from which the names of stored KV pages are hashed.
+
+    Pages outlive the program that stored them, so the text must not change if a class or a field is
+    renamed, or all stored pages would be lost: `STORED_CLASSES` and `STORED_FIELDS` keep the old
+    names. `value` is a value of structs and tuples.
+    """
+    if isinstance(value, tuple):
+        items = [stored_form(item) for item in value]
+        return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+    if not isinstance(value, msgspec.Struct):
+        return repr(value)
+    class_name = type(value).__name__
+    fields = [
+        f"{STORED_FIELDS.get((class_name, name), name)}={stored_form(getattr(value, name))}"
+        for name in value.__struct_fields__
+    ]
+    return f"{STORED_CLASSES.get(class_name, class_name)}({', '.join(fields)})"

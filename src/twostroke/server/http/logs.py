@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from twostroke.core.masking import without_passwords
+from twostroke.core.message_text import without_passwords
 from twostroke.server.http.api_key import OPEN_PATHS
 from twostroke.server.http.errors import one_line
 

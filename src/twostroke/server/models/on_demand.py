@@ -19,7 +19,7 @@ from twostroke.core.errors import (
     OverloadedError,
     TwostrokeError,
 )
-from twostroke.core.files import format_bytes
+from twostroke.core.message_text import format_bytes
 from twostroke.core.request import Pooling
 from twostroke.engine.client import UNSAMPLED, new_request
 from twostroke.engine.counters import Counters

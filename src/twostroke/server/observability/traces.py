@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
-from twostroke.core.masking import masked_url
+from twostroke.core.message_text import masked_url
 from twostroke.server.models.about import VERSION
 
 if TYPE_CHECKING:

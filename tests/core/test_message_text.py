@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twostroke.core.counting import counted_noun
+from twostroke.core.message_text import counted_noun
 
 
 def test_a_count_of_one_has_a_noun_in_the_singular() -> None:
