@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import re
 import subprocess
 import sys
@@ -417,3 +418,48 @@ def _is_defined(dotted: str) -> bool:
                 names = parts[count : count + 1]
                 return not names or re.search(rf"\b{names[0]}\b", path.read_text()) is not None
     return False
+
+
+# Nouns that messages count, in the plural.
+COUNTED_NOUNS = (
+    "answers|arrivals|blocks|branches|bytes|cells|channels|characters|columns|cores|days|"
+    "devices|dimensions|engines|entries|experts|files|groups|heads|ids|items|layers|levels|"
+    "lines|machines|matrices|models|months|names|nodes|numbers|pages|parts|processes|prompts|"
+    "ranks|replicas|requests|rows|samples|scores|slices|slots|states|steps|streams|strings|"
+    "tables|tensors|tenants|texts|threads|tokens|turns|types|uploads|users|values|variables|"
+    "vectors|weights"
+)
+# A plural after at most two words, such as " prompt tokens"; not a rate, such as " tokens/s".
+COUNTED = re.compile(rf" (?:(?!of |and )[a-zA-Z-]+ ){{0,2}}(?:{COUNTED_NOUNS})\b(?!/)")
+COUNT = re.compile(r"(?!counted_noun)(?:.*\b(?:num_\w+|count|total|limit|length)|len\(.*\))$")
+
+
+def uncounted_nouns(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield f-strings, with their lines, in which a plural follows a count that may be 1.
+
+    Counts are known by their names, such as `num_tokens` and `len(names)`. Constants, which are in
+    capitals, and numbers with decimals are left out.
+    """
+    for node in ast.walk(tree):
+        parts = node.values if isinstance(node, ast.JoinedStr) else []
+        for value, after in itertools.pairwise(parts):
+            if not isinstance(value, ast.FormattedValue) or not isinstance(after, ast.Constant):
+                continue
+            form = ast.unparse(value.format_spec) if value.format_spec else ""
+            is_count = "." not in form and "%" not in form and COUNT.match(ast.unparse(value.value))
+            if is_count and COUNTED.match(after.value):
+                yield node.lineno, ast.unparse(node)
+
+
+def test_counts_in_messages_agree_with_their_nouns() -> None:
+    """A count that may be 1 is written by `counted_noun`: "1 token", not "1 tokens"."""
+    faults = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in SOURCES
+        for line, text in uncounted_nouns(_tree(path))
+    ]
+    assert not faults, "use counted_noun of core/message_text.py"
+    counts = ast.parse('f"{self.num_tokens:,} new tokens"; f"{len(names)} names are"')
+    assert len([*uncounted_nouns(counts)]) == 2
+    others = ast.parse('f"{MAX_TOKENS} tokens"; f"{num_tokens:.1f} tokens"; f"{count} tokens/s"')
+    assert not [*uncounted_nouns(others)]

@@ -214,7 +214,7 @@ def test_interrupt_while_the_model_is_loaded_counts_earlier_results(
     given, partial = write(tmp_path / "in.jsonl", line("a"), line("b")), tmp_path / "o.partial"
     partial.write_text(json.dumps({"custom_id": "a"}) + "\n")
     ran = cli("batch", given, "-o", str(tmp_path / "o"), "--model", "any")
-    assert f"1 of 2 lines have results in {partial}; the same" in ran.err
+    assert f"1 of 2 lines has results in {partial}; the same" in ran.err
 
 
 def test_missing_folder_of_the_output_is_named(cli: Cli, tmp_path: Path) -> None:

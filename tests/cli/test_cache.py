@@ -91,7 +91,7 @@ def test_clean_removes_what_was_not_used(cli: Cli, folder: Path) -> None:
     assert cli("cache", "clean", str(folder)).code == 2
     missing = cli("cache", "clean", str(folder), "--model", "other")
     assert "has no pages of 'other'; it has: tiny." in missing.err
-    assert cli("cache", "clean", str(folder), "--days", "5").out.startswith("Removed 1 pages")
+    assert cli("cache", "clean", str(folder), "--days", "5").out.startswith("Removed 1 page,")
     assert len(list(stored_pages(folder))) == len(paths) - 1
     assert cli("cache", "clean", str(folder), "--all").out.startswith(f"Removed {len(paths) - 1}")
     assert not list(stored_pages(folder))

@@ -64,7 +64,7 @@ def test_several_memory_nodes_are_shown_with_their_threads(
     assert " node" not in cli("doctor").out
     nodes.append(MemoryNode(2, (3,)))
     lines = " ".join(cli("doctor", "--threads", "4").out.split())
-    assert "free; on 2 nodes: 3 cores near node 0, 1 cores near node 2 system" in lines
+    assert "free; on 2 nodes: 3 cores near node 0, 1 core near node 2 system" in lines
     assert "(--threads); 3 on node 0, 1 on node 2, their weights near them context" in lines
     body = json.loads(cli("doctor", "--json", "--threads", "4").out)
     assert body["machine"]["memory_nodes"][1] == {"number": 2, "cores": [3]}

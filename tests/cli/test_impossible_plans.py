@@ -26,7 +26,7 @@ def wide(tmp_path):
 # What is asked, and a part of the reason. CONFIG is a model of 8B with a context of 8,192 tokens,
 # WIDE one that no single device holds, TOML a file, and FLEET a file with these lines at the end.
 PLANS = [
-    ("plan CONFIG --on L40S --prompt 8000 --output 193", "Shorten them by 1 tokens"),
+    ("plan CONFIG --on L40S --prompt 8000 --output 193", "Shorten them by 1 token,"),
     ("plan CONFIG --on L40S --output 9000", _TOO_LONG),
     ("plan CONFIG --on L40S --streams 100000", "100000 streams do not fit: at most"),
     ("plan CONFIG --on L40S --token-budget 16 --streams 20", "can decode at once"),

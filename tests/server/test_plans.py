@@ -151,7 +151,7 @@ def test_more_plans_than_can_wait_are_refused(server: LiveServer) -> None:
 
 
 IMPOSSIBLE = [
-    ({"prompt": 400, "output": 113}, "Shorten them by 1 tokens"),
+    ({"prompt": 400, "output": 113}, "Shorten them by 1 token,"),
     ({"prompt": 1 << 20, "output": 1 << 20}, "cannot answer these requests"),
     ({"prompt": 9, "output": 9, "tpot_s": 1e-12}, "times the objective"),
     ({"prompt": 9, "output": 9, "ttft_s": 1e-12, "tpot_s": 1}, "times the objective"),

@@ -13,6 +13,7 @@ from twostroke.backends.cpu.packed_store import PackedStore
 from twostroke.core.env import cache_dir, install_command
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import memory_available, resolve_num_threads
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import ACTIVATION_BITS
 from twostroke.model.families import build_program
 from twostroke.model.program.cost import CostModel
@@ -60,8 +61,9 @@ def check_backend(options: EngineOptions, program: Program, notify: Callable[[st
     usable = usable_context(options.compute, program)
     if usable < program.context_length:
         message = (
-            f"The cpu backend computes only the first {usable} of {program.context_length} tokens "
-            f"of context of {program.name}, whose later queries have an attention temperature"
+            f"The cpu backend computes only the first {usable} of "
+            f"{counted_noun(program.context_length, 'token')} of context of {program.name}, whose "
+            "later queries have an attention temperature"
         )
         if (options.cache.context_length or 0) > usable:
             raise BackendError(f"{message}: lower --context-length, or use --backend torch.")
@@ -92,7 +94,9 @@ def _check_recurrent(options: EngineOptions, program: Program) -> None:
         )
     num_ranks = options.parallel.num_ranks
     if is_native(options.compute) and num_ranks > 1:
-        raise BackendError(f"{message} {num_ranks} ranks cannot compute yet: use one rank.")
+        raise BackendError(
+            f"{message} {counted_noun(num_ranks, 'rank')} cannot compute yet: use one rank."
+        )
 
 
 def check_gpu(program: Program, compute: ComputeOptions) -> None:

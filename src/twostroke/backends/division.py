@@ -10,6 +10,7 @@ from twostroke.core import env
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import num_cores
+from twostroke.core.message_text import counted_noun
 from twostroke.model.program.mesh import mesh_of, stores_twice
 
 if TYPE_CHECKING:
@@ -105,13 +106,14 @@ def division_warning(num_ranks: int) -> str | None:
         cores = num_cores()
         if num_ranks <= max(4, 2 * cores):
             return None
-        return f"{num_ranks} ranks share {cores} cores: expect it to be slow."
+        ranks_share = counted_noun(num_ranks, "rank shares", "ranks share")
+        return f"{ranks_share} {counted_noun(cores, 'core')}: expect it to be slow."
     if num_ranks > 1 or launcher_env.num_ranks == 1:
         return None
     return (
-        f"The launcher has started {launcher_env.num_ranks} processes, and each runs the whole "
-        f"model by itself: to divide it, add --tensor-parallel {launcher_env.num_ranks}, "
-        "for example."
+        f"The launcher has started {counted_noun(launcher_env.num_ranks, 'process')}, and each "
+        "runs the whole model by itself: to divide it, add --tensor-parallel "
+        f"{launcher_env.num_ranks}, for example."
     )
 
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.core.message_text import format_bytes as _mb
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.model.program.mesh import ONE_RANK
@@ -83,7 +84,10 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
     """
     context_length = options.context_length or program.context_length
     if context_length > program.context_length:
-        message = f"{program.name} was made for at most {program.context_length} tokens of context"
+        message = (
+            f"{program.name} was made for at most {counted_noun(program.context_length, 'token')} "
+            "of context"
+        )
         raise UsageError(f"{message}, not {context_length}: lower --context-length.")
     page_size, memory_bytes = mesh.page_size(options.tokens_in_page), options.memory_bytes
     kv_format = auto_format if options.kv_format == "auto" else options.kv_format
@@ -166,14 +170,18 @@ class _Shortage(Frozen):
             f"{_mb(self.memory_bytes or 0)} of KV cache; {self._free_memory()}"
         )
         max_mb = self.free_bytes // 10**6
-        advice = f". Lower --kv-memory to at most {max_mb}MB, which holds {self.fitting} tokens"
+        advice = (
+            f". Lower --kv-memory to at most {max_mb}MB, which holds "
+            f"{counted_noun(self.fitting, 'token')}"
+        )
         return self._error(facts, f"{advice} of context.", fits=max_mb > 0)
 
     def context_error(self) -> MemoryLimitError:
         """Return the error for a context whose KV pages do not fit into the KV cache's memory."""
         facts = (
             f"{self.name} needs {_mb(self.weight_bytes)} for its weights and "
-            f"{_mb(self.needed_bytes)} of KV cache for {self.context_length} tokens of context; "
+            f"{_mb(self.needed_bytes)} of KV cache for "
+            f"{counted_noun(self.context_length, 'token')} of context; "
         )
         if self.memory_bytes is None:
             facts += self._free_memory()
@@ -184,7 +192,10 @@ class _Shortage(Frozen):
         can_raise = self.memory_bytes is not None and needed_mb * 10**6 <= self.free_bytes
         if can_raise and self.fitting < 2:
             return MemoryLimitError(f"{facts}, too little for any context: use {option}.")
-        advice = f". {self.fitting} tokens would fit: use --context-length {self.fitting}"
+        advice = (
+            f". {counted_noun(self.fitting, 'token')} would fit: use --context-length "
+            f"{self.fitting}"
+        )
         return self._error(facts, f"{advice}, or {option}." if can_raise else f"{advice}.")
 
     def _free_memory(self) -> str:

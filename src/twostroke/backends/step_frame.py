@@ -9,6 +9,7 @@ import numpy as np
 
 from twostroke.core.errors import BackendError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +113,9 @@ class FrameReader:
             FrameError: the step names rows, tokens, tables or pages that do not exist.
         """
         if len(data) % 4 or len(data) < 4 * _HEADER:
-            raise FrameLostError(f"A step message of {len(data)} bytes is incomplete.")
+            raise FrameLostError(
+                f"A step message of {counted_noun(len(data), 'byte')} is incomplete."
+            )
         numbers = np.frombuffer(data, "<i4")
         head: list[int] = numbers[:_HEADER].tolist()
         magic, version, num_rows, num_generated, *counts, num_tables, width, _ = head
@@ -129,7 +132,9 @@ class FrameReader:
         if width != self._limits.external_width or (
             numbers.size != _HEADER + expected + width * num_rows
         ):
-            raise FrameLostError(f"A step of {len(data)} bytes is not of the size that it states.")
+            raise FrameLostError(
+                f"A step of {counted_noun(len(data), 'byte')} is not of the size that it states."
+            )
         body = numbers[_HEADER:]
         # Applied even if the step is refused, because rank 0 sends each change only once.
         if num_changes:
@@ -176,7 +181,9 @@ class FrameReader:
         table_bytes = 4 * num_tables * limits.num_groups * limits.table_stride
         fits = len(self._tables) <= num_tables <= _MAX_TABLES and table_bytes <= _MAX_TABLE_BYTES
         if least_count < 0 or not fits:
-            raise FrameLostError(f"A step with {num_tables} page tables cannot be read here.")
+            raise FrameLostError(
+                f"A step with {counted_noun(num_tables, 'page table')} cannot be read here."
+            )
 
     def _check_counts(
         self, num_rows: int, num_generated: int, counts: Sequence[int], num_tables: int
@@ -192,7 +199,10 @@ class FrameReader:
             and 0 <= num_copies <= limits.num_pages
         )
         if not fits:
-            numbers = f"{num_rows} rows, {num_slices} slices, {num_tables} tables"
+            numbers = (
+                f"{counted_noun(num_rows, 'row')}, {counted_noun(num_slices, 'slice')}, "
+                f"{counted_noun(num_tables, 'table')}"
+            )
             raise FrameError(f"A step of {numbers} cannot be computed here.")
 
     def _change(self, changes: Ints, num_tables: int) -> None:

@@ -25,6 +25,7 @@ from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import TerminalProgressBar, printable
 from twostroke.core import env
 from twostroke.core.errors import EngineStoppedError, UsageError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import BatchOptions, GenerationOptions
 
 if TYPE_CHECKING:
@@ -134,7 +135,9 @@ def command(**values: Any) -> int:
         click.secho(_summary(progress, elapsed_s), dim=True, err=True)
     if not progress.num_failed:
         return 0
-    click.echo(f"{progress.num_failed} of {total} lines failed: see {errors}.", err=True)
+    click.echo(
+        f"{progress.num_failed} of {counted_noun(total, 'line')} failed: see {errors}.", err=True
+    )
     return 1
 
 
@@ -158,7 +161,7 @@ def _check(path: Path, limits: RequestLimits) -> int:
         for line_error in errors[:_MAX_SHOWN_ERRORS]:
             location = "" if line_error.line is None else f"line {line_error.line}: "
             click.echo(printable(f"{path}: {location}{line_error.message}"), err=True)
-        noun = "a wrong line" if num_errors == 1 else f"{num_errors} wrong lines"
+        noun = "a wrong line" if num_errors == 1 else counted_noun(num_errors, "wrong line")
         raise UsageError(f"{path} has {noun}; none was run.")
     url = parse(*next(read_lines(path, limits.max_body_bytes)), limits).url
     if url not in ENDPOINTS:
@@ -220,7 +223,8 @@ def _how_to_continue(progress: BatchProgress, partial: Path) -> str:
     num = progress.num_done - progress.num_failed
     location = f" in {partial}" if num else ""  # an empty file is removed
     return (
-        f"{num} of {progress.total} lines have results{location}; the same command runs the rest."
+        f"{num} of {counted_noun(progress.total, 'line')} {'has' if num == 1 else 'have'} "
+        f"results{location}; the same command runs the rest."
     )
 
 
@@ -230,6 +234,6 @@ def _summary(progress: BatchProgress, elapsed_s: float) -> str:
     earlier_note = (
         f"; {progress.num_before} had results from an earlier run" if progress.num_before else ""
     )
-    noun = "line" if num_new == 1 else "lines"
-    result = f"{num_new} {noun} in {elapsed_s:.1f} s: {progress.num_tokens} tokens, {speed}"
+    lines, tokens = counted_noun(num_new, "line"), counted_noun(progress.num_tokens, "token")
+    result = f"{lines} in {elapsed_s:.1f} s: {tokens}, {speed}"
     return result + earlier_note

@@ -17,7 +17,7 @@ from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import show_table
 from twostroke.core.distributed_options import OffloadOptions
 from twostroke.core.errors import UsageError
-from twostroke.core.message_text import format_bytes
+from twostroke.core.message_text import counted_noun, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,7 +78,7 @@ def verify_command(folder: Path) -> int:
         count += 1
         done = f"Not removed ({why}):" if why else "Removed"
         click.echo(f"{done} {path}: {fault}")
-    click.echo(f"Read {num_pages:,} pages; {count:,} were damaged.")
+    click.echo(f"Read {counted_noun(num_pages, 'page', form=',')}; {count:,} were damaged.")
     return int(count > 0)
 
 
@@ -100,7 +100,9 @@ def clean_command(folder: Path, model: str | None, days: float | None, is_all: b
     before_s = time.time() - days * _DAY_S if days is not None else float("inf")
     count, num_bytes, why = clean(folder, model, before_s)
     others = f" Others cannot be removed: {why}." if why else ""
-    click.echo(f"Removed {count:,} pages, {format_bytes(num_bytes)}.{others}")
+    click.echo(
+        f"Removed {counted_noun(count, 'page', form=',')}, {format_bytes(num_bytes)}.{others}"
+    )
     return int(bool(why))
 
 
@@ -149,7 +151,7 @@ def warm_command(model: str, folder: Path, **values: Any) -> int:
             num_tokens += len(tokens)
             are_written &= engine.client.loop.pages.flush(_FLUSH_TIMEOUT_S)
     where = f"their pages are in {folder}" if are_written else "their pages could not be written"
-    click.echo(f"Read {num_tokens:,} tokens; {where}.")
+    click.echo(f"Read {counted_noun(num_tokens, 'token', form=',')}; {where}.")
     return int(not are_written)
 
 

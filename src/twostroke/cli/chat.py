@@ -30,6 +30,7 @@ from twostroke.core.errors import (
     UsageError,
     nearest,
 )
+from twostroke.core.message_text import counted_noun
 from twostroke.core.request import FinishReason
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ def command(**values: Any) -> None:
 
         card, console = engine.card, Console(highlight=False)
         detail = engine.facts.full_detail if is_verbose else engine.facts.detail
-        about = f"{card.format} · {detail} · {engine.context_length} tokens of context"
+        about = (
+            f"{card.format} · {detail} · {counted_noun(engine.context_length, 'token')} of context"
+        )
         if engine.draft is not None:
             about += f" · {engine.draft} drafts tokens"
         console.print(f"{printable(card.name)} · {about}", style="bold", markup=False)
@@ -200,7 +203,10 @@ class ChatSession:
             raise
         except ContextLengthError:
             limit = self.engine.context_length
-            self._say(f"The conversation exceeds {limit} tokens: start anew with /new.", "red")
+            self._say(
+                f"The conversation exceeds {counted_noun(limit, 'token')}: start anew with /new.",
+                "red",
+            )
             return False
         except TwostrokeError as error:
             self._say(str(error), "red")
@@ -238,10 +244,12 @@ class ChatSession:
             return
         # Twice that room, so that the next turns also have some.
         num_dropped = bisect_left(range(num_turns), 2 * min_room, key=room_after)
-        turns = "turn" if num_dropped == 1 else f"{num_dropped} turns"
+        turns = "turn" if num_dropped == 1 else counted_noun(num_dropped, "turn")
         num_kept = num_turns - num_dropped
         question_text = f"Drop the oldest {turns} and keep {num_kept}?"
-        self._say(f"The conversation fills the context of {limit} tokens.", "yellow")
+        self._say(
+            f"The conversation fills the context of {counted_noun(limit, 'token')}.", "yellow"
+        )
         if self.ask(question_text if num_kept else "Drop all messages before this one?"):
             del self.messages[: 2 * num_dropped]
 

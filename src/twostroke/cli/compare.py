@@ -15,6 +15,7 @@ from twostroke.cli.options import PARALLEL_PARAMS, take_struct
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import UsageError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import (
     ACTIVATION_BITS,
     AUTO_BITS,
@@ -131,7 +132,11 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **values: Any)
         reference = values["right"]
         if against != model:
             reference = f"{against} read by {reference}"
-        click.echo(printable(f"{model} against {reference}, {num_tokens:,} tokens\n"))
+        click.echo(
+            printable(
+                f"{model} against {reference}, {counted_noun(num_tokens, 'token', form=',')}\n"
+            )
+        )
         show_table(_table(reports))
         click.echo()
         show_table(_drift_table(reports, every=layers))

@@ -110,7 +110,7 @@ def _compare_ranks(model: str | None, *, as_json: bool) -> None:
                 {
                     "network": f"{rank.address} ({rank.interface})",
                     "version": f"{rank.version}{digest}",
-                    "processor": f"{rank.num_cores} cores, level {rank.level}",
+                    "processor": f"{counted_noun(rank.num_cores, 'core')}, level {rank.level}",
                     "memory": f"{rank.memory_bytes / 1e9:.1f} GB free",
                 },
             )
@@ -152,14 +152,16 @@ def _machine_lines(machine: Mapping[str, Any]) -> dict[str, str]:
     )
     memory, nodes = f"{total}, {free} of it free", machine["memory_nodes"]
     if len(nodes) > 1:
-        node_texts = (f"{len(node['cores'])} cores near node {node['number']}" for node in nodes)
-        memory += f"; on {len(nodes)} nodes: {', '.join(node_texts)}"
+        node_texts = (
+            f"{counted_noun(len(node['cores']), 'core')} near node {node['number']}"
+            for node in nodes
+        )
+        memory += f"; on {counted_noun(len(nodes), 'node')}: {', '.join(node_texts)}"
     if limit := machine["memory_limit"]:
         memory += f"; limited by {limit['source']}"
-    num_cores, cores = machine["num_cores"], f"{machine['num_cores']} cores"
+    cores = counted_noun(machine["num_cores"], "core")
     if limit := machine["core_limit"]:
-        plural = "core" if num_cores == 1 else "cores"
-        cores = f"{num_cores} {plural}; {limit['source']} allows {limit['num_cores']:.4g}"
+        cores += f"; {limit['source']} allows {limit['num_cores']:.4g}"
     return {
         "processor": f"{machine['processor']}, {cores}",
         "memory": memory,
@@ -289,8 +291,9 @@ def gpu_lines(gpu: Mapping[str, Any]) -> dict[str, str]:
     if "refused" in gpu:
         return {"not used": gpu["refused"]}
     total, free = gpu["memory_bytes"] / 1e9, gpu["memory_free_bytes"] / 1e9
+    units = counted_noun(gpu["num_units"], "multiprocessor")
     lines = {
-        "device": f"{gpu['name']}, {gpu['architecture']}, {gpu['num_units']} multiprocessors",
+        "device": f"{gpu['name']}, {gpu['architecture']}, {units}",
         "memory": f"{total:.1f} GB, {free:.1f} GB of it free",
     }
     if "not_measured" in gpu:

@@ -13,6 +13,7 @@ from twostroke.cli.help import Command, TextFileParam, WordParam, option, read_t
 from twostroke.cli.options import MACHINE_PARAMS, PARALLEL_PARAMS, engine_options
 from twostroke.cli.pull import open_engine
 from twostroke.core.errors import ContextLengthError, UsageError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import SpeculationOptions
 from twostroke.core.request import AUTO_POOLING, POOLINGS, EmbeddingParams
 
@@ -117,6 +118,6 @@ def _check_lengths(engine: Engine, lengths: list[int], position_format: str) -> 
                 f", or raise --context-length (up to {model_limit})" if limit < model_limit else ""
             )
             raise ContextLengthError(
-                f"{position_format.format(number)} has {count} tokens, but there may be {limit}: "
-                f"shorten it{remedy}."
+                f"{position_format.format(number)} has {counted_noun(count, 'token')}, but there "
+                f"may be {limit}: shorten it{remedy}."
             )

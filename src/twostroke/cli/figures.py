@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
@@ -86,9 +87,11 @@ def describe(
             of_limit = f", {share:.0%} of {limit}" if share is not None else ""
             parts.append(f"{stroke} {rate:,.0f} t/s{of_limit}")
     if usage.cached_tokens:
-        parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached")
+        parts.append(
+            f"{usage.cached_tokens} of {counted_noun(usage.prompt_tokens, 'prompt token')} cached"
+        )
     if tried := usage.accepted_tokens + usage.rejected_tokens:
-        parts.append(f"{usage.accepted_tokens} of {tried} draft tokens accepted")
+        parts.append(f"{usage.accepted_tokens} of {counted_noun(tried, 'draft token')} accepted")
     lines: list[str] = []
     for part in (*parts, *notes):
         if lines and not 0 < width < len(lines[-1]) + len(part) + len(_DOT):

@@ -17,6 +17,7 @@ from twostroke.core.env import install_command
 from twostroke.core.errors import TwostrokeError, UnreachableError, UsageError, nearest
 from twostroke.core.foreign_options import foreign_hint
 from twostroke.core.json_io import encode_json
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,7 +113,9 @@ def status_command(name: str | None, as_json: bool) -> None:
     show_table([_HEADINGS, *rows], {1, 3, 4})
     for pool in status.pools:
         if pool.num_ready < pool.num_wanted:
-            click.echo(f"\n{pool.label}: {pool.num_ready} of {pool.num_wanted} replicas are ready.")
+            verb = "is" if pool.num_ready == 1 else "are"
+            replicas = counted_noun(pool.num_wanted, "replica")
+            click.echo(f"\n{pool.label}: {pool.num_ready} of {replicas} {verb} ready.")
     ready = {pool.label: pool.num_ready for pool in status.pools}
     for pool in status.pools:
         if pool.num_prefill_wanted is not None:

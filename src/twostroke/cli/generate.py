@@ -26,6 +26,7 @@ from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import printable
 from twostroke.core.errors import ContextLengthError, SchemaMissError, UsageError
 from twostroke.core.json_io import encode_json
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from twostroke.core.request import Hints
@@ -229,12 +230,13 @@ def _context_length_error(
     remedy = f", or raise --context-length (up to {model_limit})" if limit < model_limit else ""
     if num_prompt >= limit:
         return ContextLengthError(
-            f"The prompt has {num_prompt} tokens, but prompt and answer together may have {limit}: "
-            f"shorten it{remedy}."
+            f"The prompt has {counted_noun(num_prompt, 'token')}, but prompt and answer together "
+            f"may have {limit}: shorten it{remedy}."
         )
     return ContextLengthError(
-        f"The prompt has {num_prompt} tokens and --max-tokens is {max_tokens}, but prompt and "
-        f"answer together may have {limit}: lower --max-tokens to {limit - num_prompt}{remedy}."
+        f"The prompt has {counted_noun(num_prompt, 'token')} and --max-tokens is {max_tokens}, but "
+        f"prompt and answer together may have {limit}: lower --max-tokens to "
+        f"{limit - num_prompt}{remedy}."
     )
 
 

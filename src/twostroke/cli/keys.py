@@ -16,6 +16,7 @@ from msgspec.structs import asdict, replace
 from twostroke.cli.help import CommandGroup, NumberOrWordParam, option
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
+from twostroke.core.message_text import counted_noun
 from twostroke.server.auth import stored_keys
 from twostroke.server.http.api_key import Key, KeyLimits
 from twostroke.server.storage import open_database
@@ -142,8 +143,8 @@ def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **v
         return
     click.echo(text)
     if num_keyless:
-        subject = "batch was" if num_keyless == 1 else "batches were"
-        warning = f"{num_keyless} open {subject} made without a key. From now on requests need one:"
+        batches = counted_noun(num_keyless, "open batch was", "open batches were")
+        warning = f"{batches} made without a key. From now on requests need one:"
         click.echo(f"{warning} unless TWOSTROKE_API_KEY is set, they are cancelled.", err=True)
     note = (
         f"Key {new_key.id} of the tenant {new_key.tenant}. Store it now: only its digest is kept."

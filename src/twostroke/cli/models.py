@@ -14,7 +14,7 @@ from twostroke.cli.help import CommandGroup, option
 from twostroke.cli.terminal import TerminalProgressBar, printable, show_table
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 from twostroke.core.json_io import encode_json
-from twostroke.core.message_text import format_bytes
+from twostroke.core.message_text import counted_noun, format_bytes
 from twostroke.model import hub as fetch
 from twostroke.model.families import ARCHITECTURES
 
@@ -100,7 +100,9 @@ def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> 
     if as_json:
         _print_json([{"name": n, "error": str(faults[n]) if n in faults else None} for n in names])
     if faults:
-        raise ModelFormatError(f"{len(faults)} of {len(names)} models failed: {', '.join(faults)}.")
+        raise ModelFormatError(
+            f"{len(faults)} of {counted_noun(len(names), 'model')} failed: {', '.join(faults)}."
+        )
 
 
 @command.command("remove")
@@ -223,4 +225,4 @@ def _ago(moment: float | None) -> str:
     if moment is None:
         return "?"
     days = int((time.time() - moment) // 86400)
-    return ("today", "yesterday")[days] if 0 <= days < 2 else f"{days} days ago"
+    return ("today", "yesterday")[days] if 0 <= days < 2 else f"{counted_noun(days, 'day')} ago"

@@ -20,6 +20,7 @@ from twostroke.cli.planning import (
 )
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.json_io import encode_json
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -208,7 +209,8 @@ def _stale(result: HostingComparison) -> Iterator[str]:
         if comparison.is_stale:
             yield (
                 f"The prices of {comparison.api} are from {comparison.source_date}, "
-                f"{comparison.months_old} months ago: check them, and give your own with --prices."
+                f"{counted_noun(comparison.months_old, 'month')} ago: check them, and give your "
+                "own with --prices."
             )
 
 
@@ -244,8 +246,9 @@ def _decision_sentences(
     num_running = max(result.costs.replicas)
     spare = case.hosting.spare
     text = (
-        f"The peak hour has enough of its {num_running} replicas ({spare} spare) with a chance of "
-        f"{result.peak_availability:.3%}, if each runs {case.hosting.availability:.1%} of the time"
+        f"The peak hour has enough of its {counted_noun(num_running, 'replica')} ({spare} spare) "
+        f"with a chance of {result.peak_availability:.3%}, if each runs "
+        f"{case.hosting.availability:.1%} of the time"
     )
     if promised is None:
         yield f"Reliability: open. {text}. What the API promises is --api-availability."

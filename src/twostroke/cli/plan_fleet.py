@@ -10,6 +10,7 @@ import click
 from twostroke.cli.help import Command, option
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.json_io import encode_json
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +76,7 @@ def _groups(fleet: FleetPlan) -> Iterator[tuple[str, ...]]:
 
     for group in fleet.groups:
         each = f"{group.count} x {group.device}" if group.count > 1 else group.device
-        name = f"{group.times} groups of {each}" if group.times > 1 else each
+        name = f"{counted_noun(group.times, 'group')} of {each}" if group.times > 1 else each
         for replica in group.replicas:
             yield (
                 name,

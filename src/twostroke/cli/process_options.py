@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
+from twostroke.core.message_text import counted_noun
 from twostroke.core.option_schema import Option, OptionStruct, check
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def announce_stop(num_running: int, *, log_format: str) -> None:
     """
     text = "Stopping."
     if num_running:
-        answers = "1 running answer" if num_running == 1 else f"{num_running} running answers"
+        answers = counted_noun(num_running, "running answer")
         text = f"Stopping after {answers}; Ctrl-C again cuts them off."
     if log_format == "json":
         _logger.info(text)

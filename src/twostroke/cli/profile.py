@@ -22,6 +22,7 @@ from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.errors import UsageError
 from twostroke.core.files import atomic_output
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.lab.measure import plots
 
@@ -166,7 +167,8 @@ def _show(profile: StepProfile) -> None:
     click.secho(profile.shape.name, bold=True)
     click.echo(
         f"{_ms(profile.step_s)} a step, {profile.tokens_per_s:,.0f} tokens/s "
-        f"({profile.num_steps} steps of {_ms(run.low)} to {_ms(run.high)}{disturbed})\n"
+        f"({counted_noun(profile.num_steps, 'step')} of {_ms(run.low)} to "
+        f"{_ms(run.high)}{disturbed})\n"
     )
     show_table(_table(profile))
     click.echo(f"\n{_advice(profile)}")

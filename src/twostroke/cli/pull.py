@@ -10,6 +10,7 @@ import click
 
 from twostroke.cli.terminal import TerminalProgressBar, printable
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError, UsageError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import PARTNER
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ def command(models: tuple[str, ...]) -> None:
             click.echo(printable(f"{model}: {error}"), err=True)
     if faults:
         kind = type(next(iter(faults.values())))
-        raise kind(f"{len(faults)} of {len(models)} models failed: {', '.join(faults)}.")
+        raise kind(
+            f"{len(faults)} of {counted_noun(len(models), 'model')} failed: {', '.join(faults)}."
+        )
 
 
 def _pull(model: str) -> None:

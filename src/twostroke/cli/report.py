@@ -8,7 +8,7 @@ import click
 
 from twostroke.cli.help import Command, option
 from twostroke.cli.terminal import printable, show_table
-from twostroke.core.message_text import format_bytes
+from twostroke.core.message_text import counted_noun, format_bytes
 
 if TYPE_CHECKING:
     from twostroke.lab.compress.report import FileReport, TextFacts
@@ -78,4 +78,8 @@ def _flips(flips: Flips | None) -> str:
 
 
 def _text(text: TextFacts | None) -> str:
-    return f"{text.num_tokens:,} tokens, SHA-256 {text.sha256}" if text else "none"
+    return (
+        f"{counted_noun(text.num_tokens, 'token', form=',')}, SHA-256 {text.sha256}"
+        if text
+        else "none"
+    )

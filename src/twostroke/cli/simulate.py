@@ -32,6 +32,7 @@ from twostroke.cli.terminal import printable, show_table
 from twostroke.core.distributed_options import DISAGGREGATE
 from twostroke.core.errors import Field, UsageError
 from twostroke.core.json_io import encode_json
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.fleet.router.options import POLICY_NAMES
 
@@ -294,7 +295,11 @@ def _facts(setup: SimulationSetup, load: Workload) -> Iterator[str]:
     devices = setup.device.name
     if question.count > 1:
         devices = f"{question.count} x {devices}"
-    replicas = f"{setup.replicas} replicas ({setup.routing}), each " if setup.replicas > 1 else ""
+    replicas = (
+        f"{counted_noun(setup.replicas, 'replica')} ({setup.routing}), each "
+        if setup.replicas > 1
+        else ""
+    )
     mean_prompt = sum(arrival.num_prompt for arrival in load.arrivals) / count
     mean_output = sum(arrival.num_output for arrival in load.arrivals) / count
     rate = f", {load.rate:.3g} per second" if load.rate else ""
@@ -302,8 +307,8 @@ def _facts(setup: SimulationSetup, load: Workload) -> Iterator[str]:
         replicas = replicas.replace("(", f"({setup.prefill_replicas} for prefill, ")
     yield f"{setup.model.name} ({setup.model.stored}) on {replicas}{devices}"
     yield (
-        f"{load.name}: {count:,} {'requests' if count > 1 else 'request'}{rate}, with "
-        f"{mean_prompt:,.0f} prompt tokens and {mean_output:,.0f} output tokens on average"
+        f"{load.name}: {counted_noun(count, 'request', form=',')}{rate}, with {mean_prompt:,.0f} "
+        f"prompt tokens and {mean_output:,.0f} output tokens on average"
     )
     if setup.model.assumed:
         yield describe_missing_fields(setup.model.assumed, setup.model.name)
@@ -312,7 +317,7 @@ def _facts(setup: SimulationSetup, load: Workload) -> Iterator[str]:
     elif setup.calibration is not None:
         calibration = setup.calibration
         yield (
-            f"Times are corrected by {calibration.num_steps} steps measured "
+            f"Times are corrected by {counted_noun(calibration.num_steps, 'step')} measured "
             f"{thread_count_text(calibration.num_threads)} on {calibration.date}."
         )
     elif (question.mfu, question.mbu) == (1.0, 1.0):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Final
 
 from twostroke.core.errors import Field, UsageError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.option_schema import Option, OptionStruct, check
 
 REDUCTIONS: Final = ("auto", "gather", "sum")
@@ -141,7 +142,10 @@ class ParallelOptions(OptionStruct):
         check(self)
         if self.num_ranks > MAX_RANKS:
             degrees = f"{self.tensor} x {self.pipeline} x {self.expert} x {self.context}"
-            reason = f"Degrees of {degrees} make {self.num_ranks} ranks; at most {MAX_RANKS} work."
+            reason = (
+                f"Degrees of {degrees} make {counted_noun(self.num_ranks, 'rank')}; at most "
+                f"{MAX_RANKS} work."
+            )
             raise UsageError(reason)
         if self.launcher != "auto" and self.num_ranks == 1:
             reason = "needs several ranks, such as {other} 2."
@@ -184,7 +188,10 @@ class ParallelOptions(OptionStruct):
             facts = {"other": Field("tensor"), "more": Field("pipeline")}
             raise UsageError(reason, field="shares", **facts)
         if len(self.shares) != count:
-            reason = f"must be {count} numbers, one for each part, got {len(self.shares)}."
+            reason = (
+                f"must be {counted_noun(count, 'number')}, one for each part, got "
+                f"{len(self.shares)}."
+            )
             raise UsageError(reason, field="shares")
         if min(self.shares) < 1 and not self.attention_shares:
             knob = "tensor" if self.tensor > 1 else "expert" if self.expert > 1 else "pipeline"
@@ -197,7 +204,8 @@ class ParallelOptions(OptionStruct):
             raise UsageError("needs {other}.", field=name, other=Field("tensor"))
         if len(self.attention_shares) != count:
             reason = (
-                f"must be {count} numbers, one for each part, got {len(self.attention_shares)}."
+                f"must be {counted_noun(count, 'number')}, one for each part, got "
+                f"{len(self.attention_shares)}."
             )
             raise UsageError(reason, field=name)
         for field_name in (name, "shares"):

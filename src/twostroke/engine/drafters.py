@@ -21,6 +21,7 @@ from twostroke.backends.kv_size import CacheSize
 from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import MemoryLimitError, TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import PARTNER
 from twostroke.engine.speculation import (
     AcceptanceRate,
@@ -263,8 +264,8 @@ class DraftHeads(Frozen):
         if cache_bytes > free_bytes:
             raise MemoryLimitError(
                 f"{self.loaded.path} need {cache_bytes / 1e6:,.0f} MB for keys and values of "
-                f"{max_running} requests, and {free_bytes / 1e6:,.0f} MB of memory are free: "
-                "lower --max-running, or train heads with a smaller --window."
+                f"{counted_noun(max_running, 'request')}, and {free_bytes / 1e6:,.0f} MB of memory "
+                "are free: lower --max-running, or train heads with a smaller --window."
             )
         length = layer.context_length
         size = CacheSize(length, num_pages, page_size, cache_bytes, kv_format)

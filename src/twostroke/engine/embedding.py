@@ -8,6 +8,7 @@ import numpy as np
 
 from twostroke.core.errors import EngineStoppedError, RequestError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.core.request import (
     AUTO_POOLING,
     DEFAULT_SERVICE_TIER,
@@ -47,9 +48,15 @@ class Embedding(Frozen, eq=False):
     def __repr__(self) -> str:
         """Show the embedding's size and its first values."""
         if self.vector.ndim > 1:
-            return f"Embedding(index={self.index}, {len(self.vector)} vectors, one for each token)"
+            return (
+                f"Embedding(index={self.index}, {counted_noun(len(self.vector), 'vector')}, one "
+                "for each token)"
+            )
         first = ", ".join(f"{value:.3f}" for value in self.vector[:3])
-        return f"Embedding(index={self.index}, {len(self.vector)} values: {first}, ...)"
+        return (
+            f"Embedding(index={self.index}, {counted_noun(len(self.vector), 'value')}: {first}, "
+            "...)"
+        )
 
     @classmethod
     def of(cls, output: Output) -> Embedding:
@@ -156,7 +163,8 @@ def check_token_values(texts: Sequence[Sequence[int]], width: int) -> None:
     limit = MAX_TOKEN_VALUES // width
     if (num_tokens := max(map(len, texts), default=0)) > limit:
         reason = (
-            f"'none' takes texts of at most {limit:,} tokens with this model, got {num_tokens:,}."
+            f"'none' takes texts of at most {counted_noun(limit, 'token', form=',')} with this "
+            f"model, got {num_tokens:,}."
         )
         raise RequestError(reason, field="pooling")
 

@@ -24,6 +24,7 @@ from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS, PARTNER, EngineOptions
 from twostroke.core.process_tuning import return_freed_memory
 from twostroke.engine.canary import FirstLoadCheck
@@ -432,8 +433,8 @@ def build_scheduler(
         max_running = max_running_with(facts.num_states, config.steps_ahead)
         if batch.policy != "continuous" and batch.batch_size > max_running:
             raise MemoryLimitError(
-                f"The recurrent states of {batch.batch_size} requests do not fit into memory: "
-                f"lower --batch-size to {max_running}, or raise --kv-memory."
+                f"The recurrent states of {counted_noun(batch.batch_size, 'request')} do not fit "
+                f"into memory: lower --batch-size to {max_running}, or raise --kv-memory."
             )
         config = replace(config, max_running=min(config.max_running, max_running))
     return Scheduler(config, pool, index, make_policy(batch), clock, states=states)

@@ -17,6 +17,7 @@ from twostroke.core.errors import (
     RequestError,
     TwostrokeError,
 )
+from twostroke.core.message_text import counted_noun
 from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -167,7 +168,10 @@ def _no_token_error(request: Request, new_tokens: Sequence[int]) -> TwostrokeErr
     ]
     if constraint.excluded:
         rules.append("the excluded texts")
-    reason = f"leaves no token to sample after {request.num_output + len(new_tokens)} tokens"
+    reason = (
+        "leaves no token to sample after "
+        f"{counted_noun(request.num_output + len(new_tokens), 'token')}"
+    )
     reason += f", together with {' and '.join(rules)}: change one of them." if rules else "."
     return RequestError(reason, field=constraint.param)
 

@@ -10,6 +10,7 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from twostroke.core.errors import OverloadedError, UsageError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.option_schema import from_mapping
 from twostroke.core.options import PARTNER, EngineOptions
 from twostroke.core.request import AUTO_POOLING, EmbeddingParams
@@ -572,7 +573,7 @@ def _fetch_and_build(
 def _describe(kind: str, engine: Engine) -> str:
     card, detail = engine.card, engine.facts.detail
     size = f"{card.file_bytes / 1e6:.0f} MB"
-    context = f"context of {engine.context_length} tokens"
+    context = f"context of {counted_noun(engine.context_length, 'token')}"
     return f"<{kind} {card.name}: {card.architecture}, {card.format}, {size}, {context}, {detail}>"
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.request import NO_HINTS, Hints
 from twostroke.engine.chat.reasoning import Thinking
 from twostroke.engine.scheduler.config import prompt_too_long
@@ -179,8 +180,8 @@ def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
         tokens = card.tokenizer.encode(prediction, max_tokens=card.context_length)
     except TooManyTokensError as error:
         reason = (
-            f"has at least {error.num_tokens} tokens, which exceeds the context length of "
-            f"{card.context_length}."
+            f"has at least {counted_noun(error.num_tokens, 'token')}, which exceeds the context "
+            f"length of {card.context_length}."
         )
         raise RequestError(reason, field="prediction") from None
     return Hints(speculate, tuple(tokens))

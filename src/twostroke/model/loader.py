@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelFormatError
+from twostroke.core.message_text import counted_noun
 from twostroke.model import hub
 from twostroke.model.built_in_templates import template_source
 from twostroke.model.tokenizer import from_gguf, from_tokenizer_json
@@ -64,7 +65,8 @@ def _own_tokenizer(loaded: LoadedModel) -> Tokenizer:
     tokenizer = from_tokenizer_json(source.path, loaded.spec.vocab_size)
     if tokenizer.num_text_ids > loaded.spec.vocab_size:
         raise ModelFormatError(
-            f"{loaded.name}: its {source.path.name} has {tokenizer.num_text_ids} tokens, its "
-            f"embedding table {loaded.spec.vocab_size} rows: it is the tokenizer of another model."
+            f"{loaded.name}: its {source.path.name} has "
+            f"{counted_noun(tokenizer.num_text_ids, 'token')}, its embedding table "
+            f"{counted_noun(loaded.spec.vocab_size, 'row')}: it is the tokenizer of another model."
         )
     return tokenizer

@@ -109,7 +109,7 @@ def test_layers_that_are_not_alike_have_no_drift(tiny: str, tmp_path: Path) -> N
 
 
 def test_a_text_of_one_token_is_refused(tiny: str) -> None:
-    with pytest.raises(UsageError, match="The text has 1 tokens, and at least 2"):
+    with pytest.raises(UsageError, match="The text has 1 token, and at least 2"):
         pieces_of("x", [tiny], 64, None)
 
 

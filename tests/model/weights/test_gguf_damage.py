@@ -77,7 +77,7 @@ CASES = {
     ),
     "last string leads out": (
         array_of(STRING, 1, struct.pack("<Q", 1)),
-        "1 strings that lead past the end",
+        "1 string that leads past the end",
     ),
     "array of arrays": (array_of(ARRAY, 2**20), "'k' needs 12582912 bytes"),
     "arrays in arrays": (

@@ -21,6 +21,7 @@ from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.reference.operations import rms_norm
 from twostroke.core.errors import BackendError, RanksLostError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS, ActivationBits, activation_bits_or_map
 from twostroke.core.step import StepResult
 from twostroke.model.program import ops
@@ -303,9 +304,9 @@ class CpuBackend:
         limit = self._program.temperature_length
         if limit is not None and num_tokens > limit:
             raise BackendError(
-                f"The cpu backend computes at most {limit} tokens of {self._program.name}, not "
-                f"{num_tokens}, because later queries have an attention temperature; "
-                "--backend torch computes all."
+                f"The cpu backend computes at most {counted_noun(limit, 'token')} of "
+                f"{self._program.name}, not {num_tokens}, because later queries have an attention "
+                "temperature; --backend torch computes all."
             )
 
     def _tapped(self, value: str | None) -> str | None:
@@ -379,7 +380,7 @@ def _mixed_bits(bits: int | ActivationBits) -> str:
 def _detail(
     level: str, num_threads: int, activation_bits: int | ActivationBits, kv_format: str
 ) -> str:
-    parts = [level, "1 thread" if num_threads == 1 else f"{num_threads} threads"]
+    parts = [level, counted_noun(num_threads, "thread")]
     is_mixed = isinstance(activation_bits, ActivationBits)
     if not is_mixed and activation_bits != DEFAULT_ACTIVATION_BITS:
         parts.append(f"{activation_bits}-bit activations")

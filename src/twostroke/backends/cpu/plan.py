@@ -28,6 +28,7 @@ from twostroke.backends.cpu.records import (
 from twostroke.backends.interface import MappedPages
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.core.request import NO_STATE
 from twostroke.model.program.ops import SplitKvAttention
 
@@ -104,7 +105,10 @@ class NativePlan:
         if link is not None and lowered.layout is not None and link.record.shared:
             num_bytes = lowered.layout.offsets(link.max_rows).end
             if num_bytes > link.record.shared_bytes:
-                message = f"Ranks share {link.record.shared_bytes} bytes, and need {num_bytes}"
+                message = (
+                    f"Ranks share {counted_noun(link.record.shared_bytes, 'byte')}, and need "
+                    f"{num_bytes}"
+                )
                 raise MemoryLimitError(f"{message} for the values that are wanted; ask for fewer.")
         record = PlanRecord(
             num_groups=len(program.cache_groups),
@@ -134,7 +138,10 @@ class NativePlan:
             setattr(record, f"num_{name}", len(items))
         self._plan: int | None = library.ts_plan_create(pool, byref(record))
         if self._plan is None:
-            message = f"No memory for {pages.num_pages} key-value pages of {pages.page_size} tokens"
+            message = (
+                f"No memory for {counted_noun(pages.num_pages, 'key-value page')} of "
+                f"{counted_noun(pages.page_size, 'token')}"
+            )
             raise MemoryLimitError(f"{message}; lower --context-length or --kv-memory.")
 
     def run(self, step: StepRecord) -> None:
@@ -153,7 +160,10 @@ class NativePlan:
                 "The step names a token, page or recurrent state that the model does not have."
             )
         if outcome:
-            message = f"No memory for a step of {step.num_rows} tokens; lower the token budget."
+            message = (
+                f"No memory for a step of {counted_noun(step.num_rows, 'token')}; lower the token "
+                "budget."
+            )
             raise MemoryLimitError(message)
 
     def evaluate(

@@ -15,6 +15,7 @@ from twostroke.backends.cpu.records import (
     Precision,
 )
 from twostroke.core.errors import BackendError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import ACTIVATION_BITS
 from twostroke.model.program import ops
 from twostroke.model.program.ops import Receive, Send
@@ -42,7 +43,10 @@ def check_heads(program: Program) -> None:
         if isinstance(op, ops.Attention | ops.SplitKvAttention | ops.Rope) and (
             op.head_dim % _HEAD_UNIT or op.head_dim > _MAX_HEAD_DIM
         ):
-            message = f"{program.name}: heads of {op.head_dim} values; the cpu backend runs"
+            message = (
+                f"{program.name}: heads of {counted_noun(op.head_dim, 'value')}; the cpu backend "
+                "runs"
+            )
             raise BackendError(f"{message} multiples of {_HEAD_UNIT} up to {_MAX_HEAD_DIM}.")
 
 

@@ -13,6 +13,7 @@ from twostroke.backends.cpu.layout import SharedLayout, SharedPreparation, Share
 from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.records import MAX_CHANNELS, MAX_TEAMS, OpKind
 from twostroke.core.errors import BackendError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS
 from twostroke.model.program import ops
 from twostroke.model.program.sharding import ColumnParts
@@ -108,7 +109,8 @@ def shared_layout(ranks: Sequence[RankProgram], taps: Sequence[str] = ()) -> Sha
         for channel in lowered.channels
     }
     if len(teams) > MAX_TEAMS or len(channels) > MAX_CHANNELS:
-        raise BackendError(f"{len(ranks)} ranks are more than the cpu backend runs; ask for fewer.")
+        ranks_text = counted_noun(len(ranks), "rank is", "ranks are")
+        raise BackendError(f"{ranks_text} more than the cpu backend runs; ask for fewer.")
     return SharedLayout(
         slots=tuple(slots),
         slot_of=slot_of,

@@ -11,6 +11,7 @@ from twostroke.backends.cpu.library import load_library
 from twostroke.backends.cpu.records import NodeRecord
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import memory_nodes, threads_by_node
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     import ctypes
@@ -38,7 +39,9 @@ def thread_pool(library: ctypes.CDLL, num_threads: int) -> Iterator[int]:
     )
     pool: int | None = library.ts_pool_create(num_threads, nodes, len(nodes))
     if pool is None:
-        raise BackendError(f"The operating system refuses {num_threads} threads; ask for fewer.")
+        raise BackendError(
+            f"The operating system refuses {counted_noun(num_threads, 'thread')}; ask for fewer."
+        )
     try:
         yield pool
     finally:

@@ -37,6 +37,7 @@ from twostroke.backends.interface import BackendFacts
 from twostroke.backends.spans import pooled_rows
 from twostroke.core.errors import BackendError, MemoryLimitError, TwostrokeError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.core.step import StepPlan, StepResult
 from twostroke.model.program.kv_layout import PageGroups
 
@@ -392,7 +393,10 @@ class GpuBackend:
         parts += ["same tokens"] if self._gpu.same_tokens else []
         parts += ["overlapping launches"] if self._gpu.overlaps else []
         converted = self._weights.converted
-        parts += [f"{fmt} as {element} ({count} weights)" for fmt, count in converted.items()]
+        parts += [
+            f"{fmt} as {element} ({counted_noun(count, 'weight')})"
+            for fmt, count in converted.items()
+        ]
         return ", ".join(parts)
 
 

@@ -23,6 +23,7 @@ from twostroke.backends.parallel.rank_messages import (
     Reset,
 )
 from twostroke.core.errors import BackendError, RanksLostError
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -313,7 +314,7 @@ def _facts_of_all(rank0_facts: BackendFacts, others: Ranks, mesh: Mesh) -> Backe
         for rank, part in sorted(parts.items())
     ]
     num_threads = sum(rank.num_threads for rank in ranks)
-    threads = f"{num_threads} threads in {len(ranks)} ranks"
+    threads = f"{counted_noun(num_threads, 'thread')} in {counted_noun(len(ranks), 'rank')}"
     return replace(
         rank0_facts,
         detail=re.sub(r"\b\d+ threads?\b", threads, rank0_facts.detail, count=1),

@@ -31,6 +31,7 @@ from twostroke.core import env
 from twostroke.core.errors import BackendError, TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available, num_cores
+from twostroke.core.message_text import counted_noun
 from twostroke.core.transport.frames import ConnectionLostError
 from twostroke.model.loader import load
 from twostroke.model.weights import weights_identity
@@ -244,7 +245,9 @@ def _gather_s(link: HostLink, pair: tuple[int, int], size: int) -> float:
     for _ in range(_REPEATS):
         start = time.perf_counter()
         if record.all_gather(record.context, team, 2, contribution, gathered, sizes):
-            raise BackendError(f"Ranks {pair[0]} and {pair[1]} cannot exchange {size} bytes.")
+            raise BackendError(
+                f"Ranks {pair[0]} and {pair[1]} cannot exchange {counted_noun(size, 'byte')}."
+            )
         times.append(time.perf_counter() - start)
     return median(times)
 

@@ -28,6 +28,7 @@ from twostroke.backends.parallel.rank_messages import RECEIVED_BY_RANKS, RankArr
 from twostroke.core import env
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import BackendError, PortInUseError, RanksLostError, UsageError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.transport.frames import ConnectionLostError, InvalidMessageError
 
 if TYPE_CHECKING:
@@ -342,8 +343,8 @@ def assigned_rank(num_ranks: int) -> LauncherEnv | None:
         return None
     if launcher_env.num_ranks != num_ranks:
         raise UsageError(
-            f"The launcher has started {launcher_env.num_ranks} processes, but the options divide "
-            f"the model over {num_ranks}: make both numbers the same."
+            f"The launcher has started {counted_noun(launcher_env.num_ranks, 'process')}, but the "
+            f"options divide the model over {num_ranks}: make both numbers the same."
         )
     if launcher_env.host is None:
         reason = "Set MASTER_ADDR to an address of rank 0's machine: this launcher does not say it."

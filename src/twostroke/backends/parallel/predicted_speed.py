@@ -23,6 +23,7 @@ from twostroke.backends.parallel.backend import ParallelBackend
 from twostroke.backends.parallel.rank_group import on_cores
 from twostroke.core.errors import RanksLostError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.model.program import BatchShape
 from twostroke.model.program.collectives import AllGather, AllReduce, Receive, Send
 from twostroke.model.program.experts import ExpertTerms, MixtureOfExperts
@@ -187,9 +188,9 @@ def describe_gain(
 ) -> str:
     """Return a text for the log about the expected speed-up of ranks over one process here."""
     hosts = {rank.host for rank in facts.ranks}
-    where = f"on {len(hosts)} machines" if len(hosts) > 1 else "on this machine"
+    where = f"on {counted_noun(len(hosts), 'machine')}" if len(hosts) > 1 else "on this machine"
     link = _LINK_NAMES.get(facts.link, facts.link)
-    ranks = f"{len(facts.ranks)} ranks {where}, connected by {link}."
+    ranks = f"{counted_noun(len(facts.ranks), 'rank')} {where}, connected by {link}."
     if limits is None or not isinstance(backend, ParallelBackend):  # the link cannot be measured
         return ranks
     try:

@@ -10,6 +10,7 @@ from twostroke.backends.parallel.launcher import RemoteRank, RemoteRanks, serve_
 from twostroke.backends.parallel.rank_messages import RankArrival
 from twostroke.core.env import install_command
 from twostroke.core.errors import BackendError, RanksLostError
+from twostroke.core.message_text import counted_noun
 
 _PLACEMENT_TIMEOUT_S: Final = 60.0
 _END_TIMEOUT_S: Final = 5.0
@@ -43,8 +44,8 @@ class RayRanks:
             resources = ray.cluster_resources().get("CPU", 0)
             self.close()
             raise RanksLostError(
-                f"Ray has no room for {num_ranks - 1} more ranks: its cluster has {resources:.0f} "
-                "cores in all."
+                f"Ray has no room for {counted_noun(num_ranks - 1, 'more rank')}: its cluster has "
+                f"{resources:.0f} cores in all."
             )
         for rank in range(1, num_ranks):
             self._start(rank)

@@ -9,6 +9,7 @@ import os
 from twostroke.backends.cpu.library import load_library
 from twostroke.backends.cpu.records import LinkRecord
 from twostroke.core.errors import MemoryLimitError
+from twostroke.core.message_text import counted_noun
 
 
 class SharedLink:
@@ -48,7 +49,8 @@ class SharedLink:
             return cls(0, num_ranks, level, file, num_bytes)
         except OSError:
             os.close(file)
-            reason = f"No memory for {num_bytes / 1e6:.0f} MB that {num_ranks} ranks share."
+            ranks_share = counted_noun(num_ranks, "rank shares", "ranks share")
+            reason = f"No memory for {num_bytes / 1e6:.0f} MB that {ranks_share}."
             raise MemoryLimitError(reason) from None
 
     @property

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 import msgspec
 
 from twostroke.core.errors import BackendError, TwostrokeError
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +117,9 @@ class MessageReader(Generic[T]):
         """Return the size of a body that is not MessagePack, from the length in its head."""
         is_binary = self._takes_bytes and size >= _BINARY_BIT
         if not is_binary or size - _BINARY_BIT > MAX_BODY_BYTES:
-            reason = f"A frame of {size} bytes arrived; at most {MAX_BODY_BYTES} may."
+            reason = (
+                f"A frame of {counted_noun(size, 'byte')} arrived; at most {MAX_BODY_BYTES} may."
+            )
             raise InvalidMessageError(reason)
         return size - _BINARY_BIT
 

@@ -23,6 +23,7 @@ from jinja2.visitor import NodeTransformer
 
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -147,7 +148,7 @@ class RenderMeter:
         return weight
 
     def _too_big(self) -> BudgetError:
-        return _too_much(f"{self._budget.max_chars:,} characters", "max_chars")
+        return _too_much(counted_noun(self._budget.max_chars, "character", form=","), "max_chars")
 
 
 def _too_much(limit: str, field: str) -> BudgetError:

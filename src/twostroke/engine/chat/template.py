@@ -10,6 +10,7 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
+from twostroke.core.message_text import counted_noun
 from twostroke.engine.chat.literals import (
     Marker,
     fold_formatted_texts,
@@ -62,7 +63,7 @@ class ChatTemplate:
         """
         if len(source) > _MAX_SOURCE_CHARS:
             raise ModelFormatError(
-                f"The chat template has {len(source):,} characters; "
+                f"The chat template has {counted_noun(len(source), 'character', form=',')}; "
                 f"{_MAX_SOURCE_CHARS:,} are allowed."
             )
         self.source = source

@@ -18,6 +18,7 @@ from msgspec.structs import asdict
 
 from twostroke.core.errors import UsageError
 from twostroke.core.files import open_regular_file, write_text
+from twostroke.core.message_text import counted_noun
 from twostroke.engine.kv_offload.disk_index import PREFIX_BYTES, DiskIndex, Entry
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ def read_page(path: Path, name: bytes, page: memoryview[Any]) -> str | None:
     with open_regular_file(path, follows_links=False) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes != len(header) + len(page):
-            return f"has {num_bytes} bytes instead of {len(header) + len(page)}."
+            return f"has {counted_noun(num_bytes, 'byte')} instead of {len(header) + len(page)}."
         if os.preadv(file.fileno(), [header, page], 0) != num_bytes:
             return "ended early."
     magic, stored_name, *_, checksum = _HEADER.unpack(header)

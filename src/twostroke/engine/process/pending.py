@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from twostroke.core.errors import DeadlineError, OverloadedError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.request import FinishReason
 from twostroke.engine.output import Output, Usage
 from twostroke.engine.process import messages as wire
@@ -193,10 +194,12 @@ class PendingCalls:
             max_requests = config.max_waiting_requests << i
             max_tokens = config.max_waiting_tokens << i
             if requests[i] >= max_requests:
-                reason = f"{requests[i]} requests wait until the engine can take them."
+                waiting = counted_noun(requests[i], "request waits", "requests wait")
+                reason = f"{waiting} until the engine has room."
                 raise OverloadedError(reason, room_s=room_s)
             if tokens[i] and tokens[i] + new.num_tokens > max_tokens:
-                reason = f"{tokens[i]} tokens wait until the engine can take them."
+                waiting = counted_noun(tokens[i], "token waits", "tokens wait")
+                reason = f"{waiting} until the engine has room."
                 raise OverloadedError(reason, room_s=room_s)
 
     def add(self, outputs: RemoteOutputs) -> None:

@@ -25,6 +25,7 @@ from twostroke.core.errors import (
     TwostrokeError,
 )
 from twostroke.core.hardware import memory_used
+from twostroke.core.message_text import counted_noun
 from twostroke.core.request import FinishReason
 from twostroke.core.transport.frames import InvalidMessageError
 from twostroke.engine.counters import TimeSpan
@@ -406,9 +407,8 @@ class RemoteEngine:
     def on_restart(self, ready: wire.EngineReady) -> None:
         """Send the waiting calls to the new engine process, in the order of their arrival."""
         self.facts = ready.facts
-        count = len(self._pending.open)
-        noun = "request" if count == 1 else "requests"
-        _logger.info("The engine runs again; %d %s had waited for it.", count, noun)
+        requests = counted_noun(len(self._pending.open), "request")
+        _logger.info("The engine runs again; %s had waited for it.", requests)
         self._pending.is_up = True
         self.send_waiting()
 

@@ -12,6 +12,7 @@ from twostroke.core.errors import (
     UsageError,
 )
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from twostroke.core.options import BatchOptions
@@ -193,9 +194,9 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
         total = min(total, max(num_prompt + 1, min(context_length, num_slots)))
     if total > context_length:
         raise ContextLengthError(
-            f"{_CONTEXT_LENGTH_TEXT}you requested {total} tokens ({num_prompt} in the "
-            f"{prompt_field}, {max_output} in the completion). Please reduce the length of the "
-            f"{prompt_field} or completion.",
+            f"{_CONTEXT_LENGTH_TEXT}you requested {counted_noun(total, 'token')} ({num_prompt} in "
+            f"the {prompt_field}, {max_output} in the completion). Please reduce the length of "
+            f"the {prompt_field} or completion.",
             field="max_tokens",
             num_prompt=num_prompt,
             num_answer=max_output,
@@ -203,7 +204,8 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
         )
     if total > num_slots:
         raise ContextLengthError(
-            f"The request needs key-value memory for {total} tokens ({num_prompt} of them "
+            f"The request needs key-value memory for {counted_noun(total, 'token')} "
+            f"({num_prompt} of them "
             f"prompt), but there is memory for {num_slots}. "
             "Shorten the prompt, lower {limit}, or give the cache more memory.",
             field="max_tokens" if max_output else prompt_field,
@@ -262,9 +264,12 @@ def check_queue(
     """
     is_full = num_requests >= config.max_waiting_requests
     if is_full:
-        queued, limit = f"{num_requests} requests wait", config.max_waiting_requests
+        queued, limit = (
+            counted_noun(num_requests, "request waits", "requests wait"),
+            config.max_waiting_requests,
+        )
     elif num_requests and num_tokens + num_new_tokens > config.max_waiting_tokens:
-        queued = f"{num_tokens + num_new_tokens} tokens would wait"
+        queued = f"{counted_noun(num_tokens + num_new_tokens, 'token')} would wait"
         limit = config.max_waiting_tokens
     else:
         return

@@ -16,6 +16,7 @@ import numpy as np
 
 from twostroke.core.cancellation import wait_until_set
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.fleet.router.engine_killers import ComputedContents
 from twostroke.fleet.router.upstream import Address, ConnectionPool
 from twostroke.fleet.routing.dispatch import Dispatcher
@@ -301,7 +302,9 @@ class ReplicaRegistry:
     def warning(self) -> str:
         """A sentence about replicas that ignore tenants, for people; empty if there are none."""
         count = sum(not replica.trusts_router for replica in self.replicas.values())
-        sentence = f"At {count} of {len(self.replicas)} replicas tenants {_TRUST_WARNING}"
+        sentence = (
+            f"At {count} of {counted_noun(len(self.replicas), 'replica')} tenants {_TRUST_WARNING}"
+        )
         return sentence if count else ""
 
     def disagreement(self, replica: Replica, facts: ReplicaFacts) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.requests import Request
 
 from twostroke.core.errors import RequestError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.request import DEFAULT_SERVICE_TIER, SERVICE_TIERS
 from twostroke.fleet.router.health_checker import fetch_status
 from twostroke.fleet.router.paths import (
@@ -235,7 +236,9 @@ class RequestReader:
         limits = self._fleet.options.limits
         if is_form:
             if length.isdecimal() and int(length) > limits.max_file_bytes + _FORM_OVERHEAD_BYTES:
-                raise BodySizeError(f"The body is larger than {limits.max_file_bytes} bytes.")
+                raise BodySizeError(
+                    f"The body is larger than {counted_noun(limits.max_file_bytes, 'byte')}."
+                )
             return _body_parts(request, limits.max_file_bytes + _FORM_OVERHEAD_BYTES)
         if not length and "transfer-encoding" not in request.headers:
             return b""
@@ -252,7 +255,7 @@ async def _body_parts(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:
-            raise BodySizeError(f"The body is larger than {max_bytes} bytes.")
+            raise BodySizeError(f"The body is larger than {counted_noun(max_bytes, 'byte')}.")
         if part:
             yield part
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from twostroke.core.errors import UsageError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import BatchOptions, CacheOptions, EngineOptions, SpeculationOptions
 from twostroke.core.sampling import OPENAI_DEFAULTS
 from twostroke.engine.engine import build
@@ -44,7 +45,8 @@ def text_pieces(source: LoadedModel, text: str, num_tokens: int) -> list[list[in
     count = sum(map(len, pieces))
     if count < _MIN_TOKENS:
         raise UsageError(
-            f"The calibration text has {count} tokens, {_MIN_TOKENS} are needed.", field="text"
+            f"The calibration text has {counted_noun(count, 'token')}, {_MIN_TOKENS} are needed.",
+            field="text",
         )
     return pieces
 

@@ -13,6 +13,7 @@ from twostroke.core.errors import ModelFormatError, QualityError, TwostrokeError
 from twostroke.core.files import atomic_output, exclusive_output, require_disk_space
 from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import read_checked_json, write_checked_json
+from twostroke.core.message_text import counted_noun
 from twostroke.engine.drafters import has_same_tokens
 from twostroke.lab.compress.quantize import gguf_contents
 from twostroke.lab.compress.report import check_canary, scoring_backend
@@ -307,8 +308,9 @@ def _cut_student(
         widths = choose_widths(student.spec, student.tensors, texts, kv_heads, feed_forward)
         write_checked_json(path, msgspec.to_builtins(widths))
         report(
-            f"widths: {kv_heads} of {spec.num_kv_heads} heads of keys and values, "
-            f"{feed_forward:,} of {spec.ffn_size:,} channels of each feed-forward remain"
+            f"widths: {kv_heads} of {counted_noun(spec.num_kv_heads, 'head')} of keys and values, "
+            f"{feed_forward:,} of {counted_noun(spec.ffn_size, 'channel', form=',')} of each "
+            "feed-forward remain"
         )
     return _with_widths(student, widths)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.lab.compress.grids import GRIDS
 from twostroke.model.program import ops
 from twostroke.model.quant import FORMATS
@@ -145,7 +146,10 @@ def report_float_matrices(
     example, width = next(iter(widths.items()))
     others = f" and {len(widths) - 1} more" if len(widths) > 1 else ""
     verb = "have" if others else "has"
-    facts = f"{example}{others} {verb} rows that fill no blocks of {name}, such as {width} values"
+    facts = (
+        f"{example}{others} {verb} rows that fill no blocks of {name}, such as "
+        f"{counted_noun(width, 'value')}"
+    )
     if len(widths) == num_matrices:
         raise TwostrokeError(f"{facts}: no matrix could get smaller.")
     notice(f"{facts}: kept in floats of 16 bits.")

@@ -21,6 +21,7 @@ from twostroke.core import env
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import read_checked_json, write_checked_json
+from twostroke.core.message_text import counted_noun
 from twostroke.lab.compress.grids import GRIDS
 from twostroke.lab.compress.mixes import format_for_width, layer_index
 from twostroke.lab.compress.round import round_matrix
@@ -108,7 +109,7 @@ def sensitivity_of(
         if key not in measured:
             measured[key] = trials.kl({name: matrices[name] for name in part})
             _write(path, Sensitivity(identity, {}, measured))
-            notice(f"Measured {len(measured)} of {num_trials} parts of the model")
+            notice(f"Measured {len(measured)} of {counted_noun(num_trials, 'part')} of the model")
         return measured[key]
 
     kl: dict[str, dict[str, float]] = {}

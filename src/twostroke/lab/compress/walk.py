@@ -15,6 +15,7 @@ import numpy as np
 from twostroke.backends.reference.operations import PagedCache, ReferenceStepState, apply
 from twostroke.backends.reference.recurrent import StateMemory
 from twostroke.backends.spans import RowSpan
+from twostroke.core.message_text import counted_noun
 from twostroke.lab.compress.equalize import divided_moments
 from twostroke.lab.compress.round import damped_moments, outer_products
 from twostroke.lab.compress.threads import own_threads
@@ -111,7 +112,7 @@ def with_progress(
         yield matrix
         if count % _NOTICE_INTERVAL == 0 or count == total:
             left_s = (time.perf_counter() - start_s) * (total / count - 1)
-            notice(f"Rounded {count} of {total} matrices, {left_s:.0f} s left")
+            notice(f"Rounded {count} of {counted_noun(total, 'matrix')}, {left_s:.0f} s left")
 
 
 class CalibrationStream:

@@ -17,6 +17,7 @@ from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import BatchOptions, EngineOptions
 from twostroke.lab.measure.divergence import compare
 from twostroke.model.loader import build_tokenizer, load
@@ -114,7 +115,9 @@ def pieces_of(
     pieces = [tokens[i : i + num_text_tokens] for i in range(0, len(tokens), num_text_tokens)]
     pieces = [[*begin, *piece] for piece in pieces if len(piece) > 1]
     if not pieces:
-        raise UsageError(f"The text has {len(tokens)} tokens, and at least 2 are needed.")
+        raise UsageError(
+            f"The text has {counted_noun(len(tokens), 'token')}, and at least 2 are needed."
+        )
     return pieces
 
 
@@ -269,7 +272,9 @@ def _open_backend(subject: ComparedModel, length: int) -> tuple[Program, Backend
     program = recipe.program
     recipe = recipe.with_compute(resolve_activation_bits(subject.compute, recipe.loaded, program))
     if length > program.context_length:
-        message = f"Pieces of {length} tokens are longer than {program.name}'s context"
+        message = (
+            f"Pieces of {counted_noun(length, 'token')} are longer than {program.name}'s context"
+        )
         raise UsageError(f"{message} of {program.context_length}: lower --length.")
     if recipe.mesh.num_ranks > 1 and subject.compute.backend != "reference":
         # Imported here: one process needs nothing of it.

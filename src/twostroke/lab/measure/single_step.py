@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import BatchOptions
 from twostroke.core.request import NO_PAGE, Request
 from twostroke.core.sampling import SamplingParams
@@ -64,9 +65,9 @@ class StepShape(Frozen):
     def name(self) -> str:
         """A name of the step for people, such as "decode, 16 streams after 512 tokens"."""
         if self.num_prompt:
-            return f"prefill, {self.num_prompt:,} tokens"
-        streams = "1 stream" if self.num_streams == 1 else f"{self.num_streams} streams"
-        return f"decode, {streams} after {self.context:,} tokens"
+            return f"prefill, {counted_noun(self.num_prompt, 'token', form=',')}"
+        streams = counted_noun(self.num_streams, "stream")
+        return f"decode, {streams} after {counted_noun(self.context, 'token', form=',')}"
 
     def check(self, program: Program) -> None:
         """Raise UsageError if a request of the step would exceed the model's context."""
@@ -74,11 +75,12 @@ class StepShape(Frozen):
             request, option = (
                 (f"a prompt of {self.num_prompt:,}", "--prefill")
                 if self.num_prompt
-                else (f"steps after {self.context:,} tokens", "--context")
+                else (f"steps after {counted_noun(self.context, 'token', form=',')}", "--context")
             )
             limit = max(0, program.context_length - self.num_written)
             raise UsageError(
-                f"The context of {program.name} has {program.context_length:,} tokens, too few for "
+                f"The context of {program.name} has "
+                f"{counted_noun(program.context_length, 'token', form=',')}, too few for "
                 f"{request}: {option} may be up to {limit}."
             )
 

@@ -18,6 +18,7 @@ from twostroke.core.errors import ModelFormatError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import num_cores, processor_name, resolve_num_threads
 from twostroke.core.json_io import read_checked_json, write_checked_json
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import ComputeOptions
 from twostroke.lab.measure.single_step import StepShape
 from twostroke.lab.planner.overhead import (
@@ -333,7 +334,9 @@ def calibrate_from_server(
     num_threads = server_threads(url, key, model)
     notice(f"Watching {url} for {WATCH_S:.0f} s.")
     steps = watch_server(url, key, model, WATCH_S)
-    notice(f"Steps of {len(steps)} shapes were seen, {thread_count_text(num_threads)}.")
+    notice(
+        f"Steps of {counted_noun(len(steps), 'shape')} were seen, {thread_count_text(num_threads)}."
+    )
     old = load_calibration(model.identity, num_threads)
     points = () if old is None else old.points
     if old is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from twostroke.core.message_text import counted_noun
 from twostroke.lab.planner.question import MEMORY_SHARE
 from twostroke.lab.planner.roofline import kv_copies
 from twostroke.model.program.kv_layout import FORMATS
@@ -79,16 +80,20 @@ def _time_formulas(planner: Planner, streams: int) -> Iterator[str]:
         "bandwidth) + 2 all-reduces per layer over the links"
     )
     num_chunks = planner.num_chunks(1)
-    chunks = f" in {num_chunks} steps of at most {question.token_budget}" if num_chunks > 1 else ""
+    chunks = (
+        f" in {counted_noun(num_chunks, 'step')} of at most {question.token_budget}"
+        if num_chunks > 1
+        else ""
+    )
     yield _step_formula(
-        f"prefill of {question.num_new} tokens{chunks}",
+        f"prefill of {counted_noun(question.num_new, 'token')}{chunks}",
         planner.prefill(),
         min_step=planner.prefill(is_limit=True),
         roofline=roofline,
     )
     for number in sorted({1, streams}):
         yield _step_formula(
-            f"decode, {number} {'stream' if number == 1 else 'streams'}",
+            f"decode, {counted_noun(number, 'stream')}",
             planner.decode(number),
             min_step=planner.decode(number, is_limit=True),
             roofline=roofline,
@@ -119,8 +124,8 @@ def _mixed_step_formulas(planner: Planner, streams: int) -> Iterator[str]:
     sums = f"sum over {num_chunks} of " if is_chunked else ""
     prompt = "a chunk of the prompt" if is_chunked else "the prompt"
     yield (
-        f"prompt among others = {sums}step with {streams - 1} streams and {prompt} - step with "
-        f"these streams alone = {prompt_s:.4g} s"
+        f"prompt among others = {sums}step with {counted_noun(streams - 1, 'stream')} and {prompt} "
+        f"- step with these streams alone = {prompt_s:.4g} s"
     )
     yield (
         f"TTFT = prompt among others + {num_chunks} x step with these streams alone = "

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.lab.measure.report_text import format_ms, format_number
 from twostroke.lab.planner.devices import find_device, known_devices
 from twostroke.lab.planner.models import load_planned_model
@@ -166,8 +167,8 @@ class _FleetPlanner:
         num_devices = sum(pattern.group.count * times for pattern, times in packing.used)
         if not self._stock and num_devices > _MAX_BOUGHT_DEVICES:
             return self._refusal(
-                f"The load needs {num_devices:,} devices; plans have at most "
-                f"{_MAX_BOUGHT_DEVICES:,}. Lower requests_per_s."
+                f"The load needs {counted_noun(num_devices, 'device', form=',')}; plans have at "
+                f"most {_MAX_BOUGHT_DEVICES:,}. Lower requests_per_s."
             )
         return FleetPlan(
             objective=self._question.objective,

@@ -9,6 +9,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.lab.measure.report_text import format_ms, format_number
 from twostroke.lab.planner.explain import explain
 from twostroke.lab.planner.planner import Planner, largest_where
@@ -255,14 +256,16 @@ def _verdict(planner: Planner, memory: MemoryPlan, num_fitting: int, max_streams
             f"{_fitting_changes(planner, memory)}."
         )
     if question.streams is not None and question.streams > num_fitting:
-        return f"{question.streams} streams do not fit: at most {num_fitting} do."
+        streams_do = counted_noun(question.streams, "stream does", "streams do")
+        return f"{streams_do} not fit: at most {num_fitting} do."
     limit = question.max_decoding_streams
     if question.streams is not None and limit is not None and question.streams > limit:
         needed = ceil(question.streams * (question.num_new + question.output) / question.output)
         return (
-            f"At most {limit:,} of {question.streams:,} streams can decode at once: prefill fills "
-            f"the rest of each step of {question.token_budget:,} tokens. All streams need steps of "
-            f"at least {needed:,} tokens (--token-budget)."
+            f"At most {limit:,} of {counted_noun(question.streams, 'stream', form=',')} can decode "
+            "at once: prefill fills the rest of each step of "
+            f"{counted_noun(question.token_budget, 'token', form=',')}. All streams need steps of "
+            f"at least {counted_noun(needed, 'token', form=',')} (--token-budget)."
         )
     if 1 <= (question.streams or 1) <= max_streams:
         return ""
@@ -291,8 +294,8 @@ def _missed_objective(planner: Planner, max_streams: int) -> str:
     for subject, limit_s, time_s, remedy in cases:
         if limit_s is not None and (actual_s := time_s(planner, streams)) > limit_s:
             return (
-                f"{subject} takes at least {format_ms(actual_s)} ms with {streams:,} "
-                f"{'streams' if streams > 1 else 'stream'}, {actual_s / limit_s:,.2f} times the "
+                f"{subject} takes at least {format_ms(actual_s)} ms with "
+                f"{counted_noun(streams, 'stream', form=',')}, {actual_s / limit_s:,.2f} times the "
                 f"objective: {_devices_needed(planner, time_s, limit_s)}, {remedy}{fewer}."
             )
     return ""
@@ -328,7 +331,9 @@ def _fitting_changes(planner: Planner, memory: MemoryPlan) -> str:
         return model.all_bytes + kv_bytes(model, question, num_tokens) <= usable
 
     if num_tokens := largest_where(fits, question.prompt + question.output):
-        changes.append(f"prompt and output of {num_tokens:,} tokens together fit")
+        changes.append(
+            f"prompt and output of {counted_noun(num_tokens, 'token', form=',')} together fit"
+        )
     return f"{changes[0][0].upper()}{'; '.join(changes)[1:]}"
 
 
@@ -346,7 +351,9 @@ def _devices_needed(
 
     if is_too_slow(MAX_DEVICES):
         return f"{MAX_DEVICES:,} devices are not enough: it needs fewer operations and bytes"
-    return f"it needs at least {largest_where(is_too_slow, MAX_DEVICES) + 1} devices"
+    return (
+        f"it needs at least {counted_noun(largest_where(is_too_slow, MAX_DEVICES) + 1, 'device')}"
+    )
 
 
 def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.lab.measure.plots import new_figure, svg_element
 from twostroke.lab.planner import words
 
@@ -77,11 +78,11 @@ def _roofline(axes: Axes, plan: Plan) -> None:
     The steps are the prefill of a prompt and a decode step.
     """
     peak, bandwidth = plan.roof.peak, plan.roof.bandwidth
+    tokens = counted_noun(plan.question.prompt - plan.question.num_cached, "token", form=",")
     steps = (
         (words.decode_name(plan.shown_streams), plan.decode, DECODE, "s"),
-        (f"prefill, {plan.question.prompt - plan.question.num_cached:,} tokens", plan.prefill,
-         PREFILL, "o"),
-    )  # fmt: skip
+        (f"prefill, {tokens}", plan.prefill, PREFILL, "o"),
+    )
     marks = [_marks(step) for _, step, *_ in steps]
     intensities = [mark.intensity for step in marks for mark in step]
     rates = [mark.flops_per_s for step in marks for mark in step]
@@ -185,10 +186,12 @@ def _latency(axes: Axes, plan: Plan) -> None:
             textcoords="offset points", ha="right", fontsize=_LABEL_POINTS, color=DECODE,
         )  # fmt: skip
     if (chosen_row := plan.chosen_row) is not None:
+        streams = words.num_streams(chosen_row.streams)
+        label = f"{streams}: {chosen_row.tokens_per_s:,.0f} tokens/s"
         axes.plot(
             chosen_row.tokens_per_s, chosen_row.tpot_s * 1e3, marker="*", markersize=15,
             color=DECODE, markeredgecolor="white", linestyle="none",
-            label=f"{chosen_row.streams:,} streams: {chosen_row.tokens_per_s:,.0f} tokens/s",
+            label=label,
         )  # fmt: skip
     for name, limit_s, colour in (
         ("TTFT", plan.question.ttft_s, PREFILL),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen, check_range
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import BatchOptions, ComputeOptions
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS
 
@@ -125,9 +126,11 @@ def context_shortfall(model_name: str, context_length: int, question: Question) 
     if num_tokens <= context_length:
         return ""
     return (
-        f"{model_name} cannot answer these requests: prompt and output have {num_tokens:,} tokens "
-        f"together, and its context ends at {context_length:,}. Shorten them by "
-        f"{num_tokens - context_length:,} tokens, or choose a model with a longer context."
+        f"{model_name} cannot answer these requests: prompt and output have "
+        f"{counted_noun(num_tokens, 'token', form=',')} together, and its context ends at "
+        f"{context_length:,}. Shorten them by "
+        f"{counted_noun(num_tokens - context_length, 'token', form=',')}, or choose a model with a "
+        "longer context."
     )
 
 

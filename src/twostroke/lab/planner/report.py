@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from jinja2 import Environment
 from markupsafe import Markup
 
+from twostroke.core.message_text import counted_noun
 from twostroke.lab.measure.report_text import format_ms
 from twostroke.lab.planner import plots, words
 from twostroke.lab.planner.question import MEMORY_SHARE
@@ -66,8 +67,12 @@ def report(plan: Plan) -> str:
 
 def _question(plan: Plan) -> Iterator[tuple[str, str]]:
     question = plan.question
-    yield "Prompt", f"{question.prompt:,} tokens, {question.num_cached:,} of them cached"
-    yield "Answer", f"{question.output:,} tokens"
+    prompt = counted_noun(question.prompt, "token", form=",")
+    yield (
+        "Prompt",
+        f"{prompt}, {question.num_cached:,} of them cached",
+    )
+    yield "Answer", counted_noun(question.output, "token", form=",")
     yield (
         "Streams",
         "as many as fit within the objectives, at most 256 without a TPOT objective"
@@ -90,7 +95,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str, float]]:
         return
     total = memory.usable / MEMORY_SHARE
     cache = memory.kv_per_request * plan.shown_streams
-    requests = f"{plan.shown_streams:,} {'request' if plan.shown_streams == 1 else 'requests'}"
+    requests = counted_noun(plan.shown_streams, "request", form=",")
     parts = {"weights": memory.weights, f"keys and values of {requests}": cache}
     free = memory.usable - memory.weights - cache
     if free >= 0:

@@ -68,8 +68,12 @@ class ServedStep(Frozen):
     @property
     def name(self) -> str:
         """A name of the server's step for people."""
-        prompt = f", {self.prompt_rows:,} rows of prompts" if self.prompt_rows else ""
-        return f"served, {self.requests} requests{prompt}"
+        prompt = (
+            f", {counted_noun(self.prompt_rows, 'row', form=',')} of prompts"
+            if self.prompt_rows
+            else ""
+        )
+        return f"served, {counted_noun(self.requests, 'request')}{prompt}"
 
 
 def group_steps(steps: Iterable[Sequence[Any]]) -> tuple[ServedStep, ...]:

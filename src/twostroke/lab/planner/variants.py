@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from twostroke.core.message_text import counted_noun
 from twostroke.model.program.ops import Attention, Linear
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def variants(model: PlannedModel, num_tokens: int) -> Iterator[tuple[str, Planne
         yield f"{_QUERIES_PER_KEY} queries for each key", _with_grouped_queries(model)
     window = next((size for size in _WINDOWS if size < num_tokens), None)
     if window is not None and any(window < (op.window or num_tokens) for op in attention):
-        yield f"a window of {window:,} tokens", _with_window(model, window)
+        yield f"a window of {counted_noun(window, 'token', form=',')}", _with_window(model, window)
 
 
 def _with_grouped_queries(model: PlannedModel) -> PlannedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from twostroke.core.message_text import counted_noun
 from twostroke.lab.measure.report_text import format_ms, format_number
 from twostroke.lab.planner.chunks import num_chunks
 from twostroke.lab.planner.served import thread_count_text
@@ -46,7 +47,7 @@ def decode_name(streams: int) -> str:
 
 def num_streams(count: int) -> str:
     """Return a number of streams as text: "1 stream" or "2 streams"."""
-    return f"{count:,} {'stream' if count == 1 else 'streams'}"
+    return counted_noun(count, "stream", form=",")
 
 
 def plan_facts(plan: Plan) -> Iterator[str]:
@@ -58,7 +59,11 @@ def plan_facts(plan: Plan) -> Iterator[str]:
     )
     yield _memory(plan)
     count = num_chunks(question.num_new, question.token_budget)
-    chunks = f", computed in {count:,} steps of {question.token_budget:,}" if count > 1 else ""
+    chunks = (
+        f", computed in {counted_noun(count, 'step', form=',')} of {question.token_budget:,}"
+        if count > 1
+        else ""
+    )
     yield (
         f"First token of a prompt of {_tokens(question.prompt)}{chunks}: "
         f"{format_ms(plan.ttft_s)} ms ({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} "
@@ -74,8 +79,9 @@ def plan_facts(plan: Plan) -> Iterator[str]:
         steps = f"one step measured {threads} on {calibrated.date}"
         if calibrated.error is not None:
             steps = (
-                f"{calibrated.num_steps} steps measured {threads} on {calibrated.date}; predicting "
-                f"each of them from the others has a median error of {calibrated.error:.0%}"
+                f"{counted_noun(calibrated.num_steps, 'step')} measured {threads} on "
+                f"{calibrated.date}; predicting each of them from the others has a median error of "
+                f"{calibrated.error:.0%}"
             )
         yield f"Times are corrected by {steps}. Nearest step: {calibrated.nearest}."
     elif plan.usual:
@@ -106,7 +112,7 @@ def describe_missing_fields(keys: Sequence[str], model: str) -> str:
 
 
 def _tokens(count: int) -> str:
-    return f"{count:,} {'token' if count == 1 else 'tokens'}"
+    return counted_noun(count, "token", form=",")
 
 
 def _efficiency(question: Question) -> str:
@@ -133,8 +139,9 @@ def _memory(plan: Plan) -> str:
     is_full_context = memory.most_tokens == plan.context_length
     note = ", the whole context" if is_full_context else ""
     return (
-        f"{text}. {memory.most_streams:,} requests fit into {memory.usable / 1e9:,.1f} GB, or one "
-        f"request of {memory.most_tokens:,} tokens{note}."
+        f"{text}. {counted_noun(memory.most_streams, 'request fits', 'requests fit', form=',')} "
+        f"into {memory.usable / 1e9:,.1f} GB, or one request of "
+        f"{counted_noun(memory.most_tokens, 'token', form=',')}{note}."
     )
 
 
@@ -187,8 +194,12 @@ def verdict(plan: Plan) -> str:
 
 def _users_answer(plan: Plan, load: UserLoad) -> str:
     """Return sentences about the users of a plan: replicas for them, latencies and costs."""
-    replicas = "one replica" if load.num_replicas == 1 else f"{load.num_replicas:,} replicas"
-    users = "1 user" if load.num_users == 1 else f"{load.num_users:,} users"
+    replicas = (
+        "one replica"
+        if load.num_replicas == 1
+        else counted_noun(load.num_replicas, "replica", form=",")
+    )
+    users = counted_noun(load.num_users, "user", form=",")
     start = f"Yes: {users} on {replicas} of {title(plan)}"
     if not load.meets_objectives:
         start = f"No: the objectives cannot be met for {users}. On one replica of {title(plan)}"
@@ -277,7 +288,7 @@ def rank_verdict(plans: Sequence[Plan]) -> str:
     """Return the verdict on ranked plans: which costs least, or why all miss the objectives."""
     best = plans[0]
     if not is_met(best):
-        return f"No: none of the {len(plans)} devices {_why_none(plans)}"
+        return f"No: none of the {counted_noun(len(plans), 'device')} {_why_none(plans)}"
     usd = cost_of(best)
     if usd is None:
         return f"Yes: {title(best)} is the fastest; the prices of these devices are not known."
@@ -304,9 +315,10 @@ def about_ranking(plans: Sequence[Plan]) -> Iterator[str]:
     if any(plan.calibrated is None and not plan.usual for plan in plans):
         yield _efficiency(question)
     if question.users is not None:
+        users = counted_noun(question.users, "user sees", "users see", form=",")
         yield (
-            f"TTFT MS and MS/TOKEN are what {question.users:,} users see on average; REPLICAS is "
-            "the number of replicas that serve them."
+            f"TTFT MS and MS/TOKEN are what {users} on average; REPLICAS is the number of "
+            "replicas that serve them."
         )
 
 

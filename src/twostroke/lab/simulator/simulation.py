@@ -12,6 +12,7 @@ from twostroke.core.distributed_options import DISAGGREGATE
 from twostroke.core.errors import Field, MemoryLimitError, UsageError, nearest
 from twostroke.core.frozen import Frozen, check_range
 from twostroke.core.hardware import memory_available
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.core.process_tuning import without_garbage_collection
 from twostroke.engine.engine import build_scheduler
@@ -159,7 +160,8 @@ class SimulationSetup(Frozen):
         max_context = fitting_context(self.model, self.question, free)
         if 0 < max_context < context_length:
             raise MemoryLimitError(
-                f"One request of the whole context, {context_length:,} tokens, takes "
+                "One request of the whole context, "
+                f"{counted_noun(context_length, 'token', form=',')}, takes "
                 f"{kv_bytes(self.model, self.question, context_length) / 1e9:,.1f} GB, and "
                 f"{self.question.count} x {self.device.name} has {free / 1e9:,.1f} GB for keys and "
                 f"values: use --context-length {max_context}, or more devices for each replica."

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import Field, UnreachableError, UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.lab.measure.report_text import format_ms
 from twostroke.lab.simulator.simulation import simulate
 
@@ -54,10 +55,11 @@ class Sweep(Frozen):
         if count >= _MIN_REQUESTS and duration_s >= _MIN_DURATION_RATIO * mean_s:
             return ""
         return (
-            f"The run is too short for a reliable result: {count:,} requests arrive within "
-            f"{duration_s:.3g} s, and each takes {mean_s:.3g} s. Use at least {_MIN_REQUESTS} "
-            f"requests that arrive over {_MIN_DURATION_RATIO} times the time of one request, so "
-            "that queues have time to grow."
+            "The run is too short for a reliable result: "
+            f"{counted_noun(count, 'request', form=',')} arrive within {duration_s:.3g} s, and "
+            f"each takes {mean_s:.3g} s. Use at least {_MIN_REQUESTS} requests that arrive over "
+            f"{_MIN_DURATION_RATIO} times the time of one request, so that queues have time to "
+            "grow."
         )
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import UsageError
 from twostroke.core.files import read_regular_file
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import BatchOptions, CacheOptions, EngineOptions, SpeculationOptions
 from twostroke.core.sampling import OPENAI_DEFAULTS
 from twostroke.engine.engine import build
@@ -69,7 +70,10 @@ def collect(
             is_done = num_rows >= options.num_tokens
             if is_done or (num_rows - num_reported) * _NUM_REPORTS >= options.num_tokens:
                 num_reported = num_rows
-                report(f"answers: {num_rows:,} of {options.num_tokens:,} tokens")
+                report(
+                    f"answers: {num_rows:,} of "
+                    f"{counted_noun(options.num_tokens, 'token', form=',')}"
+                )
             if is_done:
                 break
     store.take(finished)
@@ -77,8 +81,9 @@ def collect(
     answers = load_answers(folder, spec.hidden_size)
     if sum(map(len, answers)) < options.num_tokens:
         raise UsageError(
-            f"{options.data} has too few prompts for {options.num_tokens:,} tokens of answers: "
-            "add some, or lower --tokens."
+            f"{options.data} has too few prompts for "
+            f"{counted_noun(options.num_tokens, 'token', form=',')} of answers: add some, or lower "
+            "--tokens."
         )
     return answers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from twostroke.core.message_text import counted_noun
 from twostroke.model.families.fields import (
     MAX_CONTEXT,
     MAX_EXPERTS,
@@ -35,10 +36,14 @@ def read_sizes(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
     heads = fields.integer(keys["num_heads"], MAX_WIDTH)
     kv_heads = fields.integer(keys["num_kv_heads"], MAX_WIDTH, default=heads)
     if heads % kv_heads:
-        fields.fault(f"has {heads} heads, not a multiple of its {kv_heads} key-value heads")
+        fields.fault(
+            f"has {counted_noun(heads, 'head')}, not a multiple of its "
+            f"{counted_noun(kv_heads, 'key-value head')}"
+        )
     if not fields.has(keys["head_dim"]) and (hidden % heads or hidden > heads * MAX_HEAD_DIM):
         parts = f"equal parts of at most {MAX_HEAD_DIM}"
-        fields.fault(f"has {heads} heads that do not divide its width of {hidden} into {parts}")
+        heads_do = counted_noun(heads, "head that does", "heads that do")
+        fields.fault(f"has {heads_do} not divide its width of {hidden} into {parts}")
     return {
         "hidden_size": hidden,
         "num_heads": heads,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from twostroke.core.message_text import counted_noun
 from twostroke.model.families.common_fields import without_mtp_layers
 from twostroke.model.families.family import Family
 from twostroke.model.families.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
@@ -140,7 +141,10 @@ def _check_heads(fields: Fields, spec: ModelSpec) -> None:
     """
     max_heads = max_experts(spec)
     if spec.num_heads > max_heads:
-        fields.fault(f"has {spec.num_heads} attention heads; at most {max_heads} are supported")
+        fields.fault(
+            f"has {counted_noun(spec.num_heads, 'attention head')}; at most {max_heads} are "
+            "supported"
+        )
 
 
 _COMMON: Final[dict[str, Any]] = {

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from twostroke.core.errors import ModelFormatError, warn_of_wrong_token_id
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,7 +105,9 @@ class Fields(Frozen):
         """Return the list of `count` positive numbers at a metadata key."""
         values = self._value(key, _REQUIRED)
         if not isinstance(values, list) or len(values) != count:
-            self.fault(f"has {self.prefix}{key} that is not a list of {count} numbers")
+            self.fault(
+                f"has {self.prefix}{key} that is not a list of {counted_noun(count, 'number')}"
+            )
         entries = Fields(self.name, {f"{self.prefix}{key}[{i}]": v for i, v in enumerate(values)})
         return tuple(entries.number(name) for name in entries.values)
 
@@ -124,7 +127,9 @@ class Fields(Frozen):
         """
         values = self._value(key, _REQUIRED)
         if not isinstance(values, list) or len(values) != count:
-            self.fault(f"has {self.prefix}{key} that is not a list of {count} values")
+            self.fault(
+                f"has {self.prefix}{key} that is not a list of {counted_noun(count, 'value')}"
+            )
         for value in values:
             if not isinstance(value, str | int) or value not in value_map:
                 supported = ", ".join(map(str, value_map))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from twostroke.core.message_text import counted_noun
 from twostroke.model.families.blocks import norm, residual_layer
 from twostroke.model.families.common_fields import (
     MAX_EXPERTS_IN_ALL,
@@ -267,7 +268,10 @@ def _check_heads(fields: Fields, spec: ModelSpec) -> None:
     """Refuse layers whose number of key-value heads does not divide the number of heads."""
     for kv_heads, _ in map(spec.kv_heads_of, range(spec.num_layers)):
         if spec.num_heads % kv_heads:
-            heads = f"{spec.num_heads} heads, not a multiple of its {kv_heads} key-value heads"
+            heads = (
+                f"{counted_noun(spec.num_heads, 'head')}, not a multiple of its "
+                f"{counted_noun(kv_heads, 'key-value head')}"
+            )
             fields.fault(f"has {heads}")
 
 
@@ -291,7 +295,9 @@ def _layer_sizes(fields: Fields, key: str, count: int) -> list[int]:
     if not isinstance(value, list):
         return [fields.integer(key, MAX_WIDTH)] * count
     if len(value) != count:
-        fields.fault(f"has {fields.prefix}{key} that is not a list of {count} numbers")
+        fields.fault(
+            f"has {fields.prefix}{key} that is not a list of {counted_noun(count, 'number')}"
+        )
     entries = Fields(fields.name, {f"{fields.prefix}{key}[{i}]": v for i, v in enumerate(value)})
     return [entries.integer(name, MAX_WIDTH) for name in entries.values]
 
@@ -303,8 +309,8 @@ def with_shared_kv_layers(fields: Fields, spec: ModelSpec, count: int, ffn_size:
     window_kinds = {spec.window_of(layer) is None for layer in range(spec.num_layers - count)}
     if window_kinds != {spec.window_of(layer) is None for layer in range(spec.num_layers)}:
         fields.fault(
-            f"has {count} layers that read keys and values of earlier layers, but no earlier layer "
-            "with the same kind of attention"
+            f"has {counted_noun(count, 'layer that reads', 'layers that read')} keys and values of "
+            "earlier layers, but no earlier layer with the same kind of attention"
         )
     return replace(spec, shared_kv=SharedKvSpec(count, ffn_size))
 

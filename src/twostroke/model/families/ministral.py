@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from twostroke.core.message_text import counted_noun
 from twostroke.model.families.common_fields import config_window_of_all
 from twostroke.model.families.family import Family
 from twostroke.model.families.fields import MAX_CONTEXT
@@ -56,7 +57,9 @@ def _with_temperature(
     if scale is None:
         return spec
     if spec.rope.dim != spec.head_dim:
-        fields.fault(f"rotates only {spec.rope.dim} of {spec.head_dim} values of queries")
+        fields.fault(
+            f"rotates only {spec.rope.dim} of {counted_noun(spec.head_dim, 'value')} of queries"
+        )
     length = fields.integer(length_key, MAX_CONTEXT)
     rope = replace(spec.rope, temperature_scale=scale, temperature_length=length)
     return replace(spec, rope=rope)

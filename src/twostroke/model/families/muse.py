@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from twostroke.core.message_text import counted_noun
 from twostroke.model.families.blocks import residual_layer
 from twostroke.model.families.common_fields import all_but_every, config_window, gguf_window
 from twostroke.model.families.family import Family
@@ -56,7 +57,9 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     slides = tuple((spec.num_layers - 1 - i) % _PERIOD != 0 for i in range(spec.num_layers))
     bases = fields.value("layer_rope_theta") or slides
     if not isinstance(bases, list | tuple) or len(bases) != spec.num_layers:
-        fields.fault(f"has layer_rope_theta that is not a list of {spec.num_layers} numbers")
+        fields.fault(
+            f"has layer_rope_theta that is not a list of {counted_noun(spec.num_layers, 'number')}"
+        )
     return replace(
         spec, **_FIXED, window=config_window(fields, slides),
         rotates=tuple([bool(base) for base in bases]), norm_offset=1.0, offsets_last_norm=False,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from twostroke.core.message_text import counted_noun
 from twostroke.model.families.blocks import residual_layer
 from twostroke.model.families.common_fields import (
     config_experts,
@@ -55,7 +56,10 @@ def from_gguf(
     width = fields.integer("ssm.inner_size", MAX_WIDTH)
     if width % num_heads or width > num_heads * MAX_HEAD_DIM:
         parts = f"equal parts of at most {MAX_HEAD_DIM}"
-        fields.fault(f"has {num_heads} value heads that do not divide {width} values into {parts}")
+        fields.fault(
+            f"has {counted_noun(num_heads, 'value head that does', 'value heads that do')} not "
+            f"divide {counted_noun(width, 'value')} into {parts}"
+        )
     delta = DeltaSpec(
         attends=_gguf_attends(fields, spec.num_layers),
         num_key_heads=fields.integer("ssm.group_count", MAX_WIDTH),
@@ -96,11 +100,11 @@ def _with_delta(fields: Fields, spec: ModelSpec, delta: DeltaSpec) -> ModelSpec:
     """Return the spec with the delta rule, whose sizes are checked."""
     if delta.num_value_heads % delta.num_key_heads:
         fields.fault(
-            f"has {delta.num_value_heads} value heads, not a multiple of its "
-            f"{delta.num_key_heads} key heads"
+            f"has {counted_noun(delta.num_value_heads, 'value head')}, not a multiple of its "
+            f"{counted_noun(delta.num_key_heads, 'key head')}"
         )
     if not any(delta.attends):
-        fields.fault(f"has no attention in any of its {spec.num_layers} layers")
+        fields.fault(f"has no attention in any of its {counted_noun(spec.num_layers, 'layer')}")
     return replace(spec, delta=delta, gates_attention=True)
 
 

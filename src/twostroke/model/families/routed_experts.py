@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from twostroke.core.message_text import counted_noun
 from twostroke.model.families.common_fields import MAX_EXPERTS_IN_ALL
 from twostroke.model.families.fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
 from twostroke.model.families.spec import ExpertSpec, RoutingSpec
@@ -142,14 +143,18 @@ def _routing(
     count, num_used = counts
     num_groups = 1 if groups is None else fields.integer(groups[0], count)
     if count % num_groups:
-        fields.fault(f"has {count} experts, not a multiple of its {num_groups} groups of them")
+        fields.fault(
+            f"has {counted_noun(count, 'expert')}, not a multiple of its "
+            f"{counted_noun(num_groups, 'group')} of them"
+        )
     num_used_groups = num_groups
     if groups is not None and num_groups > 1:
         num_used_groups = fields.integer(groups[1], num_groups)
     if num_used > num_used_groups * (count // num_groups):
         num_reachable = num_used_groups * (count // num_groups)
         fields.fault(
-            f"chooses {num_used} experts, but its {num_used_groups} used groups have only "
+            f"chooses {counted_noun(num_used, 'expert')}, but its "
+            f"{counted_noun(num_used_groups, 'used group has', 'used groups have')} only "
             f"{num_reachable}"
         )
     group_best = min(2, count // num_groups) if is_sigmoid else 1

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, nearest
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,12 +90,13 @@ def choose_files(name: HubName, files: Sequence[RepoFile]) -> FileSelection:
         if len(matching) == 1:
             other_labels = _list_labels([model for model in models if model is not matching[0]])
             note = (
-                f"{name.repo} has {len(models)} GGUF models: taking {tag}; others: {other_labels}."
+                f"{name.repo} has {counted_noun(len(models), 'GGUF model')}: taking {tag}; others: "
+                f"{other_labels}."
             )
             return _select_gguf(matching[0], note)
     raise ModelNotFoundError(
-        f"{name.repo!r} has {len(models)} GGUF models: {_list_labels(models)}. Name one, such as "
-        f"'hf:{name.repo}:{models[0][0].path}'."
+        f"{name.repo!r} has {counted_noun(len(models), 'GGUF model')}: {_list_labels(models)}. "
+        f"Name one, such as 'hf:{name.repo}:{models[0][0].path}'."
     )
 
 
@@ -164,7 +166,8 @@ def _find_named(name: HubName, requested: str, models: list[_Model]) -> _Model:
     if matching:
         paths = ", ".join(model[0].path for model in matching[:_MAX_LISTED])
         raise ModelNotFoundError(
-            f"{name.repo!r} has {len(matching)} models called {name.file!r}. Name one of {paths}."
+            f"{name.repo!r} has {counted_noun(len(matching), 'model')} called {name.file!r}. Name "
+            f"one of {paths}."
         )
     hint = nearest(name.file or "", map(_label, models))
     available = _list_labels(models) or "no GGUF files at all"

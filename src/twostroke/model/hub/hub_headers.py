@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.json_io import read_json
+from twostroke.core.message_text import counted_noun
 from twostroke.model.hub.file_selection import CONFIG, INDEX, TOKENIZER, add_weights, choose_files
 from twostroke.model.hub.hub import Hub
 
@@ -67,7 +68,9 @@ class _HeaderDownload:
             if file.path.endswith(".safetensors"):
                 length = int.from_bytes(self._fetch_range(file, 0, _LENGTH_BYTES), "little")
                 if length > min(_MAX_HEADER_BYTES, file.num_bytes):
-                    raise ModelFormatError(f"{file.path!r} has a header of {length} bytes.")
+                    raise ModelFormatError(
+                        f"{file.path!r} has a header of {counted_noun(length, 'byte')}."
+                    )
                 self._fetch_range(file, _LENGTH_BYTES, length)
         self._path(TOKENIZER).touch()
 

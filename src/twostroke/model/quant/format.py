@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,9 +57,8 @@ class Format(Frozen):
         """Return the bytes that `num_values` values take; the values must fill whole blocks."""
         blocks, rest = divmod(num_values, self.block_size)
         if rest:
-            raise ValueError(
-                f"{num_values} values do not fill {self.name} blocks of {self.block_size}"
-            )
+            values_do = counted_noun(num_values, "value does", "values do")
+            raise ValueError(f"{values_do} not fill {self.name} blocks of {self.block_size}")
         return blocks * self.block_bytes
 
     def dequantize(self, data: Bytes) -> Floats:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from msgspec.structs import replace
 
 from twostroke.core.errors import ModelFormatError, nearest, warn_of_wrong_token_id
+from twostroke.core.message_text import counted_noun
 from twostroke.model.tokenizer.alphabets import (
     SPACE,
     byte_level_bytes,
@@ -108,7 +109,8 @@ def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
     scores = list(fields.array("scores", float))
     if len(scores) != len(fields.tokens):
         raise ModelFormatError(
-            f"The tokenizer has {len(fields.tokens)} tokens but {len(scores)} scores."
+            f"The tokenizer has {counted_noun(len(fields.tokens), 'token')} but "
+            f"{counted_noun(len(scores), 'score')}."
         )
     for id_ in space_run_ids:
         scores[id_] = float("inf")
@@ -250,7 +252,8 @@ class _TokenizerFields:
         types = self.array("token_type", int, optional=True)
         if len(types) not in (0, len(self.tokens)):
             raise ModelFormatError(
-                f"The tokenizer has {len(self.tokens)} tokens but {len(types)} token types."
+                f"The tokenizer has {counted_noun(len(self.tokens), 'token')} but "
+                f"{counted_noun(len(types), 'token type')}."
             )
         # Without ordinary tokens.
         self.types = {id_: kind for id_, kind in enumerate(types) if kind != 1}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, first_names, notice
 from twostroke.core.files import BYTE_ORDER_MARK, is_there, open_regular_file, read_at_most
+from twostroke.core.message_text import counted_noun
 from twostroke.model.tokenizer.added_tokens import read_added_tokens
 from twostroke.model.tokenizer.alphabets import (
     SPACE,
@@ -153,7 +154,7 @@ def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[Add
         return added
     notice(
         f"The added tokens {first_names(rowless)} of tokenizer.json are left out: their ids are "
-        f"beyond the {num_rows} rows of the embedding table."
+        f"beyond the {counted_noun(num_rows, 'row')} of the embedding table."
     )
     return tuple(token for token in added if token.text not in rowless)
 
@@ -163,7 +164,7 @@ def _texts(vocab: dict[str, int]) -> list[str]:
     ids = vocab.values()
     limit = len(vocab) + _MAX_UNUSED_IDS
     if any(type(id_) is not int or not 0 <= id_ < limit for id_ in ids):
-        raise ModelFormatError(f"its {len(vocab)} token ids are not whole numbers below {limit}.")
+        raise ModelFormatError(f"its token ids are not whole numbers below {limit}.")
     texts = [""] * (max(ids, default=-1) + 1)
     for text, id_ in vocab.items():
         texts[id_] = text

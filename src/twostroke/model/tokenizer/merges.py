@@ -14,6 +14,7 @@ import numpy as np
 
 from twostroke.core.cancellation import check_not_cancelled
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.model.tokenizer.alphabets import byte_level_text
 from twostroke.model.tokenizer.vocabulary import Vocabulary
 
@@ -41,7 +42,7 @@ class TooManyTokensError(Exception):
     """A text has more tokens than allowed: at least `num_tokens`."""
 
     def __init__(self, num_tokens: int) -> None:
-        super().__init__(f"At least {num_tokens} tokens.")
+        super().__init__(f"At least {counted_noun(num_tokens, 'token')}.")
         self.num_tokens = num_tokens
 
 

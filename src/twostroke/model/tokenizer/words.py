@@ -11,6 +11,7 @@ from unicodedata import normalize
 import regex
 
 from twostroke.core.errors import ModelFormatError
+from twostroke.core.message_text import counted_noun
 from twostroke.model.tokenizer import oniguruma
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
@@ -105,7 +106,9 @@ def cut_by_length(length: int) -> Cut:
     The last word may be shorter.
     """
     if length < 1:
-        raise ModelFormatError(f"its pre-tokenizer makes words of {length} characters.")
+        raise ModelFormatError(
+            f"its pre-tokenizer makes words of {counted_noun(length, 'character')}."
+        )
     return lambda text: [text[start : start + length] for start in range(0, len(text), length)]
 
 

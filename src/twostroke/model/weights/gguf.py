@@ -16,6 +16,7 @@ import numpy as np
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.model.quant import FORMATS_BY_GGUF_ID, UNSUPPORTED_GGUF_TYPES
 from twostroke.model.weights.mapping import MappedFile
 from twostroke.model.weights.tensors import TensorEntry, WeightFiles, map_tensors
@@ -183,7 +184,7 @@ class _Reader:
         if num_bytes > size - start:
             raise TruncatedError(
                 f"{self.mapping.name!r} is truncated or damaged: {self.where} needs "
-                f"{num_bytes} bytes at offset {start}, the file has {size}."
+                f"{counted_noun(num_bytes, 'byte')} at offset {start}, the file has {size}."
             )
         self.position = start + num_bytes
         return start
@@ -295,8 +296,9 @@ class _Reader:
             position = size + 1
         if position > size:
             raise TruncatedError(
-                f"{self.mapping.name!r} is truncated or damaged: {self.where} has {count} "
-                f"strings that lead past the end of the file at {size}."
+                f"{self.mapping.name!r} is truncated or damaged: {self.where} has "
+                f"{counted_noun(count, 'string that leads', 'strings that lead')} past the end of "
+                f"the file at {size}."
             )
         self.position = position
         return Strings(self.mapping, offsets)

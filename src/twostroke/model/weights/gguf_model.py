@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from twostroke.core.message_text import counted_noun
 from twostroke.model.families import ARCHITECTURES, ModelSpec
 from twostroke.model.families.common_fields import read_sizes
 from twostroke.model.families.fields import MAX_HEAD_DIM, MAX_VOCAB, Fields
@@ -127,4 +128,7 @@ def _check_tokens(fields: Fields, spec: ModelSpec) -> None:
     if not isinstance(tokens, (list, Strings)):
         fields.fault("has no tokenizer (tokenizer.ggml.tokens)")
     if len(tokens) > min(spec.vocab_size, MAX_VOCAB):
-        fields.fault(f"has {len(tokens)} tokens, its embedding table {spec.vocab_size} rows")
+        fields.fault(
+            f"has {counted_noun(len(tokens), 'token')}, its embedding table "
+            f"{counted_noun(spec.vocab_size, 'row')}"
+        )

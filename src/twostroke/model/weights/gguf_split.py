@@ -12,6 +12,7 @@ import re
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelNotFoundError
+from twostroke.core.message_text import counted_noun
 from twostroke.model.families.fields import Fields
 from twostroke.model.weights.gguf import read_gguf
 from twostroke.model.weights.tensors import join_files
@@ -65,7 +66,8 @@ def read_gguf_parts(path: Path) -> WeightFiles:
     for name in names[1:]:
         if not path.with_name(name).exists():
             raise ModelNotFoundError(
-                f"{path.name!r} is the first of {count} parts, and {name!r} is missing."
+                f"{path.name!r} is the first of {counted_noun(count, 'part')}, and {name!r} is "
+                "missing."
             )
         parts.append(read_gguf(path.with_name(name)))
     for index, (name, part) in enumerate(zip(names, parts, strict=True)):
@@ -78,7 +80,10 @@ def read_gguf_parts(path: Path) -> WeightFiles:
             )
     model_files = join_files(parts)
     if fields.value("split.tensors.count") != model_files.num_tensors:
-        problem = f"but its {count} parts have {model_files.num_tensors} tensors"
+        problem = (
+            f"but its {counted_noun(count, 'part has', 'parts have')} "
+            f"{counted_noun(model_files.num_tensors, 'tensor')}"
+        )
         fields.refuse("split.tensors.count", problem)
     return model_files
 

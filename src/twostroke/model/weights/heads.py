@@ -18,6 +18,7 @@ from twostroke.core.errors import ModelFormatError, ModelNotFoundError, Twostrok
 from twostroke.core.files import read_small_file
 from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import write_json
+from twostroke.core.message_text import counted_noun
 from twostroke.model.families.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, MAX_WIDTH
 from twostroke.model.families.heads import (
     KINDS,
@@ -201,6 +202,6 @@ def _read_facts(path: Path) -> HeadsFacts:
         )
     if len(facts.accepted) != facts.depth:
         raise ModelFormatError(
-            f"{path.name!r} is damaged: accepted must have {facts.depth} shares."
+            f"{path.name!r} is damaged: accepted must have {counted_noun(facts.depth, 'share')}."
         )
     return facts

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, notice
 from twostroke.core.files import is_there
 from twostroke.core.json_io import read_json
+from twostroke.core.message_text import counted_noun
 from twostroke.model.families import ARCHITECTURES, MODEL_TYPES, build_program
 from twostroke.model.families.fields import MAX_LAYERS, Fields
 from twostroke.model.families.rope import ROPE_TABLES
@@ -107,7 +108,8 @@ def _only_gguf(folder: Path) -> Path:
     if gguf_files:
         names = ", ".join(path.name for path in gguf_files[:5])
         raise ModelNotFoundError(
-            f"{str(folder)!r} has {len(gguf_files)} GGUF files ({names}): name one of them."
+            f"{str(folder)!r} has {counted_noun(len(gguf_files), 'GGUF file')} ({names}): name one "
+            "of them."
         )
     if (folder / "adapter_config.json").is_file():
         raise ModelNotFoundError(
@@ -262,8 +264,9 @@ def _with_embedding_rows(
     if embedding is None or embedding.shape[0] == spec.vocab_size or len(embedding.shape) != 2:
         return spec
     notice(
-        f"{file!r} has tensor {names.quoted('token_embd.weight')} with {embedding.shape[0]} rows, "
-        f"config.json a vocab_size of {spec.vocab_size}: the rows count."
+        f"{file!r} has tensor {names.quoted('token_embd.weight')} with "
+        f"{counted_noun(embedding.shape[0], 'row')}, config.json a vocab_size of "
+        f"{spec.vocab_size}: the rows count."
     )
     return replace(spec, vocab_size=embedding.shape[0])
 
@@ -325,7 +328,8 @@ def _program_weights(
     if spec.num_layers > len(tensors):
         # Before the Program is built: a damaged number of layers must not cost memory.
         raise ModelFormatError(
-            f"{file!r} has {len(tensors)} tensors, too few for {spec.num_layers} layers."
+            f"{file!r} has {counted_noun(len(tensors), 'tensor')}, too few for "
+            f"{counted_noun(spec.num_layers, 'layer')}."
         )
     shapes = build_program(spec).weight_shapes
     tensors = {name: _as_vector(tensor, shapes.get(name)) for name, tensor in tensors.items()}

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.files import read_small_file
+from twostroke.core.message_text import counted_noun
 from twostroke.model.quant import FORMATS
 from twostroke.model.weights.mapping import MappedFile
 from twostroke.model.weights.tensors import (
@@ -93,7 +94,7 @@ def read_safetensors(path: Path) -> WeightFiles:
         if entry.num_bytes not in {None, end - begin}:
             raise mapping.fault(
                 f"is damaged: {entry.quoted_name} has the shape {[*entry.shape]} and "
-                f"{end - begin} bytes"
+                f"{counted_noun(end - begin, 'byte')}"
             )
         entries.append(entry)
     files = map_tensors(mapping, entries, {})
@@ -172,7 +173,7 @@ def _stored_array(mapping: MappedFile, entry: TensorEntry, header_entry: _Entry)
     if prod(entry.shape) * dtype.itemsize != end - begin:
         raise mapping.fault(
             f"is damaged: {entry.quoted_name} has the shape {[*header_entry.shape]} and "
-            f"{end - begin} bytes"
+            f"{counted_noun(end - begin, 'byte')}"
         )
     view = mapping.view(entry.start, end - begin)
     if entry.start % dtype.itemsize:  # data may begin at any offset
@@ -189,11 +190,15 @@ def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:
         reason = f"its header would end at {start}, the file ends at {mapping.size}"
         raise mapping.wrong_kind("safetensors", reason)
     if start - 8 > MAX_HEADER_BYTES:
-        raise mapping.fault(f"has a header of {start - 8} bytes, the limit is {MAX_HEADER_BYTES}")
+        raise mapping.fault(
+            f"has a header of {counted_noun(start - 8, 'byte')}, the limit is {MAX_HEADER_BYTES}"
+        )
     header = decode_json(mapping.buffer[8:start], dict[str, msgspec.Raw], mapping.name)
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
-        raise mapping.fault(f"has {len(header)} tensors, the limit is {MAX_TENSORS}")
+        raise mapping.fault(
+            f"has {counted_noun(len(header), 'tensor')}, the limit is {MAX_TENSORS}"
+        )
     return {key: decode_json(raw, _Entry, mapping.name) for key, raw in header.items()}, start
 
 
@@ -209,4 +214,6 @@ def _check_cover(mapping: MappedFile, header: Mapping[str, _Entry], num_bytes: i
         covered = end
     if covered != num_bytes:
         kind = "truncated" if covered > num_bytes else "damaged"
-        raise mapping.fault(f"is {kind}: its tensors have {covered} bytes, its data {num_bytes}")
+        raise mapping.fault(
+            f"is {kind}: its tensors have {counted_noun(covered, 'byte')}, its data {num_bytes}"
+        )

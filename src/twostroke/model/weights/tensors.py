@@ -10,6 +10,7 @@ from msgspec import field
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.model.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
@@ -99,13 +100,14 @@ def map_tensors(
             )
         if entry.shape[-1] % entry.format.block_size:
             raise mapping.fault(
-                f"is damaged: {entry.quoted_name} has rows of {entry.shape[-1]} values, "
-                f"not a multiple of {entry.format.name}'s {entry.format.block_size}"
+                f"is damaged: {entry.quoted_name} has rows of "
+                f"{counted_noun(entry.shape[-1], 'value')}, not a multiple of "
+                f"{entry.format.name}'s {entry.format.block_size}"
             )
         if num_bytes > mapping.size - entry.start:
             raise mapping.fault(
-                f"is truncated: {entry.quoted_name} needs {num_bytes} bytes at offset "
-                f"{entry.start}, the file has {mapping.size}"
+                f"is truncated: {entry.quoted_name} needs {counted_noun(num_bytes, 'byte')} at "
+                f"offset {entry.start}, the file has {mapping.size}"
             )
         data = mapping.view(entry.start, num_bytes).reshape(prod(entry.shape[:-1]), -1)
         tensors[entry.name] = QuantTensor(entry.format, entry.shape, data)

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import TwostrokeError
+from twostroke.core.message_text import counted_noun
 from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.errors import to_response
 from twostroke.server.http.request_context import served_of
@@ -114,7 +115,7 @@ class KeyLimiter:
         if (refusal := self.shortage("requests", "tokens")) is not None:
             return refusal
         if self._parallel is not None and self._num_open >= self._parallel:
-            limit = _with_noun(self._parallel, "requests")
+            limit = counted_noun(self._parallel, "request", form=",")
             return f"this key may run {limit} at the same time", self._mean_s
         return None
 
@@ -129,7 +130,7 @@ class KeyLimiter:
         if not empty:
             return None
         name = max(empty, key=waits.__getitem__)
-        limit = _with_noun(self.buckets[name].per_minute, name)
+        limit = counted_noun(self.buckets[name].per_minute, _NOUNS[name], form=",")
         return f"this key may use {limit} a minute", max(waits.values())
 
     def begin(self) -> Spending:
@@ -259,10 +260,6 @@ def _error(refusal: Refusal) -> RateLimitError:
     reason, wait_s = refusal
     message = f"Rate limit reached: {reason}. Please try again in {whole_seconds(wait_s)}s."
     return RateLimitError(message, wait_s=wait_s)
-
-
-def _with_noun(number: int, noun: str) -> str:
-    return f"{number:,} {_NOUNS[noun] if number == 1 else noun}"
 
 
 def _duration(seconds: float) -> str:

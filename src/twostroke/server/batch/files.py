@@ -15,6 +15,7 @@ import msgspec
 from starlette.responses import FileResponse
 
 from twostroke.core.errors import RequestError, TwostrokeError, nearest
+from twostroke.core.message_text import counted_noun
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.http.errors import BodySizeError, UnsupportedFieldError
 from twostroke.server.http.request_context import served_of
@@ -165,7 +166,10 @@ async def content_of(records: Records, id_: str, media_type: str, filename: str)
         reason = f"The content of '{id_}' is damaged: it is not a file any more."
         raise DamagedFileError(reason)
     if num_bytes not in {None, facts.st_size}:
-        reason = f"The content of '{id_}' is damaged: {facts.st_size} of {num_bytes} bytes."
+        reason = (
+            f"The content of '{id_}' is damaged: {facts.st_size} of "
+            f"{counted_noun(num_bytes, 'byte')}."
+        )
         raise DamagedFileError(reason)
     try:
         is_whole = await asyncio.to_thread(has_digest, path, digest)
@@ -330,11 +334,14 @@ def insert_new(
 def _check_count(db: Connection, tenant: str, limits: RequestLimits) -> None:
     [count] = db.execute("SELECT count(*) FROM files WHERE tenant = ?", (tenant,)).fetchone()
     if count >= limits.max_files:
-        raise BodySizeError(f"You have {count} files, the limit. Delete some.")
+        raise BodySizeError(f"You have {counted_noun(count, 'file')}, the limit. Delete some.")
 
 
 def _quota_error(limits: RequestLimits) -> BodySizeError:
-    message = f"Your files, with those that arrive, have {limits.max_files_bytes} bytes, the limit."
+    message = (
+        f"Your files, with those that arrive, have {counted_noun(limits.max_files_bytes, 'byte')}, "
+        "the limit."
+    )
     return BodySizeError(f"{message} Delete some.")
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from twostroke.core.files import open_regular_file
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.core.mismatch import find_mismatch
 from twostroke.server.batch.stored_batches import LineError
 from twostroke.server.body.decode import json_syntax_error
@@ -214,7 +215,8 @@ def _decode_fields(
     """Decode a line's JSON within its limits; raise the `line_error` with a code and a message."""
     if len(text.rstrip(b"\r\n")) > limits.max_body_bytes:
         raise line_error(
-            "line_too_large", f"The line is larger than {limits.max_body_bytes} bytes."
+            "line_too_large",
+            f"The line is larger than {counted_noun(limits.max_body_bytes, 'byte')}.",
         )
     nesting = nesting_of(text, limits.max_json_depth)
     if nesting.depth > limits.max_json_depth:
@@ -263,7 +265,7 @@ def check(
     for number, text in read_lines(path, limits.max_body_bytes):
         num_lines += 1
         if num_lines > limits.max_batch_lines:
-            message = f"The file has more than {limits.max_batch_lines} lines."
+            message = f"The file has more than {counted_noun(limits.max_batch_lines, 'line')}."
             return num_lines, [LineError("too_many_tasks", message), *errors], num_errors + 1
         try:
             line = parse(number, text, limits)

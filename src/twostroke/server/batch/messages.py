@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import RequestError
 from twostroke.core.json_io import encode_json
+from twostroke.core.message_text import counted_noun
 from twostroke.server.batch import files, stored_batches
 from twostroke.server.batch.files import page_size
 from twostroke.server.batch.lines import WrongLineError, parse
@@ -309,7 +310,9 @@ def _write_lines(body: mmap, file: Temporary, limits: RequestLimits) -> int:
     """
     requests = _decode(_requests_decoder, body).requests
     if len(requests) > limits.max_batch_lines:
-        raise RequestError(f"has more than {limits.max_batch_lines} items.", field="requests")
+        raise RequestError(
+            f"has more than {counted_noun(limits.max_batch_lines, 'item')}.", field="requests"
+        )
     index_by_custom_id: dict[str, int] = {}  # by custom_id
     for index, raw in enumerate(requests):
         path = f"requests[{index}]"

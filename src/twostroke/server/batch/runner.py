@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import EngineDiedError, EngineKillerError, OverloadedError
 from twostroke.core.files import IrregularFileError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.request import BATCH_SERVICE_TIER
 from twostroke.server.batch import files, stored_batches
 from twostroke.server.batch.lines import (
@@ -162,9 +163,8 @@ class BatchRunner:
             if (
                 count := stored_batches.count_open(db, batch.tenant)
             ) >= self._limits.max_open_batches:
-                raise OverloadedError(
-                    f"{count} of your batches have not ended, which is the limit."
-                )
+                batches = counted_noun(count, "of your batches has", "of your batches have")
+                raise OverloadedError(f"{batches} not ended, which is the limit.")
             if file is None:
                 files.find(db, batch.input_file, batch.tenant)
                 files.check_quota(db, batch.tenant, self._limits)

@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from twostroke.core.message_text import counted_noun
 from twostroke.server.batch import files, messages, openai, uploads
 from twostroke.server.batch.file_routes import FileRoutes
 from twostroke.server.batch.runner import BatchRunner
@@ -108,7 +109,9 @@ class BatchService:
                 file = files.find(db, file_id, tenant)
                 _, digest = files.size_and_digest(db, file_id)
             if file.bytes > num_left:
-                raise BodySizeError(f"The files of a request may have at most {max_bytes} bytes.")
+                raise BodySizeError(
+                    f"The files of a request may have at most {counted_noun(max_bytes, 'byte')}."
+                )
             num_left -= file.bytes
             path = self._records.files.path(file.id)
             try:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_io import encode_json
+from twostroke.core.message_text import counted_noun
 from twostroke.server.batch import files
 from twostroke.server.batch.files import (
     MAX_EXPIRY_S,
@@ -377,7 +378,9 @@ def check_upload_count(db: Connection, tenant: str, limits: RequestLimits) -> No
     """
     [count] = db.execute("SELECT count(*) FROM uploads WHERE tenant = ?", (tenant,)).fetchone()
     if count >= limits.max_files:
-        raise BodySizeError(f"You began {count} uploads in the last two hours, the limit.")
+        raise BodySizeError(
+            f"You began {counted_noun(count, 'upload')} in the last two hours, the limit."
+        )
 
 
 def parts_of(db: Connection, id_: str, tenant: str) -> dict[str, int]:
@@ -403,7 +406,10 @@ def check_parts(part_ids: Sequence[str], parts: dict[str, int], upload: UploadBo
         seen_ids.add(part_id)
     total = sum(parts[part_id] for part_id in part_ids)
     if total != upload.bytes:
-        reason = f"have {total} bytes together, but the upload was created with {upload.bytes}."
+        reason = (
+            f"have {counted_noun(total, 'byte')} together, but the upload was created with "
+            f"{upload.bytes}."
+        )
         raise RequestError(reason, field="part_ids")
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import msgspec
 from msgspec import inspect
 
+from twostroke.core.message_text import counted_noun
 from twostroke.core.mismatch import extra_of, join_path, type_of, union_members
 from twostroke.server.body.explain import explain
 from twostroke.server.body.field import Effect
@@ -80,7 +81,8 @@ class BodyDecoder(Generic[T]):
         if nesting.depth > self._max_depth:
             raise BodySyntaxError(
                 "The body is nested too deeply: at most "
-                f"{self._max_depth} lists and objects may be inside each other."
+                f"{counted_noun(self._max_depth, 'list or object', 'lists and objects')} may be "
+                "inside each other."
             )
         if nesting.num_containers > MAX_CONTAINERS:
             raise BodySyntaxError(

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.core.request import BATCH_SERVICE_TIER, SERVICE_TIERS
 from twostroke.core.sampling import MAX_BIAS, MAX_TOKENS
 from twostroke.engine.chat.reader import PLAIN, AnswerFormat
@@ -538,7 +539,7 @@ def check_texts(job: EmbeddingJob, limit: int) -> None:
         RequestError: there are more texts.
     """
     if (num_texts := len(job.texts)) > limit:
-        reason = f"takes at most {limit:,} texts, got {num_texts:,}."
+        reason = f"takes at most {counted_noun(limit, 'text', form=',')}, got {num_texts:,}."
         raise RequestError(reason, field=job.caller.prompt_field)
 
 

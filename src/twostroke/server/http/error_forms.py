@@ -14,6 +14,7 @@ from twostroke.core.errors import (
     TwostrokeError,
 )
 from twostroke.core.json_io import encode_json
+from twostroke.core.message_text import counted_noun
 from twostroke.server.http.errors import OPENAI, context_counts, one_line, to_message
 from twostroke.server.http.request_context import ErrorForm
 
@@ -84,7 +85,10 @@ def _anthropic_message(error: TwostrokeError, naming: Naming) -> str:
         return to_message(error, naming)
     num_prompt, limit = facts["num_prompt"], facts["context_length"]
     if "num_answer" not in facts:
-        return f"prompt is too long: {facts['least']}{num_prompt} tokens > {limit - 1} maximum"
+        return (
+            f"prompt is too long: {facts['least']}{counted_noun(num_prompt, 'token')} > "
+            f"{limit - 1} maximum"
+        )
     return (
         f"input length and `max_tokens` exceed context limit: {num_prompt} + "
         f"{facts['num_answer']} > {limit}, decrease input length or `max_tokens` and try again"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.requests import ClientDisconnect
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.server.http.body_limits import FREE_BYTES
 from twostroke.server.http.errors import (
     BodySizeError,
@@ -102,7 +103,9 @@ def check_headers(scope: Scope, limits: RequestLimits) -> None:
     size = len(scope["path"]) + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     if size > limits.max_header_bytes:
-        message = f"Path and headers are larger than {limits.max_header_bytes} bytes."
+        message = (
+            f"Path and headers are larger than {counted_noun(limits.max_header_bytes, 'byte')}."
+        )
         raise HeaderSizeError(message)
     if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
         raise FramingError("Send Content-Length or Transfer-Encoding, not both.")
@@ -208,7 +211,7 @@ async def receive_json(
     if encoding not in {"", "identity"}:
         message = f"The body must not be compressed, got the Content-Encoding '{encoding}'."
         raise ContentTypeError(message)
-    too_large = BodySizeError(f"The body is larger than {max_bytes} bytes.")
+    too_large = BodySizeError(f"The body is larger than {counted_noun(max_bytes, 'byte')}.")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise too_large

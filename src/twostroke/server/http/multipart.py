@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.requests import ClientDisconnect
 
 from twostroke.core.errors import RequestError
+from twostroke.core.message_text import counted_noun
 from twostroke.server.http.errors import (
     BodySizeError,
     BodyTimeoutError,
@@ -176,5 +177,5 @@ class _Form:
     def _take_file(self, data: bytes) -> None:
         self._num_bytes += len(data)
         if self._num_bytes > self._max_bytes:
-            raise BodySizeError(f"The file is larger than {self._max_bytes} bytes.")
+            raise BodySizeError(f"The file is larger than {counted_noun(self._max_bytes, 'byte')}.")
         self._write(data)

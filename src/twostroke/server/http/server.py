@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import uvicorn
 
 from twostroke.core.errors import PortInUseError, UsageError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.process_tuning import (
     raise_open_file_limit,
     request_short_time_slices,
@@ -283,8 +284,8 @@ class _Shutdown:
         self._server.should_exit = True
         num_running = self._application.num_running
         if num_running:
-            noun = "request" if num_running == 1 else "requests"
-            _logger.warning("Shutdown: cut off %d running %s.", num_running, noun)
+            requests = counted_noun(num_running, "running request")
+            _logger.warning("Shutdown: cut off %s.", requests)
         self.num_cut_off += num_running
         self._application.abort()
         asyncio.get_running_loop().call_later(_FLUSH_TIMEOUT_S, self._abort_connections)

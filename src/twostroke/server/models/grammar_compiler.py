@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import OverloadedError, RequestError
+from twostroke.core.message_text import counted_noun
 from twostroke.engine.chat.tools import ToolForm
 from twostroke.server.http.fair_queue import FairQueue
 
@@ -107,7 +108,10 @@ class GrammarCompiler:
             self._results.move_to_end(constraint)
             return result
         if (count := self._queue.num_waiting(tenant)) >= MAX_WAITING:
-            reason = f"{count} requests of this tenant wait for their schemas to be compiled."
+            requests = counted_noun(
+                count, "request of this tenant waits", "requests of this tenant wait"
+            )
+            reason = f"{requests} for schemas to be compiled."
             raise OverloadedError(reason)
         slot = await self._queue.take(tenant)  # a disconnect while waiting ends here
         work = asyncio.ensure_future(self._compile(constraint, self._limit_s))

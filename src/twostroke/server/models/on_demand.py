@@ -19,7 +19,7 @@ from twostroke.core.errors import (
     OverloadedError,
     TwostrokeError,
 )
-from twostroke.core.message_text import format_bytes
+from twostroke.core.message_text import counted_noun, format_bytes
 from twostroke.core.request import Pooling
 from twostroke.engine.client import UNSAMPLED, new_request
 from twostroke.engine.counters import Counters
@@ -346,7 +346,8 @@ class OnDemandEngine:
             self._check_may_load()
             num_inquiries = self._engine.num_inquiries
             if num_inquiries >= self.facts.config.max_waiting_requests:
-                raise OverloadedError(f"{num_inquiries} requests wait for the model.")
+                requests = counted_noun(num_inquiries, "request waits", "requests wait")
+                raise OverloadedError(f"{requests} for the model.")
         self.changed()
         return await self._engine.compile(constraint, limit_s)
 
@@ -427,14 +428,9 @@ class OnDemandEngine:
         if not self._is_on_gpu:  # a process does not see the GPU's memory
             self.num_bytes = max(self.num_bytes, ready.status.memory_bytes)
         self._engine.update_facts(ready)
-        count = len(self._pending.open)
-        _logger.info(
-            "Loaded %s in %.1f s; %d %s had waited.",
-            self.card.name,
-            self._supervisor.load_s,
-            count,
-            "request" if count == 1 else "requests",
-        )
+        requests = counted_noun(len(self._pending.open), "request")
+        load_s = self._supervisor.load_s
+        _logger.info("Loaded %s in %.1f s; %s had waited.", self.card.name, load_s, requests)
         self._pending.is_up = not self.is_closed
         self._engine.send_waiting()
         self.changed()

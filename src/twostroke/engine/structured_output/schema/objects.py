@@ -6,6 +6,7 @@ import json
 from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.core.message_text import counted_noun
 from twostroke.engine.structured_output.schema.branch import Range
 from twostroke.engine.structured_output.schema.patterns import (
     are_disjoint,
@@ -50,8 +51,9 @@ def objects(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[
     if len(schema_names) * max(1, num_patterns) > _MAX_MATCHES:
         first_name = next(iter(schema_names))[:MAX_QUOTED_NAME_CHARS]
         raise ValueError(
-            f"an object has {len(schema_names):,} names and {num_patterns:,} of patternProperties, "
-            f"whose product must be at most {_MAX_MATCHES:,}; its first name is '{first_name}'"
+            f"an object has {counted_noun(len(schema_names), 'name', form=',')} and "
+            f"{num_patterns:,} of patternProperties, whose product must be at most "
+            f"{_MAX_MATCHES:,}; its first name is '{first_name}'"
         )
     names = dict.fromkeys([*schema_names, *allowed.listed])
     members: dict[str, AnySchema] = {}

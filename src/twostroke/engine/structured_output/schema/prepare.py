@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.engine.structured_output.schema.arrays import arrays
 from twostroke.engine.structured_output.schema.branch import KINDS, SchemaBranch, SchemaItem
 from twostroke.engine.structured_output.schema.document import Deadline, Document
@@ -103,8 +104,8 @@ def prepare(text: str, deadline: Deadline = _NO_DEADLINE) -> Prepared:
         raise ValueError("it is nested too deeply") from None
     if len(prepared_text) > _MAX_TEXT_CHARS:
         raise ValueError(
-            f"its grammar has {len(prepared_text):,} characters, and may have {_MAX_TEXT_CHARS:,}: "
-            "it has too many members, or alternatives that combine"
+            f"its grammar has {counted_noun(len(prepared_text), 'character', form=',')}, and may "
+            f"have {_MAX_TEXT_CHARS:,}: it has too many members, or alternatives that combine"
         )
     return Prepared(
         prepared_text, tuple(rewriter.unenforced_keywords)[:_MAX_UNENFORCED_KEYWORDS], escapes

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.model.families.fields import MAX_WIDTH
 from twostroke.model.quant.floats import E4M3, E8M0
 from twostroke.model.weights.published.groups import (
@@ -119,7 +120,7 @@ class CompressedLayout(Frozen):
             raise module.fault(
                 "weight_packed",
                 f"has the shape {[*words.shape]}, which no group of its quantization_config has "
-                f"for {outputs} x {inputs} values",
+                f"for {outputs} x {counted_noun(inputs, 'value')}",
             )
         scheme = self._scheme(module, "int", possible_bits[0], (outputs, inputs))
         bits = scheme.bits
@@ -254,7 +255,8 @@ def _coded_matrix(module: Module, scheme: Scheme, codes: Bytes, zeros: Bytes | N
         stored = module.array("weight_g_idx", ("I32",), 1)
         if stored.size != inputs or stored.max() >= shape[1]:
             raise module.fault(
-                "weight_g_idx", f"does not name one of {shape[1]} groups for each input"
+                "weight_g_idx",
+                f"does not name one of {counted_noun(shape[1], 'group')} for each input",
             )
         if stored.min() >= 0:  # -1 means unset
             groups = stored

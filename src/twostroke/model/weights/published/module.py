@@ -12,6 +12,7 @@ import numpy as np
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.model.weights.published.groups import Scales
 
 if TYPE_CHECKING:
@@ -70,7 +71,10 @@ class Module(Frozen):
             raise self.fault(part, f"has the type {dtype}, not {' or '.join(dtypes)}")
         values = self.arrays[part].values
         if values.ndim != dimensions:
-            raise self.fault(part, f"has the shape {[*values.shape]}, not {dimensions} dimensions")
+            raise self.fault(
+                part,
+                f"has the shape {[*values.shape]}, not {counted_noun(dimensions, 'dimension')}",
+            )
         return values
 
     def e4m3_codes(self, part: str) -> Bytes:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from starlette.routing import Route
 
 from twostroke.core.errors import ContextLengthError, RequestError
+from twostroke.core.message_text import counted_noun
 from twostroke.model.tokenizer import TooManyTokensError
 from twostroke.server.body import field
 from twostroke.server.http.responses import to_json
@@ -242,7 +243,10 @@ def detokenize(request: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
     num_tokens = len(request.tokens)
     max_tokens = request.max_tokens or max(card.context_length, MAX_SHORT_LENGTH)
     if num_tokens > max_tokens:
-        reason = f"has {num_tokens} ids, at most {max_tokens} are read: set max_tokens for more."
+        reason = (
+            f"has {counted_noun(num_tokens, 'id')}, at most {max_tokens} are read: set max_tokens "
+            "for more."
+        )
         raise RequestError(reason, field="tokens")
     for index, id_ in enumerate(request.tokens):
         _check_id(id_, tokenizer, f"tokens[{index}]")

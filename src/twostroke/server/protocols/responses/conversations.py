@@ -10,6 +10,7 @@ import msgspec
 
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_io import encode_json
+from twostroke.core.message_text import counted_noun
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.generation.response_store import (
     CONVERSATION,
@@ -204,7 +205,7 @@ def _too_large_error(tenant: Tenant) -> RequestError:
         return RequestError(reason)
     max_bytes = min(tenant.store.max_bytes, MAX_CONVERSATION_BYTES)
     return RequestError(
-        f"The conversation becomes too large: at most {max_bytes} bytes and "
+        f"The conversation becomes too large: at most {counted_noun(max_bytes, 'byte')} and "
         f"{MAX_CONVERSATION_ITEMS} items are stored. Begin another conversation.",
         field="conversation",
     )
