@@ -79,12 +79,8 @@ class YamlFile:
         Raises:
             UsageError: a value is wrong, or a field is unknown.
         """
-        for steps, number in _fractions(self._values):
-            if not math.isfinite(number):  # 1e999 becomes inf
-                path = reduce(join_path, map(_step_text, steps), "") or "The value"
-                raise self.error_at(steps, f"{path} must be a finite number, got {number}.")
         try:
-            return msgspec.convert(self._values, kind)
+            result = msgspec.convert(self._values, kind)
         except UsageError as error:  # of __post_init__
             raise self.error_at(path_steps(error.field or ""), str(error)) from None
         except msgspec.ValidationError as error:
@@ -92,6 +88,11 @@ class YamlFile:
             if mismatch is None:
                 raise UsageError(f"{self._name}: {error}.") from None
             raise self._explained(mismatch) from None
+        for steps, number in _fractions(self._values):
+            if not math.isfinite(number):  # 1e999 becomes inf
+                path = reduce(join_path, map(_step_text, steps), "")
+                raise self.error_at(steps, f"{path} must be a finite number, got {number}.")
+        return result
 
     def error_at(self, path: Steps, text: str) -> UsageError:
         """Return an error about the value at `path` that names the file and the line.
@@ -138,25 +139,18 @@ class YamlFile:
         return self.error_at(path_steps(mismatch.path), reason)
 
 
-def _fractions(root: Any) -> Iterator[tuple[Steps, float]]:
-    """Yield each fraction inside a file's values, with the steps to it.
-
-    A list or mapping that aliases repeat is searched once, so that a small file takes little time.
-    """
-    remaining: list[tuple[Steps, Any]] = [((), root)]
-    seen = set[int]()
-    while remaining:
-        steps, value = remaining.pop()
-        if isinstance(value, float):
-            yield steps, value
-        elif isinstance(value, dict | list) and id(value) not in seen:
-            seen.add(id(value))
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            remaining += reversed([((*steps, step), inner) for step, inner in pairs])
+def _fractions(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, float]]:
+    """Yield each fraction inside a file's values, with the steps to it."""
+    if isinstance(value, float):
+        yield steps, value
+    elif isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for step, inner in pairs:
+            yield from _fractions(inner, (*steps, step))
 
 
 def _step_text(step: str | int) -> str:
-    return f"[{step}]" if isinstance(step, int) else str(step)
+    return f"[{step}]" if isinstance(step, int) else step
 
 
 def path_steps(path: str) -> list[str | int]:

@@ -120,23 +120,6 @@ def test_a_replica_is_served_by_the_name_that_its_work_is_asked_by(model: str, l
             "models:\n- model: a\n  options:\n    timeout: -.inf",
             "line 4: models[0].options.timeout must be a finite number, got -inf.",
         ),
-        (
-            "a: &a [.nan, *a]\nb: [*a, *a]",
-            "line 1: a[0] must be a finite number, got nan.",
-        ),
-        (".inf", "line 1: The value must be a finite number, got inf."),
-        (
-            _PAIR.format("prefil", ""),
-            "line 3: models[0].prefill names no other model's pool: 'prefil'",
-        ),
-        (
-            _PAIR.format("prefill", "max_replicas: 2"),
-            "line 3: models[0].prefill needs a fixed number",
-        ),
-        (
-            _PAIR.format("prefill", "prefill: a"),
-            "line 3: models[0].prefill must name a pool of the",
-        ),
     ],
 )
 def test_a_mistake_is_told_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:

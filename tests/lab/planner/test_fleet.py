@@ -150,7 +150,7 @@ def test_a_wrong_file_names_the_line_and_the_nearest_word(tmp_path):
             model + "stock: {L4: 1000000000}\n",
             "stock must be greater than 0 and less than 1,000,000,000, got 1000000000 L4",
         ),
-        (model + "  tpot: .inf\n", "line 4: tpot must be greater than 0 and at most"),
+        (model + "  tpot: .inf\n", r"line 4: models\[0\].tpot must be a finite number, got inf"),
         (model + "mfu: .nan\n", "line 4: mfu must be from 0.001 to 1, got nan"),
         (model + "  ttft: -1\n", "line 4: ttft must be greater than 0 and at most .*, got -1"),
         (model + "  weights: int9\n", "line 4: weights .*Did you mean 'int8'"),
