@@ -84,10 +84,8 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
     """
     context_length = options.context_length or program.context_length
     if context_length > program.context_length:
-        message = (
-            f"{program.name} was made for at most {counted_noun(program.context_length, 'token')} "
-            "of context"
-        )
+        tokens = counted_noun(program.context_length, "token")
+        message = f"{program.name} was made for at most {tokens} of context"
         raise UsageError(f"{message}, not {context_length}: lower --context-length.")
     page_size, memory_bytes = mesh.page_size(options.tokens_in_page), options.memory_bytes
     kv_format = auto_format if options.kv_format == "auto" else options.kv_format

@@ -143,9 +143,8 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
         config = engine.facts.config
         running = (await engine.read()).view.running
         if request.query_params.get("fail_on_no_slot") and len(running) >= config.max_running:
-            raise OverloadedError(
-                f"No slot is free, of {config.max_running} in all: try again later."
-            )
+            reason = f"No slot is free, of {config.max_running} in all: try again later."
+            raise OverloadedError(reason)
         can_speculate = bool(engine.facts.methods)
         all_slots = [
             Slot(id=id_, n_ctx=card.context_length, speculative=can_speculate, is_processing=False)
