@@ -443,12 +443,13 @@ def uncounted_nouns(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         parts = node.values if isinstance(node, ast.JoinedStr) else []
         for value, after in itertools.pairwise(parts):
-            if not isinstance(value, ast.FormattedValue) or not isinstance(after, ast.Constant):
+            text = after.value if isinstance(after, ast.Constant) else None
+            if not isinstance(value, ast.FormattedValue) or not isinstance(text, str):
                 continue
             form = ast.unparse(value.format_spec) if value.format_spec else ""
             is_count = "." not in form and "%" not in form and COUNT.match(ast.unparse(value.value))
-            if is_count and COUNTED.match(after.value):
-                yield node.lineno, ast.unparse(node)
+            if is_count and COUNTED.match(text):
+                yield value.lineno, ast.unparse(node)
 
 
 def test_counts_in_messages_agree_with_their_nouns() -> None:

@@ -18,14 +18,18 @@ entry = (
 (folder / "extra-openai-models.yaml").write_text(entry)
 
 
-def llm(*arguments: str, is_told: bool = False) -> str:
-    """Return what the command says, or what it is told to tell of calls."""
+def llm(*arguments: str) -> str:
+    """Run the command, which must succeed, and return its output."""
+    done = run_llm(*arguments)
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def run_llm(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"LLM_USER_PATH": str(folder), "OPENAI_API_KEY": "none"}
     # Drawn at random, a call may be cut in its arguments, which the command cannot read.
     command = ["llm", *arguments, "-o", "temperature", "0"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    return done.stderr if is_told else done.stdout
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def stream() -> None:
@@ -45,13 +49,16 @@ def json_schema() -> None:
 
 def tools() -> None:
     weather = 'def weather(city: str) -> str:\n    "The weather in a city."\n    return "sunny"'
-    output = llm(
+    done = run_llm(
         *("-m", "ours", "-o", "max_tokens", "300", "--functions", weather, "--td"),
-        "What is the weather in Paris?",
-        is_told=True,
+        *("--cl", "3", "What is the weather in Paris?"),
     )
-    assert "weather({'city': 'Paris'})" in output
-    assert "sunny" in output
+    # A small model may call its tool again and again. Then the command stops after three answers of
+    # the server, of which the last two follow results of the tool.
+    is_loop = "Chain limit of 3 exceeded" in done.stderr
+    assert is_loop or not done.returncode, done.stderr
+    assert "weather({'city': 'Paris'})" in done.stderr
+    assert "sunny" in done.stderr
 
 
 def continued() -> None:

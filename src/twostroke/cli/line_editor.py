@@ -93,7 +93,7 @@ def _single_line_ends() -> Iterator[None]:
 
     def read_next(stream: int) -> int:
         nonlocal is_pasting
-        key = read_key(stream)
+        key: int = read_key(stream)
         if key == ord("\n") and is_pasting and keys.endswith(b"\r"):
             key = read_key(stream)
         keys.append(key & 0xFF)

@@ -23,8 +23,9 @@ import numpy as np
 
 from twostroke.backends.cpu import mapped_file
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.files import format_bytes, try_lock
+from twostroke.core.files import try_lock
 from twostroke.core.hardware import memory_nodes, num_cores
+from twostroke.core.message_text import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -194,12 +194,12 @@ class PendingCalls:
             max_requests = config.max_waiting_requests << i
             max_tokens = config.max_waiting_tokens << i
             if requests[i] >= max_requests:
-                waiting = counted_noun(requests[i], "request waits", "requests wait")
-                reason = f"{waiting} until the engine has room."
+                queue_text = counted_noun(requests[i], "request waits", "requests wait")
+                reason = f"{queue_text} until the engine has room."
                 raise OverloadedError(reason, room_s=room_s)
             if tokens[i] and tokens[i] + new.num_tokens > max_tokens:
-                waiting = counted_noun(tokens[i], "token waits", "tokens wait")
-                reason = f"{waiting} until the engine has room."
+                queue_text = counted_noun(tokens[i], "token waits", "tokens wait")
+                reason = f"{queue_text} until the engine has room."
                 raise OverloadedError(reason, room_s=room_s)
 
     def add(self, outputs: RemoteOutputs) -> None:

@@ -260,11 +260,11 @@ def _verdict(planner: Planner, memory: MemoryPlan, num_fitting: int, max_streams
         return f"{streams_do} not fit: at most {num_fitting} do."
     limit = question.max_decoding_streams
     if question.streams is not None and limit is not None and question.streams > limit:
+        budget = counted_noun(question.token_budget or 0, "token", form=",")
         needed = ceil(question.streams * (question.num_new + question.output) / question.output)
         return (
             f"At most {limit:,} of {counted_noun(question.streams, 'stream', form=',')} can decode "
-            "at once: prefill fills the rest of each step of "
-            f"{counted_noun(question.token_budget, 'token', form=',')}. All streams need steps of "
+            f"at once: prefill fills the rest of each step of {budget}. All streams need steps of "
             f"at least {counted_noun(needed, 'token', form=',')} (--token-budget)."
         )
     if 1 <= (question.streams or 1) <= max_streams:

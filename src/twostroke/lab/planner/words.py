@@ -134,7 +134,7 @@ def _memory(plan: Plan) -> str:
         f"{memory.kv_per_token:,.0f} bytes per token and "
         f"{format_number(memory.kv_per_request / 1e9)} GB per request"
     )
-    if memory.usable is None:
+    if memory.usable is None or memory.most_streams is None or memory.most_tokens is None:
         return f"{text}. The size of the device's memory is not known."
     is_full_context = memory.most_tokens == plan.context_length
     note = ", the whole context" if is_full_context else ""

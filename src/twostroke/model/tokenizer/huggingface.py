@@ -149,7 +149,9 @@ def _check_added_ids(added: tuple[AddedToken, ...], *, limit: int) -> None:
 
 def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[AddedToken, ...]:
     """Return the added tokens that have a row in the model's embedding table; log the others."""
-    rowless = [token.text for token in added if num_rows is not None and token.id >= num_rows]
+    if num_rows is None:
+        return added
+    rowless = [token.text for token in added if token.id >= num_rows]
     if not rowless:
         return added
     notice(
