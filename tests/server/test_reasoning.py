@@ -265,6 +265,35 @@ def test_calls_come_behind_the_reasoning(thinking: LiveServer, always: LiveServe
             assert last["finish_reason"] == "tool_calls"
 
 
+def test_reasoning_after_a_call_is_reasoning(thinking: LiveServer) -> None:
+    say(thinking, f"<think>\nI call.\n</think>\n\n{CALL}\n<think>\nIt is done.\n</think>\n\nDone.")
+    fields: Fields = {"tools": [TOOL]}
+    body = answer(thinking, **fields)
+    message = body["choices"][0]["message"]
+    assert message["reasoning_content"] == "I call.It is done."
+    assert (message["content"], len(message["tool_calls"])) == ("Done.", 1)
+    joined, last = streamed(thinking, **fields)
+    assert joined["reasoning_content"] == message["reasoning_content"]
+    assert joined["content"] == "Done."
+    details = body["usage"]["completion_tokens_details"]
+    assert last["usage"]["completion_tokens_details"] == details
+    tokenizer = thinking.client.card.tokenizer
+    num_later = len(tokenizer.encode("\n<think>\nIt is done.\n</think>"))
+    num_first = len(tokenizer.encode("<think>\nI call.\n</think>"))
+    assert num_first + num_later - 1 <= details["reasoning_tokens"] <= num_first + num_later + 1
+    tool = {"type": "function", **TOOL["function"]}
+    fields = {"input": "hello", "tools": [tool], "temperature": 0}
+    items = thinking.http.post("/v1/responses", json=fields).json()["output"]
+    assert [item["type"] for item in items] == [
+        *("reasoning", "function_call", "reasoning", "message"),
+    ]
+    back = [*items[:2], {"type": "function_call_output", "call_id": items[1]["call_id"]}]
+    back[-1]["output"] = "x"
+    assert items[2]["content"][0]["text"] == "It is done."
+    sent = {**fields, "input": [{"role": "user", "content": "a"}, *back, *items[2:]]}
+    assert thinking.http.post("/v1/responses", json=sent).status_code == 200
+
+
 def test_reasoning_can_be_sent_back(thinking: LiveServer) -> None:
     say(thinking, "ok")
     counts = []

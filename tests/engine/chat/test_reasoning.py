@@ -12,8 +12,11 @@ from support.byte_tokenizer import CHATML, CONTROL, byte_metadata
 from twostroke.core.constraint import Constraint, ReasoningSection
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import SamplingParams
+from twostroke.engine.chat.call_reader import CallBegin, ReasoningPiece, TextPiece
 from twostroke.engine.chat.conversation import Chat
+from twostroke.engine.chat.reader import AnswerFormat
 from twostroke.engine.chat.reasoning import Thinking, with_budget
+from twostroke.engine.chat_answer import read_tools
 from twostroke.engine.structured_output.grammar import Grammars
 from twostroke.model.tokenizer import from_gguf
 
@@ -259,8 +262,8 @@ def read(chat: Chat, prepared: PreparedChat, text: str) -> tuple[str, str]:
     data = b"".join(tokenizer.token_bytes(token) for token in tokens if token not in hidden)
     reader = prepared.answer_format().reader(tokenizer)
     pieces = [*reader.feed(data.decode()), *reader.finish()]
-    reasoning = "".join(piece.text for piece in pieces if type(piece).__name__ == "ReasoningPiece")
-    return reasoning, "".join(piece.text for piece in pieces if type(piece).__name__ == "TextPiece")
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
+    return reasoning, "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
 
 
 def test_marks_may_be_a_special_token_and_text() -> None:
@@ -351,3 +354,47 @@ def test_the_budget_comes_from_the_request_its_effort_or_the_server(
     result = with_budget(thinking, names, default)
     assert result.budget == budget
     assert (thinking.budget is not None) == (result.sets_budget and budget is not None)
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (f"<think>a</think>{CALL}<think>b\n</think>\n\ntext", "Ra C Rb Ttext"),
+        (f"{CALL}\n<think>b</think>{CALL}\n<think>c", "C Rb C Rc"),
+        (f"{CALL}\ntext <think>b</think>", "C Ttext <think>b</think>"),
+        (f"<think>a</think>x{CALL}\nthe <thing", "Ra Tx C Tthe <thing"),
+    ],
+)
+def test_reasoning_after_a_call_is_reasoning(answer: str, expected: str, size: int) -> None:
+    tokenizer = tokenizer_of(CHATML)
+    section = ReasoningSection("<think>", "</think>")
+    reading = AnswerFormat(functions=("f",), preface=section, section_after_calls=section)
+    reader = reading.reader(tokenizer)
+    pieces = []
+    for start in range(0, len(answer), size):
+        pieces += reader.feed(answer[start : start + size])
+    pieces += reader.finish()
+    joined: list[str] = []
+    for piece in pieces:
+        if isinstance(piece, CallBegin):
+            joined.append("C")
+        elif isinstance(piece, (TextPiece, ReasoningPiece)):
+            kind = "T" if isinstance(piece, TextPiece) else "R"
+            if joined and joined[-1][0] == kind:
+                joined[-1] += piece.text
+            else:
+                joined.append(kind + piece.text)
+    assert " ".join(joined) == expected
+
+
+def test_calls_in_a_chat_allow_reasoning_between_them() -> None:
+    chat = Chat(tokenizer_of(family_templates.ALWAYS_THINKS))
+    tools = read_tools([{"type": "function", "function": {"name": "f"}}])
+    answer = chat.prepare_answer(chat.render([USER]), tools)
+    assert answer.section_after_calls == ANEW
+    off = chat.render([USER], thinking=Thinking(is_on=False, param="x"))
+    assert chat.prepare_answer(off, tools).section_after_calls is None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from twostroke.core.constraint import ReasoningSection
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.engine.chat.capabilities import find_capabilities
@@ -44,7 +45,7 @@ from twostroke.engine.structured_output.lark import special_marks
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from twostroke.core.constraint import Constraint, ReasoningSection
+    from twostroke.core.constraint import Constraint
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.chat.capabilities import TemplateCapabilities
     from twostroke.engine.chat.reasoning import ReasoningMarks, Thinking
@@ -60,6 +61,7 @@ class PreparedChat(Frozen):
     Attributes:
         prompt: the rendered prompt.
         preface: the reasoning section that may come before the answer.
+        section_after_calls: further reasoning that may follow a call in the answer.
         calls: the tools that may be called, and the form of calls.
         tokenizer: the model's tokenizer.
         continues: whether the answer continues text at the end of the prompt.
@@ -70,6 +72,7 @@ class PreparedChat(Frozen):
     calls: ToolForm | None
     tokenizer: Tokenizer
     continues: bool = False
+    section_after_calls: ReasoningSection | None = None
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
         """Return a request's sampling parameters with constraints for tool calls and reasoning.
@@ -82,7 +85,8 @@ class PreparedChat(Frozen):
         constraint = params.constraint if self.calls is None else self.calls.constraint()
         marks = () if self.calls is None else self.calls.form.all_marks
         if self.preface is not None:
-            marks = (self.preface.begin, self.preface.end, *marks)
+            later = self.section_after_calls or self.preface
+            marks = (later.begin, later.end, *marks)
             constraint = constraint and constraint.after(self.preface)
         if not marks:
             return params
@@ -104,7 +108,11 @@ class PreparedChat(Frozen):
 
         Without `splits_reasoning`, reasoning stays in the text.
         """
-        reading = AnswerFormat(preface=self.preface if splits_reasoning else None)
+        reading = AnswerFormat()
+        if splits_reasoning:
+            reading = AnswerFormat(
+                preface=self.preface, section_after_calls=self.section_after_calls
+            )
         if self.calls is None:
             return reading
         calls = self.calls
@@ -371,7 +379,9 @@ class Chat:
         """
         probed = self._template_for(has_tools=tools is not None)
         preface = None if probed.marks is None else preface_of(probed.marks, prompt, continued)
-        calls = None
+        calls = later = None
+        if probed.marks is not None and preface is not None and tools is not None:
+            later = ReasoningSection(probed.marks.begin, probed.marks.end)
         if tools is not None:
             form = probed.capabilities.form
             calls = ToolForm(
@@ -379,10 +389,18 @@ class Chat:
                 form=form,
                 tokenizer=self._tokenizer,
                 preface=preface,
+                section_after_calls=later,
                 answer=answer,
                 has_result=has_result,
             )
-        return PreparedChat(prompt, preface, calls, self._tokenizer, continues=bool(continued))
+        return PreparedChat(
+            prompt,
+            preface,
+            calls,
+            self._tokenizer,
+            continues=bool(continued),
+            section_after_calls=later,
+        )
 
     def supported_thinking(
         self, thinking: Thinking, *, has_tools: bool = False

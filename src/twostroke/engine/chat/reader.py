@@ -61,6 +61,7 @@ class AnswerFormat(Frozen):
         unmarked: which JSON objects without call marks count as calls.
         customs: functions whose only argument is read as text.
         preface: the reasoning section, if it is separated from the answer.
+        section_after_calls: further reasoning that may follow a call, if reasoning is separated.
     """
 
     functions: tuple[str, ...] = ()
@@ -71,6 +72,7 @@ class AnswerFormat(Frozen):
     unmarked: Unmarked = Unmarked.ALL
     customs: frozenset[str] = frozenset()
     preface: ReasoningSection | None = None
+    section_after_calls: ReasoningSection | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -109,6 +111,12 @@ class AnswerReader:
         self._counter = ReasoningTokenCounter(preface, tokenizer) if preface else None
         self._reasoning = BlankTrimmer(skips_first=True)
         self._is_after_preface = False  # with only blanks since the end of the reasoning
+        self._section_after_calls = reading.section_after_calls
+        self._later_cutter: ReasoningSplitter | None = None  # of the text after the newest call
+        self._is_after_later = False  # with only blanks since the end of such reasoning
+        self._tokenizer = tokenizer
+        self._later_texts: list[str] = []  # of the newest section of such reasoning, with its marks
+        self._num_later_tokens = 0  # of complete sections
 
     @property
     def has_whole_calls(self) -> bool:
@@ -117,8 +125,12 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of tokens of the answer's reasoning."""
-        return 0 if self._counter is None else self._counter.count
+        """The number of tokens of the answer's reasoning.
+
+        Reasoning after calls is encoded again, and counted when the text after the call has ended.
+        """
+        num_first = 0 if self._counter is None else self._counter.count
+        return num_first + self._num_later_tokens
 
     def take(self, answer: AnswerPart) -> list[Piece]:
         """Read a part of the answer; return the pieces of text and of calls that are certain now.
@@ -146,7 +158,8 @@ class AnswerReader:
         """
         pieces = [] if self._cutter is None else self._pieces_of(self._cutter.finish())
         rest = self._calls.finish(is_cut=is_cut) if self._calls else []
-        return pieces + self._with_free_text(rest)
+        pieces += self._with_free_text(self._with_later_reasoning(rest))
+        return pieces + self._end_later_text()
 
     def _pieces_of(self, cuts: list[tuple[SegmentKind, str]]) -> list[Piece]:
         pieces: list[Piece] = []
@@ -166,8 +179,53 @@ class AnswerReader:
             text = text.lstrip()
             self._is_after_preface = not text
         if self._calls is not None:
-            return self._with_free_text(self._calls.feed(text))
+            return self._with_free_text(self._with_later_reasoning(self._calls.feed(text)))
         return [TextPiece(text)] if text else []
+
+    def _with_later_reasoning(self, pieces: list[Piece]) -> list[Piece]:
+        """Separate the reasoning at the start of the text after a call from that text."""
+        if self._section_after_calls is None:
+            return pieces
+        result: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, CallBegin):
+                result += [*self._end_later_text(), piece]
+                self._later_cutter = ReasoningSplitter(self._section_after_calls)
+            elif isinstance(piece, TextPiece) and self._later_cutter is not None:
+                result += self._later_pieces(self._later_cutter.feed(piece.text))
+            else:
+                result.append(piece)
+        return result
+
+    def _end_later_text(self) -> list[Piece]:
+        """End the text after a call, and return its pieces that were held back."""
+        pieces: list[Piece] = []
+        if self._later_cutter is not None:
+            pieces = self._later_pieces(self._later_cutter.finish())
+        if self._later_texts:
+            text = "".join(self._later_texts)
+            self._num_later_tokens += len(self._tokenizer.encode(text, add_special=False))
+        self._later_cutter, self._later_texts = None, []
+        self._is_after_later = False
+        self._reasoning = BlankTrimmer(skips_first=True)
+        return pieces
+
+    def _later_pieces(self, segments: list[tuple[SegmentKind, str]]) -> list[Piece]:
+        """Return the reasoning and the text in segments of the text after a call."""
+        pieces: list[Piece] = []
+        for kind, text in segments:
+            if kind is not SegmentKind.AFTER:
+                self._later_texts.append(text)
+            if kind is SegmentKind.INSIDE:
+                if reasoning := self._reasoning.feed(text):
+                    pieces.append(ReasoningPiece(reasoning))
+            elif kind is SegmentKind.MARK:
+                self._is_after_later = True
+            else:
+                answer_text = text.lstrip() if self._is_after_later else text
+                self._is_after_later = self._is_after_later and not answer_text
+                pieces += [TextPiece(answer_text)] if answer_text else []
+        return pieces
 
     def _with_free_text(self, pieces: list[Piece]) -> list[Piece]:
         """Replace the JSON arguments of custom tools' calls by the text in them."""

@@ -139,6 +139,7 @@ class ToolForm(Frozen):
         preface: the reasoning section that may come before the answer.
         answer: the constraint of answers without calls, if the request has one.
         has_result: whether the conversation ends with the result of a call.
+        section_after_calls: further reasoning that may follow a call.
     """
 
     tools: Tools
@@ -147,6 +148,7 @@ class ToolForm(Frozen):
     preface: ReasoningSection | None = None
     answer: Constraint | None = None
     has_result: bool = False
+    section_after_calls: ReasoningSection | None = None
 
     @property
     def unmarked(self) -> Unmarked:
@@ -165,7 +167,9 @@ class ToolForm(Frozen):
 
     def constraint(self) -> Constraint:
         """Return the constraint of the model's answers, with and without tool calls."""
-        grammar = CallGrammar(self.tools, self.form, self.tokenizer, self.preface)
+        grammar = CallGrammar(
+            self.tools, self.form, self.tokenizer, self.preface, self.section_after_calls
+        )
         if self.tools.is_forced:
             rules = grammar.calls()
         elif self.answer is not None:
@@ -215,16 +219,23 @@ class CallGrammar:
     """Writes the grammar, in Lark's notation, that an answer with tool calls must follow."""
 
     def __init__(
-        self, tools: Tools, form: CallForm, tokenizer: Tokenizer, preface: ReasoningSection | None
+        self,
+        tools: Tools,
+        form: CallForm,
+        tokenizer: Tokenizer,
+        preface: ReasoningSection | None = None,
+        section_after_calls: ReasoningSection | None = None,
     ) -> None:
         """Prepare the grammar for calls of `tools` that are written in `form`.
 
-        Text must not begin like the reasoning section `preface`.
+        Text must not begin like the reasoning section `preface`. The reasoning section
+        `section_after_calls` may follow a call.
         """
         self._tools = tools
         self._form = form
         self._tokenizer = tokenizer
         self._preface = preface
+        self._section_after_calls = section_after_calls
         self._specials = special_marks(form.all_marks, tokenizer)
         self._to_lark = partial(to_lark, specials=self._specials)
         more_calls = f"({self._to_lark(form.between + form.head)} body)*"
@@ -279,10 +290,30 @@ class CallGrammar:
         yield "last: TEXT"
         yield from self._unmarked(rf"{_BLANK}*([;,]{_BLANK}*)?(```(json)?)?")
         unmarked_calls = f"unmarked{{1,{_MAX_UNMARKED_CALLS}}}"
-        parallel = f"{unmarked_calls} | call* last"
+        yield from self._reasoning_after_calls()
+        parallel = f"{unmarked_calls} | (call {self._may_reason})* last"
         yield f"start: {parallel if tools.is_parallel else 'unmarked | call | last'}"
         unmarked_beginnings = [f"UNMARKED{index}" for index in range(len(tools.names))]
         yield from self._text(unmarked_beginnings)
+
+    @property
+    def _may_reason(self) -> str:
+        """The grammar expression of reasoning that may follow a call; empty without reasoning."""
+        return "" if self._section_after_calls is None else "thought?"
+
+    def _reasoning_after_calls(self) -> Iterator[str]:
+        """Yield the rules of `thought`, a reasoning section that may follow a call."""
+        section = self._section_after_calls
+        if section is None:
+            return
+        specials = special_marks((section.begin, section.end), self._tokenizer)
+        yield r"THOUGHT: /(.|\n)*/"
+        yield text_until("thinking", section.end, specials).replace("TEXT", "THOUGHT")
+        begin = section_begin(section, specials)
+        if not special_marks((section.begin,), self._tokenizer):
+            yield f"THOUGHT_BEGIN: {begin}"  # one terminal, as text may begin with the same blanks
+            begin = "THOUGHT_BEGIN"
+        yield f"thought: {begin} thinking"
 
     def _text(self, other_beginnings: list[str]) -> Iterator[str]:
         """Yield the rule `TEXT`, of text that is no reasoning section and has no other beginning.
@@ -311,7 +342,8 @@ class CallGrammar:
         yield f"call: {after_mark} body {more_calls} {self._end}"
         yield text_until("head", form.mark, self._specials)
         yield "last: TEXT"
-        rest = "answer" if self._tools.is_parallel else '""'
+        yield from self._reasoning_after_calls()
+        rest = f"{self._may_reason} answer" if self._tools.is_parallel else '""'
         if not form.loose_begin:
             yield f"answer: head call {rest} | last"
             yield "start: answer"

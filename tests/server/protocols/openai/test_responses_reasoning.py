@@ -15,7 +15,7 @@ from twostroke.engine.chat.reader import AnswerFormat
 from twostroke.engine.output import Output, Timings, Usage, join
 from twostroke.server.generation.protocol import ResponseInfo
 from twostroke.server.generation.response_store import ResponseStore, Tenant
-from twostroke.server.protocols.common.listing import LOGPROBS
+from twostroke.server.protocols.common.listing import ENCRYPTED_REASONING, LOGPROBS
 from twostroke.server.protocols.responses.exchange import read
 from twostroke.server.protocols.responses.reply import ResponsesEncoder
 from twostroke.server.protocols.responses.request import ResponsesRequest
@@ -139,6 +139,29 @@ def test_reasoning_goes_back_to_the_template(shared_server: LiveServer) -> None:
             {"role": "assistant", "content": TEXT, "reasoning_content": THOUGHT},
             _user("and?"),
         )
+
+
+def test_clients_may_send_back_only_encrypted_reasoning(shared_server: LiveServer) -> None:
+    """Codex leaves the content out, and keeps what `include` asks for."""
+    text = f"<think>{THOUGHT}</think>{TEXT}"
+    answer = outputs(shared_server, text, FinishReason.STOP)
+    for fields, has_content in (({}, False), ({"include": [ENCRYPTED_REASONING]}, True)):
+        reply = reply_to(shared_server, **fields)
+        thought, message = whole(reply, answer)["output"]
+        [*_, last] = streamed(reply_to(shared_server, **fields), answer)
+        encrypted = last["response"]["output"][0].get("encrypted_content")
+        assert thought.get("encrypted_content") == encrypted
+        assert (encrypted is not None) == has_content
+        thought |= {"content": None, "summary": []}
+        items = [_user("hello"), thought, message, _user("and?")]
+        tenant = reply.job.prompts[0].tenant  # type: ignore[union-attr]
+        (exchange,) = read(ResponsesRequest(input=items), tenant).prompts
+        sent_back = exchange.messages[1].get("reasoning_content")  # type: ignore[union-attr]
+        assert sent_back == (THOUGHT if has_content else None)
+    for other in ("gAAAA", encrypted[:-3] + "!", 5):
+        items[1] = thought | {"encrypted_content": other}
+        (exchange,) = read(ResponsesRequest(input=items), tenant).prompts
+        assert "reasoning_content" not in exchange.messages[1]  # type: ignore[union-attr]
 
 
 def _user(text: str) -> Fields:

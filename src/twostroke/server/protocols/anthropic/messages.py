@@ -322,11 +322,11 @@ def _template_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
             call = {"id": block.id, "type": "function", "function": function}
             template_message.setdefault("tool_calls", []).append(call)
         elif isinstance(block, ThinkingBlock):
-            reasoning_texts.append(block.thinking)
+            reasoning_texts.append(block.text)
         elif isinstance(block, ToolResultBlock):
             text = text_of(block.content)
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-    if reasoning := "\n".join(reasoning_texts):
+    if reasoning := "\n".join(filter(None, reasoning_texts)):
         template_message["reasoning_content"] = reasoning
     return [*results, template_message] if template_message["content"] or not results else results
 

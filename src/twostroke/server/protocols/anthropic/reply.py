@@ -14,6 +14,7 @@ from twostroke.server.generation import events
 from twostroke.server.generation.events import SchemaMiss
 from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.responses import named_sse
+from twostroke.server.protocols.common.opaque_text import REASONING, encode_text
 from twostroke.server.protocols.common.usage import TimingsBody, timings_body
 
 if TYPE_CHECKING:
@@ -188,8 +189,8 @@ class MessageEncoder:
             case events.BlockClosed(block=block):
                 last = b""
                 if block.kind is events.BlockKind.REASONING:
-                    signature = SignatureDelta(_signature(block.text))
-                    last = named_sse(BlockDelta(block.index, signature))
+                    signature = _signature(block.text, is_omitted=self._is_omitted(block))
+                    last = named_sse(BlockDelta(block.index, SignatureDelta(signature)))
                 return last + named_sse(BlockStop(block.index))
             case events.ChoiceStarted():
                 assert event.usage is not None
@@ -216,6 +217,7 @@ class MessageEncoder:
                     block = _complete_block(event.block)
                     if isinstance(block, ThinkingBody) and self._is_omitted(event.block):
                         block.thinking = ""
+                        block.signature = _signature(event.block.text, is_omitted=True)
                     content += [block] if block is not None else []
                 case events.ChoiceEnded():
                     is_called = any(isinstance(block, ToolUseBody) for block in content)
@@ -283,7 +285,7 @@ def _complete_block(block: events.ContentBlock) -> BlockBody | None:
             body.text = text
         case ThinkingBody():
             body.thinking = text
-            body.signature = _signature(text)
+            body.signature = _signature(text, is_omitted=False)
         case ToolUseBody():
             try:
                 body.input = msgspec.json.decode(text, type=dict[str, Any])
@@ -292,7 +294,13 @@ def _complete_block(block: events.ContentBlock) -> BlockBody | None:
     return body
 
 
-def _signature(reasoning: str) -> str:
+def _signature(reasoning: str, *, is_omitted: bool) -> str:
+    """Return the signature of a reasoning block.
+
+    The signature of an omitted reasoning contains it, for the template of a later request.
+    """
+    if is_omitted:
+        return encode_text(reasoning, REASONING)
     return hashlib.sha256(reasoning.encode("utf-8", "replace")).hexdigest()
 
 

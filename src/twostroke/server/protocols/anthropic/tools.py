@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from twostroke.server.body import field
 from twostroke.server.protocols.common.fields import CacheControl
+from twostroke.server.protocols.common.opaque_text import REASONING, decode_text
 from twostroke.server.protocols.common.tools import (
     FunctionBody,
     FunctionName,
@@ -160,10 +161,18 @@ class ToolResultBlock(field.TaggedObject, tag="tool_result"):
 
 
 class ThinkingBlock(field.TaggedObject, tag="thinking"):
-    """A content block of a request's message: the reasoning of an earlier answer."""
+    """A content block of a request's message: the reasoning of an earlier answer.
+
+    If the answer omitted its text, the signature has the text.
+    """
 
     thinking: str
     signature: Annotated[str | None, field.doc("Not checked.")] = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning; empty if another server omitted it."""
+        return self.thinking or decode_text(self.signature, REASONING) or ""
 
 
 class RedactedThinkingBlock(field.TaggedObject, tag="redacted_thinking"):

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 MAX_LIST_LIMIT: Final = 100
 DEFAULT_LIST_LIMIT: Final = 20
 LOGPROBS: Final = "message.output_text.logprobs"
+ENCRYPTED_REASONING: Final = "reasoning.encrypted_content"
 INCLUDABLE: Final = (
     LOGPROBS,
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
-    "reasoning.encrypted_content",
+    ENCRYPTED_REASONING,
     "web_search_call.action.sources",
     "web_search_call.results",
 )

@@ -81,12 +81,16 @@ class ThoughtText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
 
 
 class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """An item of a response's output: the reasoning before the answer, without a summary."""
+    """An item of a response's output: the reasoning before the answer, without a summary.
+
+    A request may ask for `encrypted_content`, which some clients send back in place of the content.
+    """
 
     id: str
     status: Status
     content: list[ThoughtText]
     summary: list[Any] = []
+    encrypted_content: str | UnsetType = UNSET
 
 
 OutputPart = OutputText | ThoughtText

@@ -10,10 +10,11 @@ from msgspec.structs import replace
 from twostroke.server.body import field
 from twostroke.server.http.answer_limits import MAX_SUMMARY_TOKENS
 from twostroke.server.protocols.common.fields import Retention, ServiceFields
+from twostroke.server.protocols.common.opaque_text import SUMMARY, encode_text
 from twostroke.server.protocols.responses import exchange
 from twostroke.server.protocols.responses.body import OutputText, ResponseUsage
 from twostroke.server.protocols.responses.exchange import Exchange
-from twostroke.server.protocols.responses.items import encode_summary, new_id
+from twostroke.server.protocols.responses.items import new_id
 from twostroke.server.protocols.responses.reply import ResponsesEncoder
 from twostroke.server.protocols.responses.request import ITEMS_SCHEMA, ResponsesRequest
 
@@ -118,6 +119,6 @@ class CompactEncoder(ResponsesEncoder):
         return CompactedResponse(
             id=body.id,
             created_at=body.created_at,
-            output=[CompactionOutput(new_id("cmp_"), encode_summary("".join(texts).strip()))],
+            output=[CompactionOutput(new_id("cmp_"), encode_text("".join(texts).strip(), SUMMARY))],
             usage=body.usage,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, get_args
@@ -15,6 +14,7 @@ from twostroke.server.body.decode import convert
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.body.lenient import ignored_item
 from twostroke.server.http.ignored import MAX_IGNORED, Ignored
+from twostroke.server.protocols.common.opaque_text import REASONING, SUMMARY, decode_text
 from twostroke.server.protocols.common.prompts import RefusalPart, TextPart
 from twostroke.server.protocols.common.tools import arguments_text, custom_arguments
 from twostroke.server.protocols.responses.recall import find_referenced_items, missing_item_error
@@ -119,8 +119,8 @@ class PlainReasoningText(ReasoningText, tag="text"):
 class Reasoning(field.TaggedObject, tag="reasoning"):
     """An item of `input`: the reasoning of an earlier answer, which some chat templates show.
 
-    The summary and the encrypted content are ignored: the summary repeats the content, and only the
-    server that encrypted a content can read it.
+    Codex sends back only the encrypted content. It is read if this server made it. The summary and
+    encrypted contents of other servers are ignored.
     """
 
     content: (
@@ -130,6 +130,12 @@ class Reasoning(field.TaggedObject, tag="reasoning"):
     encrypted_content: field.SentBack = None
     id: str | None = None
     status: field.SentBack = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning; empty if the item has only a summary, or content of another server."""
+        text = "".join(part.text for part in self.content or ())
+        return text or decode_text(self.encrypted_content, REASONING) or ""
 
 
 class Compaction(field.TaggedObject, tag="compaction"):
@@ -199,7 +205,6 @@ _ID_PREFIXES: Final = {
     "additional_tools": "at_",
     "tool_search_output": "tso_",
 }
-_SUMMARY_PREFIX: Final = "twostroke-summary:"  # begins the content of this server's compactions
 
 
 def new_id(prefix: str) -> str:
@@ -208,24 +213,6 @@ def new_id(prefix: str) -> str:
     It consists of a prefix, such as `msg_`, and hexadecimal digits.
     """
     return prefix + secrets.token_hex(24)
-
-
-def encode_summary(text: str) -> str:
-    """Encode a conversation's summary as the `encrypted_content` of a compaction item."""
-    return _SUMMARY_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
-
-
-def decode_summary(content: str) -> str | None:
-    """Return the conversation's summary from the `encrypted_content` of a compaction item.
-
-    Returns None if another server made the item.
-    """
-    if not content.startswith(_SUMMARY_PREFIX):
-        return None
-    try:
-        return base64.urlsafe_b64decode(content.removeprefix(_SUMMARY_PREFIX)).decode()
-    except ValueError:
-        return None
 
 
 def read_input(
@@ -266,7 +253,7 @@ def read_input(
             continue
         if index in missing_indices:
             continue
-        if isinstance(item, Compaction) and decode_summary(item.encrypted_content) is None:
+        if isinstance(item, Compaction) and decode_text(item.encrypted_content, SUMMARY) is None:
             ignored.append(ignored_item(f"input[{index}]", raw["type"]))
         stored_item = referenced[index] if index in referenced else _to_stored_item(raw, item)
         if stored_item["id"] in used_ids:
@@ -335,10 +322,10 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
     for index, raw in enumerate(items, -num_earlier):
         item, _ = _read_item(_with_type(raw), f"input[{index}]")
         if isinstance(item, Reasoning):
-            reasoning_texts.append("".join(part.text for part in item.content or ()))
+            reasoning_texts.append(item.text)
             continue
         if isinstance(item, Compaction):
-            if (summary := decode_summary(item.encrypted_content)) is not None:
+            if (summary := decode_text(item.encrypted_content, SUMMARY)) is not None:
                 text = f"Summary of the conversation so far:\n\n{summary}"
                 messages.append({"role": "user", "content": [text]})
             continue

@@ -105,7 +105,10 @@ class ResponsesRequest(CommonFields):
     chat_template_kwargs: TemplateVariables = None
     include: Annotated[
         list[Annotated[str, Meta(extra_json_schema={"enum": INCLUDABLE})]] | None,
-        field.doc("Further parts of the answer: log-probabilities; other values have no effect."),
+        field.doc(
+            "Further parts of the answer: log-probabilities, and the reasoning in a form to send "
+            "back; other values have no effect."
+        ),
         field.DROPPABLE,
     ] = None
     top_logprobs: TopLogprobs = None
