@@ -84,14 +84,15 @@ struct OpRecord {
   int32_t norm;   // index into vectors, or kNone; Route: bias of the choice; Scale: a factor;
                   // Convolution: its taps (kernel, width); DeltaRule: rates of the decays
   float epsilon;
-  int32_t num_groups;
+  int32_t num_groups;  // of a norm; DeltaRule: key heads
   int32_t accumulate;  // Linear, Experts: results are added to what the buffers hold
   int32_t layer;  // for Attention, Pieces and for products that are stored; of recurrent operations
                   // the index into state_layers
-  int32_t num_heads;   // Pieces: of the whole; HeadProducts, Join; DeltaRule: of values
+  int32_t num_heads;   // Pieces: of the whole; HeadProducts, Join; DeltaRule: of values, on a rank
   int32_t group;       // Attention, Pieces: query heads of a whole key-value head; DeltaRule: value
                        // heads of a key head
-  int32_t first_head;  // Attention: place of the first query head in its key-value head's group
+  int32_t first_head;  // Attention: place of the first query head in its key-value head's group;
+                       // DeltaRule: the first value head of the rank
   float scale;         // Attention, Pieces: of the scores
   float factor;        // Embed, Scale, Route: of the shares
   float

@@ -87,7 +87,7 @@ void run_delta_rule(Worker& worker, const OpRecord& op) {
   const OutputRecord& output = op.outputs[0];
   const int64_t key_dim = op.x_head;
   const int64_t value_dim = output.head_dim;
-  const int64_t num_key_heads = op.num_heads / op.group;
+  const int64_t num_key_heads = op.num_groups;
   const std::vector<StateRun>& runs = worker.step.state_runs;
   const int64_t num_heads = static_cast<int64_t>(runs.size()) * op.num_heads;
   // Where heads are few, threads compute parts of their columns.
@@ -96,11 +96,12 @@ void run_delta_rule(Worker& worker, const OpRecord& op) {
   worker.share_out(num_heads * num_parts, [&](int64_t ticket) {
     const int64_t part = ticket % num_parts;
     const int64_t head = ticket / num_parts % op.num_heads;
-    const int64_t key_head = op.is_tiled != 0 ? head % num_key_heads : head / op.group;
+    const int64_t whole_head = op.first_head + head;  // among the heads of all ranks
+    const int64_t key_head = op.is_tiled != 0 ? whole_head % num_key_heads : whole_head / op.group;
     const int64_t begin = num_blocks * part / num_parts * kStateColumns;
     const int64_t end = std::min(num_blocks * (part + 1) / num_parts * kStateColumns, value_dim);
-    const DeltaHead sizes{key_dim, value_dim, op.epsilon, worker.vector(op.norm)[head],
-                          worker.vector(output.bias)[head]};
+    const DeltaHead sizes{key_dim, value_dim, op.epsilon, worker.vector(op.norm)[whole_head],
+                          worker.vector(output.bias)[whole_head]};
     const StateRun& run = runs[static_cast<size_t>(ticket / num_parts / op.num_heads)];
     for_slices(worker.step, run, [&](int32_t index, const SliceRecord& slice) {
       const StatePlaces places = places_of(worker.plan, worker.step.record, op, index);
@@ -111,7 +112,7 @@ void run_delta_rule(Worker& worker, const OpRecord& op) {
       const float* x = row_of(op.x);
       const DeltaRows rows{x + key_head * key_dim,
                            x + (num_key_heads + key_head) * key_dim,
-                           x + 2 * num_key_heads * key_dim + head * value_dim,
+                           x + 2 * num_key_heads * key_dim + whole_head * value_dim,
                            worker.stride(op.x),
                            row_of(op.y) + head,
                            worker.stride(op.y),

@@ -10,8 +10,10 @@ from msgspec.structs import replace
 
 from support.cpu import greedy_request
 from twostroke.backends.cpu.steps import StepArrays
+from twostroke.backends.spans import unpack
 from twostroke.backends.step_frame import FrameError, FrameLimits, FrameLostError, FrameReader
 from twostroke.core.draft_tree import ROOT, DraftBranch
+from twostroke.core.request import NO_STATE
 from twostroke.core.step import Slice, StepPlan
 
 LIMITS = FrameLimits(
@@ -95,6 +97,33 @@ def test_a_step_that_is_refused_still_brings_its_page_tables():
     assert_same(reader.read(steps.encode_step()), steps)
     with pytest.raises(FrameLostError):
         reader.read(bytes(64))
+
+
+def test_slots_of_recurrent_states_arrive_and_are_checked():
+    limits = replace(LIMITS, num_states=4)
+    steps, reader = sender(has_states=True), FrameReader(limits)
+    first, second = request_of(3, [1], [2]), request_of(5, [3], [4])
+
+    def message(read, write):
+        new = Slice(first, 0, 3, samples=True, write_state=1)
+        old = Slice(second, 4, 1, samples=True, read_state=read, write_state=write)
+        steps.fill(StepPlan((new, old)))
+        return steps.encode_step()
+
+    data = message(0, 3)
+    frame = reader.read(data)
+    assert frame.states.tolist() == [[NO_STATE, 1], [0, 3]]
+    _, _, spans, _ = unpack(frame)
+    assert [(span.read_state, span.write_state) for span in spans] == [(NO_STATE, 1), (0, 3)]
+    for read, write in [(4, 3), (-2, 3), (0, 4), (0, NO_STATE)]:
+        with pytest.raises(FrameError, match="recurrent state that does not exist"):
+            reader.read(message(read, write))
+    with pytest.raises(FrameLostError, match="size"):
+        FrameReader(LIMITS).read(data)
+    plain = sender()
+    plain.fill(StepPlan((Slice(first, 0, 3, samples=True),)))
+    with pytest.raises(FrameLostError, match="size"):
+        FrameReader(limits).read(plain.encode_step())
 
 
 def test_values_from_outside_arrive():

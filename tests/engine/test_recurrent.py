@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.fake_model import FakeModel
 from support.programs import VOCAB_SIZE, hybrid_program, random_tensors
@@ -14,12 +15,12 @@ from support.row_by_row import RowByRow
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from twostroke.backends.kv_size import WORKING_BYTES, size_kv_cache
 from twostroke.core.errors import MemoryLimitError
-from twostroke.core.options import CacheOptions
+from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.core.request import Hints, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.kv_cache import PagePool, PrefixHit, PrefixIndex, StatePool
 from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
-from twostroke.engine.scheduler.recurrent_states import SNAPSHOT_TOKENS
+from twostroke.engine.scheduler.recurrent_states import SNAPSHOT_TOKENS, with_room_for_states
 
 if TYPE_CHECKING:
     from twostroke.engine.scheduler.request_state import RequestState
@@ -220,3 +221,16 @@ def test_a_kv_memory_that_fits_is_enough_for_pages_and_states() -> None:
         size_kv_cache(
             program, CacheOptions(memory_bytes=2 * 10**8), 256, 0, available, max_running=64
         )
+
+
+def test_a_static_batch_without_room_for_its_states_is_refused() -> None:
+    config = SchedulerConfig(CONTEXT, max_running=64)
+    batch = BatchOptions(policy="static", batch_size=9)
+    assert with_room_for_states(config, batch, 0) is config
+    assert with_room_for_states(config, batch, 24).max_running == 9
+    with pytest.raises(MemoryLimitError, match=r"of 9 requests do not fit .* --batch-size to 8,"):
+        with_room_for_states(config, batch, 23)
+    ahead = replace(config, steps_ahead=1)  # two stages: each request has one more slot
+    with pytest.raises(MemoryLimitError, match="lower --batch-size to 6, or raise --kv-memory"):
+        with_room_for_states(ahead, batch, 24)
+    assert with_room_for_states(ahead, BatchOptions(), 24).max_running == 6

@@ -56,7 +56,7 @@ def models(names: list[str], folder: Path) -> Iterator[tuple[str, str]]:
         if name != TINY and not name.startswith("tiny-"):
             yield name, name
             continue
-        for family, fmt in zip(families_on("cpu", ranks=True), cycle(_TINY_FORMATS)):
+        for family, fmt in zip(families_on("cpu"), cycle(_TINY_FORMATS)):
             if name in {TINY, f"tiny-{family}"}:
                 layers = max(4, FAMILIES[family].sizes.get("num_layers", 0))
                 tiny = tiny_of(family, fmt=fmt, num_layers=layers, context_length=1024)

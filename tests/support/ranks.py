@@ -93,8 +93,6 @@ class Post:
 class ThreadRanks:
     """Runs step plans as a backend does, with a plan for each rank of a mesh."""
 
-    num_states = 0  # several ranks keep no recurrent states
-
     def __init__(
         self,
         model: Model,
@@ -106,12 +104,14 @@ class ThreadRanks:
         max_rows: int = 1024,
         kv_format: str = "f16",
         activation_bits: Bits = 15,
+        num_states: int = 0,
         post: Post | None = None,
         kept: Sequence[str] = (),
     ) -> None:
         program, tensors = model
         self.program, self.mesh, self.library = program, mesh, load_library(level)
         self.bits, self.num_ranks = activation_bits, mesh.num_ranks
+        self.num_states = num_states if program.state_layers else 0
         self.parts = WeightShard(0, mesh, max_rows, None).parts(program, kept)
         size = shared_bytes(self.parts, max_rows)
         self.page_size = mesh.num_kv_ranks * KV_SPLIT_TOKENS if mesh.kv_by_tokens else PAGE_SIZE
@@ -135,7 +135,7 @@ class ThreadRanks:
             part = self.parts[rank].program
             end = PlanLink(link, max_rows)
             balanced = balances(part, tensors, kv_format)
-            pages = PlanPages(all_pages, self.page_size, kv_format, balanced)
+            pages = PlanPages(all_pages, self.page_size, kv_format, balanced, num_states)
             plan = NativePlan(self.library, pool, part, lowered, weights, pages, link=end)
             self._open.callback(plan.close)
             weights.pack(pool, None, None)
@@ -154,6 +154,7 @@ class ThreadRanks:
             -(-longest // self.page_size),
             one_arithmetic=self.one_arithmetic,
             sends_best=post is not None,
+            has_states=bool(program.state_layers),
         )
 
     def __enter__(self) -> Self:

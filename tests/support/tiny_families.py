@@ -705,11 +705,11 @@ FAMILIES: dict[str, Variant] = {
     "smollm3": _SMOLLM3,
 }
 
-# The backends that compute recurrent layers; others, and ranks, refuse models with such layers.
-_RECURRENT_BACKENDS = {"cpu", "reference"}
+# The backends that compute recurrent layers; others refuse models with such layers.
+_RECURRENT_BACKENDS = {"cpu", "reference", "torch"}
 
 
-def families_on(backend: str, *, ranks: bool = False) -> list[str]:
-    """Return the families whose tiny models a backend, or several ranks of it, compute."""
-    is_recurrent = backend in _RECURRENT_BACKENDS and not ranks
+def families_on(backend: str) -> list[str]:
+    """Return the families whose tiny models a backend computes."""
+    is_recurrent = backend in _RECURRENT_BACKENDS
     return [name for name, variant in FAMILIES.items() if is_recurrent or variant.delta is None]

@@ -56,8 +56,11 @@ def check_backend(options: EngineOptions, program: Program, notify: Callable[[st
     """
     from twostroke.backends.gpu import device
 
-    if program.state_layers:
-        _check_recurrent(options, program)
+    if program.state_layers and options.compute.backend == "gpu":
+        raise BackendError(
+            f"{program.name} has recurrent layers, which the backend gpu cannot compute yet: use "
+            "--backend cpu."
+        )
     usable = usable_context(options.compute, program)
     if usable < program.context_length:
         message = (
@@ -82,21 +85,6 @@ def usable_context(compute: ComputeOptions, program: Program) -> int:
     if program.temperature_length is None or not is_native(compute):
         return program.context_length
     return min(program.context_length, program.temperature_length)
-
-
-def _check_recurrent(options: EngineOptions, program: Program) -> None:
-    """Raise BackendError if the selected backend, or its ranks, cannot compute recurrent layers."""
-    backend = options.compute.backend
-    message = f"{program.name} has recurrent layers, which"
-    if backend in {"gpu", "torch"}:
-        raise BackendError(
-            f"{message} the backend {backend} cannot compute yet: use --backend cpu."
-        )
-    num_ranks = options.parallel.num_ranks
-    if is_native(options.compute) and num_ranks > 1:
-        raise BackendError(
-            f"{message} {counted_noun(num_ranks, 'rank')} cannot compute yet: use one rank."
-        )
 
 
 def check_gpu(program: Program, compute: ComputeOptions) -> None:
@@ -276,6 +264,7 @@ def _create_torch_backend(
         page_size=size.page_size,
         device=device,
         num_threads=compute.num_threads,
+        num_states=size.num_states,
         tapped_value=tapped_value,
         weight_shard=weight_shard,
     )

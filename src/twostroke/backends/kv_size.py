@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _MAX_CONTEXTS = 8  # the default cache holds at most this many contexts of full length
 _MIN_TOKENS_PER_REQUEST = 128  # the default cache holds this many for each running request
 _MAX_STATE_RATIO = 0.25  # of the free memory that recurrent states take
-_STATES_PER_REQUEST = 2  # a step reads one and writes another
 _MAX_FREE_MEMORY_RATIO = 0.5  # of the memory that is free after loading the weights
 WORKING_BYTES = 128 * 1024**2  # of the interpreter, the tokenizer and a step's buffers
 
@@ -93,8 +92,11 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
     page_bytes = max(1, sum(part.page_bytes(page_size, FORMATS[kv_format]) for part in stored))
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
     free_bytes = max(available_bytes - weight_bytes - WORKING_BYTES, 0)
-    num_states = _num_states(program, options, free_bytes, max_running)
-    state_bytes = num_states * program.state_bytes
+    slot_bytes = sum(part.state_bytes for part in stored)
+    num_states = 0
+    if program.state_layers:
+        num_states = _num_states(mesh, options, free_bytes, max_running, slot_bytes)
+    state_bytes = num_states * slot_bytes
     pages_for_one = groups.num_needed(context_length, token_budget)
     if memory_bytes is not None:
         num_pages = max(0, memory_bytes - state_bytes) // page_bytes
@@ -131,18 +133,21 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
     raise shortage.kv_memory_error() if asks_too_much else shortage.context_error()
 
 
-def _num_states(program: Program, options: CacheOptions, free_bytes: int, max_running: int) -> int:
+def _num_states(
+    mesh: Mesh, options: CacheOptions, free_bytes: int, max_running: int, slot_bytes: int
+) -> int:
     """Return the slots for recurrent states: for running requests, and as many for snapshots.
 
-    They take at most a quarter of the free memory (or of `--kv-memory`), except for one request;
-    the scheduler then runs fewer requests at the same time. 0 for a model without such states.
+    A step reads one slot of a request and writes another; with pipeline stages, several steps are
+    in flight. Slots take at most a quarter of the free memory (or of `--kv-memory`), except for one
+    request; the scheduler then runs fewer requests at the same time. `slot_bytes`: of the states of
+    one request in this memory; 0 if other machines have them.
     """
-    if not program.state_bytes:
-        return 0
     memory_bytes = free_bytes if options.memory_bytes is None else options.memory_bytes
-    num_wanted = 2 * _STATES_PER_REQUEST * max_running
-    num_fitting = int(memory_bytes * _MAX_STATE_RATIO) // program.state_bytes
-    return max(_STATES_PER_REQUEST + 1, min(num_wanted, num_fitting))
+    per_request = 1 + len(mesh.stages)
+    num_wanted = 2 * per_request * max_running
+    num_fitting = int(memory_bytes * _MAX_STATE_RATIO) // max(1, slot_bytes)
+    return max(per_request + 1, min(num_wanted, num_fitting))
 
 
 class _Shortage(Frozen):

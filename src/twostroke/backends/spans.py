@@ -83,10 +83,24 @@ def unpack(frame: StepFrame) -> Rows:
     spans: list[RowSpan] = []
     stored = frame.stores.astype(np.int64)
     copies = tuple((target, source) for source, target in frame.copies.tolist())
-    for first, count, start, table in frame.slices.tolist():
+    no_states = np.full((len(frame.slices), 2), NO_STATE)
+    states = (no_states if frame.states is None else frame.states).tolist()
+    pairs = zip(frame.slices.tolist(), states, strict=True)
+    for (first, count, start, table), (read_state, write_state) in pairs:
         above = stored[stored[:, 1] == table, 0]
         pages = frame.page_tables[table].astype(np.int64)
-        spans.append(RowSpan(slice(first, first + count), start, pages, above, copies))
+        rows = slice(first, first + count)
+        spans.append(
+            RowSpan(
+                rows,
+                start,
+                pages,
+                above,
+                copies=copies,
+                read_state=read_state,
+                write_state=write_state,
+            )
+        )
         copies = ()  # the first span has the copies of the whole step
     positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
     tokens, sampled = (a.astype(np.int64) for a in (frame.tokens, frame.sampled_rows))

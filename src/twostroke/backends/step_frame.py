@@ -10,6 +10,7 @@ import numpy as np
 from twostroke.core.errors import BackendError
 from twostroke.core.frozen import Frozen
 from twostroke.core.message_text import counted_noun
+from twostroke.core.request import NO_STATE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int32]
 
 _MAGIC: Final = 0x46535354  # "TSSF"
-_VERSION: Final = 2
+_VERSION: Final = 3
 _HEADER: Final = 12  # numbers of 4 bytes
 _MAX_TABLES: Final = 1 << 16
 _MAX_TABLE_BYTES: Final = 1 << 31
@@ -36,7 +37,8 @@ class FrameLostError(FrameError):
 class FrameLimits(Frozen):
     """Upper bounds of a step's numbers, which rank 0 sends to all ranks when they start.
 
-    `external_width`: values of each row of `StepFrame.external`; 0: steps have none.
+    `external_width`: values of each row of `StepFrame.external`; 0: steps have none. `num_states`:
+    slots for recurrent states; 0 for models without such states.
     """
 
     vocab_size: int
@@ -46,6 +48,7 @@ class FrameLimits(Frozen):
     num_groups: int
     table_stride: int
     external_width: int = 0
+    num_states: int = 0
 
 
 class StepFrame(Frozen):
@@ -56,6 +59,8 @@ class StepFrame(Frozen):
     - `stores`: (row, table); the row's keys and values are also stored in this table's pages.
     - `copies`: (source page, target page), done before the step.
     - `page_tables`: belongs to the reader, and changes with the next frame.
+    - `states`: for models with recurrent states, (slot before the first row, or `NO_STATE`; slot
+      after the last row) of each slice.
     """
 
     tokens: Ints  # (rows)
@@ -67,6 +72,7 @@ class StepFrame(Frozen):
     page_tables: Ints  # (tables, groups, pages)
     num_generated: int
     external: NDArray[np.float32] | None = None  # (rows, width)
+    states: Ints | None = None  # (slices, 2)
 
 
 def encode(frame: StepFrame, changes: Ints) -> bytes:
@@ -79,7 +85,7 @@ def encode(frame: StepFrame, changes: Ints) -> bytes:
     width = 0 if external is None else external.shape[1]
     counts = [len(a) for a in (frame.slices, frame.sampled_rows, frame.stores, frame.copies)]
     header = [_MAGIC, _VERSION, len(frame.tokens), frame.num_generated, *counts, len(changes)]
-    header += [len(frame.page_tables), width, 0]
+    header += [len(frame.page_tables), width, int(frame.states is not None)]
     parts = [
         np.array(header, np.int32),
         frame.tokens,
@@ -90,6 +96,8 @@ def encode(frame: StepFrame, changes: Ints) -> bytes:
         frame.copies.reshape(-1),
         changes.reshape(-1),
     ]
+    if frame.states is not None:
+        parts.append(frame.states.reshape(-1))
     if external is not None:
         parts.append(np.ascontiguousarray(external).reshape(-1).view(np.int32))
     return np.concatenate(parts).tobytes()
@@ -118,7 +126,7 @@ class FrameReader:
             )
         numbers = np.frombuffer(data, "<i4")
         head: list[int] = numbers[:_HEADER].tolist()
-        magic, version, num_rows, num_generated, *counts, num_tables, width, _ = head
+        magic, version, num_rows, num_generated, *counts, num_tables, width, has_states = head
         if (magic, version) != (_MAGIC, _VERSION):
             raise FrameLostError(
                 f"A step message has format version {version}; this rank reads {_VERSION}."
@@ -128,17 +136,19 @@ class FrameReader:
         shapes = [(num_rows,), (num_slices, 4), (num_sampled,), (num_sampled,)]
         shapes += [(num_stores, 2), (num_copies, 2)]
         fixed = sum(map(prod, shapes))
-        expected = fixed + 2 * num_changes
-        if width != self._limits.external_width or (
-            numbers.size != _HEADER + expected + width * num_rows
-        ):
+        changed = fixed + 2 * num_changes
+        expected = changed + (2 * num_slices if has_states else 0)
+        if (width, bool(has_states)) != (
+            self._limits.external_width,
+            self._limits.num_states > 0,
+        ) or numbers.size != _HEADER + expected + width * num_rows:
             raise FrameLostError(
                 f"A step of {counted_noun(len(data), 'byte')} is not of the size that it states."
             )
         body = numbers[_HEADER:]
         # Applied even if the step is refused, because rank 0 sends each change only once.
         if num_changes:
-            self._change(body[fixed:expected].reshape(-1, 2), num_tables)
+            self._change(body[fixed:changed].reshape(-1, 2), num_tables)
         elif num_tables > len(self._tables):
             self._grow(num_tables)
         self._check_counts(num_rows, num_generated, counts, num_tables)
@@ -154,7 +164,9 @@ class FrameReader:
             page_tables=self._tables,
             num_generated=num_generated,
             external=external,
+            states=body[changed:expected].reshape(-1, 2) if has_states else None,
         )
+        self._check_states(frame)
         self._check(frame, body[:fixed], (num_generated, num_tables, *counts[:4]))
         return frame
 
@@ -174,6 +186,14 @@ class FrameReader:
             raise FrameError("A step names a row, token, table or page that does not exist.")
         _check_order(frame)
         self._checked = checked
+
+    def _check_states(self, frame: StepFrame) -> None:
+        """Raise FrameError if a slice reads or writes a recurrent state that does not exist."""
+        if frame.states is None:
+            return
+        lowest, highest = frame.states.min(axis=0), frame.states.max()
+        if lowest[0] < NO_STATE or lowest[1] < 0 or highest >= self._limits.num_states:
+            raise FrameError("A step names a recurrent state that does not exist.")
 
     def _check_tables(self, least_count: int, num_tables: int) -> None:
         """Raise FrameLostError if a step has a negative count, or too large page tables."""

@@ -24,7 +24,6 @@ from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
-from twostroke.core.message_text import counted_noun
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS, PARTNER, EngineOptions
 from twostroke.core.process_tuning import return_freed_memory
 from twostroke.engine.canary import FirstLoadCheck
@@ -37,7 +36,7 @@ from twostroke.engine.kv_offload.tier import kv_cache_spec
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
-from twostroke.engine.scheduler.recurrent_states import max_running_with
+from twostroke.engine.scheduler.recurrent_states import with_room_for_states
 from twostroke.engine.speculation import (
     Lookahead,
     NgramProposer,
@@ -417,6 +416,9 @@ def build_scheduler(
 
     With `draws_ahead`, the backend's steps may start before earlier steps have sampled their
     tokens.
+
+    Raises:
+        MemoryLimitError: the recurrent states of a static batch do not fit into memory.
     """
     pool = PagePool(facts.num_pages, facts.page_size, facts.windows, clock)
     reuse_generated = facts.one_arithmetic or not cache.strict_prefix
@@ -427,16 +429,8 @@ def build_scheduler(
         steps_ahead=facts.draws_ahead if draws_ahead else facts.steps_ahead,
         samples_ahead=draws_ahead,
     )
-    states = None
-    if facts.num_states:
-        states = StatePool(facts.num_states)
-        max_running = max_running_with(facts.num_states, config.steps_ahead)
-        if batch.policy != "continuous" and batch.batch_size > max_running:
-            raise MemoryLimitError(
-                f"The recurrent states of {counted_noun(batch.batch_size, 'request')} do not fit "
-                f"into memory: lower --batch-size to {max_running}, or raise --kv-memory."
-            )
-        config = replace(config, max_running=min(config.max_running, max_running))
+    config = with_room_for_states(config, batch, facts.num_states)
+    states = StatePool(facts.num_states) if facts.num_states else None
     return Scheduler(config, pool, index, make_policy(batch), clock, states=states)
 
 

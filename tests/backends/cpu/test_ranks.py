@@ -15,13 +15,14 @@ from msgspec.structs import replace
 
 from support.cpu import cpu_backend, greedy_request, page_lists, run, tiny_model
 from support.mixed_bits import mixed_bits
-from support.programs import PROGRAMS, SPEC, random_tensors
+from support.programs import PROGRAMS, SPEC, VOCAB_SIZE, hybrid_program, random_tensors
 from support.ranks import Post, ThreadRanks
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from support.tiny import tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES, families_on
 from twostroke.backends.cpu import layout
 from twostroke.backends.cpu.library import choose_level
+from twostroke.backends.interface import WeightShard
 from twostroke.core.errors import RanksLostError
 from twostroke.core.step import Slice, StepPlan
 from twostroke.model.families import build_program
@@ -48,12 +49,22 @@ PLACES = [
     Mesh(row_parts=2, kv_by_tokens=True),
     Mesh(row_parts=2, column_parts=(1, 2), kv_by_tokens=True),
 ]
+HYBRIDS = {
+    "grouped": hybrid_program(),
+    "tiled": hybrid_program((False, True), is_tiled=True, key_dim=32, value_dim=64),
+    "one value head": hybrid_program((False, False), num_key_heads=1, num_value_heads=1),
+}
+NUM_STATES = 150  # for models with recurrent layers
 MODELS = {
     "llama": lambda: tiny_model(fmt="Q4_1", embedding_fmt="Q8_0", num_heads=6, num_kv_heads=3),
     "windows": lambda: tiny_model(fmt="Q8_0", num_layers=3, windows=(37, None, 100), soft_cap=4.0),
     **{
         name: lambda name=name: (PROGRAMS[name], random_tensors(PROGRAMS[name], "Q4_0", "Q8_0"))
         for name in PROGRAMS
+    },
+    **{
+        name: lambda name=name: (HYBRIDS[name], random_tensors(HYBRIDS[name], "Q4_0", "Q8_0"))
+        for name in HYBRIDS
     },
 }
 
@@ -171,7 +182,7 @@ def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
     More rows draw than logits are held at once.
     """
     chance = random.Random(seed)
-    family = chance.choice(families_on("cpu", ranks=True))
+    family = chance.choice(families_on("cpu"))
     layers = {} if FAMILIES[family].wide else {"num_layers": 3}
     tiny = tiny_of(family, **layers, fmt=chance.choice(["Q4_1", "Q8_0", "F16"]))
     loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny))
@@ -181,10 +192,11 @@ def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
     setting = replace(Setting.chosen_by(chance, fewest, 4 * fewest), max_running=50)
     setting = replace(setting, token_budget=max(setting.token_budget, 50))
     requests = random_requests(chance, 40, program.vocab_size, 90, 9)
-    with cpu_backend(model, LEVEL, 64, kv_format=kv_format) as whole:
+    options = {"kv_format": kv_format, "num_states": NUM_STATES}
+    with cpu_backend(model, LEVEL, 64, **options) as whole:
         known, _ = run_schedule(whole, setting, [fresh(r) for r in requests], 120)
     for mesh, post in ((chance.choice(MESHES), Post()), (random_mesh(chance), None)):
-        with ThreadRanks(model, mesh, LEVEL, 64, kv_format=kv_format, post=post) as ranks:
+        with ThreadRanks(model, mesh, LEVEL, 64, post=post, **options) as ranks:
             found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], 120, known)
             assert found == known, (mesh, family)
 
@@ -230,6 +242,32 @@ def test_rows_that_see_nothing_of_a_later_tile_stay_as_they_are(monkeypatch):
             result = backend.run(StepPlan((Slice(request, 383, 2, samples=True, num_scored=1),)))
             found.append((result.tokens, result.logprobs, result.scores))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_recurrent_states_of_ranks_follow_requests_on_any_schedule(kind):
+    """Each rank keeps the states of its heads, and of the layers of its stage."""
+    model, chance = MODELS[kind](), random.Random(kind)
+    requests = random_requests(chance, 20, VOCAB_SIZE, 60, 12)
+    setting = replace(Setting.chosen_by(chance, 8, 12), token_budget=32, max_running=16)
+    with cpu_backend(model, LEVEL, 64, num_states=NUM_STATES) as whole:
+        known, _ = run_schedule(whole, setting.alone(64), [fresh(r) for r in requests], 120)
+    meshes = [Mesh(column_parts=(1, 1)), Mesh((1, 1)), *chance.sample([*MESHES, *PLACES], 2)]
+    for number, mesh in enumerate(meshes):
+        options = {"num_states": NUM_STATES, "post": Post() if number % 2 else None}
+        with ThreadRanks(model, mesh, LEVEL, 16, **options) as ranks:
+            found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], 120)
+        assert found == known, mesh
+
+
+def test_ranks_have_their_share_of_recurrent_states():
+    for program in (HYBRIDS["grouped"], HYBRIDS["tiled"]):
+        whole = program.state_bytes
+        for mesh in (Mesh(column_parts=(1, 1, 1)), Mesh((1, 1), 1, (2, 1))):
+            parts = WeightShard(0, mesh, 16, None).parts(program)
+            assert sum(part.program.state_bytes for part in parts) == whole, mesh
+        twice = WeightShard(0, Mesh(row_parts=2), 16, None).parts(program)
+        assert [part.program.state_bytes for part in twice] == [whole, whole]
 
 
 def random_mesh(chance: random.Random) -> Mesh:

@@ -8,10 +8,12 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from support.remote import FakeProcess, first_of, options, start_generation, until
-from support.tiny import write_tiny_gguf
+from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.core.errors import ModelFormatError, ModelNotLoadedError
+from twostroke.core.options import CacheOptions
 from twostroke.engine.engine import build
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process import supervisor
@@ -44,6 +46,19 @@ def make_engine(folder: Path) -> tuple[OnDemandEngine, wire.EngineReady]:
         ready = _ready(built)
     engine = OnDemandEngine.for_model(None, str(path), options(), "warning", 1 << 30, math.inf)
     return engine, ready
+
+
+def test_running_requests_are_counted_as_after_loading(tmp_path: Path) -> None:
+    """Few slots for recurrent states limit the running requests, before and after a load."""
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", tiny_of("qwen3.5", context_length=256))
+    wanted = replace(options(max_running=5000, token_budget=8192), cache=CacheOptions())
+    engine = OnDemandEngine.for_model(None, str(path), wanted, "warning", 300 << 20, math.inf)
+    with closing(engine), build(str(path), engine._supervisor._load.options) as built:
+        facts = _ready(built).facts
+    assert facts.config.max_running < 5000
+    assert engine.facts.config.max_running == facts.config.max_running
+    assert engine.facts.backend.num_states == facts.backend.num_states
+    assert engine.facts.backend.num_pages == facts.backend.num_pages
 
 
 def test_process_that_dies_as_it_is_unloaded_has_no_successor(

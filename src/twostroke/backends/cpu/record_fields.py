@@ -99,7 +99,9 @@ def fields_of_delta_rule(op: ops.GatedDeltaRule) -> Fields:
     return {
         "layer": op.layer,
         "num_heads": op.num_value_heads,
-        "group": op.num_value_heads // op.num_key_heads,
+        "first_head": op.first_head,
+        "num_groups": op.num_key_heads,
+        "group": op.num_all_heads // op.num_key_heads,
         "x_head": op.key_dim,
         "is_tiled": op.is_tiled,
         "epsilon": op.epsilon,

@@ -131,6 +131,7 @@ class StepArrays:
             page_tables=self.tables.array,
             num_generated=record.num_generated,
             external=self._external,
+            states=self._states if self._has_states else None,
         )
 
     @property
@@ -375,6 +376,8 @@ def record_of(frame: StepFrame) -> StepRecord:
     )
     if frame.external is not None:
         record.external = _address(frame.external)
+    if frame.states is not None:
+        record.states = _address(frame.states)
     if record.num_stores:
         record.stores = _address(frame.stores)
     if record.num_copies:

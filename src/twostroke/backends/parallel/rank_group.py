@@ -114,7 +114,8 @@ class RankGroup:
                     group_limit=scarcest_memory() if 0 in ranks_of_host else None,
                 )
             )
-        return min(sizes, key=lambda size: size.num_pages)
+        smallest = min(sizes, key=lambda size: size.num_pages)
+        return replace(smallest, num_states=min(size.num_states for size in sizes))
 
     def create_backend(
         self,
@@ -235,6 +236,7 @@ class RankGroup:
                 one_arithmetic=self._one_arithmetic,
                 num_pages=size.num_pages,
                 page_size=size.page_size,
+                num_states=size.num_states,
                 kv_format=size.kv_format,
                 max_rows=self._max_rows,
                 tapped_value=last_hidden(self._recipe.program),

@@ -15,7 +15,7 @@ from twostroke.core.options import ComputeOptions  # noqa: TC001 - likewise
 from twostroke.core.transport.frames import MessageFormat
 from twostroke.model.program.mesh import Mesh  # noqa: TC001 - likewise
 
-VERSION: Final = 2  # raise it when a message changes
+VERSION: Final = 3  # raise it when a message changes
 
 
 class RankArrival(Frozen, array_like=True, tag=1):
@@ -51,6 +51,7 @@ class RankJob(Frozen, array_like=True, tag=3):
     - `host_slot`: (index, count) of this rank among the ranks of its machine, which divide threads
       and cores.
     - `level`, `one_arithmetic`: of rank 0; a rank with another `one_arithmetic` cannot take part.
+    - `num_states`: slots for recurrent states; 0 for models without such states.
     - `max_rows`: the largest number of rows of a step.
     - `link`: the text by which the rank joins a link of kind `link_kind`.
     """
@@ -64,6 +65,7 @@ class RankJob(Frozen, array_like=True, tag=3):
     one_arithmetic: bool
     num_pages: int
     page_size: int
+    num_states: int
     kv_format: str
     max_rows: int
     tapped_value: str | None

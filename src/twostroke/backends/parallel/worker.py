@@ -241,7 +241,14 @@ class RankWorker:
             loaded.tensors,
             program,
             compute,
-            CacheSize(program.context_length, job.num_pages, job.page_size, 0, job.kv_format),
+            CacheSize(
+                program.context_length,
+                job.num_pages,
+                job.page_size,
+                cache_bytes=0,
+                kv_format=job.kv_format,
+                num_states=job.num_states,
+            ),
             release=loaded.release,
             tapped_value=job.tapped_value,
             weight_shard=WeightShard(job.rank, job.mesh, job.max_rows, self.link.record, sizes),
@@ -264,6 +271,7 @@ class RankWorker:
                 max_rows=job.max_rows,
                 num_groups=len(program.cache_groups),
                 table_stride=-(-longest // job.page_size),
+                num_states=job.num_states,
             )
         )
         self.collective_s = 0.0

@@ -83,14 +83,16 @@ def gated_delta_rule(
     `values`: queries, keys and values (rows, in_width), decays and strengths (rows, value heads).
     """
     x, decay, strength = values
+    own_heads = slice(op.first_head, op.first_head + op.num_value_heads)
     key_width = op.num_key_heads * op.key_dim
     queries, keys = (
         _unit_heads(x[:, first : first + key_width], op) for first in (0, key_width)
     )  # (rows, value heads, key_dim)
     queries = queries * np.float32(op.key_dim**-0.5)
-    heads = x[:, 2 * key_width :].reshape(len(x), op.num_value_heads, op.value_dim)
-    rates = weights[op.decay_rate] * np.logaddexp(
-        np.float32(0), decay + weights[op.decay_bias], dtype=np.float32
+    heads = x[:, op.first_value : op.first_value + op.width]
+    heads = heads.reshape(len(x), op.num_value_heads, op.value_dim)
+    rates = weights[op.decay_rate][own_heads] * np.logaddexp(
+        np.float32(0), decay + weights[op.decay_bias][own_heads], dtype=np.float32
     )
     decays = np.exp(rates)
     strengths = 1 / (1 + np.exp(-strength))
@@ -114,5 +116,5 @@ def _unit_heads(x: Array, op: ops.GatedDeltaRule) -> Array:
     squares = np.sum(heads * heads, axis=-1, keepdims=True, dtype=np.float32)
     lengths = np.sqrt(squares + np.float32(op.epsilon))
     unit = np.asarray(heads / lengths, np.float32)
-    unit_keys: Array = unit[:, [op.key_head(head) for head in range(op.num_value_heads)]]
+    unit_keys: Array = unit[:, [op.key_head(head) for head in op.value_heads]]
     return unit_keys

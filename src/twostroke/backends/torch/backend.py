@@ -15,6 +15,7 @@ from twostroke.backends.spans import flatten, pooled_rows, unpack
 from twostroke.backends.torch.model import TorchModel
 from twostroke.backends.torch.operations import TorchStepState
 from twostroke.backends.torch.pages import PagedStep, TorchKvPages, WholeSequences
+from twostroke.backends.torch.recurrent import RecurrentStep, TorchStateSlots, new_sequence
 from twostroke.core.step import StepResult
 from twostroke.model.families.heads import last_hidden
 from twostroke.model.program.kv_layout import PageGroups
@@ -52,16 +53,17 @@ class TorchBackend:
         device: str = "cpu",
         *,
         num_threads: int | None = None,
+        num_states: int = 0,
         tapped_value: str | None = None,
         weight_shard: WeightShard | None = None,
     ) -> None:
         """Dequantize the Program's weights onto `device`, and reserve KV pages there.
 
-        `num_threads`: None leaves the choice to PyTorch. `tapped_value`: the name of an
-        intermediate value that steps also return, for the rows from which tokens are drawn.
-        `weight_shard`: this backend is one rank of several, which holds and computes its part of
-        the model. Ranks other than 0 only `follow`, and `tapped_value` can only be the last hidden
-        state.
+        `num_states`: slots for recurrent states. `num_threads`: None leaves the choice to PyTorch.
+        `tapped_value`: the name of an intermediate value that steps also return, for the rows from
+        which tokens are drawn. `weight_shard`: this backend is one rank of several, which holds and
+        computes its part of the model. Ranks other than 0 only `follow`, and `tapped_value` can
+        only be the last hidden state.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -77,6 +79,7 @@ class TorchBackend:
         )
         self._model = TorchModel(self._part.program, rank_tensors, device)
         self._pages = TorchKvPages(self._part.program, num_pages, page_size, self._model.device)
+        self._states = TorchStateSlots(self._part.program, num_states, self._model.device)
         self.facts = BackendFacts(
             name="torch",
             detail=f"PyTorch {torch.__version__} on {device}, float32",
@@ -85,14 +88,21 @@ class TorchBackend:
             page_size=page_size,
             windows=tuple(group.window for group in program.cache_groups),
             weight_bytes=sum(weight.nbytes for weight in self._model.weights.values()),
-            cache_bytes=self._pages.memory.nbytes,
+            cache_bytes=self._pages.memory.nbytes + self._states.num_bytes,
+            num_states=num_states if program.state_layers else 0,
         )
         self._steps: StepArrays | None = None  # encodes steps for the other ranks
         if weight_shard is not None and weight_shard.rank == 0:
             groups = PageGroups(page_size, self.facts.windows)
             longest = groups.max_tokens(num_pages, program.context_length)
             max_pages = -(-longest // page_size)
-            self._steps = StepArrays(len(groups.windows), page_size, max_pages, one_arithmetic=True)
+            self._steps = StepArrays(
+                len(groups.windows),
+                page_size,
+                max_pages,
+                one_arithmetic=True,
+                has_states=bool(program.state_layers),
+            )
             self._steps.tables.note_changes()
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -159,8 +169,13 @@ class TorchBackend:
         all_rows = torch.arange(len(tokens))
         with torch.inference_mode():
             program = self._rank_program(values).program
-            keeper = WholeSequences([len(tokens)], program.ops)
-            state = self._state(torch.tensor(tokens), all_rows, all_rows, keeper)
+            state = self._state(
+                torch.tensor(tokens),
+                all_rows,
+                all_rows,
+                keeper=WholeSequences([len(tokens)], program.ops),
+                recurrent=new_sequence(program, len(tokens), self._model.device),
+            )
             traced = self._model.run(state, self._names_here(values), program)
             return {name: value.cpu().numpy() for name, value in traced.items()}
 
@@ -181,9 +196,10 @@ class TorchBackend:
             self._steps.forget(request)
 
     def close(self) -> None:
-        """Free the backend's weights and KV pages."""
+        """Free the backend's weights, KV pages and recurrent states."""
         self._model.weights = {}
         self._pages.memory = torch.empty(0)
+        self._states.memory = {}
 
     def _compute(self, rows: Rows, external: Array | None) -> dict[str, Tensor]:
         """Compute this rank's part of a step; return the values that the step needs, by name."""
@@ -193,8 +209,9 @@ class TorchBackend:
                 torch.from_numpy(tokens),
                 torch.from_numpy(positions),
                 torch.from_numpy(sampled),
-                PagedStep(self._pages, spans),
-                None if external is None else torch.from_numpy(external),
+                keeper=PagedStep(self._pages, spans),
+                recurrent=RecurrentStep(self._states, spans),
+                external=None if external is None else torch.from_numpy(external),
             )
             return self._model.run(state, self._returned)
 
@@ -203,7 +220,9 @@ class TorchBackend:
         tokens: Tensor,
         positions: Tensor,
         sampled: Tensor,
+        *,
         keeper: KvKeeper,
+        recurrent: RecurrentStep,
         external: Tensor | None = None,
     ) -> TorchStepState:
         device, part = self._model.device, self._part
@@ -213,6 +232,7 @@ class TorchBackend:
             sampled=sampled.to(device),
             weights=self._model.weights,
             keeper=keeper,
+            recurrent=recurrent,
             external=None if external is None else external.to(device),
             link=None if self._weight_shard is None else self._weight_shard.link,
             row_part=part.row_part,

@@ -8,6 +8,7 @@ import torch
 
 from twostroke.backends.torch.operations import TorchStepState, apply
 from twostroke.backends.torch.pages import WholeSequences
+from twostroke.backends.torch.recurrent import new_sequence
 from twostroke.core.errors import BackendError
 from twostroke.model.program import ops
 
@@ -55,7 +56,14 @@ class TorchModel:
         """
         all_rows = torch.arange(len(tokens), device=self.device)
         keeper = WholeSequences([len(tokens)], self.program.ops)
-        state = TorchStepState(tokens.to(self.device), all_rows, all_rows, self.weights, keeper)
+        state = TorchStepState(
+            tokens=tokens.to(self.device),
+            positions=all_rows,
+            sampled=all_rows,
+            weights=self.weights,
+            keeper=keeper,
+            recurrent=new_sequence(self.program, len(tokens), self.device),
+        )
         return self.run(state, (*names, self.program.ops[-1].output))
 
     def run(

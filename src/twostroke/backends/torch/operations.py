@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.core.errors import BackendError
+from twostroke.backends.torch.recurrent import gated_delta_rule, short_convolution
 from twostroke.core.frozen import Frozen
 from twostroke.model.program import Activation, ops
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.torch.link import TorchLink
     from twostroke.backends.torch.pages import KvKeeper
+    from twostroke.backends.torch.recurrent import RecurrentStep
     from twostroke.model.program import Op
 
 
@@ -26,9 +27,10 @@ class TorchStepState(Frozen):
     Values that other operations have computed are passed separately.
 
     `tokens`, `positions` (rows) and `sampled` (the rows with logits) are int64 on the weights'
-    device. `keeper` stores the step's keys and values, and returns the ones its rows see. With
-    several ranks, this rank reaches the others by its `link`, and computes part `row_part` of
-    `num_row_parts` of the rows.
+    device. `keeper` stores the step's keys and values, and returns the ones its rows see.
+    `recurrent` has the step's recurrent states, if the Program has any. With several ranks, this
+    rank reaches the others by its `link`, and computes part `row_part` of `num_row_parts` of the
+    rows.
     """
 
     tokens: Tensor
@@ -36,6 +38,7 @@ class TorchStepState(Frozen):
     sampled: Tensor
     weights: Mapping[str, Tensor]
     keeper: KvKeeper
+    recurrent: RecurrentStep | None = None
     external: Tensor | None = None
     link: TorchLink | None = None
     row_part: int = 0
@@ -93,8 +96,10 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
             return _sum_terms(op, values[op.x], values[op.scores])
         case ops.TakeColumns():
             return values[op.x][:, op.first : op.first + op.width]
-        case ops.ShortConvolution() | ops.GatedDeltaRule() | ops.GateRows():
-            raise BackendError(f"PyTorch cannot compute this operation yet: {op.label}.")
+        case ops.ShortConvolution() | ops.GatedDeltaRule():
+            return _recurrent(op, values, state)
+        case ops.GateRows():
+            return values[op.x] * values[op.gate].sigmoid()
         case ops.Scale():
             scaled = values[op.x] * op.factor
             return scaled if op.weight is None else scaled * weights[op.weight]
@@ -205,6 +210,20 @@ def _attend(op: ops.Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) ->
         scores = _soft_cap(q @ k.transpose(1, 2) * op.scale, op.soft_cap)
         mixed = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ v
     return mixed.transpose(0, 1).flatten(1)
+
+
+def _recurrent(
+    op: ops.ShortConvolution | ops.GatedDeltaRule,
+    values: Mapping[str, Tensor],
+    state: TorchStepState,
+) -> Tensor:
+    """Compute a recurrent operation on all rows of the step; return the rows of this rank."""
+    assert state.recurrent is not None, "the Program has recurrent states"
+    if isinstance(op, ops.GatedDeltaRule):
+        inputs = values[op.x], values[op.decay], values[op.strength]
+        return gated_delta_rule(op, inputs, state.weights, state.recurrent)[state.own_rows]
+    mixed = short_convolution(op, values[op.x], state.weights, state.recurrent)[state.own_rows]
+    return mixed if op.activation is None else _activate(op.activation, mixed)
 
 
 def _soft_cap(x: Tensor, cap: float) -> Tensor:

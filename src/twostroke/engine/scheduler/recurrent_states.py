@@ -18,15 +18,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
+from twostroke.core.errors import MemoryLimitError
+from twostroke.core.message_text import counted_noun
 from twostroke.core.request import NO_STATE
 from twostroke.engine.kv_cache import PrefixHit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from twostroke.core.options import BatchOptions
     from twostroke.core.request import Request
     from twostroke.core.step import Slice
     from twostroke.engine.kv_cache import PrefixIndex, StatePool
+    from twostroke.engine.scheduler.config import SchedulerConfig
     from twostroke.engine.scheduler.request_state import RequestState
 
 SNAPSHOT_TOKENS: Final = 2048
@@ -57,6 +63,27 @@ def hit_with_snapshot(
         if shorter.num_pages == num_pages:
             return PrefixHit(shorter.pages, hit.num_indexed, slot)
         num_pages = shorter.num_pages  # pages of a sliding window are missing
+
+
+def with_room_for_states(
+    config: SchedulerConfig, batch: BatchOptions, num_slots: int
+) -> SchedulerConfig:
+    """Return a scheduler's limits with at most as many running requests as have slots for states.
+
+    `num_slots`: slots for recurrent states; 0 for models without such states.
+
+    Raises:
+        MemoryLimitError: static batches have more requests than that.
+    """
+    if not num_slots:
+        return config
+    max_running = max_running_with(num_slots, config.steps_ahead)
+    if batch.policy != "continuous" and batch.batch_size > max_running:
+        raise MemoryLimitError(
+            f"The recurrent states of {counted_noun(batch.batch_size, 'request')} do not fit into "
+            f"memory: lower --batch-size to {max_running}, or raise --kv-memory."
+        )
+    return replace(config, max_running=min(config.max_running, max_running))
 
 
 class RecurrentStates:

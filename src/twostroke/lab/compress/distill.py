@@ -22,7 +22,7 @@ from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_che
 from twostroke.lab.train.descent import Descent, train
 from twostroke.lab.train.imitate import StudentTrainer, training_examples
 from twostroke.lab.train.narrow import Widths, choose_widths
-from twostroke.lab.train.options import StudentShape
+from twostroke.lab.train.options import StudentShape, check_trainable
 from twostroke.lab.train.shorten import choose_layers, names_in_full_model, shortened
 from twostroke.lab.train.teach import Teacher, translated_examples, untranslated_examples
 from twostroke.model.families import build_program
@@ -83,8 +83,9 @@ def distill(
     passes the canary. The same call continues an interrupted training.
 
     Raises:
-        UsageError: the student is not smaller than its teacher, or cannot express its text; the
-            folder belongs to other training or is in use; or the prompts cannot be read.
+        UsageError: the student is not smaller than its teacher, cannot express its text, or has
+            recurrent layers; the folder belongs to other training or is in use; or the prompts
+            cannot be read.
         QualityError: the student writes garbage.
         TwostrokeError: a model cannot be loaded or is not a GGUF file, or the disk is full.
     """
@@ -95,6 +96,7 @@ def distill(
         _check_smaller(base, loaded)
     else:
         shape.check(base.spec)
+    check_trainable(base.spec, "take a student without such layers")
     metadata, fixed = gguf_contents(base)
     translation = _translation(loaded, base)
     about = {

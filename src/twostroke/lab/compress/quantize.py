@@ -34,7 +34,7 @@ from twostroke.lab.compress.report import (
     scoring_backend,
 )
 from twostroke.lab.train.answers import collect
-from twostroke.lab.train.options import LearnOptions
+from twostroke.lab.train.options import LearnOptions, check_trainable
 from twostroke.model.families import build_program
 from twostroke.model.families.rope import ROPE_TABLES
 from twostroke.model.loader import load
@@ -91,7 +91,7 @@ def quantize(
 
     Raises:
         UsageError: the text is too short, or contains parts of the held-out text; no mix
-            reaches the goal.
+            reaches the goal; the model to be tuned has recurrent layers.
         QualityError: the model or the written file writes garbage.
         TwostrokeError: the model is not a GGUF file of plain layers, or the disk is full.
     """
@@ -102,6 +102,8 @@ def quantize(
     source = load(model)
     if any(mapping.path.resolve() == out.resolve() for mapping in source.mappings):
         raise UsageError("must not be the source's file.", field="out")
+    if tuning_minutes:
+        check_trainable(source.spec, "leave out --tune")
     with closing(scoring_backend(source)) as backend:
         check_canary(source, backend, _DAMAGED)
     calibration = CalibrationText(source, text, num_tokens, notice)

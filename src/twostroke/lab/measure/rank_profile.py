@@ -135,7 +135,7 @@ def profile_ranks(
 
 
 def _with_pages_for(shapes: Sequence[StepShape], program: Program, size: CacheSize) -> CacheSize:
-    """Enlarge a KV cache so that it has pages for the largest measured step.
+    """Return a KV cache that has pages and recurrent states for the largest measured step.
 
     The step may be longer than the model's context.
 
@@ -145,15 +145,17 @@ def _with_pages_for(shapes: Sequence[StepShape], program: Program, size: CacheSi
     groups = PageGroups(size.page_size, tuple(group.window for group in program.cache_groups))
     largest = max(shapes, key=lambda shape: shape.num_pages(groups))
     num_pages = max(size.num_pages, largest.num_pages(groups))
-    cache_bytes = size.cache_bytes // size.num_pages * num_pages
+    num_states = max(shape.num_states for shape in shapes) if program.state_layers else 0
+    page_bytes = (size.cache_bytes - size.num_states * program.state_bytes) // size.num_pages
+    cache_bytes = page_bytes * num_pages + num_states * program.state_bytes
     free = memory_available()
-    if num_pages > size.num_pages and cache_bytes > free:
+    if cache_bytes > max(free, size.cache_bytes):
         option = "--prefill" if largest.num_prompt else "--streams or --context"
         raise MemoryLimitError(
             f"{program.name}: {largest.name} needs {cache_bytes / 1e6:,.0f} MB of keys and values, "
             f"and {free / 1e6:,.0f} MB of memory are free: lower {option}."
         )
-    return replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
+    return replace(size, num_pages=num_pages, cache_bytes=cache_bytes, num_states=num_states)
 
 
 def with_measured_speed(

@@ -9,12 +9,11 @@ from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.yaml_file import YamlFile
+from twostroke.model.families import ModelSpec, build_program
 from twostroke.model.families.heads import KINDS
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from twostroke.model.families import ModelSpec
 
 MAX_DEPTH = 16
 _BLOCK_SIZE: Final = 32  # values that share a scale in common formats
@@ -134,6 +133,15 @@ class StudentShape(Frozen, forbid_unknown_fields=True):
             raise UsageError(f"{spec.name} is a mixture of experts: only its layers can be cut.")
         if all(size in (None, limit) for size, limit in sizes.values()):
             raise UsageError(f"The student would be as large as {spec.name}: cut something.")
+
+
+def check_trainable(spec: ModelSpec, remedy: str) -> None:
+    """Raise UsageError for a model whose layers cannot be trained; `remedy` says what to do.
+
+    Recurrent layers change their states in place, so PyTorch cannot compute their gradients.
+    """
+    if build_program(spec).state_layers:
+        raise UsageError(f"{spec.name} has recurrent layers, which cannot be trained: {remedy}.")
 
 
 def check_minimums(options: LearnOptions, **minimums: int) -> None:

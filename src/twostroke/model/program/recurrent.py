@@ -7,7 +7,7 @@ rows therefore run in order, and the first row of a request starts from a state 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from twostroke.model.program.kv_layout import STATE_VALUE_BYTES, StateLayer
 from twostroke.model.program.operation import Activation, Operation
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
     from twostroke.model.program.kv_layout import CacheFormat
     from twostroke.model.program.operation import Work
+    from twostroke.model.program.sharding import Range
 
 
 class _RecurrentOperation(Operation):
     """An operation whose rows depend on a recurrent state of their request.
 
-    Its field `layer` is the number of the state among the recurrent states of the model. Every rank
-    computes all of the operation, because it is little work beside the matrix products.
+    Its field `layer` is the number of the state among the recurrent states of the model. A rank has
+    the state of the columns that it computes. Ranks that divide rows compute all rows, since a row
+    needs the state after the row before.
     """
-
-    sharding = Sharding.REPLICATED
 
     if TYPE_CHECKING:
 
@@ -70,8 +70,10 @@ class ShortConvolution(_RecurrentOperation):
     @property
     def weights(self) -> tuple[Weight, ...]:
         """Return the names and shapes of the kernels, and of the bias if there is one."""
-        kernels = Weight(self.weight, (self.width, self.kernel))
-        return (kernels,) if self.bias is None else (kernels, Weight(self.bias, (self.width,)))
+        kernels = Weight(self.weight, (self.width, self.kernel), is_divided=True)
+        if self.bias is None:
+            return (kernels,)
+        return kernels, Weight(self.bias, (self.width,), is_divided=True)
 
     @property
     def states(self) -> Mapping[int, StateLayer]:
@@ -105,6 +107,11 @@ class GatedDeltaRule(_RecurrentOperation):
         S = d * S;  S = S + outer(k, b * (v - k @ S));  output = q @ S
 
     `decay_rate` has negative numbers. `decay` and `strength` are values (rows, num_value_heads).
+
+    Ranks divide value heads: a rank's part computes `num_value_heads` heads from `first_head` on.
+    It reads the whole x, which has `num_x_heads` value heads, because neighbouring value heads may
+    use any key heads. It also has the whole `decay_rate` and `decay_bias`, but of `decay` and
+    `strength` only the columns of its heads.
     """
 
     x: str
@@ -119,29 +126,59 @@ class GatedDeltaRule(_RecurrentOperation):
     layer: int
     is_tiled: bool = False
     epsilon: float = 1e-6
+    first_head: int = 0
+    num_x_heads: int | None = None  # None: num_value_heads
 
     reads = ("x", "decay", "strength")
+    sharding = Sharding.BY_COLUMN_PARTS
     needs_all_rows = ("x", "decay", "strength")
     label = "delta rule"
 
     def __post_init__(self) -> None:
         """Assert that each key head serves the same number of value heads."""
-        assert self.num_value_heads % self.num_key_heads == 0, "value heads must share key heads"
+        assert self.num_all_heads % self.num_key_heads == 0, "value heads must share key heads"
+
+    @property
+    def num_all_heads(self) -> int:
+        """Return the number of value heads in x; a rank may compute only some of them."""
+        return self.num_value_heads if self.num_x_heads is None else self.num_x_heads
 
     @property
     def width(self) -> int:
-        """Return the number of values in a row of the output, for all value heads."""
+        """Return the number of values in a row of the output, for its value heads."""
         return self.num_value_heads * self.value_dim
+
+    @property
+    def first_value(self) -> int:
+        """Return the first column of x that has values of the computed heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.first_head * self.value_dim
 
     @property
     def in_width(self) -> int:
         """Return the number of values in a row of x: queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_dim + self.width
+        return 2 * self.num_key_heads * self.key_dim + self.num_all_heads * self.value_dim
+
+    @property
+    def grain(self) -> int:
+        """Return how many neighbouring columns always stay on one rank: a value head's."""
+        return self.value_dim
+
+    def part(self, first: int, end: int) -> Self:
+        """Return the rule for only the value heads in output columns `first` to `end`."""
+        return self._changed(
+            num_value_heads=(end - first) // self.value_dim,
+            first_head=self.first_head + first // self.value_dim,
+            num_x_heads=self.num_all_heads,
+        )
+
+    def part_reads(self, field: str, first: int, end: int) -> Range | None:
+        """Return the columns of the part's heads in decays and strengths; None for x: all of it."""
+        return None if field == "x" else (first // self.value_dim, end // self.value_dim)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
         """Return the names and shapes of the decay's rates and biases, one for each value head."""
-        shape = (self.num_value_heads,)
+        shape = (self.num_all_heads,)
         return Weight(self.decay_rate, shape), Weight(self.decay_bias, shape)
 
     @property
@@ -159,8 +196,13 @@ class GatedDeltaRule(_RecurrentOperation):
         """Return the FLOPs for a row: decay, two products and an outer product for each head."""
         return 7 * self.num_state_values
 
+    @property
+    def value_heads(self) -> range:
+        """Return which value heads of x the operation computes."""
+        return range(self.first_head, self.first_head + self.num_value_heads)
+
     def key_head(self, value_head: int) -> int:
-        """Return the index of the key head that a value head uses."""
+        """Return the index of the key head that value head `value_head` of x uses."""
         if self.is_tiled:
             return value_head % self.num_key_heads
-        return value_head // (self.num_value_heads // self.num_key_heads)
+        return value_head // (self.num_all_heads // self.num_key_heads)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from msgspec.structs import replace
 
+from twostroke.backends.create import is_native
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import WORKING_BYTES
 from twostroke.backends.recipe import EngineRecipe
@@ -29,6 +30,7 @@ from twostroke.engine.process.remote import RemoteEngine
 from twostroke.engine.process.served import EngineFacts, EngineStatus
 from twostroke.engine.scheduler import SchedulerConfig, SchedulerStats
 from twostroke.engine.scheduler.config import max_len
+from twostroke.engine.scheduler.recurrent_states import with_room_for_states
 from twostroke.engine.speculation import SpeculationStats
 from twostroke.engine.status import Health, RunningRequests, StepProgress
 from twostroke.model.program.kv_layout import PageGroups
@@ -122,17 +124,18 @@ class OnDemandEngine:
         The model is served as `name`, or under its own name if `name` is None.
 
         Raises:
-            MemoryLimitError: the model does not fit into `budget_bytes`.
+            MemoryLimitError: the model does not fit into `budget_bytes`, or the recurrent states
+                of a static batch do not.
             ModelFormatError: the model's files are not valid or not supported.
         """
         recipe = EngineRecipe.of(model, options)
         gpu_working_bytes = recipe.gpu_working_bytes
         try:
-            size = recipe.size_kv_cache(budget_bytes - gpu_working_bytes)
+            recipe, size = _with_cache_size(recipe, budget_bytes - gpu_working_bytes)
         except MemoryLimitError as error:
             limit = f"With {format_bytes(budget_bytes)} of memory for all models (--memory), "
             raise MemoryLimitError(limit + str(error)) from None
-        options = replace(options, cache=replace(options.cache, memory_bytes=size.cache_bytes))
+        options = recipe.options
         card = make_card(
             recipe,
             recipe.build_tokenizer(),
@@ -142,7 +145,7 @@ class OnDemandEngine:
         )
         facts = EngineFacts(
             _backend_facts(recipe, size),
-            SchedulerConfig.from_options(options.batch, size.context_length),
+            _scheduler_config(recipe, size),
             (),
             keeps_pages=options.offload.is_used,
         )
@@ -462,6 +465,33 @@ class OnDemandEngine:
         return True
 
 
+def _with_cache_size(recipe: EngineRecipe, available_bytes: int) -> tuple[EngineRecipe, CacheSize]:
+    """Choose the bytes of a model's KV cache, and return the recipe with them, and the cache.
+
+    The cache is as the engine will size it: of the same bytes, a model with recurrent layers may
+    have fewer slots for their states, and more pages, than in the free memory.
+
+    Raises:
+        MemoryLimitError: the model does not fit.
+    """
+    cache_bytes = recipe.size_kv_cache(available_bytes).cache_bytes
+    cache = replace(recipe.options.cache, memory_bytes=cache_bytes)
+    recipe = recipe.with_options(replace(recipe.options, cache=cache))
+    return recipe, recipe.size_kv_cache(available_bytes)
+
+
+def _scheduler_config(recipe: EngineRecipe, size: CacheSize) -> SchedulerConfig:
+    """Return the limits that the scheduler will have when the model is loaded.
+
+    Raises:
+        MemoryLimitError: the recurrent states of a static batch do not fit into memory.
+    """
+    batch, num_stages = recipe.options.batch, len(recipe.mesh.stages)
+    steps_ahead = num_stages - 1 if is_native(recipe.options.compute) else 0
+    config = SchedulerConfig.from_options(batch, size.context_length, steps_ahead=steps_ahead)
+    return with_room_for_states(config, batch, size.num_states)
+
+
 def _backend_facts(recipe: EngineRecipe, size: CacheSize) -> BackendFacts:
     """Return the facts of a compute backend for a model that is not loaded."""
     return BackendFacts(
@@ -473,6 +503,7 @@ def _backend_facts(recipe: EngineRecipe, size: CacheSize) -> BackendFacts:
         windows=tuple(group.window for group in recipe.program.cache_groups),
         weight_bytes=recipe.weight_bytes,
         cache_bytes=size.cache_bytes,
+        num_states=size.num_states,
     )
 
 
