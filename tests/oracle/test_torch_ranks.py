@@ -56,6 +56,12 @@ DIVISIONS = {
         ParallelOptions(tensor=2, pipeline=2, reduce="sum"),
         ParallelOptions(context=2),
     ),
+    "qwen3.5": (
+        ParallelOptions(tensor=2, pipeline=2, reduce="gather"),
+        ParallelOptions(tensor=3, shares=(2, 1, 1), reduce="sum"),
+        ParallelOptions(context=2),
+    ),
+    "qwen3.5-moe": (ParallelOptions(expert=2),),
     "mixtral": (ParallelOptions(expert=2, context=2), ParallelOptions(expert=3)),
 }
 

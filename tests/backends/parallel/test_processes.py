@@ -15,7 +15,7 @@ import pytest
 
 from support.cpu import greedy_request
 from support.native import native_dir
-from support.tiny import Tiny, write_tiny_gguf
+from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.backends.parallel.rank_group import on_cores
 from twostroke.backends.parallel.worker import _failure_of
@@ -106,6 +106,29 @@ def test_answers_are_those_of_one_process(path, expected, degrees):
         for ours, theirs in zip(llm.embed(PROMPTS), vectors, strict=True):
             assert np.array_equal(ours.vector, theirs)
     assert not rank_pids(os.getpid())
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"tensor": 2, "pipeline": 2}, {"tensor": 4}, {"expert": 2, "context": 2}],
+    ids=str,
+)
+def test_answers_of_recurrent_layers_are_those_of_one_process(tmp_path, degrees):
+    native_dir()
+    path = str(write_tiny_gguf(tmp_path / "tiny.gguf", tiny_of("qwen3.5-moe", num_layers=4)))
+    chats = [PROMPTS[2], PROMPTS[2] + PROMPTS[1], PROMPTS[0]]
+    with engine(path) as llm:
+        expected = [llm.generate([prompt], GREEDY)[0][0] for prompt in chats]
+    with engine(path, kv_shares="heads", **degrees) as llm:  # prompts fill pages of 16 tokens
+        count = ParallelOptions(**degrees).num_ranks
+        assert len(llm.engine.facts.ranks) == count
+        again = [llm.generate([prompt], GREEDY)[0][0] for prompt in chats]
+        together = [answer for (answer,) in llm.generate(chats, GREEDY)]
+    for answers in (again, together):
+        for ours, theirs in zip(answers, expected, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            assert ours.logprobs == theirs.logprobs
+    assert again[1].usage.cached_tokens > 0
 
 
 def test_each_rank_keeps_to_its_own_cores_and_threads(path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.programs import PROGRAMS, random_tensors
+from support.programs import PROGRAMS, hybrid_program, random_tensors
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.model.program.mesh import Mesh
 from twostroke.model.program.ops import AllGather, AllReduce
@@ -17,12 +17,13 @@ MESHES = [
     Mesh(column_parts=(1,) * 5),  # more than there are heads
     Mesh((1, 1), 2, (1, 2)),
 ]
+ALL_PROGRAMS = PROGRAMS | {"hybrid": hybrid_program(value_dim=32)}
 TOKENS = [(7 * i * i + 3) % 250 for i in range(37)]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", ALL_PROGRAMS)
 def test_values_are_near_those_of_one_rank(name: str) -> None:
-    program = PROGRAMS[name]
+    program = ALL_PROGRAMS[name]
     tensors = random_tensors(program, "Q8_0")
     values = list(program.value_widths)
     expected = ReferenceBackend(program, tensors, 1, 16).trace(TOKENS, values)
@@ -39,6 +40,14 @@ def test_a_layer_needs_two_sums_and_no_gather() -> None:
     for rank in shard(program, Mesh(column_parts=(1, 1)), block_sizes=blocks):
         kinds = [type(op) for op in rank.program.ops if isinstance(op, AllGather | AllReduce)]
         assert kinds == [AllGather, *[AllReduce] * 4, AllGather], "of two layers"
+
+
+def test_a_recurrent_layer_needs_two_sums_and_one_gather() -> None:
+    program = hybrid_program((False, False), num_value_heads=4, value_dim=32)
+    blocks = dict.fromkeys(program.weight_shapes, 16)
+    for rank in shard(program, Mesh(column_parts=(1, 1)), block_sizes=blocks):
+        kinds = [type(op) for op in rank.program.ops if isinstance(op, AllGather | AllReduce)]
+        assert kinds == [AllGather, *[AllGather, AllReduce, AllReduce] * 2, AllGather]
 
 
 @pytest.mark.parametrize("block_size", [1, 32, 64])
