@@ -143,18 +143,21 @@ class ThreadRanks:
             self.lowered.append(lowered)
         self._workers = self._open.enter_context(ThreadPoolExecutor(mesh.num_ranks))
         self.windows = tuple(group.window for group in program.cache_groups)
-        longest = PageGroups(self.page_size, self.windows).max_tokens(
-            num_pages, program.context_length
-        )
         self.facts = self
         self.one_arithmetic = bool(self.library.ts_one_arithmetic())
-        self._steps = StepArrays(
+        self._steps = self._step_arrays(num_pages, sends_best=post is not None)
+
+    def _step_arrays(self, num_pages: int, *, sends_best: bool) -> StepArrays:
+        longest = PageGroups(self.page_size, self.windows).max_tokens(
+            num_pages, self.program.context_length
+        )
+        return StepArrays(
             len(self.windows),
             self.page_size,
             -(-longest // self.page_size),
             one_arithmetic=self.one_arithmetic,
-            sends_best=post is not None,
-            has_states=bool(program.state_layers),
+            sends_best=sends_best,
+            has_states=bool(self.program.state_layers),
         )
 
     def __enter__(self) -> Self:

@@ -93,9 +93,8 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
     free_bytes = max(available_bytes - weight_bytes - WORKING_BYTES, 0)
     slot_bytes = sum(part.state_bytes for part in stored)
-    num_states = 0
-    if program.state_layers:
-        num_states = _num_states(mesh, options, free_bytes, max_running, slot_bytes)
+    allowed_bytes = free_bytes if memory_bytes is None else min(memory_bytes, free_bytes)
+    num_states = _num_states(program, mesh, allowed_bytes, max_running, slot_bytes)
     state_bytes = num_states * slot_bytes
     pages_for_one = groups.num_needed(context_length, token_budget)
     if memory_bytes is not None:
@@ -117,7 +116,6 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
         size = CacheSize(context_length, num_pages, page_size, cache_bytes, kv_format)
         return replace(size, num_states=num_states)
 
-    allowed_bytes = free_bytes if memory_bytes is None else min(memory_bytes, free_bytes)
     max_pages = max(0, allowed_bytes - state_bytes) // page_bytes
     shortage = _Shortage(
         name=program.name,
@@ -134,19 +132,20 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
 
 
 def _num_states(
-    mesh: Mesh, options: CacheOptions, free_bytes: int, max_running: int, slot_bytes: int
+    program: Program, mesh: Mesh, allowed_bytes: int, max_running: int, slot_bytes: int
 ) -> int:
     """Return the slots for recurrent states: for running requests, and as many for snapshots.
 
     A step reads one slot of a request and writes another; with pipeline stages, several steps are
-    in flight. Slots take at most a quarter of the free memory (or of `--kv-memory`), except for one
-    request; the scheduler then runs fewer requests at the same time. `slot_bytes`: of the states of
-    one request in this memory; 0 if other machines have them.
+    in flight. Slots take at most a quarter of the `allowed_bytes`, except for one request; the
+    scheduler then runs fewer requests at the same time. `slot_bytes`: of the states of one request
+    in this memory; 0 if other machines have them.
     """
-    memory_bytes = free_bytes if options.memory_bytes is None else options.memory_bytes
+    if not program.state_layers:
+        return 0
     per_request = 1 + len(mesh.stages)
     num_wanted = 2 * per_request * max_running
-    num_fitting = int(memory_bytes * _MAX_STATE_RATIO) // max(1, slot_bytes)
+    num_fitting = int(allowed_bytes * _MAX_STATE_RATIO) // max(1, slot_bytes)
     return max(per_request + 1, min(num_wanted, num_fitting))
 
 
