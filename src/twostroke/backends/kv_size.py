@@ -92,10 +92,9 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
     page_bytes = max(1, sum(part.page_bytes(page_size, FORMATS[kv_format]) for part in stored))
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
     free_bytes = max(available_bytes - weight_bytes - WORKING_BYTES, 0)
-    slot_bytes = sum(part.state_bytes for part in stored)
     allowed_bytes = free_bytes if memory_bytes is None else min(memory_bytes, free_bytes)
-    num_states = _num_states(program, mesh, allowed_bytes, max_running, slot_bytes)
-    state_bytes = num_states * slot_bytes
+    num_states = _num_states(program, mesh, allowed_bytes, max_running, stored)
+    state_bytes = num_states * sum(part.state_bytes for part in stored)
     pages_for_one = groups.num_needed(context_length, token_budget)
     if memory_bytes is not None:
         num_pages = max(0, memory_bytes - state_bytes) // page_bytes
@@ -132,17 +131,22 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
 
 
 def _num_states(
-    program: Program, mesh: Mesh, allowed_bytes: int, max_running: int, slot_bytes: int
+    program: Program,
+    mesh: Mesh,
+    allowed_bytes: int,
+    max_running: int,
+    parts: Sequence[Program],
 ) -> int:
     """Return the slots for recurrent states: for running requests, and as many for snapshots.
 
     A step reads one slot of a request and writes another; with pipeline stages, several steps are
     in flight. Slots take at most a quarter of the `allowed_bytes`, except for one request; the
-    scheduler then runs fewer requests at the same time. `slot_bytes`: of the states of one request
-    in this memory; 0 if other machines have them.
+    scheduler then runs fewer requests at the same time. `parts`: the Programs of the ranks that
+    keep states in this memory; other machines may have all states.
     """
     if not program.state_layers:
         return 0
+    slot_bytes = sum(part.state_bytes for part in parts)
     per_request = 1 + len(mesh.stages)
     num_wanted = 2 * per_request * max_running
     num_fitting = int(allowed_bytes * _MAX_STATE_RATIO) // max(1, slot_bytes)
