@@ -26,6 +26,9 @@ bench-overhead: native pull ## A step without its kernels, a request without its
 bench-kv-offload: native pull ## KV offload: cached pages after a restart, a slow disk.
 	@$(BIN)/python -m benchmarks.serving.kv_offload $(ARGS)
 
+bench-recurrent-prefixes: native ## Prompt tokens that recurrent layers compute again; counts, no times.
+	@PYTHONPATH=tests $(BIN)/python -m benchmarks.engine.recurrent_prefixes $(ARGS)
+
 bench-disaggregation: native pull ## KV transfer and prefill on another engine (ARGS="--parts first").
 	@$(BIN)/python -m benchmarks.serving.disaggregation $(ARGS)
 
