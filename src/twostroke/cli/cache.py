@@ -143,10 +143,10 @@ def warm_command(model: str, folder: Path, **values: Any) -> int:
         raise UsageError("Name a prompt: --system FILE, or --prompt FILE.")
     values["page_cache"] = str(folder)
     params = SamplingParams(max_tokens=1, temperature=0.0)
-    hints = Hints(keep_s=days * _DAY_S)
     with open_engine(model, engine_options(values, model)) as engine:
         num_tokens, are_written = 0, True
         for tokens in _prompts_to_warm(engine, systems, prompts):
+            hints = Hints(keep_s=days * _DAY_S, shared_lengths=(len(tokens),))
             engine.client.generate(tokens, params, hints=hints).wait()
             num_tokens += len(tokens)
             are_written &= engine.client.loop.pages.flush(_FLUSH_TIMEOUT_S)

@@ -17,6 +17,7 @@ from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.kv_offload import redis
 from twostroke.engine.kv_offload.disk import DiskTier, stored_pages
+from twostroke.engine.kv_offload.folder import read_folder, verify
 from twostroke.engine.kv_offload.manager import OffloadManager
 from twostroke.engine.kv_offload.redis import RedisTier
 from twostroke.engine.kv_offload.tier import PageValue
@@ -93,6 +94,14 @@ def write(folder: Path) -> tuple[tuple[int, ...], list[Path]]:
         files = state_files(folder, num_state_bytes(client))
     assert len(files) == 1, "before the end of the prompt"
     return tokens, files
+
+
+def test_a_snapshot_is_no_page_of_the_folder(tmp_path: Path) -> None:
+    _, (path,) = write(tmp_path)
+    (summary,) = read_folder(tmp_path / "pages", time.time())
+    assert (summary.num_pages, summary.num_kept) == (6, 6)
+    assert summary.num_bytes > path.stat().st_size
+    assert not [*verify(tmp_path / "pages")]
 
 
 def test_a_snapshot_is_found_after_a_restart(tmp_path: Path) -> None:

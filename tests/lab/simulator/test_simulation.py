@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.configs import write_config
+from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import CacheSize
 from twostroke.core.distributed_options import DISAGGREGATE
@@ -265,6 +266,23 @@ def test_prompts_can_be_prefilled_on_other_replicas(setup):
     )
     expected_s = 1008 * 131_072 / 1e9 + 0.005 + last_s
     assert split["ttft"].mean == pytest.approx(expected_s, rel=0.02)
+
+
+def test_a_prompt_is_handed_over_with_its_recurrent_state(tmp_path):
+    path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("qwen3.5", context_length=4096))
+    load = Workload("one", (RequestArrival(0.0, 1024, 11),))
+    split_setup = SimulationSetup(
+        load_planned_model(str(path)),
+        find_device("H100-SXM"),
+        batch=BatchOptions(token_budget=2048, max_running=8),
+        replicas=2,
+        prefill_replicas=1,
+        link=1e9,
+        disaggregate="always",
+    )
+    simulation = simulate(split_setup, load)
+    assert simulation.decisions == {"there": 1}
+    assert [log.num_cached for log in simulation.logs] == [1008]
 
 
 @pytest.mark.parametrize(

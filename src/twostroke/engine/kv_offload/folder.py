@@ -27,7 +27,8 @@ class StoredPages(Frozen):
         folder: the name of the pages' folder.
         model: the name of the model.
         kv_format, arithmetic, page_size: fields of the spec.
-        num_pages, num_bytes: number of the pages, and of their bytes.
+        num_pages: number of the pages, without snapshots of recurrent states.
+        num_bytes: bytes of all files.
         saved_s: seconds of prefill that all pages together save.
         num_kept: pages that must be kept at present.
         used_s: the last use of any page.
@@ -138,14 +139,16 @@ def _read_spec_folder(folder: Path, now_s: float) -> StoredPages:
                 # `st_mtime` can be in the future, for pages to keep. Each use sets the file's
                 # times, so `st_ctime` is the time of the last use.
                 used_s = max(used_s, min(file_stat.st_mtime, file_stat.st_ctime))
-    keep_times = [entry.used_s for entry in entries if entry.used_s > now_s]
+    state_bytes = about.get("state_bytes") or 0
+    pages = [e for e in entries if not state_bytes or e.num_bytes != HEADER_BYTES + state_bytes]
+    keep_times = [page.used_s for page in pages if page.used_s > now_s]
     return StoredPages(
         folder=folder.name,
         model=str(about.get("name", "?")),
         kv_format=str(about.get("kv_format", "?")),
         arithmetic=str(about.get("arithmetic", "?")),
         page_size=_page_size(about.get("groups")),
-        num_pages=len(entries),
+        num_pages=len(pages),
         num_bytes=sum(entry.num_bytes for entry in entries),
         saved_s=sum(entry.saved_s for entry in entries),
         num_kept=len(keep_times),

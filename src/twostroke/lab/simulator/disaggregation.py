@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import Request
+from twostroke.core.request import NO_STATE, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.disaggregation.placement import (
     TRANSFER_OVERHEAD_S,
@@ -36,6 +36,7 @@ class PrefillSettings(Frozen):
         cost: work of a step.
         page_bytes: size of a KV page.
         bytes_per_s: speed of a KV transfer. Simultaneous transfers do not slow each other down.
+        state_bytes: size of a snapshot of the recurrent states; 0 for models without such states.
     """
 
     count: int
@@ -43,6 +44,7 @@ class PrefillSettings(Frozen):
     cost: StepCost
     page_bytes: int
     bytes_per_s: float
+    state_bytes: int = 0
 
 
 class _RemotePrompt(Frozen):
@@ -78,6 +80,7 @@ class SimulatedTransfers:
                 cost=prefill.cost,
                 page_size=replicas[index].page_size,
                 page_bytes=prefill.page_bytes,
+                state_bytes=prefill.state_bytes,
             )
             for index in range(prefill.count, len(replicas))
         }
@@ -137,6 +140,8 @@ class SimulatedTransfers:
         """
         prompt = self._remote[number]
         num_bytes = len(prompt.placement.page_keys) * self._prefill.page_bytes
+        if prompt.placement.transfer.missing_state is not None:
+            num_bytes += self._prefill.state_bytes
         sent_s = prompt.start_s + num_bytes / self._prefill.bytes_per_s
         return max(self._clock.now_s, sent_s) + TRANSFER_OVERHEAD_S
 
@@ -158,6 +163,9 @@ class SimulatedTransfers:
             overhead.learn(placement.seconds, now_s - prompt.start_s, now_s)
             pages = transfers.allocate(placement.transfer, placement.page_keys)
             transfers.add_arrived(placement.transfer, placement.page_keys[: len(pages)])
+            is_missing = placement.transfer.missing_state is not None
+            if is_missing and transfers.allocate_state(placement.transfer) != NO_STATE:
+                transfers.add_state(placement.transfer)
         transfers.drop(placement.transfer)
         self._arrived[prompt.decoder].append((prompt.state.request, placement.transfer))
 

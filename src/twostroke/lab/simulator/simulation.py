@@ -117,13 +117,15 @@ class SimulationSetup(Frozen):
         if link is None:
             reason = f"must be given: the link of {self.device.name} is not known."
             raise UsageError(reason, field="link")
-        page_bytes = size.cache_bytes // size.num_pages
+        state_bytes = self.model.program.state_bytes
+        page_bytes = (size.cache_bytes - size.num_states * state_bytes) // size.num_pages
         return PrefillSettings(
             count=self.prefill_replicas,
             rule=self.disaggregate,
             cost=cost,
             page_bytes=page_bytes,
             bytes_per_s=link,
+            state_bytes=state_bytes,
         )
 
     def size(self) -> CacheSize:
