@@ -24,6 +24,9 @@ long-oracle: build pull ## Compare with PyTorch and transformers.
 	@$(MAKE) --no-print-directory .venv-oracle/.ready
 	@PYTHONPATH=src .venv-oracle/bin/python -m pytest --require-model -m oracle -W default $(PYTEST_ARGS) tests/oracle
 
+long-llama-oracle: build ## Compare tiny models of all families with llama.cpp (ARGS="qwen3.5 llama").
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/oracle/compare_llama.py $(ARGS)
+
 long-gpu: $(READY) ## Run the kernels for GPUs in Triton's interpreter; needs no GPU (TESTS=).
 	@$(MAKE) --no-print-directory .venv-gpu/.ready
 	@PYTHONPATH=src .venv-gpu/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) \
