@@ -210,6 +210,12 @@ CASES = [
     ("TAGGED", "tags", ("<tool_call>", "</tool_call>")),
     ("TAGGED", "tags", ()),
     ("GLM", "pairs", ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_value>")),
+    ("INVOKES", "invoke", ("<minimax:tool_call>", "</minimax:tool_call>")),
+    ("DSML", "dsml", ("｜DSML｜",)),
+    ("KEYWORDS", "keywords", ("<|tool_call_start|>", "<|tool_call_end|>")),
+    ("GEMMA4", "gemma", ("<|tool_call>", "<tool_call|>", '<|"|>')),
+    ("KIMI", "kimi", FORMS["kimi"].all_marks),
+    ("COHERE", "cohere", ("<|START_ACTION|>", "<|END_ACTION|>")),
 ]
 
 

@@ -186,6 +186,85 @@ PAIRS_CLOSELY: Final = _TAGGED.replace(
     + _VALUE
     + "</arg_value>{% endfor %}</tool_call>{% endfor %}",
 )
+# As MiniMax M2, DeepSeek V3.2 and Muse: named elements, in one element for all calls.
+_INVOKES: Final = (
+    "{% if m.tool_calls %}\n<@function_calls>\n{% for c in m.tool_calls %}"
+    '<@invoke name="{{ c.function.name }}">\n'
+    + _EACH
+    + '<@parameter name="{{ k }}"@TYPE@>'
+    + _VALUE
+    + "</@parameter>\n{% endfor %}</@invoke>\n{% endfor %}</@function_calls>{% endif %}"
+)
+INVOKES: Final = _TAGGED.replace(
+    "@CALLS@",
+    _INVOKES.replace("@function_calls", "minimax:tool_call").replace("@TYPE@", "").replace("@", ""),
+)
+ATEM: Final = _TAGGED.replace("@CALLS@", _INVOKES.replace("@TYPE@", "").replace("@", "atem:"))
+DSML: Final = _TAGGED.replace(
+    "@CALLS@",
+    _INVOKES.replace("@TYPE@", " string=\"{{ 'true' if v is string else 'false' }}\"").replace(
+        "@", "｜DSML｜"
+    ),
+)
+HY3: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% if m.tool_calls %}\n<tool_calls:s>\n{% for c in m.tool_calls %}<tool_call:s>"
+    "{{ c.function.name }}<tool_sep:s>\n"
+    + _EACH
+    + "<arg_key:s>{{ k }}</arg_key:s>\n<arg_value:s>"
+    + _VALUE
+    + "</arg_value:s>\n{% endfor %}</tool_call:s>\n{% endfor %}</tool_calls:s>{% endif %}",
+).replace(":s>", ":opensource>")
+# As LFM2.5: Python's keyword arguments.
+_KEYWORDS: Final = (
+    "{% if m.tool_calls %}@BEGIN@{% for c in m.tool_calls %}{{ c.function.name }}("
+    + _EACH
+    + "{{ k }}={{ \"'\" + v + \"'\" if v is string else v }}{{ ', ' if not loop.last }}"
+    "{% endfor %}){{ @BETWEEN@ if not loop.last }}{% endfor %}@END@{% endif %}"
+)
+KEYWORDS: Final = _TAGGED.replace(
+    "@CALLS@",
+    _KEYWORDS.replace("@BEGIN@", "<|tool_call_start|>[")
+    .replace("@BETWEEN@", "', '")
+    .replace("@END@", "]<|tool_call_end|>"),
+)
+# As Olmo 3: a call on each line.
+KEYWORDS_IN_LINES: Final = _TAGGED.replace(
+    "@CALLS@",
+    _KEYWORDS.replace("@BEGIN@", "<function_calls>{{ '\n' }}")
+    .replace("@BETWEEN@", "'\n'")
+    .replace("@END@", "{{ '\n' }}</function_calls>")
+    .replace('"\'"', "'\"'"),
+)
+# As Gemma 4: names without quotes, in alphabetical order, and marks as quotes.
+GEMMA4: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{{ '{' }}"
+    "{% for k, v in c.function.arguments | dictsort %}{{ k }}:"
+    "{{ '<|\"|>' + v + '<|\"|>' if v is string else v | tojson }}{{ ',' if not loop.last }}"
+    "{% endfor %}{{ '}' }}<tool_call|>{% endfor %}",
+)
+# The id of a call stands in place of its name.
+KIMI: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}"
+    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+    "<|tool_calls_section_end|>{% endif %}",
+).replace("<tool_response>\n", "<tool_response>\n{{ m.tool_call_id }}: ")
+COHERE: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% if m.tool_calls %}<|START_ACTION|>[{{ '\\n' }}{% for c in m.tool_calls %}"
+    '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", '
+    '"parameters": {{ c.function.arguments | tojson }}}{% if not loop.last %},{% endif %}'
+    "{{ '\\n' }}{% endfor %}]<|END_ACTION|>{% endif %}",
+)
+NEMOTRON_LIST: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% if m.tool_calls %}<TOOLCALL>[{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]</TOOLCALL>{% endif %}",
+)
 
 
 def talker(

@@ -146,6 +146,121 @@ def test_a_form_gets_the_blanks_of_the_template(template: str, form: str, writte
     assert written in text
 
 
+@pytest.mark.parametrize(
+    ("template", "form", "written"),
+    [
+        (
+            "INVOKES",
+            "invoke",
+            (
+                '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">x</parameter>\n'
+                '<parameter name="b">[1]</parameter>\n</invoke>\n</minimax:tool_call>'
+            ),
+        ),
+        (
+            "ATEM",
+            "atem",
+            (
+                '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="a">x'
+                '</atem:parameter>\n<atem:parameter name="b">[1]</atem:parameter>\n</atem:invoke>\n'
+                "</atem:function_calls>"
+            ),
+        ),
+        (
+            "DSML",
+            "dsml",
+            (
+                '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+                '<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n'
+                '<｜DSML｜parameter name="b" string="false">[1]</｜DSML｜parameter>\n'
+                "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+            ),
+        ),
+        (
+            "HY3",
+            "hy3",
+            (
+                "<tool_calls:opensource>\n<tool_call:opensource>f<tool_sep:opensource>\n"
+                "<arg_key:opensource>a</arg_key:opensource>\n"
+                "<arg_value:opensource>x</arg_value:opensource>\n"
+                "<arg_key:opensource>b</arg_key:opensource>\n"
+                "<arg_value:opensource>[1]</arg_value:opensource>\n"
+                "</tool_call:opensource>\n</tool_calls:opensource>"
+            ),
+        ),
+        ("KEYWORDS", "keywords", "<|tool_call_start|>[f(a='x', b=[1])]<|tool_call_end|>"),
+        (
+            "KEYWORDS_IN_LINES",
+            "keywords in lines",
+            '<function_calls>\nf(a="x", b=[1])\n</function_calls>',
+        ),
+        ("GEMMA4", "gemma", '<|tool_call>call:f{a:<|"|>x<|"|>,b:[1]}<tool_call|>'),
+        (
+            "KIMI",
+            "kimi",
+            (
+                "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+                '<|tool_call_argument_begin|>{"a": "x", "b": [1]}<|tool_call_end|>'
+                "<|tool_calls_section_end|>"
+            ),
+        ),
+        (
+            "COHERE",
+            "cohere",
+            (
+                '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", '
+                '"parameters": {"a": "x", "b": [1]}}\n]<|END_ACTION|>'
+            ),
+        ),
+        (
+            "NEMOTRON_LIST",
+            "nemotron list",
+            '<TOOLCALL>[{"name": "f", "arguments": {"a": "x", "b": [1]}}]</TOOLCALL>',
+        ),
+    ],
+)
+def test_each_familys_calls_are_written_as_its_template_does(
+    template: str, form: str, written: str
+) -> None:
+    chat = Chat(tokenizer_of(getattr(family_templates, template)))
+    assert chat.capabilities.form.mark == FORMS[form].mark
+    assert chat.capabilities.shows_tools
+    assert chat.capabilities.writes_calls
+    assert chat.capabilities.form.write([("f", '{"a": "x", "b": [1]}')]) == written
+    call = CALL | {"function": {"name": "f", "arguments": '{"a": "x", "b": [1]}'}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = chat.render([USER, answer, result(CALL["id"], "forty")]).text
+    assert written in text
+    assert "forty" in text
+
+
+def test_ids_with_names_are_made_for_templates_that_show_them() -> None:
+    chat = Chat(tokenizer_of(family_templates.KIMI))
+    calls = [CALL | {"id": id_, "function": {"name": id_, "arguments": "{}"}} for id_ in "fg"]
+    messages = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        result("g", "of g"),
+        result("f", "of f"),
+        {"role": "assistant", "content": "", "tool_calls": [calls[0] | {"id": "again"}]},
+        result("again", "the third"),
+    ]
+    text = chat.render(messages).text
+    for shown in ("functions.g:1: of g", "functions.f:0: of f", "functions.f:2: the third"):
+        assert text.count(shown) == 1
+
+
+@pytest.mark.parametrize("name", ["keywords", "gemma", "kimi", "cohere"])
+def test_a_vocabulary_tells_the_form_if_the_template_writes_no_calls(name: str) -> None:
+    template = family_templates.HERMES_WITHOUT_CALLS.partition(" Write <tool_call>")[0]
+    template += "{% endif %}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    assert Chat(tokenizer_of(template)).capabilities.form == HERMES
+    capabilities = Chat(tokenizer_of(template, *FORMS[name].all_marks)).capabilities
+    assert capabilities.form == FORMS[name]
+    assert capabilities.shows_tools
+    assert not capabilities.writes_calls
+
+
 def test_a_template_without_tools_gets_instructions_in_the_models_form() -> None:
     chat = Chat(tokenizer_of(family_templates.DEEPSEEK_WITHOUT_TOOLS))
     form = FORMS["deepseek"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import regex
 
+from twostroke.engine.chat.literal_reader import LiteralReader
 from twostroke.engine.structured_output.argument_values import to_json_literal
 from twostroke.engine.structured_output.notations import BLANKS, JsonNotation, TagNotation
 from twostroke.engine.structured_output.schema.argument_types import (
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_HELD_CHARS: Final = 500  # of text that may become a mark, and of blanks
 _MAX_KEY_CHARS: Final = 257
+_NO_BLANK: Final = regex.compile(rf"[^{BLANKS}]")
 _BRACKETS: Final = {"[": "array", "{": "object"}
 
 
@@ -54,6 +56,8 @@ def reader_of(notation: Notation, schema: Mapping[str, Any]) -> ArgumentReader:
             return JsonReader()
         case TagNotation():
             return TagReader(notation, ArgumentTypes(schema))
+        case _:
+            return LiteralReader(notation)
 
 
 class JsonReader:
@@ -198,9 +202,9 @@ class _TagValue:
     def _read_json(self, text: str, offset: int) -> int:
         """Read an array or an object, if the value is one; return the next offset."""
         if not self._has_begun and self._brackets:
-            rest = text[offset : offset + MAX_HELD_CHARS].lstrip(BLANKS)
-            self._has_begun = bool(rest)
-            if rest and rest[0] in self._brackets:
+            match = _NO_BLANK.search(text, offset)
+            self._has_begun = match is not None
+            if match and match[0] in self._brackets:
                 self._json = JsonReader()
         if self._json is None:
             return offset

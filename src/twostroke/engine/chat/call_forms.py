@@ -13,6 +13,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.engine.structured_output.notations import (
     JSON,
     JsonNotation,
+    LiteralNotation,
     Notation,
     TagNotation,
 )
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from twostroke.model.tokenizer import Tokenizer
+
+
+INDEX: Final = "\0"  # stands for the number of a call
 
 
 class Unmarked(Enum):
@@ -43,7 +47,9 @@ class CallForm(Frozen, kw_only=True):
     Attributes:
         mark: the first text of calls; `begin` or `head` starts with it.
         begin: the text before the first call.
-        head: the text before the name of a call.
+        head: the text before the name of a call. `INDEX` in it, or in `middle`, stands for the
+            number of the call.
+        name_prefix: the text before a function's name that belongs to the name.
         id_mark: the text between the name and an id, if the form has ids.
         middle: the text before the arguments.
         notation: how the arguments are written.
@@ -60,6 +66,7 @@ class CallForm(Frozen, kw_only=True):
     mark: str
     begin: str = ""
     head: str = '{"name": '
+    name_prefix: str = ""
     id_mark: str = ""
     middle: str = ', "arguments": '
     notation: Notation = JSON
@@ -94,14 +101,15 @@ class CallForm(Frozen, kw_only=True):
 
     def name(self, name: str) -> str:
         """Return a function's name as calls in this form have it, perhaps as a JSON string."""
-        return json.dumps(name) if self.is_quoted else name
+        return json.dumps(name) if self.is_quoted else self.name_prefix + name
 
     def write(self, calls: Iterable[tuple[str, str]]) -> str:
         """Write tool calls in this form, from their names and the JSON of their arguments."""
-        written = [
-            f"{self.head}{self.name(name)}{self.middle}{self._arguments(arguments)}{self.tail}"
-            for name, arguments in calls
-        ]
+        written = []
+        for index, (name, arguments) in enumerate(calls):
+            head, middle = (text.replace(INDEX, str(index)) for text in (self.head, self.middle))
+            values = self._arguments(arguments)
+            written.append(f"{head}{self.name(name)}{middle}{values}{self.tail}")
         return f"{self.begin}{self.between.join(written)}{self.end}"
 
     def _arguments(self, arguments: str) -> str:
@@ -118,30 +126,41 @@ class CallForm(Frozen, kw_only=True):
         """Return an example of a tool call in this form, which a prompt shows to the model."""
         return self.write([("the function's name", '{"the argument\'s name": "its value"}')])
 
-    def fitted(self, before: str, after: str, arguments: Mapping[str, str]) -> CallForm | None:
+    def fitted(
+        self, prompt: str, answer: str, after: str, arguments: Mapping[str, str]
+    ) -> CallForm | None:
         """Return this form with the blanks of a chat template; None if the template has another.
 
-        Used to find the form that a chat template writes. `before` is a test conversation's
-        rendered answer up to the name of a call with the given arguments, and `after` the text from
-        the end of the name, perhaps with more text after the call.
+        Used to find the form that a chat template writes, from a test conversation that ends with
+        a call.
+
+        Args:
+            prompt: the rendered conversation up to the name of the call.
+            answer: the end of `prompt` that no other answer has.
+            after: the text from the end of the name, perhaps with more text after the call.
+            arguments: the arguments of the call.
         """
         if self.has_json:
+            before = answer if self.is_bare else prompt
             fits = json.dumps(arguments) in after and self._fits(before, after)
             return self if fits else None
-        return _fit(self, before, after, arguments)
+        if isinstance(self.notation, LiteralNotation):
+            return _fit_literals(self, self.notation, prompt, after, arguments)
+        return _fit(self, prompt, after, arguments)
 
     def _fits(self, before: str, after: str) -> bool:
         """Whether a call with JSON was rendered in this form; blanks are ignored."""
         quote = '"' if self.is_quoted else ""
-        opening = _without_blanks(self.opening + quote)
-        following = _without_blanks(quote + (self.id_mark or self.middle))
+        opening = _any_index(_without_blanks(self.opening + quote + self.name_prefix))
+        following = _any_index(_without_blanks(quote + (self.id_mark or self.middle)))
         before = _without_blanks(before)
         after = _without_blanks(after)
         if self.is_bare:
-            begins = before.removeprefix(self.mark) == opening
+            begins = re.fullmatch(opening, before.removeprefix(self.mark))
         else:
-            begins = before.endswith(opening)
-        return begins and after.startswith(following) and _without_blanks(self.end) in after
+            begins = re.search(rf"{opening}\Z", before)
+        has_end = _without_blanks(self.end) in after
+        return has_end and begins is not None and re.match(following, after) is not None
 
     def is_known_to(self, tokenizer: Tokenizer) -> bool:
         """Whether a model's vocabulary has the special tokens of this form of tool calls.
@@ -219,6 +238,128 @@ _PAIRS: Final = CallForm(  # GLM 4.5 and later, Laguna, Ling
     is_quoted=False,
     marks=("</tool_call>",),
 )
+_INVOKE: Final = CallForm(  # MiniMax M2
+    mark="<minimax:tool_call>",
+    begin="<minimax:tool_call>\n",
+    head='<invoke name="',
+    middle='">\n',
+    notation=TagNotation('<parameter name="', '">', "</parameter>\n"),
+    tail="</invoke>\n",
+    between="",
+    end="</minimax:tool_call>",
+    is_quoted=False,
+    marks=("</minimax:tool_call>",),
+)
+_DSML: Final = replace(  # DeepSeek V3.2
+    _INVOKE,
+    mark="<｜DSML｜function_calls>",
+    begin="<｜DSML｜function_calls>\n",
+    head='<｜DSML｜invoke name="',
+    notation=TagNotation(
+        '<｜DSML｜parameter name="',
+        '" string="true">',
+        "</｜DSML｜parameter>\n",
+        other_key_end='" string="false">',
+        special_texts=("｜DSML｜",),
+    ),
+    tail="</｜DSML｜invoke>\n",
+    end="</｜DSML｜function_calls>",
+    marks=(),
+)
+_KIMI: Final = CallForm(
+    mark="<|tool_calls_section_begin|>",
+    begin="<|tool_calls_section_begin|>",
+    head="<|tool_call_begin|>",
+    name_prefix="functions.",
+    middle=f":{INDEX}<|tool_call_argument_begin|>",
+    tail="<|tool_call_end|>",
+    between="",
+    end="<|tool_calls_section_end|>",
+    is_quoted=False,
+    marks=(
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    ),
+    has_own_tokens=True,
+)
+_COHERE: Final = CallForm(
+    mark="<|START_ACTION|>",
+    begin="<|START_ACTION|>[\n    ",
+    head=f'{{"tool_call_id": "{INDEX}", "tool_name": ',
+    middle=', "parameters": ',
+    between=",\n    ",
+    end="\n]<|END_ACTION|>",
+    marks=("<|END_ACTION|>",),
+    has_own_tokens=True,
+)
+_PYTHON: Final = LiteralNotation(
+    end=")",
+    equals="=",
+    colon=": ",
+    separator=", ",
+    quotes=("'", '"'),
+    has_escapes=True,
+    has_quoted_names=True,
+    words=("True", "False", "None"),
+)
+_KEYWORDS: Final = CallForm(  # LFM2 and LFM2.5
+    mark="<|tool_call_start|>",
+    begin="<|tool_call_start|>[",
+    head="",
+    middle="(",
+    notation=_PYTHON,
+    tail=")",
+    between=", ",
+    end="]<|tool_call_end|>",
+    is_quoted=False,
+    marks=("<|tool_call_end|>",),
+    has_own_tokens=True,
+)
+_GEMMA: Final = CallForm(  # Gemma 4
+    mark="<|tool_call>",
+    head="<|tool_call>call:",
+    middle="{",
+    notation=LiteralNotation(
+        end="}",
+        equals=":",
+        colon=":",
+        separator=",",
+        quotes=('<|"|>',),
+        has_escapes=False,
+        has_quoted_names=False,
+        words=("true", "false", "null"),
+        is_sorted=True,
+    ),
+    tail="}<tool_call|>",
+    between="",
+    is_quoted=False,
+    marks=("<tool_call|>",),
+    has_own_tokens=True,
+)
+
+
+def _pairs_in_list(suffix: str) -> CallForm:
+    """Return Hy3's form of tool calls, whose tags may have a suffix."""
+    names = ("tool_call", "tool_sep", "arg_key", "arg_value")
+    call, separator, key, value = (f"{name}{suffix}" for name in names)
+    texts = (f"<{key}>", f"</{key}>", f"<{value}>", f"</{value}>", f"<{separator}>")
+    return replace(
+        _PAIRS,
+        mark=f"<tool_calls{suffix}>",
+        begin=f"<tool_calls{suffix}>\n",
+        head=f"<{call}>",
+        middle=f"<{separator}>\n",
+        notation=TagNotation(
+            f"<{key}>", f"</{key}>\n<{value}>", f"</{value}>\n", special_texts=texts
+        ),
+        tail=f"</{call}>\n",
+        between="",
+        end=f"</tool_calls{suffix}>",
+        marks=(f"<{call}>", f"</{call}>", f"</tool_calls{suffix}>"),
+    )
+
 
 # A model has the first form that fits the calls in its template's output.
 FORMS: Final[dict[str, CallForm]] = {
@@ -253,6 +394,42 @@ FORMS: Final[dict[str, CallForm]] = {
         marks=("</seed:tool_call>",),
     ),
     "pairs": _PAIRS,
+    "pairs in a list": _pairs_in_list(""),
+    "hy3": _pairs_in_list(":opensource"),
+    "invoke": _INVOKE,
+    "dsml": _DSML,
+    "dsml tools": replace(
+        _DSML,
+        mark="<｜DSML｜tool_calls>",
+        begin="<｜DSML｜tool_calls>\n",
+        end="</｜DSML｜tool_calls>",
+    ),
+    "atem": replace(  # Muse Glimmer
+        _INVOKE,
+        mark="<atem:function_calls>",
+        begin="<atem:function_calls>\n",
+        head='<atem:invoke name="',
+        notation=TagNotation('<atem:parameter name="', '">', "</atem:parameter>\n"),
+        tail="</atem:invoke>\n",
+        end="</atem:function_calls>",
+        marks=("</atem:function_calls>",),
+    ),
+    "keywords": _KEYWORDS,
+    "keywords in lines": replace(  # Olmo 3
+        _KEYWORDS,
+        mark="<function_calls>",
+        begin="<function_calls>\n",
+        between="\n",
+        end="\n</function_calls>",
+        marks=("</function_calls>",),
+        has_own_tokens=False,
+    ),
+    "gemma": _GEMMA,
+    "kimi": _KIMI,
+    "cohere": _COHERE,
+    "nemotron list": CallForm(
+        mark="<TOOLCALL>", begin="<TOOLCALL>[", between=", ", end="]</TOOLCALL>"
+    ),
     "llama": CallForm(mark="<|python_tag|>", middle=', "parameters": ', between="; ", is_bare=True),
 }
 
@@ -276,6 +453,8 @@ def _fit(form: CallForm, before: str, after: str, arguments: Mapping[str, str]) 
         "end": form.end,
     }
     patterns = {part: _blank_pattern(part, text) for part, text in parts.items()}
+    if form.end:
+        patterns["tail"] = f"{patterns['tail'][:-1]}\\s*)"
     opening = re.search(rf"{patterns['begin']}{patterns['head']}\Z", before)
     closing = re.match(
         f"{patterns['middle']}{patterns['key_begin']}{re.escape(name)}{patterns['key_end']}"
@@ -290,16 +469,48 @@ def _fit(form: CallForm, before: str, after: str, arguments: Mapping[str, str]) 
     return replace(form, **frame, notation=replace(notation, **keys))
 
 
+def _fit_literals(
+    form: CallForm, notation: LiteralNotation, before: str, after: str, arguments: Mapping[str, str]
+) -> CallForm | None:
+    """Return a form of literals with the blanks and the quotes that a rendered call has.
+
+    None if the call is in another form. The call has one argument.
+    """
+    [(name, value)] = arguments.items()
+    frame = ("begin", "head", "middle", "tail", "end")
+    patterns = {part: _blank_pattern(part, getattr(form, part)) for part in frame}
+    if form.end:
+        patterns["tail"] = f"{patterns['tail'][:-1]}\\s*)"
+    quotes = "|".join(map(re.escape, notation.quotes))
+    opening = re.search(rf"{patterns['begin']}{patterns['head']}\Z", before)
+    closing = re.match(
+        rf"{patterns['middle']}{re.escape(name)}\s*{re.escape(notation.equals)}\s*"
+        rf"(?P<quote>{quotes}){re.escape(value)}(?P=quote)\s*{patterns['tail']}{patterns['end']}",
+        after,
+    )
+    if opening is None or closing is None:
+        return None
+    fitted_parts = {**opening.groupdict(), **closing.groupdict()}
+    quote = fitted_parts.pop("quote")
+    other_quotes = [other for other in notation.quotes if other != quote]
+    return replace(form, **fitted_parts, notation=replace(notation, quotes=(quote, *other_quotes)))
+
+
 def _blank_pattern(name: str, text: str) -> str:
     """Return a regular expression of a text with any blanks, as a group with this name.
 
-    Blanks between two parts belong to the first, except before `end`.
+    Blanks between two parts belong to the first.
     """
     words = r"\s*".join(map(re.escape, text.split()))
-    before = r"\s*" if name in {"value_end", "end"} else ""
+    before = r"\s*" if name == "value_end" else ""
     has_blanks_after = name in {"middle", "key_end", "value_end"} or (name == "begin" and text)
     after = r"\s*" if has_blanks_after else ""
     return f"(?P<{name}>{before}{words}{after})"
+
+
+def _any_index(text: str) -> str:
+    """Return a regular expression of a text in which `INDEX` is any number."""
+    return r"\d+".join(map(re.escape, text.split(INDEX)))
 
 
 def _without_blanks(text: str) -> str:

@@ -10,7 +10,7 @@ import regex
 
 from twostroke.core.frozen import Frozen
 from twostroke.engine.chat.argument_readers import MAX_HELD_CHARS, JsonReader, reader_of
-from twostroke.engine.chat.call_forms import HERMES, Unmarked
+from twostroke.engine.chat.call_forms import HERMES, INDEX, Unmarked
 from twostroke.engine.structured_output.notations import TagNotation
 from twostroke.model.tokenizer.preface import partial_match_length
 
@@ -317,7 +317,9 @@ class CallReader:
         return True
 
     def _read_name(self, written: str) -> str | None:
-        return _parse_json_string(written) if self._form.is_quoted else written
+        if self._form.is_quoted:
+            return _parse_json_string(written)
+        return written if written in self._names else written.removeprefix(self._form.name_prefix)
 
     def _begin(self, name: str, offset: int, pieces: list[Piece]) -> None:
         """Begin a tool call: add a piece with its name.
@@ -424,6 +426,10 @@ def _patterns_of(form: CallForm) -> _FormPatterns:
         if form.is_quoted
         else rf"{_NAME_CHARACTER}{{1,{_MAX_NAME_CHARS}}}+"
     )
+    if form.middle.startswith(f":{INDEX}"):  # names may have colons, too
+        rest = regex.escape(form.middle.partition(INDEX)[2].strip())
+        num_chars = len(form.name_prefix) + _MAX_NAME_CHARS
+        name = rf"(?:(?!:\d++\s*+{rest}){_NAME_CHARACTER}){{1,{num_chars}}}+"
     named = rf"\s*+(?<name>{name})\s*+"
     if form.id_mark:
         named += rf"(?:{regex.escape(form.id_mark)}\w*+)?+"
@@ -462,6 +468,9 @@ def _loose_pattern(text: str) -> str:
     Any blanks may stand between its words and signs, and a brace may be doubled, but not as the
     last sign: the pattern would match before the second brace has arrived.
     """
+    if INDEX in text:
+        before, _, after = text.partition(INDEX)
+        return rf"{_loose_pattern(before)}\s*+\d++{_loose_pattern(after)}"
     *signs, last = [part for part in _TOKENS.findall(text) if not part.isspace()] or [""]
     before = "".join(rf"\s*+{regex.escape(sign)}{_DOUBLED.get(sign, '')}" for sign in signs)
     return before + (rf"\s*+{regex.escape(last)}" if last else "")

@@ -24,7 +24,7 @@ _TOOL: Final = "probed_tool"
 _CALL: Final = "probed_call"
 _OTHER_CALL: Final = "other_call"
 _ANSWER: Final = "probed answer"
-_CALL_IDS: Final = ("call_0123456789abcdef01234567", "abcdef123")
+_CALL_IDS: Final = ("call_0123456789abcdef01234567", "abcdef123", f"functions.{_CALL}:0")
 _ARGUMENTS: Final = {"probed_key": "value"}
 _USER: Final = {"role": "user", "content": "Hello"}
 _TOOL_SCHEMA: Final[dict[str, Any]] = {
@@ -51,6 +51,8 @@ class TemplateCapabilities(Frozen):
         writes_results: whether the prompt has messages of the role tool.
         takes_several: whether an answer may have more than one call.
         has_short_ids: whether ids of calls must be nine letters or digits.
+        has_named_ids: whether ids of calls must have the name of the function and the number of the
+            call, because the template shows them in place of the name.
         has_null_content: whether an answer with calls and no text needs null content.
         has_text_arguments: whether arguments are a string of JSON, not an object.
     """
@@ -62,6 +64,7 @@ class TemplateCapabilities(Frozen):
     writes_results: bool = False
     takes_several: bool = True
     has_short_ids: bool = False
+    has_named_ids: bool = False
     has_null_content: bool = False
     has_text_arguments: bool = False
 
@@ -86,7 +89,8 @@ def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateC
         writes_calls=True,
         writes_results=probe.writes_results(),
         takes_several=probe.takes_several(),
-        has_short_ids=call_id != _CALL_IDS[0],
+        has_short_ids=call_id == _CALL_IDS[1],
+        has_named_ids=call_id == _CALL_IDS[2],
         has_null_content=probe.content is None,
         has_text_arguments=is_text,
     )
@@ -96,22 +100,20 @@ def _without_calls(probe: _Probe, rendered: str, tokenizer: Tokenizer) -> Templa
     """Return the capabilities of a chat template that does not write the tool calls of messages.
 
     `rendered` is a prompt for which the template was given a tool. If the prompt shows the tool,
-    the form of calls is found in its instructions; otherwise the vocabulary's special tokens tell
-    the form.
+    the form of calls is found in its instructions. If they do not show it, the vocabulary's special
+    tokens tell the form.
     """
     forms = FORMS.values()
+    known_form = next((form for form in forms if form.is_known_to(tokenizer)), None)
     if _TOOL in rendered:
-        form = next((form for form in forms if form.is_shown(rendered)), None)
+        form = next((form for form in forms if form.is_shown(rendered)), known_form)
         results = probe.writes_results(has_calls=False)
         return (
             TemplateCapabilities(form, shows_tools=True, writes_results=results) if form else _NONE
         )
-    form = next((form for form in forms if form.is_known_to(tokenizer)), None)
-    return (
-        TemplateCapabilities(form, shows_tools_of_system=True)
-        if form and probe.reads_system()
-        else _NONE
-    )
+    if known_form is None or not probe.reads_system():
+        return _NONE
+    return TemplateCapabilities(known_form, shows_tools_of_system=True)
 
 
 _NONE: Final = TemplateCapabilities()
@@ -155,11 +157,12 @@ class _Probe(Frozen):
             0
         ]
         text = self.render([_USER, self._answer(_CALL)])
-        answer = text[len(commonprefix([text, plain])) :]  # noqa: RUF071 (they are not paths)
-        before, name, after = answer.partition(_CALL)
+        num_common = len(commonprefix([text, plain]))  # noqa: RUF071 (they are not paths)
+        before, name, after = text.partition(_CALL)
         if not name:
             return None
-        fitted = (form.fitted(before, after, _ARGUMENTS) for form in FORMS.values())
+        answer = before[num_common:]
+        fitted = (form.fitted(before, answer, after, _ARGUMENTS) for form in FORMS.values())
         return next((form for form in fitted if form is not None), None)
 
     def writes_results(self, *, has_calls: bool = True) -> bool:

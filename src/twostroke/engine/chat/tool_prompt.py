@@ -36,6 +36,8 @@ def fit_to_template(
     template does not show them.
     """
     fitted_messages = [*_with_ids(messages)]
+    if capabilities.has_named_ids:
+        fitted_messages = [*_with_named_ids(fitted_messages)]
     if capabilities.writes_calls and not capabilities.takes_several:
         fitted_messages = list(_split_parallel_calls(fitted_messages))
     fitted_messages = [_fit_message(message, capabilities) for message in fitted_messages]
@@ -83,6 +85,27 @@ def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
             continue
         answered.add(id_)
         yield {**message, "tool_call_id": id_}
+
+
+def _with_named_ids(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield messages in which the ids of calls have their functions' names and their numbers.
+
+    Such ids are `functions.NAME:0` and so on. Results get the ids of their calls.
+    """
+    named_ids: dict[object, str] = {}
+    num_calls = 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            named_ids[call["id"]] = f"functions.{call['function']['name']}:{num_calls}"
+            num_calls += 1
+            calls.append(call | {"id": named_ids[call["id"]]})
+        if calls:
+            yield message | {"tool_calls": calls}
+        elif message.get("tool_call_id") in named_ids:
+            yield message | {"tool_call_id": named_ids[message["tool_call_id"]]}
+        else:
+            yield message
 
 
 def _add_instructions(

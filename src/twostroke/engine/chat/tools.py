@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
@@ -12,7 +11,7 @@ from msgspec.structs import replace
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.engine.chat.call_forms import Unmarked
+from twostroke.engine.chat.call_forms import INDEX, Unmarked
 from twostroke.engine.structured_output.argument_grammar import ArgumentsRule
 from twostroke.engine.structured_output.lark import (
     section_begin,
@@ -38,6 +37,7 @@ _KEYWORDS_FOR_MORE: Final = frozenset(
 _BLANK: Final = r"[\t-\r ]"
 _MAX_UNMARKED_CALLS: Final = 8  # a model that should write text repeats the same call
 _MAX_BLANKS: Final = 9  # before the end of a call without marks
+_INDEX_DIGITS: Final = "/[0-9]{1,4}/"
 _ARGUMENT_KEYS: Final = ("arguments", "parameters")
 # Keywords that tell nothing about arguments.
 _ANNOTATIONS: Final = frozenset(("$schema", "description", "title", "type"))
@@ -237,7 +237,6 @@ class CallGrammar:
         self._preface = preface
         self._section_after_calls = section_after_calls
         self._specials = special_marks(form.all_marks, tokenizer)
-        self._to_lark = partial(to_lark, specials=self._specials)
         more_calls = f"({self._to_lark(form.between + form.head)} body)*"
         self._more_calls = more_calls if tools.is_parallel else ""
 
@@ -402,6 +401,11 @@ class CallGrammar:
             yield arguments_rule(f"args{index}", function, form, self._tokenizer)
             yield f"body{index}: {head} args{index} {self._to_lark(form.tail)}"
         yield f"body: {_any('body', functions)}"
+
+    def _to_lark(self, text: str) -> str:
+        """Return a grammar expression of a literal text, in which `INDEX` is any number."""
+        parts = (to_lark(part, self._specials) for part in text.split(INDEX))
+        return f" {_INDEX_DIGITS} ".join(parts)
 
     @property
     def _end(self) -> str:

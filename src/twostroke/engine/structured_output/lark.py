@@ -68,6 +68,10 @@ def text_until(name: str, mark: str, specials: Mapping[str, int]) -> str:
     """
     if _begins_with_special(mark, specials):
         return f"{name}: TEXT {to_lark(mark, specials)}"
+    offsets = [mark.find(text) for text in specials if text in mark]
+    if offsets:  # a terminal cannot have a special token: it ends before the first
+        before, rest = json.dumps(mark[: min(offsets)]), to_lark(mark[min(offsets) :], specials)
+        return f"{name.upper()}_TEXT: TEXT {before}\n{name}: {name.upper()}_TEXT {rest}"
     return f"{name}[lazy]: TEXT {to_lark(mark, specials)}"
 
 

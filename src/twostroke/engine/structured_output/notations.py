@@ -82,6 +82,68 @@ class TagNotation(Frozen, tag="tags"):
         return f"{self.key_begin}{name}{key_end}{text}{self.value_end}"
 
 
-Notation = JsonNotation | TagNotation
+class LiteralNotation(Frozen, tag="literals"):
+    """Arguments that are written as names and literals, such as Python's keyword arguments.
+
+    Attributes:
+        end: the character after the arguments, which ends them.
+        equals: the text between the name and the value of an argument.
+        colon: the text between a name and a value inside objects.
+        separator: the text between two arguments, members or items.
+        quotes: the texts that may surround a string; the first is used to write.
+        has_escapes: whether strings have Python's escapes. Else they are written as they are.
+        has_quoted_names: whether names inside objects are strings.
+        words: how the notation writes true, false and null.
+        is_sorted: whether arguments are in the order of their names.
+    """
+
+    end: str
+    equals: str
+    colon: str
+    separator: str
+    quotes: tuple[str, ...]
+    has_escapes: bool
+    has_quoted_names: bool
+    words: tuple[str, str, str]
+    is_sorted: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts of the notation that a vocabulary may have as special tokens."""
+        return tuple(quote for quote in self.quotes if len(quote) > 1)
+
+    def write(self, arguments: Mapping[str, Any]) -> str:
+        """Return arguments in this notation."""
+        names = sorted(arguments, key=str.lower) if self.is_sorted else [*arguments]
+        written = (f"{name}{self.equals}{self.literal(arguments[name])}" for name in names)
+        return self.separator.join(written)
+
+    def literal(self, value: object) -> str:
+        """Return a value in this notation."""
+        if isinstance(value, str):
+            return self.quoted(value)
+        if isinstance(value, dict):
+            members = (
+                f"{self.quoted(name) if self.has_quoted_names else name}{self.colon}"
+                f"{self.literal(inner)}"
+                for name, inner in value.items()
+            )
+            return f"{{{self.separator.join(members)}}}"
+        if isinstance(value, list):
+            return f"[{self.separator.join(map(self.literal, value))}]"
+        if value is None or isinstance(value, bool):
+            return self.words[(True, False, None).index(value)]
+        return json.dumps(value)
+
+    def quoted(self, text: str, quote: str = "") -> str:
+        """Return a string in quotes, by default the first that the notation has."""
+        quote = quote or self.quotes[0]
+        if self.has_escapes:
+            for character, escape in (("\\", "\\\\"), (quote, f"\\{quote}"), ("\n", "\\n")):
+                text = text.replace(character, escape)
+        return f"{quote}{text}{quote}"
+
+
+Notation = JsonNotation | TagNotation | LiteralNotation
 
 JSON: Final = JsonNotation()
