@@ -140,7 +140,7 @@ def _speculation(machines: dict[str, list[Record]]) -> Iterator[str]:
         for task, ratios in by_task.items():
             cells = (f"{ratios[n]:.2f}" if n in ratios else _NOT_MEASURED for n in streams)
             rows.append((f"{result.name}: {task}", *cells))
-    newest = max((line.facts for one in chosen for line in one.lines), key=lambda f: str(f["date"]))
+    newest = max((line.facts for row in chosen for line in row.lines), key=lambda f: str(f["date"]))
     yield _SPECULATION
     yield table(("", *(f"{n} streams" if n > 1 else "1 stream" for n in streams)), rows) + "\n"
     yield f"{caption(newest)}. Command: `make bench WHAT=speculation`.\n"
@@ -169,7 +169,7 @@ def _is_parallel(record: Record) -> bool:
 
 def _quality(machines: dict[str, list[Record]]) -> Iterator[str]:
     newest: dict[str, Record] = {}
-    for record in sorted((one for each in machines.values() for one in each), key=_date):
+    for record in sorted((row for each in machines.values() for row in each), key=_date):
         if record.others.get("quality"):
             newest[record.model] = record
     if not newest:

@@ -23,7 +23,9 @@ PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 def documents(name: str, kind: str) -> dict[str, dict[str, Any]]:
     """Return the documents of a kind in a file of Kubernetes, by name."""
     every = yaml.safe_load_all((DEPLOY / name).read_text())
-    return {one["metadata"]["name"]: one for one in every if one["kind"] == kind}
+    return {
+        document["metadata"]["name"]: document for document in every if document["kind"] == kind
+    }
 
 
 def pods() -> dict[str, dict[str, Any]]:

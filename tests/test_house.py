@@ -204,7 +204,7 @@ def test_every_dependency_has_its_reason_in_the_readme() -> None:
     extras = PROJECT["optional-dependencies"]
     wanted = [
         *PROJECT["dependencies"],
-        *(one for name in extras if name != "dev" for one in extras[name]),
+        *(requirement for name in extras if name != "dev" for requirement in extras[name]),
     ]
     named = {re.split(r"[<>=!~\[; ]", requirement)[0] for requirement in wanted}
     section = README.split("## What it stands on")[1].split("\n## ")[0]

@@ -52,7 +52,7 @@ def family_s(pid: int) -> float:
 
 def family_bytes(pid: int) -> int:
     """Return the memory of a process and of all below it; what several share counts once."""
-    rollups = (Path(f"/proc/{one}/smaps_rollup") for one in (pid, *descendants(pid)))
+    rollups = (Path(f"/proc/{process}/smaps_rollup") for process in (pid, *descendants(pid)))
     shares = (re.search(r"^Pss: *(\d+) kB", path.read_text(), re.MULTILINE) for path in rollups)
     return sum(1024 * int(share[1]) for share in shares if share is not None)
 

@@ -112,7 +112,7 @@ class SpeculationResult:
 
     def _chosen_parts(self) -> Iterator[str]:
         header = ("of the prediction right", "guesses right", "guesses a step", "faster", "if free")
-        yield table(header, [_chosen_cells(one) for one in self.chosen]) + "\n"
+        yield table(header, [_chosen_cells(row) for row in self.chosen]) + "\n"
         yield (
             "If free is (1 - a^(g + 1)) / (1 - a) for g guesses a step, each right with "
             "probability a: the speed-up if the rows of guesses took no time.\n"

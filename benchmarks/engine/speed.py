@@ -141,8 +141,8 @@ def _measure_engine(args: argparse.Namespace, result: dict[str, Any]) -> list[st
         trace = poisson_trace(prompts, _POLICY_REQUESTS, load_tokens_per_s, seed=0)
         served = compare_policies(args.model, compute, trace, _POLICY_BATCH)
         result["policies"] = [
-            {key: value for key, value in msgspec.to_builtins(one).items() if key != "answers"}
-            for one in served
+            {key: value for key, value in msgspec.to_builtins(row).items() if key != "answers"}
+            for row in served
         ]
         text += _policies_text(served, load_tokens_per_s)
     return text
@@ -191,14 +191,14 @@ def _policies_text(served: list[PolicyResult], tokens_per_s: float) -> list[str]
     header = ("policy", "TTFT p50", "TTFT p95", "TTFT max", "tokens/s", "latest client")
     lines = [
         (
-            one.policy,
-            *(f"{s * 1000:,.0f} ms" for s in (one.ttft_p50_s, one.ttft_p95_s, one.ttft_max_s)),
-            f"{one.tokens_per_s:,.0f}",
-            f"{one.lateness_s * 1000:.0f} ms",
+            row.policy,
+            *(f"{s * 1000:,.0f} ms" for s in (row.ttft_p50_s, row.ttft_p95_s, row.ttft_max_s)),
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.lateness_s * 1000:.0f} ms",
         )
-        for one in served
+        for row in served
     ]
-    same = all(one.answers == served[0].answers for one in served)
+    same = all(row.answers == served[0].answers for row in served)
     about = (
         f"{_POLICY_REQUESTS} requests, the same Poisson arrivals for each policy, asking for"
         f" {tokens_per_s:,.0f} tokens/s; batches of {_POLICY_BATCH}. The answers are"

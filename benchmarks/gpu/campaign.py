@@ -90,7 +90,7 @@ def asked(patterns: list[str] | None) -> list[str]:
         if not fnmatch.filter(ORDER, pattern):
             raise SystemExit(f"There is no row {pattern!r}: {', '.join(ORDER)}.")
     wanted = patterns or ["*"]
-    return [name for name in ORDER if any(fnmatch.fnmatch(name, one) for one in wanted)]
+    return [name for name in ORDER if any(fnmatch.fnmatch(name, pattern) for pattern in wanted)]
 
 
 def _known(before: dict[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,9 @@ class Engines:
         own = Room.of([row], program)
         if self._key == row.engine and self._room is not None and self._room.holds(own):
             return
-        every = Room.of([one for one in self._rows if one.engine == row.engine] or [row], program)
+        every = Room.of(
+            [other for other in self._rows if other.engine == row.engine] or [row], program
+        )
         self.close()
         try:
             self._make(row, program, every)

@@ -114,7 +114,7 @@ def _memory(model: str) -> tuple[str, list[tuple[int, int, float]]]:
     rows, errors = [], []
     for num_tokens, measured, least in results:
         errors.append(abs((least + runtime) / measured - 1))
-        sizes_mb = [f"{one / 1e6:,.1f}" for one in (measured, least, least + runtime)]
+        sizes_mb = [f"{num_bytes / 1e6:,.1f}" for num_bytes in (measured, least, least + runtime)]
         rows.append((f"{num_tokens:,}", *sizes_mb, f"{errors[-1]:.1%}"))
     text = (
         f"## {model}: peak memory\n\n{table(MEMORY_HEADER, rows)}\n\nLargest error: "
@@ -133,15 +133,15 @@ def _measured(model: str, num_steps: int | None) -> tuple[str, Sequence[Measured
     roofline = Roofline(planned, device, question)
     roofs = (
         roofline,
-        *(Roofline(planned, device, question, one) for one in (reference_steps(device), known)),
+        *(Roofline(planned, device, question, steps) for steps in (reference_steps(device), known)),
     )
     rows, errors = [], []
-    for one in points[len(calibrating) :]:
-        results = [roof.step(one.batch).seconds for roof in roofs]
-        errors.append([abs(seconds / one.seconds - 1) for seconds in results])
+    for point in points[len(calibrating) :]:
+        results = [roof.step(point.batch).seconds for roof in roofs]
+        errors.append([abs(seconds / point.seconds - 1) for seconds in results])
         pairs = zip(results, errors[-1], strict=True)
         cells = [cell for s, error in pairs for cell in (f"{s * 1e3:,.2f}", f"{error:.0%}")]
-        rows.append((one.name, f"{one.seconds * 1e3:,.2f}", *cells))
+        rows.append((point.name, f"{point.seconds * 1e3:,.2f}", *cells))
     began_s = time.perf_counter()
     make_plan(planned, device, question, known)
     planned_s = time.perf_counter() - began_s

@@ -192,7 +192,7 @@ def _latency(args: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> s
     burst, other = (halve.changed(speed=1e6) for halve in requests.halves(args.requests // 3))
     _, steps = pair.watched(other, _texts(fresh, other))
     both = pair.measure(burst, _texts(fresh, burst)), pair.simulate(burst, steps)
-    rates = [one.num_requests / one.duration_s for one in map(_report, both)]
+    rates = [report.num_requests / report.duration_s for report in map(_report, both)]
     rows = [("all at once", "requests/s", *(f"{r:.2f}" for r in rates), _error(*rates[::-1]), "")]
     note(" ".join(rows[0]))
     kept: dict[str, Any] = {"knee_per_s": rates[0], "overhead_s": overhead_s, "loads": {}}
@@ -308,7 +308,7 @@ def _hits(args: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str:
     measured = make_report(pair.measure(load, prompts), Objectives())
     simulated = simulate(pair.setup, load).report
     result["hits"] = msgspec.to_builtins({"measured": measured, "simulated": simulated})
-    rates = [one.hit_rate for one in (measured, simulated)]
+    rates = [report.hit_rate for report in (measured, simulated)]
     row = (load.name, *(f"{rate:.1%}" for rate in rates), f"{(rates[1] - rates[0]) * 100:+.1f}")
     header = ("trace", "measured", "simulated", "points (at most 2)")
     return (

@@ -56,8 +56,8 @@ def _likeliest(llm: Any, tokens: list[int]) -> list[int]:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     (answer,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
     results = [
-        next(int(token) for token, one in place.items() if one.rank == 1)
-        for place in answer.prompt_logprobs[1:]
+        next(int(token) for token, one in prompt_logprob.items() if one.rank == 1)
+        for prompt_logprob in answer.prompt_logprobs[1:]
     ]
     return [*results, int(answer.outputs[0].token_ids[0])]
 

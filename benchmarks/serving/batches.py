@@ -162,7 +162,7 @@ def _answer(args: argparse.Namespace) -> None:
         began_s = time.monotonic()
         answers = llm.generate(prompts, params, speculate="off")
         elapsed_s = time.monotonic() - began_s
-    num_tokens = sum(len(one.token_ids) for answer in answers for one in answer)
+    num_tokens = sum(len(output.token_ids) for answer in answers for output in answer)
     print(f"{len(prompts)} lines in {elapsed_s:.4f} s: {num_tokens} tokens", file=sys.stderr)
 
 
@@ -323,7 +323,7 @@ def _text(
         times = {name: _pooled(mine, "ttft_s") for name, mine in waits.items()}
         steps = {name: median(_pooled(mine, "step_s")) for name, mine in waits.items()}
         cells = [
-            (name, *(f"{one:,.1f} ms" for one in (median(mine), _p99(mine), steps[name])))
+            (name, *(f"{time_ms:,.1f} ms" for time_ms in (median(mine), _p99(mine), steps[name])))
             for name, mine in times.items()
         ]
         header = (f"client, {_PROMPT} tokens in", "TTFT p50", "TTFT p99", "between its tokens")

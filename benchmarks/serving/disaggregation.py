@@ -258,7 +258,7 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
             ("goodput_per_min", "goodput, prompts a minute", ""),
             ("stream_tokens_per_s", "tokens/s of the streams", ""),
         ):
-            both = [f"{one[name]:.3g}{unit and ' ' + unit}" for one in (apart, mixed)]
+            both = [f"{figures[name]:.3g}{unit and ' ' + unit}" for figures in (apart, mixed)]
             rows += [(words, "", f"{both[0]} apart, {both[1]} mixed")]
     for part in ("virtual", "auto"):
         rows += [_rule_row(part, cell) for cell in result.get(part, [])]
@@ -319,7 +319,7 @@ def main() -> None:
             result[name] = measure(argparse.Namespace(**facts))
     for name, weigh in (("virtual", virtual), ("auto", auto)):
         if name in args.parts:
-            kept = [one for one in result.get(name, []) if one["mix"] not in args.mixes]
+            kept = [row for row in result.get(name, []) if row["mix"] not in args.mixes]
             result[name] = kept + weigh(args)
     lines = table(("", "asked", "reached"), _rows(result))
     save(

@@ -110,7 +110,7 @@ async def _beside(
         )
         for n, (stamps, has_begun) in enumerate(zip(streams, begun, strict=True))
     ]
-    await asyncio.gather(*(one.wait() for one in begun))
+    await asyncio.gather(*(process.wait() for process in begun))
     start_s, waits = time.monotonic(), list[float]()
 
     async def one(number: int) -> None:

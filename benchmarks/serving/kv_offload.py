@@ -228,13 +228,13 @@ def main() -> None:
             slow = result["slow"] = _slow(args, folder_name)
             lines = [
                 (
-                    "is slow" if one["is_known"] else "becomes slow",
-                    f"{one['length']:,}",
-                    f"{1e3 * median(one['plain']):.0f} ms",
-                    f"{1e3 * median(one['slow']):.0f} ms",
-                    f"{100 * one['worse']:+.1f}%",
+                    "is slow" if row["is_known"] else "becomes slow",
+                    f"{row['length']:,}",
+                    f"{1e3 * median(row['plain']):.0f} ms",
+                    f"{1e3 * median(row['slow']):.0f} ms",
+                    f"{100 * row['worse']:+.1f}%",
                 )
-                for one in slow
+                for row in slow
             ]
             columns = ("the disk", "prompt", "without", "with", "difference")
             asked = f"A disk of {_BYTES_S / 1e6:g} MB/s; asked: at most {100 * _MOST_LOSS:g}% worse"

@@ -109,7 +109,11 @@ class _Bench:
         rate, seconds = _LOAD * fits, 20.0
         flood = self._run(seconds, [self._request(i / rate) for i in range(int(rate * seconds))])
         tries = [tries[0] for tries in flood["requests"]]
-        refused = [1000 * (one["end_s"] - one["sent_s"]) for one in tries if one["status"] != 200]
+        refused = [
+            1000 * (attempt["end_s"] - attempt["sent_s"])
+            for attempt in tries
+            if attempt["status"] != 200
+        ]
         begun = int(_WARM_S)  # the queue is full then
         answered = sum(flood["tokens"][0][begun:]) / (_PROMPT + _ANSWER)
         goodput = answered / (seconds - begun)
@@ -121,10 +125,13 @@ class _Bench:
             "fits_per_s": fits, "refused": len(refused), "refusal_p50_ms": _percentile(refused, 50),
             "refusal_p99_ms": _percentile(refused, 99), "goodput_per_s": goodput,
             "client_share": flood["client_s"] / seconds / 2, "crowd": len(obeying),
-            "first_or_second_try": soon / len(obeying), "tries": [len(one) for one in obeying],
+            "first_or_second_try": soon / len(obeying),
+            "tries": [len(attempts) for attempts in obeying],
             "all_answered_s": all_s,
         }  # fmt: skip
-        statuses = {one["status"] for one in tries} | {t["status"] for o in obeying for t in o}
+        statuses = {attempt["status"] for attempt in tries} | {
+            t["status"] for o in obeying for t in o
+        }
         result["load"]["statuses"] = sorted(statuses)
         first = sum(len(tries) == 1 for tries in obeying)
         fit = f"{_LOAD} times what fits ({fits:.1f} a second)"
@@ -163,13 +170,13 @@ class _Bench:
             self._request(warm_s + _BETWEEN_S * i, length=length, key="trickle")
             for i in range(int(seconds / _BETWEEN_S))
         ]
-        for one in requests:
-            one["num_tokens"] = _TRICKLE_ANSWER
+        for request in requests:
+            request["num_tokens"] = _TRICKLE_ANSWER
         result = self._run(warm_s + seconds, requests, loops)["requests"]
         answered = [tries[0] for tries in result if tries[0]["status"] == 200]
         if len(answered) < len(result):
             note(f"{len(result) - len(answered)} of {len(result)} requests were refused")
-        return [one["first_s"] - one["sent_s"] for one in answered]
+        return [attempt["first_s"] - attempt["sent_s"] for attempt in answered]
 
     def shares(self, result: dict[str, Any]) -> list[tuple[str, ...]]:
         """Let two tenants with weights 1 and 3 keep the server busy."""

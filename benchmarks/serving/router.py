@@ -175,9 +175,10 @@ def streams(args: argparse.Namespace) -> dict[str, Any]:
         "gained": statistics.median(routed / own for routed, own in pairs),
         "requests": {name: len(all_) for name, all_ in seen.items()},
         "rates": rates,
-        "ttft_s": {n: percentiles(one.ttft_s for one in all_) for n, all_ in seen.items()},
+        "ttft_s": {n: percentiles(answer.ttft_s for answer in all_) for n, all_ in seen.items()},
         "added_s": {
-            n: percentiles(one.ttft_s - one.own_s for one in all_) for n, all_ in seen.items()
+            n: percentiles(answer.ttft_s - answer.own_s for answer in all_)
+            for n, all_ in seen.items()
         },
     }
 

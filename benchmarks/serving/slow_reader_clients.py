@@ -68,7 +68,7 @@ class Crowd:
         if self._sipper is not None:
             self._sipper.join()
         self._stop.clear()
-        closed = self._closed + sum(_is_closed(one) for one in self._idle)
+        closed = self._closed + sum(_is_closed(connection) for connection in self._idle)
         for one in self._sockets:
             one.close()
         self._sockets, self._idle, self._slow = [], [], []
@@ -86,15 +86,15 @@ class Crowd:
     def _sip(self) -> None:
         while not self._stop.is_set():
             began = time.monotonic()
-            for one in list(self._slow):
-                one.settimeout(0)
+            for connection in list(self._slow):
+                connection.settimeout(0)
                 try:
-                    if not one.recv(_SIP_BYTES):
-                        self._gone(one)
+                    if not connection.recv(_SIP_BYTES):
+                        self._gone(connection)
                 except BlockingIOError:
                     pass
                 except OSError:
-                    self._gone(one)
+                    self._gone(connection)
             self._stop.wait(max(0.0, _SIP_EACH_S - (time.monotonic() - began)))
 
     def _gone(self, one: socket.socket) -> None:

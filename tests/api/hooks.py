@@ -158,8 +158,8 @@ def events_are_as_described(ctx: Any, response: Any, case: Any) -> None:
     data = re.findall(r"^data: (.*)$", response.text, re.MULTILINE)
     if data[-1] == "[DONE]":
         data.pop()
-    for one in data:
-        validator.validate(json.loads(one))
+    for event in data:
+        validator.validate(json.loads(event))
 
 
 def _shorten(body: dict[str, Any], path: str) -> None:

@@ -65,7 +65,7 @@ def test_heads_compute_what_the_reference_does(model: LoadedModel, level: str, k
         pieces = []
         for number in range(2):
             tokens = [int(t) for t in rng.integers(0, depth if kind == "medusa" else 200, 40)]
-            pages = [[4 * number + place for place in range(3)]]
+            pages = [[4 * number + index for index in range(3)]]
             request = Request(str(number), tokens[: start + count], 0, params, 0, pages=pages)
             pieces.append(Slice(request, start, count, samples=True))
         rows = rng.standard_normal((2 * count, model.spec.hidden_size)).astype(np.float32)

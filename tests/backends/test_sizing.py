@@ -57,7 +57,9 @@ def test_a_small_model_reserves_little_of_plenty_of_memory() -> None:
 
 
 def test_int8_pages_hold_almost_twice_as_many_tokens() -> None:
-    found, usual = (size(7 * 10**8, running=256, kv_format=one) for one in ("int8", "f16"))
+    found, usual = (
+        size(7 * 10**8, running=256, kv_format=kv_format) for kv_format in ("int8", "f16")
+    )
     assert found.kv_format == "int8"
     assert 1.9 < found.num_pages / usual.num_pages < 2
     assert found.cache_bytes == found.num_pages * 16 * 30 * 2 * 3 * (64 + 2)

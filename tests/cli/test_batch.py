@@ -340,7 +340,9 @@ def odd() -> Iterator[str]:
 
 
 def test_what_a_proxy_says_is_one_line(cli: Cli, tmp_path: Path, odd: str) -> None:
-    given = write(tmp_path / "in.jsonl", *(line(one, prompt=one) for one in ("proxy", "pretty")))
+    given = write(
+        tmp_path / "in.jsonl", *(line(prompt, prompt=prompt) for prompt in ("proxy", "pretty"))
+    )
     out, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
     ran = cli("batch", given, "-o", str(out), "--url", odd, "-q")
     assert ran.code == 1
@@ -365,7 +367,7 @@ def test_proxy_without_a_server_is_asked_ten_times(
 def test_server_that_answers_no_line_ends_the_run(
     cli: Cli, tmp_path: Path, odd: str, prompt: str, said: str
 ) -> None:
-    given = write(tmp_path / "in.jsonl", *(line(f"{one}", prompt=prompt) for one in range(100)))
+    given = write(tmp_path / "in.jsonl", *(line(f"{index}", prompt=prompt) for index in range(100)))
     ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--url", odd, "-q")
     assert (ran.code, ran.err.count("\n")) == (2, 1)
     assert said in ran.err

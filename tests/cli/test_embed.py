@@ -39,8 +39,8 @@ def test_lines_are_json_in_the_order_of_the_texts(cli: Cli, tiny: str, tmp_path:
         ran = cli("embed", tiny, *arguments, *SMALL, "-q", stdin=stdin)
         assert (ran.code, ran.err) == (0, "")
         result = [json.loads(line) for line in ran.out.splitlines()]
-        assert [list(one) for one in result] == [["index", "prompt_tokens", "embedding"]] * 3
-        assert [one["index"] for one in result] == [0, 1, 2]
+        assert [list(row) for row in result] == [["index", "prompt_tokens", "embedding"]] * 3
+        assert [row["index"] for row in result] == [0, 1, 2]
         for one, right in zip(result, known, strict=True):
             assert one["prompt_tokens"] == right.usage.prompt_tokens
             assert one["embedding"] == right.vector.tolist()

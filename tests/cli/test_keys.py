@@ -127,7 +127,7 @@ def test_revoked_key_is_only_listed_on_request(keys: Callable[..., Ran], tmp_pat
     assert keys("list").out == "All keys are revoked: servers refuse everybody.\n"
     assert json.loads(keys("list", "--json").out) == []
     listed = json.loads(keys("list", "--json", "--all").out)
-    assert [one["state"] for one in listed] == ["revoked"] * 2
+    assert [key["state"] for key in listed] == ["revoked"] * 2
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,12 @@ def test_every_plan_refuses_requests_beyond_the_context(cli, tmp_path):
     path.write_text('{"model_type": "llama", "max_position_embeddings": 1000}')
     request = f"models:\n- model: {path}\n  requests_per_s: 2\n  weights: [fp8, bf16]\n"
     fleet.write_text(f"{request}  prompt: 900\ndevices: [L4]\n")
-    for given in (
+    for arguments in (
         ("plan", str(path), "--on", "L4", "--prompt", "900"),
         ("plan", "fleet", str(fleet)),
         ("plan", "buy", str(path), "--on", "L4", "--requests-per-day", "9", "--prompt", "900"),
     ):
-        refused = cli(*given)
+        refused = cli(*arguments)
         assert refused.code == 9
         assert "bare cannot answer these requests" in refused.err
         assert "Shorten them by 156 tokens" in refused.err

@@ -204,7 +204,7 @@ def test_a_log_for_programs_is_an_object_a_line(tiny: str, shared_cache: Path) -
         process.terminate()
         err = process.communicate(timeout=30)[1]
     said = [json.loads(line) for line in err.splitlines()]
-    assert [one["message"] for one in said] == ["request", "Stopping."]
+    assert [record["message"] for record in said] == ["request", "Stopping."]
     assert said[0]["path"] == "/v1/completions"
     assert 'objective="all",result="met"} 1.0' in metrics
 

@@ -83,14 +83,14 @@ def test_a_report_has_what_was_measured_and_from_what(
     flips = report["flips"]
     assert 0 <= flips["num_flipped"] < flips["num_questions"] // 2
     asked = f"{flips['num_flipped']} of {few_questions}; right {flips['num_right']}, source "
-    for shown in (
+    for text in (
         asked,
         "q4_0, 4.50 bits",
         report["source_sha256"],
         "ffn_down",
         f"{scored['max_kl']:.2e}",
     ):
-        assert shown in printed
+        assert text in printed
 
 
 def test_a_mix_is_chosen_for_a_goal_and_measured_once(

@@ -106,12 +106,12 @@ def agents() -> None:
     claude = ChatAnthropic(base_url=ROOT_URL, api_key="none", model=MODEL, max_tokens=100)
     responses = ChatOpenAI(max_tokens=100, use_responses_api=True, **ASKED)
     request = {"messages": [HumanMessage("What is the weather in Paris now?")]}
-    for made in (model, responses, claude):
+    for chat_model in (model, responses, claude):
         for form in (None, ProviderStrategy(Weather)):
-            output = _agent(made, form).invoke(request)
+            output = _agent(chat_model, form).invoke(request)
             assert any(isinstance(message, ToolMessage) for message in output["messages"])
             assert form is None or isinstance(output["structured_response"], Weather)
-            assert list(_agent(made, form).stream(request, stream_mode="messages"))
+            assert list(_agent(chat_model, form).stream(request, stream_mode="messages"))
 
 
 run(plain, stream, completions, tools, json_schema, logprobs, agents, cancel)

@@ -48,15 +48,15 @@ def completions() -> None:
 
 
 def form() -> None:
-    for one in (model, forms):  # as a tool, and as a JSON schema
-        output = one.structured_predict(Weather, PromptTemplate("In Paris it is 17 degrees."))
+    for llm in (model, forms):  # as a tool, and as a JSON schema
+        output = llm.structured_predict(Weather, PromptTemplate("In Paris it is 17 degrees."))
         assert isinstance(output, Weather)
 
 
 def form_streamed() -> None:
-    for one in (model, forms):
+    for llm in (model, forms):
         prompt = PromptTemplate("In Paris it is 17 degrees.")
-        *_, said = one.stream_structured_predict(Weather, prompt)
+        *_, said = llm.stream_structured_predict(Weather, prompt)
         assert Weather.model_validate(said.model_dump())
 
 

@@ -68,7 +68,7 @@ def embeddings() -> None:
     texts = ["The cat sleeps.", "A kitten naps."]
     answer = client.embeddings.create(model=MODEL, input=texts)  # in base64
     plain = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
-    assert [one.embedding for one in answer.data] == [one.embedding for one in plain.data]
+    assert [item.embedding for item in answer.data] == [item.embedding for item in plain.data]
     assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
     short = client.embeddings.create(model=MODEL, input=texts[0], dimensions=32).data[0].embedding
     assert len(short) == 32
@@ -148,8 +148,8 @@ def responses() -> None:
     assert again.output_text
     assert client.responses.retrieve(answer.id).output_text == answer.output_text
     client.responses.delete(answer.id)
-    for gone in (client.responses.retrieve, client.responses.cancel):
-        error = refusal(gone, response_id=answer.id)
+    for method in (client.responses.retrieve, client.responses.cancel):
+        error = refusal(method, response_id=answer.id)
         assert isinstance(error, openai.NotFoundError)
         assert answer.id in error.message
 
@@ -242,7 +242,7 @@ def batches() -> None:
     results = client.files.content(batch.output_file_id).text.splitlines()
     assert [json.loads(line)["custom_id"] for line in results] == ["0", "1", "2"]
     assert next(iter(client.batches.list(limit=1))).id == batch.id
-    assert {one.id for one in client.files.list(limit=1)} == {file.id, batch.output_file_id}
+    assert {file.id for file in client.files.list(limit=1)} == {file.id, batch.output_file_id}
     assert isinstance(refusal(client.batches.cancel, batch_id=batch.id), openai.BadRequestError)
     assert client.files.delete(file.id).deleted
     assert isinstance(refusal(client.files.retrieve, file_id=file.id), openai.NotFoundError)

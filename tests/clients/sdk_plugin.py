@@ -94,7 +94,8 @@ class Suite:
         kept, left = [], []
         for item in items:
             reason = next(
-                (NOT_MADE[one] for one in NOT_MADE if fnmatchcase(item.nodeid, one)), None
+                (NOT_MADE[pattern] for pattern in NOT_MADE if fnmatchcase(item.nodeid, pattern)),
+                None,
             )
             (kept if reason is None else left).append(item)
             self.not_made.update([reason] if reason else [])
@@ -120,28 +121,28 @@ class Suite:
             return options
         options = options.model_copy()
         options.url = sdk_objects.stored_path(options.url, options.method)
-        for place in ("json_data", "params"):
-            if isinstance(sent := getattr(options, place), dict):
+        for attribute in ("json_data", "params"):
+            if isinstance(sent := getattr(options, attribute), dict):
                 sent = sdk_objects.stored_fields(options.url, copy.deepcopy(sent))
-                setattr(options, place, sent)
+                setattr(options, attribute, sent)
                 path, _, _ = options.url.partition("?")
                 self._replace(path.removeprefix("/v1"), sent)
         return options
 
     def _replace(self, path: str, sent: dict[str, Any]) -> None:
-        for one in REPLACED:
-            *above, last = one.field.split(".")
+        for replacement in REPLACED:
+            *above, last = replacement.field.split(".")
             inner: Any = sent
             for name in above:
                 inner = inner[int(name)] if isinstance(inner, list) else inner.get(name, {})
             value = inner.get(last)
-            is_sent = value is not None if one.sent is ANY else value == one.sent
-            is_left = one.unless is not None and one.unless in self.test
-            if not is_sent or is_left or not fnmatchcase(path, one.path):
+            is_sent = value is not None if replacement.sent is ANY else value == replacement.sent
+            is_left = replacement.unless is not None and replacement.unless in self.test
+            if not is_sent or is_left or not fnmatchcase(path, replacement.path):
                 continue
-            self.replaced[self.test].add(one)
-            inner[last] = one.instead
-            if one.instead is None:
+            self.replaced[self.test].add(replacement)
+            inner[last] = replacement.instead
+            if replacement.instead is None:
                 del inner[last]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

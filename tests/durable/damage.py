@@ -230,8 +230,8 @@ def check_answers(http: httpx.Client, asked: dict[str, str], thing: str) -> None
         response = http.get(path)
         if response.status_code == 200:
             if path in {"/v1/files", "/v1/batches"}:  # of which a damaged one is left out
-                shown = [one for one in response.json()["data"] if one["id"] in before]
-                assert all(json.loads(before)["data"].count(one) for one in shown), path
+                shown = [item for item in response.json()["data"] if item["id"] in before]
+                assert all(json.loads(before)["data"].count(item) for item in shown), path
             else:
                 assert response.text == before, f"{path} has another answer: {response.text}"
         else:

@@ -228,7 +228,9 @@ def make_answers(folder: Path, number: int) -> list[Path]:
 
 def read_answers(folder: Path) -> Any:
     result = load_answers(folder, 8)
-    return [(one.prompt, one.tokens.tolist(), one.hidden.tolist()) for one in result] or None
+    return [
+        (example.prompt, example.tokens.tolist(), example.hidden.tolist()) for example in result
+    ] or None
 
 
 def make_heads(folder: Path, number: int) -> list[Path]:

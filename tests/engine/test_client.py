@@ -217,7 +217,7 @@ def test_prompts_are_queued_all_or_none(tmp_path: Path) -> None:
 def test_async_outputs_equal_blocking_ones(client: Client) -> None:
     async def answer() -> list[tuple[int, ...]]:
         many = client.generate_many_async([[5], [6, 7]], GREEDY)
-        return [found.token_ids for found in await many.wait()]
+        return [completion.token_ids for completion in await many.wait()]
 
     blocking = [client.generate(prompt, GREEDY).wait()[0].token_ids for prompt in ([5], [6, 7])]
     assert asyncio.run(answer()) == blocking

@@ -71,11 +71,20 @@ def engine_of(
 def answers(llm: LLM, **hints: Any) -> list[Completion]:
     prompts = [prompt for prompt in PROMPTS for _ in ASKED]
     result = llm.generate(prompts, ASKED * len(PROMPTS), **hints)
-    return [one for each in result for one in each]
+    return [completion for each in result for completion in each]
 
 
 def said(found: list[Completion]) -> list[Any]:
-    return [(one.text, one.token_ids, one.logprobs, one.finish_reason, one.stop) for one in found]
+    return [
+        (
+            completion.text,
+            completion.token_ids,
+            completion.logprobs,
+            completion.finish_reason,
+            completion.stop,
+        )
+        for completion in found
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +96,7 @@ def plain(path: Path) -> list[Any]:
 def test_answers_match_their_constraint(path: Path) -> None:
     with engine_of(path) as llm:
         result = answers(llm)
-    params = [one for one in ASKED for _ in range(one.n)] * len(PROMPTS)
+    params = [params for params in ASKED for _ in range(params.n)] * len(PROMPTS)
     for asked, answer in zip(params, result, strict=True):
         if asked.constraint is JSON and answer.finish_reason is FinishReason.STOP:
             check(json.loads(answer.text))
@@ -155,9 +164,9 @@ def test_preemption_and_prefix_hits_do_not_change_answers(
 def test_the_reference_backend_follows_constraints(path: Path) -> None:
     params = replace(ASKED[0], max_tokens=60)
     with engine_of(path, "reference", method="off") as llm:
-        plain = said([one for each in llm.generate(PROMPTS, params) for one in each])
+        plain = said([completion for each in llm.generate(PROMPTS, params) for completion in each])
     with engine_of(path, "reference", method="auto", count=4) as llm:
-        again = said([one for each in llm.generate(PROMPTS, params) for one in each])
+        again = said([completion for each in llm.generate(PROMPTS, params) for completion in each])
     assert again == plain
     assert all(text.startswith('{"name": "') for text, *_ in plain)
 

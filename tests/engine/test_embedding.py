@@ -49,7 +49,7 @@ def gated(tmp_path: Path) -> Iterator[tuple[Client, GatedBackend]]:
 
 
 def texts_of(count: int) -> list[list[int]]:
-    return [[5 + (place * 7 + i) % 200 for i in range(1 + place % 9)] for place in range(count)]
+    return [[5 + (index * 7 + i) % 200 for i in range(1 + index % 9)] for index in range(count)]
 
 
 def test_many_texts_come_in_order_through_a_small_queue(tmp_path: Path) -> None:
@@ -58,10 +58,10 @@ def test_many_texts_come_in_order_through_a_small_queue(tmp_path: Path) -> None:
         results = list(client.embed(texts, EmbeddingParams(), CALLER))
         assert [result.index for result in results] == [*range(300)]
         assert [result.usage.prompt_tokens for result in results] == [len(text) for text in texts]
-        for place in (0, 7, 299):
+        for position in (0, 7, 299):
             name = backend._program.last_states
-            right = twin(backend.trace(texts[place], [name])[name], "mean")
-            np.testing.assert_allclose(results[place].vector, right, atol=1e-4)
+            right = twin(backend.trace(texts[position], [name])[name], "mean")
+            np.testing.assert_allclose(results[position].vector, right, atol=1e-4)
         totals = client.loop.snapshot().services[DEFAULT_SERVICE_TIER]
         assert totals.embedded_texts == 300
         assert totals.embedded_tokens == sum(map(len, texts))
@@ -130,7 +130,7 @@ def test_later_texts_wait_while_the_queue_is_full(
     client, _ = gated
     refuse(client, monkeypatch, 4, 12)
     result = client.embed(texts_of(20), EmbeddingParams(), CALLER)
-    assert [one.index for one in result] == [*range(20)]
+    assert [embedding.index for embedding in result] == [*range(20)]
     refuse(client, monkeypatch, 4, 12)
     assert asyncio.run(read_all(client, 20)) == [*range(20)]
     refuse(client, monkeypatch, 1)
@@ -273,14 +273,15 @@ def test_texts_and_ids_become_vectors_of_length_one(llm: LLM) -> None:
     ids = llm.engine.card.tokenizer.encode("hello world")
     alone = llm.embed("hello world")[0]
     result = llm.embed(["the world is in", "hello world", ids])
-    assert [one.vector.shape for one in result] == [(64,)] * 3
-    assert {one.vector.dtype for one in result} == {np.dtype(np.float32)}
+    assert [embedding.vector.shape for embedding in result] == [(64,)] * 3
+    assert {embedding.vector.dtype for embedding in result} == {np.dtype(np.float32)}
     np.testing.assert_allclose(result[1].vector, alone.vector, atol=1e-6)
     np.testing.assert_array_equal(result[1].vector, result[2].vector)
     assert result[1].usage.prompt_tokens == len(ids)
-    for one in result:
-        assert np.linalg.norm(one.vector) == pytest.approx(1, abs=1e-6)
-        assert one.timings.last_token_s >= one.timings.started_s >= one.timings.arrival_s > 0
+    for answer in result:
+        assert np.linalg.norm(answer.vector) == pytest.approx(1, abs=1e-6)
+        timings = answer.timings
+        assert timings.last_token_s >= timings.started_s >= timings.arrival_s > 0
     assert llm.embed([]) == []
 
 
@@ -336,7 +337,7 @@ def test_async_embeddings_equal_blocking_ones(tmp_path: Path) -> None:
     with LLM(path, options) as llm:
         right = llm.embed(["hello", "the world"])
     found, alone = asyncio.run(run_requests())
-    assert [one.index for one in found] == [0, 1]
+    assert [embedding.index for embedding in found] == [0, 1]
     for one, known in zip([*found, *alone], [*right, right[0]], strict=True):
         np.testing.assert_allclose(one.vector, known.vector, atol=1e-6)
 

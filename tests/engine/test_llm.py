@@ -54,7 +54,7 @@ def test_raw_prompts_have_special_tokens_and_their_answers_a_first_space(tmp_pat
             assert completions[0].text == " Paris"
             assert completions[0].usage.prompt_tokens == 3  # a begin, a word, an end
         plain = llm.generate(prompts, params, parse_special=False)
-        assert all(one[0].usage.prompt_tokens > 3 for one in plain)
+        assert all(completions[0].usage.prompt_tokens > 3 for completions in plain)
         assert llm.chat(HELLO, params)[0].text == "Paris"
         assert [output.text for output in llm.stream("yes", params)] == [" Paris"]
 

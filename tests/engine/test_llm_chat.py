@@ -50,14 +50,14 @@ def llm(path: Path) -> Iterator[LLM]:
 def test_conversations_in_a_list_are_answered_in_order(llm: LLM) -> None:
     together = llm.chat([HELLO, WORLD], GREEDY)
     alone = [llm.chat(HELLO, GREEDY), llm.chat(WORLD, GREEDY)]
-    assert [[one.token_ids for one in many] for many in together] == [
-        [one.token_ids for one in many] for many in alone
+    assert [[answer.token_ids for answer in many] for many in together] == [
+        [answer.token_ids for answer in many] for many in alone
     ]
 
 
 def test_each_conversation_can_have_its_own_params(llm: LLM) -> None:
     each = [SamplingParams(max_tokens=n, n=2, ignore_eos=True) for n in (1, 3)]
-    counts = [[len(one.token_ids) for one in many] for many in llm.chat([HELLO, WORLD], each)]
+    counts = [[len(answer.token_ids) for answer in many] for many in llm.chat([HELLO, WORLD], each)]
     assert counts == [[1, 1], [3, 3]]
     with pytest.raises(UsageError, match="one entry for each prompt: 2, got 1"):
         llm.chat([HELLO, WORLD], each[:1])
@@ -203,8 +203,8 @@ def test_an_asynchronous_model_is_made_as_a_blocking_one(path: Path) -> None:
             await AsyncLLM.load(path, **options) as loaded,
         ):
             return [
-                "".join([chunk.text async for chunk in one.chat(HELLO, GREEDY)])
-                for one in (made, loaded)
+                "".join([chunk.text async for chunk in async_llm.chat(HELLO, GREEDY)])
+                for async_llm in (made, loaded)
             ]
 
     first, second = asyncio.run(use())

@@ -99,7 +99,7 @@ def test_answers_have_their_prompts_logprobs(client: Client) -> None:
         prompt_logprob.top_ids for prompt_logprob in second.prompt_logprobs
     ]
     assert len(first.prompt_logprobs) == len(PROMPT) - 1
-    assert all(len(found.top_ids) == 2 for found in first.prompt_logprobs)
+    assert all(len(prompt_logprob.top_ids) == 2 for prompt_logprob in first.prompt_logprobs)
     longer = SamplingParams(max_tokens=0, prompt_logprobs=0)
     (scored,) = client.generate([*PROMPT, *plain.token_ids], longer).wait()
     found = [prompt_logprob.logprob for prompt_logprob in scored.prompt_logprobs[len(PROMPT) - 1 :]]

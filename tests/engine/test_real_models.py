@@ -38,6 +38,8 @@ def test_sentences_of_similar_meaning_have_similar_vectors(smollm2_path: Path) -
         ("It will rain tomorrow in the north.", "Showers are expected in the north next day."),
     ]
     with LLM(smollm2_path, OPTIONS) as llm:
-        vectors = np.array([one.vector for one in llm.embed([t for pair in pairs for t in pair])])
+        vectors = np.array(
+            [embedding.vector for embedding in llm.embed([t for pair in pairs for t in pair])]
+        )
     alike = vectors @ vectors.T - 2 * np.eye(len(vectors))
     assert alike.argmax(axis=1).tolist() == [1, 0, 3, 2, 5, 4]

@@ -84,7 +84,7 @@ def test_reasoning_ends_with_its_budget(path: Path) -> None:
     with engine_of(path) as llm:
         closing = tuple(llm.engine.card.tokenizer.encode_exact(CLOSING))
         result = answers(llm)
-    params = [one for one in PARAMS for _ in range(one.n)] * len(CONVERSATIONS)
+    params = [param for param in PARAMS for _ in range(param.n)] * len(CONVERSATIONS)
     for asked, answer in zip(params, result, strict=True):
         if asked.reasoning_budget is None:
             assert not answer.text

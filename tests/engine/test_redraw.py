@@ -142,10 +142,10 @@ def test_arguments_of_calls_are_generated_again_or_reported(server: LiveServer) 
         tools = [{"name": "note", "parameters": TAGS, "strict": is_strict}]
         say(server, call(WRONG), call(AGAIN), call(RIGHT))
         [answer] = llm.chat(TALK, params, tools=tools)
-        assert [made.arguments for made in answer.tool_calls] == [json.loads(RIGHT)]
+        assert [tool_call.arguments for tool_call in answer.tool_calls] == [json.loads(RIGHT)]
         assert not answer.schema_miss
         chunks = list(llm.chat(TALK, params, stream=True, tools=tools))
-        calls = [made.arguments for chunk in chunks for made in chunk.tool_calls]
+        calls = [tool_call.arguments for chunk in chunks for tool_call in chunk.tool_calls]
         assert calls == [json.loads(RIGHT)]
         assert asyncio.run(chat_calls(server, params, tools)) == [json.loads(RIGHT)]
         say(server, *map(call, WRONGS))

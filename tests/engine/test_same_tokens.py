@@ -112,7 +112,7 @@ def windowed() -> Iterator[Pair]:
         for name in ("llama", "qwen3-moe")
         for bits in (9, 8, "mixed")
     ],
-    ids=lambda param: "-".join(str(it) for it in param if it),
+    ids=lambda param: "-".join(str(value) for value in param if value),
 )
 def fewer_bits(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

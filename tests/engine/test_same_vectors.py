@@ -84,7 +84,7 @@ def test_torch_agrees_with_the_reference() -> None:
             vectors_of(kind(*model, NUM_PAGES, 16), PLAIN, [text_request(TEXT, pooling)])["t"]
             for kind in (ReferenceBackend, TorchBackend)
         ]
-        vectors = [np.frombuffer(found, np.float32) for found in both]
+        vectors = [np.frombuffer(data, np.float32) for data in both]
         np.testing.assert_allclose(*vectors, atol=1e-5)
 
 

@@ -65,7 +65,9 @@ def _kill(count: int, seed: int, first: int, links: Sequence[str]) -> list[str]:
     Each of the `links` suffers its share of them.
     """
     if len(links) > 1:
-        return [one for link in links for one in _kill(count // len(links), seed, first, [link])]
+        return [
+            result for link in links for result in _kill(count // len(links), seed, first, [link])
+        ]
     kinds = (*KINDS, *CARRIER_KINDS) if links[0] else KINDS
     every = [(side, kind) for side in SIDES for kind in kinds]
     faults = [every[number % len(every)] for number in range(count)]

@@ -326,7 +326,7 @@ def free_ports(count: int) -> list[int]:
 
     with contextlib.ExitStack() as stack:
         taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in taken]
+        return [listener.getsockname()[1] for listener in taken]
 
 
 async def campaign(

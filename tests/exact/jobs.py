@@ -67,7 +67,10 @@ def make_job(
 
 def all_of(answer: list[Completion]) -> Answer:
     """Return what must not change of an answer."""
-    return [(one.token_ids, one.text, one.finish_reason.value, one.logprobs) for one in answer]
+    return [
+        (completion.token_ids, completion.text, completion.finish_reason.value, completion.logprobs)
+        for completion in answer
+    ]
 
 
 def _prompts(

@@ -164,7 +164,7 @@ def damage_under_engines(
             data = store_under_test.read(where)
             if len(data) < 200:  # it was cut before
                 continue
-            others = [store_under_test.read(one) for one in rng.sample(stored, min(3, len(stored)))]
+            others = [store_under_test.read(key) for key in rng.sample(stored, min(3, len(stored)))]
             store_under_test.write(where, rng.choice(list(DAMAGES.values()))(rng, data, others))
             counts["damaged"] += 1
         with tiny_client(folder) as (client, _):

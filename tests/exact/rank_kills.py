@@ -60,7 +60,9 @@ def run(name: str, path: str, args: argparse.Namespace) -> list[str]:
     with LLM(path, plain(args.context, "f16")) as llm:
         job = make_job(llm, args.prompts, args.prompt_tokens, args.tokens, args.seed, (None,))
         job.params[:] = [replace(params, n=1) for params in job.params]
-        expected = [one[0].token_ids for one in llm.generate(job.prompts, job.params)]
+        expected = [
+            completions[0].token_ids for completions in llm.generate(job.prompts, job.params)
+        ]
         cost = llm.engine.card.cost
         windows = llm.engine.facts.windows
     failures = []

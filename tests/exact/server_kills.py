@@ -168,18 +168,18 @@ async def campaign(args: argparse.Namespace, server: Server, load_s: float) -> i
                 print(number, kind, f"{fault.told_s:.2f} s", fault.wrong or "", flush=True)
         left = await here.left(before)
     for kind in _FAULTS:
-        mine = [one for one in all_ if one.kind == kind]
+        mine = [stream for stream in all_ if stream.kind == kind]
         if mine:
             told_s, back_s = (
-                max(getattr(one, name) for one in mine) for name in ("told_s", "back_s")
+                max(getattr(stream, name) for stream in mine) for name in ("told_s", "back_s")
             )
             print(
                 f"{kind}: {len(mine)} times; callers told after at most {told_s:.2f} s, the next "
                 f"first token after at most {back_s:.2f} s (loading takes {load_s:.2f} s)"
             )
     num_told, num_answered = (
-        sum(one.num_told for one in all_),
-        sum(one.num_answered for one in all_),
+        sum(stream.num_told for stream in all_),
+        sum(stream.num_answered for stream in all_),
     )
     print(f"{num_told} streams were told, {num_answered} of those that waited were answered;")
     print(f"{failed} faults went wrong; left: {', '.join(left) or 'nothing'}")

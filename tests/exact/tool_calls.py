@@ -203,7 +203,7 @@ def _offered(name: str) -> list[FunctionBody]:
     """Return the function and those after it in the table."""
     names = [*_FUNCTIONS]
     first = names.index(name)
-    return [_body(names[(first + place) % len(names)]) for place in range(_OFFERED)]
+    return [_body(names[(first + index) % len(names)]) for index in range(_OFFERED)]
 
 
 def _body(name: str) -> FunctionBody:

@@ -209,9 +209,9 @@ class ServerEnd:
         for task in waiting:
             task.cancel()
             self.errors.append(f"{task.get_coro()} waits for ever after {sent} as {frame!r}")
-        for found in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(found, Exception) and not isinstance(found, TwostrokeError):
-                self.errors.append(f"{found!r} after {frame!r}")
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception) and not isinstance(result, TwostrokeError):
+                self.errors.append(f"{result!r} after {frame!r}")
         if not is_refused:
             process.connection.detach()
         process.close()

@@ -105,7 +105,9 @@ class Requests:
                 if "application/json" in content:
                     self._bodies.append((path, content["application/json"]))
                 elif not content:
-                    parameters = [one["name"] for one in operation.get("parameters", ())]
+                    parameters = [
+                        parameter["name"] for parameter in operation.get("parameters", ())
+                    ]
                     self._others.append((method.upper(), path, parameters))
 
     def draw(self) -> Case:
@@ -221,7 +223,7 @@ class Requests:
         headers = {b"Host": b"localhost", **headers}
         if body or method == "POST":
             headers[b"Content-Length"] = str(len(body)).encode()
-        lines = b"".join(b"%b: %b\r\n" % one for one in headers.items())
+        lines = b"".join(b"%b: %b\r\n" % header for header in headers.items())
         head = f"{method} {target} HTTP/1.1\r\n".encode("latin-1", "replace")
         return Case(f"{method} {target[:80]}", method, head + lines + b"\r\n" + body)
 

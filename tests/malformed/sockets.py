@@ -233,7 +233,7 @@ async def act(raw: Raw, port: int) -> list[str]:
 
 def judge(raw: Raw, received: bytes) -> list[str]:
     """Return what is wrong with what a client got."""
-    statuses = [int(one) for one in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
+    statuses = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
     final = [status for status in statuses if status >= 200]
     sent = b"".join(raw.chunks)[:300]
     faults = []

@@ -87,7 +87,7 @@ def test_random_requests_vary_every_option_of_a_draw():
     rng = np.random.default_rng(0)
     params = [random_request(rng, 100).params for _ in range(100)]
     drawing = BOUNDS.keys() - {"max_tokens", "seed", "n", "prompt_logprobs"}
-    assert not [name for name in drawing if len({getattr(one, name) for one in params}) < 2]
+    assert not [name for name in drawing if len({getattr(param, name) for param in params}) < 2]
 
 
 def test_rows_and_results_have_the_layout_that_python_writes(library):

@@ -318,6 +318,8 @@ def test_tuning_brings_a_rounded_model_nearer(
     key = "blk.0.ffn_up.weight"
     assert tuned[key].format.name == name
     heads = 2 * len(SCALE_OFFSETS[name])
-    old, new = (one[key].data.reshape(-1, FORMATS[name].block_bytes) for one in (rounded, tuned))
+    old, new = (
+        tensors[key].data.reshape(-1, FORMATS[name].block_bytes) for tensors in (rounded, tuned)
+    )
     assert np.array_equal(old[:, heads:], new[:, heads:])  # the codes
     assert not np.array_equal(old[:, :heads], new[:, :heads])

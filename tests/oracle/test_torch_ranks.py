@@ -42,7 +42,9 @@ def answer(llm: LLM, prompts: Sequence[str] = PROMPTS) -> list[Completion]:
 
 
 def assert_near(found: list[Completion], expected: list[Completion], tolerance: float) -> None:
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [completion.token_ids for completion in found] == [
+        completion.token_ids for completion in expected
+    ]
     for ours, theirs in zip(found, expected, strict=True):
         assert [token.logprob for token in ours.logprobs] == pytest.approx(
             [token.logprob for token in theirs.logprobs], abs=tolerance

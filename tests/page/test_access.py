@@ -165,7 +165,7 @@ def test_a_touched_token_tells_of_itself_in_whole_words(visit: Visiting, server:
     visit = visit(server, **PHONE)
     words = [" a", " telecommunications", " of", " a", " internationalization", " it", "."]
     stream = "".join(
-        f"data: {json.dumps(_likely(words, place))}\n\n" for place in range(len(words))
+        f"data: {json.dumps(_likely(words, index))}\n\n" for index in range(len(words))
     )
     visit.page.route(
         "**/v1/chat/completions",

@@ -88,7 +88,7 @@ def test_results_of_several_calls_go_with_their_ids(visit: Visiting, server: Any
     assert asked["content"] == "Let me look."
     assert [call["id"] for call in asked["tool_calls"]] == ["id-weather", "id-population"]
     assert {call["function"]["arguments"] for call in asked["tool_calls"]} == {'{"city": "Rome"}'}
-    assert [(one["tool_call_id"], one["content"]) for one in told] == [
+    assert [(message["tool_call_id"], message["content"]) for message in told] == [
         ("id-weather", "18 degrees"),
         ("id-population", "three\nmillion"),
     ]

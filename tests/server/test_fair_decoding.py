@@ -118,8 +118,8 @@ def test_cancelled_calls_do_not_count_as_waiting() -> None:
         waiting = [asyncio.create_task(held.take("a")) for _ in range(3)]
         await asyncio.sleep(0)
         assert held.num_waiting("a") == 3
-        for one in waiting[:2]:
-            one.cancel()
+        for task in waiting[:2]:
+            task.cancel()
         await asyncio.sleep(0)
         assert held.num_waiting("a") == 1
         held.end(turn)

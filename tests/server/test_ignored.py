@@ -92,7 +92,7 @@ def test_field_without_effect_is_named_and_a_strict_server_refuses_it(
 def test_answer_is_the_one_without_the_ignored_fields(server: LiveServer) -> None:
     seeded = chat_body(max_tokens=8, seed=3)
     more = {"messages": [seeded["messages"][0] | {"x": [{"y": 1}]}], "z": {}, "max_tokens": 8.0}
-    plain, ignoring = (server.http.post(CHAT, json=seeded | it).json() for it in ({}, more))
+    plain, ignoring = (server.http.post(CHAT, json=seeded | fields).json() for fields in ({}, more))
     assert ignoring["choices"] == plain["choices"]
 
 

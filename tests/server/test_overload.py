@@ -99,7 +99,9 @@ def test_a_running_answer_ends_at_its_timeout(tmp_path: Path) -> None:
         ]
         begun_s = time.monotonic()
         running = server.client.loop.view
-        wait_for(lambda: [bool(one.num_output) for one in running().running] == [True, True])
+        wait_for(
+            lambda: [bool(request.num_output) for request in running().running] == [True, True]
+        )
         server.backend.gate.clear()
         time.sleep(max(0.0, begun_s + 3.3 - time.monotonic()))
         server.backend.gate.set()
@@ -129,10 +131,10 @@ def test_a_timeout_counts_from_the_headers(tmp_path: Path, monkeypatch: pytest.M
         slow = lambda *asked: time.sleep(0.5) or compile_(*asked)  # noqa: E731
         monkeypatch.setattr(server.client.grammars, "compile", slow)
         found.append(_send_request(server, "0.3", guided_regex="a", max_tokens=3))
-        for one in found:
-            assert one.status_code == 504
+        for response in found:
+            assert response.status_code == 504
             sentence = "The request was stopped: it took longer than its timeout of 0.3 s."
-            assert one.json()["error"]["message"] == sentence
+            assert response.json()["error"]["message"] == sentence
         server.backend.pause_s = 0.1
         num_before = server.backend.num_steps
         late = _send_request(server, "1.5", guided_regex="b{90}", max_tokens=40)
@@ -184,7 +186,7 @@ def test_refused_clients_come_back_one_after_another() -> None:
         error = OverloadedError("full", room_s=3.0, turn_s=2.0)
         returns.put_off(error, "default")
         told.append(error.facts["room_s"])
-    assert told == [3.0 + 2.0 * place for place in range(10)]
+    assert told == [3.0 + 2.0 * index for index in range(10)]
     other = OverloadedError("full", room_s=3.0, turn_s=2.0)
     returns.put_off(other, "flex")
     assert other.facts["room_s"] == 3.0

@@ -143,7 +143,7 @@ def test_logprobs_tell_of_every_token(thinking: LiveServer) -> None:
     assert len(whole) == len(tokens)
     chunks = events(thinking.chat(stream=True, logprobs=True, temperature=0).text)[:-1]
     told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert sum(len(one["content"]) for one in told if one) == len(tokens)
+    assert sum(len(delta["content"]) for delta in told if delta) == len(tokens)
 
 
 def test_switches_of_the_template_are_obeyed(thinking: LiveServer) -> None:
@@ -297,10 +297,10 @@ def test_reasoning_after_a_call_is_reasoning(thinking: LiveServer) -> None:
 def test_reasoning_can_be_sent_back(thinking: LiveServer) -> None:
     say(thinking, "ok")
     counts = []
-    for more in ({}, {"reasoning_content": "b c d"}, {"reasoning": "b c d"}):
+    for fields in ({}, {"reasoning_content": "b c d"}, {"reasoning": "b c d"}):
         messages = [
             {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "x", **more},
+            {"role": "assistant", "content": "x", **fields},
             {"role": "user", "content": "a"},
         ]
         counts.append(answer(thinking, messages=messages)["usage"]["prompt_tokens"])

@@ -248,8 +248,8 @@ def test_scores_and_usage_belong_to_the_answer_that_is_sent(
     result = documents(send_request(server, "/v1/chat/completions", body, stream=stream).text)
     scored = [
         score["token"]
-        for one in result
-        for choice in one["choices"]
+        for chunk in result
+        for choice in chunk["choices"]
         for score in (choice["logprobs"] or {"content": []})["content"]
     ]
     assert "".join(scored) == RIGHT
@@ -262,8 +262,8 @@ def test_each_of_several_answers_is_settled(server: LiveServer) -> None:
         body = {"messages": TALK, "guided_json": TAGS, "n": 3, "seed": MAX_SEED}
         result = documents(send_request(server, "/v1/chat/completions", body, stream=stream).text)
         answers = ["", "", ""]
-        for one in result:
-            for choice in one["choices"]:
+        for chunk in result:
+            for choice in chunk["choices"]:
                 delta = choice["delta" if stream else "message"]
                 answers[choice["index"]] += delta.get("content") or ""
         assert answers == [RIGHT] * 3

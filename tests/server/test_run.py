@@ -227,8 +227,8 @@ def test_crowd_of_new_connections_is_taken_a_few_at_a_time() -> None:
     watching = asyncio.run_coroutine_threadsafe(watch(), server.loop)
     crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
     watching.result(20)
-    for one in crowd:
-        one.close()
+    for connection in crowd:
+        connection.close()
     server.close()
     steps = [now - before for before, now in pairwise(counts)]
     assert sum(steps) == 40

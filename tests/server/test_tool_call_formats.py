@@ -239,7 +239,9 @@ def test_calls_are_sent_in_openais_form(
                 assert answer["finish_reason"] == "tool_calls"
                 assert answer["message"]["content"] is None
                 told = [call["function"] for call in answer["message"]["tool_calls"]]
-                assert [(one["name"], one["arguments"]) for one in told] == list(calls)
+                assert [(function["name"], function["arguments"]) for function in told] == list(
+                    calls
+                )
                 assert _streamed(server, tools=TOOLS, tool_choice=choice) == list(calls)
         say(server, written(name, ONE))
         body = server.chat(tools=TOOLS, tool_choice=NAMED, temperature=0).json()

@@ -94,12 +94,12 @@ def whole(server: LiveServer, protocol: str, **fields: Any) -> tuple[str, list[t
             part["text"] for item in items if item["type"] == "message" for part in item["content"]
         ]
         called = [item for item in items if item["type"] == "function_call"]
-        return "".join(text), [(one["name"], one["arguments"]) for one in called]
+        return "".join(text), [(function["name"], function["arguments"]) for function in called]
     assert body["stop_reason"] in {"end_turn", "tool_use"}
     blocks = body["content"]
     text = [block["text"] for block in blocks if block["type"] == "text"]
     used = [block for block in blocks if block["type"] == "tool_use"]
-    return "".join(text), [(one["name"], json.dumps(one["input"])) for one in used]
+    return "".join(text), [(block["name"], json.dumps(block["input"])) for block in used]
 
 
 def streamed(server: LiveServer, protocol: str, **fields: Any) -> tuple[str, str]:
@@ -154,8 +154,8 @@ def test_no_other_text_is_drawn(server: LiveServer, protocol: str) -> None:
     for seed in range(3):
         text, calls = whole(server, protocol, temperature=1.0, seed=seed, parallel_tool_calls=False)
         assert bool(text) is not bool(calls)
-        for found in (text, *(arguments for _, arguments in calls)):
-            assert not found or json.loads(found)["city"] in {"Oslo", "Rome"}
+        for text_part in (text, *(arguments for _, arguments in calls)):
+            assert not text_part or json.loads(text_part)["city"] in {"Oslo", "Rome"}
 
 
 def test_a_form_that_cannot_be_followed_is_named(server: LiveServer) -> None:

@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> bool:
     print(f"of {speculation.proposed['grammar']}")
     shares = ", ".join(f"{name} {100 * s / step_s:.1f}%" for name, s in spent.items())
     print(f"  of the {step_s:.0f} s of steps: {shares}")
-    for one in wrong[:5]:
-        print(f"  WRONG: {one}")
+    for text in wrong[:5]:
+        print(f"  WRONG: {text}")
     return not wrong
 
 

@@ -89,7 +89,7 @@ def _constant(text: str) -> None:
 def _rewritten(schema: Any) -> Any:
     """Return a schema with patterns as Python's `re` needs them: its `$` allows a line break."""
     if isinstance(schema, list):
-        return [_rewritten(one) for one in schema]
+        return [_rewritten(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     results = {name: _rewritten(inner) for name, inner in schema.items()}

@@ -71,8 +71,8 @@ def _run_draft(forms: Forms, args: argparse.Namespace, draft: str) -> bool:
     print(
         *(f"  refused, {number}: {why}" for why, number in result.refused.most_common()), sep="\n"
     )
-    print(*(f"  {one}\n" for one in (result.listed if args.list else [])), sep="", end="")
-    print(*(f"  WRONG: {one}\n" for one in result.wrong), sep="", end="")
+    print(*(f"  {line}\n" for line in (result.listed if args.list else [])), sep="", end="")
+    print(*(f"  WRONG: {fault}\n" for fault in result.wrong), sep="", end="")
     return not result.wrong
 
 
@@ -145,7 +145,7 @@ def _orders(value: Any) -> Iterator[Any]:
 def _sorted(value: Any, names: list[str]) -> Any:
     """Return a value with members in the order in which a schema names them."""
     if isinstance(value, list):
-        return [_sorted(one, names) for one in value]
+        return [_sorted(item, names) for item in value]
     if not isinstance(value, dict):
         return value
     known = [name for name in names if name in value]
@@ -166,7 +166,7 @@ def _names(schema: Any) -> Iterator[str]:
 def _with_integers(value: Any) -> Any:
     """Return a value whose integral numbers are integers."""
     if isinstance(value, list):
-        return [_with_integers(one) for one in value]
+        return [_with_integers(item) for item in value]
     if isinstance(value, dict):
         return {name: _with_integers(one) for name, one in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -58,17 +58,17 @@ def run(args: argparse.Namespace) -> bool:
     count, refused, wrong = Counter[str](), Counter[str](), list[str]()
     start = multiprocessing.get_context("spawn")
     with start.Pool(args.processes, _begin, (args.model,)) as pool:
-        for found in pool.imap_unordered(_task, _seeds(args.seed)):
-            count += found[0]
-            refused += found[1]
-            wrong += found[2]
+        for result in pool.imap_unordered(_task, _seeds(args.seed)):
+            count += result[0]
+            refused += result[1]
+            wrong += result[2]
             if count["walks that finished"] >= args.walks:
                 pool.terminate()
                 break
     print(f"random walks, seed {args.seed}, {time.monotonic() - began_s:.0f} s")
     print(*(f"  {what}: {number}" for what, number in sorted(count.items())), sep="\n")
     print(*(f"  refused, {number}: {why}" for why, number in refused.most_common(25)), sep="\n")
-    print(*(f"  WRONG: {one}\n" for one in wrong[:_MOST_SHOWN]), sep="", end="")
+    print(*(f"  WRONG: {fault}\n" for fault in wrong[:_MOST_SHOWN]), sep="", end="")
     return not wrong
 
 
@@ -240,8 +240,8 @@ def _hints(schema: Any) -> list[str]:
     if isinstance(schema, str):
         return [schema]
     if isinstance(schema, list):
-        return [hint for one in schema for hint in _hints(one)]
+        return [hint for item in schema for hint in _hints(item)]
     if not isinstance(schema, dict):
         return []
     names = [*schema.get("properties", ())] if isinstance(schema.get("properties"), dict) else []
-    return names * 3 + [hint for one in schema.values() for hint in _hints(one)]
+    return names * 3 + [hint for item in schema.values() for hint in _hints(item)]

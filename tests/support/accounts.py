@@ -44,8 +44,9 @@ def used(folder: Path) -> list[tuple[str, str, str, int, int, int, int]]:
     with open_database(folder) as db:
         result = amounts(db, "0000", "9999")
     return [
-        (one.owner.key, one.owner.tenant, one.owner.model, *one[1:]) for one in result
-    ]  # fmt: skip
+        (amount.owner.key, amount.owner.tenant, amount.owner.model, *amount[1:])
+        for amount in result
+    ]
 
 
 def whole(body: object) -> Callable[[Exchange], Any]:

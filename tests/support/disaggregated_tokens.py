@@ -124,4 +124,7 @@ def _params(number: int) -> SamplingParams:
 
 
 def _all_of(answer: list[Completion]) -> list[tuple[object, ...]]:
-    return [(one.token_ids, one.text, one.finish_reason.value, one.logprobs) for one in answer]
+    return [
+        (completion.token_ids, completion.text, completion.finish_reason.value, completion.logprobs)
+        for completion in answer
+    ]

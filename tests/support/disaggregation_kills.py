@@ -153,7 +153,7 @@ async def _fault(
     wrong += await _at_rest(pair)
     if (again := await pair.send_prompt(prompts[0])) != texts[0]:
         wrong.append(f"{again!r} afterwards")
-    return counts, [f"{side}, {kind}: {one}" for one in wrong]
+    return counts, [f"{side}, {kind}: {fault}" for fault in wrong]
 
 
 async def _at_rest(pair: Pair) -> list[str]:

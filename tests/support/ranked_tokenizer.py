@@ -47,7 +47,7 @@ def _merges(ordered: list[bytes], ranks: Mapping[bytes, int]) -> list[str]:
     """Return every way to make each token of two others, as files converted from ranks have it."""
     lines: list[str] = []
     for token in ordered:
-        cuts = ((token[:place], token[place:]) for place in range(1, len(token)))
+        cuts = ((token[:index], token[index:]) for index in range(1, len(token)))
         known = [(a, b) for a, b in cuts if a in ranks and b in ranks]
         known.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         lines += starmap("{} {}".format, ((_spell(a), _spell(b)) for a, b in known))

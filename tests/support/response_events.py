@@ -27,7 +27,7 @@ def kinds_of(events: list[Fields]) -> list[str]:
 def plain(value: Any) -> Any:
     """Return a response without the values that differ between equal responses."""
     if isinstance(value, list):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if not isinstance(value, dict):
         return value
     changing = {"id", "created_at", "completed_at", "cached_tokens", "call_id"}

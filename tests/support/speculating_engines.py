@@ -42,15 +42,15 @@ def comparable_fields(answers: list[list[Completion]]) -> list[Any]:
     """Return the parts of answers that must be equal with and without speculation."""
     return [
         (
-            one.text,
-            one.token_ids,
-            one.logprobs,
-            one.finish_reason,
-            one.stop,
-            one.usage.completion_tokens,
+            output.text,
+            output.token_ids,
+            output.logprobs,
+            output.finish_reason,
+            output.stop,
+            output.usage.completion_tokens,
         )
         for answer in answers
-        for one in answer
+        for output in answer
     ]
 
 

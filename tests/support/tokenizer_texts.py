@@ -92,9 +92,9 @@ def old_texts(num_random: int = 200, seed: int = 1) -> list[str]:
     """Return texts without characters that only newer Unicode versions have."""
     varied = texts(num_random, seed)
     new = {
-        one
-        for one in set("".join(varied))
-        if (unicodedata.category(one) == "Cn") != bool(regex.match(r"\p{Cn}", one))
+        character
+        for character in set("".join(varied))
+        if (unicodedata.category(character) == "Cn") != bool(regex.match(r"\p{Cn}", character))
     }
     return [text for text in varied if new.isdisjoint(text)]
 

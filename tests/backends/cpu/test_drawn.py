@@ -33,7 +33,7 @@ def answers(backend: CpuBackend) -> list:
     found = []
     for slices in steps:
         result = backend.run(StepPlan(tuple(slices)))
-        found.append((result.tokens, [one and one.logprob for one in result.logprobs]))
+        found.append((result.tokens, [logprob and logprob.logprob for logprob in result.logprobs]))
         for part, token in zip([s for s in slices if s.samples], result.tokens, strict=False):
             if not part.drafts:
                 part.request.tokens.append(token)
@@ -87,6 +87,6 @@ def test_rows_of_output_that_draw_nothing_stop_too(level: str) -> None:
         steps += [[Slice(a, 80, 10, samples=True)]]
         for slices in steps:
             result = backend.run(StepPlan(tuple(slices)))
-            found.append([one and one.logprob for one in result.logprobs])
+            found.append([logprob and logprob.logprob for logprob in result.logprobs])
         backend.close()
     assert found[:2] == found[2:]

@@ -21,7 +21,7 @@ PAGE, PAGES = 16, 24
 
 
 def heads_of(rng: np.random.Generator, window: int | None = None, cap: float = 0.0) -> HeadLayout:
-    kv, group, dim = (int(rng.choice(found)) for found in ((1, 2, 3), (1, 2, 5), (16, 24, 64)))
+    kv, group, dim = (int(rng.choice(choices)) for choices in ((1, 2, 3), (1, 2, 5), (16, 24, 64)))
     line = kv * PAGE * dim
     places = {
         "page_size": PAGE,
@@ -62,8 +62,8 @@ def test_attention_equals_its_twin(seed: int) -> None:
     slices, row = [], 0
     for count, start, table in zip(counts, starts, table_of, strict=True):
         first = max(0, start + 1 - (window or 10**6)) // PAGE
-        for place in range(first, -(-(start + count) // PAGE)):
-            tables[table, 1, place] = next(pool)
+        for index in range(first, -(-(start + count) // PAGE)):
+            tables[table, 1, index] = next(pool)
         slices.append((row, count, start, table))
         row += count
     q = rng.standard_normal((row, heads.num_heads * heads.head_dim)).astype(np.float16)

@@ -42,8 +42,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_measure, "_MOST_STEPS", 1)
     monkeypatch.setattr(gpu_rows, "_LEAST_ROWS", 24)
     monkeypatch.setitem(gpu_models._SHAPES, "tiny", (64, 1, 1, 1, 64, 256))
-    for one in (gpu, gpu_predict):
-        monkeypatch.setattr(one, "ROWS", ROWS)
+    for campaign_module in (gpu, gpu_predict):
+        monkeypatch.setattr(campaign_module, "ROWS", ROWS)
     monkeypatch.setattr(gpu, "ORDER", ("right", *ROWS))
     monkeypatch.setattr(gpu, "CHECKS", {"right": lambda: {"differ": 0}})
 

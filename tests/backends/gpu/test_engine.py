@@ -211,7 +211,7 @@ def test_embeddings_scores_and_constraints_are_the_cpu_backends(tiny: str) -> No
     results = []
     for backend in ("cpu", "gpu"):
         with engine(tiny, backend) as llm:
-            vectors = np.array([one.vector for one in llm.embed(PROMPTS)])
+            vectors = np.array([embedding.vector for embedding in llm.embed(PROMPTS)])
             ((scored,),) = llm.generate(PROMPTS[1:2], params)
             ((formed,),) = llm.generate(PROMPTS[:1], shape)
             results.append((vectors, scored.prompt_logprobs, formed.text))

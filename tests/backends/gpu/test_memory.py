@@ -142,7 +142,9 @@ def test_models_that_take_turns_on_a_gpu_count_its_memory(tmp_path: Path) -> Non
 
     on_gpu, on_cpu = engine("gpu", 10**10), engine("cpu", 10**10)
     assert on_gpu.num_bytes > on_cpu.num_bytes + (600 << 20)
-    gpu_bytes, cpu_bytes = (sum(one.card.cost.weight_bytes.values()) for one in (on_gpu, on_cpu))
+    gpu_bytes, cpu_bytes = (
+        sum(engine.card.cost.weight_bytes.values()) for engine in (on_gpu, on_cpu)
+    )
     assert gpu_bytes < 0.7 * cpu_bytes  # matrices in 16 bits
     assert engine("cpu", 600 << 20).num_bytes
     with pytest.raises(MemoryLimitError, match=r"600 ?MB of memory for all models|\(--memory\)"):

@@ -52,7 +52,7 @@ def test_a_norm_adds_parts_bias_and_post_norm_in_order(seed: int) -> None:
 @pytest.mark.seeds(4)
 def test_a_product_sums_its_parts(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    rows, width, depth = (int(rng.integers(1, most)) for most in (40, 150, 300))
+    rows, width, depth = (int(rng.integers(1, max_size)) for max_size in (40, 150, 300))
     rows, depth, parts = (70 if seed == 3 else rows), 8 * (1 + depth // 8), 1 + seed
     x = rng.standard_normal((rows, depth)).astype(np.float16)
     weight = rng.standard_normal((width, depth)).astype(np.float16)

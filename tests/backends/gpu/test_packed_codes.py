@@ -34,10 +34,10 @@ def halves(words, element: torch.dtype):
 def lookup(table: int, a, b, c):
     """Return the result of PTX's `lop3`: each bit is looked up by three input bits."""
     result = np.zeros_like(a)
-    for place in range(8):
-        if table >> place & 1:
-            chosen = (a if place & 4 else ~a) & (b if place & 2 else ~b)
-            result |= chosen & (c if place & 1 else ~c)
+    for index in range(8):
+        if table >> index & 1:
+            chosen = (a if index & 4 else ~a) & (b if index & 2 else ~b)
+            result |= chosen & (c if index & 1 else ~c)
     return result
 
 

@@ -82,8 +82,8 @@ def computed(backend: GpuBackend, steps: Sequence[tuple[int, int]], drafts: int 
     last = num_others + drafts
     pages = backend._pages.memory.view(-1, backend._pages.page_stride)
     ids = [page for group in request.pages for page in group]
-    for one in (request, *others):
-        backend.forget(one)
+    for request_id in (request, *others):
+        backend.forget(request_id)
     return backend._plan.logits[last].clone(), pages[ids].clone()
 
 

@@ -88,8 +88,8 @@ def test_values_of_all_sizes_arrive(kind):
     with joined(kind, 3) as links:
         assert all(link.progress() % 2 == 0 for link in links)
         for team in ((0, 1, 2), (2, 0), (1, 2), (0, 1, 2)):
-            for most in (1, 40, 9000, 300_000):
-                sizes = [int(size) for size in rng.integers(0, most + 1, len(team))]
+            for max_size in (1, 40, 9000, 300_000):
+                sizes = [int(size) for size in rng.integers(0, max_size + 1, len(team))]
                 own = [rng.integers(0, 256, size, np.uint8) for size in sizes]
                 gathered = together(
                     [

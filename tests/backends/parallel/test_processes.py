@@ -75,7 +75,7 @@ def expected(path):
         tokens = llm.engine.card.tokenizer.encode("hello world")
         scores = llm.engine.client.loop._backend.score(tokens)
         answers = llm.generate(PROMPTS, GREEDY)
-        vectors = [one.vector for one in llm.embed(PROMPTS)]
+        vectors = [embedding.vector for embedding in llm.embed(PROMPTS)]
         return answers, scores, vectors
 
 

@@ -199,9 +199,9 @@ def test_longest_hit_is_found_whatever_was_evicted(seed):
     cache = WindowCache(windows, range(40))
     known = [{*range(10)} for _ in windows]
     for group, pages in enumerate(cache.pages):
-        for place in rng.sample(range(10), rng.choice((0, 1, 1, 2, 5))):
-            known[group].discard(place)
-            cache.evict([pages[place]])
+        for index in rng.sample(range(10), rng.choice((0, 1, 1, 2, 5))):
+            known[group].discard(index)
+            cache.evict([pages[index]])
 
     def needed(window, num_places):
         lowest = 0 if window is None else max(0, num_places * PAGE_SIZE + 1 - window)
@@ -217,6 +217,6 @@ def test_longest_hit_is_found_whatever_was_evicted(seed):
     for group, window in enumerate(windows):
         places = needed(window, expected)
         assert hit.pages[group] == [
-            cache.pages[group][place] if place in places else NO_PAGE for place in range(expected)
+            cache.pages[group][index] if index in places else NO_PAGE for index in range(expected)
         ]
     check_index(cache.index)

@@ -18,5 +18,5 @@ def test_a_campaign_goes_on_with_the_faults_that_it_would_have_had(tmp_path: Pat
 
     whole, begin, rest = play(0, 60), play(0, 25), play(25, 60)
     assert sum(whole.values()) == 60
-    assert whole == {what: begin.get(what, 0) + rest.get(what, 0) for what in whole}
+    assert whole == {name: begin.get(name, 0) + rest.get(name, 0) for name in whole}
     assert "WRONG" not in whole

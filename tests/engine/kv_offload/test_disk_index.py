@@ -23,10 +23,10 @@ def plain_surplus(ledger: DiskIndex, now_s: float, room: int) -> list[bytes]:
     def family(name: bytes) -> list[Entry]:
         """Return the entries of a page and of all pages that continue it."""
         after = [n for n, entry in ledger.entries.items() if entry.previous == name[:PREFIX_BYTES]]
-        return [ledger.entries[name], *(one for n in after for one in family(n))]
+        return [ledger.entries[name], *(entry for n in after for entry in family(n))]
 
-    until = {name: max(one.used_s for one in family(name)) for name in left}
-    score = {name: max(one.score(now_s) for one in family(name)) for name in left}
+    until = {name: max(entry.used_s for entry in family(name)) for name in left}
+    score = {name: max(entry.score(now_s) for entry in family(name)) for name in left}
     while True:
         asked = [n for n in left if until[n] > now_s and n not in kept]
         if not asked:
@@ -65,10 +65,10 @@ def test_the_index_chooses_as_its_plain_twin(seed: int) -> None:
 @pytest.mark.seeds(60)
 def test_a_page_never_goes_before_those_that_need_it(seed: int) -> None:
     rng = random.Random(seed)
-    sequences = [[(0, s)] * 3 + [(s, place) for place in range(rng.randint(0, 9))] for s in (0, 1)]
+    sequences = [[(0, s)] * 3 + [(s, index) for index in range(rng.randint(0, 9))] for s in (0, 1)]
     keys = [list(enumerate(sequence)) for sequence in sequences]
-    known = sorted({key for one in keys for key in one})
-    chains = [[name_of(known.index(key)) for key in one] for one in keys]
+    known = sorted({key for row in keys for key in row})
+    chains = [[name_of(known.index(key)) for key in row] for row in keys]
     ledger, now_s = DiskIndex(10**9), NOW_S
     for _ in range(40):
         chain = rng.choice(chains)

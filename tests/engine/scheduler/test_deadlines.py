@@ -113,8 +113,8 @@ def test_a_service_tier_that_gets_little_is_refused_earlier():
         line.add(f"flex{number}", priority=1)
     for number in range(30):
         if not number % 5:
-            for place in range(4):
-                line.add(f"default{number}.{place}")
+            for index in range(4):
+                line.add(f"default{number}.{index}")
         line.step()
     with pytest.raises(OverloadedError) as got:
         line.add("flex", priority=1, timeout_s=1.0)

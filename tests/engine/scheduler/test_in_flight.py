@@ -41,11 +41,11 @@ def test_steps_take_turns_with_the_running_requests():
     for i in range(5):
         steps.add(f"new{i}", [20 + i], max_tokens=None)
     assert sizes(steps, 20)[-10:] == [9] * 10
-    for ahead in (2, 3):
-        steps = Steps(512, max_running=32, steps_ahead=ahead)
+    for num_ahead in (2, 3):
+        steps = Steps(512, max_running=32, steps_ahead=num_ahead)
         for i in range(12):
             steps.add(f"r{i}", [i], max_tokens=None)
-        assert sizes(steps, 20)[1:] == [12 // (1 + ahead)] * 19
+        assert sizes(steps, 20)[1:] == [12 // (1 + num_ahead)] * 19
 
 
 def test_chunks_of_a_prompt_follow_each_other():

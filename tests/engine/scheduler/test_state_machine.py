@@ -20,15 +20,15 @@ def test_any_order_of_operations_keeps_pages_tokens_and_progress(rounds):
         play_scheduler(seed, counts)
         seed += 1
     print(dict(counts))
-    for what in ("add", "end", "commit", "refuse", "flush"):
-        assert counts[what] > NUM_OPERATIONS // 500, f"too few of {what}"
-    for what in ("end in flight", "branches", "moves", "lose", "recall", "expire", "stop late"):
-        assert counts[what] > NUM_OPERATIONS // 10_000, f"too few {what}"
-    for what in ("transfers", "leased pages"):
-        assert counts[what] > NUM_OPERATIONS // 1000, f"too few {what}"
-    for what in ("arrived pages", "dropped transfers"):
-        assert counts[what] > NUM_OPERATIONS // 4000, f"too few {what}"
-    for what in (
+    for name in ("add", "end", "commit", "refuse", "flush"):
+        assert counts[name] > NUM_OPERATIONS // 500, f"too few of {name}"
+    for name in ("end in flight", "branches", "moves", "lose", "recall", "expire", "stop late"):
+        assert counts[name] > NUM_OPERATIONS // 10_000, f"too few {name}"
+    for name in ("transfers", "leased pages"):
+        assert counts[name] > NUM_OPERATIONS // 1000, f"too few {name}"
+    for name in ("arrived pages", "dropped transfers"):
+        assert counts[name] > NUM_OPERATIONS // 4000, f"too few {name}"
+    for name in (
         "preemptions",
         "hit tokens",
         "chunks",
@@ -36,4 +36,4 @@ def test_any_order_of_operations_keeps_pages_tokens_and_progress(rounds):
         "empty places",
         "scores",
     ):
-        assert counts[what] > NUM_OPERATIONS // 1000, f"too few {what}"
+        assert counts[name] > NUM_OPERATIONS // 1000, f"too few {name}"

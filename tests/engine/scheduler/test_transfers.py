@@ -233,7 +233,7 @@ def test_transferred_pages_are_the_pages_that_a_plain_search_finds(seed: int) ->
     windows, size = random_windows(rng), rng.choice((1, 2, 4))
     pool = PagePool(200, size, windows)
     index = PrefixIndex(pool)
-    keys = [bytes([place]) for place in range(rng.randint(1, 12))]
+    keys = [bytes([index]) for index in range(rng.randint(1, 12))]
     first = rng.randint(0, 8)
     share = rng.choice((0.5, 0.9, 1.0))
     there = {(g, key) for g in range(len(windows)) for key in keys if rng.random() < share}

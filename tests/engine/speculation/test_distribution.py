@@ -121,13 +121,13 @@ def random_drafts(rng: random.Random, how: str, request: Request) -> tuple[int, 
     if how == "now and then":
         return tuple(rng.choices(range(VOCAB_SIZE), k=rng.randrange(3)))
     results: list[int] = []
-    for place in range(2):
+    for index in range(2):
         if how == "other model":
             [last] = rng.choices(range(VOCAB_SIZE), OTHER_MODEL[last])
         elif how == "likeliest":
             last = LIKELIEST[last][0]
         else:  # what a draft that knew the seed would say
-            last = (request.seed + place) % VOCAB_SIZE
+            last = (request.seed + index) % VOCAB_SIZE
         results.append(last)
     return tuple(results)
 
@@ -146,8 +146,8 @@ def tree(rng: random.Random, how: str, request: Request) -> tuple[tuple[int, ...
 
 def code(output: list[int]) -> int:
     number = 0
-    for place in range(LENGTH):
-        number = number * (VOCAB_SIZE + 1) + (output[place] + 1 if place < len(output) else 0)
+    for index in range(LENGTH):
+        number = number * (VOCAB_SIZE + 1) + (output[index] + 1 if index < len(output) else 0)
     return number
 
 

@@ -90,10 +90,10 @@ def test_a_draft_that_is_the_model_is_always_right(path: Path) -> None:
     with engine_of(path, method="draft", draft=str(path), count=4) as llm:
         [[answer]] = llm.generate("hello the world", LONG)
         [[drawn]] = llm.generate("hello the world", replace(LONG, temperature=1.0, seed=7))
-    for one in (answer, drawn):
-        assert one.usage.completion_tokens == 120
-        assert one.usage.accepted_tokens >= 120 * 4 / 5 - 5
-        assert one.usage.rejected_tokens <= 4  # behind the end
+    for completion in (answer, drawn):
+        assert completion.usage.completion_tokens == 120
+        assert completion.usage.accepted_tokens >= 120 * 4 / 5 - 5
+        assert completion.usage.rejected_tokens <= 4  # behind the end
 
 
 def test_drafts_after_a_stop_string_are_not_accepted(path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_draft_model_drafts_no_further_than_rows_are_cheap(
 
         def with_price(requests: Any, price: Any) -> Any:
             result = propose(requests, cheap_up_to(cheap, price))
-            counts.extend(len(one.tokens) for one in result if one is not None)
+            counts.extend(len(draft.tokens) for draft in result if draft is not None)
             return result
 
         draft.propose = with_price

@@ -134,7 +134,7 @@ def test_masks_after_drafts_are_those_without_drafts(
 
 
 def on_path(drafts: Sequence[int], parents: Sequence[int], draft: int) -> list[int]:
-    return [drafts[place] for place in path_to(draft, parents)]
+    return [drafts[index] for index in path_to(draft, parents)]
 
 
 def possible(grammars: Grammars, constraint: Constraint, output: list[int], size: int) -> list[int]:

@@ -60,19 +60,19 @@ def test_every_pool_becomes_what_is_wanted(seed: int) -> None:
             else replica
             for replica in replicas
         ]
-        after = sum(one.phase is READY for one in drained)
+        after = sum(view.phase is READY for view in drained)
         assert after >= min(before, wanted), "too many ready ones were drained at once"
-        alive = sum(one.phase is not DRAINING for one in drained)
+        alive = sum(view.phase is not DRAINING for view in drained)
         assert alive + actions.num_starts <= max(wanted + 1, alive)
         for _ in range(actions.num_starts):
             drained.append(ReplicaView(f"r{count}", STARTING, is_current=True))
             count += 1
         replicas = [
-            ReplicaView(one.name, READY, one.is_current)
-            if one.phase is STARTING and rng.random() < 0.5
-            else one
-            for one in drained
-            if not (one.phase is DRAINING and rng.random() < 0.5)
+            ReplicaView(view.name, READY, view.is_current)
+            if view.phase is STARTING and rng.random() < 0.5
+            else view
+            for view in drained
+            if not (view.phase is DRAINING and rng.random() < 0.5)
         ]
     assert [replica.phase for replica in replicas] == [READY] * wanted
     assert all(replica.is_current for replica in replicas)

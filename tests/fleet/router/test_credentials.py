@@ -42,7 +42,7 @@ def test_a_router_speaks_for_its_clients_tenants(fakes: Loop) -> None:
         for key in ("sk-anna", "sk-bare"):
             headers = {"x-api-key": key, "x-twostroke-tenant": "ben 100"}
             assert httpx.post(router.url + _CHAT, json=_BODY, headers=headers).status_code == 200
-    anna, bare = [one.headers for one in replica.seen]
+    anna, bare = [exchange.headers for exchange in replica.seen]
     assert anna["authorization"] == bare["authorization"] == f"Bearer {SECRET}"
     assert anna["x-twostroke-tenant"] == "anna 1"
     assert "x-twostroke-tenant" not in bare
@@ -115,8 +115,8 @@ def test_a_server_that_ignores_tenants_is_named_once(
                 record.message for record in caplog.records if "ignores tenants" in record.message
             ]
             assert open_.url in said
-        for own in (ApiKeys({"sk-bare": ""}), None):  # nobody's prompts are to be kept apart
-            with live_router(open_.url, api_keys=own, replica_key=SECRET) as router:
+        for own_keys in (ApiKeys({"sk-bare": ""}), None):  # nobody's prompts are to be kept apart
+            with live_router(open_.url, api_keys=own_keys, replica_key=SECRET) as router:
                 assert "warning" not in httpx.get(f"{router.url}/health", trust_env=False).json()
 
 
@@ -138,7 +138,7 @@ def test_the_file_of_replicas_is_followed(fakes: Loop, tmp_path: Path) -> None:
     path = tmp_path / "replicas"
     path.write_text(f"# one\n{first.url}\n\n")
     with live_router(listing=path) as router:
-        ready = lambda: {one.url for one in router.router.fleet.ready}  # noqa: E731
+        ready = lambda: {replica.url for replica in router.router.fleet.ready}  # noqa: E731
         wait_for(lambda: ready() == {first.url})
         path.write_text(f"{first.url}\n{second.url}\n")
         wait_for(lambda: ready() == {first.url, second.url})
@@ -206,7 +206,7 @@ def test_a_router_is_no_replica_of_itself(fakes: Loop, tmp_path: Path) -> None:
 def test_a_replica_that_would_answer_otherwise_is_refused(fakes: Loop) -> None:
     first, second, other = (fakes.start(FakeReplica(name)) for name in ("tiny", "tiny", "big"))
     first.load, second.load, other.load = {}, {"numerics": "2"}, {"numerics": "3"}
-    urls = [one.url for one in (first, second, other)]
+    urls = [server.url for server in (first, second, other)]
     with live_router(*urls) as router:
         replicas = router.router.fleet.replicas
         wait_for(lambda: len(router.router.fleet.ready) == 2)

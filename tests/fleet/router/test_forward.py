@@ -318,7 +318,7 @@ def test_an_id_that_breaks_lines_is_asked_of_nobody(fakes: Loop) -> None:
     with live_router(replica.url) as router:
         for id_ in ("x HTTP/1.1\r\nx-twostroke-tenant: ben\r\nx:", "../../sleep", "\n"):
             assert post(router.url, _BODY | {"previous_response_id": id_}).status_code == 200
-    assert [one.method for one in replica.seen] == ["POST"] * 3
+    assert [exchange.method for exchange in replica.seen] == ["POST"] * 3
 
 
 def test_a_body_that_is_nested_too_deeply_is_for_the_replica_to_refuse(fakes: Loop) -> None:
@@ -364,7 +364,7 @@ def test_browsers_get_the_page_of_the_fleet(fakes: Loop) -> None:
         names = re.findall(r'(?:href|src)="page/([^"]+)"', page.text)
         files = [httpx.get(f"{router.url}/page/{name}", trust_env=False) for name in names]
         about = httpx.get(router.url, trust_env=False)
-    assert [one.status_code for one in files] == [200] * len(names)
+    assert [file.status_code for file in files] == [200] * len(names)
     assert "page/fleet.js" in page.text
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert about.json()["replicas"] == 1

@@ -43,7 +43,7 @@ def test_a_text_that_is_not_utf8_is_the_replicas_to_refuse(fakes: Loop, field: s
     with live_router(replica.url) as router:
         body = b'{"%s": "\xff", "messages": []}' % field.encode()
         response = httpx.post(router.url + "/v1/chat/completions", content=body, trust_env=False)
-    assert (response.status_code, [one.body for one in replica.seen]) == (200, [body])
+    assert (response.status_code, [exchange.body for exchange in replica.seen]) == (200, [body])
 
 
 def test_bodies_that_are_not_utf8_are_not_made_to_ask_for_usage() -> None:

@@ -172,7 +172,7 @@ def test_batches_are_refused_and_what_is_there_can_be_read(fakes: Loop, tmp_path
                     400,
                     True,
                 )
-    assert [one.path for one in replica.seen] == ["/v1/batches"]
+    assert [exchange.path for exchange in replica.seen] == ["/v1/batches"]
 
 
 def test_files_of_a_server_that_has_not_answered_yet_are_asked_for_later(

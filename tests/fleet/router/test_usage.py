@@ -164,7 +164,7 @@ def test_a_stream_is_asked_for_its_usage_and_its_client_sees_nothing_of_it(
         post(router, text, stream=True, stream_options={"include_usage": False, "x": 1})
     assert plain.content == events[0] + b"data: [DONE]\n\n"
     assert asked.content == events[0] + usage + b"data: [DONE]\n\n"
-    bodies = [json.loads(one.body) for one in replica.seen]
+    bodies = [json.loads(exchange.body) for exchange in replica.seen]
     assert bodies[0] == {**BODY, "stream": True, "stream_options": {"include_usage": True}}
     assert bodies[2]["stream_options"] == {"include_usage": True, "x": 1}
     assert used(tmp_path) == [(key.id, "anna", "tiny", 3, 27, 0, 12)]
@@ -258,8 +258,8 @@ def test_what_is_computed_unseen_is_charged_by_the_time_it_took(
     with accounting(tmp_path, replica.url) as router:
         assert post(router, text).status_code == 200
         replica.behaviour = asleep
-        for most in (1000, 5):
-            asked, headers = {**BODY, "max_tokens": most}, {"x-api-key": text}
+        for max_tokens in (1000, 5):
+            asked, headers = {**BODY, "max_tokens": max_tokens}, {"x-api-key": text}
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(router.url + CHAT, json=asked, headers=headers, timeout=1)
         wait_for(lambda: router.router.num_running == 0)

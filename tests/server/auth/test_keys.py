@@ -105,7 +105,7 @@ def test_keys_of_a_file_stay_valid_beside_keys_of_the_database(tmp_path: Path) -
     file.write_text("ben sk-file\n")
     _, text = add(folder)
     with keyed_server(folder, tmp_path, file) as server:
-        assert [status(server, one) for one in (text, "sk-file", "sk-other")] == [200, 200, 401]
+        assert [status(server, key) for key in (text, "sk-file", "sk-other")] == [200, 200, 401]
 
 
 def test_expired_key_is_refused(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_damaged_key_is_named_and_refused_and_the_others_stay(
         _, third = add(folder, "third", "ben")
         wait_for(lambda: status(server, third) == 200, 2)
     with keyed_server(folder, tmp_path) as server:
-        assert [status(server, one) for one in (text, other)] == [401, 200]
+        assert [status(server, key) for key in (text, other)] == [401, 200]
 
 
 def test_lost_database_opens_no_server(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def counting(tmp_path: Path, **options: Any) -> Iterator[LiveServer]:
     with keyed_server(folder, tmp_path, **options) as server:
         server.http.headers["x-api-key"] = text
         yield server
-    assert [one.owner.key for one in used(tmp_path)] in ([], [key.id])
+    assert [amount.owner.key for amount in used(tmp_path)] in ([], [key.id])
 
 
 def used(tmp_path: Path) -> list[Amount]:
@@ -43,7 +43,7 @@ def used(tmp_path: Path) -> list[Amount]:
 
 
 def has_requests(tmp_path: Path, number: int) -> bool:
-    return [one.requests for one in used(tmp_path)] == [number]
+    return [amount.requests for amount in used(tmp_path)] == [number]
 
 
 # Each returns input, cached and output tokens as a client reads them.

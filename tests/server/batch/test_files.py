@@ -183,7 +183,7 @@ def test_batch_whose_results_do_not_fit_fails_with_the_results_that_fit(tmp_path
         done, rest = lines_of(batch["output_file_id"]), lines_of(batch["error_file_id"])
         assert 0 < batch["request_counts"]["completed"] == len(done) < 8
         assert server.http.get(f"/v1/files/{batch['output_file_id']}").json()["bytes"] <= room
-        assert [one["error"]["code"] for one in rest] == ["batch_failed"] * (8 - len(done))
+        assert [refusal["error"]["code"] for refusal in rest] == ["batch_failed"] * (8 - len(done))
         for id_ in (file_id, batch["output_file_id"], batch["error_file_id"]):
             assert server.http.delete(f"/v1/files/{id_}").status_code == 200
         body = {"requests": [{"custom_id": f"{i}", "params": SAID} for i in range(8)]}
@@ -200,7 +200,7 @@ def test_open_batches_are_bounded_and_need_room(server: LiveServer, records: Rec
     text = line(0) + line(1).replace('"1"', '"b"')
     file_id = upload(server, text).json()["id"]
     begun = [begin(server, file_id) for _ in range(3)]
-    assert [one.get("status") for one in begun] == ["validating"] * 2 + [None]
+    assert [batch.get("status") for batch in begun] == ["validating"] * 2 + [None]
     assert begun[2]["error"]["message"] == "2 of your batches have not ended, which is the limit."
     body = {"requests": [{"custom_id": "a", "params": SAID}]}
     assert server.http.post(MESSAGES, json=body).status_code == 529
@@ -228,7 +228,7 @@ def test_ended_batches_are_bounded_and_their_files_stay(tmp_path: Path) -> None:
         for id_ in failed:
             ended(server, f"/v1/batches/{id_}")
         last = [ended(server, f"/v1/batches/{begin(server, wrong)['id']}") for _ in range(2)]
-        listed = [one["id"] for one in server.http.get("/v1/batches").json()["data"]]
+        listed = [batch["id"] for batch in server.http.get("/v1/batches").json()["data"]]
         assert listed == [last[1]["id"], last[0]["id"], first["id"]]  # the first has not ended
         server.backend.gate.set()
         done = ended(server, f"/v1/batches/{first['id']}")

@@ -41,7 +41,7 @@ def ended(server: LiveServer, batch: dict[str, Any]) -> Any:
 
 def results(server: LiveServer, batch: dict[str, Any]) -> dict[str, Any]:
     lines = server.http.get(batch["results_url"]).text.splitlines()
-    return {found["custom_id"]: found["result"] for found in map(json.loads, lines)}
+    return {result["custom_id"]: result["result"] for result in map(json.loads, lines)}
 
 
 def refusal(server: LiveServer, content: bytes | str) -> str:
@@ -143,8 +143,8 @@ def test_ended_batch_is_deleted_with_its_files(server: LiveServer) -> None:
     path = f"{PATH}/{batch['id']}"
     assert server.http.post(f"{path}/cancel").status_code == 400
     assert server.http.delete(path).json() == {"id": batch["id"], "type": "message_batch_deleted"}
-    for gone in (path, f"{path}/results"):
-        response = server.http.get(gone)
+    for gone_path in (path, f"{path}/results"):
+        response = server.http.get(gone_path)
         assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
     folder = server.api.batches._records.files._files  # type: ignore[union-attr]
     assert not list(folder.iterdir())

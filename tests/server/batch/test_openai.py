@@ -76,7 +76,7 @@ def test_batch_answers_each_line_as_a_request_would(server: LiveServer) -> None:
     [failed] = content(server, batch["error_file_id"])
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("bad", 400)
     assert failed["response"]["body"]["error"]["param"] == "temperature"
-    names = {one["filename"] for one in server.http.get("/v1/files").json()["data"]}
+    names = {file["filename"] for file in server.http.get("/v1/files").json()["data"]}
     assert names == {"in.jsonl", f"{batch['id']}_output.jsonl", f"{batch['id']}_errors.jsonl"}
 
 
@@ -112,7 +112,7 @@ def test_all_odd_lines_are_named_and_none_is_run(server: LiveServer) -> None:
     batch = ended(server, batch)
     assert batch["status"] == "failed"
     assert batch["failed_at"]
-    results = [(one["line"], one["code"]) for one in batch["errors"]["data"]]
+    results = [(error["line"], error["code"]) for error in batch["errors"]["data"]]
     assert results == [
         (2, "invalid_json_line"),
         (3, "duplicate_custom_id"),
@@ -171,7 +171,7 @@ def test_cancelled_batch_keeps_its_results(server: LiveServer) -> None:
     batch = ended(server, batch)
     assert batch["status"] == "cancelled"
     assert batch["cancelling_at"] <= batch["cancelled_at"]
-    assert {one["error"]["code"] for one in content(server, batch["error_file_id"])} == {
+    assert {result["error"]["code"] for result in content(server, batch["error_file_id"])} == {
         "batch_cancelled"
     }
     assert batch["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
@@ -191,7 +191,7 @@ def test_lines_that_are_not_run_in_time_are_errors(server: LiveServer) -> None:
     batch = ended(server, batch)
     assert batch["status"] == "expired"
     assert batch["expired_at"]
-    codes = [one["error"]["code"] for one in content(server, batch["error_file_id"])]
+    codes = [result["error"]["code"] for result in content(server, batch["error_file_id"])]
     assert codes == ["batch_expired"] * 2
 
 
@@ -221,10 +221,10 @@ def test_tenants_do_not_see_each_other(server: LiveServer) -> None:
 def test_lists_come_in_pages(server: LiveServer) -> None:
     made = [ended(server, begin(server, line()))["id"] for _ in range(3)]
     first = server.http.get("/v1/batches", params={"limit": 2}).json()
-    assert [one["id"] for one in first["data"]] == made[:0:-1]
+    assert [item["id"] for item in first["data"]] == made[:0:-1]
     assert (first["has_more"], first["first_id"], first["last_id"]) == (True, made[2], made[1])
     rest = server.http.get("/v1/batches", params={"after": first["last_id"]}).json()
-    assert ([one["id"] for one in rest["data"]], rest["has_more"]) == (made[:1], False)
+    assert ([item["id"] for item in rest["data"]], rest["has_more"]) == (made[:1], False)
     inputs = {"purpose": "batch", "order": "asc", "limit": 2}
     files = server.http.get("/v1/files", params=inputs).json()
     assert (len(files["data"]), files["has_more"]) == (2, True)
@@ -325,7 +325,7 @@ def test_next_server_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     with closing(Records(folder)) as records, live_server(tmp_path, records=records) as second:
         batch = ended(second, batch)
         assert batch["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
-        results = [one["custom_id"] for one in content(second, batch["output_file_id"])]
+        results = [result["custom_id"] for result in content(second, batch["output_file_id"])]
         assert results == [f"{i}" for i in range(30)]
 
 

@@ -93,7 +93,7 @@ def test_writing_results_leaves_the_threads_of_others_alone(
                 await asyncio.to_thread(int)  # as uploads do
         finally:
             may_go.set()
-        assert {one.status for one in await asyncio.gather(*ends)} == {"cancelled"}
+        assert {batch.status for batch in await asyncio.gather(*ends)} == {"cancelled"}
 
     asyncio.run(go())
 
@@ -116,8 +116,11 @@ def test_long_results_of_a_tenant_are_written_between_other_tenants_results(
         await asyncio.gather(*map(end, batches))
 
     asyncio.run(go())
-    assert [(one.id, one.completed, one.unrun) for one in ended] == [("b", 1, 2), ("a", 250, 250)]
-    texts = [records.files.path(str(one.output_file)).read_text() for one in ended]
+    assert [(batch.id, batch.completed, batch.unrun) for batch in ended] == [
+        ("b", 1, 2),
+        ("a", 250, 250),
+    ]
+    texts = [records.files.path(str(batch.output_file)).read_text() for batch in ended]
     assert [len(text.splitlines()) for text in texts] == [1, 250]
 
 

@@ -34,7 +34,7 @@ USAGE, TIMINGS = Usage(3, 0, 9), Timings(0.0, 0.0, 1.0, 2.0)
 def outputs(server: LiveServer, text: str, reason: FinishReason) -> list[Output]:
     """Return an answer as engine outputs, one for each character, which counts as a token."""
     token = server.client.card.tokenizer.encode("a")[0]
-    results = [Output(0, one, (token,), (TokenLogprobs(-1.0, (), ()),)) for one in text]
+    results = [Output(0, character, (token,), (TokenLogprobs(-1.0, (), ()),)) for character in text]
     return [*results, Output(0, "", (), finish_reason=reason, usage=USAGE, timings=TIMINGS)]
 
 

@@ -166,8 +166,8 @@ def test_restart_restores_all_stored_responses_after_any_operations(records: Rec
     def shown(store: ResponseStore) -> Any:
         return {
             tenant: [
-                (kept.id, kept.answer, [step.id for step in kept.conversation()])
-                for kept in responses.by_id.values()
+                (response.id, response.answer, [step.id for step in response.conversation()])
+                for response in responses.by_id.values()
             ]
             for tenant, responses in store.responses_by_tenant.items()
         }
@@ -183,7 +183,7 @@ def test_restart_restores_all_stored_responses_after_any_operations(records: Rec
             match draw.choice(["put", "remove", "replace"]):
                 case "put":  # which others may overtake
                     is_chat = draw.random() < 0.2  # which nothing continues
-                    steps = [one for one in known if "chat" not in one.id]
+                    steps = [response for response in known if "chat" not in response.id]
                     previous = None if is_chat else draw.choice([None, *steps])
                     text = b'"%s"' % (b"x" * draw.randrange(3000))
                     id_ = f"{seed}-{step}" + "-chat" * is_chat
@@ -195,7 +195,9 @@ def test_restart_restores_all_stored_responses_after_any_operations(records: Rec
                         owner.put(kept)
                 case "remove" if known:
                     asyncio.run(tenant.forget(draw.choice(known).id))
-                case "replace" if chats := [kept for kept in known if "chat" in kept.id]:
+                case "replace" if chats := [
+                    response for response in known if "chat" in response.id
+                ]:
                     tenant.replace(draw.choice(chats), b'"new"')
         again = ResponseStore(8, 20_000, Journal(records))
         asyncio.run(records.write(lambda _: None))

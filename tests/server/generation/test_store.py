@@ -170,7 +170,10 @@ def test_memory_counts_stored_responses_and_their_ancestors(seed: int) -> None:
         all_.append(kept(str(number), previous, rng.randrange(500)))
         Tenant("", store).put(all_[-1])
         alive = {
-            step for one in all_ if Tenant("", store).find(one.id) for step in one.conversation()
+            step
+            for response in all_
+            if Tenant("", store).find(response.id)
+            for step in response.conversation()
         }
         assert store.num_bytes == sum(step.num_bytes for step in alive) <= 12_000
         assert len(store) <= 5
@@ -191,5 +194,5 @@ def test_threads_do_not_break_the_count() -> None:
     for thread in threads:
         thread.join()
     left = [Tenant(str(name), store).find(str(n)) for name in range(4) for n in range(300)]
-    assert sum(one.num_bytes for one in left if one) == store.num_bytes
-    assert sum(one is not None for one in left) == len(store)
+    assert sum(response.num_bytes for response in left if response) == store.num_bytes
+    assert sum(response is not None for response in left) == len(store)

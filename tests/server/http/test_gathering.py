@@ -68,7 +68,7 @@ def test_much_is_not_held() -> None:
         for _ in range(8):
             transport.write(bytes(20_000))
 
-    assert [len(one) for one in written(act)] == [80_000, 80_000]
+    assert [len(data) for data in written(act)] == [80_000, 80_000]
 
 
 def test_asyncio_reads_at_most_the_limited_size() -> None:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 def _own_bytes() -> int:
     text = Path("/proc/self/smaps_rollup").read_text()
-    return sum(int(one) << 10 for one in re.findall(r"^Private_\w+: +(\d+) kB", text, re.MULTILINE))
+    return sum(
+        int(size) << 10 for size in re.findall(r"^Private_\w+: +(\d+) kB", text, re.MULTILINE)
+    )
 
 
 def test_freed_heap_memory_returns_to_the_system() -> None:

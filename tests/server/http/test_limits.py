@@ -372,8 +372,8 @@ def test_longest_idle_connection_makes_room(
             with suppress(ConnectionResetError):
                 assert longest.recv(9) == b""
             opened.append(new)
-        for one in opened:
-            one.close()
+        for connection in opened:
+            connection.close()
 
 
 def test_log_has_one_line_about_many_connections_that_cannot_be_taken(

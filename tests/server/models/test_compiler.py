@@ -128,7 +128,9 @@ def test_queue_of_constraints_is_bounded_and_drops_clients_that_left(
     async def submit() -> None:
         compiler = compiling(grammars, limit_s=20)
         others = [Constraint("regex", f"x{i}") for i in range(MAX_WAITING)]
-        tasks = [asyncio.create_task(compiler.compile(one, "a")) for one in (SLOW, *others)]
+        tasks = [
+            asyncio.create_task(compiler.compile(constraint, "a")) for constraint in (SLOW, *others)
+        ]
         await asyncio.to_thread(grammars.has_begun.wait, 20)
         with pytest.raises(OverloadedError, match="64 requests of this tenant wait"):
             await compiler.compile(Constraint("regex", "c"), "a")

@@ -104,7 +104,7 @@ def test_two_busy_callers_on_memory_for_one_load_a_fifth_of_the_time() -> None:
 
     play(stage, both, 1000)
     assert stage.loading_s / stage.now_s < 1 / (1 + MIN_STAY_LOADS) + 0.02
-    counts = [sum(name == one for _, name in stage.arrivals) for one in "ab"]
+    counts = [sum(name == model for _, name in stage.arrivals) for model in "ab"]
     assert min(counts) > 0.4 * sum(counts)
 
 

@@ -110,7 +110,7 @@ def test_messages_report_timings_on_request(server: LiveServer, stream: bool) ->
     assert "timings" not in plain
     if stream:
         data = [line[6:] for line in timed.splitlines() if line.startswith("data: ")]
-        last = next(json.loads(one) for one in data if '"message_delta"' in one)
+        last = next(json.loads(event) for event in data if '"message_delta"' in event)
     else:
         last = json.loads(timed)
     timings = last["timings"]

@@ -237,12 +237,12 @@ def test_past_has_the_form_of_the_present(tmp_path: Path) -> None:
         assert "past" not in server.http.get("/api/state").json()
         state = server.http.get("/api/state?past").json()
         assert state["past"]
-        assert [one["ago_s"] for one in state["past"]] == sorted(
-            (one["ago_s"] for one in state["past"]), reverse=True
+        assert [sample["ago_s"] for sample in state["past"]] == sorted(
+            (sample["ago_s"] for sample in state["past"]), reverse=True
         )
-        for one in state["past"]:
-            assert one["requests"].keys() <= state["requests"].keys()
-            assert one["window"].keys() <= state["window"]["10"].keys()
+        for sample in state["past"]:
+            assert sample["requests"].keys() <= state["requests"].keys()
+            assert sample["window"].keys() <= state["window"]["10"].keys()
 
 
 def test_nothing_ran_in_the_past_of_an_idle_server(tmp_path: Path) -> None:
@@ -251,4 +251,4 @@ def test_nothing_ran_in_the_past_of_an_idle_server(tmp_path: Path) -> None:
         server.complete(prompt="hello", max_tokens=30)
         past = server.http.get("/api/state?past").json()["past"]
         assert past
-        assert not any(one["requests"]["num_running"] for one in past)
+        assert not any(sample["requests"]["num_running"] for sample in past)

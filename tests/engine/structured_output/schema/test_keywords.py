@@ -365,15 +365,15 @@ def test_a_keyword_is_enforced_by_the_grammar(
 
 def test_gaps_name_the_keywords_that_the_grammar_does_not_enforce(grammars: Grammars) -> None:
     for schema, gap in GAPS:
-        for whole in (schema, {"$defs": {"p": schema}, "anyOf": [{"$ref": "#/$defs/p"}]}):
-            matcher = grammars.matcher(Constraint("json_schema", json.dumps(whole)))
+        for variant in (schema, {"$defs": {"p": schema}, "anyOf": [{"$ref": "#/$defs/p"}]}):
+            matcher = grammars.matcher(Constraint("json_schema", json.dumps(variant)))
             name = gap.partition(" ")[0]
             assert [
                 unenforced_keyword
                 for unenforced_keyword in matcher.unenforced_keywords
                 if unenforced_keyword.startswith(name)
             ], (
-                whole,
+                variant,
                 matcher.unenforced_keywords,
             )
         assert gap in prepare(json.dumps(schema)).unenforced_keywords
@@ -388,9 +388,9 @@ def test_gaps_name_the_keywords_that_the_grammar_does_not_enforce(grammars: Gram
 
 def test_schemas_that_cannot_be_followed_are_refused(grammars: Grammars) -> None:
     for schema, why in REFUSED:
-        for whole in (schema, {"type": "array", "items": schema, "minItems": 1}):
+        for variant in (schema, {"type": "array", "items": schema, "minItems": 1}):
             with pytest.raises(RequestError, match="cannot be used") as refusal:
-                grammars.matcher(Constraint("json_schema", json.dumps(whole)))
+                grammars.matcher(Constraint("json_schema", json.dumps(variant)))
             assert why.removeprefix("'/") in str(refusal.value)
 
 

@@ -48,8 +48,8 @@ def test_the_rest_of_a_pattern_is_enforced(
     allows: Allows, pattern: str, good: str, bad: str
 ) -> None:
     schema = {"type": "string", "pattern": pattern}
-    for one in (schema, {"not": {"not": schema}}):
-        assert allows(one, good)
+    for variant in (schema, {"not": {"not": schema}}):
+        assert allows(variant, good)
     assert not allows(schema, bad)
 
 
@@ -67,7 +67,11 @@ def test_patterns_that_cannot_be_relaxed_are_left_out() -> None:
 
 def test_the_rest_of_a_pattern_matches_each_text_that_the_pattern_matches(allows: Allows) -> None:
     draw = random.Random(7)
-    texts = ["".join(one) for size in range(5) for one in itertools.product("ab( ", repeat=size)]
+    texts = [
+        "".join(characters)
+        for size in range(5)
+        for characters in itertools.product("ab( ", repeat=size)
+    ]
     num_accepted = 0
     for _ in range(150):
         source = _asserting(draw)
@@ -98,6 +102,6 @@ def _asserting(draw: random.Random, depth: int = 0) -> str:
     if depth < 3:
         atoms += ["({})", "(?:{}|b)", "(?={})", "(?!{})", "(?:b?{}a)*", "(?:{}.){{1,2}}"]
     chosen = draw.choices(atoms, k=draw.randint(1, 3))
-    parts = [one.format(_asserting(draw, depth + 1)) if "{}" in one else one for one in chosen]
+    parts = [form.format(_asserting(draw, depth + 1)) if "{}" in form else form for form in chosen]
     text = "".join(parts)
     return text if depth else draw.choice(("", "^")) + text + draw.choice(("", "$"))

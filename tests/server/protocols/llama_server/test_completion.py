@@ -83,7 +83,7 @@ def test_stream_says_the_same_in_pieces(server: LiveServer) -> None:
         assert chunk["prompt_progress"].items() >= known.items()
     assert "".join(chunk["content"] for chunk in middle) == whole["content"]
     assert [token for chunk in middle for token in chunk["tokens"]] == whole["tokens"]
-    scored = [one for chunk in middle for one in chunk.get("completion_probabilities", [])]
+    scored = [token for chunk in middle for token in chunk.get("completion_probabilities", [])]
     assert scored == whole["completion_probabilities"]
     assert middle[-1]["tokens_predicted"] == 6
     assert not any(chunk["stop"] for chunk in middle)
@@ -122,10 +122,12 @@ def test_prompts_may_be_texts_ids_both_and_several(server: LiveServer) -> None:
         assert result["content"] == plain["content"]
     prompts = ["hello of the", ids, [*ids[:1], " of the"]]
     several = post(server, **GREEDY | {"prompt": prompts})
-    assert [one["index"] for one in several] == [0, 1, 2]
-    assert {one["content"] for one in several} == {plain["content"]}
+    assert [completion["index"] for completion in several] == [0, 1, 2]
+    assert {completion["content"] for completion in several} == {plain["content"]}
     twice = post(server, **GREEDY, n_cmpl=2)
-    assert [one["content"] for one in twice] == [post(server, **GREEDY)["content"]] * 2
+    assert [completion["content"] for completion in twice] == [
+        post(server, **GREEDY)["content"]
+    ] * 2
     for wrong in ([], [1, ["hello"]], [1, {"prompt_string": "x"}], {"text": "x"}, [1.5]):
         assert refused(server, prompt=wrong)["type"] == "invalid_request_error"
 
@@ -272,7 +274,7 @@ SAMPLERS: Fields = {  # those that are not there: a value that turns each on, an
 
 def test_other_samplers_are_off_and_named(server: LiveServer, strict: LiveServer) -> None:
     fields = {"prompt": "hello", "n_predict": 1}
-    on, off = ({name: values[place] for name, values in SAMPLERS.items()} for place in (0, 1))
+    on, off = ({name: values[index] for name, values in SAMPLERS.items()} for index in (0, 1))
     answer = server.http.post("/completion", json=fields | on)
     named = answer.headers["twostroke-ignored"]
     assert all(name in named for name in SAMPLERS)
@@ -317,12 +319,12 @@ def test_probabilities_after_sampling_match_the_sampler(server: LiveServer) -> N
         assert sum(probabilities) == pytest.approx(1)
         assert completion_probability["prob"] in [other for other in probabilities if other > 0]
         shares = [math.exp(other["logprob"] / 1.5) for other in before["top_logprobs"]]
-        for place in range(1, 8):
-            if probabilities[place]:
-                ratio = shares[place] / shares[0]
-                assert probabilities[place] / probabilities[0] == pytest.approx(ratio)
+        for index in range(1, 8):
+            if probabilities[index]:
+                ratio = shares[index] / shares[0]
+                assert probabilities[index] / probabilities[0] == pytest.approx(ratio)
             else:
-                assert sum(shares[:place]) >= 0.9 * sum(shares) or shares[place] < shares[0] / 100
+                assert sum(shares[:index]) >= 0.9 * sum(shares) or shares[index] < shares[0] / 100
 
 
 @pytest.mark.parametrize(
@@ -399,7 +401,7 @@ def test_progress_of_a_long_prompt_is_shown_step_by_step(tmp_path: Path) -> None
             lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
             results = [json.loads(line.removeprefix("data: ")) for line in lines]
             shown = [result["prompt_progress"] for result in results if "prompt_progress" in result]
-            counts = [one["processed"] for one in shown]
+            counts = [progress["processed"] for progress in shown]
             assert len(counts) > 2, path
             assert counts == sorted(set(counts))
             assert counts[0] == shown[0]["cache"]

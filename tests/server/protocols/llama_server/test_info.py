@@ -91,9 +91,9 @@ def test_tokens_come_with_their_pieces(server: LiveServer) -> None:
     ids = tokenizer.encode("hello é")
     assert post(server, "/tokenize", content="hello é")["tokens"] == ids
     result = post(server, "/tokenize", content="hello é", with_pieces=True)["tokens"]
-    assert [one["id"] for one in result] == ids
+    assert [token["id"] for token in result] == ids
     assert result[0]["piece"] == "hello"
-    assert [one["piece"] for one in result][-2:] == [[0xC3], [0xA9]]
+    assert [token["piece"] for token in result][-2:] == [[0xC3], [0xA9]]
     mixed = post(server, "/tokenize", content=[7, "hello"])["tokens"]
     assert mixed == [7, *tokenizer.encode("hello")]
     assert post(server, "/tokenize", content="<|im_end|>")["count"] == 1
@@ -120,7 +120,7 @@ def test_embeddings_without_pooling_have_a_vector_for_each_token(server: LiveSer
     for path in ("/embedding", "/embeddings"):
         body = {"content": texts, "pooling": "none"}
         payload = server.http.post(path, json=body).json()
-        assert [len(one["embedding"]) for one in payload] == [len(ids), 2 * len(ids)]
+        assert [len(item["embedding"]) for item in payload] == [len(ids), 2 * len(ids)]
         pooled = server.http.post(path, json={"content": texts, "pooling": "last"}).json()
         last, unit = payload[0]["embedding"][-1], pooled[0]["embedding"][0]
         assert np.allclose(last / np.linalg.norm(last), unit, atol=1e-4)
@@ -130,11 +130,11 @@ def test_embeddings_without_pooling_have_a_vector_for_each_token(server: LiveSer
 
 def test_embeddings_are_lists_of_vectors(server: LiveServer) -> None:
     texts = ["hello", "of the"]
-    expected = [one["embedding"] for one in post(server, "/v1/embeddings", input=texts)["data"]]
+    expected = [item["embedding"] for item in post(server, "/v1/embeddings", input=texts)["data"]]
     for path, name in (("/embedding", "content"), ("/embeddings", "input")):
         result = post(server, path, **{name: texts})
-        assert [one["index"] for one in result] == [0, 1]
-        assert np.array_equal([one["embedding"][0] for one in result], expected)
+        assert [item["index"] for item in result] == [0, 1]
+        assert np.array_equal([item["embedding"][0] for item in result], expected)
     for wrong in ({}, {"content": ""}, {"content": "x", "embd_normalize": -1}):
         error = server.http.post("/embedding", json=wrong).json()["error"]
         assert error["code"] == 400

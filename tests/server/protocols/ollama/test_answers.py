@@ -142,10 +142,10 @@ def test_logprobs_come_with_their_pieces(server: LiveServer) -> None:
     fields: Fields = {"options": {"num_predict": 3, "temperature": 0}, "think": False}
     fields |= {"logprobs": True, "top_logprobs": 2}
     whole = send_request(server, stream=False, **fields).json()["logprobs"]
-    assert [set(one) for one in whole] == [{"token", "logprob", "bytes", "top_logprobs"}] * 3
-    assert all(len(one["top_logprobs"]) == 2 for one in whole)
+    assert [set(token) for token in whole] == [{"token", "logprob", "bytes", "top_logprobs"}] * 3
+    assert all(len(token["top_logprobs"]) == 2 for token in whole)
     chunks = lines(send_request(server, **fields))
-    assert [one for line in chunks for one in line.get("logprobs", [])] == whole
+    assert [token for line in chunks for token in line.get("logprobs", [])] == whole
 
 
 def test_options_become_the_engines(server: LiveServer) -> None:

@@ -45,7 +45,7 @@ def test_compacted_conversation_takes_the_place_of_its_items(server: LiveServer)
     same = server.http.post(PATH, json={"input": spelled, **later}).json()
     assert answer["usage"]["input_tokens"] == same["usage"]["input_tokens"]
     listed = server.http.get(f"{PATH}/{answer['id']}/input_items").json()["data"]
-    assert [one["type"] for one in listed] == ["message", "compaction"]
+    assert [item["type"] for item in listed] == ["message", "compaction"]
 
 
 def test_stored_answers_are_compacted_with_their_conversation(server: LiveServer) -> None:

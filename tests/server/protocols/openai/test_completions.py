@@ -85,7 +85,9 @@ def test_prompts_of_one_request_answer_as_they_do_alone(server: LiveServer) -> N
     prompts = ["hello", "the world", "a"]
     together = server.complete(prompt=prompts, **fields).json()["choices"]
     alone = [server.complete(prompt=prompt, **fields).json()["choices"] for prompt in prompts]
-    assert [choice["text"] for choice in together] == [c["text"] for one in alone for c in one]
+    assert [choice["text"] for choice in together] == [
+        c["text"] for choices in alone for c in choices
+    ]
 
 
 def test_several_prompts_stream_under_their_index(server: LiveServer) -> None:
@@ -180,7 +182,9 @@ def test_every_choice_of_every_prompt_repeats_its_own(server: LiveServer) -> Non
     fields: Fields = {"echo": True, "logprobs": 0, "max_tokens": 0, "n": 2}
     together = server.complete(prompt=prompts, **fields).json()
     alone = [server.complete(prompt=prompt, **fields).json()["choices"] for prompt in prompts]
-    for choice, other in zip(together["choices"], [c for one in alone for c in one], strict=True):
+    for choice, other in zip(
+        together["choices"], [c for choices in alone for c in choices], strict=True
+    ):
         found, known = choice["logprobs"], other["logprobs"]
         assert found["tokens"] == known["tokens"]
         assert found["text_offset"] == known["text_offset"]

@@ -92,8 +92,8 @@ def test_a_regular_expression_is_kept_to(server: LiveServer) -> None:
 def test_models_see_a_function_and_its_form(server: LiveServer) -> None:
     say(server, "Hm.")
     sizes = [
-        respond(server, tools=[{"type": "custom", "name": "patch"} | more]).json()["usage"]
-        for more in ({}, {"format": {"type": "text"}}, {"format": LARK})
+        respond(server, tools=[{"type": "custom", "name": "patch"} | text_fields]).json()["usage"]
+        for text_fields in ({}, {"format": {"type": "text"}}, {"format": LARK})
     ]
     plain, text, lark = (usage["input_tokens"] for usage in sizes)
     assert plain == text < lark
@@ -178,7 +178,11 @@ def test_chats_have_custom_tools(server: LiveServer) -> None:
     assert call == {"type": "custom", "custom": {"name": "patch", "input": PATCH}}
     lines = server.chat(**fields, stream=True).text.splitlines()
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    deltas = [one for chunk in chunks for one in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    deltas = [
+        tool_call
+        for chunk in chunks
+        for tool_call in chunk["choices"][0]["delta"].get("tool_calls", ())
+    ]
     assert deltas[0]["type"] == "custom"
     assert deltas[0]["custom"] == {"input": "", "name": "patch"}
     assert "".join(delta["custom"]["input"] for delta in deltas) == PATCH

@@ -40,8 +40,8 @@ def embed(server: LiveServer, **fields: Any) -> httpx.Response:
 def vectors(response: httpx.Response) -> NDArray[np.float32]:
     assert response.status_code == 200, response.text
     data = response.json()["data"]
-    assert [one["index"] for one in data] == [*range(len(data))]
-    return np.array([one["embedding"] for one in data], np.float32)
+    assert [item["index"] for item in data] == [*range(len(data))]
+    return np.array([item["embedding"] for item in data], np.float32)
 
 
 def test_answer_has_openais_shape(server: LiveServer) -> None:
@@ -95,7 +95,7 @@ def test_the_client_may_choose_the_pooling(server: LiveServer) -> None:
 
 
 def test_large_requests_are_answered_in_order(server: LiveServer) -> None:
-    texts = ["the " * (1 + place % 5) for place in range(400)]
+    texts = ["the " * (1 + index % 5) for index in range(400)]
     body = embed(server, input=texts, dimensions=4)
     result = vectors(body)
     assert len(result) == 400
@@ -286,7 +286,7 @@ def test_large_vectors_are_encoded_outside_of_the_event_loop(
     with live_server(tmp_path) as server:
         body = {"content": [[5] * 60, [6]], "pooling": "none"}
         payload = server.http.post("/embeddings", json=body).json()
-    assert [len(one["embedding"]) for one in payload] == [60, 1]
+    assert [len(item["embedding"]) for item in payload] == [60, 1]
     assert threads
     assert all("readers" in name for name in threads)
 

@@ -232,7 +232,7 @@ def test_a_response_that_is_not_stored_is_not_found(server: LiveServer) -> None:
     assert deleted == {"id": gone, "object": "response", "deleted": True}
     for id_ in (gone, "resp_0", answer(server, store=False)["id"], stream(server, store=False)[0]):
         name = id_ if isinstance(id_, str) else id_["response"]["id"]
-        asked = [server.http.get(f"{PATH}/{name}{more}") for more in ("", "/input_items")]
+        asked = [server.http.get(f"{PATH}/{name}{suffix}") for suffix in ("", "/input_items")]
         asked += [server.http.delete(f"{PATH}/{name}"), server.http.post(f"{PATH}/{name}/cancel")]
         for response in asked:
             assert response.status_code == 404

@@ -54,7 +54,7 @@ def streamed(reply: ResponseInfo, answer: list[Output]) -> list[Fields]:
     reader, encoder = reply.reader(), ResponsesEncoder(reply)
     usage = answer[-1].usage
     assert usage is not None
-    told = [*(event for one in answer for event in reader.read(one)), reader.finish(usage)]
+    told = [*(event for piece in answer for event in reader.read(piece)), reader.finish(usage)]
     text = b"".join(encoder.write(event) for event in told)
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith(b"data: ")]
 
@@ -129,11 +129,11 @@ def test_reasoning_goes_back_to_the_template(shared_server: LiveServer) -> None:
     text = f"<think>{THOUGHT}</think>{TEXT}"
     first = whole(reply, outputs(shared_server, text, FinishReason.STOP))
     tenant = reply.job.prompts[0].tenant  # type: ignore[union-attr]
-    for given in (
+    for fields in (
         {"input": "and?", "previous_response_id": first["id"]},
         {"input": [{"role": "user", "content": "hello"}, *first["output"], _user("and?")]},
     ):
-        (exchange,) = read(ResponsesRequest(**given), tenant).prompts
+        (exchange,) = read(ResponsesRequest(**fields), tenant).prompts
         assert exchange.messages == (  # type: ignore[union-attr]
             _user("hello"),
             {"role": "assistant", "content": TEXT, "reasoning_content": THOUGHT},

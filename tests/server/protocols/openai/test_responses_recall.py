@@ -131,8 +131,8 @@ def test_too_long_a_conversation_is_answered_and_not_stored(
     monkeypatch.setattr(store_module, "MAX_CONVERSATION_ITEMS", 3)
     first = send_request(server).json()
     assert first["store"] is True
-    for given in ([HELLO], [HELLO, HELLO]):  # too much with the answer, and without
-        fields: Fields = {"input": given, "previous_response_id": first["id"]}
+    for messages in ([HELLO], [HELLO, HELLO]):  # too much with the answer, and without
+        fields: Fields = {"input": messages, "previous_response_id": first["id"]}
         body = send_request(server, **fields).json()
         assert body["store"] is False
         assert body["output"][0]["content"][0]["text"]

@@ -35,7 +35,7 @@ def store(server: LiveServer, **fields: Any) -> Any:
 
 
 def ids(server: LiveServer, **query: Any) -> list[str]:
-    return [one["id"] for one in server.http.get(PATH, params=query).json()["data"]]
+    return [completion["id"] for completion in server.http.get(PATH, params=query).json()["data"]]
 
 
 def test_only_completions_with_store_can_be_read_again(server: LiveServer) -> None:
@@ -59,7 +59,10 @@ def test_streamed_answers_are_stored_whole(server: LiveServer) -> None:
     whole = server.chat(max_tokens=3, **fields).json()
     for kept, choice in zip(body["choices"], whole["choices"], strict=True):
         assert kept["message"] == choice["message"]
-        tokens = [[token["token"] for token in it["logprobs"]["content"]] for it in (kept, choice)]
+        tokens = [
+            [token["token"] for token in choice_body["logprobs"]["content"]]
+            for choice_body in (kept, choice)
+        ]
         assert tokens[0] == tokens[1]
     assert body["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
@@ -93,8 +96,8 @@ def test_metadata_is_replaced_and_messages_are_listed(server: LiveServer) -> Non
     assert response.headers["twostroke-ignored"] == "unknown"
     assert server.http.get(f"{PATH}/{id_}").json() == changed
     listed = server.http.get(f"{PATH}/{id_}/messages").json()["data"]
-    assert [one["content"] for one in listed] == ["the", "hello"]
-    assert len({one["id"] for one in listed}) == 2
+    assert [message["content"] for message in listed] == ["the", "hello"]
+    assert len({message["id"] for message in listed}) == 2
 
 
 def test_tenants_do_not_see_each_others(server: LiveServer) -> None:

@@ -51,8 +51,8 @@ def test_an_answer_is_that_to_prefix_suffix_middle(server: LiveServer, prompt: A
 def test_an_empty_suffix_asks_for_nothing(server: LiveServer) -> None:
     fields = {"prompt": "hello", "max_tokens": 6, "seed": 4}
     texts = [
-        server.complete(**fields, **more).json()["choices"][0]["text"]
-        for more in ({}, {"suffix": ""}, {"suffix": None})
+        server.complete(**fields, **changes).json()["choices"][0]["text"]
+        for changes in ({}, {"suffix": ""}, {"suffix": None})
     ]
     assert len(set(texts)) == 1
 
@@ -68,8 +68,8 @@ def test_the_head_of_another_file_ends_an_answer(server: LiveServer, stream: boo
     ]
     assert "".join(choice["text"] for choice in choices) == ""
     assert choices[-1]["finish_reason"] == "stop"
-    for more in ({"ignore_eos": True}, {"suffix": None}):
-        went_on = server.complete(**fields | {"stream": False} | more).json()["choices"][0]
+    for changes in ({"ignore_eos": True}, {"suffix": None}):
+        went_on = server.complete(**fields | {"stream": False} | changes).json()["choices"][0]
         assert went_on["finish_reason"] == "length"
 
 
@@ -96,8 +96,8 @@ def test_echo_repeats_the_prompt_alone_and_scores_nothing(server: LiveServer) ->
     for prompt in ("hello", server.client.card.tokenizer.encode("hello")):
         body = server.complete(**GAP | {"prompt": prompt, "echo": True}).json()["choices"][0]
         assert body["text"] == f"hello{plain}"
-    for more in ({"logprobs": 1}, {"max_tokens": 0}):
-        error = server.complete(**GAP | {"echo": True} | more).json()["error"]
+    for changes in ({"logprobs": 1}, {"max_tokens": 0}):
+        error = server.complete(**GAP | {"echo": True} | changes).json()["error"]
         assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")
 
 

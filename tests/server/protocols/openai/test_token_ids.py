@@ -52,8 +52,10 @@ def test_ids_are_reported_whole_and_in_pieces(server: LiveServer, path: str) -> 
     for choice, other in zip(body["choices"], plain["choices"], strict=True):
         assert "token_ids" not in other
         mine = [chunk["choices"][0] for chunk in chunks]
-        mine = [one for one in mine if one["index"] == choice["index"]]
-        assert [id_ for one in mine for id_ in one["token_ids"]] == choice["token_ids"]
+        mine = [choice_part for choice_part in mine if choice_part["index"] == choice["index"]]
+        assert [id_ for choice_part in mine for id_ in choice_part["token_ids"]] == choice[
+            "token_ids"
+        ]
         text = server.http.post("/detokenize", json={"tokens": choice["token_ids"]}).json()
         shown = choice["text"] if "text" in choice else choice["message"]["content"]
         assert text["prompt"].startswith(shown)
@@ -62,8 +64,10 @@ def test_ids_are_reported_whole_and_in_pieces(server: LiveServer, path: str) -> 
     ids = prompt_ids(server, path)
     whole = [body] if is_chat else body["choices"]
     first = chunks if is_chat else [chunk["choices"][0] for chunk in chunks]
-    assert [one["prompt_token_ids"] for one in whole] == [ids] * len(whole)
-    assert [one["prompt_token_ids"] for one in first if "prompt_token_ids" in one] == [ids] * 2
+    assert [choice["prompt_token_ids"] for choice in whole] == [ids] * len(whole)
+    assert [choice["prompt_token_ids"] for choice in first if "prompt_token_ids" in choice] == [
+        ids
+    ] * 2
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -76,7 +80,7 @@ def test_prompts_are_scored_in_vllms_form(server: LiveServer, path: str) -> None
     for id_, score in zip(ids[1:], scores[1:], strict=True):
         assert str(id_) in score
         assert len(score) in {2, 3}
-        ranks = sorted(one["rank"] for one in score.values() if one["rank"] is not None)
+        ranks = sorted(token["rank"] for token in score.values() if token["rank"] is not None)
         assert ranks == [1, 2]
         best = max(score.values(), key=lambda one: one["logprob"])
         assert best["rank"] == 1
@@ -108,7 +112,7 @@ def test_scored_tokens_may_be_named_by_their_ids(server: LiveServer, path: str) 
     fields = scored | {"return_token_ids": True, "return_tokens_as_token_ids": True}
     [choice] = answer(server, path, **fields)["choices"]
     logprobs = choice["logprobs"]
-    names = [one["token"] for one in logprobs["content"]] if "content" in logprobs else []
+    names = [token["token"] for token in logprobs["content"]] if "content" in logprobs else []
     names = names or logprobs["tokens"]
     assert names == [f"token_id:{id_}" for id_ in choice["token_ids"]]
 
