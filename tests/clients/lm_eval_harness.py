@@ -20,7 +20,10 @@ from transformers import AutoTokenizer
 
 FILE = Path(os.environ["MODEL_FILE"])
 TASKS = Path(__file__).parent / "tasks"
-MOST_APART = 0.05  # log-likelihood a token, in nats; Qwen2.5-Coder-0.5B has 0.024 at most
+# Log-likelihood a token, in nats. Against float32 with the same prompts, Qwen2.5-Coder-0.5B has at
+# most 0.006 for whole texts and 0.015 for choices. With int16 keys and values, whose codes have 13
+# bits, it has 0.052 and 0.043; with activations of 8 bits as well, 0.09.
+MOST_APART = 0.05
 WITHIN_S = 1200
 
 folder = Path(tempfile.mkdtemp())

@@ -21,6 +21,7 @@ from twostroke.core.errors import (
     TwostrokeError,
     UsageError,
 )
+from twostroke.core.message_text import counted_noun
 from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
@@ -293,10 +294,8 @@ def test_steps_for_which_there_is_no_memory_become_smaller(
         assert refused == sorted(refused, reverse=True)
         assert all(2 * later <= num_rows for num_rows, later in itertools.pairwise(refused))
         events = [record.getMessage() for record in caplog.records]
-        limit = refused[-1] // 2
-        assert (
-            events[-1] == f"The GPU has no memory left. Steps compute at most {limit} tokens now."
-        )
+        tokens = counted_noun(refused[-1] // 2, "token")
+        assert events[-1] == f"The GPU has no memory left. Steps compute at most {tokens} now."
         assert len(events) == len(refused)
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 

@@ -72,7 +72,8 @@ class StepLimit:
         if num_rows == len(plan.slices):
             return False
         self.max_tokens = max(1, num_rows // 2)
-        _logger.warning("%s Steps compute at most %d tokens now.", error, self.max_tokens)
+        tokens = counted_noun(self.max_tokens, "token")
+        _logger.warning("%s Steps compute at most %s now.", error, tokens)
         return True
 
     def count_success(self) -> None:
@@ -83,7 +84,8 @@ class StepLimit:
         if self._num_successes >= self._wait_steps:
             self._num_successes = 0
             self.max_tokens = min(2 * self.max_tokens, self._budget)
-            _logger.info("Steps may compute %d tokens again.", self.max_tokens)
+            tokens = counted_noun(self.max_tokens, "token")
+            _logger.info("Steps may compute %s again.", tokens)
 
 
 def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResult:

@@ -10,6 +10,7 @@ import pytest
 from support.replicas import FakeReplica, Loop, live_router
 from support.servers import LiveServer, live_server, wait_for
 from twostroke.core.errors import UsageError
+from twostroke.core.message_text import counted_noun
 from twostroke.fleet.router.options import RouteOptions
 from twostroke.fleet.router.replica_registry import ReplicaRegistry, ReplicaState
 from twostroke.fleet.router.upstream import Address
@@ -108,7 +109,8 @@ def test_a_server_that_ignores_tenants_is_named_once(
                 wait_for(lambda: not fleet.replicas[open_.url].check_now.is_set())  # noqa: B023
             assert health["ready"] == len(urls)
             assert health["warning"] == state["warning"]
-            assert f"At 1 of {len(urls)} replicas tenants share cached prompts" in state["warning"]
+            replicas = counted_noun(len(urls), "replica")
+            assert f"At 1 of {replicas} tenants share cached prompts" in state["warning"]
             trusting = {replica["url"]: replica["trusts_router"] for replica in state["replicas"]}
             assert trusting == dict.fromkeys(urls, True) | {open_.url: False}
             [said] = [

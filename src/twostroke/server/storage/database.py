@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from twostroke.core.message_text import counted_noun
 from twostroke.server.storage.folder import Folder, FolderMarker, RecordsError, explain
 from twostroke.server.storage.row_digests import damaged_rows, use_row_digests
 from twostroke.server.storage.schema import migrate
@@ -196,8 +197,9 @@ class Records:
         unknown_ids = self.files.ids() - known_ids
         if is_doubtful and unknown_ids:
             names = ", ".join(sorted(unknown_ids)[:_MAX_LOGGED_ROWS])
-            reason = "%d files of %s are kept without a record, since records are damaged: %s."
-            _logger.error(reason, len(unknown_ids), self.files.path(""), names)
+            files = counted_noun(len(unknown_ids), "file is", "files are")
+            reason = "In %s, %s kept without a record, since records are damaged: %s."
+            _logger.error(reason, self.files.path(""), files, names)
             if has_lost_records:
                 _logger.error("Delete %s to have these files deleted.", self._lost_records.path)
             return
