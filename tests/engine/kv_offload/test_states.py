@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.engines import tiny_client
+from support.servers import wait_for
 from support.stored_pages import kind
 from support.stores import SECRET, missing, store
 from support.tiny import tiny_of
@@ -34,12 +36,32 @@ PROMPT = [3 + i * i % 200 for i in range(100)]  # 6 pages, and 4 tokens
 KEPT = Hints(keep_s=3600.0)
 
 
+class FaultyStates(DiskTier):
+    """A disk on which reading a snapshot fails, or waits until the `gate` opens."""
+
+    fails, hangs = False, False
+    num_states = 0
+    gate = threading.Event()
+
+    def fetch(self, name: bytes, page: memoryview) -> bool:
+        if len(page) == self._page_bytes:
+            return super().fetch(name, page)
+        if self.hangs:
+            self.gate.wait(60.0)
+        self.num_states += 1
+        return not self.fails and super().fetch(name, page)
+
+    def probe(self) -> float:
+        return 0.002
+
+
 @contextmanager
 def engine(
     folder: Path,
     url: str | None = None,
     max_bytes: int = 10**9,
     num_states: int = 12,
+    make_tier: type[DiskTier] = DiskTier,
     **changes: Any,
 ) -> Iterator[tuple[Client, OffloadManager]]:
     """Yield an engine of a model with recurrent layers, with pages on disk or in Redis."""
@@ -55,7 +77,7 @@ def engine(
             **changes,
         )
         tiers = [
-            DiskTier(folder / "pages", spec, max_bytes, "tiny")
+            make_tier(folder / "pages", spec, max_bytes, "tiny")
             if url is None
             else RedisTier(url, spec)
         ]
@@ -169,6 +191,44 @@ def test_a_damaged_snapshot_is_removed_and_computed(tmp_path: Path, damage: str)
     with engine(tmp_path) as (client, _):
         assert answer(client, PROMPT) == (tokens, 0)
         assert not path.exists()
+
+
+@pytest.mark.parametrize("fault", ["fails", "hangs"])
+def test_a_snapshot_that_cannot_be_read_costs_no_request(tmp_path: Path, fault: str) -> None:
+    tokens, _ = write(tmp_path)
+
+    class Faulty(FaultyStates):
+        gate = threading.Event()
+        fails, hangs = fault == "fails", fault == "hangs"
+
+    with engine(tmp_path, make_tier=Faulty) as (client, manager):
+        tier = manager._tiers[0].tier
+        assert isinstance(tier, Faulty)
+        assert answer(client, PROMPT) == (tokens, 0)
+        assert tier.num_states == (fault == "fails"), "it waited until the snapshot was read"
+        transfers = client.loop.pages.scheduler.prefix_cache.transfers
+        if fault == "hangs":
+            assert transfers.num_held_states == 1, "the slot may still be written"
+            assert answer(client, [*PROMPT, *PROMPT])[1] == 96, "it is in memory now"
+        tier.gate.set()
+        wait_for(lambda: transfers.num_held_states == 0)
+
+
+def test_the_time_to_read_a_snapshot_counts_when_loading_is_compared(tmp_path: Path) -> None:
+    tokens, _ = write(tmp_path)
+
+    with engine(tmp_path, make_tier=FaultyStates) as (client, manager):
+        (tier,) = manager._tiers
+        assert client.loop.pages.memory is not None
+        ratio = num_state_bytes(client) / client.loop.pages.memory.page_bytes
+        assert tier.state_s(manager._spec) == pytest.approx(0.002 * ratio), "as pages of its size"
+        tier.record_state_read(10.0)
+        assert answer(client, PROMPT) == (tokens, 0)
+        assert client.loop.snapshot().tiers[0].slow == 1
+        tier.record_state_read(0.01)
+        with client.loop.pages.lock:
+            client.loop.pages.scheduler._recurrent.pool.evict_all()
+        assert answer(client, PROMPT) == (tokens, 96)
 
 
 def test_other_specs_and_other_models_find_no_snapshot(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ _logger = logging.getLogger("twostroke.engine")
 
 _MIN_PREFILL_S: Final = 0.1  # of a prompt for which tiers are searched
 _MAX_LOSS_RATIO: Final = 0.04  # the part of the prefill time that a failed fetch may lose
+_MAX_DELAY_RATIO: Final = 4.0  # of the expected time to load a snapshot and its pages
 _MIN_SLACK_S: Final = 0.05  # threads may have to wait as long; at most 1/20 of the prefill time
 _NUM_FETCH_THREADS: Final = 4
 _WINDOW_PAGES: Final = 4  # pages fetched or written together; the first page comes alone
@@ -57,7 +58,8 @@ class OffloadManager:
 
     In models with recurrent layers, a snapshot of the recurrent states is stored with its page. A
     request loads the snapshot after its longest stored prefix, and the pages before it. Since pages
-    alone save nothing then, the wait may last as long as loading is expected to take at most.
+    alone save nothing then, the wait may last four times as long as loading is expected to take,
+    and at most half as long as computing, once the first page has arrived.
     """
 
     def __init__(
@@ -263,8 +265,9 @@ class OffloadManager:
         if self._pages.state_memory is None:
             saved_s = self._fetch_pages(transfer, missing, sources, began_s + slack_s)
         else:
-            transfer.expires_at_s = began_s + max_expected_s + slack_s
-            saved_s = prefill_s if self._fetch_all(transfer, missing, sources) else 0.0
+            allowed_s = min(_MAX_DELAY_RATIO * expected_s or max_expected_s, max_expected_s)
+            has_all = self._fetch_all(transfer, missing, sources, allowed_s + slack_s)
+            saved_s = prefill_s if has_all else 0.0
         took_s = time.monotonic() - began_s
         for tier in tiers:
             tier.add(saved_s=(saved_s - took_s) / len(tiers), slow=int(transfer.is_dropped))
@@ -292,15 +295,19 @@ class OffloadManager:
                 break
         return saved_s
 
-    def _fetch_all(self, transfer: Transfer, missing: list[PageKey], sources: _Sources) -> bool:
+    def _fetch_all(
+        self, transfer: Transfer, missing: list[PageKey], sources: _Sources, within_s: float
+    ) -> bool:
         """Load missing KV pages and the snapshot after them; return whether all have arrived.
 
-        The first page comes first, because it shows whether the tier works.
+        The first page comes first, because it shows whether the tier works. After it, the transfer
+        expires `within_s` seconds later.
         """
         windows = _windows(missing)
         for window in windows[:1]:
             if self._fetch_window(transfer, window, sources) < len(window):
                 return False
+        transfer.expires_at_s = time.monotonic() + within_s
         if transfer.missing_state is not None and not self._fetch_state(transfer, sources):
             return False
         for window in windows[1:]:
