@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.configs import write_config
+from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.errors import ModelFormatError, UsageError
 from twostroke.lab.planner import (
     Device,
@@ -46,6 +47,18 @@ def test_bytes_of_keys_and_values(model):
     assert eight == pytest.approx(2.684e9, rel=1e-3)
     # 16 devices, 8 heads: two devices hold each head.
     assert kv_bytes(model("8B"), Question(count=16), 1) == 2 * 131_072
+
+
+def test_requests_take_the_bytes_of_their_recurrent_states(tmp_path):
+    large = Tiny(family="qwen3.5", num_layers=8, context_length=4096)
+    hybrid = load_planned_model(str(write_tiny_gguf(tmp_path / "hybrid.gguf", large)))
+    state_bytes = hybrid.program.state_bytes
+    assert state_bytes > 50_000
+    question = Question(prompt=1000, output=24)
+    memory = Planner(hybrid, find_device("H100-SXM"), question).memory()
+    assert memory.kv_per_request == kv_bytes(hybrid, question, 1024) + 2 * state_bytes
+    free = memory.usable - memory.weights
+    assert memory.most_streams == int(free // memory.kv_per_request)
 
 
 def test_a_stream_reads_all_weights_once_for_each_token(model):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.message_text import counted_noun
 from twostroke.lab.planner.question import MEMORY_SHARE
-from twostroke.lab.planner.roofline import kv_copies
+from twostroke.lab.planner.roofline import STATE_COPIES, kv_copies
 from twostroke.model.program.kv_layout import FORMATS
 
 if TYPE_CHECKING:
@@ -60,9 +60,11 @@ def _memory_formulas(planner: Planner, memory: MemoryPlan) -> Iterator[str]:
         "KV of a token = sum over layers of rows x heads x dimension x bytes "
         f"({question.kv_format}) = {' + '.join(terms)} = {memory.kv_per_token:,.0f} bytes"
     )
+    state_bytes = model.program.state_bytes
+    states = f", + {STATE_COPIES} x {state_bytes:,} bytes of states" if state_bytes else ""
     yield (
         f"KV of a request = KV of a token x ({question.prompt} + {question.output}) tokens, "
-        f"within windows = {memory.kv_per_request / 1e9:.4g} GB"
+        f"within windows{states} = {memory.kv_per_request / 1e9:.4g} GB"
     )
     if memory.usable is not None:
         yield (

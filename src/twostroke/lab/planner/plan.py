@@ -17,7 +17,7 @@ from twostroke.lab.planner.prices import usd_per_million_tokens
 from twostroke.lab.planner.question import DEFAULT_MAX_STREAMS, MAX_DEVICES, context_shortfall
 from twostroke.lab.planner.queueing import loads, user_load
 from twostroke.lab.planner.reference_calibration import REFERENCE, ReferenceCalibration
-from twostroke.lab.planner.roofline import kv_bytes
+from twostroke.lab.planner.roofline import request_bytes
 from twostroke.lab.planner.variants import variants
 from twostroke.model.program.batch import BatchShape
 
@@ -328,7 +328,7 @@ def _fitting_changes(planner: Planner, memory: MemoryPlan) -> str:
             break
 
     def fits(num_tokens: int) -> bool:
-        return model.all_bytes + kv_bytes(model, question, num_tokens) <= usable
+        return model.all_bytes + request_bytes(model, question, num_tokens) <= usable
 
     if num_tokens := largest_where(fits, question.prompt + question.output):
         changes.append(

@@ -13,7 +13,14 @@ from twostroke.core.frozen import Frozen
 from twostroke.lab.planner.chunks import chunks, num_chunks, sum_of_steps
 from twostroke.lab.planner.prices import usd_per_million_tokens
 from twostroke.lab.planner.question import MAX_DEVICES, MEMORY_SHARE
-from twostroke.lab.planner.roofline import Roofline, is_attention, kv_bytes, kv_layer_bytes
+from twostroke.lab.planner.roofline import (
+    STATE_COPIES,
+    Roofline,
+    is_attention,
+    kv_bytes,
+    kv_layer_bytes,
+    request_bytes,
+)
 from twostroke.model.program.batch import BatchShape
 from twostroke.model.program.kv_layout import FORMATS
 
@@ -41,7 +48,7 @@ class MemoryPlan(Frozen):
         usable: memory for weights and requests; None if the device's memory is unknown.
         weights: size of the weights.
         kv_per_token: keys and values of the first token of a request.
-        kv_per_request: keys and values of one whole request.
+        kv_per_request: keys, values and recurrent states of one whole request.
         most_streams: number of whole requests that fit at the same time.
         most_tokens: tokens of the longest request that fits alone, at most the model's context.
         devices_needed: devices with which one request fits; None if no number is enough.
@@ -146,19 +153,19 @@ class Planner:
         """Return the memory that the model takes, and how many requests fit into the rest."""
         question, usable = self.question, None
         num_tokens = question.prompt + question.output
-        request_bytes = kv_bytes(self.model, question, num_tokens)
+        bytes_per_request = request_bytes(self.model, question, num_tokens)
         max_streams = max_context = devices_needed = None
         if self.device.memory_bytes is not None:
             usable = self.device.memory_bytes * question.count * MEMORY_SHARE
             free = usable - self.model.all_bytes
-            max_streams = max(0, int(free // request_bytes))
+            max_streams = max(0, int(free // bytes_per_request))
             max_context = fitting_context(self.model, question, free)
             devices_needed = self._devices_needed(num_tokens)
         return MemoryPlan(
             usable=usable,
             weights=self.model.all_bytes,
             kv_per_token=kv_bytes(self.model, question, 1),
-            kv_per_request=request_bytes,
+            kv_per_request=bytes_per_request,
             most_streams=max_streams,
             most_tokens=max_context,
             devices_needed=devices_needed,
@@ -168,9 +175,10 @@ class Planner:
         usable = (self.device.memory_bytes or 0) * MEMORY_SHARE
         layers, weights = Counter(self.model.program.cache_layers), self.model.all_bytes
         stored = FORMATS[self.question.kv_format]
+        state_bytes = STATE_COPIES * self.model.program.state_bytes
         for count in range(1, MAX_DEVICES + 1):
             request = kv_layer_bytes(layers, stored, count, num_tokens)
-            if weights + request <= count * usable:
+            if weights + request + state_bytes <= count * usable:
                 return count
         return None
 
@@ -328,12 +336,15 @@ class Planner:
 
 
 def fitting_context(model: PlannedModel, question: Question, num_bytes: float) -> int:
-    """Return the tokens of the longest request whose keys and values take at most `num_bytes`.
+    """Return the tokens of the longest request that takes at most `num_bytes`.
 
-    The result is the model's context or a multiple of 256 tokens.
+    A request takes the bytes of its keys, values and recurrent states. The result is the model's
+    context or a multiple of 256 tokens.
     """
     limit = model.program.context_length
-    num_tokens = largest_where(lambda count: kv_bytes(model, question, count) <= num_bytes, limit)
+    num_tokens = largest_where(
+        lambda count: request_bytes(model, question, count) <= num_bytes, limit
+    )
     return (
         num_tokens if num_tokens == limit else num_tokens // _CONTEXT_MULTIPLE * _CONTEXT_MULTIPLE
     )

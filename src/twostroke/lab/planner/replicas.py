@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from twostroke.core.frozen import Frozen
 from twostroke.lab.planner.planner import max_within_limit
 from twostroke.lab.planner.question import DEFAULT_MAX_STREAMS, context_shortfall
-from twostroke.lab.planner.roofline import kv_bytes
+from twostroke.lab.planner.roofline import request_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -210,9 +210,10 @@ class Replicas:
         return self._planner.on_devices(group.device, group.count)
 
     def _bytes_per_request(self, count: int) -> float:
-        """Return the bytes of a request's keys and values on `count` devices together."""
+        """Return the bytes of a request's KV cache and states, on `count` devices together."""
         if count not in self._request_bytes:
             question = replace(self._planner.question, count=count)
             num_tokens = question.prompt + question.output
-            self._request_bytes[count] = kv_bytes(self._planner.model, question, num_tokens)
+            model = self._planner.model
+            self._request_bytes[count] = request_bytes(model, question, num_tokens)
         return self._request_bytes[count]

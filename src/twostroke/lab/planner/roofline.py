@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     # Label, terms of the work, KV heads. Operations with equal keys are counted together.
     _OpKind: TypeAlias = tuple[str, tuple[tuple[Count, Cost], ...], int | None]
 
+STATE_COPIES: Final = 2  # of a request's recurrent states
 _EXCHANGED_VALUE_BYTES: Final = 2  # size of a value that devices exchange
 
 
@@ -341,6 +342,14 @@ def kv_bytes(model: PlannedModel, question: Question, num_tokens: int) -> float:
     """
     layers = Counter(model.program.cache_layers)
     return kv_layer_bytes(layers, FORMATS[question.kv_format], question.count, num_tokens)
+
+
+def request_bytes(model: PlannedModel, question: Question, num_tokens: int) -> float:
+    """Return the bytes of one request's keys and values and recurrent states, over all devices.
+
+    The engine keeps two copies of the states: a step reads one and writes the other.
+    """
+    return kv_bytes(model, question, num_tokens) + STATE_COPIES * model.program.state_bytes
 
 
 def kv_layer_bytes(

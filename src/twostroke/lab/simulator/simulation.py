@@ -21,7 +21,7 @@ from twostroke.lab.measure.requests import Objectives, RunReport, make_report
 from twostroke.lab.planner.planner import fitting_context
 from twostroke.lab.planner.prices import usd_per_million_tokens
 from twostroke.lab.planner.question import MEMORY_SHARE, Question
-from twostroke.lab.planner.roofline import Roofline, kv_bytes
+from twostroke.lab.planner.roofline import Roofline, kv_bytes, request_bytes
 from twostroke.lab.simulator.disaggregation import PrefillSettings
 from twostroke.lab.simulator.fleet import START_S, SimulatedFleet
 from twostroke.lab.simulator.proposer import SimulatedProposer, make_speculator
@@ -164,7 +164,7 @@ class SimulationSetup(Frozen):
             raise MemoryLimitError(
                 "One request of the whole context, "
                 f"{counted_noun(context_length, 'token', form=',')}, takes "
-                f"{kv_bytes(self.model, self.question, context_length) / 1e9:,.1f} GB, and "
+                f"{request_bytes(self.model, self.question, context_length) / 1e9:,.1f} GB, and "
                 f"{self.question.count} x {self.device.name} has {free / 1e9:,.1f} GB for keys and "
                 f"values: use --context-length {max_context}, or more devices for each replica."
             )
