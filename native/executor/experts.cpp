@@ -53,11 +53,21 @@ class Mixture {
   }
 
  private:
+  const ExpertRecord& record(int32_t expert) const {
+    return worker_.plan.experts[static_cast<size_t>(op_.first_expert + expert - op_.own_expert)];
+  }
+
   const PackedWeight& weight(int32_t expert, Part part) const {
-    const ExpertRecord& record =
-        worker_.plan.experts[static_cast<size_t>(op_.first_expert + expert - op_.own_expert)];
-    const int32_t index = part == kGate ? record.gate : part == kUp ? record.up : record.down;
+    const ExpertRecord& own = record(expert);
+    const int32_t index = part == kGate ? own.gate : part == kUp ? own.up : own.down;
     return worker_.plan.weights[static_cast<size_t>(index)];
+  }
+
+  /// The bias of an expert's matrix, or null.
+  const float* bias(int32_t expert, Part part) const {
+    const ExpertRecord& own = record(expert);
+    const int32_t index = part == kGate ? own.gate_bias : part == kUp ? own.up_bias : own.down_bias;
+    return index == kNone ? nullptr : worker_.vector(index);
   }
 
   /// Finds `chosen_` and `shares_` of all rows.
@@ -172,7 +182,9 @@ class Mixture {
     const auto body = [&](const ExpertPanel& panel, int64_t begin, int64_t end) {
       float* out = worker_.plan.mixed.floats() + (panel.group->begin + panel.begin) * ffn_width_;
       multiply_gated(worker_, op_.activation, factor(panel, kGate, 0, op_.width),
-                     factor(panel, kUp, 1, op_.width), begin, end, out, ffn_width_);
+                     factor(panel, kUp, 1, op_.width),
+                     {bias(panel.group->expert, kGate), bias(panel.group->expert, kUp)}, begin, end,
+                     out, ffn_width_);
     };
     const auto num_panels = static_cast<int64_t>(groups_.panels.size());
     if (num_panels == 0) return;
@@ -225,6 +237,7 @@ class Mixture {
       float* out = products + (panel.group->begin + panel.begin) * width;
       const Factor down = factor(panel, kDown, 0, ffn_width_);
       multiply(down, slot_begin, slot_end, out - first, width, false);
+      add_bias(bias(panel.group->expert, kDown), first, panel.count, width, out);
     }
     const int32_t target = op_.outputs[0].buffer;
     for (int64_t row = 0; row < num_rows_; ++row) {

@@ -61,7 +61,8 @@ struct Attended {
             shape.window,
             op.scale,
             op.soft_cap,
-            begin >= worker.step.record.num_generated && op.precision != Precision::Precise};
+            begin >= worker.step.record.num_generated && op.precision != Precision::Precise,
+            op.norm == kNone ? nullptr : worker.vector(op.norm) + head};
   }
 
   PieceShares shares(const PieceSpan& span, uint8_t* tile, int64_t row, int64_t head) const {

@@ -277,8 +277,16 @@ void multiply(const Factor& factor, int64_t group_begin, int64_t group_end, floa
            out, stride, accumulate);
 }
 
+void add_bias(const float* bias, int64_t first, int64_t num_rows, int64_t width, float* products) {
+  if (bias == nullptr) return;
+  for (int64_t i = 0; i < num_rows; ++i) {
+    add_rows(products + i * width, bias + first, width, products + i * width);
+  }
+}
+
 void multiply_gated(Worker& worker, Activation activation, const Factor& gate, const Factor& up,
-                    int64_t group_begin, int64_t group_end, float* out, int64_t stride) {
+                    const GatedBiases& biases, int64_t group_begin, int64_t group_end, float* out,
+                    int64_t stride) {
   const int64_t num_rows = gate.num_rows;
   const int64_t most = kGatedFloats / (num_rows * kGroupSize);
   const int64_t step = std::max<int64_t>(1, most / kGroupsTogether * kGroupsTogether);
@@ -291,6 +299,8 @@ void multiply_gated(Worker& worker, Activation activation, const Factor& gate, c
     float* ups = gates + floats;
     multiply(gate, begin, end, gates - first, width, false);
     multiply(up, begin, end, ups - first, width, false);
+    add_bias(biases.gate, first, num_rows, width, gates);
+    add_bias(biases.up, first, num_rows, width, ups);
     for (int64_t i = 0; i < num_rows; ++i) {
       gate_activation(activation, gates + i * width, ups + i * width, width,
                       out + i * stride + first);
@@ -356,8 +366,8 @@ void run_gated(Worker& worker, size_t index) {
     const int64_t row = input.runs[panel.run].begin + panel.begin;
     const int64_t stride = worker.stride(output.buffer);
     multiply_gated(worker, input.op.activation, factor(worker, input, prepared, panel, 0),
-                   factor(worker, input, prepared, panel, 1), slot_begin, slot_end,
-                   worker.buffer(output.buffer) + row * stride, stride);
+                   factor(worker, input, prepared, panel, 1), {nullptr, nullptr}, slot_begin,
+                   slot_end, worker.buffer(output.buffer) + row * stride, stride);
   };
   share_products(worker, input, input.facts.first_slot[1], body);
   worker.finish();

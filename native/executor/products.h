@@ -38,9 +38,20 @@ void multiply(const Factor& factor, int64_t group_begin, int64_t group_end, floa
 /// Bytes of a thread's `gated` memory that the next function needs.
 constexpr int64_t kGatedBytes = 256 << 10;
 
+/// Biases of outputs, or null.
+struct GatedBiases {
+  const float* gate;
+  const float* up;
+};
+
 /// The same of two factors at once, of up to `panel_rows` rows: activation(gate) * up.
 void multiply_gated(Worker& worker, Activation activation, const Factor& gate, const Factor& up,
-                    int64_t group_begin, int64_t group_end, float* out, int64_t stride);
+                    const GatedBiases& biases, int64_t group_begin, int64_t group_end, float* out,
+                    int64_t stride);
+
+/// Adds a bias to rows of products, each `width` values: the outputs from `first` on. Null:
+/// nothing.
+void add_bias(const float* bias, int64_t first, int64_t num_rows, int64_t width, float* products);
 
 constexpr int64_t kFewestPanelRows = 32;
 

@@ -82,7 +82,8 @@ struct OpRecord {
   int32_t z;
   int32_t width;  // of x
   int32_t norm;   // index into vectors, or kNone; Route: bias of the choice; Scale: a factor;
-                  // Convolution: its taps (kernel, width); DeltaRule: rates of the decays
+                  // Convolution: its taps (kernel, width); DeltaRule: rates of the decays;
+                  // Attention, Pieces: sinks, of this rank's query heads or of the whole
   float epsilon;
   int32_t num_groups;  // of a norm; DeltaRule: key heads
   int32_t accumulate;  // Linear, Experts: results are added to what the buffers hold
@@ -133,11 +134,14 @@ inline int64_t window_of(const OpRecord& attention) {
   return attention.window == 0 ? kNoWindow : attention.window;
 }
 
-/// One expert's matrices: indices into weights.
+/// One expert's matrices: indices into weights; and their biases: indices into vectors, or kNone.
 struct ExpertRecord {
   int32_t gate;
   int32_t up;
   int32_t down;
+  int32_t gate_bias;
+  int32_t up_bias;
+  int32_t down_bias;
 };
 
 struct RopeRecord {

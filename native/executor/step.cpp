@@ -145,7 +145,8 @@ void run_attention(Worker& worker, size_t index) {
         window_of(op),
         op.scale,
         op.soft_cap,
-        row >= worker.step.record.num_generated && op.precision != Precision::Precise};
+        row >= worker.step.record.num_generated && op.precision != Precision::Precise,
+        op.norm == kNone ? nullptr : worker.vector(op.norm) + first};
     if (task.split == kNone) {
       attend(rows, pages, worker.memory.attention);
       return;

@@ -7,6 +7,8 @@
 namespace ts {
 
 constexpr float kLog2E = 1.44269504088896341F;
+constexpr float kSwigluAlpha = 1.702F;
+constexpr float kSwigluLimit = 7.0F;
 
 // SiLU and GELU are x / (1 + 2^t), the sigmoid is 1 / (1 + 2^t).
 
@@ -34,8 +36,20 @@ inline Lanes activate(Activation activation, Lanes x) {
       return divide(x, add(one, exp2(gelu_exponent(x))));
     case Activation::Sigmoid:
       return sigmoid(x);
+    case Activation::SwigluOai: {
+      const Lanes clamped = smaller(broadcast(kSwigluLimit), x);
+      const Lanes exponent = multiply(clamped, broadcast(-kSwigluAlpha * kLog2E));
+      return divide(clamped, add(one, exp2(exponent)));
+    }
   }
   return x;
+}
+
+/// What the activated gate is multiplied with.
+inline Lanes gated_by(Activation activation, Lanes up) {
+  if (activation != Activation::SwigluOai) return up;
+  const Lanes clamped = larger(broadcast(-kSwigluLimit), smaller(broadcast(kSwigluLimit), up));
+  return add(clamped, broadcast(1.0F));
 }
 
 }  // namespace ts

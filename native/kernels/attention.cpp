@@ -167,13 +167,17 @@ void for_queries(const AttentionRows& rows, int64_t head_dim, const Merged& merg
   }
 }
 
-/// Begins with nothing, or with what earlier calls have merged.
+/// Begins with nothing but the sinks, or with what earlier calls have merged.
 void start_merging(const AttentionRows& rows, int64_t head_dim, const Pieces& pieces,
                    AttentionScratch& scratch, const Merged& merged) {
   if (pieces.begin <= rows.piece_begin()) {
     std::fill_n(scratch.out.data(), rows.num_queries() * head_dim, 0.0F);
     std::fill_n(scratch.peak.data(), rows.num_queries(), kMinusInfinity);
     std::fill_n(scratch.sum.data(), rows.num_queries(), 0.0F);
+    for (int64_t i = 0; rows.sinks != nullptr && i < rows.num_queries(); ++i) {
+      scratch.peak.data()[i] = rows.sinks[i % rows.group] * kLog2E;
+      scratch.sum.data()[i] = 1.0F;
+    }
     return;
   }
   for_queries(rows, head_dim, merged, [&](int64_t query, const float* out, int64_t place) {

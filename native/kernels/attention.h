@@ -52,8 +52,9 @@ struct AttentionRows {
   int64_t head;   // key-value head
   int64_t window;
   float scale;
-  float soft_cap;  // scores s become soft_cap * tanh(s / soft_cap); 0: they stay
-  bool is_prompt;  // int16 keys and values then meet them in bfloat16, on AMX
+  float soft_cap;      // scores s become soft_cap * tanh(s / soft_cap); 0: they stay
+  bool is_prompt;      // int16 keys and values then meet them in bfloat16, on AMX
+  const float* sinks;  // of the query heads: a score whose value is zero; null: none
 
   int64_t num_queries() const { return num_rows * group; }
   int64_t piece_begin() const { return first_piece(position, window); }

@@ -110,6 +110,7 @@ struct TsAttention {
   float soft_cap;  // 0: none
   const float* balance;
   int64_t is_prompt;
+  const float* sinks;  // (kv_heads * group), or null
 };
 
 namespace {
@@ -142,9 +143,20 @@ TS_EXPORT void ts_kernel_attention(const TsAttention* a, const float* q, float* 
   std::vector<float> memory;
   for (int64_t head = 0; head < a->num_kv_heads; ++head) {
     const int64_t first = head * a->group * a->head_dim;
-    const ts::AttentionRows rows{q + first,   stride,        out + first,      stride, a->num_rows,
-                                 a->position, a->page_table, a->group,         head,   window,
-                                 a->scale,    a->soft_cap,   a->is_prompt != 0};
+    const ts::AttentionRows rows{q + first,
+                                 stride,
+                                 out + first,
+                                 stride,
+                                 a->num_rows,
+                                 a->position,
+                                 a->page_table,
+                                 a->group,
+                                 head,
+                                 window,
+                                 a->scale,
+                                 a->soft_cap,
+                                 a->is_prompt != 0,
+                                 a->sinks == nullptr ? nullptr : a->sinks + head * a->group};
     if (a->split == 0) {
       ts::attend(rows, pages, scratch);
       continue;

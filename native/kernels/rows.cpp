@@ -59,7 +59,8 @@ void gate_activation(Activation activation, const float* gate, const float* up, 
                      float* out) {
   for_lanes(width, [&](int64_t i, int count) {
     const Lanes activated = activate(activation, load_some(gate + i, count));
-    store_some(out + i, multiply(activated, load_some(up + i, count)), count);
+    const Lanes factors = gated_by(activation, load_some(up + i, count));
+    store_some(out + i, multiply(activated, factors), count);
   });
 }
 

@@ -29,6 +29,7 @@ class AttentionArguments(ctypes.Structure):
         ("soft_cap", c_float),
         ("balance", c_void_p),
         ("is_prompt", c_int64),
+        ("sinks", c_void_p),
     )
 
 
@@ -94,6 +95,7 @@ class Context:
 
     def __init__(self, library, rng, page_size, kv_heads, group, head_dim, length, fmt="f16"):
         self.library, self.length, self.group = library, length, group
+        self.sinks = None
         self.fmt = fmt if "amx" in library._name else fmt.removesuffix(" prompt")
         shape = (length, kv_heads, head_dim)
         self.keys, self.values = floats(rng.normal(size=shape)), floats(rng.normal(size=shape))
@@ -105,7 +107,7 @@ class Context:
         self.pages = np.full(4 * num_pages * page_size * kv_heads * head_bytes, 0xFF, np.uint8)
         self.arguments = AttentionArguments(
             self.pages.ctypes.data, self.table.ctypes.data, page_size, kv_heads, head_dim, group,
-            0, length, 0, 0, FORMATS.index(stored), head_dim**-0.5, 0, None, fmt == PROMPT,
+            0, length, 0, 0, FORMATS.index(stored), head_dim**-0.5, 0, None, fmt == PROMPT, None,
         )  # fmt: skip
         self.store()
 
@@ -118,6 +120,12 @@ class Context:
     def see(self, window=None, soft_cap=None):
         """Let the rows see so many keys, their scores capped."""
         self.arguments.window, self.arguments.soft_cap = window or 0, soft_cap or 0
+        return self
+
+    def sink(self, sinks):
+        """Give each query head a score whose value is zero."""
+        self.sinks = floats(sinks)
+        self.arguments.sinks = self.sinks.ctypes.data
         return self
 
     def attend(self, q, position, split=0):
@@ -158,8 +166,10 @@ class Context:
                 scores = k[seen, head // self.group] @ q[row, head] * q.shape[2] ** -0.5
                 if cap:
                     scores = cap * np.tanh(scores / cap)
-                shares = np.exp(scores - scores.max())
-                out[row, head] = shares / shares.sum() @ v[seen, head // self.group]
+                sink = -np.inf if self.sinks is None else self.sinks[head]
+                shares = np.exp(scores - max(scores.max(), sink))
+                total = shares.sum() + np.exp(sink - max(scores.max(), sink))
+                out[row, head] = shares / total @ v[seen, head // self.group]
         return out
 
 
@@ -208,17 +218,39 @@ def test_windows_and_caps_match_their_formulas(library, rng):
                     )
 
 
+def test_sinks_take_their_part_of_the_softmax_once(library, rng):
+    for window, soft_cap, group, fmt in [
+        (None, None, 8, "f16"),
+        (128, None, 8, "int16"),
+        (70, 5.0, 3, "int8"),
+        (1, None, 1, "bf16"),
+        (None, None, 5, PROMPT),
+    ]:
+        context = Context(library, rng, 16, 2, group, 64, 300, fmt).see(window, soft_cap)
+        sinks = rng.normal(size=2 * group) * 4
+        sinks[:2] = -1000, 100  # no part of the softmax, and nearly all of it
+        context.sink(sinks)
+        for position, num_rows in ((0, 1), (0, 70), (63, 2), (210, 90), (299, 1)):
+            q = floats(rng.normal(size=(num_rows, 2 * group, 64)) * 3)
+            for split in (0, 1, 3):
+                out = context.attend(q, position, split)
+                np.testing.assert_allclose(out, context.expected(q, position), **within(context))
+
+
 def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(library, rng):
-    for window, soft_cap in [
-        (None, None),
-        (1, None),
-        (40, 3.0),
-        (64, None),
-        (100, 30.0),
-        (200, None),
+    for window, soft_cap, has_sinks in [
+        (None, None, False),
+        (None, None, True),
+        (1, None, False),
+        (40, 3.0, False),
+        (64, None, True),
+        (100, 30.0, False),
+        (200, None, False),
     ]:
         for fmt in (*FORMATS, PROMPT):
             context = Context(library, rng, 16, 2, 3, 64, 400, fmt).see(window, soft_cap)
+            if has_sinks:
+                context.sink(rng.normal(size=6) * 4)
             q = floats(rng.normal(size=(400, 6, 64)) * 3)
             whole = context.attend(q, 0)
             for row in (0, 15, 16, 63, 64, 65, 127, 128, 200, 399):

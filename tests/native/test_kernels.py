@@ -82,6 +82,23 @@ def test_gated_activation_matches_its_formula(library, rng):
             np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-7)
 
 
+def test_the_clamped_activation_of_gpt_oss_matches_its_formula(library, rng):
+    for width in [1, 16, 50, 1536]:
+        gate, up = floats(rng.normal(size=width) * 6), floats(rng.normal(size=width) * 6)
+        out = np.empty_like(gate)
+        library.ts_kernel_gate(c_int32(3), address(gate), address(up), c_int64(width), address(out))
+        clamped = np.minimum(gate.astype(np.float64), 7)
+        expected = clamped * sigmoid(1.702 * clamped) * (np.clip(up.astype(np.float64), -7, 7) + 1)
+        np.testing.assert_allclose(out, expected, rtol=3e-6, atol=1e-6)
+    gate = floats([np.nan, 0, np.inf, -1e30, *np.ones(12)])
+    up = floats([1, np.nan, np.inf, -np.inf, *np.full(12, -np.inf)])
+    out = np.empty_like(gate)
+    library.ts_kernel_gate(c_int32(3), address(gate), address(up), c_int64(16), address(out))
+    assert np.isnan(out[:2]).all()
+    np.testing.assert_allclose(out[2], 56 / (1 + np.exp(-1.702 * 7)), rtol=1e-6)
+    assert np.isfinite(out[3:]).all()
+
+
 def test_gated_activation_of_extreme_inputs(library):
     for activation in [0, 1]:
         gate = floats([0, -0.0, 1e30, -1e30, 3e38, -1e5, np.inf, np.nan, *np.full(8, 1e-30)])

@@ -41,6 +41,13 @@ VARIANTS = {
     "soft caps": {"attention_soft_cap": 5.0, "logit_soft_cap": 3.0},
     "window and soft cap": {"window": WindowSpec(9, (True, True)), "attention_soft_cap": 5.0},
     "gelu": {"activation": Activation.GELU_TANH, "norm_offset": 1.0},
+    "sinks": {"has_sinks": True, "window": WindowSpec(20, (True, False))},
+    "sinks and soft cap": {"has_sinks": True, "attention_soft_cap": 5.0},
+    "clamped activation": {"activation": Activation.SWIGLU_OAI},
+    "experts with biases": {
+        "experts": ExpertSpec(6, 2, 48, normalize=True, has_biases=True),
+        "activation": Activation.SWIGLU_OAI,
+    },
     "experts": {"experts": ExpertSpec(6, 2, 48, normalize=True)},
     "experts with shares as they are": {"experts": ExpertSpec(5, 3, 48, normalize=False)},
 }

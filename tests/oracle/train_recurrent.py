@@ -1,10 +1,13 @@
-"""Trains a small Qwen 3.5 on text, and compares its logits with transformers' at 4,096 tokens.
+"""Trains a small model on text, and compares its logits with transformers' at 4,096 tokens.
 
-PYTHONPATH=src:tests .venv-oracle/bin/python tests/oracle/train_recurrent.py [--minutes 3]
+PYTHONPATH=src:tests .venv-oracle/bin/python tests/oracle/train_recurrent.py
+    [--family qwen3.5 or gpt-oss] [--minutes 3]
 
 Random weights hide errors of recurrent layers: their decays forget all but a few tokens. Training
-gives decays, gates and strengths the values of a model that remembers. The model is read twice, as
-the folder that transformers writes and as a GGUF file, and must agree with transformers in float32.
+gives decays, gates and strengths the values of a model that remembers, and attention sinks a share
+of the softmax (gpt-oss). The model is read twice, as the folder that transformers writes and as a
+GGUF file. The reference backend must agree with transformers in float32, and the cpu backend nearly
+so. Experts in MXFP4, as published, are compared on both backends.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from support.cpu import cpu_backend
 from support.gguf_writer import write_gguf
 from support.tiny import SPECIAL_TOKENS, Tiny, tiny_config, tiny_metadata, tiny_of, tokenizer_json
 from support.tiny_weights import gguf_weights
 from support.transformers_models import logits
+from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.lab.measure.divergence import compare
 from twostroke.model.families import build_program
@@ -41,22 +46,29 @@ ROOT = Path(__file__).parents[2]
 HELD_OUT = ROOT / "ARCHITECTURE.md"
 NUM_TOKENS = 4096  # that are compared
 MAX_MEAN_KL = 1e-6
+MAX_CPU_KL = 1e-3
 TRAINED_TOKENS = 512  # of a sequence
 BATCH = 4
 LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 20
-DECAYS = ("A_log", "dt_bias")
+# Sizes of each family's model, and the ends of the names of weights that training must move.
+SIZES = {
+    "qwen3.5": {"hidden_size": 128, "ffn_size": 384, "context_length": 8192},
+    "gpt-oss": {"hidden_size": 128, "ffn_size": 128, "context_length": 8192},
+}
+WATCHED = ("A_log", "dt_bias", "sinks")
 
 
 def main() -> int:
     """Train, compare, and print the figures; return 1 if the difference is too large."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--family", choices=SIZES, default="qwen3.5")
     parser.add_argument("--minutes", type=float, default=3.0, help="of training")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    tiny = tiny_of("qwen3.5", hidden_size=128, ffn_size=384, context_length=8192)
+    tiny = tiny_of(options.family, **SIZES[options.family])
     config = AutoConfig.for_model(**tiny_config(tiny), attn_implementation="eager")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     num_weights = sum(weight.numel() for weight in model.parameters())
@@ -70,19 +82,39 @@ def main() -> int:
         for form, loaded in read_back(model, tiny, Path(place)):
             program = build_program(loaded.spec)
             backend = ReferenceBackend(program, loaded.tensors, num_pages=1, page_size=16)
-            result = compare([(theirs, backend.score(tokens), tokens)])
-            is_wrong |= not result.mean_kl <= MAX_MEAN_KL
-            print(
-                f"{form}: mean KL {result.mean_kl:.2e} at {len(tokens)} tokens, "
-                f"same top token {result.top1_agreement:.2%}"
-            )
+            expected = theirs
+            if "MXFP4" in form:  # transformers would not read the GGUF file
+                expected = backend.score(tokens)
+            else:
+                is_wrong |= differs(f"{form}, reference", theirs, backend.score(tokens), tokens)
+            level = choose_level(None).level
+            with cpu_backend((program, loaded.tensors), level, 1, num_states=2) as native:
+                ours = native.score(tokens)
+            is_wrong |= differs(f"{form}, cpu", expected, ours, tokens, MAX_CPU_KL)
     return int(is_wrong)
+
+
+def differs(
+    form: str,
+    theirs: np.ndarray,
+    ours: np.ndarray,
+    tokens: list[int],
+    max_mean_kl: float = MAX_MEAN_KL,
+) -> bool:
+    """Print how far two models' logits are apart; return whether it is too far."""
+    result = compare([(theirs, ours, tokens)])
+    print(
+        f"{form}: mean KL {result.mean_kl:.2e} at {len(tokens)} tokens, "
+        f"same top token {result.top1_agreement:.2%}",
+        flush=True,
+    )
+    return not result.mean_kl <= max_mean_kl
 
 
 def train(model: Any, seconds: float) -> None:
     """Train a model on the sources and documents of this repository for some seconds."""
-    decays = [weight for name, weight in model.named_parameters() if name.endswith(DECAYS)]
-    initial = [weight.detach().clone() for weight in decays]
+    watched = [weight for name, weight in model.named_parameters() if name.endswith(WATCHED)]
+    initial = [weight.detach().clone() for weight in watched]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     start_s, losses = time.monotonic(), []
     for batch in batches():
@@ -100,12 +132,13 @@ def train(model: Any, seconds: float) -> None:
         losses.append(loss.item())
     changes = [
         (weight.detach() - before).abs().max().item()
-        for weight, before in zip(decays, initial, strict=True)
+        for weight, before in zip(watched, initial, strict=True)
     ]
     last = losses[-10:]
     print(
         f"{len(losses)} steps of {BATCH * TRAINED_TOKENS} tokens, loss {losses[0]:.2f} to "
-        f"{sum(last) / len(last):.2f} per byte; decays moved by up to {max(changes):.2f}"
+        f"{sum(last) / len(last):.2f} per byte; decays or sinks moved by up to {max(changes):.2f}",
+        flush=True,
     )
 
 
@@ -128,14 +161,15 @@ def read_back(model: Any, tiny: Tiny, place: Path) -> Iterator[tuple[str, Loaded
     """Write a model as a folder and as a GGUF file, and yield the name of each form and the model.
 
     The GGUF file has one added to its norms, tiled value heads, and negative decay rates, as
-    llama.cpp's converter writes them.
+    llama.cpp's converter writes them. A model with experts and biases is also written with experts
+    in MXFP4.
     """
     model.save_pretrained(place / "model")
     (place / "model" / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
     folder = load_path(place / "model")
     yield "folder", folder
     weights = {
-        name: tensor.dequantize() + np.float32(_has_one_added(name))
+        name: tensor.dequantize() + np.float32(tiny.variant.norm_offset * _has_one_added(name))
         for name, tensor in folder.tensors.items()
     }
     tensors = {
@@ -143,6 +177,12 @@ def read_back(model: Any, tiny: Tiny, place: Path) -> Iterator[tuple[str, Loaded
         for name, values in gguf_weights(tiny, weights).items()
     }
     yield "GGUF", load_path(write_gguf(place / "model.gguf", tiny_metadata(tiny), tensors))
+    if tiny.variant.has_expert_biases:
+        for name in [name for name in tensors if name.endswith("_exps.weight")]:
+            values = tensors[name].dequantize()
+            tensors[name] = QuantTensor.from_floats(values, FORMATS["MXFP4"])
+        path = write_gguf(place / "mxfp4.gguf", tiny_metadata(tiny), tensors)
+        yield "GGUF in MXFP4", load_path(path)
 
 
 def _has_one_added(name: str) -> bool:

@@ -35,6 +35,10 @@ from twostroke.model.program.ops import (
 
 NUM_IDS = 12
 EXPERTS = tuple(Expert(f"gate{i}", f"up{i}", f"down{i}") for i in range(6))
+BIASED = tuple(
+    Expert(f"gate{i}", f"up{i}", f"down{i}", f"gate_b{i}", f"up_b{i}", f"down_b{i}")
+    for i in range(6)
+)
 OPS: tuple[LocalOp, ...] = (
     Embed("out", "table", NUM_IDS, 24),
     ExternalInput("out", 24),
@@ -49,12 +53,16 @@ OPS: tuple[LocalOp, ...] = (
     Attention("out", "q", "k", "v", 0, 8, 4, 16, 0.3, window=4, soft_cap=5.0),
     Attention("out", "q", "k", "v", 0, 4, 4, 16, 0.3),
     SharedKvAttention("out", "q", "", "", 0, 8, 4, 16, 0.3, window=4),
+    Attention("out", "q", "k", "v", 0, 8, 4, 16, 0.3, window=4, sinks="s"),
     LatentAttention("out", "q", "k", "k", 0, 6, 1, 32, 0.3, rotated=16, key=16, value=32),
     HeadLinear("out", "x", ("w0", "w1", "w2", "w3"), 16, 48, 32, first=16),
     Join("out", "a", "b", 3, 16, 32, 48, first=32),
     GatedActivation("out", "gate", "up", 24, Activation.GELU_TANH),
+    GatedActivation("out", "gate", "up", 24, Activation.SWIGLU_OAI),
     MixtureOfExperts("out", "x", "scores", EXPERTS, 16, 24, 2, normalize=True),
+    MixtureOfExperts("out", "x", "scores", BIASED, 16, 24, 2, True, Activation.SWIGLU_OAI),
     ExpertTerms("out", "x", "scores", EXPERTS, 0, 6, 16, 24, 2),
+    ExpertTerms("out", "x", "scores", BIASED, 0, 6, 16, 24, 2, Activation.SWIGLU_OAI),
     SumTerms("out", "x", "scores", 16, 2, normalize=False),
     MixtureOfExperts("out", "x", "scores", EXPERTS, 16, 24, 2, normalize=False, are_shares=True),
     Route("out", "x", 12, 3, normalize=False, scale=1.5, num_groups=3, num_used_groups=2),

@@ -128,6 +128,17 @@ PROGRAMS: dict[str, Program] = {
     "biases": _biases(),
     "head norms": _head_norms(tied_embeddings=False),
     "row norms": _row_norms(),
+    "sinks": _plain(
+        qkv_bias=True,
+        has_sinks=True,
+        window=WindowSpec(37, (True, False)),
+        activation=Activation.SWIGLU_OAI,
+    ),
+    "experts with biases": _plain(
+        has_sinks=True,
+        experts=ExpertSpec(8, 2, 96, normalize=True, has_biases=True),
+        activation=Activation.SWIGLU_OAI,
+    ),
     "experts": _plain(experts=ExpertSpec(8, 2, 96, normalize=True)),
     "many experts": _head_norms(
         experts=ExpertSpec(40, 5, 32, normalize=False), activation=Activation.GELU_TANH

@@ -132,7 +132,7 @@ def tiny_tensors(tiny: Tiny, vocab_size: int | None = None) -> dict[str, QuantTe
     tensors = {}
     for name, weight in gguf_weights(tiny, tiny_weights(tiny, vocab_size)).items():
         fmt = tiny.fmt
-        if weight.ndim == 1 or "ssm_conv1d" in name:
+        if weight.ndim == 1 or name.endswith(".bias") or "ssm_conv1d" in name:
             fmt = "F32"
         elif name in {"token_embd.weight", "output.weight"}:
             fmt = tiny.embedding_fmt

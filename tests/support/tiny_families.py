@@ -453,6 +453,47 @@ _GRANITE = replace(
     },
 )
 
+# Every second layer has a window. The blend of YaRN begins and ends between two pairs.
+_GPT_OSS = Variant(
+    "gpt-oss",
+    "gpt_oss",
+    sizes={"num_layers": 4, "rope_base": 1.5e5},
+    num_experts=8,
+    qkv_bias=True,
+    output_bias=True,
+    has_sinks=True,
+    has_expert_biases=True,
+    metadata={
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 128,
+        "attention.sliding_window": WINDOW,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 128,
+    },
+    config={
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": WINDOW,
+        "attention_bias": True,
+        "pad_token_id": 0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    layer_names={
+        "ffn_gate_inp": "mlp.router",
+        "post_attention_norm": "post_attention_layernorm",
+    },
+    ffn_norm="post_attention_norm",
+)
+
 # Half of each head is rotated.
 _MINIMAX_M2 = Variant(
     "minimax-m2",
@@ -696,6 +737,7 @@ FAMILIES: dict[str, Variant] = {
     "glm4-lite": _GLM4_LITE,
     "glm4-air": _GLM4_AIR,
     "glm4": _GLM4,
+    "gpt-oss": _GPT_OSS,
     "granite": _GRANITE,
     "minimax-m2": _MINIMAX_M2,
     "hy3": _HY3,

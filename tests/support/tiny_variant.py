@@ -47,4 +47,7 @@ class Variant(Frozen):
     first_with_experts: int = 0
     num_shared: int = 0
     has_choice_bias: bool = False
+    output_bias: bool = False
+    has_sinks: bool = False
+    has_expert_biases: bool = False  # of the router, too; folders then have gpt-oss's stacks
     ffn_norm: str = "ffn_norm"  # as GGUF files call the norm before the feed-forward

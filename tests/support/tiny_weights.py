@@ -83,8 +83,9 @@ def gguf_weights(tiny: Tiny, weights: Weights) -> Weights:
     has_experts = tiny.variant.num_experts > 0
     for layer in range(tiny.variant.first_with_experts, tiny.num_layers if has_experts else 0):
         for part in ("ffn_gate", "ffn_up", "ffn_down"):
-            names = [f"blk.{layer}.{part}.{e}.weight" for e in range(tiny.variant.num_experts)]
-            held[f"blk.{layer}.{part}_exps.weight"] = np.stack([held.pop(n) for n in names])
+            for kind in ("weight", "bias") if tiny.variant.has_expert_biases else ("weight",):
+                names = [f"blk.{layer}.{part}.{e}.{kind}" for e in range(tiny.variant.num_experts)]
+                held[f"blk.{layer}.{part}_exps.{kind}"] = np.stack([held.pop(n) for n in names])
     if tiny.variant.query_norm_in_gguf is not None:
         for layer in range(tiny.num_layers):
             ones = np.ones(tiny.head_dim, np.float32)
@@ -118,10 +119,36 @@ def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
             both = [np.concatenate(pair) for pair in zip(gates, ups, strict=True)]
             stacks[f"model.layers.{layer}.experts.gate_up_proj"] = np.stack(both)
             stacks[f"model.layers.{layer}.experts.down_proj"] = np.stack(downs)
+    if tiny.variant.has_expert_biases:
+        stacks = _alternating_stacks(tiny, held)
     named = {_folder_name(tiny, name): values for name, values in _fused(tiny, held).items()}
     for name in [name for name in named if "moe_statics" in name]:
         named[name] = named[name][None]  # ERNIE's bias has two dimensions
     return named | stacks
+
+
+def _alternating_stacks(tiny: Tiny, held: Weights) -> Weights:
+    """Take the experts out of `held`; return them as gpt-oss folders have them.
+
+    Matrices are (experts, inputs, outputs), and the outputs of gate and up projections alternate.
+    """
+    stacks: Weights = {}
+    for layer in range(tiny.num_layers):
+        for kind, ending in (("weight", ""), ("bias", "_bias")):
+            gates, ups, downs = (
+                np.stack(
+                    [
+                        held.pop(f"blk.{layer}.ffn_{part}.{e}.{kind}").T
+                        for e in range(tiny.variant.num_experts)
+                    ]
+                )
+                for part in ("gate", "up", "down")
+            )
+            both = np.stack([gates, ups], axis=-1)
+            name = f"model.layers.{layer}.mlp.experts"
+            stacks[f"{name}.gate_up_proj{ending}"] = both.reshape(*both.shape[:-2], -1)
+            stacks[f"{name}.down_proj{ending}"] = np.ascontiguousarray(downs)
+    return stacks
 
 
 def _has_offset(tiny: Tiny, name: str) -> bool:
@@ -150,6 +177,10 @@ def _attention(rng: np.random.Generator, tiny: Tiny) -> Weights:
         for name, width in (("q", queries), ("k", keys), ("v", keys)):
             bias = 0.5 * rng.standard_normal(width)
             part[f"attn_{name}.bias"] = bias.astype(np.float32)
+    if variant.output_bias:
+        part["attn_output.bias"] = (0.1 * rng.standard_normal(hidden)).astype(np.float32)
+    if variant.has_sinks:
+        part["attn_sinks.weight"] = rng.standard_normal(tiny.num_heads).astype(np.float32)
     if variant.query_key_norm is not None:
         whole = variant.query_key_norm == "row"
         part["attn_q_norm.weight"] = _norm(rng, queries if whole else tiny.head_dim)
@@ -239,12 +270,26 @@ def _feed_forward(rng: np.random.Generator, tiny: Tiny, layer: int) -> Weights:
         part[f"ffn_down{ending}.weight"] = _matrix(rng, hidden, size)
     if variant.post_norms:
         part["post_ffw_norm.weight"] = _norm(rng, hidden)
+    return part | _expert_biases(rng, tiny) if variant.has_expert_biases else part
+
+
+def _expert_biases(rng: np.random.Generator, tiny: Tiny) -> Weights:
+    """Return the biases of a layer's router and experts."""
+    part = {"ffn_gate_inp.bias": _bias(rng, tiny.variant.num_experts, 0.1)}
+    widths = {"gate": tiny.ffn_size, "up": tiny.ffn_size, "down": tiny.hidden_size}
+    for expert in range(tiny.variant.num_experts):
+        for name, outputs in widths.items():
+            part[f"ffn_{name}.{expert}.bias"] = _bias(rng, outputs, 0.5)
     return part
 
 
 def _matrix(rng: np.random.Generator, outputs: int, inputs: int) -> np.ndarray:
     values = rng.standard_normal((outputs, inputs)) * inputs**-0.5
     return np.asarray(values, np.float32)
+
+
+def _bias(rng: np.random.Generator, width: int, scale: float) -> np.ndarray:
+    return (scale * rng.standard_normal(width)).astype(np.float32)
 
 
 def _norm(rng: np.random.Generator, width: int) -> np.ndarray:
@@ -298,6 +343,7 @@ def _folder_name(tiny: Tiny, name: str) -> str:
         "ffn_down_exps.scale": "router.per_expert_scale",
         "ssm_a": "linear_attn.A_log",
         "ssm_dt.bias": "linear_attn.dt_bias",
+        "attn_sinks.weight": "self_attn.sinks",
     }
     if own := unlike.get(".".join([part, *rest])):
         return f"model.layers.{layer}.{own}"

@@ -166,7 +166,9 @@ def test_tiny_models_of_every_family_agree_with_the_reference(level, family):
             # choice differs, all later rows differ if the model has recurrent states.
             remembers = spec.experts is not None and spec.delta is not None
             assert mean_kl < (5e-3 if remembers else 1e-3)
-            assert same > (0.9 if remembers or (tiles and not spec.experts) else 0.97)
+            # AMX rounds the products of experts, which in gpt-oss are most of a layer's output.
+            rounds = tiles and (spec.experts is None or spec.experts.has_biases)
+            assert same > (0.9 if remembers or rounds else 0.97)
 
 
 @cache

@@ -31,7 +31,17 @@ def level(request):
 
 @pytest.fixture(
     scope="module",
-    params=["Q4_1", "F32", "post norms", "windows", "experts", "many experts", "borrowing"],
+    params=[
+        "Q4_1",
+        "F32",
+        "post norms",
+        "windows",
+        "sinks",
+        "experts",
+        "experts with biases",
+        "many experts",
+        "borrowing",
+    ],
 )
 def model(request):
     if program := PROGRAMS.get(request.param):

@@ -35,6 +35,7 @@ VOCABULARIES = {
     "gemma2": PIECES_OF,
     "gemma3": PIECES_OF,
     "gemma4": ("gemma4", "pieces_by_merges"),
+    "gpt-oss": ("gpt-4o",),
     "phi3": ("gpt-4o", *PIECES_OF),
     "olmo2": ("dbrx", "olmo", "superbpe"),
     "exaone4": ("exaone4",),

@@ -53,8 +53,8 @@ def parts_of(op: LocalOp, inputs: Values, weights: Values, tokens: np.ndarray) -
         for field in op.reads:
             name, columns = getattr(op, field), op.part_reads(field, first, end)
             read[name] = inputs[name] if columns is None else inputs[name][:, slice(*columns)]
-        divided = {weight.name for weight in op.weights if weight.is_divided}
-        own_weights = {name: w[first:end] if name in divided else w for name, w in weights.items()}
+        rows = {weight.name: slice(*weight.rows((first, end))) for weight in op.weights}
+        own_weights = {name: values[rows[name]] for name, values in weights.items()}
         assert all(own_weights[weight.name].shape == weight.shape for weight in part.weights)
         outputs.append(run(part, read, own_weights, tokens))
     return outputs

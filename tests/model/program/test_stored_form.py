@@ -54,6 +54,7 @@ PROGRAMS = {
     "glm4-lite": "bf91923513104a6e",
     "glm4-air": "458cd38d0d23c3ed",
     "glm4": "c59785e4dbe62aa9",
+    "gpt-oss": "20c48865caee9ab7",
     "granite": "6591b33977494812",
     "minimax-m2": "6b3d4e2d7f1a7ef2",
     "hy3": "7c1876cc22a7497a",

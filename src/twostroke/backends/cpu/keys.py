@@ -38,10 +38,11 @@ def balances(
 
     A layer's balance is (3, width of keys): means of keys, factors of keys, factors of queries.
 
-    For "int8": keys lose their mean, unless the layer has a soft cap. The mean of a key is the mean
-    of its rotated bias over positions. Each pair of channels of keys is then multiplied by
-    sqrt(size of queries / size of keys), rounded to a power of two, and queries are divided by it;
-    both stay exact. Quantized keys have the same error in all channels, which harms scores least if
+    For "int8": keys lose their mean, unless the layer has a soft cap or sinks, to which scores are
+    compared. The mean of a key is the mean of its rotated bias over positions. Each pair of
+    channels of keys is then multiplied by sqrt(size of queries / size of keys), rounded to a power
+    of two, and queries are divided by it; both stay exact. Quantized keys have the same error in
+    all channels, which harms scores least if
     queries and keys have the same size.
 
     For "int16": only layers with a bias have a balance, whose means AMX subtracts from keys before
@@ -59,7 +60,8 @@ def balances(
             )
             continue
         origin, heads = op.origin, (-1, op.head_dim)
-        if kv_format == "int16" and (origin.keys.bias is None or op.soft_cap is not None):
+        has_means = origin.keys.bias is not None and op.soft_cap is None and op.sinks is None
+        if kv_format == "int16" and not has_means:
             continue
         keys = _mean_squares(origin.keys, tensors).reshape(heads)
         queries = (
@@ -68,7 +70,7 @@ def balances(
         means = np.zeros(keys.shape, np.float32)
         if origin.keys.bias is not None:
             bias = tensors[origin.keys.bias].dequantize().reshape(heads)
-            if op.soft_cap is None:
+            if has_means:
                 means = _means(origin.rope, bias)
             keys = keys - means.astype(np.float64) ** 2
         factors = _factors(_pair_means(keys, origin.rope), _pair_means(queries, origin.rope))

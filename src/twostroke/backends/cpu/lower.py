@@ -159,11 +159,12 @@ class _CpuLowering:
                 # If only one of the two was stored, storing both again does no harm.
                 is_stored = not op.stores or {op.k, op.v} <= self._stored
                 fields = fields_of_attention(op) | {"first_head": op.first_head}
-                self._emit(OpKind.ATTENTION, op, is_stored=is_stored, **fields)
+                sinks = self._vector(op.sinks)
+                self._emit(OpKind.ATTENTION, op, is_stored=is_stored, norm=sinks, **fields)
             case (ops.SplitKvAttention() as op,):
                 fields = self._collectives.fields_of_split_kv(op)
                 fields |= fields_of_attention(op) | {"is_stored": op.reads_shared_kv}
-                self._emit(OpKind.PIECES, op, **fields)
+                self._emit(OpKind.PIECES, op, norm=self._vector(op.sinks), **fields)
             case (ops.RMSNorm(), *_):
                 self._emit(OpKind.NORM, *run)
             case (ops.Rope() as op,):
@@ -335,10 +336,9 @@ class _CpuLowering:
     ) -> None:
         first = len(self._experts)
         for expert in op.experts:
-            weights = (expert.gate, expert.up, expert.down)
-            self._experts.append(
-                ExpertRecord(*(_index_in(self._matrices, name) for name in weights))
-            )
+            matrices = [_index_in(self._matrices, name) for name in expert.matrices]
+            biases = [self._vector(name) for name in expert.biases]
+            self._experts.append(ExpertRecord(*matrices, *biases))
         fields |= {"num_used": op.num_used, "activation": ACTIVATIONS[op.activation]}
         fields |= {"num_experts": num_experts, "num_own": len(op.experts)}
         self._emit(kind, *run, first_expert=first, **fields)

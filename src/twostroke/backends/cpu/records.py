@@ -47,7 +47,12 @@ class OpKind(IntEnum):
 
 
 # The kernels' numbers for activation functions.
-ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.SIGMOID: 2}
+ACTIVATIONS = {
+    Activation.SILU: 0,
+    Activation.GELU_TANH: 1,
+    Activation.SIGMOID: 2,
+    Activation.SWIGLU_OAI: 3,
+}
 
 
 class Precision(IntEnum):
@@ -163,9 +168,11 @@ class OpRecord(ctypes.Structure):
 
 
 class ExpertRecord(ctypes.Structure):
-    """C struct: the three matrices of an expert, as indices of weights."""
+    """C struct: the three matrices of an expert, as indices of weights, and their biases."""
 
-    _fields_ = (("gate", c_int32), ("up", c_int32), ("down", c_int32))
+    _fields_ = tuple(
+        (name, c_int32) for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+    )
 
 
 class RopeRecord(ctypes.Structure):

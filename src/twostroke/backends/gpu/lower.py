@@ -147,6 +147,7 @@ class _GpuLowering:
             case ops.Attention():
                 self._attention(op)
             case ops.GatedActivation():
+                self._check_activation(op.activation)
                 gate, up = self._columns_of(op.gate), self._columns_of(op.up)
                 output = self._write(op.output, op.width, BufferType.ELEMENT)
                 self._emit(Activate(gate, up, op.activation, output))
@@ -334,6 +335,8 @@ class _GpuLowering:
         self._check_heads(op.head_dim)
         if op.num_heads % op.num_kv_heads or op.first_head:
             self._refuse("divides heads evenly")
+        if op.sinks is not None:
+            self._refuse("does not compute attention sinks yet")
         names = (op.q, op.k, op.v) if op.stores else (op.q,)
         sources = tuple([self._source(name) for name in names])
         self._attend(op, StoreKv(sources, op, self._new(op.width, BufferType.ELEMENT)))
@@ -360,6 +363,9 @@ class _GpuLowering:
         self._emit(Attend(store.output, op, self._write(op.output, op.width, BufferType.ELEMENT)))
 
     def _mix(self, op: ops.MixtureOfExperts) -> None:
+        if any(bias is not None for bias in op.experts[0].biases):
+            self._refuse("does not add biases of experts yet")
+        self._check_activation(op.activation)
         x = self._element(op.x)
         scores, route = self._routes.pop(op.scores, None) or (self._columns_of(op.scores), None)
         routes = self._new(route_ints(op.num_used), BufferType.STREAM)
@@ -380,6 +386,10 @@ class _GpuLowering:
                 output=output,
             )
         )
+
+    def _check_activation(self, activation: ops.Activation) -> None:
+        if activation is ops.Activation.SWIGLU_OAI:
+            self._refuse(f"does not compute the activation {activation.value} yet")
 
     def _check_heads(self, head_dim: int) -> None:
         if head_dim > _MAX_HEAD_DIM or head_dim % 8:

@@ -15,6 +15,7 @@ from twostroke.backends.reference.recurrent import (
 from twostroke.backends.spans import PageMap
 from twostroke.core.frozen import Frozen
 from twostroke.model.program import Activation, ops
+from twostroke.model.program.operation import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,8 +63,8 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
                 op, values[op.x], None if op.weight is None else state.weights[op.weight]
             )
         case ops.Linear():
-            product: Array = values[op.x] @ state.weights[op.weight].T
-            return product if op.bias is None else product + state.weights[op.bias]
+            bias = None if op.bias is None else state.weights[op.bias]
+            return _linear(values[op.x], state.weights[op.weight], bias)
         case ops.HeadLinear():
             return _head_linear(op, values[op.x], state.weights)
         case ops.Join():
@@ -73,7 +74,7 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
         case ops.Attention():
             return _attention(op, values, state)
         case ops.GatedActivation():
-            return _activate(op.activation, values[op.gate]) * values[op.up]
+            return gate(op.activation, values[op.gate], values[op.up])
         case ops.GateRows():
             return values[op.x] * _activate(Activation.SIGMOID, values[op.gate])
         case ops.ShortConvolution():
@@ -104,6 +105,11 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
             return logits if op.soft_cap is None else _soft_cap(logits, op.soft_cap)
         case ops.TakeColumns():
             return values[op.x][:, op.first : op.first + op.width]
+
+
+def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
+    product: Array = x @ weight.T
+    return product if bias is None else product + bias
 
 
 def _embed(op: ops.Embed, state: ReferenceStepState) -> Array:
@@ -159,6 +165,7 @@ def rotate(op: ops.Rope, x: Array, positions: NDArray[np.int64]) -> Array:
 
 def _attention(op: ops.Attention, values: Mapping[str, Array], state: ReferenceStepState) -> Array:
     q = values[op.q]
+    sinks = None if op.sinks is None else state.weights[op.sinks]
     output = np.empty((len(q), op.width), np.float32)
     for span in state.spans:
         if op.stores:
@@ -173,7 +180,8 @@ def _attention(op: ops.Attention, values: Mapping[str, Array], state: ReferenceS
         scores = attention_scores(op, queries, keys, np.arange(span.start, span.end), visible)
         heads = np.empty(queries.shape, np.float32)
         for head in range(op.num_heads):
-            heads[:, head] = _softmax(scores[:, head]) @ vals[:, _kv_head(op, head)]
+            weights = _softmax(scores[:, head], None if sinks is None else sinks[head])
+            heads[:, head] = weights @ vals[:, _kv_head(op, head)]
         output[span.rows] = heads.reshape(len(queries), -1)
     return output
 
@@ -214,7 +222,19 @@ def _activate(activation: Activation, x: Array) -> Array:
         case Activation.GELU_TANH:
             inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
             activated = np.float32(0.5) * x * (1 + np.tanh(inner))
+        case Activation.SWIGLU_OAI:
+            raise ValueError("this activation needs the values of an up projection")
     return activated
+
+
+def gate(activation: Activation, gates: Array, ups: Array) -> Array:
+    """Return the gated activation of the values of a gate and an up projection."""
+    if activation is not Activation.SWIGLU_OAI:
+        return _activate(activation, gates) * ups
+    limit = np.float32(SWIGLU_OAI_LIMIT)
+    gates, ups = np.minimum(gates, limit), np.clip(ups, -limit, limit)
+    gated: Array = gates / (1 + np.exp(-np.float32(SWIGLU_OAI_ALPHA) * gates)) * (ups + 1)
+    return gated
 
 
 def choose_experts(scores: Array, num_used: int) -> NDArray[np.int64]:
@@ -253,8 +273,13 @@ def _expert_terms(
         rows, slots = np.nonzero(experts == index)
         if not len(rows):
             continue
-        gate = _activate(op.activation, x[rows] @ weights[expert.gate].T)
-        terms[rows, slots] = gate * (x[rows] @ weights[expert.up].T) @ weights[expert.down].T
+        gates, ups = (
+            _linear(x[rows], weights[matrix], None if bias is None else weights[bias])
+            for matrix, bias in zip(expert.matrices[:2], expert.biases[:2], strict=True)
+        )
+        gated = gate(op.activation, gates, ups)
+        bias = None if expert.down_bias is None else weights[expert.down_bias]
+        terms[rows, slots] = _linear(gated, weights[expert.down], bias)
     return terms.reshape(len(x), -1)
 
 
@@ -270,9 +295,16 @@ def _sum_terms(op: ops.SumTerms, x: Array, scores: Array) -> Array:
     return output
 
 
-def _softmax(scores: Array) -> Array:
-    shares: Array = np.exp(scores - scores.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
+def _softmax(scores: Array, sink: np.float32 | None = None) -> Array:
+    """Return the softmax of each row; the sum of a row includes a further score, `sink`."""
+    peak = scores.max(axis=1, keepdims=True)
+    if sink is not None:
+        peak = np.maximum(peak, sink)
+    shares: Array = np.exp(scores - peak)
+    total = shares.sum(axis=1, keepdims=True)
+    if sink is not None:
+        total += np.exp(sink - peak)
+    shares /= total
     return shares
 
 

@@ -67,8 +67,11 @@ def merge_partials(
     heads = slice(op.first_head, op.end_head)
     output = np.empty((len(state.tokens), op.width), np.float32)
     for number, span in enumerate(state.spans):
-        peak = np.full((len(output[span.rows]), op.end_head - op.first_head), -np.inf, np.float32)
-        total, out = np.zeros_like(peak), np.zeros((*peak.shape, op.head_dim), np.float32)
+        shape = len(output[span.rows]), op.end_head - op.first_head
+        peak, total = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
+        if op.sinks is not None:  # the softmax begins with the sinks, whose values are zero
+            peak[:], total[:] = state.weights[op.sinks][heads], 1
+        out = np.zeros((*shape, op.head_dim), np.float32)
         for split in _visible_splits(op, span):
             partial = team[split % len(team)][number, split]
             both = np.maximum(peak, partial.peak[:, heads])

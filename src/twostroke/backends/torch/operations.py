@@ -11,6 +11,7 @@ from torch.nn import functional
 from twostroke.backends.torch.recurrent import gated_delta_rule, short_convolution
 from twostroke.core.frozen import Frozen
 from twostroke.model.program import Activation, ops
+from twostroke.model.program.operation import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,7 +83,7 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
         case ops.Attention():
             return _attention(op, values, state)
         case ops.GatedActivation():
-            return _activate(op.activation, values[op.gate]) * values[op.up]
+            return _gate(op.activation, values[op.gate], values[op.up])
         case ops.MixtureOfExperts():
             terms, total = op.steps
             assert isinstance(terms, ops.ExpertTerms)
@@ -178,6 +179,7 @@ def _rope(op: ops.Rope, x: Tensor, positions: Tensor) -> Tensor:
 
 def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: TorchStepState) -> Tensor:
     q, *stored = (values[name] for name in op.inputs)
+    sinks = None if op.sinks is None else state.weights[op.sinks]
     own_rows = state.own_rows
     outputs = [q[:0]]
     for span, keys, vals, first in state.keeper.spans(op, tuple(stored)):
@@ -190,11 +192,13 @@ def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: TorchStep
             first, first + len(keys), device=q.device
         )
         seen = distance >= 0 if op.window is None else (distance >= 0) & (distance < op.window)
-        outputs.append(_attend(op, queries, keys, vals, seen))
+        outputs.append(_attend(op, queries, keys, vals, seen=seen, sinks=sinks))
     return torch.cat(outputs)
 
 
-def _attend(op: ops.Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def _attend(
+    op: ops.Attention, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, sinks: Tensor | None
+) -> Tensor:
     """Compute attention: (rows, width) for q (rows, heads, head_dim).
 
     k and v are (context, kv_heads, head_dim). `seen`: which keys each row sees.
@@ -202,13 +206,19 @@ def _attend(op: ops.Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) ->
     heads = torch.arange(op.first_head, op.first_head + op.num_heads, device=q.device)
     k, v = (x.index_select(1, heads // op.group_size) for x in (k, v))
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
-    if op.soft_cap is None:
+    if op.soft_cap is None and sinks is None:
         mixed = functional.scaled_dot_product_attention(
             q[None], k[None], v[None], seen, scale=op.scale
         )[0]
     else:
-        scores = _soft_cap(q @ k.transpose(1, 2) * op.scale, op.soft_cap)
-        mixed = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ v
+        scores = q @ k.transpose(1, 2) * op.scale
+        if op.soft_cap is not None:
+            scores = _soft_cap(scores, op.soft_cap)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            sink_scores = sinks[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat((scores, sink_scores), dim=-1)
+        mixed = scores.softmax(dim=-1)[..., : len(k[0])] @ v
     return mixed.transpose(0, 1).flatten(1)
 
 
@@ -238,6 +248,17 @@ def _activate(activation: Activation, x: Tensor) -> Tensor:
             return x.sigmoid()
         case Activation.GELU_TANH:
             return functional.gelu(x, approximate="tanh")
+        case Activation.SWIGLU_OAI:
+            raise ValueError("this activation needs the values of an up projection")
+
+
+def _gate(activation: Activation, gates: Tensor, ups: Tensor) -> Tensor:
+    """Return the gated activation of the values of a gate and an up projection."""
+    if activation is not Activation.SWIGLU_OAI:
+        return _activate(activation, gates) * ups
+    gates = gates.clamp(max=SWIGLU_OAI_LIMIT)
+    ups = ups.clamp(-SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT)
+    return gates * (SWIGLU_OAI_ALPHA * gates).sigmoid() * (ups + 1)
 
 
 def _expert_terms(
@@ -250,9 +271,13 @@ def _expert_terms(
         rows, slots = torch.nonzero(experts == index, as_tuple=True)
         if not len(rows):
             continue
-        gate = _activate(op.activation, _linear(x[rows], weights[expert.gate]))
-        mixed = gate * _linear(x[rows], weights[expert.up])
-        terms[rows, slots] = _linear(mixed, weights[expert.down])
+        gate_bias, up_bias, down_bias = (
+            None if bias is None else weights[bias] for bias in expert.biases
+        )
+        gates = _linear(x[rows], weights[expert.gate], gate_bias)
+        ups = _linear(x[rows], weights[expert.up], up_bias)
+        mixed = _gate(op.activation, gates, ups)
+        terms[rows, slots] = _linear(mixed, weights[expert.down], down_bias)
     return terms.flatten(1)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from twostroke.model.families import MODEL_TYPES
+from twostroke.model.families import MODEL_TYPES, build_program
 from twostroke.model.families.blocks import (
     attention,
     decoder,
@@ -19,7 +19,13 @@ from twostroke.model.families.fields import MAX_EXPERTS, MAX_LAYERS, MAX_VOCAB, 
 from twostroke.model.families.gemma4 import with_shared_kv_layers
 from twostroke.model.families.spec import ExpertSpec, ModelSpec, RopeSpec
 from twostroke.model.program import ops
-from twostroke.model.weights.hf_model import SIZE_KEYS, refuse_architecture, text_fields
+from twostroke.model.weights.hf_model import (
+    SIZE_KEYS,
+    hf_fields,
+    hf_spec,
+    refuse_architecture,
+    text_fields,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,14 +61,14 @@ _WITH_STATES: Final = frozenset(
 def described_program(file: str, config: Mapping[str, Any], name: str) -> Program | None:
     """Return a Program for plans of a model that the engine cannot run, from its config.json.
 
-    Returns None if the engine can run the model.
+    Returns None if the engine can run the model, and its weights tell more than its config.json.
 
     Raises:
         ModelFormatError: neither a family nor this file knows the model type.
     """
     fields = text_fields(file, config)
     model_type = fields.text("model_type")
-    if model_type in MODEL_TYPES:
+    if model_type in MODEL_TYPES and model_type not in _FAMILIES:
         return None
     if model_type in _WITH_STATES:
         fields.fault(
@@ -89,13 +95,11 @@ def _qwen2_moe(fields: Fields, name: str) -> Program:
 
 
 def _gpt_oss(fields: Fields, name: str) -> Program:
-    """Return the Program of gpt-oss (arXiv:2508.10925).
+    """Return the Program of gpt-oss (arXiv:2508.10925), which the engine can run.
 
-    Every other layer has a window, and all products have biases.
+    Headers of the published folders do not show the shapes of the experts in MXFP4.
     """
-    spec = _common_spec(fields, name)
-    spec = replace(spec, window=config_window(fields, all_but_every(2, spec.num_layers)))
-    return _with_experts(fields, spec, attention, "num_local_experts", width=spec.ffn_size)
+    return build_program(hf_spec(hf_fields(fields.name, fields.values), name))
 
 
 def _hunyuan(fields: Fields, name: str) -> Program:
@@ -291,13 +295,12 @@ _GEMMA3N: Final = {
     "vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256,
     "altup_num_inputs": 4, "num_kv_shared_layers": 15, "laurel_rank": 64,
 }  # fmt: skip
-_GPT_OSS: Final = {"head_dim": 64, "sliding_window": 128, "attention_bias": True}
 
 # By `model_type`: default values of fields, as in transformers, and the function that describes it.
 _FAMILIES: Final[dict[str, tuple[dict[str, Any], Callable[[Fields, str], Program]]]] = {
     "gemma3n": (_GEMMA3N, _gemma3n),
     "gemma3n_text": (_GEMMA3N, _gemma3n),
-    "gpt_oss": (_GPT_OSS, _gpt_oss),
+    "gpt_oss": ({}, _gpt_oss),
     "hunyuan": ({}, _hunyuan),
     "qwen2_moe": ({}, _qwen2_moe),
 }

@@ -13,6 +13,7 @@ from twostroke.model.families.family import Family
 from twostroke.model.families.gemma import GEMMA2, GEMMA3
 from twostroke.model.families.gemma4 import GEMMA4
 from twostroke.model.families.glm import GLM4_MOE
+from twostroke.model.families.gpt_oss import GPT_OSS
 from twostroke.model.families.granite import GRANITE
 from twostroke.model.families.hunyuan import HY_V3
 from twostroke.model.families.llama import LLAMA, PHI3, SEED_OSS
@@ -40,6 +41,7 @@ ARCHITECTURES: dict[str, Family] = {
     "gemma3": GEMMA3,
     "gemma4": GEMMA4,
     "glm4moe": GLM4_MOE,
+    "gpt-oss": GPT_OSS,
     "granite": GRANITE,
     "hy_v3": HY_V3,
     "mellum": MELLUM,

@@ -102,6 +102,7 @@ def attention(
             window=None if window is None else window.size,
             soft_cap=spec.attention_soft_cap,
             origin=origin,
+            sinks=f"{name}.attn_sinks.weight" if spec.has_sinks else None,
         )
     )
     if spec.gates_attention:
@@ -383,7 +384,9 @@ def mixture_of_experts(spec: ModelSpec, layer: int, x: str, output: str) -> list
     experts = spec.experts
     scores = f"{name}.scores"
     routed = f"{output}.routed" if experts.shared_size else output
-    parts: list[Op] = [ops.Linear(scores, x, f"{name}.ffn_gate_inp.weight", hidden, experts.count)]
+    router = f"{name}.ffn_gate_inp"
+    bias = f"{router}.bias" if experts.has_biases else None
+    parts: list[Op] = [ops.Linear(scores, x, f"{router}.weight", hidden, experts.count, bias=bias)]
     if experts.routing is not None:
         parts.append(_route(experts, experts.routing, name, scores))
         scores = parts[-1].output
@@ -549,8 +552,9 @@ def _gated_feed_forward(
 
 def _experts(name: str, experts: ExpertSpec) -> tuple[ops.Expert, ...]:
     parts = "gate", "up", "down"
+    kinds = ("weight", "bias") if experts.has_biases else ("weight",)
     return tuple(
-        ops.Expert(*(f"{name}.ffn_{part}.{index}.weight" for part in parts))
+        ops.Expert(*(f"{name}.ffn_{part}.{index}.{kind}" for kind in kinds for part in parts))
         for index in range(experts.count)
     )
 

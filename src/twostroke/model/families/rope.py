@@ -74,6 +74,7 @@ def gguf_rope(
             magnitude=magnitude * (stored_magnitude or yarn_magnitude(factor)),
             beta_fast=fields.number("rope.scaling.yarn_beta_fast", default=32.0),
             beta_slow=fields.number("rope.scaling.yarn_beta_slow", default=1.0),
+            truncate=fields.flag("rope.scaling.yarn_truncate", default=True),
         )
         return yarn.scale(plain, context)
     if kind not in {"none", "linear"}:

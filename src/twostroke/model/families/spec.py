@@ -67,7 +67,8 @@ class ExpertSpec(Frozen):
     of the used experts by their sum. Every row also uses a shared expert `shared_size` wide, if
     that is not 0. Layers before `first_layer` have a dense feed-forward instead. With
     `adds_dense_ffn`, layers have both, and their outputs are added (Gemma 4). With `gates_shared`
-    the shared expert's output is multiplied by the sigmoid of one gate for each row (Qwen).
+    the shared expert's output is multiplied by the sigmoid of one gate for each row (Qwen). With
+    `has_biases` the router and the three matrices of each expert have a bias (gpt-oss).
     """
 
     count: int
@@ -79,6 +80,7 @@ class ExpertSpec(Frozen):
     routing: RoutingSpec | None = None
     adds_dense_ffn: bool = False
     gates_shared: bool = False
+    has_biases: bool = False
 
 
 class LatentSpec(Frozen):
@@ -145,7 +147,8 @@ class ModelSpec(Frozen):
     values is normalized, without a weight. With `norms_heads` queries and keys are normalized by
     head, with weights, in families where only some models do so (`may_norm_heads`). Layers with the
     gated delta rule are described by `delta`. With `gates_attention` the output of attention is
-    multiplied by the sigmoid of a gate for each value.
+    multiplied by the sigmoid of a gate for each value. With `has_sinks` each query head has a sink
+    (`ops.Attention`).
 
     `rotates[i]` tells whether layer i has a RoPE; other layers do not know positions. None: all
     layers have one. With `norms_embedding` embeddings are normalized, without a weight. Norms after
@@ -186,6 +189,7 @@ class ModelSpec(Frozen):
     norms_heads: bool = False
     delta: DeltaSpec | None = None
     gates_attention: bool = False
+    has_sinks: bool = False
     rotates: tuple[bool, ...] | None = None
     norms_embedding: bool = False
     offsets_last_norm: bool = True

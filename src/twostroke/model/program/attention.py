@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from twostroke.core.frozen import Frozen
 from twostroke.model.program.kv_layout import CacheLayer
 from twostroke.model.program.operation import Operation
-from twostroke.model.program.sharding import Sharding
+from twostroke.model.program.sharding import Sharding, Weight
 from twostroke.model.program.work import Cost, EachAttended, EachCached, EachRead
 
 if TYPE_CHECKING:
@@ -59,12 +59,13 @@ class Attention(Operation):
     is the size, and the first group lacks its first `first_head` heads. `output = softmax(q k^T *
     scale) v` over the positions up to the row's own: all of them, or the last `window` (sliding
     window, arXiv:2310.06825). With a `soft_cap` c the scaled scores s become `c * tanh(s / c)`
-    (arXiv:2408.00118).
+    (arXiv:2408.00118). With `sinks` the weight of this name has a learned score for each query
+    head: the softmax has one more term, `exp(sink)`, whose value is zero (arXiv:2309.17453).
 
     KV formats of few bits use two identities, for which they need `origin`. Scores do not change
     when a channel of the keys is multiplied by a factor and the same channel of the queries is
     divided by it. Subtracting one vector from all keys of a head changes all scores of a row by the
-    same amount, which without a soft cap does not change the output.
+    same amount, which without a soft cap and sinks does not change the output.
     """
 
     q: str
@@ -80,6 +81,7 @@ class Attention(Operation):
     group: int | None = None
     first_head: int = 0
     origin: QkProjections | None = None
+    sinks: str | None = None
 
     reads: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     sharding = Sharding.BY_COLUMN_PARTS
@@ -100,6 +102,14 @@ class Attention(Operation):
     def grain(self) -> int:
         """Return how many neighbouring columns always stay on one rank: a query head's values."""
         return self.head_dim
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Return the name and shape of the sinks; empty if the attention has none."""
+        if self.sinks is None:
+            return ()
+        sinks = Weight(self.sinks, (self.num_heads,), is_divided=True, units_per_row=self.head_dim)
+        return (sinks,)
 
     def part(self, first: int, end: int) -> Self:
         """Return the attention that computes only output columns `first` to `end`, for one rank.

@@ -18,22 +18,46 @@ if TYPE_CHECKING:
 
 
 class Expert(Frozen):
-    """The names of an expert's matrices: gate, up (ffn_width, width), down (width, ffn_width)."""
+    """The names of an expert's matrices: gate, up (ffn_width, width), down (width, ffn_width).
+
+    Each matrix may have a bias, which is added to its products.
+    """
 
     gate: str
     up: str
     down: str
+    gate_bias: str | None = None
+    up_bias: str | None = None
+    down_bias: str | None = None
 
     def weights(self, width: int, ffn_width: int) -> tuple[Weight, ...]:
-        """Return the names and shapes of the expert's three matrices."""
+        """Return the names and shapes of the expert's three matrices, and of their biases."""
         up_shape, down_shape = (ffn_width, width), (width, ffn_width)
-        return Weight(self.gate, up_shape), Weight(self.up, up_shape), Weight(self.down, down_shape)
+        shapes = (up_shape, up_shape, down_shape)
+        matrices = [Weight(*weight) for weight in zip(self.matrices, shapes, strict=True)]
+        biases = [
+            Weight(bias, (shape[0],))
+            for bias, shape in zip(self.biases, shapes, strict=True)
+            if bias is not None
+        ]
+        return (*matrices, *biases)
+
+    @property
+    def matrices(self) -> tuple[str, str, str]:
+        """Return the names of the matrices: gate, up, down."""
+        return self.gate, self.up, self.down
+
+    @property
+    def biases(self) -> tuple[str | None, str | None, str | None]:
+        """Return the names of the biases of the matrices: gate, up, down."""
+        return self.gate_bias, self.up_bias, self.down_bias
 
 
 class MixtureOfExperts(Operation):
     """A mixture of experts: the weighted sum of the outputs of each row's chosen experts.
 
-    `output = sum over chosen experts e of share[e] * down_e(activation(gate_e x) * up_e x)`.
+    `output = sum over chosen experts e of share[e] * down_e(activation(gate_e x) * up_e x)`, where
+    products include the bias of their matrix if there is one.
 
     `scores` names the router's logits, one for each expert. The shares are their softmax; each row
     chooses the `num_used` experts with the largest shares (of equal ones the first), and with
@@ -58,7 +82,7 @@ class MixtureOfExperts(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Return the names and shapes of the three matrices of each expert."""
+        """Return the names and shapes of the three matrices of each expert, and of their biases."""
         return tuple(w for e in self.experts for w in e.weights(self.width, self.ffn_width))
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
@@ -126,7 +150,7 @@ class ExpertTerms(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Return the names and shapes of the three matrices of each expert of this rank."""
+        """Return the names and shapes of the matrices and biases of this rank's experts."""
         return tuple(w for e in self.experts for w in e.weights(self.hidden, self.ffn_width))
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
@@ -137,8 +161,8 @@ class ExpertTerms(Operation):
         del cache
         flops = self.num_used * self.ffn_width * (6 * self.hidden + 5)
         yield each_row, Cost(flops * len(self.experts) // self.num_experts)
-        names = [name for e in self.experts for name in (e.gate, e.up, e.down)]
-        stored = sum([weight_bytes[name] for name in names])  # up to 45,000 names
+        names = [n for e in self.experts for n in (*e.matrices, *e.biases) if n is not None]
+        stored = sum([weight_bytes[name] for name in names])  # up to 90,000 names
         yield ShareOfExperts(self.num_used, self.num_experts), Cost(0, stored)
 
     @property

@@ -22,11 +22,21 @@ if TYPE_CHECKING:
 
 
 class Activation(Enum):
-    """An activation function, applied to each value of a gate projection."""
+    """An activation function, applied to each value of a gate projection.
+
+    A gated activation multiplies the result by the value of the up projection. `SWIGLU_OAI` also
+    changes that value: with g = min(gate, 7) and u = up, clamped to -7 to 7, the gated activation
+    is `g * sigmoid(1.702 g) * (u + 1)` (gpt-oss).
+    """
 
     SILU = "silu"  # x * sigmoid(x)
     SIGMOID = "sigmoid"  # 1 / (1 + exp(-x)): gates of an attention's output
     GELU_TANH = "gelu_tanh"  # x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
+    SWIGLU_OAI = "swiglu_oai"
+
+
+SWIGLU_OAI_ALPHA = 1.702
+SWIGLU_OAI_LIMIT = 7.0
 
 
 class Operation(Frozen):

@@ -47,6 +47,8 @@ STORED_FIELDS: Final[dict[tuple[str, str], str]] = {
     ("SplitKvAttention", "team_index"): "place",
     ("SplitKvAttention", "reads_shared_kv"): "borrows",
 }
+# Fields that classes got after their first pages were stored. Left out while they have no value.
+ADDED_FIELDS: Final = frozenset({"sinks", "gate_bias", "up_bias", "down_bias"})
 
 
 class Program(Frozen, dict=True):
@@ -173,7 +175,8 @@ def stored_form(value: object) -> str:
 
     Pages outlive the program that stored them, so the text must not change if a class or a field is
     renamed, or all stored pages would be lost: `STORED_CLASSES` and `STORED_FIELDS` keep the old
-    names. `value` is a value of structs and tuples.
+    names, and `ADDED_FIELDS` change only Programs that use them. `value` is a value of structs and
+    tuples.
     """
     if isinstance(value, tuple):
         items = [stored_form(item) for item in value]
@@ -184,5 +187,6 @@ def stored_form(value: object) -> str:
     fields = [
         f"{STORED_FIELDS.get((class_name, name), name)}={stored_form(getattr(value, name))}"
         for name in value.__struct_fields__
+        if name not in ADDED_FIELDS or getattr(value, name) is not None
     ]
     return f"{STORED_CLASSES.get(class_name, class_name)}({', '.join(fields)})"

@@ -194,11 +194,9 @@ class _Stage:
             part = op if own_range is None else op.part(*own_range)
             names = {field: x.name_at(index) for field, x in inputs.items()}
             self._emit(index, replace(part, output=value.name_at(index), **names))
-            divided_weights = {weight.name for weight in op.weights if weight.is_divided}
+            undivided_weights = {weight.name: weight for weight in op.weights}
             for weight in part.weights:
-                rows = (0, weight.shape[0])
-                if own_range and weight.name in divided_weights:
-                    rows = own_range
+                rows = undivided_weights[weight.name].rows(own_range)
                 assert self._weight_rows[index].setdefault(weight.name, rows) == rows
         self._held_values[op.output] = [value]
 
@@ -240,6 +238,7 @@ class _Stage:
             part = SplitKvAttention.of(op, team, team_index, head_cuts)
             names = {field: x.name_at(index) for field, x in zip(op.reads, inputs, strict=True)}
             self._emit(index, replace(part, output=output, **names))
+            self._weight_rows[index] |= {weight.name: weight.rows(None) for weight in part.weights}
         self._held_values[op.output] = [value]
 
     def finish(self, last: str, kept_values: Collection[str]) -> None:

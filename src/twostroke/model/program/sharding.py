@@ -44,12 +44,20 @@ class Weight(Frozen):
     """The name and shape of a weight: a vector (values) or a matrix (outputs, inputs).
 
     If it `is_divided`, the rank that computes units `first` to `end` of the operation reads only
-    these rows of the weight.
+    these rows of the weight. A row belongs to `units_per_row` units: one number for each head of
+    attention belongs to the columns of the head.
     """
 
     name: str
     shape: tuple[int, ...]
     is_divided: bool = False
+    units_per_row: int = 1
+
+    def rows(self, units: Range | None) -> Range:
+        """Return the rows that a rank reads which computes these units; None: all of them."""
+        if units is None or not self.is_divided:
+            return 0, self.shape[0]
+        return units[0] // self.units_per_row, units[1] // self.units_per_row
 
 
 class _CutParts(Frozen):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS, CacheLayer
 from twostroke.model.program.operation import Operation
-from twostroke.model.program.sharding import cuts
+from twostroke.model.program.sharding import Weight, cuts
 from twostroke.model.program.work import (
     Cost,
     EachAttended,
@@ -66,6 +66,7 @@ class SplitKvAttention(Operation):
     origin: QkProjections | None = None
     values_are_keys: bool = False
     reads_shared_kv: bool = False  # an earlier operation stores the keys and values
+    sinks: str | None = None  # of all heads; the member that merges a head adds its sink
 
     reads = ("q", "k", "v")
     needs_all_rows = reads
@@ -93,12 +94,18 @@ class SplitKvAttention(Operation):
             origin=op.origin,
             values_are_keys=op.values_are_keys,
             reads_shared_kv=not op.stores,
+            sinks=op.sinks,
         )
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the inputs: only the queries if an earlier layer stores the keys."""
         return (self.q,) if self.reads_shared_kv else (self.q, self.k, self.v)
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Return the name and shape of the sinks of all heads; empty if there are none."""
+        return () if self.sinks is None else (Weight(self.sinks, (self.num_heads,)),)
 
     @property
     def exchange_name(self) -> str:

@@ -27,6 +27,7 @@ from twostroke.model.weights.generation_config import folder_sampling, gguf_samp
 from twostroke.model.weights.gguf import TruncatedError, read_header
 from twostroke.model.weights.gguf_model import gguf_eos_ids, gguf_spec
 from twostroke.model.weights.gguf_split import first_part, model_stem, read_gguf_parts
+from twostroke.model.weights.gpt_oss import cut_gpt_oss
 from twostroke.model.weights.hf_model import (
     hf_chat_template,
     hf_fields,
@@ -334,6 +335,8 @@ def _program_weights(
     shapes = build_program(spec).weight_shapes
     tensors = {name: _as_vector(tensor, shapes.get(name)) for name, tensor in tensors.items()}
     fused = ARCHITECTURES[spec.architecture].fused
+    if spec.experts is not None and spec.experts.has_biases:
+        tensors = cut_gpt_oss(file, tensors, names)
     separate = cut_stacks(tensors, shapes, fused)
     if uncut := uncut_stack(separate, shapes, fused):
         name, shape = uncut

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _LAYER_WEIGHT = re.compile(r"(blk\.\d{1,4}\.)(\w+)\.(weight|bias)")
 
 # Stacks of all experts of a layer, (experts, outputs, inputs), and the matrices of each expert.
+# Their biases are (experts, outputs).
 _EXPERTS = {
     "ffn_gate_exps": ("ffn_gate",),
     "ffn_up_exps": ("ffn_up",),
@@ -39,12 +40,13 @@ def cut_stacks(
     for name, tensor in tensors.items():
         parts = _parts(name, tensor, fused)
         heights = [shapes[part][0] for part in parts if part in shapes]
-        if not parts or len(heights) < len(parts) or sum(heights) != _height(tensor):
+        if not parts or len(heights) < len(parts) or sum(heights) != _height(name, tensor):
             separate[name] = tensor
             continue
+        stack = _as_vector(tensor) if _is_bias_stack(name, tensor) else tensor
         start = 0
         for part, height in zip(parts, heights, strict=True):
-            separate[part] = slice_rows(tensor, start, start + height)
+            separate[part] = slice_rows(stack, start, start + height)
             start += height
     return separate
 
@@ -61,6 +63,8 @@ def uncut_stack(
     for name, tensor in tensors.items():
         parts = _parts(name, tensor, fused)
         if parts and name not in shapes and all(part in shapes for part in parts):
+            if _is_bias_stack(name, tensor):
+                return name, (len(parts), *shapes[parts[0]])
             height = sum(shapes[part][0] for part in parts)
             return name, (height, *shapes[parts[0]][1:])
     return None
@@ -75,7 +79,8 @@ def _parts(name: str, tensor: QuantTensor, fused: Mapping[str, tuple[str, ...]])
     if weight is None:
         return []
     layer, stack, kind = weight.groups()
-    if stack in _EXPERTS and len(tensor.shape) == 3 and tensor.shape[0] <= MAX_EXPERTS:
+    num_dimensions = 2 if kind == "bias" else 3
+    if stack in _EXPERTS and len(tensor.shape) == num_dimensions and tensor.shape[0] <= MAX_EXPERTS:
         experts = range(tensor.shape[0])
         return [f"{layer}{part}.{expert}.{kind}" for expert in experts for part in _EXPERTS[stack]]
     is_vector = len(tensor.shape) == 1 and tensor.format.block_size == 1
@@ -84,9 +89,21 @@ def _parts(name: str, tensor: QuantTensor, fused: Mapping[str, tuple[str, ...]])
     return []
 
 
-def _height(tensor: QuantTensor) -> int:
+def _height(name: str, tensor: QuantTensor) -> int:
     """Return a tensor's number of output rows; each value of a vector counts as a row."""
-    return tensor.shape[0] if len(tensor.shape) == 1 else tensor.num_rows
+    if len(tensor.shape) == 1 or _is_bias_stack(name, tensor):
+        return tensor.num_values
+    return tensor.num_rows
+
+
+def _is_bias_stack(name: str, tensor: QuantTensor) -> bool:
+    """Return whether a tensor has the bias of a matrix for each of several experts."""
+    return name.endswith("_exps.bias") and tensor.format.block_size == 1
+
+
+def _as_vector(tensor: QuantTensor) -> QuantTensor:
+    """Return a stack of biases with the values of all experts in one row."""
+    return replace(tensor, shape=(tensor.num_values,), data=tensor.data.reshape(1, -1))
 
 
 def slice_rows(tensor: QuantTensor, start: int, end: int) -> QuantTensor:

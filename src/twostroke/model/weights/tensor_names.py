@@ -44,6 +44,8 @@ _EXPERT_WEIGHTS = {
 _EXPERT_STACKS = {
     "gate_up_proj": "ffn_gate_up_exps.weight",
     "down_proj": "ffn_down_exps.weight",
+    "gate_up_proj_bias": "ffn_gate_up_exps.bias",
+    "down_proj_bias": "ffn_down_exps.bias",
 }
 
 # Components that torch.compile and other wrappers add to the names of modules.
@@ -90,6 +92,7 @@ _COMPLETE_NAMES = {
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "layer_scalar": "layer_output_scale.weight",
+    "self_attn.sinks": "attn_sinks.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
     "router.per_expert_scale": "ffn_down_exps.scale",

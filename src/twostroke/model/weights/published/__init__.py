@@ -18,6 +18,7 @@ from twostroke.model.weights.published.fp8 import fp8_layout, modelopt_layout
 from twostroke.model.weights.published.gptq import auto_round_layout, gptq_layout
 from twostroke.model.weights.published.groups import CodedMatrix, assemble_groups, reorder_columns
 from twostroke.model.weights.published.module import Module
+from twostroke.model.weights.published.mxfp4 import Mxfp4Layout, mxfp4_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,7 +52,7 @@ class QuantLayout(Protocol):
         """
 
 
-_LAYOUTS: dict[str, Callable[[Fields], QuantLayout]] = {
+_LAYOUTS: dict[str, Callable[[Fields], QuantLayout | Mxfp4Layout]] = {
     "gptq": gptq_layout,
     "auto-round": auto_round_layout,
     "intel/auto-round": auto_round_layout,
@@ -60,6 +61,7 @@ _LAYOUTS: dict[str, Callable[[Fields], QuantLayout]] = {
     "fp8": fp8_layout,
     "fbgemm_fp8": fp8_layout,
     "modelopt": modelopt_layout,
+    "mxfp4": mxfp4_layout,
 }
 
 # Scales and zero points of activations, keys and values; weight scales are parts of layouts.
@@ -79,7 +81,7 @@ _IGNORED_PARTS = frozenset(
 )
 
 
-def published_layout(config: Fields) -> QuantLayout | None:
+def published_layout(config: Fields) -> QuantLayout | Mxfp4Layout | None:
     """Return the quantization layout that a config.json names; None if it names none.
 
     Raises ModelFormatError for an unsupported layout.
@@ -95,12 +97,16 @@ def published_layout(config: Fields) -> QuantLayout | None:
     return _LAYOUTS[method](quantization)
 
 
-def assemble_published(file: str, files: WeightFiles, layout: QuantLayout) -> WeightFiles:
+def assemble_published(
+    file: str, files: WeightFiles, layout: QuantLayout | Mxfp4Layout
+) -> WeightFiles:
     """Replace the tensors of each quantized module by one tensor, `NAME.weight`.
 
     Raises ModelFormatError about `file` if the tensors of a module contradict each other or the
     configuration.
     """
+    if isinstance(layout, Mxfp4Layout):
+        return layout.assemble(file, files)
     modules = _modules(file, files, layout)
     if not modules:
         raise ModelFormatError(
