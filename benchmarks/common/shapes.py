@@ -27,6 +27,30 @@ _ALIGNMENT: Final = 32
 _WRITTEN_BLOCKS: Final = 1 << 16  # blocks of 256 weights that are drawn at once
 
 
+class RecurrentShape(Frozen, kw_only=True):
+    """The sizes of layers with the gated delta rule; every `interval`-th layer has attention.
+
+    A gate is as wide as all queries, and mixtures have a shared expert with a gate.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    head_dim: int
+    kernel: int
+    interval: int
+    rope_dim: int
+
+    @property
+    def width(self) -> int:
+        """The width of all value heads."""
+        return self.num_value_heads * self.head_dim
+
+    @property
+    def mixed_width(self) -> int:
+        """The width of queries, keys and values, which the convolution reads."""
+        return 2 * self.num_key_heads * self.head_dim + self.width
+
+
 class ModelShape(Frozen, kw_only=True):
     """The sizes of a published model.
 
@@ -48,6 +72,7 @@ class ModelShape(Frozen, kw_only=True):
     num_used_experts: int = 0
     rope_base: float = 500_000.0
     context_length: int = 32_768
+    recurrent: RecurrentShape | None = None
 
 
 SHAPES: Final[dict[str, ModelShape]] = {
@@ -97,6 +122,39 @@ SHAPES: Final[dict[str, ModelShape]] = {
         num_experts=128,
         num_used_experts=8,
         rope_base=1e6,
+    ),
+    "qwen3.5-0.8b": ModelShape(
+        architecture="qwen35",
+        num_layers=24,
+        hidden_size=1024,
+        ffn_size=3584,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=256,
+        vocab_size=248_320,
+        is_tied=True,
+        has_head_norms=True,
+        rope_base=1e7,
+        recurrent=RecurrentShape(
+            num_key_heads=16, num_value_heads=16, head_dim=128, kernel=4, interval=4, rope_dim=64
+        ),
+    ),
+    "qwen3.5-35b-a3b": ModelShape(
+        architecture="qwen35moe",
+        num_layers=40,
+        hidden_size=2048,
+        ffn_size=512,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        vocab_size=248_320,
+        has_head_norms=True,
+        num_experts=256,
+        num_used_experts=8,
+        rope_base=1e7,
+        recurrent=RecurrentShape(
+            num_key_heads=16, num_value_heads=32, head_dim=128, kernel=4, interval=4, rope_dim=64
+        ),
     ),
 }
 
@@ -169,6 +227,8 @@ def _metadata(name: str, shape: ModelShape, num_layers: int) -> dict[str, Any]:
         facts["expert_count"] = shape.num_experts
         facts["expert_used_count"] = shape.num_used_experts
         facts["expert_feed_forward_length"] = shape.ffn_size
+    if shape.recurrent is not None:
+        facts |= _recurrent_facts(shape, shape.recurrent)
     return {
         "general.architecture": shape.architecture,
         "general.name": f"{name} (random weights)",
@@ -187,10 +247,26 @@ def _metadata(name: str, shape: ModelShape, num_layers: int) -> dict[str, Any]:
     }
 
 
+def _recurrent_facts(shape: ModelShape, recurrent: RecurrentShape) -> dict[str, Any]:
+    quarter = recurrent.rope_dim // 2 // 4
+    facts: dict[str, Any] = {
+        "full_attention_interval": recurrent.interval,
+        "ssm.conv_kernel": recurrent.kernel,
+        "ssm.state_size": recurrent.head_dim,
+        "ssm.group_count": recurrent.num_key_heads,
+        "ssm.time_step_rank": recurrent.num_value_heads,
+        "ssm.inner_size": recurrent.width,
+        "rope.dimension_count": recurrent.rope_dim,
+        "rope.dimension_sections": [2 * quarter, quarter, quarter, 0],
+    }
+    if shape.num_experts:
+        facts["expert_shared_feed_forward_length"] = shape.ffn_size
+    return facts
+
+
 def _matrices(shape: ModelShape, num_layers: int) -> Iterator[_Matrix]:
     """Yield the weights with the formats that Q4_K_M gives them."""
-    width, queries = shape.hidden_size, shape.num_heads * shape.head_dim
-    keys = shape.num_kv_heads * shape.head_dim
+    width = shape.hidden_size
     yield _Matrix(
         "token_embd.weight", (shape.vocab_size, width), "Q6_K" if shape.is_tied else "Q4_K"
     )
@@ -201,14 +277,13 @@ def _matrices(shape: ModelShape, num_layers: int) -> Iterator[_Matrix]:
         prefix = f"blk.{layer}."
         fine = "Q6_K" if _has_more_bits(layer, num_layers) else "Q4_K"
         yield _Matrix(f"{prefix}attn_norm.weight", (width,), "F32")
-        yield _Matrix(f"{prefix}attn_q.weight", (queries, width), "Q4_K")
-        yield _Matrix(f"{prefix}attn_k.weight", (keys, width), "Q4_K")
-        yield _Matrix(f"{prefix}attn_v.weight", (keys, width), fine)
-        yield _Matrix(f"{prefix}attn_output.weight", (width, queries), "Q4_K")
-        if shape.has_head_norms:
-            yield _Matrix(f"{prefix}attn_q_norm.weight", (shape.head_dim,), "F32")
-            yield _Matrix(f"{prefix}attn_k_norm.weight", (shape.head_dim,), "F32")
-        yield _Matrix(f"{prefix}ffn_norm.weight", (width,), "F32")
+        recurrent = shape.recurrent
+        if recurrent is not None and (layer + 1) % recurrent.interval:
+            yield from _recurrent_matrices(prefix, width, recurrent)
+        else:
+            yield from _attention_matrices(prefix, shape, fine)
+        norm = "ffn_norm" if recurrent is None else "post_attention_norm"
+        yield _Matrix(f"{prefix}{norm}.weight", (width,), "F32")
         experts = (shape.num_experts,) if shape.num_experts else ()
         suffix = "_exps" if experts else ""
         if experts:
@@ -217,6 +292,37 @@ def _matrices(shape: ModelShape, num_layers: int) -> Iterator[_Matrix]:
         yield _Matrix(f"{prefix}ffn_gate{suffix}.weight", gate_shape, "Q4_K")
         yield _Matrix(f"{prefix}ffn_up{suffix}.weight", gate_shape, "Q4_K")
         yield _Matrix(f"{prefix}ffn_down{suffix}.weight", (*experts, width, shape.ffn_size), fine)
+        if experts and recurrent is not None:
+            yield _Matrix(f"{prefix}ffn_gate_inp_shexp.weight", (width,), "F32")
+            yield _Matrix(f"{prefix}ffn_gate_shexp.weight", (shape.ffn_size, width), "Q4_K")
+            yield _Matrix(f"{prefix}ffn_up_shexp.weight", (shape.ffn_size, width), "Q4_K")
+            yield _Matrix(f"{prefix}ffn_down_shexp.weight", (width, shape.ffn_size), fine)
+
+
+def _attention_matrices(prefix: str, shape: ModelShape, fine: str) -> Iterator[_Matrix]:
+    width, queries = shape.hidden_size, shape.num_heads * shape.head_dim
+    keys = shape.num_kv_heads * shape.head_dim
+    num_parts = 1 if shape.recurrent is None else 2  # queries, and a gate of their outputs
+    yield _Matrix(f"{prefix}attn_q.weight", (num_parts * queries, width), "Q4_K")
+    yield _Matrix(f"{prefix}attn_k.weight", (keys, width), "Q4_K")
+    yield _Matrix(f"{prefix}attn_v.weight", (keys, width), fine)
+    yield _Matrix(f"{prefix}attn_output.weight", (width, queries), "Q4_K")
+    if shape.has_head_norms:
+        yield _Matrix(f"{prefix}attn_q_norm.weight", (shape.head_dim,), "F32")
+        yield _Matrix(f"{prefix}attn_k_norm.weight", (shape.head_dim,), "F32")
+
+
+def _recurrent_matrices(prefix: str, width: int, recurrent: RecurrentShape) -> Iterator[_Matrix]:
+    heads = recurrent.num_value_heads
+    yield _Matrix(f"{prefix}attn_qkv.weight", (recurrent.mixed_width, width), "Q4_K")
+    yield _Matrix(f"{prefix}attn_gate.weight", (recurrent.width, width), "Q4_K")
+    yield _Matrix(f"{prefix}ssm_alpha.weight", (heads, width), "F32")
+    yield _Matrix(f"{prefix}ssm_beta.weight", (heads, width), "F32")
+    yield _Matrix(f"{prefix}ssm_conv1d.weight", (recurrent.mixed_width, recurrent.kernel), "F32")
+    yield _Matrix(f"{prefix}ssm_a", (heads,), "F32")
+    yield _Matrix(f"{prefix}ssm_dt.bias", (heads,), "F32")
+    yield _Matrix(f"{prefix}ssm_norm.weight", (recurrent.head_dim,), "F32")
+    yield _Matrix(f"{prefix}ssm_out.weight", (width, recurrent.width), "Q4_K")
 
 
 def _has_more_bits(layer: int, num_layers: int) -> bool:
@@ -226,10 +332,15 @@ def _has_more_bits(layer: int, num_layers: int) -> bool:
 
 
 def _random_data(rng: np.random.Generator, matrix: _Matrix) -> Iterator[NDArray[np.uint8]]:
-    """Yield the bytes of a weight: ones for a norm, else values with a mean of 0."""
+    """Yield the bytes of a weight: ones for a norm, else values with a mean of 0.
+
+    Decay rates are negative.
+    """
     count = int(np.prod(matrix.shape))
     deviation = matrix.shape[-1] ** -0.5
-    if len(matrix.shape) == 1:
+    if matrix.name.endswith("ssm_a"):
+        yield np.full(count, -0.5, np.float32).view(np.uint8)
+    elif len(matrix.shape) == 1:
         yield np.ones(count, np.float32).view(np.uint8)
     elif matrix.format_name == "F32":
         values = rng.standard_normal(count, np.float32)
