@@ -98,7 +98,11 @@ class Backend(ReferenceBackend):
 
 
 def tiny_card(
-    loaded: LoadedModel, program: Program, tokenizer: Tokenizer | None = None
+    loaded: LoadedModel,
+    program: Program,
+    tokenizer: Tokenizer | None = None,
+    *,
+    stable_prefix: bool = False,
 ) -> ModelCard:
     assert isinstance(loaded.tokenizer_source, GgufTokenizer)
     tokenizer = tokenizer or from_gguf(loaded.tokenizer_source.metadata)
@@ -112,7 +116,7 @@ def tiny_card(
         created_s=1_700_000_000,
         licence=loaded.licence,
         tokenizer=tokenizer,
-        chat_template=Chat(tokenizer),
+        chat_template=Chat(tokenizer, stable_prefix=stable_prefix),
         cost=CostModel(program, sizes),
         identity=weights_identity(loaded.tensors),
         sampling=SamplingDefaults(loaded.sampling),
@@ -130,6 +134,7 @@ def tiny_client(
     prepare: Callable[[Backend], None] | None = None,
     tokenizer: Tokenizer | None = None,
     num_states: int = 0,
+    stable_prefix: bool = False,
     **limits: Any,
 ) -> Iterator[tuple[Client, Backend]]:
     """Yield a client of a running engine, and its backend.
@@ -146,7 +151,7 @@ def tiny_client(
     backend.gate.set()
     if prepare is not None:
         prepare(backend)
-    card = tiny_card(loaded, program, tokenizer)
+    card = tiny_card(loaded, program, tokenizer, stable_prefix=stable_prefix)
     pool = PagePool(num_pages, PAGE_SIZE, backend.facts.windows)
     config = SchedulerConfig(context_length=card.context_length, **limits)
     policy = make_policy(batch or BatchOptions())

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.backends.machine_limits import MachineLimits
-    from twostroke.core.options import EngineOptions
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.process.launch import LaunchedProcess
     from twostroke.engine.process.served import ServedEngine
@@ -69,6 +68,7 @@ _logger = logging.getLogger("twostroke.serve")
         *click_params(ServeOptions, defaults={"access_log": True}),
         *click_params(ProcessOptions),
         *TEMPLATE_PARAMS,
+        *click_params(EngineOptions, only=("stable_prefix",)),
         *MACHINE_PARAMS,
         *PARALLEL_PARAMS,
         *speculation_params(draft="auto"),

@@ -526,6 +526,15 @@ class EngineOptions(OptionStruct):
             "chatml, or Jinja source.",
         ),
     ] = None
+    stable_prefix: Annotated[
+        bool,
+        Option(
+            "--stable-prefix",
+            section="Conversations",
+            help="Remove lines that change with each request from the instructions of agents, so "
+            "that the prefix cache finds the rest: billing headers, dates, ids of sessions.",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         """Raise UsageError if options of different areas contradict each other."""

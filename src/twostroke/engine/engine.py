@@ -467,7 +467,7 @@ def make_card(
         created_s=int(time.time()),
         licence=loaded.licence,
         tokenizer=tokenizer,
-        chat_template=Chat.of(tokenizer),
+        chat_template=Chat.of(tokenizer, stable_prefix=recipe.options.stable_prefix),
         cost=cost,
         pooling=loaded.pooling,
         container="gguf" if isinstance(loaded.tokenizer_source, GgufTokenizer) else "safetensors",

@@ -43,6 +43,7 @@ from twostroke.server.http.ignored import IgnoredFields
 from twostroke.server.http.limits import body_of
 from twostroke.server.http.logs import AccessLog
 from twostroke.server.http.origins import wants_page
+from twostroke.server.http.removed_lines import RemovedLines
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import JsonInChunks, to_json, while_connected
 from twostroke.server.http.retry_after import RetryAfter, timeout_of, within_timeout
@@ -165,6 +166,7 @@ class Api:
         usage = UsageBook(self.names[0])
         self.key_refresher = KeyRefresher(records, options.api_keys, usage)
         self.observers += [usage] if records is not None else []
+        self._removed_lines = RemovedLines(self.metrics.registry)
         self._ignored = IgnoredFields(
             self.metrics.registry,
             is_strict=options.is_strict,
@@ -429,6 +431,7 @@ class Api:
             reasoning_budget=self.options.reasoning_budget,
         )
         self._ignored.note(encoded.ignored, context)
+        self._removed_lines.note(encoded.removed_lines, context)
         return job, encoded, name, model
 
     async def _start(

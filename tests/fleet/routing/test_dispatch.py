@@ -282,6 +282,18 @@ def test_a_turn_of_a_conversation_begins_as_the_one_before() -> None:
     assert not set(other.block_keys) & set(first.block_keys)
 
 
+def test_lines_that_change_can_be_left_out_of_the_routing_key() -> None:
+    keys = []
+    for number in (1, 2):
+        system = f"x-anthropic-billing-header: cc_version=2.1; cch=fa69{number};\nYou are an agent."
+        text = {"type": "text", "text": system + "x" * 4000}
+        body = json.dumps({"system": [text], "messages": []}).encode()
+        keys.append((read_prompt(body, b"").key, read_prompt(body, b"", stable_prefix=True).key))
+    assert keys[0][0].block_keys[0] != keys[1][0].block_keys[0]
+    assert keys[0][1] == keys[1][1]
+    assert keys[0][1].block_keys
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"messages": 3, "model": [1]}', b"\xff"])
 def test_a_body_that_is_wrong_is_the_replicas_to_refuse(body: bytes) -> None:
     assert read_prompt(body, b"salt").model == ""

@@ -23,6 +23,7 @@ from twostroke.engine.disaggregation_stats import (
     PrefillSideStats,
 )
 from twostroke.server.http.ignored import IgnoredFields
+from twostroke.server.http.removed_lines import RemovedLines
 from twostroke.server.observability.metrics import ServerMetrics
 from twostroke.server.options import Objective, ServeOptions
 
@@ -243,6 +244,7 @@ def _families(server: LiveServer) -> list[Any]:
     stats.accepted["ngram"], stats.proposed["ngram"], stats.accepted_at[0] = 1, 2, 1
     metrics = ServerMetrics(server.api.models, MachineLimits("portable", 1, 10**6), _EVERYTHING)
     metrics.responses.labels("/v1/models", "200").inc()
+    RemovedLines(metrics.registry)
     ignored = IgnoredFields(metrics.registry, is_strict=False)
     ignored._counter.labels("store").inc()
     metrics.checks.labels("valid").inc()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from twostroke.core.changing_lines import without_changing_lines
 from twostroke.core.constraint import ReasoningSection
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 from twostroke.core.frozen import Frozen
@@ -285,13 +286,20 @@ class Chat:
     model has a separate template for tools, requests with tools use that template.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, stable_prefix: bool = False) -> None:
+        """Prepare the templates of a model with this tokenizer.
+
+        With `stable_prefix`, lines that change with each request are removed from conversations.
+        """
         self._tokenizer = tokenizer
+        self._has_stable_prefix = stable_prefix
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Chat | None:
+    def of(cls, tokenizer: Tokenizer, *, stable_prefix: bool = False) -> Chat | None:
         """Return the `Chat` of a tokenizer's model; None if the model has no chat template."""
-        return None if find_source(tokenizer) is None else cls(tokenizer)
+        if find_source(tokenizer) is None:
+            return None
+        return cls(tokenizer, stable_prefix=stable_prefix)
 
     @cached_property
     def refusal(self) -> str | None:
@@ -423,6 +431,10 @@ class Chat:
             thinking, self._template_for(has_tools=has_tools).template.variables, default
         )
 
+    def removed_lines(self, messages: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
+        """Return the kinds of lines that `render` removes from a conversation."""
+        return without_changing_lines(messages)[1] if self._has_stable_prefix else ()
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -444,6 +456,8 @@ class Chat:
                 feature that the request needs, or cannot be compiled.
         """
         check_are_messages(messages)
+        if self._has_stable_prefix:
+            messages, _ = without_changing_lines(messages)
         return self._template_for(has_tools=bool(tools)).render(
             messages,
             tools,

@@ -27,7 +27,7 @@ from twostroke.engine.process.served import EngineFacts, EngineStatus
 from twostroke.engine.status import StepProgress
 from twostroke.model.program.kv_layout import CacheFormat
 
-VERSION: Final = 5  # raise it when a message changes
+VERSION: Final = 6  # raise it when a message changes
 
 _PLAIN_TYPES: Final = (str, int, float, bool, type(None))  # facts of errors are sent unchanged
 

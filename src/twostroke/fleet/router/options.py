@@ -87,6 +87,14 @@ class RouteOptions(HttpOptions):
             help="Accept replicas of one model whose versions or numerics differ.",
         ),
     ] = False
+    stable_prefix: Annotated[
+        bool,
+        Option(
+            "--stable-prefix",
+            help="Route by prompts without the lines that change with each request, for replicas "
+            "with the same option.",
+        ),
+    ] = False
     busy_s: Annotated[
         float,
         Option(

@@ -90,7 +90,8 @@ class RequestReader:
         """
         path, salt = scope["path"], _salt(scope)
         body = await read_json(Request(scope, receive), self._fleet.options.limits)
-        prompt = read_prompt(body, salt)
+        stable_prefix = self._fleet.options.stable_prefix
+        prompt = read_prompt(body, salt, stable_prefix=stable_prefix)
         content = b""
         if path not in ENGINELESS_PATHS:
             model = self._fleet.listed_name(prompt.model)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import Raw
 
+from twostroke.core.changing_lines import without_changing_json_lines
 from twostroke.core.frozen import Frozen
 from twostroke.fleet.routing.dispatch import RoutingKey
 from twostroke.server.http.answer_limits import ANSWER_FIELDS, AnswerFields
@@ -33,6 +34,7 @@ _UNKNOWN_PATH_FIELDS: Final = AnswerFields(
 _MAX_NAME_BYTES: Final = 1024  # of a model's name, since the router remembers names
 _MAX_PROMPTS: Final = 10_000  # lists of tokens that are decoded; servers accept fewer
 _MAX_TOKENS: Final = 1 << 40  # of one request, the limit of a token bucket's arithmetic
+_STABLE_BYTES: Final = 64 * 1024  # of a prompt in which lines that change are looked for
 _NONE: Final = Raw()
 JSON_ERRORS: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 FALSE_VALUES: Final = frozenset(
@@ -133,11 +135,12 @@ _body_decoder: Final = msgspec.json.Decoder(_PromptBody)
 _options_decoder: Final = msgspec.json.Decoder(_Options)
 
 
-def read_prompt(body: bytes, salt: bytes) -> RoutedPrompt:
+def read_prompt(body: bytes, salt: bytes, *, stable_prefix: bool = False) -> RoutedPrompt:
     """Return the fields of a request body that routing uses.
 
     If the body is not a JSON object, only its size is used. The salt separates tenants, which do
-    not share KV pages.
+    not share KV pages. With `stable_prefix`, lines that change with each request are left out of
+    the routing key, since the replicas remove them.
     """
     num_tokens = len(body) // _TOKEN_BYTES
     try:
@@ -148,6 +151,9 @@ def read_prompt(body: bytes, salt: bytes) -> RoutedPrompt:
     salt += model.encode()
     # A conversation grows at the end of a list or a text, so the closing characters are left out.
     text = b"".join([bytes(getattr(fields, name)).rstrip(b']"') for name in _PROMPT_FIELDS])
+    if stable_prefix:
+        beginning = without_changing_json_lines(text[:_STABLE_BYTES])
+        text = beginning + text[_STABLE_BYTES:]
     keys = block_keys(text, salt)
     if conversation := _text(fields.prompt_cache_key):
         affinity = _hash(salt + conversation.encode())

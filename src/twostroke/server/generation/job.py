@@ -234,6 +234,7 @@ class EncodedJob:
         hints: the engine's hints, such as those for speculation.
         reading: how to find reasoning and tool calls in the answers.
         ignored: the request fields that have no effect on this model.
+        removed_lines: the kinds of lines that were removed from the conversation.
         calls: the syntax of tool calls that constrains the answers, if tools may be called.
         unenforced_keywords: the rules of the schema that the compiled grammar does not enforce.
     """
@@ -243,6 +244,7 @@ class EncodedJob:
     hints: Hints
     reading: AnswerFormat = PLAIN
     ignored: tuple[Ignored, ...] = ()
+    removed_lines: tuple[str, ...] = ()
     calls: ToolForm | None = None
     unenforced_keywords: tuple[str, ...] = ()
 
@@ -389,6 +391,7 @@ class Job(Frozen):
                 hints=hints,
                 reading=chat.answer_format(splits_reasoning=splits_reasoning),
                 ignored=tuple(ignored),
+                removed_lines=chat_of(card).removed_lines(conversation.messages),
                 calls=chat.calls,
             )
         params = with_infill_end_ids(card, params) if self.suffix else params

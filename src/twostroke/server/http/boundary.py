@@ -8,6 +8,7 @@ import secrets
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
 
+from twostroke.server.http import removed_lines
 from twostroke.server.http.body_limits import BodyMemory
 from twostroke.server.http.error_forms import error_form
 from twostroke.server.http.errors import FramingError, HeaderSizeError, report, to_response
@@ -98,6 +99,9 @@ class Boundary:
                 message["headers"] = [*message["headers"], *added]
                 if served_request.ignored and served_request.status < 400:
                     message["headers"].append((HEADER.encode(), header_of(served_request.ignored)))
+                if kinds := served_request.removed_lines:
+                    header = (removed_lines.HEADER.encode(), removed_lines.header_of(kinds))
+                    message["headers"].append(header)
                 self._responses.labels(served_request.endpoint, str(served_request.status)).inc()
             await send(message)
 

@@ -95,6 +95,7 @@ class ServedRequest:
         field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a list
             index, as in `tools[].name`.
         ignored: the names of request fields that have no effect.
+        removed_lines: the kinds of lines that were removed from the prompt.
         endpoint: the path of the route that answers.
         status: the HTTP status; 0 until a response begins.
         error: the code of the error that ended the request.
@@ -124,6 +125,7 @@ class ServedRequest:
     service_tier: str | None = None
     field_names: Mapping[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
+    removed_lines: tuple[str, ...] = ()
     endpoint: str = "unknown"
     status: int = 0
     error: str | None = None

@@ -1,0 +1,181 @@
+"""Finds the lines of coding agents' prompts that change with each request or each day.
+
+A prefix cache finds a prompt only up to its first token that differs. Some agents write a line
+that always differs before instructions that never do: Claude Code a billing header, others the date
+and the time, or the id of a session. With `--stable-prefix` these lines are removed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    Message = Mapping[str, Any]
+    RemoveLines = Callable[[str, dict[str, None]], str]
+
+KINDS: Final = ("billing", "date", "id")  # of lines that change
+_MAX_START_CHARS: Final = 40  # from the start of a line to one of `_KEYWORDS`
+_SYSTEM_ROLES: Final = frozenset(("system", "developer"))
+# Each line that changes has one of these texts near its start.
+_KEYWORDS: Final = (
+    *("x-anthropic-billing-header", "oday", "ODAY", "urrent", "URRENT", "imestamp", "IMESTAMP"),
+    *("id:", "Id:", "ID:", "id=", "ID=", "id>", "ID>"),
+)
+_BULLET: Final = r"[ \t]{0,20}(?:[-*] )?(?:\*\*)?"
+_COLON: Final = r"(?:\*\*)?(?: is)?:?(?:\*\*)?[ \t]{1,9}"
+_DATE_NAME: Final = (
+    r"(?:today(?:'|’|\\u2019)?s date|(?:the )?current (?:local )?(?:date and time|date/time|"
+    r"datetime|date|time)(?: in iso format)?)"
+)
+_DATE_TAG: Final = r"(?:current_?date(?:_?time)?|current_?time|todays_date|timestamp)"
+_ID_NAME: Final = r"(?:session|conversation|request|thread|trace|turn|run)[ _-]?id"
+_ID: Final = r"[\w.:-]{6,100}"
+# Blocks of a user's first messages in which agents describe their surroundings.
+_BLOCK_BEGIN: Final = re.compile(
+    r"<(env|environment|environment_context|environment_details|system-reminder|context)>"
+)
+
+
+def _line_pattern(character: str, line_end: str) -> str:
+    """Return the regular expression of a changing line, with a group for each kind.
+
+    Args:
+        character: matches a character of a line.
+        line_end: matches the end of a line, with its line break if there is one.
+    """
+    value = rf"(?=[^\d]{{0,40}}\d){character}{{1,100}}{line_end}"
+    attribute = rf"(?:[ \t]?[\w-]+=[^;\s\"\\]*(?:;|(?={line_end})))"
+    text_in_tag = rf"(?:{character}|{line_end}){{0,100}}?"
+    return (
+        rf"(?P<billing>x-anthropic-billing-header:{attribute}+(?:{line_end})?)"
+        rf"|(?P<date>{_BULLET}{_DATE_NAME}{_COLON}{value}"
+        rf"|#{{1,6}} {_DATE_NAME}:?[ \t]{{0,9}}{line_end}{value}"
+        rf"|[ \t]{{0,20}}<(?P<tag>{_DATE_TAG})>{text_in_tag}</(?P=tag)>{line_end}?)"
+        rf"|(?P<id>{_BULLET}{_ID_NAME}(?:\*\*)?[:=](?:\*\*)?[ \t]{{0,9}}{_ID}[ \t]{{0,9}}{line_end}"
+        rf"|[ \t]{{0,20}}<(?P<id_tag>{_ID_NAME})>{_ID}</(?P=id_tag)>{line_end}?)"
+    )
+
+
+class _Lines(Frozen):
+    """How lines are told apart in a text, or in the JSON of a text.
+
+    Attributes:
+        encoding: the encoding of the text; empty for `str`.
+        breaks: the texts after which a line begins.
+        pattern: matches a changing line from its start.
+    """
+
+    encoding: str
+    breaks: tuple[Any, ...]
+    pattern: re.Pattern[Any]
+
+    def spans(self, text: Any) -> Iterator[tuple[int, int, str]]:
+        """Yield the offset, the end and the kind of each changing line in a text."""
+        for name in _KEYWORDS:
+            keyword: Any = name.encode(self.encoding) if self.encoding else name
+            offset = text.find(keyword)
+            while offset >= 0:
+                end = offset + 1
+                for start in self._starts(text, offset):
+                    match = self.pattern.match(text, start)
+                    if match is not None:
+                        yield start, match.end(), next(kind for kind in KINDS if match[kind])
+                        end = max(end, match.end())
+                        break
+                offset = text.find(keyword, end)
+
+    def _starts(self, text: Any, offset: int) -> Iterator[int]:
+        """Yield where a changing line with a keyword at `offset` may begin."""
+        first = max(0, offset - _MAX_START_CHARS)
+        start = max(text.rfind(mark, first, offset) + len(mark) for mark in self.breaks)
+        if start >= first + len(self.breaks[0]) or not first:
+            yield start if start > first else 0
+        tag = text.rfind(b"<" if self.encoding else "<", first, offset)
+        if tag >= 0:
+            yield tag
+
+    def remove(self, text: Any, kinds: dict[str, None]) -> Any:
+        """Return a text without its changing lines; add the kinds of these lines to `kinds`."""
+        parts, done = [], 0
+        for start, end, kind in sorted(self.spans(text)):
+            if start >= done:
+                parts.append(text[done:start])
+                done = end
+                kinds[kind] = None
+        return text[:0].join([*parts, text[done:]]) if done else text
+
+
+_TEXT: Final = _Lines("", ("\n",), re.compile(_line_pattern(r"[^\n]", r"(?:\n|\Z)"), re.IGNORECASE))
+# In JSON, line breaks are escapes, and a quotation mark ends a text.
+_JSON: Final = _Lines(
+    "ascii",
+    (b"\\n", b'"'),
+    re.compile(_line_pattern(r'[^"\\]', r'(?:\\n|(?="))').encode(), re.IGNORECASE),
+)
+
+
+def without_changing_lines(messages: Sequence[Message]) -> tuple[list[Message], tuple[str, ...]]:
+    """Return a conversation without the lines that change, and the kinds of the removed lines.
+
+    Lines are removed from system and developer messages. In the user's messages before the first
+    answer they are removed from blocks such as `<env>` in which agents describe their surroundings.
+    `KINDS` has the kinds. Messages without such lines are not copied.
+    """
+    kinds: dict[str, None] = {}
+    stable = list(messages)
+    is_first_turn = True
+    for index, message in enumerate(stable):
+        role, content = message.get("role"), message.get("content")
+        is_first_turn = is_first_turn and role != "assistant"
+        if role in _SYSTEM_ROLES:
+            stable_content = _map_texts(content, _TEXT.remove, kinds)
+        elif role == "user" and is_first_turn:
+            stable_content = _map_texts(content, _remove_in_blocks, kinds)
+        else:
+            continue
+        if stable_content != content:
+            stable[index] = {**message, "content": stable_content}
+    return stable, tuple(kinds)
+
+
+def without_changing_json_lines(body: bytes) -> bytes:
+    """Return the JSON of a prompt without the lines that change, for a hash of the prompt."""
+    result: bytes = _JSON.remove(body, {})
+    return result
+
+
+def _map_texts(content: Any, remove: RemoveLines, kinds: dict[str, None]) -> Any:
+    """Return a message's content, a text or a list of parts, without the lines that change."""
+    if isinstance(content, str):
+        return remove(content, kinds)
+    if not isinstance(content, (list, tuple)):
+        return content
+    return [
+        {**part, "text": remove(part["text"], kinds)}
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+        else part
+        for part in content
+    ]
+
+
+def _remove_in_blocks(text: str, kinds: dict[str, None]) -> str:
+    """Return a text without the lines that change in its blocks."""
+    parts: list[str] = []
+    done = 0
+    unclosed_tags = set[str]()
+    for begin in _BLOCK_BEGIN.finditer(text):
+        if begin.start() < done or begin[1] in unclosed_tags:
+            continue
+        end = text.find(f"</{begin[1]}>", begin.end())
+        if end < 0:
+            unclosed_tags.add(begin[1])
+            continue
+        block: str = _TEXT.remove(text[begin.end() : end], kinds)
+        parts += [text[done : begin.end()], block]
+        done = end
+    return "".join([*parts, text[done:]]) if done else text
