@@ -77,7 +77,7 @@ async def run(ask: Ask, prompts: Sequence[Sequence[int]], loop: Loop) -> Served:
     if len(prompts) < 2 * loop.num_clients:
         message = f"{loop.num_clients} clients need two prompts each or more, not {len(prompts)}"
         raise ValueError(message)
-    began, began_cpu = time.monotonic(), time.process_time()
+    start_s, began_cpu = time.monotonic(), time.process_time()
     shares = [prompts[client :: loop.num_clients] for client in range(loop.num_clients)]
     clients = await asyncio.gather(*(_client(ask, share, loop.num_tokens) for share in shares))
     ended, ended_cpu = time.monotonic(), time.process_time()
@@ -94,7 +94,7 @@ async def run(ask: Ask, prompts: Sequence[Sequence[int]], loop: Loop) -> Served:
             for earlier, later in pairwise(answer.stamps)
         ],
         client_s=ended_cpu - began_cpu,
-        wall_s=ended - began,
+        wall_s=ended - start_s,
         num_requests=len(counted),
     )
 

@@ -57,14 +57,14 @@ def live(command: Sequence[str], every_s: float = SPARSELY_S) -> Life:
     # Without this variable, bytecode is kept, as in an installed package.
     env = {key: os.environ[key] for key in os.environ if key != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile() as log:
-        began = time.monotonic()
+        start_s = time.monotonic()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=env
         )
         limit = threading.Timer(_LIMIT_S, process.kill)
         limit.start()
         watch = Watch(process.pid)
-        reader = threading.Thread(target=_drain, args=(process, began, firsts))
+        reader = threading.Thread(target=_drain, args=(process, start_s, firsts))
         reader.start()
         try:
             while process.poll() is None:
@@ -97,9 +97,9 @@ def installed_size() -> InstalledSize:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         python = Path(folder) / "bin" / "python"
-        began = time.monotonic()
+        start_s = time.monotonic()
         subprocess.run([python, "-m", "pip", "install", "--quiet", str(ROOT)], check=True)
-        install_s = time.monotonic() - began
+        install_s = time.monotonic() - start_s
         subprocess.run(
             [python.parent / "twostroke", "--version"], check=True, stdout=subprocess.DEVNULL
         )
@@ -116,13 +116,13 @@ def build_s() -> float:
     with tempfile.TemporaryDirectory() as folder, _two_cores():
         configure = [cmake, "-S", str(ROOT / "native"), "-B", folder, "-G", "Ninja"]
         options = ("-DCMAKE_BUILD_TYPE=Release", "-DTS_EMULATED_TILES=OFF")
-        began = time.monotonic()
+        start_s = time.monotonic()
         for command in (
             [*configure, *options, f"-DCMAKE_MAKE_PROGRAM={ninja}"],
             [ninja, "-C", folder, "-j", "2"],
         ):
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return time.monotonic() - began
+        return time.monotonic() - start_s
 
 
 def generate_command(model: str, *more: str) -> list[str]:

@@ -37,11 +37,11 @@ def run_loop(
 
 
 async def _run(client: Client, prompts: Sequence[list[int]], params: SamplingParams) -> Timing:
-    began = time.monotonic()
+    start_s = time.monotonic()
     stamps: list[Stamps] = [[] for _ in prompts]
     first_tokens = [0] * len(prompts)
     async for output in client.generate_many_async(prompts, params):
         if not stamps[output.index]:
             first_tokens[output.index] = output.token_ids[0]
         stamps[output.index].append((time.monotonic(), len(output.token_ids)))
-    return Timing.of_stamps([*prompts], began, stamps, first_tokens)
+    return Timing.of_stamps([*prompts], start_s, stamps, first_tokens)

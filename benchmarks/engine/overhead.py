@@ -74,12 +74,12 @@ class FreeBackend:
     def run(self, plan: StepPlan) -> StepResult:
         """Write the plan into arrays, and read results of which tokens come from elsewhere."""
         self.began_s.append(time.thread_time())
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         requests = self._steps.fill(plan)
         tokens, logprobs, *_ = self._steps.results(plan, requests)
         first = 997 * len(self.began_s) % (_NUM_DRAWN - len(tokens))
         tokens = self._chance[first : first + len(tokens)]
-        return StepResult(tokens, logprobs, time.perf_counter() - began)
+        return StepResult(tokens, logprobs, time.perf_counter() - start_s)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request."""

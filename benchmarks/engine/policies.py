@@ -86,17 +86,17 @@ def _replay(client: Client, policy: str, trace: Sequence[Arrival]) -> PolicyResu
     warm_up = client.generate(trace[0].prompt[::-1], SamplingParams(max_tokens=8))
     client.loop.flush()
     warm_up.wait()
-    began = time.monotonic()
+    start_s = time.monotonic()
     generations, lateness = [], 0.0
     for arrival in trace:
-        time.sleep(max(0.0, began + arrival.at_s - time.monotonic()))
-        lateness = max(lateness, time.monotonic() - began - arrival.at_s)
+        time.sleep(max(0.0, start_s + arrival.at_s - time.monotonic()))
+        lateness = max(lateness, time.monotonic() - start_s - arrival.at_s)
         params = SamplingParams(max_tokens=arrival.num_tokens, temperature=0.0, ignore_eos=True)
         generations.append(client.generate(arrival.prompt, params))
     client.loop.flush()
     answers = [generation.wait()[0] for generation in generations]
     ttfts = sorted(
-        answer.timings.first_token_s - began - arrival.at_s
+        answer.timings.first_token_s - start_s - arrival.at_s
         for answer, arrival in zip(answers, trace, strict=True)
     )
     ended = max(answer.timings.last_token_s for answer in answers)
@@ -105,7 +105,7 @@ def _replay(client: Client, policy: str, trace: Sequence[Arrival]) -> PolicyResu
         ttft_p50_s=statistics.median(ttfts),
         ttft_p95_s=statistics.quantiles(ttfts, n=20, method="inclusive")[-1],
         ttft_max_s=ttfts[-1],
-        tokens_per_s=sum(arrival.num_tokens for arrival in trace) / (ended - began),
+        tokens_per_s=sum(arrival.num_tokens for arrival in trace) / (ended - start_s),
         lateness_s=lateness,
         answers=[answer.token_ids for answer in answers],
     )

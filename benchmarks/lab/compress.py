@@ -92,7 +92,7 @@ def _measure(model: str, args: argparse.Namespace) -> list[tuple[str, ...]]:
         if args.tune and "twostroke" in makers:
             makers.append("tuned")
         for maker in makers:
-            began, out = time.perf_counter(), folder / f"{maker} {name} {num_tokens}.gguf"
+            start_s, out = time.perf_counter(), folder / f"{maker} {name} {num_tokens}.gguf"
             seconds = out.with_suffix(".seconds")
             if not seconds.exists():
                 note(f"Making {out.name}")
@@ -104,7 +104,7 @@ def _measure(model: str, args: argparse.Namespace) -> list[tuple[str, ...]]:
                     )
                 else:
                     _write(source, out, MIXES[name], llama.rounded if maker != "plain" else _plain)
-                seconds.write_text(str(time.perf_counter() - began))
+                seconds.write_text(str(time.perf_counter() - start_s))
             made[out] = float(seconds.read_text())
     return list(_scored(source, made))
 

@@ -74,14 +74,14 @@ def _measure(model: str, makers: list[str], num_tokens: int) -> Iterator[tuple[s
         if not seconds.exists():
             note(f"Making {out.name}")
             shutil.rmtree(out, ignore_errors=True)
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             if maker == _OURS:
                 quantize(str(source), "w4a16", out, None, num_tokens, note)
             else:
                 tokens = FOLDER / model / f"{num_tokens} tokens.json"
                 what = (maker, floats, tokens, out, group)
                 run([str(python_of("llmcompressor")), "-m", _WORKER, *map(str, what)])
-            seconds.write_text(str(time.perf_counter() - began))
+            seconds.write_text(str(time.perf_counter() - start_s))
         made[out] = float(seconds.read_text())
     compute = ComputeOptions(backend="cpu", activation_bits=15)
     right, *others = (ComparedModel(str(path), compute, CacheOptions()) for path in (source, *made))

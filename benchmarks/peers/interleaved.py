@@ -131,8 +131,8 @@ def _run(
 ) -> tuple[Timing, float] | None:
     """Return a job's timing and how much others disturbed it, from the calmest attempt."""
     attempts: list[tuple[float, Timing]] = []
-    began, kept = time.monotonic(), work.kept_length
-    while len(attempts) < _ATTEMPTS and time.monotonic() - began < _PATIENCE_S:
+    start_s, kept = time.monotonic(), work.kept_length
+    while len(attempts) < _ATTEMPTS and time.monotonic() - start_s < _PATIENCE_S:
         turn = kept + len(attempts)  # another attempt must not find its own prompts cached
         prompts = [[*prompt[:kept], *prompt[turn:], *prompt[kept:turn]] for prompt in job]
         answer = side.call(

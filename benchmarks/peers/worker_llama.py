@@ -88,7 +88,7 @@ class Llama:
         context = self._context(shape)
         context.keep(prompts[0][:kept])
         prompt = context.prompt_batch([prompt[kept:] for prompt in prompts], first=kept)
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         tokens = first = context.decode(prompt)
         prefilled = time.perf_counter()
         for i in range(num_tokens - 1):
@@ -96,10 +96,10 @@ class Llama:
         ended = time.perf_counter()
         return Timing(
             prompt_tokens=sum(map(len, prompts)),
-            prefill_s=prefilled - began,
+            prefill_s=prefilled - start_s,
             decode_tokens=len(prompts) * (num_tokens - 1),
             decode_s=ended - prefilled,
-            wall_s=ended - began,
+            wall_s=ended - start_s,
             first_tokens=[int(token) for token in first],
         ).as_json()
 

@@ -54,7 +54,7 @@ def _run(
     config.max_new_tokens = num_tokens
     config.ignore_eos = True
     config.do_sample = False
-    began = time.monotonic()
+    start_s = time.monotonic()
     handles = [
         pipeline.add_request(next(ids), openvino.Tensor(np.array([prompt], np.int64)), config)
         for prompt in prompts
@@ -70,7 +70,7 @@ def _run(
                     if not stamps[i]:
                         firsts[i] = int(output.generated_ids[0])
                     stamps[i].append((now, len(output.generated_ids)))
-    return Timing.of_stamps(prompts, began, stamps, firsts)
+    return Timing.of_stamps(prompts, start_s, stamps, firsts)
 
 
 if __name__ == "__main__":

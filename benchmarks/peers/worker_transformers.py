@@ -46,7 +46,7 @@ def main() -> None:
 def _run(model: Any, prompts: list[list[int]], num_tokens: int) -> Timing:
     """Answer prompts of one length together."""
     cache = DynamicCache()
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     tokens = first = _next(model, torch.tensor(prompts), cache)
     prefilled = time.perf_counter()
     for _ in range(num_tokens - 1):
@@ -54,10 +54,10 @@ def _run(model: Any, prompts: list[list[int]], num_tokens: int) -> Timing:
     ended = time.perf_counter()
     return Timing(
         prompt_tokens=sum(map(len, prompts)),
-        prefill_s=prefilled - began,
+        prefill_s=prefilled - start_s,
         decode_tokens=len(prompts) * (num_tokens - 1),
         decode_s=ended - prefilled,
-        wall_s=ended - began,
+        wall_s=ended - start_s,
         first_tokens=first.tolist(),
     )
 

@@ -71,7 +71,7 @@ def _run(
     params = SamplingParams(
         temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
     )
-    began = time.monotonic()
+    start_s = time.monotonic()
     streams = {str(next(ids)): prompt for prompt in prompts}
     stamps: dict[str, list[tuple[float, int]]] = {name: [] for name in streams}
     first: dict[str, int] = {}
@@ -86,7 +86,7 @@ def _run(
                 now = time.monotonic()
                 stamps[output.request_id].append((now, len(written) - before))
     firsts = [first[name] for name in streams]
-    return Timing.of_stamps(prompts, began, list(stamps.values()), firsts)
+    return Timing.of_stamps(prompts, start_s, list(stamps.values()), firsts)
 
 
 if __name__ == "__main__":

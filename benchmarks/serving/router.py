@@ -132,9 +132,9 @@ def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float
         asked.append(RoutingKey(keys, bytes_of_blocks(len(keys)), keys[0]))
     wall_s, own_s = [], []
     for one in asked:
-        began_s, began = time.perf_counter(), time.thread_time()
+        began_s, start_s = time.perf_counter(), time.thread_time()
         routed_request = dispatcher.decide(one)
-        own_s.append(time.thread_time() - began)
+        own_s.append(time.thread_time() - start_s)
         wall_s.append(time.perf_counter() - began_s)
         open_.append(routed_request)
         if len(open_) > 2 * num_replicas and (oldest := open_.pop(0)) is not None:

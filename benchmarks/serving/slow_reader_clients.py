@@ -85,7 +85,7 @@ class Crowd:
 
     def _sip(self) -> None:
         while not self._stop.is_set():
-            began = time.monotonic()
+            start_s = time.monotonic()
             for connection in list(self._slow):
                 connection.settimeout(0)
                 try:
@@ -95,7 +95,7 @@ class Crowd:
                     pass
                 except OSError:
                     self._gone(connection)
-            self._stop.wait(max(0.0, _SIP_EACH_S - (time.monotonic() - began)))
+            self._stop.wait(max(0.0, _SIP_EACH_S - (time.monotonic() - start_s)))
 
     def _gone(self, one: socket.socket) -> None:
         self._slow.remove(one)

@@ -138,7 +138,7 @@ def test_values_from_outside_arrive():
 
 
 @pytest.mark.parametrize(
-    ("word", "value", "said"),
+    ("word", "value", "sentence"),
     [
         (0, 1, "form"),
         (1, 9, "form"),
@@ -156,7 +156,7 @@ def test_values_from_outside_arrive():
         (22, -2, "page table entry or page"),
     ],
 )
-def test_a_damaged_step_is_refused(word, value, said):
+def test_a_damaged_step_is_refused(word, value, sentence):
     steps = sender()
     steps.fill(StepPlan((Slice(request_of(3, [1], [2]), 0, 3, True),)))
     good = steps.encode_step()
@@ -165,7 +165,7 @@ def test_a_damaged_step_is_refused(word, value, said):
     fresh, used = FrameReader(LIMITS), FrameReader(LIMITS)
     used.read(good)  # a step like the one before is checked more quickly
     for reader in (fresh, used):
-        with pytest.raises(FrameError, match=said):
+        with pytest.raises(FrameError, match=sentence):
             reader.read(numbers.tobytes())
 
 

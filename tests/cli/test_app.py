@@ -77,7 +77,7 @@ def test_version_is_printed(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "sentence"),
     [
         (["genrate"], "no command 'genrate'. Did you mean 'generate'?"),
         (["models", "remov"], "no command 'remov'. Did you mean 'remove'?"),
@@ -107,11 +107,11 @@ def test_version_is_printed(cli: Cli) -> None:
         (["generate", "x", "-p", "Why", "is", "it"], "words in quotes: Got unexpected ext"),
     ],
 )
-def test_a_wrong_line_is_one_sentence(cli: Cli, arguments: list[str], said: str) -> None:
+def test_a_wrong_line_is_one_sentence(cli: Cli, arguments: list[str], sentence: str) -> None:
     ran = cli(*arguments)
     assert ran.code == 2
     assert ran.err.startswith("twostroke: ")
-    assert said in ran.err
+    assert sentence in ran.err
     assert ran.err.count("\n") == 1
     assert ran.out == ""
 
@@ -157,7 +157,7 @@ def test_every_kind_of_error_has_its_code(
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "sentence"),
     [
         (KeyboardInterrupt(), 130, "Interrupted."),
         (KeyboardInterrupt("Nothing was kept."), 130, "Nothing was kept."),
@@ -168,12 +168,12 @@ def test_every_kind_of_error_has_its_code(
     ],
 )
 def test_what_else_may_happen_is_one_sentence_too(
-    cli: Cli, planted: Planted, error: BaseException, code: int, said: str
+    cli: Cli, planted: Planted, error: BaseException, code: int, sentence: str
 ) -> None:
     planted(error)
     ran = cli("pull", "x")
     assert ran.code == code
-    assert said in ran.err
+    assert sentence in ran.err
     assert ran.err.strip().count("\n") == 0
 
 

@@ -131,7 +131,7 @@ def test_interrupted_run_says_how_to_go_on(cli: Cli, endless: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "sentence"),
     [
         ((), "has no request: each line must be one"),
         ((line("a"), line("a"), line(7)), "has 2 wrong lines; none was run."),
@@ -140,17 +140,17 @@ def test_interrupted_run_says_how_to_go_on(cli: Cli, endless: str, tmp_path: Pat
     ],
 )
 def test_wrong_input_is_refused_before_the_model_is_loaded(
-    cli: Cli, tmp_path: Path, lines: tuple[object, ...], said: str
+    cli: Cli, tmp_path: Path, lines: tuple[object, ...], sentence: str
 ) -> None:
     given = write(tmp_path / "in.jsonl", *lines)
     ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--model", "/nowhere/model.gguf")
     assert ran.code == 2
-    assert said in ran.err
+    assert sentence in ran.err
     assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "sentence"),
     [
         ((), "Give either --model"),
         (("--model", "m", "--url", "http://x"), "Give either --model"),
@@ -164,13 +164,13 @@ def test_wrong_options_are_one_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: tuple[str, ...],
-    said: str,
+    sentence: str,
 ) -> None:
     monkeypatch.setattr("twostroke.server.batch.remote._MAX_TRIES", 2)
     given = write(tmp_path / "in.jsonl", line("a"))
     ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), *options)
     assert ran.code != 0
-    assert said in ran.err
+    assert sentence in ran.err
     assert ran.err.count("\n") == 1
 
 
@@ -363,14 +363,16 @@ def test_proxy_without_a_server_is_asked_ten_times(
     assert ids(tmp_path / "out.errors.jsonl") == ["gone"]
 
 
-@pytest.mark.parametrize(("prompt", "said"), [("key", "refuses the key"), ("page", "no server of")])
+@pytest.mark.parametrize(
+    ("prompt", "sentence"), [("key", "refuses the key"), ("page", "no server of")]
+)
 def test_server_that_answers_no_line_ends_the_run(
-    cli: Cli, tmp_path: Path, odd: str, prompt: str, said: str
+    cli: Cli, tmp_path: Path, odd: str, prompt: str, sentence: str
 ) -> None:
     given = write(tmp_path / "in.jsonl", *(line(f"{index}", prompt=prompt) for index in range(100)))
     ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--url", odd, "-q")
     assert (ran.code, ran.err.count("\n")) == (2, 1)
-    assert said in ran.err
+    assert sentence in ran.err
 
 
 def test_line_waits_as_long_as_the_queue_is_full(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "sentence"),
     [
         ("layers: 3\nwidth: 64\n", r"shape.yaml, line 2: there is no field 'width'"),
         ("layers: many\n", "line 1: must be a whole number such as 2048, got a text"),
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     ],
 )
 def test_wrong_files_name_the_line(
-    cli: Callable[..., Ran], tmp_path: Path, text: str, said: str
+    cli: Callable[..., Ran], tmp_path: Path, text: str, sentence: str
 ) -> None:
     path = tmp_path / "shape.yaml"
     path.write_text(text)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=sentence):
         StudentShape.read(path)
     ran = cli("distill", "tiny", "--student", str(path), "-o", str(tmp_path / "out"))
     assert (ran.code, "shape.yaml, line" in ran.err) == (2, True)
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("shape", "sentence"),
     [
         (StudentShape(layers=3), "layers must be from 1 to 2, as many as .* has; got 3"),
         (StudentShape(kv_heads=0), "kv_heads must be from 1 to 2"),
@@ -48,9 +48,9 @@ def test_wrong_files_name_the_line(
         (StudentShape(2, 2, 128), "as large as"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(tmp_path: Path, shape: StudentShape, said: str) -> None:
+def test_what_cannot_be_cut_is_refused(tmp_path: Path, shape: StudentShape, sentence: str) -> None:
     spec = load_path(write_tiny_gguf(tmp_path / "tiny.gguf", tiny_of("llama"))).spec
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=sentence):
         shape.check(spec)
     StudentShape(1).check(spec)
     StudentShape(kv_heads=1, feed_forward=96).check(spec)

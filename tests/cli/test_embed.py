@@ -56,7 +56,7 @@ def test_only_line_feeds_end_a_line(cli: Cli, tiny: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "stdin", "code", "said"),
+    ("arguments", "stdin", "code", "sentence"),
     [
         (("a", "-f", __file__), b"", 2, "not both"),
         ((), None, 2, "There is no text"),
@@ -81,11 +81,11 @@ def test_only_line_feeds_end_a_line(cli: Cli, tiny: str) -> None:
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_a_code(
-    cli: Cli, tiny: str, arguments: tuple[str, ...], stdin: bytes | None, code: int, said: str
+    cli: Cli, tiny: str, arguments: tuple[str, ...], stdin: bytes | None, code: int, sentence: str
 ) -> None:
     ran = cli("embed", tiny, *arguments, stdin=stdin)
     assert ran.code == code
     assert ran.err.startswith("twostroke: ")
-    assert said in ran.err
+    assert sentence in ran.err
     assert ran.err.count("\n") == 1
     assert ran.out == ""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("content", ["", "\n\n", "  \n   \n"], ids=["none", "lines", "blanks"])
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "sentence"),
     [
         (("batch", "FILE", "-o", "OUT", "--model", "MODEL"), "FILE has no request"),
         (("embed", "MODEL", "-f", "FILE"), "--file: The file 'FILE' has no text"),
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     ids=lambda value: "-".join(value[:3]) if isinstance(value, tuple) else "",
 )
 def test_an_empty_file_is_named(
-    cli: Cli, tiny: str, tmp_path: Path, arguments: tuple[str, ...], said: str, content: str
+    cli: Cli, tiny: str, tmp_path: Path, arguments: tuple[str, ...], sentence: str, content: str
 ) -> None:
     file = tmp_path / "empty"
     file.write_text(content)
     words = {"MODEL": tiny, "FILE": str(file), "OUT": str(tmp_path / "out.gguf")}
     ran = cli(*(words.get(word, word) for word in arguments), stdin=b"")
     assert ran.code == 2
-    assert said.replace("FILE", str(file)).split("/")[-1] in ran.err
+    assert sentence.replace("FILE", str(file)).split("/")[-1] in ran.err
     assert ran.err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]

@@ -169,7 +169,7 @@ def test_the_reference_backend_agrees(cli: Cli, tiny: str, expected: dict[str, l
 
 
 @pytest.mark.parametrize(
-    ("arguments", "stdin", "code", "said"),
+    ("arguments", "stdin", "code", "sentence"),
     [
         (("-p", "a", "b"), b"", 2, "Give the prompt once"),
         (("-p", "a", "-f", "/dev/null"), b"", 2, "Give the prompt once"),
@@ -222,18 +222,18 @@ def test_the_reference_backend_agrees(cli: Cli, tiny: str, expected: dict[str, l
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_a_code(
-    cli: Cli, tiny: str, arguments: tuple[str, ...], stdin: bytes | None, code: int, said: str
+    cli: Cli, tiny: str, arguments: tuple[str, ...], stdin: bytes | None, code: int, sentence: str
 ) -> None:
     ran = cli("generate", tiny, *arguments, stdin=stdin)
     assert ran.code == code
     assert ran.err.startswith("twostroke: ")
-    assert said in ran.err
+    assert sentence in ran.err
     assert ran.err.count("\n") == 1
     assert ran.out == ""
 
 
 @pytest.mark.parametrize(
-    ("content", "code", "said"),
+    ("content", "code", "sentence"),
     [
         (b"", 4, "is empty"),
         (b"not a model", 4, "is not a GGUF file"),
@@ -241,13 +241,13 @@ def test_what_cannot_be_is_one_sentence_and_a_code(
     ],
 )
 def test_a_bad_model_file_is_one_sentence(
-    cli: Cli, tmp_path: Path, content: bytes, code: int, said: str
+    cli: Cli, tmp_path: Path, content: bytes, code: int, sentence: str
 ) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
     ran = cli("generate", str(path), "-p", "a")
     assert ran.code == code
-    assert said in ran.err
+    assert sentence in ran.err
     assert ran.err.count("\n") == 1
 
 
@@ -267,7 +267,7 @@ def test_an_unknown_model_is_one_sentence(cli: Cli, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "code", "said"),
+    ("variable", "value", "code", "sentence"),
     [
         ("TWOSTROKE_NUM_THREADS", "abc", 2, "from 1 to 1024, not 'abc'"),
         ("TWOSTROKE_CPU_LEVEL", "portabel", 2, "(TWOSTROKE_CPU_LEVEL)"),
@@ -280,12 +280,12 @@ def test_a_wrong_setting_names_its_variable(
     variable: str,
     value: str,
     code: int,
-    said: str,
+    sentence: str,
 ) -> None:
     monkeypatch.setenv(variable, value)
     ran = cli("generate", tiny, "-p", "a")
     assert ran.code == code
-    assert said in ran.err
+    assert sentence in ran.err
     assert variable in ran.err
 
 

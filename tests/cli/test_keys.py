@@ -131,7 +131,7 @@ def test_revoked_key_is_only_listed_on_request(keys: Callable[..., Ran], tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         (("revoke", "ap"), "There is no key 'ap'."),
         (("add", "app"), "There is a key 'app'"),
@@ -153,12 +153,12 @@ def test_revoked_key_is_only_listed_on_request(keys: Callable[..., Ran], tmp_pat
     ],
 )
 def test_wrong_words_are_one_sentence(
-    keys: Callable[..., Ran], words: tuple[str, ...], said: str
+    keys: Callable[..., Ran], words: tuple[str, ...], sentence: str
 ) -> None:
     keys("add", "app")
     ran = keys(*words)
     assert (ran.code, ran.out) == (2, "")
-    assert said in ran.err
+    assert sentence in ran.err
 
 
 def test_folder_without_a_database_is_named(keys: Callable[..., Ran], tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_sampling_options_reach_their_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "sentence"),
     [
         ("--max-tokens 0", "--max-tokens must be from 1 to 2147483647, got 0."),
         ("--min-tokens 9 --max-tokens 3", "--min-tokens must be at most --max-tokens (3), got 9."),
@@ -107,14 +107,14 @@ def test_sampling_options_reach_their_fields() -> None:
         (f"--stop {'x' * 1001}", "--stop takes at most 16 strings of 1 to 1000 characters."),
     ],
 )
-def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
+def test_wrong_sampling_values_name_their_option(line: str, sentence: str) -> None:
     with pytest.raises(RequestError) as caught:
         sampling_params(given(generate.command, *line.split()))
-    assert CommandFailure(caught.value, generate.command).message.startswith(said)
+    assert CommandFailure(caught.value, generate.command).message.startswith(sentence)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "sentence"),
     [
         ("--backend reference --level avx2", "--level needs the backend cpu."),
         ("--kv-format fp8", "--kv-format can be fp8 only on the backend gpu; int8 is as small."),
@@ -187,14 +187,14 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
         ),
     ],
 )
-def test_wrong_engine_values_name_their_option(line: str, said: str) -> None:
+def test_wrong_engine_values_name_their_option(line: str, sentence: str) -> None:
     with pytest.raises(UsageError) as caught:
         engine_options(given(serve.command, *line.split()), "tiny")
-    assert CommandFailure(caught.value, serve.command).message == said
+    assert CommandFailure(caught.value, serve.command).message == sentence
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "sentence"),
     [
         (
             "--backend cp",
@@ -210,11 +210,11 @@ def test_wrong_engine_values_name_their_option(line: str, said: str) -> None:
     ],
 )
 def test_values_of_the_wrong_kind_are_refused(
-    cli: Callable[..., Ran], line: str, said: str
+    cli: Callable[..., Ran], line: str, sentence: str
 ) -> None:
     ran = cli("serve", "x", *line.split())
     assert ran.code == 2
-    assert said in ran.err
+    assert sentence in ran.err
     assert line.split(maxsplit=1)[0] in ran.err
 
 

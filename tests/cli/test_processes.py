@@ -61,10 +61,11 @@ def test_an_interrupted_script_gets_no_half_object(endless: str, after_s: float)
 
 
 @pytest.mark.parametrize(
-    ("where", "said"), [("main", b""), ("run", b""), ("group.main", b"twostroke: Interrupted.\n")]
+    ("where", "sentence"),
+    [("main", b""), ("run", b""), ("group.main", b"twostroke: Interrupted.\n")],
 )
 def test_an_interrupted_definition_ends_with_the_code_of_others(
-    tmp_path: Path, where: str, said: bytes
+    tmp_path: Path, where: str, sentence: bytes
 ) -> None:
     # `python -m` would end by the signal here: it came while source text was run.
     script = f"""
@@ -78,7 +79,7 @@ main()
     env = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{tmp_path}"}
     line = (sys.executable, "-m", "interrupted", "models")
     ran = subprocess.run(line, env=env, capture_output=True, timeout=30, check=False)
-    assert (ran.returncode, ran.stderr) == (130, said)
+    assert (ran.returncode, ran.stderr) == (130, sentence)
 
 
 def test_a_ctrl_c_is_heard_before_anything_is_imported() -> None:
@@ -298,7 +299,7 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "sentence"),
     [
         (("--host", "no.such.host.invalid"), 7, "check --host"),
         (("--port", "99999"), 2, "--port must be from 0 to 65535"),
@@ -316,11 +317,11 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded(
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(
-    cli: Callable[..., Ran], tiny: str, arguments: tuple[str, ...], code: int, said: str
+    cli: Callable[..., Ran], tiny: str, arguments: tuple[str, ...], code: int, sentence: str
 ) -> None:
     ran = cli("serve", tiny, *arguments)
     assert ran.code == code
-    assert said in ran.err
+    assert sentence in ran.err
     assert ran.err.count("\n") == 1
 
 

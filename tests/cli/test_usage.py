@@ -101,7 +101,7 @@ def test_days_are_a_span_with_both_ends(usage: Callable[..., Ran]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "sentence"),
     [
         ("[models.tiny]\ninput = 1\noutput = 1", "has no model 'org/other', which was used: add"),
         (
@@ -118,7 +118,7 @@ def test_days_are_a_span_with_both_ends(usage: Callable[..., Ran]) -> None:
     ],
 )
 def test_wrong_price_table_is_one_sentence(
-    usage: Callable[..., Ran], tmp_path: Path, table: str | None, said: str
+    usage: Callable[..., Ran], tmp_path: Path, table: str | None, sentence: str
 ) -> None:
     path = tmp_path / "prices.toml"
     path.unlink()
@@ -126,7 +126,7 @@ def test_wrong_price_table_is_one_sentence(
         path.write_text(table, "latin-1")
     ran = usage("--prices", str(path), "--csv")
     assert (ran.code in {2, 4}, ran.out) == (True, "")
-    assert said in ran.err
+    assert sentence in ran.err
 
 
 def test_wrong_options_are_refused(usage: Callable[..., Ran], cli: Cli, tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_stopping_the_engine_ends_embeddings_with_an_error(
 
 
 @pytest.mark.parametrize(
-    ("texts", "params", "error", "param", "said"),
+    ("texts", "params", "error", "param", "sentence"),
     [
         ([[]], {}, RequestError, "input", "empty"),
         ([[5], [10**6]], {}, RequestError, "input[1]", "outside 0 to"),
@@ -250,10 +250,10 @@ def test_wrong_texts_are_refused_before_a_step_runs(
     params: dict[str, Any],
     error: type[RequestError],
     param: str,
-    said: str,
+    sentence: str,
 ) -> None:
     client, backend = gated
-    with pytest.raises(error, match=said) as caught:
+    with pytest.raises(error, match=sentence) as caught:
         list(client.embed(texts, EmbeddingParams(**params), CALLER))
     assert caught.value.field == param
     assert backend.num_steps == 0

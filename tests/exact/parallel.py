@@ -109,7 +109,7 @@ def _compare(
     name: str, path: str, kv_format: str, size: int, args: argparse.Namespace, totals: Totals
 ) -> None:
     """Answer by one process, then by each mesh with pages of `size` tokens."""
-    began = time.monotonic()
+    start_s = time.monotonic()
     # What prompts have in common, one half of the longest, fills a page.
     prompt_tokens = max(args.prompt_tokens, 2 * size + 16)
     args.context = prompt_tokens + 3 * args.tokens
@@ -119,13 +119,13 @@ def _compare(
         cost = llm.engine.card.cost
         groups = PageGroups(size, llm.engine.facts.windows)
         num_pages = groups.num_needed(args.context, _BUDGET)
-    took_s = time.monotonic() - began
+    took_s = time.monotonic() - start_s
     print(f"{name}, {kv_format}: {len(expected)} answers by one process; {took_s:.0f} s")
     for mesh in args.meshes:
         if page_size(MESHES[mesh]) != size or not suits(MESHES[mesh], cost.program):
             continue
         args.memory = num_pages * page_bytes(MESHES[mesh], cost)
-        where, began = f"{name}, {kv_format}, {mesh}", time.monotonic()
+        where, start_s = f"{name}, {kv_format}, {mesh}", time.monotonic()
         traces = Traces()
         try:
             found, happened = _answers(path, kv_format, mesh, job, args)
@@ -133,7 +133,7 @@ def _compare(
             print(f"{where}: {error}", flush=True)
             totals.failed += [] if isinstance(error, UsageError) else [f"{where}: {error}"]
             continue
-        totals.judge(where, found, expected, happened, time.monotonic() - began)
+        totals.judge(where, found, expected, happened, time.monotonic() - start_s)
         left = traces.left()
         totals.failed += [f"{where}: left {', '.join(left)}"] if left else []
 

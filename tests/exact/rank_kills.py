@@ -67,12 +67,12 @@ def run(name: str, path: str, args: argparse.Namespace) -> list[str]:
         windows = llm.engine.facts.windows
     failures = []
     for mesh in args.meshes:
-        traces, began = Traces(), time.monotonic()
+        traces, start_s = Traces(), time.monotonic()
         groups = PageGroups(page_size(MESHES[mesh]), windows)
         memory = _STREAMS * groups.num_needed(args.context) * page_bytes(MESHES[mesh], cost)
         sizes = {"memory_bytes": memory, "token_budget": 64, "drafts": 4}
         with LLM(path, crowded(MESHES[mesh], args.context, "f16", **sizes)) as llm:
-            load_s = time.monotonic() - began
+            load_s = time.monotonic() - start_s
             number = -(-args.kills // len(args.meshes))
             try:
                 seen = asyncio.run(_load(llm.engine.client, job, expected, number, args.seed))

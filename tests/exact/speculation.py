@@ -42,11 +42,11 @@ def main() -> int:
     args.context = args.prompt_tokens + 3 * args.tokens
     with LLM(args.model, _options(SpeculationOptions("off"), None, args.context)) as llm:
         job = make_job(llm, args.prompts, args.prompt_tokens, args.tokens, args.seed)
-        began = time.monotonic()
+        start_s = time.monotonic()
         expected = [
             all_of(answer) for answer in llm.generate(job.prompts, job.params, speculate="off")
         ]
-        _say(f"{args.model}: {len(expected)} answers without speculation", began)
+        _say(f"{args.model}: {len(expected)} answers without speculation", start_s)
         cost = llm.engine.card.cost
         pages = -(-args.context // _PAGE_SIZE)
         memory = pages * cost.program.page_bytes(_PAGE_SIZE, cost.cache)
@@ -66,7 +66,7 @@ def _holds(
         named |= {"heads": args.heads}
     speculation = SpeculationOptions("auto" if method == "heads" else method, count=count, **named)
     with LLM(args.model, _options(speculation, memory, args.context)) as llm:
-        began = time.monotonic()
+        start_s = time.monotonic()
         found, cached = [], 0
         for prompts, params in job.batches(args.seed):
             for answer in llm.generate(prompts, params):
@@ -81,7 +81,7 @@ def _holds(
     _say(
         f"{method}: {len(wrong)} of {len(found)} answers differ; {accepted} of {proposed} drafts "
         f"right, {cached} tokens from the cache, {stats.num_preemptions} preemptions",
-        began,
+        start_s,
     )
     for index in wrong[:3]:
         print(f"  prompt {index}: {expected[index]} became {found[index]}")

@@ -75,18 +75,18 @@ IGNORED: list[tuple[str, Fields, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "fields", "names", "said"), IGNORED)
+@pytest.mark.parametrize(("path", "fields", "names", "sentence"), IGNORED)
 def test_field_without_effect_is_named_and_a_strict_server_refuses_it(
-    server: LiveServer, strict: LiveServer, path: str, fields: Fields, names: str, said: str
+    server: LiveServer, strict: LiveServer, path: str, fields: Fields, names: str, sentence: str
 ) -> None:
     body = LEAST[path] | fields
     response = server.http.post(path, json=body)
     assert response.status_code == 200, response.text
     assert response.headers.get("twostroke-ignored", "") == names
     response = strict.http.post(path, json=body)
-    assert response.status_code == (400 if said else 200)
-    if said:
-        assert said in response.json()["error"]["message"]
+    assert response.status_code == (400 if sentence else 200)
+    if sentence:
+        assert sentence in response.json()["error"]["message"]
 
 
 def test_answer_is_the_one_without_the_ignored_fields(server: LiveServer) -> None:

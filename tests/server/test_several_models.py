@@ -236,7 +236,7 @@ def test_a_broken_model_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "sentence"),
     [
         (["--memory", "100MB"], "With 100 MB of memory for all models (--memory), "),
         (["--in-process"], "--in-process runs one model"),
@@ -248,12 +248,12 @@ def test_a_broken_model_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_end_the_command_with_a_sentence(
-    run_serve: object, models: list[str], options: list[str], said: str
+    run_serve: object, models: list[str], options: list[str], sentence: str
 ) -> None:
     words = [models[0] if word == "{a}" else word for word in options]
     code, err = run_serve("--models", ",".join(models), *words)  # type: ignore[operator]
     assert code != 0
-    assert said in err
+    assert sentence in err
     assert err.count("\n") <= 2
     assert "Traceback" not in err
 

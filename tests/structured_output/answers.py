@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> bool:
         client = llm.engine.client
         client.grammars.prepare()
         constraints = [_constraint(rng, client.grammars) for _ in range(args.answers)]
-        began = time.monotonic()
+        start_s = time.monotonic()
         for first in range(0, args.answers, _TOGETHER):
             some = constraints[first : first + _TOGETHER]
             params = [
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> bool:
                 kept[f"{constraint.notation}, {verdict}"] += 1
                 if verdict == "wrong":
                     wrong.append(f"{constraint.text}\n    {answer.text!r}")
-        elapsed_s = time.monotonic() - began
+        elapsed_s = time.monotonic() - start_s
         snapshot = client.loop.snapshot()
     speculation, meter = snapshot.speculation, snapshot.phases
     step_s = meter.prefill.time_s + meter.decode.time_s

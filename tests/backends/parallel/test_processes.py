@@ -164,10 +164,10 @@ def test_ranks_that_die_or_freeze_are_replaced(path, monkeypatch):
             assert backend.run(plan_of(request, 0, 3)).tokens == token
             (pid,) = rank_pids(os.getpid())
             os.kill(pid, number)
-            began = time.monotonic()
+            start_s = time.monotonic()
             with pytest.raises(RanksLostError, match=r"Rank 1 (was ended by|has not)"):
                 backend.run(plan_of(request, 0, 3))
-            assert time.monotonic() - began < 30  # about 1 s, on a machine that does nothing else
+            assert time.monotonic() - start_s < 30  # about 1 s, on a machine that does nothing else
             assert [rank.state for rank in backend.states()] == ["ready", "lost"]
             assert is_over(pid)
             with on_cores(0, 2):  # as the engine's thread is

@@ -44,7 +44,7 @@ def read(
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "calls"),
+    ("text", "sentence", "calls"),
     [
         ("", "", []),
         ("hello", "hello", []),
@@ -93,10 +93,10 @@ def read(
     ],
 )
 def test_pieces_do_not_depend_on_the_cuts(
-    text: str, said: str, calls: list[tuple[str, str]] | None
+    text: str, sentence: str, calls: list[tuple[str, str]] | None
 ) -> None:
     result = read(text, [])
-    assert result[0] == said
+    assert result[0] == sentence
     if calls is None:
         assert [json.loads(arguments) for _, arguments in result[1]] == [json.loads(ARGUMENTS)]
     else:
@@ -286,9 +286,9 @@ def test_every_form_is_read_in_linear_time(name: str) -> None:
     parts = (form.mark, form.opening + "f" * 60, form.opening + form.name("f") + form.middle)
 
     def seconds(text: str) -> float:
-        began = time.process_time()
+        start_s = time.process_time()
         read(text, list(range(0, len(text), 40)), form)
-        return time.process_time() - began
+        return time.process_time() - start_s
 
     for part in parts:
         for filling in (" ", '"', "{", "a"):
@@ -310,9 +310,9 @@ def test_every_form_is_read_in_linear_time(name: str) -> None:
 )
 def test_hostile_text_is_read_in_linear_time(text: str) -> None:
     def seconds(part: str) -> float:
-        began = time.process_time()
+        start_s = time.process_time()
         read(part, list(range(0, len(part), 40)))
-        return time.process_time() - began
+        return time.process_time() - start_s
 
     assert seconds(text) < 10 * seconds(text[: len(text) // 4]) + 0.5
 

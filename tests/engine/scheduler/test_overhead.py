@@ -23,14 +23,14 @@ def test_overhead_of_a_step_with_256_streams_is_printed():
         scheduler.add(make_request(f"r{i}", prompt, end_ids=frozenset({49_999}), max_tokens=1000))
     plan_s, commit_s = [], []
     for step in range(NUM_STEPS):
-        began = time.thread_time()
+        start_s = time.thread_time()
         plan = scheduler.plan()
         planned = time.thread_time()
         result = StepResult([step] * NUM_STREAMS, [None] * NUM_STREAMS)
         ran = time.thread_time()
         deltas = scheduler.commit(plan, result)
         commit_s.append(time.thread_time() - ran)
-        plan_s.append(planned - began)
+        plan_s.append(planned - start_s)
         assert len(deltas) == plan.num_rows if step else NUM_STREAMS
     first = 1e3 * (plan_s[0] + commit_s[0])
     print(

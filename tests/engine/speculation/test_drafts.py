@@ -111,7 +111,7 @@ def test_a_missing_draft_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "sentence"),
     [
         ({"method": "drafts"}, "got 'drafts'.*Did you mean 'draft'"),
         ({"method": "draft"}, "set draft as well"),
@@ -122,8 +122,8 @@ def test_a_missing_draft_is_refused(path: Path) -> None:
         ({"count": 25}, "count must be from 1 to 24, got 25"),
     ],
 )
-def test_contradictory_options_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_contradictory_options_are_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
         SpeculationOptions(**given)
 
 

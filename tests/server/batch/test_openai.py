@@ -128,7 +128,7 @@ def test_all_odd_lines_are_named_and_none_is_run(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "sentence"),
     [
         (b"{bad", "The line is not valid JSON: object keys must be strings"),
         (b"[]", "The line is not a JSON object."),
@@ -147,8 +147,8 @@ def test_all_odd_lines_are_named_and_none_is_run(server: LiveServer) -> None:
         ),
     ],
 )
-def test_errors_of_lines_are_named(text: bytes, said: str) -> None:
-    with pytest.raises(WrongLineError, match=re.escape(said)):
+def test_errors_of_lines_are_named(text: bytes, sentence: str) -> None:
+    with pytest.raises(WrongLineError, match=re.escape(sentence)):
         parse(1, text, RequestLimits())
 
 

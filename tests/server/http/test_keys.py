@@ -185,7 +185,7 @@ def test_a_client_with_an_empty_key_shows_none(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "sentence"),
     [
         (b"", "has no keys"),
         (b"# nothing\n", "has no keys"),
@@ -197,11 +197,11 @@ def test_a_client_with_an_empty_key_shows_none(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_malformed_key_file_is_refused_without_showing_a_key(
-    tmp_path: Path, text: bytes, said: str
+    tmp_path: Path, text: bytes, sentence: str
 ) -> None:
     file = tmp_path / "keys"
     file.write_bytes(text)
-    with pytest.raises(UsageError, match=said) as caught:
+    with pytest.raises(UsageError, match=sentence) as caught:
         ApiKeys.read(file, None)
     assert "secret" not in str(caught.value)
 

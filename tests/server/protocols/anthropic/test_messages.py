@@ -205,13 +205,13 @@ REFUSED: list[tuple[Fields, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "said"), REFUSED)
+@pytest.mark.parametrize(("fields", "sentence"), REFUSED)
 def test_invalid_requests_are_refused_in_anthropics_form(
-    server: LiveServer, fields: Fields, said: str
+    server: LiveServer, fields: Fields, sentence: str
 ) -> None:
     response = send_request(server, **fields)
     error = refused(response, 400, "invalid_request_error")
-    assert said in error
+    assert sentence in error
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_no_tools_are_shown_where_none_may_be_called(server: LiveServer) -> None
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "sentence"),
     [
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing."),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must be 1 to 128 letters"),
@@ -196,12 +196,12 @@ def test_no_tools_are_shown_where_none_may_be_called(server: LiveServer) -> None
         ),
     ],
 )
-def test_invalid_requests_are_refused(server: LiveServer, fields: Fields, said: str) -> None:
+def test_invalid_requests_are_refused(server: LiveServer, fields: Fields, sentence: str) -> None:
     response = send_request(server, **fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
-    assert said in error["message"]
+    assert sentence in error["message"]
 
 
 def _events(response: httpx.Response) -> list[Any]:

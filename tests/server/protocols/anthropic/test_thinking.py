@@ -134,7 +134,7 @@ def test_earlier_reasoning_reaches_the_template(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "sentence"),
     [
         (
             {"thinking": {"type": "enabled", "budget_tokens": 200}},
@@ -151,10 +151,10 @@ def test_earlier_reasoning_reaches_the_template(server: LiveServer) -> None:
         ),
     ],
 )
-def test_invalid_requests_are_refused(server: LiveServer, fields: Fields, said: str) -> None:
+def test_invalid_requests_are_refused(server: LiveServer, fields: Fields, sentence: str) -> None:
     response = send_request(server, **fields)
     assert response.status_code == 400
-    assert said in response.json()["error"]["message"]
+    assert sentence in response.json()["error"]["message"]
 
 
 def test_models_that_do_not_reason_say_so(tmp_path: Any) -> None:

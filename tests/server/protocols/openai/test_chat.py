@@ -224,7 +224,7 @@ def test_a_prediction_is_used_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said", "param"),
+    ("fields", "sentence", "param"),
     [
         (
             {"speculate": "draft"},
@@ -252,11 +252,11 @@ def test_a_prediction_is_used_and_counted(tmp_path: Path) -> None:
     ],
 )
 def test_hints_that_cannot_be_are_refused(
-    server: LiveServer, fields: Fields, said: str, param: str
+    server: LiveServer, fields: Fields, sentence: str, param: str
 ) -> None:
     response = server.chat(**fields)
     assert response.status_code == 400
-    assert response.json()["error"]["message"] == said
+    assert response.json()["error"]["message"] == sentence
     assert response.json()["error"]["param"] == param
 
 

@@ -122,7 +122,7 @@ def test_ids_and_texts_may_follow_each_other(server: LiveServer, path: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "code", "said"),
+    ("fields", "param", "code", "sentence"),
     [
         ({"input": None}, "input", "missing_required_parameter", "missing"),
         ({"input": []}, "input", "invalid_value", "at least one input"),
@@ -150,13 +150,13 @@ def test_ids_and_texts_may_follow_each_other(server: LiveServer, path: str) -> N
     ],
 )
 def test_an_invalid_request_gets_one_clear_error(
-    server: LiveServer, fields: dict[str, Any], param: str, code: str, said: str
+    server: LiveServer, fields: dict[str, Any], param: str, code: str, sentence: str
 ) -> None:
     response = embed(server, **fields)
     error = response.json()["error"]
     assert response.status_code == (404 if code == "model_not_found" else 400)
     assert (error["param"], error["code"]) == (param, code)
-    assert said in error["message"]
+    assert sentence in error["message"]
 
 
 def test_a_text_that_is_too_long_is_refused_as_chats_are(server: LiveServer) -> None:

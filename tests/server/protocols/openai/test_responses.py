@@ -275,7 +275,7 @@ def test_cached_tokens_are_reported(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said", "param"),
+    ("fields", "sentence", "param"),
     [
         ({"input": None}, "input is missing.", "input"),
         ({"input": []}, "input is an empty list: give at least one item.", "input"),
@@ -296,12 +296,12 @@ def test_cached_tokens_are_reported(server: LiveServer) -> None:
     ],
 )
 def test_invalid_and_unknown_ids_are_refused(
-    server: LiveServer, fields: Fields, said: str, param: str
+    server: LiveServer, fields: Fields, sentence: str, param: str
 ) -> None:
     response = send_request(server, **fields)
     assert response.status_code == 400
     error = response.json()["error"]
-    assert said in error["message"]
+    assert sentence in error["message"]
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
 

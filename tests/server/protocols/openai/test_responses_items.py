@@ -201,7 +201,7 @@ def test_input_items_are_listed_in_pages(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "sentence"),
     [
         ("/input_items?limit=0", "limit must be from 1 to 100."),
         ("/input_items?limit=101", "limit must be from 1 to 100."),
@@ -212,12 +212,12 @@ def test_input_items_are_listed_in_pages(server: LiveServer) -> None:
     ],
 )
 def test_wrong_questions_about_a_response_are_refused(
-    server: LiveServer, path: str, said: str
+    server: LiveServer, path: str, sentence: str
 ) -> None:
     id_ = answer(server)["id"]
     response = server.http.get(f"{PATH}/{id_}{path}")
     assert response.status_code == 400
-    assert said in response.json()["error"]["message"]
+    assert sentence in response.json()["error"]["message"]
 
 
 def test_neutral_queries_about_a_response_are_accepted(server: LiveServer) -> None:

@@ -137,7 +137,7 @@ def test_calls_and_results_go_on_from_a_response(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said", "param"),
+    ("fields", "sentence", "param"),
     [
         ({"tools": [WEATHER, WEATHER]}, "must be unique", "tools[1].name"),
         ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name must be", "tools[0].name"),
@@ -181,10 +181,10 @@ def test_calls_and_results_go_on_from_a_response(server: LiveServer) -> None:
     ],
 )
 def test_wrong_tools_and_items_are_refused(
-    server: LiveServer, fields: Fields, said: str, param: str
+    server: LiveServer, fields: Fields, sentence: str, param: str
 ) -> None:
     response = send_request(server, **fields)
     assert response.status_code == 400
     error = response.json()["error"]
-    assert said in error["message"]
+    assert sentence in error["message"]
     assert error["param"] == param
