@@ -242,8 +242,8 @@ def test_killed_server_keeps_usage_and_learns_what_was_revoked_meanwhile(
 
     def send_request(url: str, key: str) -> int:
         headers = {"x-api-key": key}
-        told = httpx.post(f"{url}/v1/completions", json=body, headers=headers, trust_env=False)
-        return told.status_code
+        response = httpx.post(f"{url}/v1/completions", json=body, headers=headers, trust_env=False)
+        return response.status_code
 
     def num_requests() -> int:
         rows = json.loads(cli("usage", *records, "--json").out)

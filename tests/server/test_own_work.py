@@ -81,8 +81,8 @@ def test_a_higher_limit_may_be_requested(server: LiveServer) -> None:
     assert len(ids) == 100_000
     again = {"tokens": ids}
     assert "set max_tokens" in server.http.post("/detokenize", json=again).text
-    whole = server.http.post("/detokenize", json=again | {"max_tokens": 100_000})
-    assert whole.json()["prompt"] == text
+    response = server.http.post("/detokenize", json=again | {"max_tokens": 100_000})
+    assert response.json()["prompt"] == text
     few = server.http.post("/tokenize", json={"prompt": "zzz", "max_tokens": 2})
     assert "max_tokens allows 2" in few.json()["error"]["message"]
     wrong = server.http.post("/tokenize", json={"prompt": "zzz", "max_tokens": 0})
@@ -90,8 +90,8 @@ def test_a_higher_limit_may_be_requested(server: LiveServer) -> None:
 
 
 def test_a_short_text_is_counted_although_no_context_holds_it(server: LiveServer) -> None:
-    counted = server.http.post("/tokenize", json={"prompt": "z" * 20_000}).json()
-    assert counted["count"] == 20_000
+    body = server.http.post("/tokenize", json={"prompt": "z" * 20_000}).json()
+    assert body["count"] == 20_000
 
 
 def test_work_ends_with_its_client_and_another_tenant_does_not_wait(

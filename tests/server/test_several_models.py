@@ -118,9 +118,9 @@ def test_embeddings_grammars_and_the_state_of_each_model(server: ModelServer) ->
     for name in "ab":
         body = {"model": name, "input": "hello"}
         assert server.http.post("/v1/embeddings", json=body).status_code == 200
-        held = server.complete(name, max_tokens=20, guided_regex="(ab){3}", ignore_eos=False)
-        assert held.status_code == 200, held.text
-        assert held.json()["choices"][0]["text"] == "ababab"
+        response = server.complete(name, max_tokens=20, guided_regex="(ab){3}", ignore_eos=False)
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["text"] == "ababab"
     state = server.http.get("/api/state", params={"model": "b"}).json()
     assert state["model"]["names"] == ["b"]
     assert [model["name"] for model in state["models"]] == ["a", "b", "c"]
@@ -179,12 +179,12 @@ def test_timeouts_and_clients_that_leave_while_a_model_loads(
     models: list[str], tmp_path: Path
 ) -> None:
     with serving(tmp_path, models) as server:
-        late = server.http.post(
+        response = server.http.post(
             "/v1/completions",
             json={"model": "a", "prompt": "hello", "max_tokens": 2},
             headers={"x-request-timeout": "0.05"},
         )
-        assert late.status_code == 504, late.text
+        assert response.status_code == 504, response.text
         with pytest.raises(httpx.ReadTimeout):
             server.http.post(
                 "/v1/completions", json={"model": "b", "prompt": "hello"}, timeout=0.05

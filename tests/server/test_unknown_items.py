@@ -44,8 +44,8 @@ def send_request(server: LiveServer, path: str, **fields: Any) -> Any:
 
 def num_prompt_tokens(server: LiveServer, path: str, **fields: Any) -> int:
     if path == MESSAGES:
-        counted = server.http.post(f"{MESSAGES}/count_tokens", json=fields)
-        return int(counted.json()["input_tokens"])
+        response = server.http.post(f"{MESSAGES}/count_tokens", json=fields)
+        return int(response.json()["input_tokens"])
     usage = send_request(server, path, **fields).json()["usage"]
     return int(usage.get("prompt_tokens") or usage["input_tokens"])
 

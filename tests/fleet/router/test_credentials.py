@@ -76,8 +76,8 @@ def test_a_server_believes_its_router_alone(guarded: LiveServer) -> None:
         right = {"authorization": f"Bearer {SECRET}"}
         assert http.get("/v1/models", headers=right).status_code == 200
         for value in ("anna x", "anna -1", "an na 1"):
-            said = http.get("/v1/models", headers={**right, "x-twostroke-tenant": value})
-            assert said.status_code == 400, value
+            response = http.get("/v1/models", headers={**right, "x-twostroke-tenant": value})
+            assert response.status_code == 400, value
 
 
 def test_tenants_behind_a_router_see_nothing_of_each_other(guarded: LiveServer) -> None:

@@ -36,9 +36,9 @@ def begin(server: LiveServer, num_lines: int, **fields: Any) -> str:
 
 
 def counts(server: LiveServer, batch: str) -> tuple[str, int, int]:
-    told = server.http.get(f"/v1/batches/{batch}").json()
-    numbers = told["request_counts"]
-    return told["status"], numbers["completed"], numbers["failed"]
+    body = server.http.get(f"/v1/batches/{batch}").json()
+    numbers = body["request_counts"]
+    return body["status"], numbers["completed"], numbers["failed"]
 
 
 def test_limits_pause_lines_and_fail_none(tmp_path: Path) -> None:

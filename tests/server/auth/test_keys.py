@@ -67,8 +67,8 @@ def test_first_key_closes_an_open_server_and_revoking_the_last_does_not_open_it(
         key, text = add(folder)
         wait_for(lambda: send_request("") == 401, 2)
         assert send_request(text) == 200
-        told = http.get("/openapi.json", headers={"x-api-key": text}).json()
-        assert told["security"] != []
+        body = http.get("/openapi.json", headers={"x-api-key": text}).json()
+        assert body["security"] != []
         revoke(folder, key)
         wait_for(lambda: send_request(text) == 401, 2)
         assert send_request("") == 401

@@ -161,8 +161,8 @@ def test_files_in_conversations_and_results_of_tools_are_read(server: LiveServer
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": [part]},
     ]
-    made = server.http.post("/v1/conversations", json={"items": items}).json()
-    listed = server.http.get(f"/v1/conversations/{made['id']}/items").json()["data"]
+    body = server.http.post("/v1/conversations", json={"items": items}).json()
+    listed = server.http.get(f"/v1/conversations/{body['id']}/items").json()["data"]
     text = {"type": "input_text", "text": "notes.txt\nhello\n"}
     assert listed[0]["output"] == [text]
     assert listed[2]["content"] == [text]

@@ -280,7 +280,7 @@ def test_nothing_is_read_or_written_on_the_event_loop(
     batch = begin(server, upload(server, line(0) + line(1)).json()["id"])
     assert ended(server, f"/v1/batches/{batch['id']}")["status"] == "completed"
     body = {"requests": [{"custom_id": "a", "params": SAID}]}
-    made = server.http.post(MESSAGES, json=body)
-    assert made.status_code == 200
-    ended(server, f"{MESSAGES}/{made.json()['id']}", "processing_status")
+    response = server.http.post(MESSAGES, json=body)
+    assert response.status_code == 200
+    ended(server, f"{MESSAGES}/{response.json()['id']}", "processing_status")
     assert min(num_works) >= 2

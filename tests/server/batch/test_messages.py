@@ -104,8 +104,8 @@ def test_wrong_requests_are_refused_with_their_place(server: LiveServer) -> None
 
 def test_pretty_printed_request_is_one_line(server: LiveServer) -> None:
     text = json.dumps({"requests": [one("a"), one("b")]}, indent=4)
-    made = server.http.post(PATH, content=text, headers={"content-type": "application/json"})
-    assert list(results(server, ended(server, made.json()))) == ["a", "b"]
+    response = server.http.post(PATH, content=text, headers={"content-type": "application/json"})
+    assert list(results(server, ended(server, response.json()))) == ["a", "b"]
 
 
 def test_cancelled_batch_keeps_its_results(server: LiveServer) -> None:

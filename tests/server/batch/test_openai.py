@@ -228,8 +228,8 @@ def test_lists_come_in_pages(server: LiveServer) -> None:
     inputs = {"purpose": "batch", "order": "asc", "limit": 2}
     files = server.http.get("/v1/files", params=inputs).json()
     assert (len(files["data"]), files["has_more"]) == (2, True)
-    more = server.http.get("/v1/files", params={**inputs, "after": files["last_id"]}).json()
-    assert (len(more["data"]), more["has_more"]) == (1, False)
+    body = server.http.get("/v1/files", params={**inputs, "after": files["last_id"]}).json()
+    assert (len(body["data"]), body["has_more"]) == (1, False)
     for path, wrong in (("/v1/files", "order"), ("/v1/batches", "after"), ("/v1/batches", "limit")):
         response = server.http.get(path, params={wrong: "x"})
         assert (response.status_code, response.json()["error"]["param"]) == (400, wrong)

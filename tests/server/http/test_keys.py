@@ -122,18 +122,18 @@ def test_tenants_share_neither_prefixes_nor_responses(guarded: LiveServer) -> No
 
 
 def test_the_description_says_that_keys_are_needed(guarded: LiveServer) -> None:
-    told = guarded.http.get("/openapi.json", headers=BEARER).json()
-    assert told["security"] == [{"bearer": []}, {"x-api-key": []}]
-    assert "401" in told["paths"]["/v1/models"]["get"]["responses"]
-    assert told["paths"]["/health"]["get"]["security"] == []
-    assert "401" not in told["paths"]["/health"]["get"]["responses"]
+    body = guarded.http.get("/openapi.json", headers=BEARER).json()
+    assert body["security"] == [{"bearer": []}, {"x-api-key": []}]
+    assert "401" in body["paths"]["/v1/models"]["get"]["responses"]
+    assert body["paths"]["/health"]["get"]["security"] == []
+    assert "401" not in body["paths"]["/health"]["get"]["responses"]
 
 
 def test_without_keys_anybody_may_ask_with_any(server: LiveServer) -> None:
     assert server.http.get("/v1/models", headers={"x-api-key": "any"}).status_code == 200
-    told = server.http.get("/openapi.json").json()
-    assert told["security"] == []
-    assert "securitySchemes" not in told["components"]
+    body = server.http.get("/openapi.json").json()
+    assert body["security"] == []
+    assert "securitySchemes" not in body["components"]
 
 
 def tenant_of(keys: ApiKeys, text: bytes) -> str | None:

@@ -217,8 +217,8 @@ def test_ids_that_cannot_fit_are_neither_read_nor_copied_for_each_answer(
 
 
 def test_request_id_is_the_clients_own_where_it_is_harmless(server: LiveServer) -> None:
-    own = server.http.get("/health", headers={"x-request-id": "abc-1.2:3"})
-    assert own.headers.get_list("x-request-id") == ["abc-1.2:3"]
+    response = server.http.get("/health", headers={"x-request-id": "abc-1.2:3"})
+    assert response.headers.get_list("x-request-id") == ["abc-1.2:3"]
     for bad in ("a b", "x" * 200, "a\tb", '"><script>', "é".encode()):
         answered = server.http.get("/health", headers={"x-request-id": bad})
         assert answered.headers["x-request-id"].startswith("req-")

@@ -67,8 +67,8 @@ def test_keyless_server_is_not_reached_by_rebinding_or_foreign_pages(server: Liv
             assert option in refused.json()["error"]["message"]
             assert "access-control-allow-origin" not in refused.headers
         body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
-        told = server.http.post("/v1/messages", json=body, headers=headers)
-        assert (told.status_code, told.json()["error"]["type"]) == (403, "permission_error")
+        response = server.http.post("/v1/messages", json=body, headers=headers)
+        assert (response.status_code, response.json()["error"]["type"]) == (403, "permission_error")
 
 
 def test_refusals_name_the_option_that_allows_the_request(server: LiveServer) -> None:
@@ -88,9 +88,9 @@ def test_own_page_and_development_servers_pass(server: LiveServer) -> None:
         {"origin": "https://localhost", "host": "localhost"},  # a proxy with TLS
         {"origin": "http://localhost:5173"},
     ):
-        passed = server.http.post(CHAT, json={}, headers=headers)
-        assert passed.status_code == 400
-        assert "access-control-allow-origin" not in passed.headers
+        response = server.http.post(CHAT, json={}, headers=headers)
+        assert response.status_code == 400
+        assert "access-control-allow-origin" not in response.headers
 
 
 def test_preflight_of_a_page_that_is_not_listed_names_the_option(server: LiveServer) -> None:

@@ -117,13 +117,13 @@ def test_blocks_and_system_reach_the_template(server: LiveServer) -> None:
     ]
     expected = server.chat(messages=openai, max_tokens=1).json()["usage"]["prompt_tokens"]
     for system in ("a\nd", [{"type": "text", "text": "a"}, {"type": "text", "text": "d"}]):
-        counted = server.http.post(COUNT, json={"messages": said, "system": system}).json()
-        assert counted == {"input_tokens": expected}
+        body = server.http.post(COUNT, json={"messages": said, "system": system}).json()
+        assert body == {"input_tokens": expected}
     leading = [{"role": "system", "content": [{"type": "text", "text": "d"}]}, *said]
     openai[:1] = [{"role": "system", "content": "a"}, {"role": "system", "content": "d"}]
     expected = server.chat(messages=openai, max_tokens=1).json()["usage"]["prompt_tokens"]
-    counted = server.http.post(COUNT, json={"messages": leading, "system": "a"}).json()
-    assert counted == {"input_tokens": expected}
+    body = server.http.post(COUNT, json={"messages": leading, "system": "a"}).json()
+    assert body == {"input_tokens": expected}
     later = [*openai[2:4], {"role": "system", "content": "e"}, openai[4]]
     expected = server.chat(messages=later, max_tokens=1).json()["usage"]["prompt_tokens"]
     assert server.http.post(COUNT, json={"messages": later}).json() == {"input_tokens": expected}

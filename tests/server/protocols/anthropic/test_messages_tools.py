@@ -144,11 +144,11 @@ def test_calls_and_results_reach_the_template_as_in_openais_protocol(server: Liv
     described = {k: v for k, v in TOOL.items() if k != "input_schema"} | {"parameters": SCHEMA}
     tools = [{"type": "function", "function": described}]
     expected = server.http.post("/tokenize", json={"messages": openai, "tools": tools}).json()
-    counted = server.http.post(COUNT, json={"messages": TALK, "tools": [TOOL]}).json()
-    assert counted == {"input_tokens": expected["count"]}
+    body = server.http.post(COUNT, json={"messages": TALK, "tools": [TOOL]}).json()
+    assert body == {"input_tokens": expected["count"]}
     blocks = [{**RESULT, "content": [{"type": "text", "text": "rain"}], "is_error": False}]
     talk = [*TALK[:2], {"role": "user", "content": [*blocks, {"type": "text", "text": "and?"}]}]
-    assert server.http.post(COUNT, json={"messages": talk, "tools": [TOOL]}).json() == counted
+    assert server.http.post(COUNT, json={"messages": talk, "tools": [TOOL]}).json() == body
     assert send_request(server, messages=TALK, tools=[TOOL], max_tokens=2).status_code == 200
 
 

@@ -70,10 +70,10 @@ def test_response_is_returned_at_once_and_computed_later(gated: LiveServer) -> N
     assert read(gated, queued["id"])["status"] == "queued"
     gated.backend.gate.set()
     result = ended(gated, queued["id"])
-    whole = gated.http.post(
+    body = gated.http.post(
         PATH, json={"input": "hello", "max_output_tokens": 8, "temperature": 0}
     ).json()
-    assert plain(result) | {"background": False} == plain(whole)
+    assert plain(result) | {"background": False} == plain(body)
 
 
 def test_events_can_be_followed_from_any_number_and_again_at_the_end(gated: LiveServer) -> None:
@@ -119,8 +119,8 @@ def test_response_is_cancelled_once_and_for_all(gated: LiveServer) -> None:
     id_ = send_request(gated, max_output_tokens=40)["id"]
     cancelled = gated.http.post(f"{PATH}/{id_}/cancel").json()
     assert cancelled["status"] == "cancelled"
-    again = gated.http.post(f"{PATH}/{id_}/cancel")
-    assert (again.status_code, again.json()) == (200, cancelled)
+    response = gated.http.post(f"{PATH}/{id_}/cancel")
+    assert (response.status_code, response.json()) == (200, cancelled)
     assert read(gated, id_) == cancelled
     assert kinds_of(events_from(gated, id_)) == ["created", "queued", "incomplete"]
     gated.backend.gate.set()

@@ -188,9 +188,11 @@ def _said(body: Fields) -> str:
 
 def test_tokens_of_a_conversation_are_counted_without_an_answer(server: LiveServer) -> None:
     path = "/v1/chat/completions/input_tokens"
-    counted = server.http.post(path, json=chat_body(max_tokens=3, response_format={"type": "text"}))
+    response = server.http.post(
+        path, json=chat_body(max_tokens=3, response_format={"type": "text"})
+    )
     answered = server.chat(max_tokens=1).json()
-    assert counted.json()["input_tokens"] == answered["usage"]["prompt_tokens"]
+    assert response.json()["input_tokens"] == answered["usage"]["prompt_tokens"]
     wrong = server.http.post(path, json={"messages": "hello"})
     assert wrong.status_code == 400
     assert wrong.json()["error"]["param"] == "messages"

@@ -51,16 +51,16 @@ def texts_of(items: list[Fields]) -> list[str]:
 
 
 def test_conversation_is_made_labelled_and_deleted(server: LiveServer) -> None:
-    made = server.http.post(PATH, json={"metadata": {"a": "1"}, "items": [USER]}).json()
-    assert made["object"] == "conversation"
-    assert made["metadata"] == {"a": "1"}
-    path = f"{PATH}/{made['id']}"
-    assert server.http.get(path).json() == made
+    body = server.http.post(PATH, json={"metadata": {"a": "1"}, "items": [USER]}).json()
+    assert body["object"] == "conversation"
+    assert body["metadata"] == {"a": "1"}
+    path = f"{PATH}/{body['id']}"
+    assert server.http.get(path).json() == body
     relabelled = server.http.post(path, json={"metadata": {"b": "2"}}).json()
-    assert relabelled == {**made, "metadata": {"b": "2"}}
-    assert texts_of(items_of(server, made["id"])) == ["hello"]
+    assert relabelled == {**body, "metadata": {"b": "2"}}
+    assert texts_of(items_of(server, body["id"])) == ["hello"]
     assert server.http.delete(path).json() == {
-        "id": made["id"],
+        "id": body["id"],
         "object": "conversation.deleted",
         "deleted": True,
     }

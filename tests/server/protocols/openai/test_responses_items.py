@@ -158,10 +158,10 @@ def test_a_streamed_response_is_stored_as_it_was_sent(server: LiveServer) -> Non
     last = stream(server)[-1]["response"]
     assert server.http.get(f"{PATH}/{last['id']}").json() == last
     whole = answer(server)
-    kept = server.http.get(
+    response = server.http.get(
         f"{PATH}/{whole['id']}", params={"include[]": "reasoning.encrypted_content"}
     )
-    assert kept.json() == whole
+    assert response.json() == whole
 
 
 def test_items_are_referred_to_by_their_ids(server: LiveServer) -> None:

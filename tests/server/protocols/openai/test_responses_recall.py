@@ -187,9 +187,9 @@ def test_a_client_that_leaves_cancels_and_keeps_nothing(tmp_path: Path) -> None:
 def test_tokens_of_a_request_are_counted_as_they_will_be(server: LiveServer) -> None:
     first = server.http.post(PATH, json={"input": "hello", "max_output_tokens": 2}).json()
     later = {"input": "and?", "previous_response_id": first["id"], "instructions": "the"}
-    counted = server.http.post(f"{PATH}/input_tokens", json=later).json()
+    body = server.http.post(f"{PATH}/input_tokens", json=later).json()
     answer = server.http.post(PATH, json={**later, "max_output_tokens": 1}).json()
-    assert counted == {
+    assert body == {
         "object": "response.input_tokens",
         "input_tokens": answer["usage"]["input_tokens"],
     }
