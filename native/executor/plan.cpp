@@ -56,7 +56,9 @@ ProductFacts product_facts(const Plan& plan, const OpRecord& op) {
 
 bool stores(const OpRecord& op) {
   if (op.kind == OpKind::Attention || op.kind == OpKind::Pieces) return op.is_stored == 0;
-  if (op.kind == OpKind::Convolution || op.kind == OpKind::DeltaRule) return true;
+  if (op.kind == OpKind::Convolution || op.kind == OpKind::DeltaRule || op.kind == OpKind::Mamba2) {
+    return true;
+  }
   const auto is_stored = [](const OutputRecord& output) { return output.store != Store::Nothing; };
   return op.kind == OpKind::Linear &&
          std::any_of(op.outputs, op.outputs + op.num_outputs, is_stored);

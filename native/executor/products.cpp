@@ -288,6 +288,7 @@ void multiply_gated(Worker& worker, Activation activation, const Factor& gate, c
                     const GatedBiases& biases, int64_t group_begin, int64_t group_end, float* out,
                     int64_t stride) {
   const int64_t num_rows = gate.num_rows;
+  const bool is_own_gate = &gate.weight == &up.weight;
   const int64_t most = kGatedFloats / (num_rows * kGroupSize);
   const int64_t step = std::max<int64_t>(1, most / kGroupsTogether * kGroupsTogether);
   for (int64_t begin = group_begin; begin < group_end; begin += step) {
@@ -296,11 +297,13 @@ void multiply_gated(Worker& worker, Activation activation, const Factor& gate, c
     const int64_t width = std::min<int64_t>(end * kGroupSize, gate.weight.num_outputs) - first;
     const int64_t floats = num_rows * width;
     float* gates = worker.memory.gated.floats();
-    float* ups = gates + floats;
+    float* ups = is_own_gate ? gates : gates + floats;
     multiply(gate, begin, end, gates - first, width, false);
-    multiply(up, begin, end, ups - first, width, false);
     add_bias(biases.gate, first, num_rows, width, gates);
-    add_bias(biases.up, first, num_rows, width, ups);
+    if (!is_own_gate) {
+      multiply(up, begin, end, ups - first, width, false);
+      add_bias(biases.up, first, num_rows, width, ups);
+    }
     for (int64_t i = 0; i < num_rows; ++i) {
       gate_activation(activation, gates + i * width, ups + i * width, width,
                       out + i * stride + first);

@@ -44,7 +44,8 @@ struct GatedBiases {
   const float* up;
 };
 
-/// The same of two factors at once, of up to `panel_rows` rows: activation(gate) * up.
+/// The same of two factors at once, of up to `panel_rows` rows: activation(gate) * up. Both may
+/// have the same weight, whose products are then computed once.
 void multiply_gated(Worker& worker, Activation activation, const Factor& gate, const Factor& up,
                     const GatedBiases& biases, int64_t group_begin, int64_t group_end, float* out,
                     int64_t stride);

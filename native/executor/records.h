@@ -44,6 +44,7 @@ enum class OpKind : int32_t {
   Convolution = 24,    // outputs[0] = activation(causal convolution of x), with the state `layer`
   DeltaRule = 25,  // outputs[0] = gated delta rule of x, the decays being y and the strengths z,
                    // with the state `layer`
+  Mamba2 = 26,     // outputs[0] = Mamba-2 of x, the time steps being y, with the state `layer`
 };
 
 /// Which part of a gathered value each member of a team has: columns from cut to cut; of n rows
@@ -64,11 +65,11 @@ enum class Store : int32_t { Nothing = 0, Keys = 1, Values = 2 };
 struct OutputRecord {
   int32_t weight;  // index into weights, or kNone
   int32_t bias;    // index into vectors, or kNone; Route: factors of the shares;
-                   // DeltaRule: biases of the decays
+                   // DeltaRule: biases of the decays; Mamba2: of the time steps
   int32_t buffer;  // where it goes
   int32_t width;
-  int32_t norm;      // of heads: index into vectors, or kNone
-  int32_t head_dim;  // of the norm; DeltaRule: of a value head
+  int32_t norm;      // of heads: index into vectors, or kNone; Mamba2: factors of the skip
+  int32_t head_dim;  // of the norm; DeltaRule, Mamba2: of a value head
   float epsilon;     // of the norm
   int32_t rope;      // index into ropes, or kNone
   Store store;
@@ -82,20 +83,21 @@ struct OpRecord {
   int32_t z;
   int32_t width;  // of x
   int32_t norm;   // index into vectors, or kNone; Route: bias of the choice; Scale: a factor;
-                  // Convolution: its taps (kernel, width); DeltaRule: rates of the decays;
+                  // Convolution: its taps (kernel, width); DeltaRule, Mamba2: rates of the decays;
                   // Attention, Pieces: sinks, of this rank's query heads or of the whole
   float epsilon;
   int32_t num_groups;  // of a norm; DeltaRule: key heads
   int32_t accumulate;  // Linear, Experts: results are added to what the buffers hold
   int32_t layer;  // for Attention, Pieces and for products that are stored; of recurrent operations
                   // the index into state_layers
-  int32_t num_heads;   // Pieces: of the whole; HeadProducts, Join; DeltaRule: of values, on a rank
-  int32_t group;       // Attention, Pieces: query heads of a whole key-value head; DeltaRule: value
-                       // heads of a key head
+  int32_t num_heads;  // Pieces: of the whole; HeadProducts, Join; DeltaRule, Mamba2: of values, on
+                      // a rank
+  int32_t group;  // Attention, Pieces: query heads of a whole key-value head; DeltaRule, Mamba2:
+                  // value heads of a key head
   int32_t first_head;  // Attention: place of the first query head in its key-value head's group;
-                       // DeltaRule: the first value head of the rank
-  float scale;         // Attention, Pieces: of the scores
-  float factor;        // Embed, Scale, Route: of the shares
+                       // DeltaRule, Mamba2: the first value head of the rank
+  float scale;         // Attention, Pieces: of the scores; Mamba2: the smallest time step
+  float factor;        // Embed, Scale, Route: of the shares; Mamba2: the largest time step
   float
       soft_cap;  // Attention, Pieces, Logits: x becomes soft_cap * tanh(x / soft_cap), 0: it stays
   Activation activation;
@@ -118,7 +120,7 @@ struct OpRecord {
                        // part i / num_parts
   int32_t channel;     // Send, Receive: index into channels
   int32_t x_head;      // HeadProducts, Join: values of a head of x, of which an operation takes
-                       // (DeltaRule: of a head of queries or keys)
+                       // (DeltaRule, Mamba2: of a head of queries or keys)
   int32_t x_first;     // those from here on:
   int32_t x_width;     // so many
   int32_t is_sigmoid;  // Route: of scores, else their softmax
@@ -126,6 +128,7 @@ struct OpRecord {
   int32_t group_best;       // Route: by the sum of so many of a group's largest scores
   int32_t kernel;           // Convolution: of so many rows, up to each row itself
   int32_t is_tiled;     // DeltaRule: head h of values has key head h % key heads, else h / group
+  int32_t is_wide;      // Norm: each group has its own part of the weight
   int32_t num_outputs;  // 0: Logits of which this rank has none, but gathers those of others
   OutputRecord outputs[kMaxOutputs];
 };

@@ -83,11 +83,45 @@ void run_convolution(Worker& worker, const OpRecord& op) {
   worker.finish();
 }
 
-void run_delta_rule(Worker& worker, const OpRecord& op) {
-  const OutputRecord& output = op.outputs[0];
+namespace {
+
+/// Where the parts of a row of x begin, for one head.
+struct HeadColumns {
+  int64_t queries;
+  int64_t keys;
+  int64_t values;
+};
+
+HeadColumns columns_of(const OpRecord& op, int64_t head) {
   const int64_t key_dim = op.x_head;
-  const int64_t value_dim = output.head_dim;
+  const int64_t value_dim = op.outputs[0].head_dim;
   const int64_t num_key_heads = op.num_groups;
+  const int64_t key_head = op.is_tiled != 0 ? head % num_key_heads : head / op.group;
+  if (op.kind == OpKind::DeltaRule) {
+    return {key_head * key_dim, (num_key_heads + key_head) * key_dim,
+            2 * num_key_heads * key_dim + head * value_dim};
+  }
+  const int64_t keys = num_key_heads * op.group * value_dim + key_head * key_dim;
+  return {keys + num_key_heads * key_dim, keys, head * value_dim};
+}
+
+StateHead head_of(const Worker& worker, const OpRecord& op, int64_t head) {
+  const OutputRecord& output = op.outputs[0];
+  return {op.x_head,
+          output.head_dim,
+          op.epsilon,
+          worker.vector(op.norm)[head],
+          worker.vector(output.bias)[head],
+          op.kind == OpKind::Mamba2 ? worker.vector(output.norm)[head] : 0.0F,
+          op.scale,
+          op.factor};
+}
+
+}  // namespace
+
+void run_state_heads(Worker& worker, const OpRecord& op) {
+  const OutputRecord& output = op.outputs[0];
+  const int64_t value_dim = output.head_dim;
   const std::vector<StateRun>& runs = worker.step.state_runs;
   const int64_t num_heads = static_cast<int64_t>(runs.size()) * op.num_heads;
   // Where heads are few, threads compute parts of their columns.
@@ -97,33 +131,34 @@ void run_delta_rule(Worker& worker, const OpRecord& op) {
     const int64_t part = ticket % num_parts;
     const int64_t head = ticket / num_parts % op.num_heads;
     const int64_t whole_head = op.first_head + head;  // among the heads of all ranks
-    const int64_t key_head = op.is_tiled != 0 ? whole_head % num_key_heads : whole_head / op.group;
     const int64_t begin = num_blocks * part / num_parts * kStateColumns;
     const int64_t end = std::min(num_blocks * (part + 1) / num_parts * kStateColumns, value_dim);
-    const DeltaHead sizes{key_dim, value_dim, op.epsilon, worker.vector(op.norm)[whole_head],
-                          worker.vector(output.bias)[whole_head]};
+    const HeadColumns columns = columns_of(op, whole_head);
+    const StateHead sizes = head_of(worker, op, whole_head);
     const StateRun& run = runs[static_cast<size_t>(ticket / num_parts / op.num_heads)];
     for_slices(worker.step, run, [&](int32_t index, const SliceRecord& slice) {
       const StatePlaces places = places_of(worker.plan, worker.step.record, op, index);
-      const int64_t first_value = head * key_dim * value_dim;
+      const int64_t first_value = head * op.x_head * value_dim;
       const auto row_of = [&](int32_t buffer) {
         return worker.buffer(buffer) + slice.row * worker.stride(buffer);
       };
       const float* x = row_of(op.x);
-      const DeltaRows rows{x + key_head * key_dim,
-                           x + (num_key_heads + key_head) * key_dim,
-                           x + 2 * num_key_heads * key_dim + whole_head * value_dim,
-                           worker.stride(op.x),
-                           row_of(op.y) + head,
-                           worker.stride(op.y),
-                           row_of(op.z) + head,
-                           worker.stride(op.z),
-                           row_of(output.buffer) + head * value_dim,
-                           worker.stride(output.buffer),
-                           slice.num_rows,
-                           places.read == nullptr ? nullptr : places.read + first_value,
-                           places.write + first_value};
-      delta_rule(sizes, rows, begin, end, worker.memory.states.floats());
+      const bool has_strength = op.kind == OpKind::DeltaRule;
+      const StateHeadRows rows{x + columns.queries,
+                               x + columns.keys,
+                               x + columns.values,
+                               worker.stride(op.x),
+                               row_of(op.y) + head,
+                               worker.stride(op.y),
+                               has_strength ? row_of(op.z) + head : nullptr,
+                               has_strength ? worker.stride(op.z) : 0,
+                               row_of(output.buffer) + head * value_dim,
+                               worker.stride(output.buffer),
+                               slice.num_rows,
+                               places.read == nullptr ? nullptr : places.read + first_value,
+                               places.write + first_value};
+      const auto compute = op.kind == OpKind::DeltaRule ? delta_rule : mamba2;
+      compute(sizes, rows, begin, end, worker.memory.states.floats());
     });
   });
   worker.finish();
@@ -132,7 +167,9 @@ void run_delta_rule(Worker& worker, const OpRecord& op) {
 void make_room_for_states(Plan& plan) {
   int64_t most = 0;
   for (const OpRecord& op : plan.ops) {
-    if (op.kind == OpKind::DeltaRule) most = std::max(most, delta_scratch_floats(op.x_head));
+    if (op.kind == OpKind::DeltaRule || op.kind == OpKind::Mamba2) {
+      most = std::max(most, state_scratch_floats(op.x_head));
+    }
   }
   for (ThreadMemory& memory : plan.threads) {
     memory.states.fit(most * static_cast<int64_t>(sizeof(float)));

@@ -6,7 +6,9 @@
 namespace ts {
 
 void run_convolution(Worker& worker, const OpRecord& op);
-void run_delta_rule(Worker& worker, const OpRecord& op);
+
+/// Computes the gated delta rule or Mamba-2.
+void run_state_heads(Worker& worker, const OpRecord& op);
 
 /// Finds the slices that continue the states of others; slots must exist.
 void order_state_slices(StepState& step);

@@ -52,7 +52,8 @@ void run_norm(Worker& worker, const OpRecord& op) {
   for_rows(worker, op, [&](const float* x, float* out, int64_t row) {
     float* normed = op.y == kNone ? out : worker.memory.rows.floats();
     for (int64_t i = 0; i < op.width; i += width) {
-      rms_norm(x + i, worker.vector(op.norm), width, op.epsilon, normed + i);
+      const float* weight = worker.vector(op.norm) + (op.is_wide != 0 ? i : 0);
+      rms_norm(x + i, weight, width, op.epsilon, normed + i);
     }
     if (op.y == kNone) return;
     add_rows(worker.buffer(op.y) + row * worker.stride(op.y), normed, op.width, out);
@@ -243,7 +244,8 @@ void run_op(Worker& worker, size_t index) {
     case OpKind::Convolution:
       return run_convolution(worker, op);
     case OpKind::DeltaRule:
-      return run_delta_rule(worker, op);
+    case OpKind::Mamba2:
+      return run_state_heads(worker, op);
     case OpKind::Copy:
       return run_copy(worker, op);
   }

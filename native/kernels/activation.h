@@ -36,6 +36,8 @@ inline Lanes activate(Activation activation, Lanes x) {
       return divide(x, add(one, exp2(gelu_exponent(x))));
     case Activation::Sigmoid:
       return sigmoid(x);
+    case Activation::Relu:
+      return larger(zero_lanes(), x);
     case Activation::SwigluOai: {
       const Lanes clamped = smaller(broadcast(kSwigluLimit), x);
       const Lanes exponent = multiply(clamped, broadcast(-kSwigluAlpha * kLog2E));

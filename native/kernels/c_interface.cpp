@@ -58,12 +58,37 @@ TS_EXPORT void ts_kernel_convolve(const float* x, const float* taps, const float
 TS_EXPORT void ts_kernel_delta_rule(const float* x, const float* gates, int64_t num_rows,
                                     int64_t key_dim, int64_t value_dim, float decay_rate,
                                     float decay_bias, const float* read, float* write, float* out) {
-  const ts::DeltaHead head{key_dim, value_dim, 1e-6F, decay_rate, decay_bias};
+  const ts::StateHead head{key_dim, value_dim, 1e-6F, decay_rate, decay_bias, 0, 0, 0};
   const int64_t stride = 2 * key_dim + value_dim;
-  const ts::DeltaRows rows{x, x + key_dim, x + 2 * key_dim, stride,   gates, 2,    gates + 1,
-                           2, out,         value_dim,       num_rows, read,  write};
-  std::vector<float> scratch(static_cast<size_t>(ts::delta_scratch_floats(key_dim)));
+  const ts::StateHeadRows rows{x, x + key_dim, x + 2 * key_dim, stride,   gates, 2,    gates + 1,
+                               2, out,         value_dim,       num_rows, read,  write};
+  std::vector<float> scratch(static_cast<size_t>(ts::state_scratch_floats(key_dim)));
   ts::delta_rule(head, rows, 0, value_dim, scratch.data());
+}
+
+/// A head of Mamba-2: a row of `x` has values, a key and a query; `steps` has its time step.
+/// `constants`: rate of the decay, bias of the step, factor of the skip, limits of the step.
+TS_EXPORT void ts_kernel_mamba2(const float* x, const float* steps, int64_t num_rows,
+                                int64_t key_dim, int64_t value_dim, const float* constants,
+                                const float* read, float* write, float* out) {
+  const ts::StateHead head{key_dim,      value_dim,    0,           constants[0], constants[1],
+                           constants[2], constants[3], constants[4]};
+  const int64_t stride = 2 * key_dim + value_dim;
+  const ts::StateHeadRows rows{x + value_dim + key_dim,
+                               x + value_dim,
+                               x,
+                               stride,
+                               steps,
+                               1,
+                               nullptr,
+                               0,
+                               out,
+                               value_dim,
+                               num_rows,
+                               read,
+                               write};
+  std::vector<float> scratch(static_cast<size_t>(ts::state_scratch_floats(key_dim)));
+  ts::mamba2(head, rows, 0, value_dim, scratch.data());
 }
 
 TS_EXPORT void ts_kernel_choose_experts(const float* scores, int64_t num_experts, int64_t num_used,

@@ -1,4 +1,4 @@
-// Short convolutions, and the gated delta rule, row by row.
+// Short convolutions, the gated delta rule and Mamba-2, row by row.
 #include "kernels/recurrent.h"
 
 #include <algorithm>
@@ -94,20 +94,24 @@ void end_streams() {}
 /// Where the state after a row goes.
 enum class Target { Cache, Memory };
 
+/// How the state of a head changes. Delta: what the state predicts for the key is subtracted from
+/// the value. Mamba2: the value is added as it is, and `skip` times the value to the output.
+enum class Rule { Delta, Mamba2 };
+
 /// What rows need besides their values and the state.
 struct Prepared {
   float decays[kLanes];
-  float strengths[kLanes];
-  float* queries;  // (kRowsTogether, key_dim), scaled
-  float* keys;     // the same
+  float strengths[kLanes];  // Mamba2: time steps
+  float* queries;           // (kRowsTogether, key_dim); Delta: scaled
+  float* keys;              // the same
 };
 
 void scale_unit(const float* x, int64_t width, float epsilon, float factor, float* out) {
   scale_row(x, factor / std::sqrt(sum_of_squares(x, width) + epsilon), width, out);
 }
 
-void prepare(const DeltaHead& head, const DeltaRows& rows, int64_t first, int64_t count,
-             Prepared& prepared) {
+void prepare_delta(const StateHead& head, const StateHeadRows& rows, int64_t first, int64_t count,
+                   Prepared& prepared) {
   const float factor = 1.0F / std::sqrt(static_cast<float>(head.key_dim));
   float decays[kLanes] = {};
   float strengths[kLanes] = {};
@@ -125,6 +129,24 @@ void prepare(const DeltaHead& head, const DeltaRows& rows, int64_t first, int64_
   const Lanes exponent = multiply(softplus(shifted), broadcast(head.decay_rate));
   store_lanes(prepared.decays, exp2(multiply(exponent, broadcast(kLog2E))));
   store_lanes(prepared.strengths, sigmoid(load_lanes(strengths)));
+}
+
+void prepare_mamba2(const StateHead& head, const StateHeadRows& rows, int64_t first, int64_t count,
+                    Prepared& prepared) {
+  float steps[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = first + i;
+    std::copy_n(rows.queries + row * rows.x_stride, head.key_dim,
+                prepared.queries + i * head.key_dim);
+    std::copy_n(rows.keys + row * rows.x_stride, head.key_dim, prepared.keys + i * head.key_dim);
+    steps[i] = rows.decay[row * rows.decay_stride];
+  }
+  const Lanes softened = softplus(add(load_lanes(steps), broadcast(head.decay_bias)));
+  // In this order, NaN stays NaN.
+  const Lanes step = larger(broadcast(head.min_step), smaller(broadcast(head.max_step), softened));
+  store_lanes(prepared.strengths, step);
+  const Lanes exponent = multiply(step, broadcast(head.decay_rate));
+  store_lanes(prepared.decays, exp2(multiply(exponent, broadcast(kLog2E))));
 }
 
 /// Rows of a state; a stride of 0 repeats the first.
@@ -216,13 +238,15 @@ void update(const RowFactors& row, int64_t key_dim, StateRows from, WritableRows
 
 /// Rows [first, first + count) of some columns: the state goes from `read` to `write`, and between
 /// two rows it lies in `kept`.
-template <int N, bool IsPart, Target To>
-void run_columns(const DeltaHead& head, const DeltaRows& rows, int64_t first, int64_t count,
+template <Rule R, int N, bool IsPart, Target To>
+void run_columns(const StateHead& head, const StateHeadRows& rows, int64_t first, int64_t count,
                  const Prepared& prepared, int64_t column, int width, StateRows read,
                  WritableRows kept, WritableRows write) {
   const int64_t key_dim = head.key_dim;
   Lanes predicted[N];
-  predict<N, IsPart>(prepared.keys, key_dim, read, width, predicted);
+  if constexpr (R == Rule::Delta) {
+    predict<N, IsPart>(prepared.keys, key_dim, read, width, predicted);
+  }
   for (int64_t i = 0; i < count; ++i) {
     const bool is_last = i + 1 == count;
     const int64_t row = first + i;
@@ -233,7 +257,11 @@ void run_columns(const DeltaHead& head, const DeltaRows& rows, int64_t first, in
     TS_UNROLL
     for (int n = 0; n < N; ++n) {
       const Lanes value = load_columns<IsPart>(values + n * kLanes, width);
-      correction[n] = multiply(strength, subtract(value, multiply(predicted[n], decay)));
+      if constexpr (R == Rule::Delta) {
+        correction[n] = multiply(strength, subtract(value, multiply(predicted[n], decay)));
+      } else {
+        correction[n] = multiply(strength, value);
+      }
     }
     const RowFactors factors{prepared.queries + i * key_dim, prepared.keys + i * key_dim,
                              prepared.keys + (i + 1) * key_dim, prepared.decays[i]};
@@ -243,8 +271,16 @@ void run_columns(const DeltaHead& head, const DeltaRows& rows, int64_t first, in
       update<N, IsPart, false, To>(factors, key_dim, from, write, width, correction, output,
                                    nullptr);
     } else {
-      update<N, IsPart, true, Target::Cache>(factors, key_dim, from, kept, width, correction,
-                                             output, predicted);
+      update<N, IsPart, R == Rule::Delta, Target::Cache>(factors, key_dim, from, kept, width,
+                                                         correction, output, predicted);
+    }
+    if constexpr (R == Rule::Mamba2) {
+      const Lanes skip = broadcast(head.skip);
+      TS_UNROLL
+      for (int n = 0; n < N; ++n) {
+        const Lanes value = load_columns<IsPart>(values + n * kLanes, width);
+        output[n] = multiply_add(skip, value, output[n]);
+      }
     }
     float* out = rows.out + row * rows.out_stride + column;
     TS_UNROLL
@@ -261,14 +297,9 @@ static_assert(kStateColumns % (kManyLanes * kLanes) == 0);
 
 int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-}  // namespace
-
-int64_t delta_scratch_floats(int64_t key_dim) {
-  return key_dim * kManyLanes * kLanes + 2 * padded(kRowsTogether * key_dim);
-}
-
-void delta_rule(const DeltaHead& head, const DeltaRows& rows, int64_t begin, int64_t end,
-                float* scratch) {
+template <Rule R>
+void run_rule(const StateHead& head, const StateHeadRows& rows, int64_t begin, int64_t end,
+              float* scratch) {
   alignas(64) static const float zeros[2 * kStateColumns] = {};
   const WritableRows kept{scratch, kManyLanes * kLanes};
   Prepared prepared{};
@@ -278,7 +309,11 @@ void delta_rule(const DeltaHead& head, const DeltaRows& rows, int64_t begin, int
   const bool is_aligned = address % 64 == 0 && head.value_dim % kLanes == 0;
   for (int64_t first = 0; first < rows.num_rows; first += kRowsTogether) {
     const int64_t count = std::min(kRowsTogether, rows.num_rows - first);
-    prepare(head, rows, first, count, prepared);
+    if constexpr (R == Rule::Delta) {
+      prepare_delta(head, rows, first, count, prepared);
+    } else {
+      prepare_mamba2(head, rows, first, count, prepared);
+    }
     const float* source = first == 0 ? rows.read : rows.write;
     const bool streams = kCanStream && is_aligned && first + count == rows.num_rows;
     int64_t step = 0;
@@ -294,19 +329,35 @@ void delta_rule(const DeltaHead& head, const DeltaRows& rows, int64_t begin, int
       constexpr int64_t kManyColumns = kManyLanes * kLanes;
       // Of one row, whole rows of the state are read: twice the columns still fit into registers.
       if (streams && rows.num_rows == 1 && end - column >= 2 * kManyColumns) {
-        run(run_columns<2 * kManyLanes, false, Target::Memory>, 2 * kManyColumns);
+        run(run_columns<R, 2 * kManyLanes, false, Target::Memory>, 2 * kManyColumns);
       } else if (streams && end - column >= kManyColumns) {
-        run(run_columns<kManyLanes, false, Target::Memory>, kManyColumns);
+        run(run_columns<R, kManyLanes, false, Target::Memory>, kManyColumns);
       } else if (end - column >= kManyColumns) {
-        run(run_columns<kManyLanes, false, Target::Cache>, kManyColumns);
+        run(run_columns<R, kManyLanes, false, Target::Cache>, kManyColumns);
       } else if (end - column >= kLanes) {
-        run(run_columns<1, false, Target::Cache>, kLanes);
+        run(run_columns<R, 1, false, Target::Cache>, kLanes);
       } else {
-        run(run_columns<1, true, Target::Cache>, end - column);
+        run(run_columns<R, 1, true, Target::Cache>, end - column);
       }
     }
   }
   if (is_aligned) end_streams();
+}
+
+}  // namespace
+
+int64_t state_scratch_floats(int64_t key_dim) {
+  return key_dim * kManyLanes * kLanes + 2 * padded(kRowsTogether * key_dim);
+}
+
+void delta_rule(const StateHead& head, const StateHeadRows& rows, int64_t begin, int64_t end,
+                float* scratch) {
+  run_rule<Rule::Delta>(head, rows, begin, end, scratch);
+}
+
+void mamba2(const StateHead& head, const StateHeadRows& rows, int64_t begin, int64_t end,
+            float* scratch) {
+  run_rule<Rule::Mamba2>(head, rows, begin, end, scratch);
 }
 
 }  // namespace ts

@@ -31,24 +31,28 @@ struct ConvolutionRows {
 /// Computes columns [begin, end) of the rows and of the state.
 void convolve(const Convolution& op, const ConvolutionRows& rows, int64_t begin, int64_t end);
 
-/// A head of the gated delta rule; see model/program/recurrent.py (`GatedDeltaRule`).
-struct DeltaHead {
-  int64_t key_dim;
-  int64_t value_dim;
-  float epsilon;
+/// A head of the gated delta rule or of Mamba-2; see model/program/recurrent.py.
+struct StateHead {
+  int64_t key_dim;    // Mamba-2: the state size
+  int64_t value_dim;  // Mamba-2: the width of a head
+  float epsilon;      // of the delta rule
   float decay_rate;
-  float decay_bias;
+  float decay_bias;  // Mamba-2: bias of the time step
+  // Of Mamba-2:
+  float skip;
+  float min_step;
+  float max_step;
 };
 
-/// Consecutive rows of one request for a head of the delta rule.
-struct DeltaRows {
+/// Consecutive rows of one request for a head.
+struct StateHeadRows {
   const float* queries;
   const float* keys;
   const float* values;
-  int64_t x_stride;  // of queries, keys and values
-  const float* decay;
+  int64_t x_stride;    // of queries, keys and values
+  const float* decay;  // Mamba-2: the time step
   int64_t decay_stride;
-  const float* strength;
+  const float* strength;  // of the delta rule
   int64_t strength_stride;
   float* out;
   int64_t out_stride;
@@ -61,11 +65,13 @@ struct DeltaRows {
 constexpr int64_t kStateColumns = 64;
 
 /// Numbers of working memory that a head needs.
-int64_t delta_scratch_floats(int64_t key_dim);
+int64_t state_scratch_floats(int64_t key_dim);
 
 /// Computes columns [begin, end) of the values and of the state; `begin` is a multiple of
 /// kStateColumns. `scratch` is aligned to 64 bytes.
-void delta_rule(const DeltaHead& head, const DeltaRows& rows, int64_t begin, int64_t end,
+void delta_rule(const StateHead& head, const StateHeadRows& rows, int64_t begin, int64_t end,
                 float* scratch);
+void mamba2(const StateHead& head, const StateHeadRows& rows, int64_t begin, int64_t end,
+            float* scratch);
 
 }  // namespace ts

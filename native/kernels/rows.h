@@ -12,8 +12,15 @@ void rms_norm(const float* x, const float* weight, int64_t width, float epsilon,
 float sum_of_squares(const float* x, int64_t width);
 
 /// The function of a gate: x; x * sigmoid(x); x / 2 * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)));
-/// sigmoid(x); or min(x, 7) * sigmoid(1.702 min(x, 7)).
-enum class Activation : int32_t { None = -1, Silu = 0, GeluTanh = 1, Sigmoid = 2, SwigluOai = 3 };
+/// sigmoid(x); min(x, 7) * sigmoid(1.702 min(x, 7)); or max(x, 0).
+enum class Activation : int32_t {
+  None = -1,
+  Silu = 0,
+  GeluTanh = 1,
+  Sigmoid = 2,
+  SwigluOai = 3,
+  Relu = 4
+};
 
 /// out = activation(gate) * up; `out` may be either. SwigluOai takes up, clamped to -7 to 7,
 /// plus 1.

@@ -122,3 +122,73 @@ def test_rows_are_gated(library, rng):
         x, out = floats(rng.normal(size=width)), np.empty(width, np.float32)
         library.ts_kernel_gate_row(at(x), at(floats([gate])), c_int64(width), at(out))
         np.testing.assert_allclose(out, x / (1 + np.exp(-gate)), rtol=1e-6)
+
+
+def mamba2(library, x, steps, key_dim, constants, before):
+    """Return a head's output for rows, and the state after them."""
+    value_dim = x.shape[1] - 2 * key_dim
+    out = np.empty((len(x), value_dim), np.float32)
+    after = np.full((key_dim, value_dim), np.nan, np.float32)
+    library.ts_kernel_mamba2(
+        at(x), at(steps), *map(c_int64, (len(x), key_dim, value_dim)), at(floats(constants)),
+        at(before), at(after), at(out),
+    )  # fmt: skip
+    return out, after
+
+
+def mamba2_twin(x, steps, key_dim, constants, before):
+    """The same in float64."""
+    x, (rate, bias, skip, *limits) = x.astype(np.float64), constants
+    value_dim = x.shape[1] - 2 * key_dim
+    state = np.zeros((key_dim, value_dim)) if before is None else before * 1.0
+    out = []
+    for row, raw_step in zip(x, steps.astype(np.float64), strict=True):
+        value, key, query = np.split(row, [value_dim, value_dim + key_dim])
+        step = np.clip(np.logaddexp(0, raw_step + bias), *limits)
+        state = state * np.exp(rate * step) + np.outer(key, step * value)
+        out.append(query @ state + skip * value)
+    return np.array(out), state
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"), [(128, 64), (64, 64), (16, 16), (4, 20), (33, 100), (256, 48), (1, 1)]
+)
+@pytest.mark.parametrize("limits", [(0.0, np.inf), (0.5, 1.5)])
+def test_a_head_of_mamba2_matches_its_formula(library, rng, key_dim, value_dim, limits):
+    x, steps = floats(rng.normal(size=(21, 2 * key_dim + value_dim))), floats(rng.normal(size=21))
+    start = floats(rng.normal(size=(key_dim, value_dim)))
+    constants = (-0.3, 0.7, -1.4, *limits)
+    for before in (None, start):
+        kept = None if before is None else before.copy()
+        out, after = mamba2(library, x, steps, key_dim, constants, before)
+        expected, state = mamba2_twin(x, steps, key_dim, constants, before)
+        np.testing.assert_allclose(out, expected, atol=4e-6 * np.abs(expected).max())
+        np.testing.assert_allclose(after, state, atol=4e-6 * np.abs(state).max())
+        assert kept is None or np.array_equal(before, kept)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 64), (20, 72)])
+def test_mamba2_does_not_depend_on_how_rows_are_cut(library, rng, key_dim, value_dim):
+    x, steps = floats(rng.normal(size=(40, 2 * key_dim + value_dim))), floats(rng.normal(size=40))
+    constants = (-0.1, 0.1, 0.5, 0.0, np.inf)
+    zeros = np.zeros((key_dim, value_dim), np.float32)
+    out, after = mamba2(library, x, steps, key_dim, constants, zeros)
+    for cuts in ([1, 2, 3, 11, 12, 30], [8, 16], [7, 22], range(1, 40)):
+        parts, state = [], None
+        for begin, end in pairwise([0, *cuts, 40]):
+            rows, own = floats(x[begin:end]), floats(steps[begin:end])
+            part, state = mamba2(library, rows, own, key_dim, constants, state)
+            parts.append(part)
+        assert np.array_equal(np.concatenate(parts), out)
+        assert np.array_equal(state, after)
+
+
+def test_time_steps_are_right_at_their_extremes(library):
+    for raw_step in (-80.0, -20.0, -3.0, 0.0, 2.0, 30.0, 1e4):
+        constants = (-0.5, 0.0, 0.0, 0.0, np.inf)
+        ones = np.ones((1, 1), np.float32)
+        _, after = mamba2(library, floats([[5, 0, 1]]), floats([raw_step]), 1, constants, ones)
+        expected = np.exp(-0.5 * np.logaddexp(0, raw_step))
+        np.testing.assert_allclose(after[0, 0], expected, rtol=1e-6, atol=1e-37)
+    _, after = mamba2(library, floats([[1, 1, 1]]), floats([np.nan]), 1, constants, None)
+    assert np.isnan(after[0, 0])

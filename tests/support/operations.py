@@ -21,6 +21,7 @@ from twostroke.model.program.ops import (
     Linear,
     LocalOp,
     Logits,
+    Mamba2,
     MixtureOfExperts,
     QueryRope,
     RMSNorm,
@@ -45,6 +46,7 @@ OPS: tuple[LocalOp, ...] = (
     RMSNorm("out", "x", "w", 24, 1e-5, offset=0.5),
     RMSNorm("out", "x", "w", 32, 1e-5, num_groups=4),
     RMSNorm("out", "x", None, 32, 1e-5, num_groups=4),
+    RMSNorm("out", "x", "w", 48, 1e-5, num_groups=3, is_wide=True),
     Linear("out", "x", "w", 24, 40),
     Linear("out", "x", "w", 24, 40, "b"),
     Rope("out", "x", 4, 16, (1.0, 0.1, 0.01), interleaved=False),
@@ -59,6 +61,8 @@ OPS: tuple[LocalOp, ...] = (
     Join("out", "a", "b", 3, 16, 32, 48, first=32),
     GatedActivation("out", "gate", "up", 24, Activation.GELU_TANH),
     GatedActivation("out", "gate", "up", 24, Activation.SWIGLU_OAI),
+    GatedActivation("out", "gate", "up", 24, Activation.IDENTITY),
+    GatedActivation("out", "gate", "up", 24, Activation.RELU),
     MixtureOfExperts("out", "x", "scores", EXPERTS, 16, 24, 2, normalize=True),
     MixtureOfExperts("out", "x", "scores", BIASED, 16, 24, 2, True, Activation.SWIGLU_OAI),
     ExpertTerms("out", "x", "scores", EXPERTS, 0, 6, 16, 24, 2),
@@ -77,6 +81,8 @@ OPS: tuple[LocalOp, ...] = (
     ShortConvolution("out", "x", "w", 24, 3, 0, "b", Activation.SILU),
     GatedDeltaRule("out", "x", "a", "b", "rate", "bias", 2, 6, 8, 4, 0),
     GatedDeltaRule("out", "x", "a", "b", "rate", "bias", 2, 6, 8, 4, 0, is_tiled=True),
+    Mamba2("out", "x", "step", "rate", "bias", "skip", 6, 2, 8, 4, 0),
+    Mamba2("out", "x", "step", "rate", "bias", "skip", 4, 1, 16, 20, 0, 0.5, 1.0),
 )
 assert {type(op) for op in OPS} == set(get_args(LocalOp)), "an operation has no example"
 
@@ -95,6 +101,8 @@ def input_width(op: LocalOp, name: str) -> int:  # noqa: PLR0911 - a case for ea
         return op.width if name == op.x else 1
     if isinstance(op, GatedDeltaRule):
         return op.in_width if name == op.x else op.num_value_heads
+    if isinstance(op, Mamba2):
+        return op.in_width if name == op.x else op.num_heads
     if isinstance(op, TakeColumns):
         return op.first + op.width
     if isinstance(op, HeadLinear):

@@ -18,6 +18,7 @@ from twostroke.backends.cpu.record_fields import (
     fields_of_delta_rule,
     fields_of_heads,
     fields_of_join,
+    fields_of_mamba2,
     fields_of_route,
     precision_of,
     shares_of,
@@ -189,15 +190,8 @@ class _CpuLowering:
                 self._records[-1].outputs[0].bias = self._vector(op.factors)
             case ops.GateRows():
                 self._emit(OpKind.GATE_ROWS, op)
-            case ops.ShortConvolution():
-                taps = _index_in(self._vectors, Vector(op.weight, is_transposed=True))
-                self._emit(OpKind.CONVOLUTION, op, norm=taps, **fields_of_convolution(op))
-                self._records[-1].outputs[0].bias = self._vector(op.bias)
-            case ops.GatedDeltaRule():
-                rates = self._vector(op.decay_rate)
-                self._emit(OpKind.DELTA_RULE, op, norm=rates, **fields_of_delta_rule(op))
-                output = self._records[-1].outputs[0]
-                output.bias, output.head_dim = self._vector(op.decay_bias), op.value_dim
+            case ops.ShortConvolution() | ops.GatedDeltaRule() | ops.Mamba2():
+                self._recurrent(op)
             case ops.HeadLinear():
                 self._head_products(op)
             case ops.Join():
@@ -214,6 +208,25 @@ class _CpuLowering:
                 self._emit(OpKind.RECEIVE, op, channel=self._collectives.channel(op))
             case _:
                 raise BackendError(f"The cpu backend has no kernel for {op}.")
+
+    def _recurrent(self, op: ops.ShortConvolution | ops.GatedDeltaRule | ops.Mamba2) -> None:
+        """Append a record of an operation with a recurrent state."""
+        match op:
+            case ops.ShortConvolution():
+                taps = _index_in(self._vectors, Vector(op.weight, is_transposed=True))
+                self._emit(OpKind.CONVOLUTION, op, norm=taps, **fields_of_convolution(op))
+                self._records[-1].outputs[0].bias = self._vector(op.bias)
+            case ops.GatedDeltaRule():
+                rates = self._vector(op.decay_rate)
+                self._emit(OpKind.DELTA_RULE, op, norm=rates, **fields_of_delta_rule(op))
+                output = self._records[-1].outputs[0]
+                output.bias, output.head_dim = self._vector(op.decay_bias), op.value_dim
+            case ops.Mamba2():
+                rates = self._vector(op.decay_rate)
+                self._emit(OpKind.MAMBA2, op, norm=rates, **fields_of_mamba2(op))
+                output = self._records[-1].outputs[0]
+                output.bias, output.head_dim = self._vector(op.step_bias), op.head_dim
+                output.norm = self._vector(op.skip)
 
     def _emit(
         self,
@@ -258,6 +271,7 @@ class _CpuLowering:
         if run and isinstance(norm := run[0], ops.RMSNorm):
             record.norm = _index_in(self._vectors, Vector.of(norm))
             record.epsilon, record.num_groups = norm.epsilon, norm.num_groups
+            record.is_wide = norm.is_wide
         for name, value in fields.items():
             setattr(record, name, value)
         record.num_outputs = len(outputs)

@@ -108,6 +108,20 @@ def fields_of_delta_rule(op: ops.GatedDeltaRule) -> Fields:
     }
 
 
+def fields_of_mamba2(op: ops.Mamba2) -> Fields:
+    """Return the native record's fields for Mamba-2."""
+    return {
+        "layer": op.layer,
+        "num_heads": op.num_heads,
+        "first_head": op.first_head,
+        "num_groups": op.num_groups,
+        "group": op.num_all_heads // op.num_groups,
+        "x_head": op.state_size,
+        "scale": op.min_step,
+        "factor": op.max_step,
+    }
+
+
 def shares_of(op: ops.MixtureOfExperts | ops.SumTerms) -> ExpertShareKind:
     """Return how a mixture's expert weights are computed from router scores, as a native code."""
     if op.are_shares:

@@ -44,14 +44,17 @@ class OpKind(IntEnum):
     GATE_ROWS = 23
     CONVOLUTION = 24
     DELTA_RULE = 25
+    MAMBA2 = 26
 
 
 # The kernels' numbers for activation functions.
 ACTIVATIONS = {
+    Activation.IDENTITY: NONE,
     Activation.SILU: 0,
     Activation.GELU_TANH: 1,
     Activation.SIGMOID: 2,
     Activation.SWIGLU_OAI: 3,
+    Activation.RELU: 4,
 }
 
 
@@ -162,6 +165,7 @@ class OpRecord(ctypes.Structure):
         ("group_best", c_int32),
         ("kernel", c_int32),
         ("is_tiled", c_int32),
+        ("is_wide", c_int32),
         ("num_outputs", c_int32),
         ("outputs", OutputRecord * MAX_OUTPUTS),
     )

@@ -10,6 +10,7 @@ from twostroke.backends.interface import MappedPages
 from twostroke.backends.reference.recurrent import (
     StateMemory,
     gated_delta_rule,
+    mamba2,
     short_convolution,
 )
 from twostroke.backends.spans import PageMap
@@ -80,6 +81,9 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
         case ops.ShortConvolution():
             mixed = short_convolution(op, values[op.x], state.weights, state.spans, state.recurrent)
             return mixed if op.activation is None else _activate(op.activation, mixed)
+        case ops.Mamba2():
+            steps = values[op.time_step]
+            return mamba2(op, (values[op.x], steps), state.weights, state.spans, state.recurrent)
         case ops.GatedDeltaRule():
             inputs = values[op.x], values[op.decay], values[op.strength]
             return gated_delta_rule(op, inputs, state.weights, state.spans, state.recurrent)
@@ -125,6 +129,8 @@ def rms_norm(op: ops.RMSNorm, x: Array, weight: Array | None) -> Array:
     grouped = x.reshape(len(x), op.num_groups, -1)
     mean_square = np.mean(grouped * grouped, axis=-1, keepdims=True, dtype=np.float32)
     normed = grouped / np.sqrt(mean_square + np.float32(op.epsilon))
+    if weight is not None and op.is_wide:
+        weight = weight.reshape(op.num_groups, -1)
     if weight is not None:
         normed = normed * (weight if op.offset == 0 else weight + np.float32(op.offset))
     return np.asarray(normed, np.float32).reshape(x.shape)
@@ -219,6 +225,10 @@ def _activate(activation: Activation, x: Array) -> Array:
             activated: Array = x / (1 + np.exp(-x))
         case Activation.SIGMOID:
             activated = np.reciprocal(1 + np.exp(-x))
+        case Activation.IDENTITY:
+            activated = x
+        case Activation.RELU:
+            activated = np.maximum(x, 0)
         case Activation.GELU_TANH:
             inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
             activated = np.float32(0.5) * x * (1 + np.tanh(inner))

@@ -110,6 +110,44 @@ def gated_delta_rule(
     return output.reshape(len(x), -1)
 
 
+def mamba2(
+    op: ops.Mamba2,
+    values: tuple[Array, Array],
+    weights: Mapping[str, Array],
+    spans: Sequence[RowSpan],
+    memory: StateMemory,
+) -> Array:
+    """Compute Mamba-2 row by row (see `ops.Mamba2`).
+
+    `values`: values, keys and queries (rows, in_width), and time steps (rows, heads).
+    """
+    x, time_step = values
+    own_heads = slice(op.first_head, op.first_head + op.num_heads)
+    first_key = op.num_all_heads * op.head_dim
+    heads = x[:, :first_key].reshape(len(x), -1, op.head_dim)[:, own_heads]
+    group_of_head = [op.group_of(head) for head in op.heads]
+    keys, queries = (
+        part.reshape(len(x), op.num_groups, op.state_size)[:, group_of_head]
+        for part in np.split(x[:, first_key:], 2, axis=1)
+    )  # (rows, heads, state_size)
+    shifted = time_step + weights[op.step_bias][own_heads]
+    steps = np.logaddexp(np.float32(0), shifted, dtype=np.float32)
+    steps = np.clip(steps, np.float32(op.min_step), np.float32(op.max_step))
+    decays = np.exp(weights[op.decay_rate][own_heads] * steps)
+    output = np.empty(heads.shape, np.float32)
+    shape = (op.num_heads, op.state_size, op.head_dim)
+    for span in spans:
+        state = memory.read(span, op.layer).reshape(shape)
+        for row in range(span.rows.start, span.rows.stop):
+            state *= decays[row, :, None, None]
+            scaled = steps[row, :, None] * heads[row]
+            state += keys[row, :, :, None] * scaled[:, None, :]
+            output[row] = np.einsum("hk,hkv->hv", queries[row], state)
+        memory.write(span, op.layer, state)
+    output += weights[op.skip][own_heads][:, None] * heads
+    return output.reshape(len(x), -1)
+
+
 def _unit_heads(x: Array, op: ops.GatedDeltaRule) -> Array:
     """Return the key head of each value head, divided by its length: (rows, heads, key_dim)."""
     heads = x.reshape(len(x), op.num_key_heads, op.key_dim)

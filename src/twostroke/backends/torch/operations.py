@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.backends.torch.recurrent import gated_delta_rule, short_convolution
+from twostroke.backends.torch.recurrent import gated_delta_rule, mamba2, short_convolution
 from twostroke.core.frozen import Frozen
 from twostroke.model.program import Activation, ops
 from twostroke.model.program.operation import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
@@ -97,7 +97,7 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
             return _sum_terms(op, values[op.x], values[op.scores])
         case ops.TakeColumns():
             return values[op.x][:, op.first : op.first + op.width]
-        case ops.ShortConvolution() | ops.GatedDeltaRule():
+        case ops.ShortConvolution() | ops.GatedDeltaRule() | ops.Mamba2():
             return _recurrent(op, values, state)
         case ops.GateRows():
             return values[op.x] * values[op.gate].sigmoid()
@@ -138,7 +138,11 @@ def _embed(op: ops.Embed, tokens: Tensor, table: Tensor) -> Tensor:
 def _rms_norm(op: ops.RMSNorm, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     grouped = x.reshape(len(x), op.num_groups, op.width // op.num_groups)
     weight = None if op.weight is None else weights[op.weight] + op.offset
-    normed = functional.rms_norm(grouped, (grouped.shape[-1],), weight, op.epsilon)
+    if weight is None or not op.is_wide:
+        normed = functional.rms_norm(grouped, (grouped.shape[-1],), weight, op.epsilon)
+    else:
+        normed = functional.rms_norm(grouped, (grouped.shape[-1],), None, op.epsilon)
+        normed = normed * weight.reshape(op.num_groups, -1)
     return normed.reshape(x.shape)
 
 
@@ -223,7 +227,7 @@ def _attend(
 
 
 def _recurrent(
-    op: ops.ShortConvolution | ops.GatedDeltaRule,
+    op: ops.ShortConvolution | ops.GatedDeltaRule | ops.Mamba2,
     values: Mapping[str, Tensor],
     state: TorchStepState,
 ) -> Tensor:
@@ -232,6 +236,9 @@ def _recurrent(
     if isinstance(op, ops.GatedDeltaRule):
         inputs = values[op.x], values[op.decay], values[op.strength]
         return gated_delta_rule(op, inputs, state.weights, state.recurrent)[state.own_rows]
+    if isinstance(op, ops.Mamba2):
+        steps = values[op.time_step]
+        return mamba2(op, (values[op.x], steps), state.weights, state.recurrent)[state.own_rows]
     mixed = short_convolution(op, values[op.x], state.weights, state.recurrent)[state.own_rows]
     return mixed if op.activation is None else _activate(op.activation, mixed)
 
@@ -246,6 +253,10 @@ def _activate(activation: Activation, x: Tensor) -> Tensor:
             return functional.silu(x)
         case Activation.SIGMOID:
             return x.sigmoid()
+        case Activation.IDENTITY:
+            return x
+        case Activation.RELU:
+            return functional.relu(x)
         case Activation.GELU_TANH:
             return functional.gelu(x, approximate="tanh")
         case Activation.SWIGLU_OAI:

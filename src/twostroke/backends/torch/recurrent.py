@@ -207,8 +207,7 @@ def gated_delta_rule(
     heads = x[:, op.first_value : op.first_value + op.width]
     heads = heads.reshape(len(x), op.num_value_heads, op.value_dim)
     shifted = decay + weights[op.decay_bias][own_heads]
-    softplus = shifted.clamp(min=0) + shifted.abs().neg().exp().log1p()
-    decays = (weights[op.decay_rate][own_heads] * softplus).exp()
+    decays = (weights[op.decay_rate][own_heads] * _softplus(shifted)).exp()
     strengths = 1 / (1 + strength.neg().exp())
     output = x.new_empty((len(x), op.num_value_heads, op.value_dim))
     states = step.read(op.layer).reshape(-1, op.num_value_heads, op.key_dim, op.value_dim)
@@ -222,6 +221,47 @@ def gated_delta_rule(
         output[rows] = (query @ active)[..., 0, :]
         step.store(op.layer, row, active.flatten(1))
     return output.flatten(1)
+
+
+def mamba2(
+    op: ops.Mamba2,
+    values: tuple[Tensor, Tensor],
+    weights: Mapping[str, Tensor],
+    step: RecurrentStep,
+) -> Tensor:
+    """Compute Mamba-2 row by row (see `ops.Mamba2`).
+
+    `values`: values, keys and queries (rows, in_width), and time steps (rows, heads).
+    """
+    x, time_step = values
+    own_heads = slice(op.first_head, op.first_head + op.num_heads)
+    columns = [op.num_all_heads * op.head_dim, *[op.num_groups * op.state_size] * 2]
+    all_heads, all_keys, all_queries = x.split(columns, dim=1)
+    heads = all_heads.unflatten(1, (-1, op.head_dim))[:, own_heads]
+    group_of_head = [op.group_of(head) for head in op.heads]
+    keys, queries = (
+        part.unflatten(1, (op.num_groups, -1))[:, group_of_head] for part in (all_keys, all_queries)
+    )  # (rows, heads, state_size)
+    steps = _softplus(time_step + weights[op.step_bias][own_heads])
+    steps = steps.clamp(op.min_step, op.max_step)
+    decays = (weights[op.decay_rate][own_heads] * steps).exp()
+    scaled = steps[..., None] * heads
+    output = x.new_empty(heads.shape)
+    states = step.read(op.layer).reshape(-1, op.num_heads, op.state_size, op.head_dim)
+    for row, rows in enumerate(step.rows):
+        query, key = queries[rows][..., None, :], keys[rows][..., None, :]
+        active = states[: len(key)]  # a view: later rows change the same states
+        active *= decays[rows][..., None, None]
+        active += key.mT * scaled[rows][..., None, :]
+        output[rows] = (query @ active)[..., 0, :]
+        step.store(op.layer, row, active.flatten(1))
+    output += weights[op.skip][own_heads][:, None] * heads
+    return output.flatten(1)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """Return ln(1 + e^x), rounded equally however many numbers there are."""
+    return x.clamp(min=0) + x.abs().neg().exp().log1p()
 
 
 def _unit_heads(x: Tensor, op: ops.GatedDeltaRule) -> Tensor:

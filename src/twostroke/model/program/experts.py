@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Expert(Frozen):
     """The names of an expert's matrices: gate, up (ffn_width, width), down (width, ffn_width).
 
-    Each matrix may have a bias, which is added to its products.
+    Each matrix may have a bias, which is added to its products. An expert without a gate has the
+    same matrix for gate and up, so that the values of up are their own gates.
     """
 
     gate: str
@@ -31,10 +32,11 @@ class Expert(Frozen):
     down_bias: str | None = None
 
     def weights(self, width: int, ffn_width: int) -> tuple[Weight, ...]:
-        """Return the names and shapes of the expert's three matrices, and of their biases."""
+        """Return the names and shapes of the expert's matrices, and of their biases."""
         up_shape, down_shape = (ffn_width, width), (width, ffn_width)
         shapes = (up_shape, up_shape, down_shape)
-        matrices = [Weight(*weight) for weight in zip(self.matrices, shapes, strict=True)]
+        by_name = dict(zip(self.matrices, shapes, strict=True))
+        matrices = [Weight(name, shape) for name, shape in by_name.items()]
         biases = [
             Weight(bias, (shape[0],))
             for bias, shape in zip(self.biases, shapes, strict=True)
@@ -159,9 +161,10 @@ class ExpertTerms(Operation):
         Matrices of other experts are not read.
         """
         del cache
-        flops = self.num_used * self.ffn_width * (6 * self.hidden + 5)
+        num_products = len({*self.experts[0].matrices}) if self.experts else 0
+        flops = self.num_used * self.ffn_width * (2 * num_products * self.hidden + 5)
         yield each_row, Cost(flops * len(self.experts) // self.num_experts)
-        names = [n for e in self.experts for n in (*e.matrices, *e.biases) if n is not None]
+        names = [n for e in self.experts for n in {*e.matrices, *e.biases} if n is not None]
         stored = sum([weight_bytes[name] for name in names])  # up to 90,000 names
         yield ShareOfExperts(self.num_used, self.num_experts), Cost(0, stored)
 

@@ -31,6 +31,8 @@ class Activation(Enum):
 
     SILU = "silu"  # x * sigmoid(x)
     SIGMOID = "sigmoid"  # 1 / (1 + exp(-x)): gates of an attention's output
+    IDENTITY = "identity"  # x: gates of short convolutions
+    RELU = "relu"  # max(x, 0): a value that is its own gate becomes its squared ReLU
     GELU_TANH = "gelu_tanh"  # x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
     SWIGLU_OAI = "swiglu_oai"
 

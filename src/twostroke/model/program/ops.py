@@ -22,7 +22,7 @@ from twostroke.model.program.collectives import AllGather, AllReduce, Receive, S
 from twostroke.model.program.experts import Expert, ExpertTerms, MixtureOfExperts, Route, SumTerms
 from twostroke.model.program.latent import HeadLinear, Join, LatentAttention
 from twostroke.model.program.operation import Activation, Operation
-from twostroke.model.program.recurrent import GatedDeltaRule, ShortConvolution
+from twostroke.model.program.recurrent import GatedDeltaRule, Mamba2, ShortConvolution
 from twostroke.model.program.sharding import COLUMN_GRAIN, Sharding, TokenParts, Weight
 from twostroke.model.program.split_kv import SplitKvAttention
 from twostroke.model.program.work import Cost, each_row, each_sampled_row, once_if_sampled
@@ -53,6 +53,7 @@ __all__ = [
     "Linear",
     "LocalOp",
     "Logits",
+    "Mamba2",
     "MixtureOfExperts",
     "Op",
     "Projection",
@@ -126,8 +127,8 @@ class RMSNorm(Operation):
     """RMS norm: `output = x / sqrt(mean(x^2) + epsilon) * (weight + offset)` (arXiv:1910.07467).
 
     The mean is taken over a row. With `num_groups` above 1 a row is divided into that many equal
-    groups, each normalized separately with the same weight (query-key norm). Without a weight, the
-    factor is 1.
+    groups, each normalized separately with the same weight (query-key norm), or if the weight
+    `is_wide` with the group's own part of it (Mamba-2). Without a weight, the factor is 1.
     """
 
     x: str
@@ -136,6 +137,7 @@ class RMSNorm(Operation):
     epsilon: float
     num_groups: int = 1
     offset: float = 0.0
+    is_wide: bool = False
 
     reads = ("x",)
     label = "norm"
@@ -145,6 +147,8 @@ class RMSNorm(Operation):
         """Return the name and shape of the norm's weight; empty if it has none."""
         if self.weight is None:
             return ()
+        if self.is_wide:
+            return (Weight(self.weight, (self.width,), is_divided=True),)
         return (Weight(self.weight, (self.width // self.num_groups,)),)
 
     @property
@@ -333,6 +337,7 @@ LocalOp = (
     | GateRows
     | ShortConvolution
     | GatedDeltaRule
+    | Mamba2
     | Route
     | MixtureOfExperts
     | ExpertTerms

@@ -1,4 +1,4 @@
-"""Operations with a recurrent state: short convolutions and the gated delta rule.
+"""Operations with a recurrent state: short convolutions, the gated delta rule and Mamba-2.
 
 Attention stores keys and values for each token. A recurrent operation stores a state of fixed size
 for each request in their place, and computes a row from the state after the row before. A request's
@@ -7,6 +7,7 @@ rows therefore run in order, and the first row of a request starts from a state 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Self
 
 from twostroke.model.program.kv_layout import STATE_VALUE_BYTES, StateLayer
@@ -206,3 +207,110 @@ class GatedDeltaRule(_RecurrentOperation):
         if self.is_tiled:
             return value_head % self.num_key_heads
         return value_head // (self.num_all_heads // self.num_key_heads)
+
+
+class Mamba2(_RecurrentOperation):
+    """The state-space model of Mamba-2 (arXiv:2405.21060): a state with a decay for each head.
+
+    A row of x has the values of `num_heads` heads, each `head_dim` wide, and then the keys and the
+    queries (in papers: B and C) of `num_groups` groups, each `state_size` wide. Head h uses group
+    `h // (num_heads / num_groups)`. `time_step` is a value (rows, num_heads).
+
+    A head's state S is a matrix (state_size, head_dim). With value v, key k, query q and time step
+    `t = softplus(time_step[h] + step_bias[h])`, limited to `min_step` and `max_step`, a row
+    computes
+
+        S = exp(decay_rate[h] * t) * S + outer(k, t * v);  output = q @ S + skip[h] * v
+
+    `decay_rate` has negative numbers.
+
+    Ranks divide heads as in the gated delta rule: a rank's part computes `num_heads` heads
+    from `first_head` on, of the `num_x_heads` heads of x.
+    """
+
+    x: str
+    time_step: str
+    decay_rate: str
+    step_bias: str
+    skip: str
+    num_heads: int
+    num_groups: int
+    state_size: int
+    head_dim: int
+    layer: int
+    min_step: float = 0.0
+    max_step: float = math.inf
+    first_head: int = 0
+    num_x_heads: int | None = None  # None: num_heads
+
+    reads = ("x", "time_step")
+    sharding = Sharding.BY_COLUMN_PARTS
+    needs_all_rows = ("x", "time_step")
+    label = "mamba2"
+
+    def __post_init__(self) -> None:
+        """Assert that each group serves the same number of heads."""
+        assert self.num_all_heads % self.num_groups == 0, "heads must share groups"
+
+    @property
+    def num_all_heads(self) -> int:
+        """Return the number of heads in x; a rank may compute only some of them."""
+        return self.num_heads if self.num_x_heads is None else self.num_x_heads
+
+    @property
+    def width(self) -> int:
+        """Return the number of values in a row of the output, for its heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def in_width(self) -> int:
+        """Return the number of values in a row of x: values, keys and queries."""
+        values = self.num_all_heads * self.head_dim
+        return values + 2 * self.num_groups * self.state_size
+
+    @property
+    def grain(self) -> int:
+        """Return how many neighbouring columns always stay on one rank: a head's."""
+        return self.head_dim
+
+    def part(self, first: int, end: int) -> Self:
+        """Return the operation for only the heads in output columns `first` to `end`."""
+        return self._changed(
+            num_heads=(end - first) // self.head_dim,
+            first_head=self.first_head + first // self.head_dim,
+            num_x_heads=self.num_all_heads,
+        )
+
+    def part_reads(self, field: str, first: int, end: int) -> Range | None:
+        """Return the columns of the part's heads in time steps; None for x: all of it."""
+        return None if field == "x" else (first // self.head_dim, end // self.head_dim)
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Return the names and shapes of rates, biases and skips, one for each head."""
+        names = self.decay_rate, self.step_bias, self.skip
+        return tuple([Weight(name, (self.num_all_heads,)) for name in names])
+
+    @property
+    def states(self) -> Mapping[int, StateLayer]:
+        """Return the recurrent state that the operation reads and writes, by its number."""
+        return {self.layer: StateLayer(self.num_state_values)}
+
+    @property
+    def num_state_values(self) -> int:
+        """Return the numbers of the state: a matrix for each head."""
+        return self.width * self.state_size
+
+    @property
+    def heads(self) -> range:
+        """Return which heads of x the operation computes."""
+        return range(self.first_head, self.first_head + self.num_heads)
+
+    def group_of(self, head: int) -> int:
+        """Return the index of the group that head `head` of x uses."""
+        return head // (self.num_all_heads // self.num_groups)
+
+    @property
+    def row_flops(self) -> int:
+        """Return the FLOPs for a row: a decay, an outer product and a product for each head."""
+        return 5 * self.num_state_values

@@ -22,6 +22,7 @@ from twostroke.model.program.ops import (
     Embed,
     GatedDeltaRule,
     Linear,
+    Mamba2,
     SharedKvAttention,
 )
 from twostroke.model.program.sharding import (
@@ -482,10 +483,10 @@ def split_sums(ops: Collection[Op], block_sizes: Mapping[str, int]) -> dict[str,
 
     Returns the names of their outputs, each with a number of input columns: cuts must be at
     multiples of it. Such a product reads a value that ranks already hold by columns, such as the
-    output of attention or of the delta rule. Cuts are between whole quantization blocks of its
-    weight, which have `block_sizes` values; a product whose weight has no block size is not split.
-    A product after attention whose keys and values other operations read is not split either, since
-    all these operations must be cut at the same heads.
+    output of attention, of the delta rule or of Mamba-2. Cuts are between whole quantization blocks
+    of its weight, which have `block_sizes` values; a product whose weight has no block size is not
+    split. A product after attention whose keys and values other operations read is not split
+    either, since all these operations must be cut at the same heads.
     """
     shared_layers = {op.layer for op in ops if isinstance(op, SharedKvAttention)}
     grains: dict[str, int] = {}  # of values that ranks hold by columns
@@ -494,7 +495,7 @@ def split_sums(ops: Collection[Op], block_sizes: Mapping[str, int]) -> dict[str,
         input_grains = [grains[name] for name in op.inputs if name in grains]
         if isinstance(op, Linear) and input_grains and op.weight in block_sizes:
             split[op.output] = lcm(*input_grains, block_sizes[op.weight])
-        elif isinstance(op, Linear | GatedDeltaRule) or (
+        elif isinstance(op, Linear | GatedDeltaRule | Mamba2) or (
             isinstance(op, Attention) and op.layer not in shared_layers
         ):
             grains[op.output] = op.grain
