@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from support.fake_model import FakeModel
-from support.programs import VOCAB_SIZE, hybrid_program, random_tensors
+from support.programs import MIXERS, VOCAB_SIZE, hybrid_program, random_tensors
 from support.row_by_row import RowByRow
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from twostroke.backends.kv_size import WORKING_BYTES, size_kv_cache
@@ -31,16 +31,19 @@ PAGE_SIZE = 16
 
 
 def hybrid_model(
-    attends: tuple[bool, ...] = (False, False, True, False), *, is_tiled: bool = False
+    attends: tuple[bool, ...] = (False, False, True, False), mixer: str = "delta", **sizes: Any
 ) -> RowByRow:
-    """Return a tiny model with random weights, some of whose layers have the delta rule."""
-    program = hybrid_program(attends, is_tiled=is_tiled)
+    """Return a tiny model with random weights, some of whose layers have a recurrent mixer."""
+    program = hybrid_program(attends, mixer, **sizes)
     return RowByRow(program, random_tensors(program), NUM_PAGES, PAGE_SIZE, num_states=80)
 
 
-@pytest.mark.parametrize("attends", [(False, False, True, False), (False, False)])
-def test_tokens_do_not_depend_on_the_schedule(attends: tuple[bool, ...]) -> None:
-    model = hybrid_model(attends)
+@pytest.mark.parametrize(
+    ("attends", "mixer"),
+    [((False, False), "delta"), *(((False, False, True, False), mixer) for mixer in MIXERS)],
+)
+def test_tokens_do_not_depend_on_the_schedule(attends: tuple[bool, ...], mixer: str) -> None:
+    model = hybrid_model(attends, mixer)
     chance = random.Random(7)
     requests = random_requests(chance, 8, VOCAB_SIZE, longest=50, most_output=20)
     settings = [Setting.chosen_by(chance, 5, 10) for _ in range(2)]
@@ -55,6 +58,12 @@ def test_tokens_do_not_depend_on_the_schedule(attends: tuple[bool, ...]) -> None
         assert answers == expected, setting
         num_preemptions += count
     assert num_preemptions > 0
+
+
+def test_states_of_convolutions_are_small() -> None:
+    """The recurrent state of LFM2 is a few rows, however long the context is."""
+    program = hybrid_program(mixer="convolution")
+    assert program.state_bytes == 3 * 2 * 32 * 4  # layers, rows, values, bytes
 
 
 def test_the_head_order_changes_the_answer() -> None:

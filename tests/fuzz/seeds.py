@@ -142,8 +142,8 @@ def _families() -> dict[str, Tiny]:
         own = {"head_dim": variant.sizes.get("head_dim", 16), "family": family, "fmt": "F16"}
         if variant.wide is not None:
             own |= {"num_layers": len(variant.wide.slides), "num_kv_heads": 2, "num_heads": 2}
-        if variant.delta is not None:
-            own |= {"num_layers": variant.delta.interval}
+        if variant.attends is not None:
+            own |= {"num_layers": len(variant.attends)}
         lists = (*variant.metadata.values(), *variant.config.values())
         num_layers = max((len(each) for each in lists if isinstance(each, list)), default=1)
         if num_layers > 1 and variant.num_experts:
@@ -152,7 +152,7 @@ def _families() -> dict[str, Tiny]:
             num_layers = 2
         if num_layers > 1:  # a value for each layer, or other layers first
             own.setdefault("num_layers", num_layers)
-        differs = variant.wide is not None or variant.delta is not None
+        differs = variant.wide is not None or variant.attends is not None
         has_inputs = variant.wide is not None and variant.wide.inputs > 0
         if has_inputs or (differs and variant.num_experts):
             continue  # too large

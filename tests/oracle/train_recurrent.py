@@ -1,11 +1,11 @@
-"""Trains a small model on text, and compares its logits with transformers' at 4,096 tokens.
+"""Trains small models on text, and compares their logits with transformers' at 4,096 tokens.
 
-PYTHONPATH=src:tests .venv-oracle/bin/python tests/oracle/train_recurrent.py
-    [--family qwen3.5 or gpt-oss] [--minutes 3]
+PYTHONPATH=src:tests .venv-oracle/bin/python tests/oracle/train_recurrent.py \\
+    [FAMILY...] [--minutes 3]
 
 Random weights hide errors of recurrent layers: their decays forget all but a few tokens. Training
 gives decays, gates and strengths the values of a model that remembers, and attention sinks a share
-of the softmax (gpt-oss). The model is read twice, as the folder that transformers writes and as a
+of the softmax (gpt-oss). A model is read twice, as the folder that transformers writes and as a
 GGUF file. The reference backend must agree with transformers in float32, and the cpu backend nearly
 so. Experts in MXFP4, as published, are compared on both backends.
 """
@@ -38,7 +38,7 @@ from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from twostroke.model.weights import LoadedModel
 
@@ -51,29 +51,45 @@ TRAINED_TOKENS = 512  # of a sequence
 BATCH = 4
 LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 20
-# Sizes of each family's model, and the ends of the names of weights that training must move.
-SIZES = {
-    "qwen3.5": {"hidden_size": 128, "ffn_size": 384, "context_length": 8192},
-    "gpt-oss": {"hidden_size": 128, "ffn_size": 128, "context_length": 8192},
+JOINED = {
+    "shortconv.in_proj": ("shortconv.in_b", "shortconv.in_c", "shortconv.in_v"),
+    "ssm_in": ("ssm_in_z", "ssm_in_x", "ssm_in_dt"),
 }
-WATCHED = ("A_log", "dt_bias", "sinks")
+# Sizes of each family's model, and changed values of its config.json.
+SIZES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "qwen3.5": ({"ffn_size": 384}, {}),
+    "gpt-oss": ({}, {}),
+    "lfm2": ({}, {}),
+    "lfm2-moe": ({}, {}),
+    "granite-hybrid": ({}, {"mamba_expand": 1}),
+    "granite-hybrid-experts": ({}, {"mamba_expand": 1}),
+}
+# The ends of the names of weights that training must move.
+WATCHED = ("A_log", "dt_bias", "sinks", "conv.conv.weight")
 
 
 def main() -> int:
-    """Train, compare, and print the figures; return 1 if the difference is too large."""
+    """Train, compare, and print the figures; return 1 if a difference is too large."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", choices=SIZES, default="qwen3.5")
+    parser.add_argument("families", nargs="*", default=[*SIZES], help="default: all")
     parser.add_argument("--minutes", type=float, default=3.0, help="of training")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    are_wrong = [check(family, options.minutes * 60) for family in options.families]
+    return int(any(are_wrong))
+
+
+def check(family: str, seconds: float) -> bool:
+    """Train a model of a family, compare it, and return whether a difference is too large."""
     torch.manual_seed(0)
-    tiny = tiny_of(options.family, **SIZES[options.family])
-    config = AutoConfig.for_model(**tiny_config(tiny), attn_implementation="eager")
+    sizes, changes = SIZES[family]
+    tiny = tiny_of(family, hidden_size=128, context_length=8192, **sizes)
+    config = AutoConfig.for_model(**tiny_config(tiny) | changes, attn_implementation="eager")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     num_weights = sum(weight.numel() for weight in model.parameters())
-    print(f"{num_weights / 1e6:.1f} million weights")
-    train(model, options.minutes * 60)
+    print(f"{family}: {num_weights / 1e6:.1f} million weights")
+    train(model, seconds)
     model.eval()
     tokens = byte_tokens(HELD_OUT.read_bytes())[:NUM_TOKENS]
     theirs = logits(model, tokens)
@@ -91,7 +107,7 @@ def main() -> int:
             with cpu_backend((program, loaded.tensors), level, 1, num_states=2) as native:
                 ours = native.score(tokens)
             is_wrong |= differs(f"{form}, cpu", expected, ours, tokens, MAX_CPU_KL)
-    return int(is_wrong)
+    return is_wrong
 
 
 def differs(
@@ -160,9 +176,9 @@ def byte_tokens(text: bytes) -> list[int]:
 def read_back(model: Any, tiny: Tiny, place: Path) -> Iterator[tuple[str, LoadedModel]]:
     """Write a model as a folder and as a GGUF file, and yield the name of each form and the model.
 
-    The GGUF file has one added to its norms, tiled value heads, and negative decay rates, as
-    llama.cpp's converter writes them. A model with experts and biases is also written with experts
-    in MXFP4.
+    The GGUF file is as llama.cpp's converter writes it: Qwen's has one added to its norms, tiled
+    value heads, and negative decay rates. A model with experts and biases is also written with
+    experts in MXFP4.
     """
     model.save_pretrained(place / "model")
     (place / "model" / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
@@ -170,7 +186,7 @@ def read_back(model: Any, tiny: Tiny, place: Path) -> Iterator[tuple[str, Loaded
     yield "folder", folder
     weights = {
         name: tensor.dequantize() + np.float32(tiny.variant.norm_offset * _has_one_added(name))
-        for name, tensor in folder.tensors.items()
+        for name, tensor in joined_projections(folder.tensors).items()
     }
     tensors = {
         name: QuantTensor.from_floats(values, FORMATS["F32"])
@@ -185,8 +201,24 @@ def read_back(model: Any, tiny: Tiny, place: Path) -> Iterator[tuple[str, Loaded
         yield "GGUF in MXFP4", load_path(path)
 
 
+def joined_projections(tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
+    """Return a model's weights, with the joined projections of short convolutions and Mamba-2."""
+    joined = dict(tensors)
+    for name in tensors:
+        for stack, parts in JOINED.items():
+            if name.endswith(f"{parts[0]}.weight"):
+                prefix = name.removesuffix(f"{parts[0]}.weight")
+                rows = [joined.pop(f"{prefix}{part}.weight").dequantize() for part in parts]
+                whole = QuantTensor.from_floats(np.concatenate(rows), FORMATS["F32"])
+                joined[f"{prefix}{stack}.weight"] = whole
+    return joined
+
+
 def _has_one_added(name: str) -> bool:
-    """Return whether GGUF files have one added to a weight: to norms, but not the delta rule's."""
+    """Return whether Qwen's GGUF files have one added to a weight.
+
+    They have it added to norms, but not to the delta rule's.
+    """
     return name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
 
 

@@ -11,7 +11,14 @@ from msgspec.structs import replace
 from twostroke.model.families import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
 from twostroke.model.families.blocks import decoder, residual_layer
 from twostroke.model.families.gemma4 import gemma4_layer
-from twostroke.model.families.spec import DeltaSpec, LatentSpec, RoutingSpec, SharedKvSpec
+from twostroke.model.families.spec import (
+    ConvolutionSpec,
+    DeltaSpec,
+    LatentSpec,
+    Mamba2Spec,
+    RoutingSpec,
+    SharedKvSpec,
+)
 from twostroke.model.program import Activation, Program
 from twostroke.model.program.ops import Attention, ExternalInput, Linear
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -152,18 +159,33 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
+MIXERS = ("delta", "convolution", "mamba")
+
+
 def hybrid_program(
-    attends: tuple[bool, ...] = (False, False, True, False), **sizes: Any
+    attends: tuple[bool, ...] = (False, False, True, False), mixer: str = "delta", **sizes: Any
 ) -> Program:
-    """Return a small Program, some of whose layers have the gated delta rule."""
-    delta = DeltaSpec(
-        attends=attends,
-        num_key_heads=2,
-        num_value_heads=6,
-        key_dim=8,
-        value_dim=8,
-        kernel=4,
-    )
+    """Return a small Program, some of whose layers have a recurrent `mixer` (of `MIXERS`)."""
+    mixers = {
+        "delta": DeltaSpec(
+            attends=attends,
+            num_key_heads=2,
+            num_value_heads=6,
+            key_dim=8,
+            value_dim=8,
+            kernel=4,
+        ),
+        "convolution": ConvolutionSpec(attends, kernel=3),
+        "mamba": Mamba2Spec(
+            attends=attends,
+            num_heads=6,
+            num_groups=2,
+            state_size=8,
+            head_dim=8,
+            kernel=4,
+            norm_epsilon=1e-6,
+        ),
+    }
     spec = replace(
         SPEC,
         name="hybrid",
@@ -173,9 +195,9 @@ def hybrid_program(
         head_dim=16,
         context_length=8192,
         rope=RopeSpec(10000.0, 8, interleaved=False),
-        delta=replace(delta, **sizes),
-        gates_attention=True,
+        gates_attention=mixer == "delta",
     )
+    spec = replace(spec, **{mixer: replace(mixers[mixer], **sizes)})
     return decoder(spec, residual_layer)
 
 

@@ -28,6 +28,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# Weights with two dimensions that files never quantize.
+_FLOAT_WEIGHTS = (".conv.weight", ".ssm_conv1d.weight", ".ssm_norm.weight", ".ssm_a", ".ssm_d")
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BOS_ID, EOS_ID = 1, 2
 
@@ -132,7 +135,7 @@ def tiny_tensors(tiny: Tiny, vocab_size: int | None = None) -> dict[str, QuantTe
     tensors = {}
     for name, weight in gguf_weights(tiny, tiny_weights(tiny, vocab_size)).items():
         fmt = tiny.fmt
-        if weight.ndim == 1 or name.endswith(".bias") or "ssm_conv1d" in name:
+        if weight.ndim == 1 or name.endswith((".bias", *_FLOAT_WEIGHTS)):
             fmt = "F32"
         elif name in {"token_embd.weight", "output.weight"}:
             fmt = tiny.embedding_fmt

@@ -17,6 +17,7 @@ from support.tiny_attention import (
     wide_config,
     wide_metadata,
 )
+from support.tiny_hybrids import GRANITE, HYBRIDS
 from support.tiny_recurrent import DELTA_NAMES, Delta, delta_config, delta_metadata
 from support.tiny_variant import Variant
 
@@ -435,24 +436,6 @@ _GLM4_AIR = Variant(
 
 _GLM4 = replace(_GLM4_AIR, query_key_norm="head", config={**_GLM4_AIR.config, "use_qk_norm": True})
 
-_GRANITE = replace(
-    _LLAMA,
-    architecture="granite",
-    model_type="granite",
-    metadata={
-        "attention.scale": 0.0625,
-        "embedding_scale": 12.0,
-        "residual_scale": 0.22,
-        "logit_scale": 1.5,
-    },
-    config={
-        "attention_multiplier": 0.0625,
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 1.5,
-    },
-)
-
 # Every second layer has a window. The blend of YaRN begins and ends between two pairs.
 _GPT_OSS = Variant(
     "gpt-oss",
@@ -674,6 +657,7 @@ _GEMMA4_LARGE = replace(
 _GEMMA4_EXPERTS = replace(
     _GEMMA4_LARGE,
     num_experts=8,
+    expert_stacks=("experts.gate_up_proj", "experts.down_proj"),
     metadata={
         **_GEMMA4_LARGE.metadata,
         "expert_count": 8,
@@ -738,13 +722,14 @@ FAMILIES: dict[str, Variant] = {
     "glm4-air": _GLM4_AIR,
     "glm4": _GLM4,
     "gpt-oss": _GPT_OSS,
-    "granite": _GRANITE,
+    "granite": GRANITE,
     "minimax-m2": _MINIMAX_M2,
     "hy3": _HY3,
     "mellum": _MELLUM,
     "ministral3": _MINISTRAL3,
     "muse-glimmer": _MUSE,
     "smollm3": _SMOLLM3,
+    **HYBRIDS,
 }
 
 # The backends that compute recurrent layers; others refuse models with such layers.
@@ -754,4 +739,4 @@ _RECURRENT_BACKENDS = {"cpu", "reference", "torch"}
 def families_on(backend: str) -> list[str]:
     """Return the families whose tiny models a backend computes."""
     is_recurrent = backend in _RECURRENT_BACKENDS
-    return [name for name, variant in FAMILIES.items() if is_recurrent or variant.delta is None]
+    return [name for name, variant in FAMILIES.items() if is_recurrent or variant.attends is None]

@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
+from support.tiny_mixers import (
+    convolution_weights,
+    folder_mixers,
+    gguf_mamba,
+    mamba_weights,
+    plain_feed_forward,
+)
 from support.tiny_recurrent import (
     delta_weights,
     folder_recurrent,
@@ -55,14 +62,20 @@ def random_weights(tiny: Tiny, vocab_size: int) -> Weights:
         weights["per_layer_model_proj.weight"] = _matrix(rng, width, tiny.hidden_size)
         weights["per_layer_proj_norm.weight"] = _norm(rng, wide.inputs)
     for layer in range(tiny.num_layers):
-        if wide is not None:
+        blocks = tiny.variant.blocks
+        if blocks is not None and blocks[layer] in "-E":
+            norm = {"attn_norm.weight": _norm(rng, tiny.hidden_size)}
+            attention = norm | plain_feed_forward(rng, tiny, blocks[layer])
+        elif wide is not None:
             attention = _wide_attention(rng, tiny, layer, wide)
+        elif tiny.variant.convolution or tiny.variant.mamba:
+            attention = _mixer(rng, tiny, layer)
         elif tiny.variant.delta is not None:
             attention = _hybrid_attention(rng, tiny, layer, tiny.variant.delta)
         else:
             make = _attention if tiny.variant.latent is None else _latent_attention
             attention = make(rng, tiny)
-        part = attention | _feed_forward(rng, tiny, layer)
+        part = attention | (_feed_forward(rng, tiny, layer) if blocks is None else {})
         weights |= {f"blk.{layer}.{name}": values for name, values in part.items()}
     weights["output_norm.weight"] = _norm(rng, tiny.hidden_size)
     if not tiny.tied:
@@ -77,21 +90,26 @@ def gguf_weights(tiny: Tiny, weights: Weights) -> Weights:
         if tiny.variant.interleaves and name.endswith(("attn_q.weight", "attn_k.weight")):
             heads = tiny.num_heads if "attn_q" in name else tiny.num_kv_heads
             held[name] = interleave_rows(weight, heads)
-    held = _latent_stacks(tiny, _fused(tiny, held))
+    held = _latent_stacks(tiny, _fused(tiny, held, tiny.variant.fused))
     if tiny.variant.delta is not None:
         held = gguf_recurrent(tiny, tiny.variant.delta, held)
+    if tiny.variant.mamba is not None:
+        held = gguf_mamba(tiny.variant.mamba, held)
     has_experts = tiny.variant.num_experts > 0
     for layer in range(tiny.variant.first_with_experts, tiny.num_layers if has_experts else 0):
         for part in ("ffn_gate", "ffn_up", "ffn_down"):
             for kind in ("weight", "bias") if tiny.variant.has_expert_biases else ("weight",):
                 names = [f"blk.{layer}.{part}.{e}.{kind}" for e in range(tiny.variant.num_experts)]
-                held[f"blk.{layer}.{part}_exps.{kind}"] = np.stack([held.pop(n) for n in names])
+                if names[0] in held:
+                    stack = np.stack([held.pop(name) for name in names])
+                    held[f"blk.{layer}.{part}_exps.{kind}"] = stack
     if tiny.variant.query_norm_in_gguf is not None:
         for layer in range(tiny.num_layers):
             ones = np.ones(tiny.head_dim, np.float32)
             held[f"blk.{layer}.attn_q_norm.weight"] = ones * tiny.variant.query_norm_in_gguf
             held[f"blk.{layer}.attn_k_norm.weight"] = ones
     factors = tiny.variant.factors
+    held = {tiny.variant.gguf_names.get(name, name): values for name, values in held.items()}
     return held | {name: np.array(values, np.float32) for name, values in factors.items()}
 
 
@@ -104,10 +122,13 @@ def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
     }
     if tiny.variant.delta is not None:
         held = folder_recurrent(tiny, tiny.variant.delta, held)
+    if tiny.variant.convolution or tiny.variant.mamba:
+        held = folder_mixers(held)
     if tiny.variant.latent is not None:
         held = _in_one(tiny, held)
     stacks = {}
-    if tiny.variant.wide is not None:
+    stack_names = tiny.variant.expert_stacks
+    if stack_names is not None:
         for layer in range(tiny.num_layers if tiny.variant.num_experts else 0):
             gates, ups, downs = (
                 [
@@ -117,11 +138,12 @@ def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
                 for part in ("ffn_gate", "ffn_up", "ffn_down")
             )
             both = [np.concatenate(pair) for pair in zip(gates, ups, strict=True)]
-            stacks[f"model.layers.{layer}.experts.gate_up_proj"] = np.stack(both)
-            stacks[f"model.layers.{layer}.experts.down_proj"] = np.stack(downs)
+            stacks[f"model.layers.{layer}.{stack_names[0]}"] = np.stack(both)
+            stacks[f"model.layers.{layer}.{stack_names[1]}"] = np.stack(downs)
     if tiny.variant.has_expert_biases:
         stacks = _alternating_stacks(tiny, held)
-    named = {_folder_name(tiny, name): values for name, values in _fused(tiny, held).items()}
+    held = _fused(tiny, held, tiny.variant.fused | tiny.variant.folder_fused)
+    named = {_folder_name(tiny, name): values for name, values in held.items()}
     for name in [name for name in named if "moe_statics" in name]:
         named[name] = named[name][None]  # ERNIE's bias has two dimensions
     return named | stacks
@@ -198,6 +220,17 @@ def _hybrid_attention(rng: np.random.Generator, tiny: Tiny, layer: int, delta: D
         part = _attention(rng, tiny)
         return part | gated_attention(rng, tiny)
     return {"attn_norm.weight": _norm(rng, tiny.hidden_size)} | delta_weights(rng, tiny, delta)
+
+
+def _mixer(rng: np.random.Generator, tiny: Tiny, layer: int) -> Weights:
+    """Return the weights of a layer's gated short convolution or Mamba-2, or of its attention."""
+    convolution, mamba = tiny.variant.convolution, tiny.variant.mamba
+    norm = {"attn_norm.weight": _norm(rng, tiny.hidden_size)}
+    if mamba is not None and mamba.recurs[layer]:
+        return norm | mamba_weights(rng, tiny, mamba)
+    if convolution is not None and not convolution.attends[layer]:
+        return norm | convolution_weights(rng, tiny, convolution)
+    return _attention(rng, tiny)
 
 
 def _wide_attention(rng: np.random.Generator, tiny: Tiny, layer: int, wide: Wide) -> Weights:
@@ -323,11 +356,11 @@ def _in_one(tiny: Tiny, weights: Weights) -> Weights:
     return held
 
 
-def _fused(tiny: Tiny, weights: Weights) -> Weights:
+def _fused(tiny: Tiny, weights: Weights, fused: dict[str, tuple[str, ...]]) -> Weights:
     """Join the rows of matrices that the family's files store as one."""
     held = dict(weights)
     for layer in range(tiny.num_layers):
-        for whole, parts in tiny.variant.fused.items():
+        for whole, parts in fused.items():
             rows = [held.pop(f"blk.{layer}.{part}.weight") for part in parts]
             held[f"blk.{layer}.{whole}.weight"] = np.concatenate(rows)
     return held
@@ -335,7 +368,8 @@ def _fused(tiny: Tiny, weights: Weights) -> Weights:
 
 def _folder_name(tiny: Tiny, name: str) -> str:
     if name in WHOLE_MODEL:
-        return WHOLE_MODEL[name]
+        return tiny.variant.model_names.get(name) or WHOLE_MODEL[name]
+    prefix = tiny.variant.layer_prefix
     _, layer, part, *rest = name.split(".")  # rest: the expert's number, if any, and the kind
     unlike = {
         "layer_output_scale.weight": "layer_scalar",
@@ -344,12 +378,13 @@ def _folder_name(tiny: Tiny, name: str) -> str:
         "ssm_a": "linear_attn.A_log",
         "ssm_dt.bias": "linear_attn.dt_bias",
         "attn_sinks.weight": "self_attn.sinks",
+        **tiny.variant.state_names,
     }
     if own := unlike.get(".".join([part, *rest])):
-        return f"model.layers.{layer}.{own}"
+        return f"{prefix}.layers.{layer}.{own}"
     theirs = tiny.variant.layer_names.get(part) or LAYER_NAMES[part]
     if rest[:-1] == [] and "{}" in theirs:  # of a layer without experts
-        theirs = LAYER_NAMES[part]
+        theirs = tiny.variant.dense_names.get(part) or LAYER_NAMES[part]
     if part == "exp_probs_b":
-        return f"model.layers.{layer}.{theirs}{rest[-1]}"
-    return f"model.layers.{layer}.{theirs.format(rest[0])}.{rest[-1]}"
+        return f"{prefix}.layers.{layer}.{theirs}{rest[-1]}"
+    return f"{prefix}.layers.{layer}.{theirs.format(rest[0])}.{rest[-1]}"

@@ -164,7 +164,7 @@ def test_tiny_models_of_every_family_agree_with_the_reference(level, family):
             mean_kl, same = divergence(expected, actual)
             # A router's Program has precise products: a hair decides whom it chooses. Where the
             # choice differs, all later rows differ if the model has recurrent states.
-            remembers = spec.experts is not None and spec.delta is not None
+            remembers = spec.experts is not None and spec.attends is not None
             assert mean_kl < (5e-3 if remembers else 1e-3)
             # AMX rounds the products of experts, which in gpt-oss are most of a layer's output.
             rounds = tiles and (spec.experts is None or spec.experts.has_biases)

@@ -11,7 +11,7 @@ import pytest
 from support.closeness import divergence
 from support.cpu import LEVELS, cpu_backend, greedy_request, page_lists, run
 from support.native import IS_ARM, VECTOR_LEVELS, load_level
-from support.programs import VOCAB_SIZE, hybrid_program, random_tensors
+from support.programs import MIXERS, VOCAB_SIZE, hybrid_program, random_tensors
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from twostroke.backends.create import check_backend
 from twostroke.backends.reference import ReferenceBackend
@@ -28,6 +28,12 @@ SHAPES = {
     "large": {"num_key_heads": 1, "num_value_heads": 2, "key_dim": 128, "value_dim": 128},
     "middle": {"num_value_heads": 4, "key_dim": 64, "value_dim": 64, "kernel": 2},
     "odd": {"num_value_heads": 2, "key_dim": 10, "value_dim": 23, "kernel": 3},
+    "convolution": {"mixer": "convolution"},
+    "biased convolution": {"mixer": "convolution", "kernel": 4, "has_bias": True},
+    "mamba": {"mixer": "mamba"},
+    "large mamba": {"mixer": "mamba", "num_heads": 4, "state_size": 128, "head_dim": 64},
+    "odd mamba": {"mixer": "mamba", "num_groups": 3, "state_size": 10, "head_dim": 23}
+    | {"has_bias": True, "has_convolution_bias": False, "min_step": 0.3, "max_step": 0.9},
 }
 
 
@@ -55,11 +61,14 @@ def test_hybrid_models_agree_with_the_reference(level, shape):
             assert same > (0.9 if tiles else 0.98)
 
 
-@pytest.mark.parametrize("attends", [(False, False, True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("attends", "mixer"),
+    [((False, False), "delta"), *(((False, False, True, False), mixer) for mixer in MIXERS)],
+)
 @pytest.mark.parametrize("level", LEVELS)
-def test_tokens_do_not_depend_on_the_schedule(level, attends):
+def test_tokens_do_not_depend_on_the_schedule(level, attends, mixer):
     load_level(level)
-    program = hybrid_program(attends)
+    program = hybrid_program(attends, mixer)
     model = program, random_tensors(program, "Q8_0", "Q8_0")
     chance = random.Random(7)
     requests = random_requests(chance, 8, VOCAB_SIZE, longest=50, most_output=20)
@@ -78,7 +87,7 @@ def test_tokens_do_not_depend_on_the_schedule(level, attends):
     assert num_preemptions > 0
 
 
-@pytest.mark.parametrize("shape", ["large", "odd"])
+@pytest.mark.parametrize("shape", ["large", "odd", "convolution", "large mamba", "odd mamba"])
 @pytest.mark.parametrize("level", VECTOR_LEVELS)
 def test_levels_and_threads_agree_bit_for_bit(level, shape):
     best = VECTOR_LEVELS[-1]

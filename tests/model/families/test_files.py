@@ -164,7 +164,12 @@ def test_layer_types_are_read_where_transformers_reads_them(tmp_path: Path) -> N
 
 
 # DeepSeek V2 has no number of used experts unless the file says one.
-@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES.keys() - {"deepseek_v2"}))
+# Models that transformers' defaults describe, and that are refused: of another width of keys, and
+# without attention.
+NOT_ALONE = {"deepseek_v2", "granitemoehybrid"}
+
+
+@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES.keys() - NOT_ALONE))
 def test_every_key_but_the_type_may_be_left_out(model_type: str) -> None:
     spec = hf_spec(hf_fields("config.json", {"model_type": model_type}), "a")
     assert spec.vocab_size >= 32000
@@ -393,6 +398,21 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("qwen3.5", {"num_attention_heads": 2}, "(256, 64); its heads have (128, 64)"),
         ("qwen3-next", {"linear_key_head_dim": 8}, "in_proj_qkvz.weight' with shape (448, 64);"),
         ("qwen3-next", {"mlp_only_layers": [0]}, "mlp_only_layers = a list, which is not"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, "has no attention in any of its 4 layers"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "layer_types that is not a list of 4 values"),
+        ("lfm2", {"layer_types": ["mamba"] * 4}, "layer_types with 'mamba'; supported: conv,"),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": 2}, "full_attn_idxs = 2, not a list of"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache = 1, not a whole number from 2 to 64"),
+        ("lfm2", {"conv_L_cache": 4}, "'model.layers.0.conv.conv.weight' with shape (64, 1, 3);"),
+        ("lfm2", {"conv_bias": True}, "lacks tensor 'model.layers.0.conv.in_proj.bias'"),
+        ("lfm2", {"block_multiple_of": 256}, "feed_forward.w1.weight' with shape (128, 64)"),
+        ("lfm2-moe", {"use_expert_bias": False}, "use_expert_bias = False, which is not"),
+        ("granite-hybrid", {"layer_types": ["attention"] * 3}, "a list of 4 values"),
+        ("granite-hybrid", {"layer_types": None}, "has no attention in any of its 4 layers"),
+        ("granite-hybrid", {"mamba_n_groups": 3}, "8 Mamba heads, not a multiple of its 3 groups"),
+        ("granite-hybrid", {"mamba_d_state": 8}, "mamba.in_proj.weight' with shape (328, 64);"),
+        ("granite-hybrid", {"time_step_limit": [1, 0]}, "not a list of two numbers, the smaller"),
+        ("granite-hybrid", {"position_embedding_type": "alibi"}, "= 'alibi', which is not"),
         ("qwen3.5-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9, not a whole number"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types that is not a list of 4"),
         ("olmo3", {"sliding_window": 0}, "sliding_window = 0, not a whole number from 1"),
@@ -549,6 +569,20 @@ def test_unsupported_configurations_are_refused(
         ("qwen3.5", {"ssm__state_size": 8}, "'blk.0.attn_qkv.weight' with shape (256, 64)"),
         ("qwen3.5-moe", {"expert_count": 0}, "but its expert_count is 0"),
         ("qwen3-next", {"ssm__time_step_rank": 4}, "ssm_ba.weight' with shape (12, 64); its heads"),
+        ("lfm2", {"attention__head_count_kv": [0] * 4}, "with zeros; one number that is not 0"),
+        ("lfm2", {"attention__head_count_kv": [0, 2, 4, 0]}, "with 2, 4; one number that is not 0"),
+        ("lfm2", {"attention__head_count_kv": [0, 2]}, "2 numbers of key-value heads for 4 layers"),
+        ("lfm2", {"attention__head_count_kv": [0.5] * 4}, "= a list, not whole numbers"),
+        ("lfm2", {"attention__head_count_kv": [0, 2, 2, 0]}, "lacks tensor 'blk.1.attn_q.weight'"),
+        ("lfm2", {"shortconv__l_cache": ...}, "has no lfm2.shortconv.l_cache"),
+        ("granite-hybrid", {"ssm__group_count": 3}, "8 Mamba heads, not a multiple of its 3"),
+        ("granite-hybrid", {"ssm__inner_size": 129}, "8 Mamba heads that do not divide 129 values"),
+        (
+            "granite-hybrid",
+            {"ssm__conv_kernel": 3},
+            "'blk.0.ssm_conv1d.weight' with shape (192, 4)",
+        ),
+        ("granite-hybrid", {"ssm__state_size": 8}, "'blk.0.ssm_in.weight' with shape (328, 64);"),
     ],
 )
 def test_unsupported_metadata_is_refused(

@@ -64,6 +64,80 @@ def test_missing_and_misshapen_weights_of_recurrent_layers_are_named(
     assert f"tensor {name!r} with shape {(shape[0] + 1, *shape[1:])}; the" in str(caught.value)
 
 
+MIXER_WEIGHTS = [
+    *[("lfm2", f"shortconv.{part}.weight") for part in ("in_proj", "conv", "out_proj")],
+    *[("granite-hybrid", f"ssm_{part}.weight") for part in ("in", "conv1d", "norm", "out")],
+    *[("granite-hybrid", f"ssm_{part}") for part in ("a", "d", "dt.bias", "conv1d.bias")],
+]
+
+
+@pytest.mark.parametrize(("family", "weight"), MIXER_WEIGHTS)
+def test_missing_and_misshapen_weights_of_mixers_are_named(
+    tmp_path: Path, family: str, weight: str
+) -> None:
+    tiny = tiny_of(family)
+    tensors = tiny_tensors(tiny)
+    name = f"blk.1.{weight}"
+    shape = tensors[name].shape
+    others = {key: tensor for key, tensor in tensors.items() if key != name}
+    with pytest.raises(ModelFormatError) as caught:
+        load_path(write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny), others))
+    assert f"lacks tensor {name!r}" in str(caught.value)
+    wrong = {name: floats(np.ones((shape[0] + 1, *shape[1:])))}
+    with pytest.raises(ModelFormatError) as caught:
+        load_path(write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny), others | wrong))
+    assert f"tensor {name!r} with shape {(shape[0] + 1, *shape[1:])}; the" in str(caught.value)
+
+
+@pytest.mark.parametrize("weight", ["mamba.A_log", "mamba.in_proj.weight", "mamba.conv1d.bias"])
+def test_missing_weights_of_granite_folders_are_named_as_in_the_folder(
+    tmp_path: Path, weight: str
+) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny", tiny_of("granite-hybrid"))
+    tensors = folder_tensors("granite-hybrid")
+    del tensors[f"model.layers.1.{weight}"]
+    write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(ModelFormatError) as caught:
+        load_path(folder)
+    assert f"lacks tensor 'model.layers.1.{weight}'" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "granite-hybrid"])
+@pytest.mark.parametrize("fmt", ["Q4_0", "BF16"])
+def test_parts_of_joined_projections_stay_as_they_are_stored(
+    tmp_path: Path, family: str, fmt: str
+) -> None:
+    tiny = replace(tiny_of(family), fmt=fmt)
+    loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny)).tensors
+    stack = {"lfm2": "shortconv.in_proj", "granite-hybrid": "ssm_in"}[family]
+    stored = tiny_tensors(tiny)[f"blk.1.{stack}.weight"]
+    names = {"lfm2": "shortconv.in_{}", "granite-hybrid": "ssm_in_{}"}[family]
+    letters = {"lfm2": ("b", "c", "v"), "granite-hybrid": ("z", "x", "dt")}[family]
+    parts = [loaded[f"blk.1.{names.format(letter)}.weight"] for letter in letters]
+    assert {part.format.name for part in parts} == {fmt}
+    assert np.array_equal(np.concatenate([part.data for part in parts]), stored.data)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("lfm2", {"layer_types": None, "full_attn_idxs": [2], "block_ff_dim": 192}
+            | {"intermediate_size": 5, "tie_word_embeddings": False, "tie_embedding": True}),
+        ("granite-hybrid", {"mamba_d_head": "auto", "time_step_limit": [0.0, float("inf")]}),
+        ("granite-hybrid", {"layer_types": ["linear_attention"] * 2 + ["full_attention"]
+            + ["linear_attention"], "time_step_limit": [0.0, {"__float__": "Infinity"}]}),
+    ],
+)  # fmt: skip
+def test_older_and_newer_configurations_say_the_same(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny", tiny_of(family))
+    spec = load_path(folder).spec
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    assert load_path(folder).spec == spec
+
+
 @pytest.mark.parametrize(
     ("family", "weight"),
     [

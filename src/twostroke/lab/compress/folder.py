@@ -128,7 +128,7 @@ def published_names(source: LoadedModel) -> dict[str, str]:
     """
     family = ARCHITECTURES[source.spec.architecture]
     spec = source.spec
-    if family.fused or spec.experts is not None or spec.delta is not None:
+    if family.fused or spec.experts is not None or spec.attends is not None:
         raise TwostrokeError(f"{source.name} has stacked weights, which cannot be quantized yet.")
     return {key: published_name(key, family.layer_names) for key in source.tensors}
 

@@ -15,12 +15,15 @@ from twostroke.model.families.gemma4 import GEMMA4
 from twostroke.model.families.glm import GLM4_MOE
 from twostroke.model.families.gpt_oss import GPT_OSS
 from twostroke.model.families.granite import GRANITE
+from twostroke.model.families.granite_hybrid import GRANITE_HYBRID
 from twostroke.model.families.hunyuan import HY_V3
+from twostroke.model.families.lfm2 import LFM2, LFM2_MOE
 from twostroke.model.families.llama import LLAMA, PHI3, SEED_OSS
 from twostroke.model.families.mellum import MELLUM
 from twostroke.model.families.minimax import MINIMAX_M2
 from twostroke.model.families.ministral import MISTRAL3
 from twostroke.model.families.muse import MUSE_GLIMMER
+from twostroke.model.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from twostroke.model.families.olmo2 import OLMO2
 from twostroke.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from twostroke.model.families.qwen35 import QWEN3_NEXT, QWEN35, QWEN35_MOE
@@ -43,11 +46,16 @@ ARCHITECTURES: dict[str, Family] = {
     "glm4moe": GLM4_MOE,
     "gpt-oss": GPT_OSS,
     "granite": GRANITE,
+    "granitehybrid": GRANITE_HYBRID,
     "hy_v3": HY_V3,
+    "lfm2": LFM2,
+    "lfm2moe": LFM2_MOE,
     "mellum": MELLUM,
     "minimax-m2": MINIMAX_M2,
     "mistral3": MISTRAL3,
     "muse-glimmer": MUSE_GLIMMER,
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H_MOE,
     "olmo2": OLMO2,
     "phi3": PHI3,
     "qwen2": QWEN2,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from twostroke.model.families.recurrent_blocks import mamba2, short_convolution
+from twostroke.model.families.spec import LayerKind
 from twostroke.model.program import Activation, Program, ops
 
 if TYPE_CHECKING:
@@ -189,7 +191,7 @@ def delta_rule(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     qkv, gate, decay, strength = (
         f"{name}.{part}" for part in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
     )
-    first_state = 2 * (layer - spec.cache_layer_of(layer))
+    first_state = 2 * spec.state_layer_of(layer)
     return [
         ops.Linear(qkv, x, f"{qkv}.weight", hidden, mixed_width),
         ops.Linear(gate, x, f"{gate}.weight", hidden, width),
@@ -384,19 +386,24 @@ def mixture_of_experts(spec: ModelSpec, layer: int, x: str, output: str) -> list
     experts = spec.experts
     scores = f"{name}.scores"
     routed = f"{output}.routed" if experts.shared_size else output
+    width, expert_input, expert_output = hidden, x, routed
     router = f"{name}.ffn_gate_inp"
     bias = f"{router}.bias" if experts.has_biases else None
     parts: list[Op] = [ops.Linear(scores, x, f"{router}.weight", hidden, experts.count, bias=bias)]
     if experts.routing is not None:
         parts.append(_route(experts, experts.routing, name, scores))
         scores = parts[-1].output
+    if experts.latent_size:
+        width, expert_input, expert_output = experts.latent_size, f"{name}.latent", f"{routed}.part"
+        down = f"{name}.ffn_latent_down.weight"
+        parts.append(ops.Linear(expert_input, x, down, hidden, width))
     parts.append(
         ops.MixtureOfExperts(
-            routed,
-            x=x,
+            expert_output,
+            x=expert_input,
             scores=scores,
-            experts=_experts(name, experts),
-            width=hidden,
+            experts=_experts(name, spec, experts),
+            width=width,
             ffn_width=experts.ffn_size,
             num_used=experts.num_used,
             normalize=experts.normalize and experts.routing is None,
@@ -404,6 +411,9 @@ def mixture_of_experts(spec: ModelSpec, layer: int, x: str, output: str) -> list
             are_shares=experts.routing is not None,
         )
     )
+    if experts.latent_size:
+        up = f"{name}.ffn_latent_up.weight"
+        parts.append(ops.Linear(routed, expert_output, up, width, hidden))
     if experts.shared_size:
         shared = f"{output}.shared"
         parts += _gated_feed_forward(
@@ -450,7 +460,7 @@ def mixture_with_dense_ffn(spec: ModelSpec, layer: int, x: str, output: str) -> 
             routed,
             x=expert_input,
             scores=shares,
-            experts=_experts(name, experts),
+            experts=_experts(name, spec, experts),
             width=hidden,
             ffn_width=experts.ffn_size,
             num_used=experts.num_used,
@@ -483,8 +493,9 @@ def residual_layer(
     attention_part = (
         latent_attention if spec.latent else partial(attention, query_key_norm=query_key_norm)
     )
-    if spec.delta is not None and not spec.delta.attends[layer]:
-        attention_part = delta_rule
+    if spec.attends is not None and not spec.attends[layer]:
+        attention_part = short_convolution if spec.convolution else mamba2
+        attention_part = delta_rule if spec.delta else attention_part
     has_experts = spec.experts is not None and layer >= spec.experts.first_layer
     ffn_part = mixture_of_experts if has_experts else feed_forward
     if has_experts and spec.experts and spec.experts.adds_dense_ffn:
@@ -508,6 +519,23 @@ def residual_layer(
             result = f"{result}.normed"
         parts.append(ops.Add(end, start, result, spec.hidden_size))
     return parts
+
+
+def one_block_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
+    """Return the operations of a layer with one block, whose output is added to its input."""
+    assert spec.layer_kinds is not None
+    block: Layer = {
+        LayerKind.RECURRENT: mamba2,
+        LayerKind.ATTENTION: attention,
+        LayerKind.FEED_FORWARD: feed_forward,
+        LayerKind.EXPERTS: mixture_of_experts,
+    }[spec.layer_kinds[layer]]
+    normed, result = f"{output}.normed", f"{output}.part"
+    return [
+        norm(spec, normed, x, f"blk.{layer}.attn_norm"),
+        *block(spec, layer, normed, result),
+        ops.Add(output, x, result, spec.hidden_size),
+    ]
 
 
 def _rope(
@@ -538,20 +566,26 @@ def _gated_feed_forward(
 ) -> list[Op]:
     """Return the operations of a gated feed-forward whose inner width is `width`.
 
-    `suffix` is part of its matrices' names: "_shexp" for a shared expert.
+    Without `ModelSpec.gates_ffn`, the values of its first product are their own gates. `suffix` is
+    part of its matrices' names: "_shexp" for a shared expert.
     """
     name, hidden = f"blk.{layer}", spec.hidden_size
     gate, up, gated = (f"{name}.{part}{suffix}" for part in ("gate", "up", "gated"))
+    gates: list[Op] = []
+    if spec.gates_ffn:
+        gates.append(ops.Linear(gate, x, f"{name}.ffn_gate{suffix}.weight", hidden, width))
+    else:
+        gate = up
     return [
-        ops.Linear(gate, x, f"{name}.ffn_gate{suffix}.weight", hidden, width),
+        *gates,
         ops.Linear(up, x, f"{name}.ffn_up{suffix}.weight", hidden, width),
         ops.GatedActivation(gated, gate, up, width, spec.activation),
         ops.Linear(output, gated, f"{name}.ffn_down{suffix}.weight", width, hidden),
     ]
 
 
-def _experts(name: str, experts: ExpertSpec) -> tuple[ops.Expert, ...]:
-    parts = "gate", "up", "down"
+def _experts(name: str, spec: ModelSpec, experts: ExpertSpec) -> tuple[ops.Expert, ...]:
+    parts = "gate" if spec.gates_ffn else "up", "up", "down"
     kinds = ("weight", "bias") if experts.has_biases else ("weight",)
     return tuple(
         ops.Expert(*(f"{name}.ffn_{part}.{index}.{kind}" for kind in kinds for part in parts))

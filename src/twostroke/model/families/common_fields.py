@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Of all layers together; known models have far fewer (Kimi K2 about 23,000).
 MAX_EXPERTS_IN_ALL = 1 << 16
 
+_KV_HEADS = "attention.head_count_kv"
 _LAYER_TYPES = {"sliding_attention": True, "full_attention": False}
 
 
@@ -64,6 +65,54 @@ def without_mtp_layers(fields: Fields) -> dict[str, Any]:
     mtp_key, count_key = "nextn_predict_layers", "block_count"
     layers = fields.integer(count_key, MAX_LAYERS)
     return {count_key: layers - fields.integer(mtp_key, layers - 1, low=0, default=0), mtp_key: 0}
+
+
+def gguf_attention_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers of a GGUF file have attention, and therefore key-value heads.
+
+    The file has one number for all layers, or a number for each layer.
+    """
+    counts = fields.value(_KV_HEADS)
+    if not isinstance(counts, list):
+        return (True,) * num_layers
+    if len(counts) < num_layers:
+        numbers = counted_noun(len(counts), "number", "numbers")
+        layers = counted_noun(num_layers, "layer")
+        fields.fault(f"has {numbers} of key-value heads for {layers}")
+    return tuple(count != 0 for count in counts[:num_layers])
+
+
+def check_attention_layers(fields: Fields, attends: tuple[bool, ...]) -> None:
+    """Refuse a model without attention in any layer; `attends` tells which layers have it."""
+    if not any(attends):
+        fields.fault(f"has no attention in any of its {counted_noun(len(attends), 'layer')}")
+
+
+def gguf_kv_heads(fields: Fields) -> dict[str, Any]:
+    """Return changed metadata of a GGUF file: one number of key-value heads for all layers.
+
+    Files of hybrid models have a list, with 0 for layers without attention.
+    """
+    return {_KV_HEADS: gguf_only_value(fields, _KV_HEADS)}
+
+
+def gguf_only_value(fields: Fields, key: str) -> Any:
+    """Return the value that a GGUF file has at `key` for all layers for which it is not 0.
+
+    Raises ModelFormatError if the file has several values.
+    """
+    value = fields.value(key)
+    if not isinstance(value, list):
+        return value
+    if not all(type(number) is int for number in value):
+        fields.refuse(key, "not whole numbers")
+    values = {number: None for number in value if number != 0}
+    if len(values) != 1:
+        numbers = ", ".join(map(str, list(values)[:3])) or "zeros"
+        fields.fault(
+            f"has {fields.prefix}{key} with {numbers}; one number that is not 0 is supported"
+        )
+    return next(iter(values))
 
 
 def all_but_every(period: int, num_layers: int) -> tuple[bool, ...]:

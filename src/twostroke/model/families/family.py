@@ -43,7 +43,9 @@ class Family(Frozen):
 
     `model_types` are the family's names in config.json, each with the values that transformers uses
     for missing keys, where these differ from the defaults of the readers. `layer_names` maps
-    Hugging Face names of a layer's weights to GGUF names, where they differ from Llama's. `fused`
+    Hugging Face names of a layer's weights to GGUF names, where they differ from Llama's.
+    `dense_names` are other names in models without experts. `gguf_names` maps names in the family's
+    GGUF files to names in other families' files. `fused`
     names the parts of matrices that files store as one, for example {"attn_qkv": ("attn_q",
     "attn_k", "attn_v")}.
 
@@ -66,6 +68,8 @@ class Family(Frozen):
     from_gguf: Reading = unchanged_spec
     from_config: Reading = unchanged_spec
     layer_names: Mapping[str, str] = field(default_factory=dict)
+    dense_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     interleaves: bool = False
     partial_rotary: str | None = None

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from twostroke.model.families.fields import Fields
     from twostroke.model.families.spec import ModelSpec
 
-_GGUF_KEYS: Final = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
-_CONFIG_KEYS: Final = (
+GGUF_MULTIPLIERS: Final = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+CONFIG_MULTIPLIERS: Final = (
     "attention_multiplier",
     "embedding_multiplier",
     "residual_multiplier",
@@ -31,7 +31,7 @@ _MIN_RESIDUAL, _MAX_RESIDUAL = 1e-3, 1e3
 def without_scales(fields: Fields) -> dict[str, Any]:
     """Return changed metadata of a GGUF file without the multipliers, which `from_gguf` reads."""
     del fields
-    return dict.fromkeys(_GGUF_KEYS)
+    return dict.fromkeys(GGUF_MULTIPLIERS)
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
@@ -44,15 +44,19 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
         fields.refuse(rope_key, "which is not supported yet")
     for key in ("expert_count", "expert_shared_feed_forward_length"):
         fields.expect(key, 0)
-    return _with_multipliers(fields, spec, _GGUF_KEYS)
+    return with_multipliers(fields, spec, GGUF_MULTIPLIERS)
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Add the multipliers of a Granite model to its spec, from a config.json."""
-    return _with_multipliers(fields, spec, _CONFIG_KEYS)
+    return with_multipliers(fields, spec, CONFIG_MULTIPLIERS)
 
 
-def _with_multipliers(fields: Fields, spec: ModelSpec, keys: tuple[str, ...]) -> ModelSpec:
+def with_multipliers(fields: Fields, spec: ModelSpec, keys: tuple[str, ...]) -> ModelSpec:
+    """Add the multipliers of a Granite model to its spec; `keys` are the file's keys.
+
+    They are the multipliers of scores, embeddings and residuals, and the divisor of logits.
+    """
     attention_key, embedding_key, residual_key, logits_key = keys
     residual = fields.number(residual_key, low=_MIN_RESIDUAL, high=_MAX_RESIDUAL, default=1.0)
     return replace(

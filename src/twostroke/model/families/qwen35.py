@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from twostroke.core.message_text import counted_noun
 from twostroke.model.families.blocks import residual_layer
 from twostroke.model.families.common_fields import (
+    check_attention_layers,
     config_experts,
     gguf_experts,
     without_mtp_layers,
@@ -103,8 +104,7 @@ def _with_delta(fields: Fields, spec: ModelSpec, delta: DeltaSpec) -> ModelSpec:
             f"has {counted_noun(delta.num_value_heads, 'value head')}, not a multiple of its "
             f"{counted_noun(delta.num_key_heads, 'key head')}"
         )
-    if not any(delta.attends):
-        fields.fault(f"has no attention in any of its {counted_noun(spec.num_layers, 'layer')}")
+    check_attention_layers(fields, delta.attends)
     return replace(spec, delta=delta, gates_attention=True)
 
 

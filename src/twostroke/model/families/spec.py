@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from enum import Enum
+
 from twostroke.core.frozen import Frozen
 from twostroke.model.program import Activation
 
@@ -45,6 +48,15 @@ class WindowSpec(Frozen):
     head_dim: int | None = None
 
 
+class LayerKind(Enum):
+    """The kind of a layer's block, in models whose layers have one block only (Nemotron-H)."""
+
+    RECURRENT = "recurrent"
+    ATTENTION = "attention"
+    FEED_FORWARD = "feed-forward"
+    EXPERTS = "experts"
+
+
 class RoutingSpec(Frozen):
     """How a model's router chooses experts, if not by plain softmax.
 
@@ -68,7 +80,9 @@ class ExpertSpec(Frozen):
     that is not 0. Layers before `first_layer` have a dense feed-forward instead. With
     `adds_dense_ffn`, layers have both, and their outputs are added (Gemma 4). With `gates_shared`
     the shared expert's output is multiplied by the sigmoid of one gate for each row (Qwen). With
-    `has_biases` the router and the three matrices of each expert have a bias (gpt-oss).
+    `has_biases` the router and the three matrices of each expert have a bias (gpt-oss). If
+    `latent_size` is not 0, routed experts read and write vectors of this width, between two
+    products that all of them share (Nemotron 3).
     """
 
     count: int
@@ -81,6 +95,7 @@ class ExpertSpec(Frozen):
     adds_dense_ffn: bool = False
     gates_shared: bool = False
     has_biases: bool = False
+    latent_size: int = 0
 
 
 class LatentSpec(Frozen):
@@ -121,6 +136,50 @@ class DeltaSpec(Frozen):
         return self.num_value_heads * self.value_dim
 
 
+class ConvolutionSpec(Frozen):
+    """Layers with a gated short convolution in place of attention (LFM2).
+
+    `attends[i]` tells whether layer i has attention. The convolution is over `kernel` rows. With
+    `has_bias`, the convolution and the products before and after it have biases.
+    """
+
+    attends: tuple[bool, ...]
+    kernel: int
+    has_bias: bool = False
+
+
+class Mamba2Spec(Frozen):
+    """Layers with Mamba-2 in place of attention (arXiv:2405.21060).
+
+    `attends[i]` tells whether layer i has attention. `ops.Mamba2` explains the other sizes.
+    Before it, a convolution over `kernel` rows mixes values, keys and queries, with biases if
+    `has_convolution_bias`. After it, the output is multiplied by a gate, and each group of heads is
+    normalized, with `norm_epsilon`. With `has_bias` the products before and after have biases.
+    """
+
+    attends: tuple[bool, ...]
+    num_heads: int
+    num_groups: int
+    state_size: int
+    head_dim: int
+    kernel: int
+    norm_epsilon: float
+    has_convolution_bias: bool = True
+    has_bias: bool = False
+    min_step: float = 0.0
+    max_step: float = math.inf
+
+    @property
+    def width(self) -> int:
+        """The number of values in a row of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def mixed_width(self) -> int:
+        """The number of values, keys and queries in a row."""
+        return self.width + 2 * self.num_groups * self.state_size
+
+
 class SharedKvSpec(Frozen):
     """Which layers read an earlier layer's keys and values: the last `count` layers of a model.
 
@@ -146,9 +205,14 @@ class ModelSpec(Frozen):
     layers without a window use one matrix for keys and values. With `norms_values` each head of
     values is normalized, without a weight. With `norms_heads` queries and keys are normalized by
     head, with weights, in families where only some models do so (`may_norm_heads`). Layers with the
-    gated delta rule are described by `delta`. With `gates_attention` the output of attention is
-    multiplied by the sigmoid of a gate for each value. With `has_sinks` each query head has a sink
+    gated delta rule are described by `delta`, layers with short convolutions by `convolution`,
+    layers with Mamba-2 by `mamba`. With `gates_attention` the output of attention is multiplied by
+    the sigmoid of a gate for each value. With `has_sinks` each query head has a sink
     (`ops.Attention`).
+
+    Usually a layer has two blocks: attention or a recurrent block, and a feed-forward or experts.
+    If there are `layer_kinds`, layer i has only a block of the kind `layer_kinds[i]`. Feed-forwards
+    and experts have no gates unless `gates_ffn`: each value is then its own gate.
 
     `rotates[i]` tells whether layer i has a RoPE; other layers do not know positions. None: all
     layers have one. With `norms_embedding` embeddings are normalized, without a weight. Norms after
@@ -188,12 +252,35 @@ class ModelSpec(Frozen):
     norms_values: bool = False
     norms_heads: bool = False
     delta: DeltaSpec | None = None
+    convolution: ConvolutionSpec | None = None
+    mamba: Mamba2Spec | None = None
     gates_attention: bool = False
     has_sinks: bool = False
+    layer_kinds: tuple[LayerKind, ...] | None = None
+    gates_ffn: bool = True
     rotates: tuple[bool, ...] | None = None
     norms_embedding: bool = False
     offsets_last_norm: bool = True
     post_norm_epsilon: float | None = None
+
+    @property
+    def attends(self) -> tuple[bool, ...] | None:
+        """Return which layers have attention; None if no layer keeps a recurrent state."""
+        recurrent = self.delta or self.convolution or self.mamba
+        return None if recurrent is None else recurrent.attends
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Return the indices of the layers that keep a recurrent state."""
+        if self.layer_kinds is not None:
+            kinds = enumerate(self.layer_kinds)
+            return tuple(layer for layer, kind in kinds if kind is LayerKind.RECURRENT)
+        attends = self.attends or ()
+        return tuple(layer for layer, has_attention in enumerate(attends) if not has_attention)
+
+    def state_layer_of(self, layer: int) -> int:
+        """Return the number of a layer among the layers that keep a recurrent state."""
+        return sum(number < layer for number in self.recurrent_layers)
 
     def window_of(self, layer: int) -> WindowSpec | None:
         """Return the sliding window of a layer; None if the layer reads all positions."""
@@ -223,9 +310,7 @@ class ModelSpec(Frozen):
 
     def cache_layer_of(self, layer: int) -> int:
         """Return the number of a layer's keys and values among the layers that store them."""
-        if self.delta is None:
-            return layer
-        return sum(self.delta.attends[:layer])
+        return layer if self.attends is None else sum(self.attends[:layer])
 
     def ffn_size_of(self, layer: int) -> int:
         """Return the width of a layer's feed-forward, in values."""

@@ -6,6 +6,7 @@ A loaded model has exactly the weights that its Program reads.
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -37,6 +38,7 @@ from twostroke.model.weights.hf_model import (
 from twostroke.model.weights.latent import cut_latent
 from twostroke.model.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
 from twostroke.model.weights.pooling import folder_pooling, gguf_pooling
+from twostroke.model.weights.projections import cut_projections
 from twostroke.model.weights.published import assemble_published, published_layout
 from twostroke.model.weights.recurrent import cut_recurrent
 from twostroke.model.weights.safetensors import read_safetensors, read_sharded
@@ -126,8 +128,9 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
     _gguf_family(fields, files.unsupported)
     spec = gguf_spec(fields, name or model_stem(path), files.tensors)
     blocks = range(fields.integer(f"{spec.architecture}.block_count", MAX_LAYERS))
+    gguf_names = ARCHITECTURES[spec.architecture].gguf_names
     weights = {
-        _with_suffix(weight_name): tensor
+        gguf_names.get(weight_name) or _with_suffix(weight_name): tensor
         for weight_name, tensor in files.tensors.items()
         if weight_name not in ROPE_TABLES
         and not _is_of_layers(weight_name, blocks[spec.num_layers :])
@@ -177,6 +180,8 @@ def _load_folder(
     family = ARCHITECTURES[MODEL_TYPES[fields.text("model_type")]]
     source, files = _folder_weights(folder, weights)
     spec = hf_spec(fields, name or folder.resolve().name)
+    if spec.experts is None:
+        family = replace(family, layer_names={**family.layer_names, **family.dense_names})
     layout = published_layout(fields)
     if layout is not None:
         files = assemble_published(source, files, layout)
@@ -333,7 +338,7 @@ def _program_weights(
             f"{counted_noun(spec.num_layers, 'layer')}."
         )
     shapes = build_program(spec).weight_shapes
-    tensors = {name: _as_vector(tensor, shapes.get(name)) for name, tensor in tensors.items()}
+    tensors = {name: _reshaped(tensor, shapes.get(name)) for name, tensor in tensors.items()}
     fused = ARCHITECTURES[spec.architecture].fused
     if spec.experts is not None and spec.experts.has_biases:
         tensors = cut_gpt_oss(file, tensors, names)
@@ -348,6 +353,7 @@ def _program_weights(
         separate = cut_latent(file, separate, shapes, names.quoted)
     if spec.delta is not None:
         separate = cut_recurrent(file, separate, spec, names)
+    separate = cut_projections(file, separate, spec, names)
     separate = {
         name: tensor
         for name, tensor in separate.items()
@@ -362,12 +368,16 @@ def _program_weights(
     return needed
 
 
-def _as_vector(tensor: QuantTensor, shape: tuple[int, ...] | None) -> QuantTensor:
-    """Return a matrix of one row as a vector if the Program reads a vector of this shape.
+def _reshaped(tensor: QuantTensor, shape: tuple[int, ...] | None) -> QuantTensor:
+    """Return a tensor with the shape that the Program reads, if only dimensions of 1 differ.
 
-    ERNIE's folders have such a bias.
+    ERNIE's folders have a bias (1, experts), and convolutions have kernels (width, 1, kernel).
     """
-    return replace(tensor, shape=shape) if shape and tensor.shape == (1, *shape) else tensor
+    if shape is None or tensor.shape == shape:
+        return tensor
+    if [size for size in tensor.shape if size != 1] != [size for size in shape if size != 1]:
+        return tensor
+    return replace(tensor, shape=shape, data=tensor.data.reshape(prod(shape[:-1]), -1))
 
 
 def _is_empty_bias(name: str, tensor: QuantTensor) -> bool:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 _MODEL_WEIGHTS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embedding_norm": "output_norm",  # LFM2
+    "model.embeddings": "token_embd",  # Nemotron-H
+    "model.norm_f": "output_norm",
     "lm_head": "output",
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
@@ -43,6 +46,7 @@ _EXPERT_WEIGHTS = {
 # Tensors with all experts of a layer, whose names have no suffix.
 _EXPERT_STACKS = {
     "gate_up_proj": "ffn_gate_up_exps.weight",
+    "up_proj": "ffn_up_exps.weight",  # of experts without gates
     "down_proj": "ffn_down_exps.weight",
     "gate_up_proj_bias": "ffn_gate_up_exps.bias",
     "down_proj_bias": "ffn_down_exps.bias",
@@ -59,7 +63,8 @@ _WRAPPER = re.compile(
 _PREFIX = re.compile(
     r"(?:(?:module|model|base_model|transformer|language_model|text_model|llm|lm|thinker"
     r"|pretrained_model|policy|actor|student|backbone|net|ema|ema_model|state_dict)\.)*"
-    r"(?=(?:embed_tokens|embed_tokens_per_layer|per_layer_\w+|norm|layers|rotary_emb|lm_head)\.)"
+    r"(?=(?:embed_tokens|embed_tokens_per_layer|per_layer_\w+|norm|norm_f|embeddings|embedding_norm"
+    r"|layers|rotary_emb|lm_head)\.)"
 )
 # Tables in old checkpoints that follow from the configuration: angles, positions and masks; and
 # the empty states that TransformerEngine stores with its modules.
@@ -90,15 +95,24 @@ _COMPLETE_NAMES = {
     "mlp.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.expert_bias": "exp_probs_b.bias",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "layer_scalar": "layer_output_scale.weight",
     "self_attn.sinks": "attn_sinks.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
+    "mamba.A_log": "ssm_a",
+    "mamba.D": "ssm_d",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "mixer.A_log": "ssm_a",
+    "mixer.D": "ssm_d",
+    "mixer.dt_bias": "ssm_dt.bias",
     "router.per_expert_scale": "ffn_down_exps.scale",
 }
-_EXPERT_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d{1,4})\.(\w+)")
-_STACK_NAME = re.compile(r"(?:(?:mlp|block_sparse_moe)\.)?experts\.(\w+)")
+_EXPERT_PARENT = r"(?:mlp|block_sparse_moe|feed_forward|mixer)"
+_EXPERT_NAME = re.compile(_EXPERT_PARENT + r"\.experts\.(\d{1,4})\.(\w+)")
+_STACK_NAME = re.compile(rf"(?:{_EXPERT_PARENT}\.)?experts\.(\w+)")
 
 
 def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
