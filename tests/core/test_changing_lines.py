@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_only_blocks_of_the_first_messages_of_a_user_are_changed() -> None:
     block = "<env>\nDirectory: /src\nToday's date: 2026-11-30\n</env>"
     stable = "<env>\nDirectory: /src\n</env>"
     date = "Today's date: 2026-11-30\n"
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": f"{date}{block}\n{block}<env>{date}"},
         {"role": "user", "content": [{"type": "text", "text": block}, {"type": "image"}]},
         {"role": "assistant", "content": date},

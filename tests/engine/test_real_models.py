@@ -1,4 +1,4 @@
-"""Real models fill gaps and embed texts."""
+"""Real models fill gaps, embed texts, and answer after a budget of reasoning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from support import family_templates
 from twostroke import LLM, EngineOptions, SamplingParams
 from twostroke.core.options import CacheOptions
 
@@ -43,3 +45,20 @@ def test_sentences_of_similar_meaning_have_similar_vectors(smollm2_path: Path) -
         )
     alike = vectors @ vectors.T - 2 * np.eye(len(vectors))
     assert alike.argmax(axis=1).tolist() == [1, 0, 3, 2, 5, 4]
+
+
+@pytest.mark.model
+def test_an_answer_follows_the_budget_of_reasoning(smollm2_path: Path) -> None:
+    """SmolLM2 with a template that opens its reasoning."""
+    options = replace(OPTIONS, chat_template=family_templates.ALWAYS_THINKS)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    params = SamplingParams(temperature=0, max_tokens=64)
+    with LLM(smollm2_path, options) as llm:
+        encode = llm.engine.card.tokenizer.encode_exact
+        [free] = llm.chat(messages, params)
+        [limited] = llm.chat(messages, replace(params, reasoning_budget=6))
+        closing = tuple(encode("\n</think>\n\n"))
+    assert limited.token_ids[:6] == free.token_ids[:6]
+    assert limited.token_ids[6 : 6 + len(closing)] == closing
+    assert limited.text.strip()
+    assert len(encode(limited.reasoning)) <= 6

@@ -89,6 +89,7 @@ def test_reasoning_ends_with_its_budget(path: Path) -> None:
         if asked.reasoning_budget is None:
             assert not answer.text
             continue
+        assert asked.max_tokens is not None
         most = asked.max_tokens - asked.max_tokens // 4 - len(closing)
         budget = min(asked.reasoning_budget, most)
         while answer.token_ids[budget] != closing[0]:  # completes a character

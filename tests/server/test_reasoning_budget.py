@@ -104,6 +104,24 @@ def test_budgets_of_other_protocols_end_the_reasoning(always: LiveServer) -> Non
     assert body["stop_reason"] == "end_turn"
 
 
+def test_switches_of_other_clients_work_in_chats(always: LiveServer) -> None:
+    say(always, "It is so.")
+    plain = always.chat(reasoning_effort="none").json()["usage"]["prompt_tokens"]
+    for off in ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}):
+        response = always.chat(**off)
+        assert "twostroke-ignored" not in response.headers
+        assert response.json()["usage"]["prompt_tokens"] == plain
+        assert response.json()["choices"][0]["message"]["content"] == "It is so."
+    thought = think_long(always, 6)
+    thinking = {"type": "enabled", "budget_tokens": 6}
+    message = always.chat(thinking=thinking).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (thought, "It is so.")
+    response = always.chat(thinking={"type": "much"}, enable_thinking="yes")
+    assert response.headers["twostroke-ignored"] == "thinking, enable_thinking"
+    said = refused(always.chat(thinking={"budget_tokens": -5}), 400, "thinking.budget_tokens")
+    assert "must be from -1" in said
+
+
 def test_efforts_are_budgets_where_the_template_has_none(always: LiveServer) -> None:
     thought = think_long(always, EFFORT_BUDGETS["minimal"])
     message = always.chat(reasoning_effort="minimal").json()["choices"][0]["message"]

@@ -103,6 +103,9 @@ _SAME_OPTION: Final[dict[str, tuple[str, ...]]] = {
     "stop_sequences": ("stop", "--stop"),
     "stop_strings": ("stop", "--stop"),
     "structured_outputs": ("constraint", "--json-schema"),
+    "thinking_budget": ("reasoning_budget", "--reasoning-budget"),
+    "thinking_budget_tokens": ("reasoning_budget", "--reasoning-budget"),
+    "thinking_token_budget": ("reasoning_budget", "--reasoning-budget"),
 }
 
 # Options that name the model, which is an argument of Twostroke's commands.

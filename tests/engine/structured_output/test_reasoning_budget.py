@@ -78,6 +78,7 @@ def test_closing_text_follows_the_last_token_of_the_budget(
 
 def test_an_answer_follows_forced_closing_text(tokenizer: Tokenizer) -> None:
     end = tokenizer.find(END)
+    assert end is not None
     matcher = matcher_of(tokenizer, OPENED, 1)
     output = tokens_of(tokenizer, "0")
     output += matcher.forced(output)
@@ -113,6 +114,7 @@ def test_an_answer_without_reasoning_has_no_budget(tokenizer: Tokenizer) -> None
 
 def test_marks_that_are_tokens_are_written_as_these(tokenizer: Tokenizer) -> None:
     begin, end = tokenizer.find("[THINK]"), tokenizer.find("[/THINK]")
+    assert begin is not None
     matcher = matcher_of(tokenizer, SPECIAL, 0)
     assert matcher.forced([]) == ()
     assert matcher.forced([begin]) == [end]

@@ -191,6 +191,7 @@ def to_thinking(
     effort: str | None = None,
     *,
     param: str = "reasoning_effort",
+    is_on: bool | None = None,
     budget: tuple[str, int] | None = None,
 ) -> Thinking:
     """Return a request's reasoning options for the chat template.
@@ -198,17 +199,19 @@ def to_thinking(
     Args:
         variables: the template's variables, from `chat_template_kwargs`.
         effort: the effort, from the field `param`.
-        param: the name of the field with the effort.
+        param: the name of the field with the effort, or with `is_on`.
+        is_on: whether the request switches reasoning on or off, if it has no effort.
         budget: the name and the value of the field with the most tokens of reasoning.
 
     Raises:
         RequestError: the budget is no number of tokens.
     """
-    if not variables and effort is None and budget is None:
+    if not variables and effort is None and is_on is None and budget is None:
         return AS_IT_IS
     if budget is not None:
         check_budget(budget[1], budget[0])
     return Thinking(
+        is_on=is_on,
         effort=effort,
         param=param,
         budget=None if budget is None else budget[1],

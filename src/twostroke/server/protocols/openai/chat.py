@@ -49,6 +49,7 @@ from twostroke.server.protocols.common.tools import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from twostroke.engine.chat.reasoning import Thinking
     from twostroke.engine.chat.tools import Tools
     from twostroke.engine.model_card import ModelCard
     from twostroke.server.generation.job import Job
@@ -66,6 +67,18 @@ TOOL_NAMES: Final = {
 }
 
 
+class ChatThinking(field.RequestObject):
+    """The field `thinking` that clients of GLM, DeepSeek and Kimi send, as in Anthropic's API."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
+    budget_tokens: ReasoningBudget = None
+
+    @property
+    def is_on(self) -> bool | None:
+        """Whether reasoning is switched on or off; None leaves that to the template."""
+        return {"enabled": True, "disabled": False}.get(self.type or "")
+
+
 class ChatRequest(CommonFields, kw_only=True):
     """The body of a chat completion request."""
 
@@ -80,6 +93,12 @@ class ChatRequest(CommonFields, kw_only=True):
 
     chat_template_kwargs: TemplateVariables = None
     reasoning_effort: ReasoningEffort = None
+    thinking: Annotated[
+        ChatThinking | None, field.doc("Whether to reason, and how much."), field.DROPPABLE
+    ] = None
+    enable_thinking: Annotated[
+        bool | None, field.doc("Whether to reason, as Qwen's clients say."), field.DROPPABLE
+    ] = None
     reasoning_budget: ReasoningBudget = None
     thinking_budget_tokens: ReasoningBudget = None  # llama-server's name
     thinking_token_budget: ReasoningBudget = None  # vLLM's name
@@ -133,11 +152,7 @@ def read(request: ChatRequest, tenant: Tenant) -> Job:
         tools,
         opens_turn=request.add_generation_prompt,
         continues=request.continue_final_message,
-        thinking=to_thinking(
-            request.chat_template_kwargs,
-            request.reasoning_effort,
-            budget=_reasoning_budget(request),
-        ),
+        thinking=_thinking(request),
     )
     ignored = list[Ignored]()
     newer_limit = request.max_completion_tokens
@@ -160,12 +175,28 @@ def read(request: ChatRequest, tenant: Tenant) -> Job:
     )
 
 
+def _thinking(request: ChatRequest) -> Thinking:
+    """Return a request's options for the model's reasoning; an effort precedes the switches."""
+    effort, is_on, param = request.reasoning_effort, request.enable_thinking, "enable_thinking"
+    if is_on is None and request.thinking is not None:
+        is_on, param = request.thinking.is_on, "thinking"
+    return to_thinking(
+        request.chat_template_kwargs,
+        effort,
+        param=param if effort is None else "reasoning_effort",
+        is_on=is_on,
+        budget=_reasoning_budget(request),
+    )
+
+
 def _reasoning_budget(request: ChatRequest) -> tuple[str, int] | None:
     """Return the name and the value of a request's first field with a budget of the reasoning."""
     for name in BUDGET_NAMES:
         budget = getattr(request, name)
         if budget is not None:
             return name, budget
+    if request.thinking is not None and request.thinking.budget_tokens is not None:
+        return "thinking.budget_tokens", request.thinking.budget_tokens
     return None
 
 
