@@ -148,16 +148,16 @@ class Transfers:
         if chain is None or not can_use or state.is_running or not has_room:
             return None
         hit = self._index.match(chain, request.tokens, request.num_prompt)
+        num_cached = first = hit.num_pages
         if self._states is not None:
-            hit = hit_with_snapshot(self._index, self._states, chain.keys, hit)
-        first = hit.num_pages
+            first = hit_with_snapshot(self._index, self._states, chain.keys, hit).num_pages
         end = self._index.num_reusable(len(request.tokens) - 1, request.num_prompt)
         while first < end and chain.keys[first] in self._claims:
             first += 1
         keys = chain.keys[first:end]
         if not keys:
             return None
-        self.touch(chain.keys[: hit.num_pages])
+        self.touch(chain.keys[:num_cached])
         transfer = Transfer(chain.keys[:first], keys, self._clock() + within_s)
         for key in keys:
             self._claims.setdefault(key, transfer)
