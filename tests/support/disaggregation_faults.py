@@ -42,21 +42,27 @@ def shorten_timeouts(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("TWOSTROKE_PEER_SECRET", SECRET)
 
 
-def run_each_fault(folder: Path, link: str, counts: Counter[str]) -> None:
+def run_each_fault(
+    folder: Path,
+    link: str,
+    counts: Counter[str],
+    family: str = "llama",
+    kinds: Sequence[str] = KINDS,
+) -> None:
     """Apply each fault to one message of each kind."""
     with pytest.MonkeyPatch.context() as patch:
         shorten_timeouts(patch)
         plan: list[str] = []
         Network(patch, _once(plan), counts)
-        path = write_tiny_gguf(folder / "m.gguf", tiny_of("llama"))
+        path = write_tiny_gguf(folder / "m.gguf", tiny_of(family))
         rng = random.Random(7)
-        prompts = [random_prompts(rng, 3) for _ in range(len(KINDS) * len(FAULTS))]
+        prompts = [random_prompts(rng, 3) for _ in range(len(kinds) * len(FAULTS))]
         kwargs: dict[str, Any] = {"backend": "reference"} if link == "sockets" else {}
         with LLM(path, options(**kwargs)) as alone:
             expected = [answers(alone, some, SAMPLED) for some in prompts]
         with pair(path, link) as (first, second):
             for (kind, fault), some, tokens in zip(
-                itertools.product(KINDS, FAULTS), prompts, expected, strict=True
+                itertools.product(kinds, FAULTS), prompts, expected, strict=True
             ):
                 wait_until(lambda: view(second).decode_side.peers[0].state == "up")
                 plan[:] = [kind, fault]

@@ -13,6 +13,7 @@ from support.cached_pages import keys_of, young_to_old
 from support.disaggregation import (
     NIXL_LINKS,
     SAMPLED,
+    STATE_KINDS,
     Network,
     answers,
     check_clean,
@@ -24,7 +25,7 @@ from support.disaggregation import (
     view,
     wait_until,
 )
-from support.disaggregation_faults import run_round
+from support.disaggregation_faults import FAULTS, run_each_fault, run_round
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.engine.disaggregation import messages
@@ -44,6 +45,14 @@ PROMPT = [3 + n % 200 for n in range(100)]  # six full pages, and a part of one
 @pytest.mark.seeds(6)
 def test_faults_cost_time_and_no_request(seed: int, tmp_path: Path) -> None:
     run_round(seed, tmp_path, Counter())
+
+
+def test_each_fault_of_a_message_about_states_costs_no_request(tmp_path: Path) -> None:
+    counts: Counter[str] = Counter()
+    run_each_fault(tmp_path, "shared", counts, "qwen3.5", STATE_KINDS)
+    for kind in STATE_KINDS:
+        assert all(counts[f"{kind} {fault}"] for fault in FAULTS)
+    assert counts["transfers done"] > 0
 
 
 @pytest.mark.seeds(6)
