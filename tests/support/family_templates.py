@@ -236,6 +236,11 @@ KEYWORDS_IN_LINES: Final = _TAGGED.replace(
     .replace("@END@", "{{ '\n' }}</function_calls>")
     .replace('"\'"', "'\"'"),
 )
+# As Llama 4 with Python's calls: a list without marks.
+BARE_KEYWORDS: Final = _TAGGED.replace(
+    "@CALLS@",
+    _KEYWORDS.replace("@BEGIN@", "[").replace("@BETWEEN@", "', '").replace("@END@", "]"),
+)
 # As Gemma 4: names without quotes, in alphabetical order, and marks as quotes.
 GEMMA4: Final = _TAGGED.replace(
     "@CALLS@",
@@ -243,6 +248,13 @@ GEMMA4: Final = _TAGGED.replace(
     "{% for k, v in c.function.arguments | dictsort %}{{ k }}:"
     "{{ '<|\"|>' + v + '<|\"|>' if v is string else v | tojson }}{{ ',' if not loop.last }}"
     "{% endfor %}{{ '}' }}<tool_call|>{% endfor %}",
+)
+# Results are a field of the answer with the calls.
+GEMMA4_RESPONSES: Final = GEMMA4.replace(
+    "<tool_call|>{% endfor %}",
+    "<tool_call|>{% endfor %}"
+    "{% for r in m.tool_responses or [] %}<|tool_response>response:{{ r.name }}"
+    "{{ '{value:<|\"|>' + r.response + '<|\"|>}' }}<tool_response|>{% endfor %}",
 )
 # The id of a call stands in place of its name.
 KIMI: Final = _TAGGED.replace(

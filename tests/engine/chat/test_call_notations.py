@@ -12,6 +12,7 @@ import pytest
 
 from support.byte_tokenizer import byte_tokenizer
 from support.random_tools import random_answer, random_schema, random_value, snippets_of
+from twostroke.core.errors import RequestError
 from twostroke.engine.chat.call_forms import FORMS
 from twostroke.engine.chat.call_reader import (
     ArgumentsPiece,
@@ -134,9 +135,11 @@ def test_grammars_allow_calls_that_fit_and_no_others(name: str, kind: int | None
             assert accepts(asked, two) is is_parallel
             for text in ("hello", "", "a {b} [c] <d>"):
                 assert accepts(asked, text) is not is_forced
-            assert accepts(asked, f"Well.\n{one}") is not is_forced
+            mark = form.mark if form.is_bare else ""
+            assert accepts(asked, f"Well.\n{mark}{one}") is not is_forced
             for text in wrong:
-                assert not accepts(asked, text), text
+                is_text = form.is_bare and "rain" in text  # a list of an unknown function
+                assert not accepts(asked, text) or (is_text and not is_forced), text
 
 
 @pytest.mark.parametrize("name", NOTATIONS)
@@ -145,7 +148,8 @@ def test_calls_are_read_back_however_the_stream_is_cut(name: str) -> None:
     calls = [("weather", ARGUMENTS), ("time", {})]
     written = form.write((function, json.dumps(values)) for function, values in calls)
     for before, after in (("", ""), ("Let me look.\n", "\n"), ("a <b ", "\n\nDone.")):
-        text = before + written + after
+        mark = form.mark if form.is_bare and before else ""
+        text = before + mark + written + after
         expected = (before.strip() + after.strip(), calls, True)
         assert read(name, text, SCHEMAS) == expected
         assert read(name, text, SCHEMAS, [*range(1, len(text))]) == expected
@@ -197,7 +201,8 @@ def test_what_the_grammar_allows_is_read_as_a_valid_call(name: str, *, is_forced
         snippets += _notation_snippets(name)
         for _ in range(6):
             matcher = grammars.matcher(constraint)
-            begin = rng.choice(("", form.opening))
+            mark = form.mark if form.is_bare and not is_forced else ""
+            begin = rng.choice(("", mark + form.opening))
             text = random_answer(matcher, tokenizer, rng, [*filter(None, snippets)], begin)
             if text is None:
                 continue
@@ -299,3 +304,109 @@ def test_marks_at_the_end_may_be_missing(name: str) -> None:
     for length in range(len(tail)):
         shorter = text[: len(text) - len(tail) + length]
         assert read(name, shorter, SCHEMAS) == ("", [("weather", ARGUMENTS)], True)
+
+
+LOOSE = (
+    "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+    "</function>"
+)
+
+
+def test_a_call_without_the_mark_before_its_function_is_held_and_read() -> None:
+    calls = [("weather", {"city": "Oslo", "days": 2})]
+    for kind in (CONTROL, None):
+        form = tool_form("tags", SCHEMAS, is_forced=False, kind=kind)
+        for before in ("", "Well.\n"):
+            for after in ("", "\n</tool_call>"):
+                text = f"{before}{LOOSE}{after}"
+                assert accepts(form, text)
+                assert read("tags", text, SCHEMAS) == (before.strip(), calls, True)
+            assert not accepts(form, f"{before}{LOOSE}".replace("2", "two"))
+        for text in ("<function=rain>\n", f"See <function=x>: {LOOSE}", "a <function= b"):
+            assert accepts(form, text)
+    assert read("tags", "<function=rain>\n", SCHEMAS) == ("<function=rain>\n", [], False)
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [
+        ("tags", {"properties": {"a>b": {}}, "required": ["a>b"]}),
+        (
+            "tags",
+            {"properties": {"a": {}, "b": {}}, "minProperties": 1, "additionalProperties": {}},
+        ),
+        ("pairs", {"properties": {"a": {"const": "</arg_value>"}}, "required": ["a"]}),
+        ("keywords", {"properties": {"a b": {}}, "required": ["a b"]}),
+        ("gemma", {"properties": {"a": {"const": '<|"|>'}}, "required": ["a"]}),
+    ],
+)
+def test_a_schema_that_a_notation_cannot_hold_is_refused_if_it_is_strict(
+    name: str, schema: dict[str, Any]
+) -> None:
+    form = tool_form(name, {"f": schema}, is_forced=True)
+    grammars = Grammars(form.tokenizer, form.tokenizer.vocab_size)
+    relaxed = form.without_refused(grammars.refusal)
+    assert relaxed is not form
+    text = FORMS[name].write([("f", '{"a": "x"}')])
+    assert accepts(relaxed, text)
+    strict = Function("f", schema, "tools", is_strict=True)
+    tools = Tools((), (strict,), is_forced=True, is_parallel=True)
+    with pytest.raises(RequestError, match=r"(form|used)"):
+        ToolForm(tools, form.form, form.tokenizer).without_refused(grammars.refusal)
+
+
+def test_values_are_read_by_the_types_of_their_schemas() -> None:
+    schema = {
+        "properties": {
+            "text": {"type": "string"},
+            "number": {"type": "number"},
+            "maybe": {"type": ["string", "null"]},
+            "either": {"$ref": "#/$defs/either"},
+            "flag": {"allOf": [{"type": ["boolean", "string"]}, {"type": "boolean"}]},
+            "any": {},
+        },
+        "$defs": {"either": {"anyOf": [{"type": "integer"}, {"type": "string"}]}},
+    }
+    for name, text, value in (
+        ("text", "5", "5"),
+        ("text", "null", "null"),
+        ("number", "5", 5),
+        ("number", " 5.5\n", 5.5),
+        ("number", "five", "five"),
+        ("number", "[1]", [1]),
+        ("maybe", "None", None),
+        ("maybe", "none", "none"),
+        ("maybe", "5", "5"),
+        ("either", "5", 5),
+        ("either", "5.5", "5.5"),
+        ("either", "null", "null"),
+        ("flag", "True", True),
+        ("flag", "yes", "yes"),
+        ("any", '{"a": 1}', {"a": 1}),
+        ("any", '{"a": 1', '{"a": 1'),
+        ("any", "[link](x)", "[link](x)"),
+        ("any", '"quoted"', '"quoted"'),
+        ("other", "7", 7),
+    ):
+        call = f"<function=f>\n<parameter={name}>\n{text}\n</parameter>\n</function>"
+        assert read("tags", call, {"f": schema}) == ("", [("f", {name: value})], True)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("f(a='x', b=\"y\")", {"a": "x", "b": "y"}),
+        (r"f(a='it\'s \n \u00e9 \x41 \d')", {"a": "it's \n é A \\d"}),
+        ("f(a=[1, 'b', {'c': None, \"d\": true}], e=False,)", None),
+        ("f( a = 'x' ,b= 1 )", {"a": "x", "b": 1}),
+        ("f(a=two words, b=-1e3)", {"a": "two words", "b": -1000.0}),
+        ("f()", {}),
+    ],
+)
+def test_literals_are_read_as_models_write_them(text: str, values: Any) -> None:
+    if values is None:
+        values = {"a": [1, "b", {"c": None, "d": True}], "e": False}
+    answer = f"<|tool_call_start|>[{text}]<|tool_call_end|>"
+    expected = ("", [("f", values)], True)
+    for cuts in ([], [*range(1, len(answer))]):
+        assert read("keywords", answer, {"f": {}}, cuts) == expected

@@ -194,6 +194,7 @@ def test_a_form_gets_the_blanks_of_the_template(template: str, form: str, writte
             "keywords in lines",
             '<function_calls>\nf(a="x", b=[1])\n</function_calls>',
         ),
+        ("BARE_KEYWORDS", "bare keywords", "[f(a='x', b=[1])]"),
         ("GEMMA4", "gemma", '<|tool_call>call:f{a:<|"|>x<|"|>,b:[1]}<tool_call|>'),
         (
             "KIMI",
@@ -248,6 +249,32 @@ def test_ids_with_names_are_made_for_templates_that_show_them() -> None:
     text = chat.render(messages).text
     for shown in ("functions.g:1: of g", "functions.f:0: of f", "functions.f:2: the third"):
         assert text.count(shown) == 1
+
+
+def test_results_are_a_field_of_the_answer_if_the_template_shows_them_there() -> None:
+    assert not Chat(tokenizer_of(family_templates.GEMMA4)).capabilities.has_tool_responses
+    chat = Chat(tokenizer_of(family_templates.GEMMA4_RESPONSES))
+    assert chat.capabilities.has_tool_responses
+    calls = [CALL | {"id": id_, "function": {"name": id_, "arguments": "{}"}} for id_ in "fg"]
+    messages = [
+        USER,
+        {"role": "assistant", "content": "Let me see.", "tool_calls": calls},
+        result("g", "of g"),
+        result("f", "of f"),
+        {"role": "assistant", "content": "So."},
+        result("nobody", "left"),
+    ]
+    text = chat.render(messages).text
+    order = [
+        "Let me see.",
+        "call:f{",
+        "call:g{",
+        'response:g{value:<|"|>of g',
+        "response:f{",
+        "So.",
+    ]
+    offsets = [text.index(part) for part in [*order, "left"]]
+    assert offsets == sorted(offsets)
 
 
 @pytest.mark.parametrize("name", ["keywords", "gemma", "kimi", "cohere"])

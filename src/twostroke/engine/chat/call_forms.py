@@ -145,7 +145,8 @@ class CallForm(Frozen, kw_only=True):
             fits = json.dumps(arguments) in after and self._fits(before, after)
             return self if fits else None
         if isinstance(self.notation, LiteralNotation):
-            return _fit_literals(self, self.notation, prompt, after, arguments)
+            before = answer.lstrip().removeprefix(self.mark) if self.is_bare else prompt
+            return _fit_literals(self, self.notation, before, after, arguments)
         return _fit(self, prompt, after, arguments)
 
     def _fits(self, before: str, after: str) -> bool:
@@ -424,6 +425,15 @@ FORMS: Final[dict[str, CallForm]] = {
         marks=("</function_calls>",),
         has_own_tokens=False,
     ),
+    "bare keywords": replace(  # Llama 4
+        _KEYWORDS,
+        mark="<|python_start|>",
+        begin="[",
+        end="]",
+        is_bare=True,
+        marks=(),
+        has_own_tokens=False,
+    ),
     "gemma": _GEMMA,
     "kimi": _KIMI,
     "cohere": _COHERE,
@@ -482,7 +492,8 @@ def _fit_literals(
     if form.end:
         patterns["tail"] = f"{patterns['tail'][:-1]}\\s*)"
     quotes = "|".join(map(re.escape, notation.quotes))
-    opening = re.search(rf"{patterns['begin']}{patterns['head']}\Z", before)
+    start = r"\A\s*" if form.is_bare else ""
+    opening = re.search(rf"{start}{patterns['begin']}{patterns['head']}\Z", before)
     closing = re.match(
         rf"{patterns['middle']}{re.escape(name)}\s*{re.escape(notation.equals)}\s*"
         rf"(?P<quote>{quotes}){re.escape(value)}(?P=quote)\s*{patterns['tail']}{patterns['end']}",

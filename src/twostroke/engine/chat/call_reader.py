@@ -40,6 +40,10 @@ _BARE_BEGIN: Final = regex.compile(
     rf'"(?<name>{_NAME_CHARACTER}*+)',
     regex.ASCII,
 )
+# The beginning of a list of calls without marks, up to the first name.
+_BARE_LIST_BEGIN: Final = regex.compile(
+    rf"\s*+\[\s*+(?<name>{_NAME_CHARACTER}++)\s*+\(?+\Z", regex.ASCII
+)
 _DOUBLED: Final = {"{": r"\{?+", "}": r"\}?+"}
 _TOKENS: Final = regex.compile(r'\s+|"\w+"|[{}\[\]:,;]|(?:(?!\s|"\w+"|[{}\[\]:,;]).)+')
 
@@ -196,8 +200,13 @@ class CallReader:
         begin = text.lstrip()
         if begin and any(mark.startswith(begin) for mark in self._marks):
             return len(begin) > 1
-        may_be_bare = self._state == self._start and self._unmarked is not Unmarked.NONE
-        match = _BARE_BEGIN.match(text) if may_be_bare else None
+        if self._state != self._start:
+            return False
+        match = None
+        if self._unmarked is not Unmarked.NONE:
+            match = _BARE_BEGIN.match(text)
+        elif self._form.is_bare:
+            match = _BARE_LIST_BEGIN.match(text)
         return match is not None and any(name.startswith(match["name"]) for name in self._names)
 
     def _match(self, pattern: regex.Pattern[str]) -> tuple[regex.Match[str] | None, bool]:
@@ -232,6 +241,14 @@ class CallReader:
             self._tails = [*_BRACES, _FENCE_END] if match["fence"] else [*_BRACES]
             self._begin(match["name"], match.start("arguments"), pieces)
             return True
+        if self._form.is_bare and not self._form.has_json and not self._is_pure:
+            match, is_open = self._match(self._patterns.bare)
+            if is_open:
+                return False
+            if match and match["name"] in self._names:
+                self._tails = [*self._patterns.tails]
+                self._begin(match["name"], match.start("arguments"), pieces)
+                return True
         mark = self._form.mark
         begin = self._pending_text[self._offset : self._offset + len(self._form.mark)]
         if self._is_pure and not self.num_calls and begin != mark:
@@ -413,6 +430,7 @@ class _FormPatterns(Frozen):
     marks: regex.Pattern[str]  # of all texts that begin calls
     first: regex.Pattern[str]  # of the first call, after the mark
     loose: regex.Pattern[str]  # of a call after `loose_begin`
+    bare: regex.Pattern[str]  # of the first call of an answer, perhaps without the mark
     next_call: regex.Pattern[str]  # of another call in a list
     tails: tuple[regex.Pattern[str], ...]  # each may be missing
     end: regex.Pattern[str]
@@ -448,6 +466,7 @@ def _patterns_of(form: CallForm) -> _FormPatterns:
         marks=regex.compile("|".join(map(regex.escape, marks))),
         first=regex.compile(_loose_pattern(opening) + named),
         loose=regex.compile(named),
+        bare=regex.compile(rf"\s*+(?:{regex.escape(form.mark)})?+{_loose_pattern(opening)}{named}"),
         next_call=regex.compile(_loose_pattern(form.between.strip() + form.head) + named),
         tails=tuple(tails),
         end=regex.compile(_loose_pattern(form.end)),

@@ -53,6 +53,7 @@ class TemplateCapabilities(Frozen):
         has_short_ids: whether ids of calls must be nine letters or digits.
         has_named_ids: whether ids of calls must have the name of the function and the number of the
             call, because the template shows them in place of the name.
+        has_tool_responses: whether results are a field of the answer with their calls.
         has_null_content: whether an answer with calls and no text needs null content.
         has_text_arguments: whether arguments are a string of JSON, not an object.
     """
@@ -65,6 +66,7 @@ class TemplateCapabilities(Frozen):
     takes_several: bool = True
     has_short_ids: bool = False
     has_named_ids: bool = False
+    has_tool_responses: bool = False
     has_null_content: bool = False
     has_text_arguments: bool = False
 
@@ -91,6 +93,7 @@ def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateC
         takes_several=probe.takes_several(),
         has_short_ids=call_id == _CALL_IDS[1],
         has_named_ids=call_id == _CALL_IDS[2],
+        has_tool_responses=probe.reads_tool_responses(),
         has_null_content=probe.content is None,
         has_text_arguments=is_text,
     )
@@ -170,6 +173,20 @@ class _Probe(Frozen):
         answer = self._answer(_CALL) if has_calls else {"role": "assistant", "content": "Let me"}
         result = {"role": "tool", "content": _ANSWER, "tool_call_id": self.call_id, "name": _CALL}
         return _ANSWER in self.render([_USER, answer, result])
+
+    def reads_tool_responses(self) -> bool:
+        """Whether results should be in the field `tool_responses` of the answer with their calls.
+
+        That is the case if only results in that field are shown with the name of their function.
+        """
+        if "tool_responses" not in self.template.keys:
+            return False
+        answer = self._answer(_CALL)
+        result = {"role": "tool", "content": _ANSWER, "tool_call_id": self.call_id, "name": _CALL}
+        response = {"tool_responses": [{"name": _CALL, "response": _ANSWER}]}
+        as_message = self.render([_USER, answer, result])
+        as_field = self.render([_USER, answer | response])
+        return _ANSWER in as_field and as_field.count(_CALL) > as_message.count(_CALL)
 
     def size(self) -> int:
         """Return the length in characters of a rendered test conversation with a tool call.

@@ -41,6 +41,8 @@ def fit_to_template(
     if capabilities.writes_calls and not capabilities.takes_several:
         fitted_messages = list(_split_parallel_calls(fitted_messages))
     fitted_messages = [_fit_message(message, capabilities) for message in fitted_messages]
+    if capabilities.has_tool_responses:
+        fitted_messages = list(_with_tool_responses(fitted_messages))
     if capabilities.shows_tools_of_system and tools:
         if fitted_messages[0]["role"] != "system":
             fitted_messages.insert(0, {"role": "system", "content": ""})
@@ -85,6 +87,32 @@ def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
             continue
         answered.add(id_)
         yield {**message, "tool_call_id": id_}
+
+
+def _with_tool_responses(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield messages in which results are in the field `tool_responses` of their answers.
+
+    The text of such an answer becomes a message of its own, because it comes before the results.
+    """
+    answer: dict[str, Any] | None = None  # with calls whose results follow
+    names: dict[object, str] = {}
+    for message in messages:
+        if answer is not None and message["role"] == "tool":
+            name = names.get(message.get("tool_call_id")) or str(message.get("name"))
+            answer["tool_responses"].append({"name": name, "response": message["content"]})
+            continue
+        if answer is not None:
+            yield answer
+            answer = None
+        if not message.get("tool_calls"):
+            yield message
+            continue
+        if message["content"]:
+            yield {"role": "assistant", "content": message["content"]}
+        names = {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
+        answer = message | {"content": "", "tool_responses": []}
+    if answer is not None:
+        yield answer
 
 
 def _with_named_ids(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

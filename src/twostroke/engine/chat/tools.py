@@ -335,7 +335,9 @@ class CallGrammar:
         """
         form = self._form
         yield from self._bodies()
-        yield from self._text([])
+        names = self._tools.names
+        bare_beginnings = [f"BARE{index}" for index in range(len(names))] if form.is_bare else []
+        yield from self._text(bare_beginnings)
         after_mark = self._to_lark(form.opening.removeprefix(form.mark))
         more_calls = self._more_calls if form.is_list else ""
         yield f"call: {after_mark} body {more_calls} {self._end}"
@@ -343,23 +345,29 @@ class CallGrammar:
         yield "last: TEXT"
         yield from self._reasoning_after_calls()
         rest = f"{self._may_reason} answer" if self._tools.is_parallel else '""'
+        if form.is_bare:
+            for index, name in enumerate(names):
+                begin = self._to_lark(form.name(name) + form.middle)
+                yield rf"BARE{index}: /{_BLANK}*\[{_BLANK}*/ {begin}"
+                yield f"bare{index}: BARE{index} args{index} {self._to_lark(form.tail)}"
+            yield f"bare: ({_any('bare', names)}) {more_calls} {self._end}"
         if not form.loose_begin:
             yield f"answer: head call {rest} | last"
-            yield "start: answer"
+            yield f"start: answer{' | bare' if form.is_bare else ''}"
             return
         loose_begin = json.dumps(form.loose_begin)
-        names = " | ".join(
-            self._to_lark(form.name(name) + form.middle) for name in self._tools.names
+        names_and_middles = " | ".join(
+            self._to_lark(form.name(name) + form.middle) for name in names
         )
         yield f"loose_head[lazy]: TEXT {loose_begin}"
-        yield f"NAMES: {names}"
+        yield f"NAMES: {names_and_middles}"
         yield r"OTHER: TEXT & ~(NAMES /(.|\n)*/)"
         yield text_until("other_head", form.mark, self._specials).replace("TEXT", "OTHER")
         yield f"other_loose[lazy]: OTHER {loose_begin}"
         tail = self._loose_tail()
         bodies = " | ".join(
             f"{self._to_lark(form.name(name) + form.middle)} args{index} {tail}"
-            for index, name in enumerate(self._tools.names)
+            for index, name in enumerate(names)
         )
         yield f"loose: ({bodies}) {rest} | other_head call {rest} | other_loose loose | other"
         yield "other: OTHER"

@@ -98,6 +98,8 @@ class LiteralWriter:
             ]
             return [self._rules.literal(notation.quoted(value, quote)) for quote in quotes]
         text = notation.literal(value)
+        if not notation.has_escapes and any(quote in json.dumps(value) for quote in notation.marks):
+            return []
         texts = [text] if text == json.dumps(value) or isinstance(value, (list, dict)) else []
         if value is None or isinstance(value, bool):
             texts = [text, json.dumps(value)]
