@@ -4,6 +4,9 @@ Fifty prompts ask for what one of four functions does, each with and without a s
 the model may choose (`tool_choice` is `auto`). Every answer is read as the server reads it: as
 calls, as text that looks like a call, or as other text. Text that looks like a call fails the run:
 the client would show it to its user.
+
+With `--template`, the model gets the template of another family and an example of its calls. With
+`--choice required`, each answer without a call fails the run.
 """
 
 from __future__ import annotations
@@ -13,10 +16,14 @@ import sys
 from collections import Counter
 from typing import Any, Final
 
+from support import family_templates
+from support.byte_tokenizer import byte_metadata
 from twostroke import LLM, SamplingParams
 from twostroke.core.options import CacheOptions, EngineOptions
 from twostroke.engine.chat.call_reader import CallBegin, TextPiece
+from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.prompts import chat_of
+from twostroke.model.tokenizer import from_gguf
 from twostroke.server.protocols.common.tools import FunctionBody, to_tools
 
 _SYSTEM: Final = "You are a helpful assistant of a travel office. Answer briefly."
@@ -144,13 +151,34 @@ def main() -> int:
     parser.add_argument("--model", default="qwen2.5-coder-0.5b")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--choice", choices=("auto", "required"), default="auto")
+    parser.add_argument("--template", default="", help="a name in tests/support/family_templates")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--show", action="store_true", help="print each answer that is no call")
     args = parser.parse_args()
-    with LLM(args.model, EngineOptions(cache=CacheOptions(context_length=2048))) as llm:
-        print(f"{args.model}, temperature {args.temperature:g}")
+    options = EngineOptions(
+        cache=CacheOptions(context_length=2048), chat_template=_family_template(args.template)
+    )
+    with LLM(args.model, options) as llm:
+        print(f"{args.model}, temperature {args.temperature:g}, {args.template or 'own template'}")
         results = [_answer_prompt(llm, system, args) for system in ("", _SYSTEM)]
+    if args.choice == "required" and any(kinds["text"] for kinds in results):
+        return 1
     return int(any(kinds["looks like a call"] for kinds in results))
+
+
+def _family_template(name: str) -> str | None:
+    """Return the template of a family, with an example of its calls beside the tools."""
+    if not name:
+        return None
+    template: str = getattr(family_templates, name)
+    tokenizer = from_gguf(byte_metadata() | {"tokenizer.chat_template": template})
+    form = Chat(tokenizer).capabilities.form
+    example = form.write([("find_user", '{"name": "John", "age": 7}')])
+    shown = (
+        f"{{{{ tools | tojson }}}}\nCall a function like this:\n{{% raw %}}{example}{{% endraw %}}"
+    )
+    return template.replace("{{ tools | tojson }}", shown)
 
 
 def _answer_prompt(llm: LLM, system: str, args: argparse.Namespace) -> Counter[str]:
@@ -159,7 +187,8 @@ def _answer_prompt(llm: LLM, system: str, args: argparse.Namespace) -> Counter[s
     turns, wanted = [], []
     prompts = [(name, text) for name, (_, _, texts) in _FUNCTIONS.items() for text in texts]
     for name, text in prompts[:: max(1, len(prompts) // args.prompts)][: args.prompts]:
-        tools = to_tools(_offered(name), "auto", parallel=None)
+        is_forced = args.choice == "required"
+        tools = to_tools(_offered(name), args.choice, parallel=False if is_forced else None)
         assert tools is not None
         messages = [{"role": "system", "content": system}] if system else []
         prompt = chat_of(card).render(
